@@ -1,0 +1,30 @@
+"""Speculative decoding for any Hugging Face causal LM.
+
+>>> from foretoken import LLM, SamplingParams  # doctest: +SKIP
+"""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "StreamChunk"]
+
+if TYPE_CHECKING:
+    from foretoken.core.results import RequestOutput
+    from foretoken.core.sampling_params import SamplingParams
+    from foretoken.engine.llm import LLM, StreamChunk
+
+_HOMES = {
+    "LLM": "foretoken.engine.llm",
+    "StreamChunk": "foretoken.engine.llm",
+    "SamplingParams": "foretoken.core.sampling_params",
+    "RequestOutput": "foretoken.core.results",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the public names when they are first used, so that the command line starts without torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'foretoken' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

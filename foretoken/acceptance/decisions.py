@@ -1,0 +1,115 @@
+"""Where an acceptance rule gets its random choices from.
+
+Rules ask a `Decisions` object instead of drawing numbers, so that tests can enumerate every outcome with its exact
+probability while the engine answers from position-keyed noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from foretoken.sampling.noise import KeyedNoise, Purpose
+
+LogProbs = Callable[[Tensor], Tensor]
+"""(B,) int64 nodes -> (B, V) log-probabilities of the token after each node, warped by the request."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acceptance:
+    """What survived.
+
+    Attributes:
+        path: (B, D) int64, accepted nodes at depth 1.., -1 past the last.
+        num_accepted: (B,) int64.
+        next_token: (B,) int64, the correction or bonus token.
+        lossy_tv: (B,) total-variation distance spent by a lossy rule, summed over tested positions; 0 when lossless.
+    """
+
+    path: Tensor
+    num_accepted: Tensor
+    next_token: Tensor
+    lossy_tv: Tensor
+
+
+class Decisions(Protocol):
+    """The three kinds of random choice. `lane` tells apart the choices of one kind within one iteration."""
+
+    def target_token(self, log_probs: Tensor, depth: int) -> Tensor:
+        """A draw from the target's law at the position `depth + 1` after the root, the same in every iteration.
+
+        Args:
+            log_probs: (B, V).
+            depth: Depth of the node whose next token is drawn.
+
+        Returns:
+            (B,) int64.
+        """
+
+    def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:
+        """True with probability min(1, target / draft), never when target_prob is 0.
+
+        Args:
+            target_prob: (B,).
+            draft_prob: (B,).
+            lane: Number of the test.
+
+        Returns:
+            (B,) bool.
+        """
+
+    def token(self, probs: Tensor, lane: int) -> Tensor:
+        """A draw from a residual or bonus distribution; probs: (B, V) summing to 1; (B,) int64."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedDecisions:
+    """Decisions from position-keyed noise.
+
+    Target tokens are keyed by their absolute position, so they do not depend on drafter or tree. Everything else is
+    keyed by the root's position, which no two iterations of a sequence share: a number is never used twice.
+
+    Attributes:
+        noise: The requests' random numbers.
+        root_positions: (B,) int64, absolute position of the root.
+    """
+
+    noise: KeyedNoise
+    root_positions: Tensor
+
+    def target_token(self, log_probs: Tensor, depth: int) -> Tensor:
+        """See `Decisions`."""
+        positions = self.root_positions + (depth + 1)
+        return (log_probs + self.noise.gumbel(positions, Purpose.TARGET, log_probs.shape[1])).argmax(1)
+
+    def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:
+        """See `Decisions`. Strict, in product form: u <= p/q would accept p = 0 at u = 0."""
+        return self.noise.uniform(self.root_positions, Purpose.ACCEPT, lane) * draft_prob < target_prob
+
+    def token(self, probs: Tensor, lane: int) -> Tensor:
+        """See `Decisions`."""
+        noise = self.noise.gumbel(self.root_positions, Purpose.RESIDUAL, probs.shape[1], lane)
+        return (probs.log() + noise).argmax(1)
+
+
+def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """Distribution of the correction token after a rejection.
+
+    Args:
+        target_probs: (B, V), rows sum to 1, or to less where the caller has scaled them.
+        draft_probs: (B, V), rows sum to 1.
+
+    Returns:
+        (B, V), norm(max(p - q, 0)). Where that is zero to rounding, p itself: a branch of probability zero.
+
+    Source: Leviathan et al. 2023 (arXiv 2211.17192), section 2.3.
+    """
+    rest = (target_probs - draft_probs).clamp_min(0)
+    mass = rest.sum(1, keepdim=True)
+    smallest = 1e-12 if rest.dtype == torch.float64 else 1e-6
+    unchanged = target_probs / target_probs.sum(1, keepdim=True)
+    return torch.where(mass > smallest, rest / mass.clamp_min(smallest), unchanged)

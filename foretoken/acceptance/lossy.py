@@ -1,0 +1,124 @@
+"""Rules that trade the target's distribution for speed. Off by default, named lossy wherever they are reported."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs, residual
+from foretoken.core.token_tree import DrawKind, TokenTree
+
+
+def accept_lenient(
+    tree: TokenTree,
+    log_probs: LogProbs,
+    unwarped_log_probs: LogProbs,
+    greedy: Tensor,
+    decisions: Decisions,
+    *,
+    lenience: float,
+) -> Acceptance:
+    """Speculative sampling on a chain with a lenience factor l: keeps a token with probability min(1, p / (l q)).
+
+    The correction token comes from norm(max(p - q, 0)), which only fills deficits, so the total-variation distance of
+    one position is exactly sum min(p / l, q) - sum min(p, q), reported in `lossy_tv`. A greedy request keeps the most
+    probable token, and any whose probability at temperature 1 is above l times the largest.
+
+    Args:
+        tree: Chains (node i's parent is i - 1), sampled or one-hot.
+        log_probs: The target's law after each node.
+        unwarped_log_probs: The same at temperature 1.
+        greedy: (B,) bool, requests at temperature 0.
+        decisions: Source of the tests and draws.
+        lenience: l in (0, 1]; 1 is lossless.
+
+    Source: Leviathan et al. 2023 (arXiv 2211.17192), appendix A.5; the greedy inequality printed there is reversed.
+    """
+    batch, device = tree.batch_size, tree.tokens.device
+    index = torch.arange(batch, device=device)
+    node = torch.zeros(batch, dtype=torch.int64, device=device)
+    walking = torch.ones(batch, dtype=torch.bool, device=device)
+    probs = log_probs(node).exp()
+    rest = probs
+    spent = torch.zeros(batch, dtype=probs.dtype, device=device)
+    for i in range(1, tree.max_depth + 1):
+        is_tested = walking & (i < tree.num_nodes)
+        token = tree.tokens[:, i : i + 1]
+        draft_probs = _draft_probs(tree, i, probs)
+        p, q = probs.gather(1, token)[:, 0], draft_probs.gather(1, token)[:, 0]
+        raw = unwarped_log_probs(node).exp()
+        # Strictly above, or the argmax itself: at l = 1 a tie that plain decoding decides otherwise is not kept.
+        is_near_best = (p > 0) | (raw.gather(1, token)[:, 0] > lenience * raw.amax(1))
+        survives = torch.where(greedy, is_near_best, decisions.accept(p, lenience * q, i - 1))
+        tv = (torch.minimum(probs / lenience, draft_probs) - torch.minimum(probs, draft_probs)).sum(1)
+        tv = torch.where(greedy, (is_near_best & (p == 0)).to(tv.dtype), tv)
+        spent = spent + torch.where(is_tested, tv, 0.0)
+        walking = is_tested & survives
+        node = torch.where(walking, i, node)
+        kept_probs = log_probs(node).exp()
+        is_rejected = is_tested & ~survives
+        rest = torch.where(is_rejected.unsqueeze(1), residual(probs, draft_probs), rest)
+        rest = torch.where(walking.unsqueeze(1), kept_probs, rest)
+        probs = kept_probs
+    depth = torch.arange(1, tree.max_depth + 1, device=device).expand(batch, -1)
+    return Acceptance(
+        path=torch.where(depth <= node.unsqueeze(1), depth, -1),
+        num_accepted=tree.depths[index, node],
+        next_token=decisions.token(rest, 0),
+        lossy_tv=spent,
+    )
+
+
+def accept_typical(
+    tree: TokenTree, log_probs: LogProbs, decisions: Decisions, *, epsilon: float, delta: float
+) -> Acceptance:
+    """Keeps the longest path of tokens that are typical: p(x) > min(epsilon, delta exp(-H(p))).
+
+    The token after the path is drawn from the target. Equal lengths are decided by the sum of log p.
+
+    Args:
+        tree: Candidates drawn in any way.
+        log_probs: The target's law after each node.
+        decisions: Source of the draw.
+        epsilon: Posterior threshold, published 0.09.
+        delta: Posterior alpha, published 0.3 (the square root of epsilon).
+
+    `lossy_tv` is not known for this rule and reported as NaN.
+
+    Source: Cai et al. 2024 (arXiv 2401.10774), section 2.3.1.
+    """
+    batch, width = tree.tokens.shape
+    index = torch.arange(batch, device=tree.tokens.device)
+    root_law = log_probs(torch.zeros_like(tree.num_nodes))
+    is_kept = torch.zeros(batch, width, dtype=torch.bool, device=tree.tokens.device)
+    is_kept[:, 0] = True
+    path_score = torch.zeros(batch, width, dtype=root_law.dtype, device=tree.tokens.device)
+    for i in range(1, width):
+        parent = tree.parents[:, i].clamp_min(0)
+        law = log_probs(parent)
+        probs = law.exp()
+        entropy = -(probs * (probs + 1e-5).log()).sum(1)
+        score = law.gather(1, tree.tokens[:, i : i + 1])[:, 0]
+        is_typical = score.exp() > (delta * (-entropy).exp()).clamp_max(epsilon)
+        is_kept[:, i] = is_kept[index, parent] & is_typical & (tree.parents[:, i] >= 0)
+        path_score[:, i] = path_score[index, parent] + score
+    depths = torch.where(is_kept, tree.depths, -1)
+    longest = depths == depths.amax(1, keepdim=True)
+    best = torch.where(longest, path_score, float("-inf")).argmax(1)
+    return Acceptance(
+        path=tree.path_nodes(best),
+        num_accepted=tree.depths[index, best],
+        next_token=decisions.token(log_probs(best).exp(), 0),
+        lossy_tv=torch.full((batch,), float("nan"), device=tree.tokens.device),
+    )
+
+
+def _draft_probs(tree: TokenTree, node: int, like: Tensor) -> Tensor:
+    """(B, V), the law that a chain's node was drawn from; one-hot where it was chosen otherwise."""
+    one_hot = torch.zeros_like(like).scatter_(1, tree.tokens[:, node : node + 1], 1.0)
+    if tree.law is None:
+        return one_hot
+    index = torch.arange(tree.batch_size, device=like.device)
+    rows = tree.law.rows[index, tree.law.row_of[:, node].clamp_min(0)].to(like.dtype)
+    is_one_hot = tree.law.kinds[:, node : node + 1] == DrawKind.ONE_HOT
+    return torch.where(is_one_hot, one_hot, rows)

@@ -1,0 +1,143 @@
+"""Which rule verifies which sequence, and running several rules over one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.acceptance.block import accept_block
+from foretoken.acceptance.decisions import Acceptance, KeyedDecisions
+from foretoken.acceptance.lossy import accept_lenient, accept_typical
+from foretoken.acceptance.sequential import accept_sequential
+from foretoken.acceptance.walk import accept_coupled, accept_greedy
+from foretoken.core.errors import ConfigError, nearest_name_hint
+from foretoken.core.token_tree import DrawKind, TokenTree
+from foretoken.sampling.node_scores import NodeScores
+
+LOSSLESS_RULES = ("greedy", "coupled", "sequential", "block")
+LOSSY_RULES = ("lenient", "typical")
+_SELECTABLE = ("auto", "coupled", "sequential", "block", *LOSSY_RULES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptancePolicy:
+    """How sampled requests are verified; greedy requests always use exact match unless the rule is lossy.
+
+    Attributes:
+        rule: "auto", "coupled", "sequential", "block", or a lossy rule by name: "lenient", "typical".
+        lenience: Factor l of the lenient rule, in (0, 1].
+        epsilon: Posterior threshold of the typical rule, in [0, 1].
+        delta: Posterior alpha of the typical rule, in [0, 1].
+
+    Raises:
+        ConfigError: When the rule does not exist or a value is outside its range.
+    """
+
+    rule: str = "auto"
+    lenience: float = 0.8
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        """Checks the rule's name and the ranges."""
+        if self.rule not in _SELECTABLE:
+            raise ConfigError(f"there is no acceptance rule '{self.rule}'. {nearest_name_hint(self.rule, _SELECTABLE)}")
+        if not 0.0 < self.lenience <= 1.0:
+            raise ConfigError(f"lenience is {self.lenience}. Expected above 0 and at most 1.")
+        for name, value in (("epsilon", self.epsilon), ("delta", self.delta)):
+            if not 0.0 <= value <= 1.0:
+                raise ConfigError(f"{name} is {value}. Expected at least 0 and at most 1.")
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether the rule may change what the target would have written."""
+        return self.rule in LOSSY_RULES
+
+    def is_coupled(self, *, is_seeded: bool) -> bool:
+        """Whether drafts for a request may share the target's noise: exactly when its rule is `coupled`."""
+        return self.rule == "coupled" or (self.rule == "auto" and is_seeded)
+
+    def rule_for(self, tree: TokenTree, *, is_greedy: bool, is_seeded: bool) -> str:
+        """The rule for one request.
+
+        Seeded requests are coupled, so that their text depends on nothing but the seed. Without a seed, a chain with
+        draft distributions is verified as a block, a tree with them by the sequential test, and one-hot drafts by
+        coupling, which for them is sample and match. The block and lenient rules exist for chains only: a tree that is
+        none is verified by the sequential test. Synchronises with the host.
+        """
+        if self.rule == "typical" or (self.rule == "lenient" and _is_chain(tree)):
+            return self.rule
+        if is_greedy:
+            return "greedy"
+        if self.is_coupled(is_seeded=is_seeded) or (self.rule == "auto" and tree.law is None):
+            return "coupled"
+        return "block" if self.rule in ("auto", "block") and _is_sampled_chain(tree) else "sequential"
+
+
+def accept(scores: NodeScores, rules: Sequence[str], policy: AcceptancePolicy, root_positions: Tensor) -> Acceptance:
+    """Verifies a batch, each sequence by its own rule.
+
+    Args:
+        scores: Tree and target distributions of the B sequences.
+        rules: B rule names.
+        policy: Parameters of the lossy rules.
+        root_positions: (B,) int64, absolute position of each root.
+    """
+    names = sorted(set(rules))
+    if len(names) == 1:
+        return _accept_with(names[0], scores, policy, root_positions)
+    parts = []
+    for name in names:
+        rows = torch.tensor([i for i, rule in enumerate(rules) if rule == name], device=root_positions.device)
+        parts.append((rows, _accept_with(name, scores.select(rows), policy, root_positions[rows])))
+    order = torch.cat([rows for rows, _ in parts]).argsort()
+    return Acceptance(
+        path=torch.cat([part.path for _, part in parts])[order],
+        num_accepted=torch.cat([part.num_accepted for _, part in parts])[order],
+        next_token=torch.cat([part.next_token for _, part in parts])[order],
+        lossy_tv=torch.cat([part.lossy_tv.float() for _, part in parts])[order],
+    )
+
+
+def _accept_with(rule: str, scores: NodeScores, policy: AcceptancePolicy, root_positions: Tensor) -> Acceptance:
+    """One rule over all sequences given."""
+    tree, decisions = scores.tree, KeyedDecisions(scores.batch.noise, root_positions)
+    match rule:
+        case "greedy":
+            return accept_greedy(tree, scores.argmax)
+        case "coupled":
+            return accept_coupled(tree, scores.log_probs, decisions)
+        case "sequential":
+            return accept_sequential(tree, scores.log_probs, decisions)
+        case "block":
+            return accept_block(tree, scores.log_probs, decisions)
+        case "lenient":
+            return accept_lenient(
+                tree,
+                scores.log_probs,
+                scores.unwarped_log_probs,
+                scores.batch.greedy,
+                decisions,
+                lenience=policy.lenience,
+            )
+        case "typical":
+            return accept_typical(tree, scores.log_probs, decisions, epsilon=policy.epsilon, delta=policy.delta)
+    raise AssertionError(f"no such rule: {rule}")
+
+
+def _is_chain(tree: TokenTree) -> bool:
+    """Whether every node follows the one before it. Synchronises with the host."""
+    node = torch.arange(tree.width, device=tree.tokens.device)
+    is_padding = node >= tree.num_nodes.unsqueeze(1)
+    return tree.max_depth == tree.width - 1 and bool(((tree.parents == node - 1) | is_padding).all())
+
+
+def _is_sampled_chain(tree: TokenTree) -> bool:
+    """Whether every node was drawn independently and follows the one before it. Synchronises with the host."""
+    if tree.law is None or not _is_chain(tree):
+        return False
+    is_drafted = tree.parents >= 0
+    return bool(((tree.law.kinds == DrawKind.INDEPENDENT) | ~is_drafted).all())

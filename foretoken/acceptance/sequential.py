@@ -1,0 +1,101 @@
+"""The sequential test: chains and trees with sampled and one-hot children, without bias.
+
+At a node with target law P, each sampled child x with exact conditional draw law Q is kept with probability
+min(1, P[x] / Q[x]); after a rejection P becomes norm(max(P - Q, 0)). One-hot children come last, all at once: draw
+y from what is left of P and descend if a child holds y. On a chain this is speculative sampling (Leviathan et al.,
+arXiv 2211.17192; Chen et al., 2302.01318, who swap p and q); with children drawn without replacement it is the rule of
+Sequoia (2402.12374); with independent ones, SpecInfer's (2305.09781); with one-hot ones, sample and match.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs, residual
+from foretoken.acceptance.walk import child_with_token, descend
+from foretoken.core.token_tree import MAX_NODES, DrawKind, TokenTree
+
+
+def accept_sequential(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:
+    """Tests each child in draw order, sampled ones first.
+
+    Args:
+        tree: Candidates; `tree.law` says how sampled ones were drawn, all are one-hot when it is None.
+        log_probs: The target's law after each node.
+        decisions: Source of the tests and draws.
+
+    Returns:
+        Path and correction or bonus token; lossless.
+    """
+    batch_index = torch.arange(tree.batch_size, device=tree.tokens.device)
+    table = sampled_children(tree)
+    siblings = table.shape[2]
+
+    def step(node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        probs = log_probs(node).exp()
+        child = torch.full_like(node, -1)
+        for slot in range(siblings):
+            candidate = table[batch_index, node, slot]
+            is_tested = (candidate >= 0) & (child < 0)
+            draft_probs = conditional_law(tree, table, node, slot, probs)
+            token = tree.tokens.gather(1, candidate.clamp_min(0).unsqueeze(1))
+            p, q = probs.gather(1, token)[:, 0], draft_probs.gather(1, token)[:, 0]
+            # Not `depth * siblings`: that bound is the batch's, and draws must not depend on the neighbours.
+            survives = decisions.accept(p, q, depth * MAX_NODES + slot)
+            child = torch.where(is_tested & survives, candidate, child)
+            is_rejected = (is_tested & ~survives).unsqueeze(1)
+            probs = torch.where(is_rejected, residual(probs, draft_probs), probs)
+        drawn = decisions.token(probs, depth)
+        return torch.where(child < 0, child_with_token(tree, node, drawn), child), drawn
+
+    return descend(tree, step)
+
+
+def sampled_children(tree: TokenTree) -> Tensor:
+    """The sampled children of every node in draw order.
+
+    Returns:
+        (B, N, C) int64, node indices, -1 past the last; C is `tree.law.max_siblings`, or 0 without a law.
+    """
+    batch, width = tree.tokens.shape
+    if tree.law is None:
+        return tree.parents.new_full((batch, width, 0), -1)
+    is_sampled = (tree.law.kinds != DrawKind.ONE_HOT) & (tree.parents >= 0)
+    same_parent = tree.parents.unsqueeze(2) == tree.parents.unsqueeze(1)
+    earlier = torch.ones(width, width, dtype=torch.bool, device=tree.tokens.device).tril(-1)
+    rank = (same_parent & earlier & is_sampled.unsqueeze(1)).sum(2)
+    siblings = tree.law.max_siblings
+    # One spare entry takes the writes of nodes that are not sampled.
+    flat = tree.parents.new_full((batch, width * siblings + 1), -1)
+    target = torch.where(is_sampled, tree.parents * siblings + rank, width * siblings)
+    flat.scatter_(1, target, torch.arange(width, device=flat.device).expand(batch, width))
+    return flat[:, :-1].view(batch, width, siblings)
+
+
+def conditional_law(tree: TokenTree, table: Tensor, node: Tensor, slot: int, like: Tensor) -> Tensor:
+    """The exact law that the `slot`-th sampled child of each node was drawn from, given its earlier siblings.
+
+    Args:
+        tree: Candidates with a law.
+        table: (B, N, C) int64 from `sampled_children`.
+        node: (B,) int64, the parents.
+        slot: Which child.
+        like: Gives dtype.
+
+    Returns:
+        (B, V); arbitrary where the child does not exist.
+    """
+    law = tree.law
+    assert law is not None, "sampled children exist only with a law"
+    batch_index = torch.arange(tree.batch_size, device=node.device)
+    child = table[batch_index, node, slot].clamp_min(0)
+    row = law.row_of[batch_index, child]
+    probs = law.rows[batch_index, row.clamp_min(0)].to(like.dtype)
+    without = (law.kinds[batch_index, child] == DrawKind.WITHOUT_REPLACEMENT).unsqueeze(1)
+    for earlier in range(slot):
+        sibling = table[batch_index, node, earlier].clamp_min(0)
+        same_row = (law.row_of[batch_index, sibling] == row).unsqueeze(1)
+        taken = torch.zeros_like(probs).scatter_(1, tree.tokens.gather(1, sibling.unsqueeze(1)), 1.0)
+        probs = torch.where(without & same_row, probs * (1 - taken), probs)
+    return torch.where(without, probs / probs.sum(1, keepdim=True).clamp_min(torch.finfo(like.dtype).tiny), probs)

@@ -1,0 +1,99 @@
+"""Walking down a tree along chosen tokens: greedy matching and coupled sampling.
+
+Both rules pick the token the target would emit after a node and descend if some child holds it; they differ in the
+pick. The emitted text is by construction the text of plain decoding, whatever the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs
+from foretoken.core.token_tree import TokenTree
+
+
+def descend(tree: TokenTree, step: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> Acceptance:
+    """Goes down from the root until a step finds no child.
+
+    Args:
+        tree: (B, N) candidates.
+        step: (nodes (B,) int64, depth) -> the child to go to (B,) int64, -1 for none, and the target's token where
+            there is none (B,) int64.
+
+    Returns:
+        The path walked and the token that ended it.
+    """
+    batch, device = tree.batch_size, tree.tokens.device
+    node = torch.zeros(batch, dtype=torch.int64, device=device)
+    walking = torch.ones(batch, dtype=torch.bool, device=device)
+    path = torch.full((batch, tree.max_depth), -1, dtype=torch.int64, device=device)
+    next_token = node
+    for depth in range(tree.max_depth + 1):
+        child, token = step(node, depth)
+        next_token = torch.where(walking & (child < 0), token, next_token)
+        if depth == tree.max_depth:
+            break
+        walking = walking & (child >= 0)
+        node = torch.where(walking, child, node)
+        path[:, depth] = torch.where(walking, child, -1)
+        if device.type == "cpu" and not walking.any():  # elsewhere the look would cost a synchronisation
+            break
+    return Acceptance(
+        path=path,
+        num_accepted=(path >= 0).sum(1),
+        next_token=next_token,
+        lossy_tv=torch.zeros(batch, device=device),
+    )
+
+
+def child_with_token(tree: TokenTree, node: Tensor, token: Tensor) -> Tensor:
+    """The first child of a node that holds a token.
+
+    Args:
+        tree: (B, N) candidates.
+        node: (B,) int64.
+        token: (B,) int64.
+
+    Returns:
+        (B,) int64, -1 where there is none.
+    """
+    is_match = (tree.parents == node.unsqueeze(1)) & (tree.tokens == token.unsqueeze(1))
+    return torch.where(is_match.any(1), is_match.to(torch.uint8).argmax(1), -1)
+
+
+def walk(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) -> Acceptance:
+    """Descends while a child holds the chosen token; choose: (nodes (B,), depth) -> (B,) tokens."""
+
+    def step(node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        chosen = choose(node, depth)
+        return child_with_token(tree, node, chosen), chosen
+
+    return descend(tree, step)
+
+
+def accept_greedy(tree: TokenTree, argmax: Callable[[Tensor], Tensor]) -> Acceptance:
+    """Keeps the path of most probable tokens (Stern et al. 2018, arXiv 1811.03115, with exact match).
+
+    Args:
+        tree: Candidates drawn in any way.
+        argmax: (B,) int64 nodes -> (B,) int64, the target's most probable token after each.
+    """
+    return walk(tree, lambda node, _: argmax(node))
+
+
+def accept_coupled(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:
+    """Draws the target's token after each node and keeps the path of drawn tokens.
+
+    With position-keyed decisions the text is that of plain Gumbel-max sampling with the same seed, for every drafter,
+    tree and batch (Daliri et al. 2024, arXiv 2408.07978). Lossless for trees drawn in any way that does not depend on
+    the target's decisions other than through the shared noise.
+
+    Args:
+        tree: Candidates drawn in any way.
+        log_probs: The target's law after each node.
+        decisions: Source of the draws.
+    """
+    return walk(tree, lambda node, depth: decisions.target_token(log_probs(node), depth))

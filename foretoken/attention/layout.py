@@ -1,0 +1,80 @@
+"""What each query of one forward pass may see, as a value shared by all layers.
+
+A pass feeds T tokens per sequence. Their keys and values go to the cache rows after the sequence's prefix and after
+`offset` scratch rows that earlier passes over the same prefix wrote (a draft tree grown level by level). The prefix is
+seen by every query; scratch rows only as `visible` says. Row i of the prefix holds position i.
+
+Letters: B sequences, T tokens fed, W = offset + T scratch rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionLayout:
+    """Where each sequence's keys lie and which of them each query sees.
+
+    Attributes:
+        slots: B cache slots.
+        prefix: B prefix lengths.
+        offset: Scratch rows written before this pass.
+        positions: (B, T) int64, positions of the queries.
+        visible: (B, T, W) bool, scratch rows each query sees; None means causal with no earlier scratch rows.
+        scratch_positions: (B, W) int64, positions of all scratch rows; None where `visible` is None.
+    """
+
+    slots: Sequence[int]
+    prefix: Sequence[int]
+    positions: Tensor
+    offset: int = 0
+    visible: Tensor | None = None
+    scratch_positions: Tensor | None = None
+    _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
+
+    @property
+    def num_queries(self) -> int:
+        """T."""
+        return self.positions.shape[1]
+
+    def num_keys(self, row: int) -> int:
+        """Cache rows that a sequence's queries may see: prefix, earlier scratch rows and this pass's own."""
+        return self.prefix[row] + self.offset + self.num_queries
+
+    def mask(self, row: int, window: int | None) -> Tensor | None:
+        """What one sequence's queries see; computed once per pass and window.
+
+        Args:
+            row: Index into the batch.
+            window: Only keys less than this many positions back, or None.
+
+        Returns:
+            (T, S) bool with S = `num_keys(row)`, or None when every query sees every key.
+        """
+        if window is not None and self.num_keys(row) <= window:
+            window = None
+        key = (row, window)
+        if key not in self._masks:
+            self._masks[key] = self._build_mask(row, window)
+        return self._masks[key]
+
+    def _build_mask(self, row: int, window: int | None) -> Tensor | None:
+        """See `mask`."""
+        queries, prefix, device = self.num_queries, self.prefix[row], self.positions.device
+        if queries == 1 and self.visible is None and window is None:
+            return None
+        if self.visible is None:
+            own = torch.ones(queries, queries, dtype=torch.bool, device=device).tril()
+        else:
+            own = self.visible[row]
+        mask = torch.cat([torch.ones(queries, prefix, dtype=torch.bool, device=device), own], dim=1)
+        if window is not None:
+            scratch = self.positions[row] if self.scratch_positions is None else self.scratch_positions[row]
+            key_positions = torch.cat([torch.arange(prefix, device=device), scratch])
+            mask &= self.positions[row].unsqueeze(1) - key_positions < window
+        return mask

@@ -1,0 +1,1 @@
+"""Values that every other part speaks in: token trees, requests, records, results, errors. Knows torch only."""

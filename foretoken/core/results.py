@@ -1,0 +1,153 @@
+"""What a caller gets back, in vLLM's shape."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields
+
+from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerationMetrics:
+    """Counts and seconds of one request, or of several added together.
+
+    `steps` counts target passes after prefill. `mean_acceptance_length` (tau) counts the extra target token: it is the
+    mean number of tokens emitted per pass, 1.0 for plain decoding.
+
+    Attributes:
+        steps: Target passes after prefill in which the sequence took part.
+        num_emitted: Output tokens.
+        num_drafted: Drafted nodes verified.
+        num_accepted: Drafted tokens accepted.
+        drafted_at_depth: Passes whose tree reached depth d, by d (1-based).
+        accepted_at_depth: Passes that accepted at least d drafted tokens, by d (1-based).
+        accepted_by: Accepted tokens by drafter name.
+        draft_errors: Passes whose draft was dropped because the drafter failed.
+        seconds: Wall-clock seconds in draft / verify / accept / commit of the passes in which it took part.
+        prefill_seconds: Seconds of its prefill.
+        lossy_tv: Sum of `StepRecord.lossy_tv`; 0 for lossless rules.
+    """
+
+    steps: int = 0
+    num_emitted: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    drafted_at_depth: Counter[int] = field(default_factory=Counter)
+    accepted_at_depth: Counter[int] = field(default_factory=Counter)
+    accepted_by: Counter[str] = field(default_factory=Counter)
+    draft_errors: int = 0
+    seconds: StageSeconds = field(default_factory=StageSeconds)
+    prefill_seconds: float = 0.0
+    lossy_tv: float = 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """Tokens emitted per target pass (tau), the correction or bonus token included."""
+        return self.num_emitted / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """P(accepted at depth d | the tree reached depth d), from depth 1."""
+        return [self.accepted_at_depth[d] / n for d, n in sorted(self.drafted_at_depth.items())]
+
+    def add_step(self, step: SequenceStep, record: StepRecord) -> None:
+        """Counts one iteration. Changes this object."""
+        self.add_sequence(step)
+        self.seconds += record.seconds
+        self.draft_errors += record.draft_error is not None
+        self.lossy_tv += record.lossy_tv
+
+    def add_sequence(self, step: SequenceStep) -> None:
+        """Counts one sequence's part of an iteration, without the time. Changes this object."""
+        self.steps += 1
+        self.num_emitted += step.num_emitted
+        self.num_drafted += step.num_drafted
+        self.num_accepted += step.num_accepted
+        self.drafted_at_depth.update(range(1, step.tree_depth + 1))
+        self.accepted_at_depth.update(range(1, step.num_accepted + 1))
+        self.accepted_by.update(step.accepted_by)
+
+    @classmethod
+    def total(cls, parts: Iterable[GenerationMetrics]) -> GenerationMetrics:
+        """Several requests' metrics added together; seconds of shared passes count once for each request."""
+        total = cls()
+        for part in parts:
+            for field_ in fields(cls):
+                setattr(total, field_.name, getattr(total, field_.name) + getattr(part, field_.name))
+        return total
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-ready, with the names of the attributes."""
+        return {
+            "steps": self.steps,
+            "num_emitted": self.num_emitted,
+            "num_drafted": self.num_drafted,
+            "num_accepted": self.num_accepted,
+            "mean_acceptance_length": self.mean_acceptance_length,
+            "acceptance_by_depth": self.acceptance_by_depth,
+            "accepted_by": dict(self.accepted_by),
+            "draft_errors": self.draft_errors,
+            "draft_seconds": self.seconds.draft,
+            "verify_seconds": self.seconds.verify,
+            "accept_seconds": self.seconds.accept,
+            "commit_seconds": self.seconds.commit,
+            "prefill_seconds": self.prefill_seconds,
+            "lossy_tv": self.lossy_tv,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """Log-probability of one output token under the target, before temperature and processors.
+
+    Attributes:
+        token_id: The emitted token.
+        logprob: Its log-probability, natural logarithm.
+        top: The most probable tokens and their log-probabilities, best first.
+    """
+
+    token_id: int
+    logprob: float
+    top: dict[int, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CompletionOutput:
+    """One completion of a prompt.
+
+    Attributes:
+        index: 0..n-1.
+        text: Decoded output, without the prompt and without the stop string.
+        token_ids: Output tokens, the end-of-sequence token included where it was emitted.
+        logprobs: One entry an output token, or None when not asked for.
+        finish_reason: "stop", "length", "error" (a row of target logits was not finite), or "abort".
+        stop_reason: The stop string or token id that ended the text, or None.
+    """
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None
+    finish_reason: str | None
+    stop_reason: int | str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestOutput:
+    """Everything about one prompt.
+
+    Attributes:
+        request_id: Position of the prompt in the call.
+        prompt: The prompt as text, or None when it came as token ids and there is no tokenizer.
+        prompt_token_ids: The prompt as token ids.
+        outputs: n completions.
+        metrics: What generating them took, over all n.
+    """
+
+    request_id: int
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: Sequence[CompletionOutput]
+    metrics: GenerationMetrics

@@ -1,0 +1,304 @@
+"""The token tree: the only thing that passes from drafting to verifying.
+
+A tree holds candidate continuations of a committed sequence. Node 0 is the root, the last committed token; every other
+node is a drafted token whose parent comes before it. A chain is a tree. What the tree deliberately does not know: which
+drafter made it, how its tokens are scored, where its KV rows live.
+
+Letters: B sequences, N nodes (root included), D greatest depth, R draft distributions, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import TreeError
+
+MAX_NODES = 512
+
+
+class DrawKind(IntEnum):
+    """How a drafted token was chosen, which decides how it may be tested without bias."""
+
+    ONE_HOT = 0  # chosen by any rule at all: top-k, lookup, beam, rerank, argmax
+    INDEPENDENT = 1  # drawn from its draft distribution, independently of its siblings
+    WITHOUT_REPLACEMENT = 2  # drawn from its draft distribution without the tokens of earlier siblings drawn from it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftLaw:
+    """The exact law each sampled child was drawn from.
+
+    Attributes:
+        kinds: (B, N) int64, a `DrawKind` per node; the root's is ignored.
+        rows: (B, R, V) float32, draft distributions, each summing to 1.
+        row_of: (B, N) int64, the index in `rows` of the distribution that node was drawn from; -1 for one-hot nodes.
+        max_siblings: Upper bound, known on the host, of sampled children under one parent.
+    """
+
+    kinds: Tensor
+    rows: Tensor
+    row_of: Tensor
+    max_siblings: int
+
+
+class TreeRow(NamedTuple):
+    """One sequence's tree as plain lists; the root is entry 0, siblings stand in draw order."""
+
+    tokens: Sequence[int]
+    parents: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenTree:
+    """A batch of token trees, padded to the widest and topologically sorted.
+
+    Padding nodes have parent -1, depth 0 and token 0: nothing descends from them, nothing reaches them, and they never
+    influence a result. Siblings stand in draw order. Values on one device; nothing is modified in place.
+
+    Attributes:
+        tokens: (B, N) int64.
+        parents: (B, N) int64, `parents[:, 0] == -1` and `parents[:, i] < i`.
+        depths: (B, N) int64, 0 at the root and at padding.
+        num_nodes: (B,) int64, real nodes including the root, at least 1.
+        max_depth: Upper bound of `depths`, known on the host so that loops over depth need no synchronisation.
+        scores: (B, N) float32 or None, the drafter's path log-probability at each node.
+        source: (B, N) int64 or None, a bit set of the drafters that proposed the node (bit i = drafter i).
+        law: How the nodes were drawn, or None when all are one-hot.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    num_nodes: Tensor
+    max_depth: int
+    scores: Tensor | None = None
+    source: Tensor | None = None
+    law: DraftLaw | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """B."""
+        return self.tokens.shape[0]
+
+    @property
+    def width(self) -> int:
+        """N, the padded number of nodes."""
+        return self.tokens.shape[1]
+
+    @classmethod
+    def from_rows(cls, rows: Sequence[TreeRow], *, device: torch.device | str = "cpu") -> TokenTree:
+        """Pads plain lists into a batch and computes depths.
+
+        Args:
+            rows: One `TreeRow` a sequence; `parents[0]` is -1.
+            device: Where the tensors go.
+
+        Raises:
+            TreeError: When a row breaks the invariants, naming row and node.
+        """
+        width = max(len(row.tokens) for row in rows)
+        tokens, parents, depths = [], [], []
+        for index, row in enumerate(rows):
+            _check_row(index, row)
+            row_depths = [0] * len(row.parents)
+            for node, parent in enumerate(row.parents):
+                if node:
+                    row_depths[node] = row_depths[parent] + 1
+            padding = width - len(row.tokens)
+            tokens.append([*row.tokens, *([0] * padding)])
+            parents.append([*row.parents, *([-1] * padding)])
+            depths.append([*row_depths, *([0] * padding)])
+        return cls(
+            tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
+            parents=torch.tensor(parents, dtype=torch.int64, device=device),
+            depths=torch.tensor(depths, dtype=torch.int64, device=device),
+            num_nodes=torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64, device=device),
+            max_depth=max(max(row) for row in depths),
+        )
+
+    @classmethod
+    def roots(cls, tokens: Sequence[int], *, device: torch.device | str = "cpu") -> TokenTree:
+        """A batch of trees that hold the root alone: a plain decoding step."""
+        return cls.from_rows([TreeRow([token], [-1]) for token in tokens], device=device)
+
+    def rows(self) -> list[TreeRow]:
+        """The batch as plain lists, without padding. Synchronises with the host."""
+        tokens, parents, counts = self.tokens.tolist(), self.parents.tolist(), self.num_nodes.tolist()
+        return [TreeRow(t[:n], p[:n]) for t, p, n in zip(tokens, parents, counts, strict=True)]
+
+    def select(self, rows: Tensor) -> TokenTree:
+        """The trees of some sequences of the batch.
+
+        Args:
+            rows: (R,) int64, indices into the batch.
+        """
+        law = self.law and replace(
+            self.law, kinds=self.law.kinds[rows], rows=self.law.rows[rows], row_of=self.law.row_of[rows]
+        )
+        return replace(
+            self,
+            tokens=self.tokens[rows],
+            parents=self.parents[rows],
+            depths=self.depths[rows],
+            num_nodes=self.num_nodes[rows],
+            scores=None if self.scores is None else self.scores[rows],
+            source=None if self.source is None else self.source[rows],
+            law=law,
+        )
+
+    def validate(self) -> None:
+        """Checks every invariant. Synchronises with the host.
+
+        Raises:
+            TreeError: Naming the first thing that is wrong.
+        """
+        if self.width > MAX_NODES:
+            raise TreeError(f"a tree has {self.width} nodes. Expected at most {MAX_NODES}. Lower max_nodes.")
+        shapes = {name: tuple(getattr(self, name).shape) for name in ("tokens", "parents", "depths")}
+        if len(set(shapes.values())) != 1 or tuple(self.num_nodes.shape) != (self.batch_size,):
+            raise TreeError(f"tree tensors differ in shape: {shapes}, num_nodes {tuple(self.num_nodes.shape)}.")
+        counts = self.num_nodes.tolist()
+        if not all(1 <= count <= self.width for count in counts):
+            raise TreeError(f"num_nodes is {counts}. Expected 1..{self.width}, the root included.")
+        for index, row in enumerate(self.rows()):
+            _check_row(index, row)
+        again = TokenTree.from_rows(self.rows())
+        if again.width != self.width or not torch.equal(again.parents, self.parents.cpu()):
+            raise TreeError("padding nodes must have parent -1 and the widest tree must have no padding.")
+        if not torch.equal(again.depths, self.depths.cpu()) or again.max_depth > self.max_depth:
+            raise TreeError("depths disagree with parents, or max_depth is below the greatest depth.")
+        if self.law is not None:
+            _check_law(self, self.law)
+
+    def ancestor_mask(self) -> Tensor:
+        """Which nodes each node sees inside the tree: its ancestors and itself.
+
+        For the tree 0-(1-(3), 2)::
+
+            1 0 0 0
+            1 1 0 0
+            1 0 1 0
+            1 1 0 1
+
+        Returns:
+            (B, N, N) bool, entry (b, i, j) is true when j is i or an ancestor of i.
+        """
+        batch, width = self.tokens.shape
+        device = self.tokens.device
+        # One spare column takes the writes of nodes that have no further ancestor.
+        mask = torch.zeros(batch, width, width + 1, dtype=torch.bool, device=device)
+        ancestor = torch.arange(width, device=device).expand(batch, width)
+        padded_parents = torch.cat([self.parents, self.parents.new_full((batch, 1), -1)], dim=1)
+        for _ in range(self.max_depth + 1):
+            column = torch.where(ancestor < 0, width, ancestor)
+            mask.scatter_(2, column.unsqueeze(2), value=True)
+            ancestor = padded_parents.gather(1, column)
+        return mask[:, :, :width]
+
+    def ancestor_words(self) -> Tensor:
+        """The ancestor mask as bit sets, for kernels.
+
+        Returns:
+            (B, N, ceil(N / 64)) int64; bit j % 64 of word j // 64 of node i is set when j is i or an ancestor of i.
+        """
+        mask = self.ancestor_mask()
+        words = -(-self.width // 64)
+        mask = torch.nn.functional.pad(mask, (0, words * 64 - self.width))
+        bits = mask.view(*mask.shape[:2], words, 64).to(torch.int64)
+        return (bits << torch.arange(64, device=mask.device)).sum(-1)  # distinct bits: the sum is the union
+
+    def path_nodes(self, nodes: Tensor) -> Tensor:
+        """The nodes from below the root down to a node of each sequence.
+
+        Args:
+            nodes: (B,) int64, one node a sequence.
+
+        Returns:
+            (B, D) int64, entry d is the node at depth d + 1 on the path, -1 past its end.
+        """
+        path = self.parents.new_full((self.batch_size, self.max_depth + 1), -1)
+        node = nodes.unsqueeze(1)
+        for _ in range(self.max_depth):
+            path.scatter_(1, self.depths.gather(1, node), node)
+            node = self.parents.gather(1, node).clamp_min(0)
+        return path[:, 1:]
+
+    def path_tokens(self, nodes: Tensor) -> Tensor:
+        """The tokens along `path_nodes`: (B, D) int64, -1 past the end."""
+        path = self.path_nodes(nodes)
+        return torch.where(path >= 0, self.tokens.gather(1, path.clamp_min(0)), -1)
+
+    def format(self, row: int = 0, decode: Callable[[int], str] | None = None) -> str:
+        """Draws one tree as indented text. Synchronises with the host.
+
+        >>> print(TokenTree.from_rows([TreeRow([7, 1, 2, 3], [-1, 0, 0, 1])]).format())
+        7
+        ├─ 1
+        │  └─ 3
+        └─ 2
+        """
+        tokens, parents = self.rows()[row]
+        children: list[list[int]] = [[] for _ in tokens]
+        for node, parent in enumerate(parents):
+            if node:
+                children[parent].append(node)
+        label = (lambda token: repr(decode(token))) if decode else str
+        lines = [label(tokens[0])]
+        stack = [(child, "", child == children[0][-1]) for child in reversed(children[0])]
+        while stack:
+            node, indent, is_last = stack.pop()
+            lines.append(f"{indent}{'└─' if is_last else '├─'} {label(tokens[node])}")
+            below = indent + ("   " if is_last else "│  ")
+            stack.extend((child, below, child == children[node][-1]) for child in reversed(children[node]))
+        return "\n".join(lines)
+
+
+def _check_row(index: int, row: TreeRow) -> None:
+    """Raises `TreeError` when a row is empty, has no root or has a parent that does not come before its child."""
+    if not row.tokens:
+        raise TreeError(f"tree {index} is empty. Expected at least the root.")
+    if len(row.tokens) != len(row.parents):
+        raise TreeError(f"tree {index} has {len(row.tokens)} tokens and {len(row.parents)} parents. Expected as many.")
+    if row.parents[0] != -1:
+        raise TreeError(f"tree {index}: the root's parent is {row.parents[0]}. Expected -1.")
+    for node, parent in enumerate(row.parents):
+        if node and not 0 <= parent < node:
+            raise TreeError(f"tree {index}: node {node} has parent {parent}. Expected 0..{node - 1}.")
+
+
+def _check_law(tree: TokenTree, law: DraftLaw) -> None:
+    """Raises `TreeError` when a law cannot be what the sampled nodes were drawn from."""
+    if law.kinds.shape != tree.tokens.shape or law.row_of.shape != tree.tokens.shape:
+        shapes = {"kinds": tuple(law.kinds.shape), "row_of": tuple(law.row_of.shape)}
+        raise TreeError(f"draft law {shapes} does not fit the tree {tuple(tree.tokens.shape)}.")
+    is_sampled = (law.kinds != DrawKind.ONE_HOT) & (tree.parents >= 0)
+    sequence, node = is_sampled.nonzero(as_tuple=True)
+    kind, row, token = law.kinds[sequence, node], law.row_of[sequence, node], tree.tokens[sequence, node]
+    _, num_rows, vocab_size = law.rows.shape
+    for name, values, end in (("kind", kind, len(DrawKind)), ("row_of", row, num_rows), ("token", token, vocab_size)):
+        wrong = ((values < 0) | (values >= end)).nonzero()
+        if wrong.numel():
+            at = int(wrong[0])
+            raise TreeError(
+                f"tree {int(sequence[at])}: sampled node {int(node[at])} has {name} {int(values[at])}. "
+                f"Expected 0..{end - 1}."
+            )
+    probs = law.rows[sequence, row]
+    is_law = (probs >= 0).all(1) & ((probs.sum(1) - 1).abs() < 1e-3) & (probs.gather(1, token.unsqueeze(1))[:, 0] > 0)
+    if not bool(is_law.all()):
+        at = int((~is_law).nonzero()[0])
+        raise TreeError(
+            f"tree {int(sequence[at])}: node {int(node[at])} was not drawn from its draft distribution. Expected "
+            "probabilities that sum to 1 and are above 0 at the token."
+        )
+    siblings = torch.zeros_like(tree.parents).scatter_add_(1, tree.parents.clamp_min(0), is_sampled.to(torch.int64))
+    if int(siblings.max()) > law.max_siblings:
+        raise TreeError(
+            f"a node has {int(siblings.max())} sampled children. Expected at most max_siblings, {law.max_siblings}."
+        )

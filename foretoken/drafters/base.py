@@ -1,0 +1,156 @@
+"""What a drafter is, what it is told, and the options that all methods share."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, Protocol
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+
+from foretoken.core.token_tree import TokenTree
+from foretoken.sampling.batch import SamplingBatch
+from foretoken.target.taps import Tap
+from foretoken.trees.choices import TreeShape
+
+LONGEST_CHAIN = 16  # drafted tokens a pass when nothing else sets a bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftContext:
+    """What a drafter may look at when it proposes.
+
+    Attributes:
+        slots: B slots; a drafter keeps its state by slot.
+        tokens: All committed tokens of each sequence, the root last. Not to be changed.
+        max_depth: How deep a drafted token may lie in each sequence: the budget, or what the request still allows.
+        sampling: Sampling parameters and noise of the B requests.
+        is_coupled: Whether each request is verified by coupling, so that drafts should share the target's noise.
+    """
+
+    slots: Sequence[int]
+    tokens: Sequence[Sequence[int]]
+    max_depth: Sequence[int]
+    sampling: SamplingBatch
+    is_coupled: Sequence[bool]
+
+    @property
+    def roots(self) -> list[int]:
+        """The root token of each sequence."""
+        return [tokens[-1] for tokens in self.tokens]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """Positions that just entered the target's KV for good, at prefill and after every accepted path.
+
+    Attributes:
+        slots: B slots.
+        starts: First new position of each.
+        lengths: New positions of each.
+        features: (B, T, F, D) tapped features of these positions, rows past `lengths` arbitrary; None without taps.
+    """
+
+    slots: Sequence[int]
+    starts: Sequence[int]
+    lengths: Sequence[int]
+    features: Tensor | None
+
+
+class Drafter(Protocol):
+    """Proposes a tree of candidate continuations for each sequence. Whatever it does can cost speed, never text.
+
+    Attributes:
+        name: Shown in statistics.
+        taps: Target features it reads; empty for most.
+        max_nodes: Widest tree it proposes, root included.
+    """
+
+    name: str
+    taps: tuple[Tap, ...]
+    max_nodes: int
+
+    def propose(self, context: DraftContext) -> TokenTree:
+        """A tree over each sequence's root. May be called and thrown away; an empty proposal is the root alone."""
+
+    def commit(self, committed: Committed) -> None:
+        """Learns what entered the target's KV."""
+
+    def release(self, slot: int) -> None:
+        """The slot's sequence is over; its state may be forgotten."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetFacts:
+    """What a drafter may know of the target when it is made.
+
+    Attributes:
+        name: The target's directory or id.
+        vocab_size: Width of the target's logits.
+        context_len: Most tokens of a sequence.
+        num_slots: Sequences held at once.
+        device: Where trees should lie.
+        tokenizer: The target's tokenizer, or None.
+    """
+
+    name: str
+    vocab_size: int
+    context_len: int
+    num_slots: int
+    device: torch.device
+    tokenizer: Any = None
+
+
+class TreeWidths(BaseModel):
+    """A Cartesian tree: the best `widths[d]` candidates after every node of depth d."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+    widths: tuple[int, ...] = Field(min_length=1)
+
+
+class DrafterOptions(BaseModel):
+    """Keys of `speculative_config` that every method takes; a method's own options derive from it.
+
+    Attributes:
+        method: Name of the method.
+        model: Directory or hub id of the drafter's weights, for methods that have some.
+        num_speculative_tokens: Depth of a draft; None lets the engine choose it from measured costs and acceptance.
+        tree: "chain", "tree" (the method's own branching shape), Medusa choices such as [[0], [1], [0, 0]], or
+            {"widths": [3, 2, 1]}.
+        max_nodes: Most nodes of a tree, root included.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    can_adapt_depth: ClassVar[bool] = True
+
+    method: str
+    model: str | None = None
+    num_speculative_tokens: int | None = Field(default=None, ge=1, le=64)
+    tree: Literal["chain", "tree"] | tuple[tuple[int, ...], ...] | TreeWidths = "chain"
+    max_nodes: int = Field(default=64, ge=2, le=512)
+
+    @property
+    def adapts_depth(self) -> bool:
+        """Whether the engine chooses the depth of each draft: for chains whose length nobody fixed."""
+        return self.can_adapt_depth and self.tree == "chain" and self.num_speculative_tokens is None
+
+    @property
+    def chain_len(self) -> int:
+        """Most tokens of a chain."""
+        return min(self.num_speculative_tokens or LONGEST_CHAIN, self.max_nodes - 1)
+
+    def shape(self, branching: TreeShape) -> TreeShape:
+        """The static shape asked for.
+
+        Args:
+            branching: What "tree" means for the method.
+        """
+        if self.tree == "chain":
+            return TreeShape.chain(self.chain_len)
+        if self.tree == "tree":
+            return branching if self.num_speculative_tokens is None else branching.truncated(self.chain_len)
+        if isinstance(self.tree, TreeWidths):
+            return TreeShape.cartesian(self.tree.widths)
+        return TreeShape.from_choices(self.tree)

@@ -1,0 +1,111 @@
+"""Prompt lookup: the last few tokens occurred before, so what followed them then is proposed again.
+
+Source: Saxena 2023, "Prompt Lookup Decoding"; the longest match wins, the most recent one among equals. With
+`tree="tree"` the continuations of several earlier occurrences share one tree.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from pydantic import Field, model_validator
+
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, TargetFacts
+from foretoken.trees.merge import Trie
+
+_TREE_NODES = 16  # widest tree by default: what a matrix unit verifies at the price of one token
+
+
+class Options(DrafterOptions):
+    """Options of prompt lookup, with vLLM's names.
+
+    Attributes:
+        prompt_lookup_max: Longest match looked for, in tokens.
+        prompt_lookup_min: Shortest match that is trusted.
+    """
+
+    prompt_lookup_max: int = Field(default=4, ge=1, le=32)
+    prompt_lookup_min: int = Field(default=2, ge=1, le=32)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Options:
+        """The shortest match cannot be longer than the longest."""
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise ValueError(f"prompt_lookup_min must not be above prompt_lookup_max, {self.prompt_lookup_max}")
+        return self
+
+
+class NgramIndex:
+    """Where each run of tokens of a growing sequence ended. Grows by one entry a token and match length."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._lengths = range(longest, shortest - 1, -1)
+        self._ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        self._num_tokens = 0
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Adds the runs that end after tokens not seen yet; `tokens` is the whole sequence."""
+        for end in range(self._num_tokens + 1, len(tokens) + 1):
+            for length in self._lengths:
+                if length <= end:
+                    self._ends[tuple(tokens[end - length : end])].append(end)
+        self._num_tokens = len(tokens)
+
+    def matches(self, tokens: Sequence[int]) -> list[int]:
+        """Ends of earlier occurrences of the sequence's last tokens, longest match first, then most recent first."""
+        found: dict[int, None] = {}
+        for length in self._lengths:
+            if length <= len(tokens):
+                for end in reversed(self._ends.get(tuple(tokens[-length:]), ())):
+                    if end < len(tokens):
+                        found.setdefault(end)
+        return list(found)
+
+
+class NgramDrafter:
+    """Prompt lookup over each sequence's own tokens."""
+
+    name = "ngram"
+    taps = ()
+
+    def __init__(self, options: Options, target: TargetFacts) -> None:
+        self._options, self._device = options, target.device
+        self._is_chain = options.tree == "chain"
+        self.max_nodes = options.chain_len + 1 if self._is_chain else min(options.max_nodes, _TREE_NODES)
+        self._indices: dict[int, NgramIndex] = {}
+
+    def propose(self, context: DraftContext) -> TokenTree:
+        """See `Drafter`."""
+        rows = [
+            self._propose_row(slot, tokens, min(depth, self._options.chain_len))
+            for slot, tokens, depth in zip(context.slots, context.tokens, context.max_depth, strict=True)
+        ]
+        return TokenTree.from_rows(rows, device=self._device)
+
+    def commit(self, committed: Committed) -> None:
+        """Nothing to learn: the index follows the committed tokens when it proposes."""
+
+    def release(self, slot: int) -> None:
+        """See `Drafter`."""
+        self._indices.pop(slot, None)
+
+    def _propose_row(self, slot: int, tokens: Sequence[int], depth: int) -> TreeRow:
+        """One sequence's tree: the first match's continuation, or those of all matches as far as nodes allow."""
+        index = self._indices.get(slot)
+        if index is None:
+            index = self._indices[slot] = NgramIndex(self._options.prompt_lookup_min, self._options.prompt_lookup_max)
+        index.extend(tokens)
+        trie = Trie(tokens[-1])
+        if depth > 0:
+            for end in index.matches(tokens):
+                trie.add_path(tokens[end : end + depth], self.max_nodes)
+                if self._is_chain or len(trie.tokens) >= self.max_nodes:
+                    break
+        return trie.row()
+
+
+def create(options: Options, target: TargetFacts) -> Drafter:
+    """See `foretoken.drafters.registry`."""
+    return NgramDrafter(options, target)

@@ -1,0 +1,63 @@
+"""Finding a drafter by the name of its file, and checking its options.
+
+A method is a module of this package with a class `Options(DrafterOptions)` and a function
+`create(options, target) -> Drafter`; there is no list to keep.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from pydantic import ValidationError
+
+import foretoken.drafters
+from foretoken.core.errors import ConfigError, nearest_name_hint
+from foretoken.drafters.base import Drafter, DrafterOptions, TargetFacts
+
+_NOT_METHODS = {"base", "registry"}
+
+
+def known_methods() -> list[str]:
+    """Names that `speculative_config["method"]` may have."""
+    modules = pkgutil.iter_modules(foretoken.drafters.__path__)
+    return sorted(module.name for module in modules if module.name not in _NOT_METHODS)
+
+
+def drafter_options(config: Mapping[str, Any], *, other_keys: frozenset[str] = frozenset()) -> DrafterOptions:
+    """Checks a drafter's part of `speculative_config`.
+
+    Args:
+        config: Method, model and the method's keys.
+        other_keys: Keys that are known elsewhere, for suggestions only.
+
+    Raises:
+        ConfigError: For an unknown method, an unknown key (with the nearest known one) or a value out of range.
+    """
+    method = config.get("method")
+    if method not in known_methods():
+        raise ConfigError(f"speculative method {method!r} does not exist. " + nearest_name_hint(str(method), known_methods()))
+    options_type: type[DrafterOptions] = _module(str(method)).Options
+    unknown = sorted(set(config) - set(options_type.model_fields))
+    if unknown:
+        known = set(options_type.model_fields) | other_keys
+        raise ConfigError(f"method '{method}' has no key '{unknown[0]}'. " + nearest_name_hint(unknown[0], known))
+    try:
+        return options_type.model_validate(dict(config))
+    except ValidationError as err:
+        first = err.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"'{where}' of method '{method}' is {first['input']!r}. {first['msg']}.") from err
+
+
+def create_drafter(options: DrafterOptions, target: TargetFacts) -> Drafter:
+    """Makes the drafter that the options describe, loading its weights where it has some."""
+    drafter: Drafter = _module(options.method).create(options, target)
+    return drafter
+
+
+def _module(method: str) -> Any:
+    """The method's module."""
+    return import_module(f"foretoken.drafters.{method}")

@@ -1,0 +1,116 @@
+"""How deep a draft pays: expected tokens per second from measured costs and measured acceptance.
+
+With c(T) the seconds of a target pass over T tokens, s the seconds a drafter takes per level and A_k the probability that
+at least k drafted tokens survive, a chain of depth K earns (1 + A_1 + … + A_K) tokens in c(1 + K) + K s seconds.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from foretoken.core.records import StepRecord
+
+_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32)
+_HALF_LIFE = 100.0  # drafts after which an observation counts half
+_PROBE_EVERY = 32  # iterations after which a draft is tried although none seems to pay
+
+
+@dataclass(frozen=True, slots=True)
+class CostCurve:
+    """Seconds of a target pass by the number of tokens in it, piecewise linear between measured widths.
+
+    Attributes:
+        widths: Measured widths, ascending from 1.
+        seconds: Their medians, made non-decreasing.
+    """
+
+    widths: tuple[int, ...]
+    seconds: tuple[float, ...]
+
+    @classmethod
+    def measure(cls, run: Callable[[int], None], *, max_width: int, repeats: int = 5, limit_s: float = 3.0) -> CostCurve:
+        """Times passes of growing width until `limit_s` is spent.
+
+        Args:
+            run: Runs one pass over that many tokens.
+            max_width: Widest pass allowed.
+            repeats: Passes a width; the median counts.
+            limit_s: Seconds after which no further width is begun.
+        """
+        widths, seconds = [], []
+        begin = time.perf_counter()
+        for width in _WIDTHS:
+            if width > max_width or (len(widths) >= 2 and time.perf_counter() - begin > limit_s):
+                break
+            run(width)  # warms caches and allocators
+            samples = []
+            for _ in range(repeats):
+                start = time.perf_counter()
+                run(width)
+                samples.append(time.perf_counter() - start)
+            widths.append(width)
+            seconds.append(max(sorted(samples)[repeats // 2], seconds[-1] if seconds else 0.0))
+        return cls(tuple(widths), tuple(seconds))
+
+    def __call__(self, width: int) -> float:
+        """Seconds of a pass over `width` tokens; past the last measured width, along the last slope."""
+        if len(self.widths) == 1:
+            return self.seconds[0]
+        right = min(max(bisect_left(self.widths, width), 1), len(self.widths) - 1)
+        w0, w1 = self.widths[right - 1], self.widths[right]
+        t0, t1 = self.seconds[right - 1], self.seconds[right]
+        return t0 + (t1 - t0) * (width - w0) / (w1 - w0)
+
+
+class DepthBudget:
+    """Chooses the depth of the next draft from what recent drafts brought."""
+
+    def __init__(self, cost: CostCurve, max_depth: int) -> None:
+        self._cost, self._max_depth = cost, max_depth
+        self._reached = [0.0] * (max_depth + 1)  # drafts whose first d tokens were tested or accepted, fading
+        self._accepted = [0.0] * (max_depth + 1)  # of these, the ones that accepted token d
+        self._level_seconds = 0.0
+        self._idle = 0
+
+    def depth(self, batch_size: int) -> int:
+        """Depth that earns the most tokens per second for a batch; 0 where plain decoding does.
+
+        Args:
+            batch_size: Sequences in the pass.
+        """
+        best, best_rate = 0, batch_size / self._cost(batch_size)
+        survival, expected = 1.0, 1.0
+        for depth in range(1, self._max_depth + 1):
+            survival *= self._conditional(depth)
+            expected += survival
+            seconds = self._cost(batch_size * (1 + depth)) + depth * self._level_seconds
+            if batch_size * expected / seconds > best_rate:
+                best, best_rate = depth, batch_size * expected / seconds
+        if best == 0:
+            self._idle += 1
+            return 1 if self._idle % _PROBE_EVERY == 0 else 0
+        return best
+
+    def learn(self, record: StepRecord) -> None:
+        """Counts an iteration's drafts and their cost."""
+        fade = 0.5 ** (1.0 / _HALF_LIFE)
+        deepest = max((step.tree_depth for step in record.sequences), default=0)
+        if deepest:
+            level = record.seconds.draft / deepest
+            self._level_seconds = level if self._level_seconds == 0.0 else 0.9 * self._level_seconds + 0.1 * level
+        for step in record.sequences:
+            if step.tree_depth == 0:
+                continue
+            tested = min(step.num_accepted + 1, step.tree_depth, self._max_depth)
+            for depth in range(1, self._max_depth + 1):
+                self._reached[depth] = self._reached[depth] * fade + (depth <= tested)
+                self._accepted[depth] = self._accepted[depth] * fade + (depth <= step.num_accepted)
+
+    def _conditional(self, depth: int) -> float:
+        """P(token at `depth` survives | the ones before did), drawn towards the pooled rate where little is known."""
+        pooled = (sum(self._accepted) + 1.5) / (sum(self._reached) + 2.5)
+        return (self._accepted[depth] + 4 * pooled) / (self._reached[depth] + 4)
+

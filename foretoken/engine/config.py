@@ -1,0 +1,91 @@
+"""`speculative_config`: vLLM's keys and ours, split between the engine and the drafter, with nothing ignored in silence."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from foretoken.acceptance.select import LOSSLESS_RULES, LOSSY_RULES, AcceptancePolicy
+from foretoken.core.errors import ConfigError, nearest_name_hint
+from foretoken.drafters.base import DrafterOptions
+from foretoken.drafters.registry import drafter_options
+
+_RULES = ("auto", *(rule for rule in LOSSLESS_RULES if rule != "greedy"), *LOSSY_RULES)
+_REJECTION_METHODS = {"standard": "sequential", "block": "block"}  # vLLM's names
+_POLICY_KEYS = {"lenience": "lenience", "posterior_threshold": "epsilon", "posterior_alpha": "delta"}
+# Keys of vLLM that ask for nothing here as long as they hold one of these values.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "draft_tensor_parallel_size": (None, 1),
+    "quantization": (None,),
+    "max_model_len": (None,),
+    "revision": (None,),
+    "code_revision": (None,),
+    "parallel_drafting": (None, False),
+    "use_heterogeneous_vocab": (None, False),
+    "num_speculative_tokens_per_batch_size": (None,),
+    "enable_adaptive_verification": (None, False, True),
+    "enforce_eager": (None, False, True),
+}
+ENGINE_KEYS = frozenset({"acceptance", "rejection_sample_method", *_POLICY_KEYS, *_NEUTRAL})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """A checked `speculative_config`.
+
+    Attributes:
+        options: The drafter's part.
+        policy: The acceptance rule.
+    """
+
+    options: DrafterOptions
+    policy: AcceptancePolicy
+
+
+def parse_speculative_config(config: Mapping[str, Any], *, target: str) -> SpeculativeConfig:
+    """Checks a configuration and fills in the bundled drafter where no model is named.
+
+    Args:
+        config: vLLM's keys and ours; `method` is required.
+        target: The target's directory; a drafter without a model is looked for beside it, as `TARGET-METHOD`
+            (`TARGET-draft` for a draft model).
+
+    Raises:
+        ConfigError: For unknown keys (the nearest one is named), values out of range or keys asking for what is not
+            supported.
+    """
+    if "method" not in config:
+        raise ConfigError("speculative_config has no 'method'. Expected for example {'method': 'ngram'}.")
+    for key, values in _NEUTRAL.items():
+        if key in config and config[key] not in values:
+            raise ConfigError(f"'{key}' = {config[key]!r} is not supported. Leave it out.")
+    own = {key: value for key, value in config.items() if key not in ENGINE_KEYS}
+    if own.get("model") is None:
+        bundled = Path(f"{target}-{'draft' if own['method'] == 'draft_model' else own['method']}")
+        if bundled.is_dir():
+            own["model"] = str(bundled)
+    return SpeculativeConfig(options=drafter_options(own, other_keys=ENGINE_KEYS), policy=_policy(config))
+
+
+def _policy(config: Mapping[str, Any]) -> AcceptancePolicy:
+    """The acceptance rule that the configuration asks for."""
+    rule = config.get("acceptance", "auto")
+    method = config.get("rejection_sample_method")
+    if method is not None:
+        if method not in _REJECTION_METHODS:
+            raise ConfigError(
+                f"rejection_sample_method {method!r} is not supported. {nearest_name_hint(str(method), _REJECTION_METHODS)}"
+            )
+        rule = config.get("acceptance", _REJECTION_METHODS[method])
+    if rule not in _RULES:
+        raise ConfigError(f"acceptance rule {rule!r} does not exist. {nearest_name_hint(str(rule), _RULES)}")
+    numbers = {}
+    for key, field in _POLICY_KEYS.items():
+        if key in config:
+            value = config[key]
+            if not isinstance(value, int | float) or not 0 < value <= 1:
+                raise ConfigError(f"'{key}' is {value!r}. Expected a number above 0 and at most 1.")
+            numbers[field] = float(value)
+    return AcceptancePolicy(rule=rule, **numbers)

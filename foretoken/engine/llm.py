@@ -1,0 +1,303 @@
+"""The Python surface: `LLM(model, speculative_config=...).generate(prompts, params)`, in vLLM's shape."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from foretoken.acceptance.select import AcceptancePolicy
+from foretoken.core.errors import ConfigError, RequestError
+from foretoken.core.records import StepRecord
+from foretoken.core.results import GenerationMetrics, RequestOutput
+from foretoken.core.sampling_params import SamplingParams
+from foretoken.core.token_tree import TokenTree
+from foretoken.drafters.base import Drafter, TargetFacts
+from foretoken.drafters.registry import create_drafter
+from foretoken.engine.budget import CostCurve, DepthBudget
+from foretoken.engine.config import parse_speculative_config
+from foretoken.engine.loop import Engine
+from foretoken.engine.sequence import Sequence
+from foretoken.sampling.batch import SamplingRequest
+from foretoken.sampling.noise import derive_seed
+from foretoken.target.loading import LoadedModel, load_model, load_tokenizer, wrap_model
+from foretoken.target.runner import GenericRunner
+from foretoken.trees.choices import TreeShape
+
+Prompt = str | Seq[int] | Mapping[str, Any]
+_MEASURED_PREFIX = 128  # committed rows while the cost of a pass is measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamChunk:
+    """New text of one completion.
+
+    Attributes:
+        request_id: Position of the prompt in the call.
+        index: Which of its n completions.
+        text: Text that became certain since the last chunk.
+        token_ids: Tokens emitted since the last chunk.
+        finish_reason: Set in the last chunk.
+    """
+
+    request_id: int
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
+
+
+class LLM:
+    """A target, a drafter and the engine that runs them.
+
+    Attributes:
+        target: The runner.
+        tokenizer: The target's tokenizer, or None.
+    """
+
+    def __init__(
+        self,
+        model: str | LoadedModel | torch.nn.Module,
+        *,
+        speculative_config: Mapping[str, Any] | None = None,
+        drafter: Callable[[TargetFacts], Drafter] | None = None,
+        dtype: str = "auto",
+        device: str = "auto",
+        max_num_seqs: int = 8,
+        max_model_len: int | None = None,
+        seed: int | None = None,
+        tokenizer: Any = None,
+        on_step: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        """Loads models and allocates the cache.
+
+        Args:
+            model: Directory or hub id of the target, a model loaded before, or a transformers causal LM in memory.
+            speculative_config: `{"method": NAME, ...}` with vLLM's keys and ours; None for plain decoding.
+            drafter: Makes a drafter of your own, instead of `speculative_config`.
+            dtype: "auto" (float32 on CPU), "float32", "bfloat16", "float16" or "float64".
+            device: "auto" or a torch device.
+            max_num_seqs: Sequences decoded at once.
+            max_model_len: Most tokens of a sequence; the model's limit when None.
+            seed: Makes requests without a seed of their own reproducible.
+            tokenizer: For a model in memory.
+            on_step: Called with every iteration's record.
+
+        Raises:
+            ConfigError: When the configuration does not fit.
+            ModelError: When a model cannot be loaded or run.
+        """
+        if speculative_config is not None and drafter is not None:
+            raise ConfigError("speculative_config and drafter exclude each other. Pass one of them.")
+        loaded = _loaded(model, dtype, device)
+        self.tokenizer = load_tokenizer(loaded.name) if tokenizer is None and isinstance(model, str) else tokenizer
+        facts = TargetFacts(
+            name=loaded.name,
+            vocab_size=loaded.vocab_size,
+            context_len=min(max_model_len or loaded.context_len, loaded.context_len),
+            num_slots=max_num_seqs,
+            device=loaded.device,
+            tokenizer=self.tokenizer,
+        )
+        policy, adapts = AcceptancePolicy(), False
+        made = drafter(facts) if drafter is not None else None
+        if speculative_config is not None:
+            config = parse_speculative_config(speculative_config, target=loaded.name)
+            made, policy, adapts = create_drafter(config.options, facts), config.policy, config.options.adapts_depth
+        self.target = GenericRunner(
+            loaded,
+            num_slots=max_num_seqs,
+            context_len=facts.context_len,
+            max_nodes=made.max_nodes if made is not None else 1,
+            taps=made.taps if made is not None else (),
+        )
+        budget = DepthBudget(_measure_cost(self.target), made.max_nodes - 1) if made is not None and adapts else None
+        self._engine = Engine(
+            self.target, made, policy=policy, max_num_seqs=max_num_seqs, budget=budget, on_step=on_step
+        )
+        self._is_seeded = seed is not None
+        self._seeds = random.Random(seed)
+
+    def generate(
+        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> list[RequestOutput]:
+        """Completes prompts.
+
+        Args:
+            prompts: A string, a list of token ids, a mapping with `prompt` or `prompt_token_ids`, or several of these.
+            params: One for all prompts, or one each.
+
+        Returns:
+            One result a prompt, in order.
+
+        Raises:
+            RequestError: When a prompt cannot be served; nothing is generated then.
+        """
+        requests = self._requests(prompts, params)
+        for _ in self._run(requests):
+            pass
+        return [self._result(i, sequences) for i, sequences in enumerate(requests)]
+
+    def stream(
+        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
+    ) -> Iterator[StreamChunk]:
+        """Completes prompts, giving text as it becomes certain. Takes and raises what `generate` does."""
+        requests = self._requests(prompts, params)
+        given: dict[int, int] = {}
+        for sequence in self._run(requests):
+            text, start = sequence.take_new_text(), given.get(id(sequence), 0)
+            tokens = sequence.output_ids[start:]
+            given[id(sequence)] = start + len(tokens)
+            yield StreamChunk(
+                request_id=sequence.request_id,
+                index=sequence.index,
+                text=text,
+                token_ids=tokens,
+                finish_reason=sequence.finish_reason,
+            )
+
+    def _run(self, requests: list[list[Sequence]]) -> Iterator[Sequence]:
+        """Runs sequences to their end, giving each after every iteration that changed it."""
+        for sequences in requests:
+            for sequence in sequences:
+                self._engine.add(sequence)
+        try:
+            while self._engine.has_work:
+                yield from self._engine.step()
+        finally:
+            self._engine.abort()  # frees the slots when the caller stops early
+
+    def _requests(
+        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
+    ) -> list[list[Sequence]]:
+        """Checks everything before anything is run: n sequences for each prompt."""
+        items = _as_list(prompts)
+        each = [params or SamplingParams()] * len(items) if not isinstance(params, list | tuple) else list(params)
+        if len(each) != len(items):
+            raise RequestError(f"{len(items)} prompts came with {len(each)} sampling parameters. Expected as many.")
+        return [self._sequences(i, item, p) for i, (item, p) in enumerate(zip(items, each, strict=True))]
+
+    def _sequences(self, request_id: int, prompt: Prompt, params: SamplingParams) -> list[Sequence]:
+        """The n sequences of one prompt."""
+        ids = self._token_ids(prompt)
+        limit = self.target.context_len
+        if len(ids) >= limit:
+            raise RequestError(
+                f"prompt {request_id} has {len(ids)} tokens. Expected at most {limit - 1}, one less than the context "
+                "length. Shorten it."
+            )
+        for token in [*params.logit_bias, *params.stop_token_ids]:
+            self._check_id(token, "logit_bias or stop_token_ids")
+        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
+        eos_ids = self.target.model.eos_ids
+        return [
+            Sequence(
+                request_id=request_id,
+                index=index,
+                prompt=ids,
+                sampling=SamplingRequest(
+                    params=params,
+                    seed=derive_seed(seed, index),
+                    terminators=[*eos_ids, *params.stop_token_ids],
+                    bad_words=self._bad_words(params),
+                ),
+                is_seeded=params.seed is not None or self._is_seeded,
+                eos_ids=eos_ids,
+                max_len=limit if params.max_tokens is None else min(limit, len(ids) + params.max_tokens),
+                tokenizer=self.tokenizer,
+            )
+            for index in range(params.n)
+        ]
+
+    def _token_ids(self, prompt: Prompt) -> list[int]:
+        """A prompt as checked token ids."""
+        if isinstance(prompt, Mapping):
+            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise RequestError("the prompt is text but the model has no tokenizer. Pass token ids.")
+            ids = list(self.tokenizer(prompt)["input_ids"])
+        else:
+            ids = list(prompt)
+        if not ids:
+            raise RequestError("the prompt is empty. Expected at least one token.")
+        for token in ids:
+            self._check_id(token, "the prompt")
+        return ids
+
+    def _check_id(self, token: Any, where: str) -> None:
+        """Raises `RequestError` unless a token id is in the vocabulary."""
+        if not isinstance(token, int) or not 0 <= token < self.target.vocab_size:
+            raise RequestError(
+                f"{where} holds token id {token!r}. Expected integers in 0..{self.target.vocab_size - 1}."
+            )
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Forbidden sequences as token ids; a word given as text is forbidden with and without a space before it."""
+        words = []
+        for word in params.bad_words:
+            if not isinstance(word, str):
+                words.append(list(word))
+            elif self.tokenizer is None:
+                raise RequestError("bad_words holds text but the model has no tokenizer. Pass token ids.")
+            else:
+                words.extend(
+                    list(self.tokenizer(prefix + word.lstrip(), add_special_tokens=False)["input_ids"])
+                    for prefix in ("", " ")
+                )
+        for word in words:
+            if not word:
+                raise RequestError("bad_words holds an empty word. Leave it out.")
+            for token in word:
+                self._check_id(token, "bad_words")
+        return words
+
+    def _result(self, request_id: int, sequences: list[Sequence]) -> RequestOutput:
+        """The result of one prompt."""
+        first = sequences[0]
+        prompt_ids = first.tokens[: first.num_prompt]
+        return RequestOutput(
+            request_id=request_id,
+            prompt=None if self.tokenizer is None else self.tokenizer.decode(prompt_ids),
+            prompt_token_ids=prompt_ids,
+            outputs=[sequence.output() for sequence in sequences],
+            metrics=GenerationMetrics.total(sequence.metrics for sequence in sequences),
+        )
+
+
+def _loaded(model: str | LoadedModel | torch.nn.Module, dtype: str, device: str) -> LoadedModel:
+    """The target, loaded where it is not yet."""
+    if isinstance(model, LoadedModel):
+        return model
+    if isinstance(model, str):
+        return load_model(model, dtype=dtype, device=device)
+    return wrap_model(model, name=type(model).__name__)
+
+
+def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
+    """Several prompts, also where one was given."""
+    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]  # type: ignore[list-item]  # a sequence of integers is one prompt
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def _measure_cost(target: GenericRunner) -> CostCurve:
+    """Seconds of a target pass by width, on this machine, in this dtype; uses scratch rows of slot 0."""
+    prefix = min(_MEASURED_PREFIX, target.context_len // 2)
+
+    def run(width: int) -> None:
+        shape = TreeShape.chain(width - 1)
+        tree = TokenTree(
+            tokens=torch.ones(1, width, dtype=torch.int64, device=target.device),
+            parents=torch.tensor([shape.parents], device=target.device),
+            depths=torch.tensor([shape.depths], device=target.device),
+            num_nodes=torch.tensor([width], device=target.device),
+            max_depth=width - 1,
+        )
+        target.verify([0], [prefix], tree).logits[0, 0, 0].item()
+
+    return CostCurve.measure(run, max_width=target.max_nodes)

@@ -1,0 +1,317 @@
+"""The decoding loop: prefill → [ propose → verify → accept → commit ]* → finish, over a ragged batch.
+
+One iteration makes one target pass over all running sequences and one transfer to the host, the packed outcome of
+acceptance. Sequences join when a slot is free and leave when they stop; nobody waits for anybody.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from foretoken.acceptance.decisions import Acceptance
+from foretoken.acceptance.select import AcceptancePolicy, accept
+from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
+from foretoken.core.results import TokenLogprob
+from foretoken.core.token_tree import TokenTree
+from foretoken.drafters.base import Committed, DraftContext, Drafter
+from foretoken.engine.budget import DepthBudget
+from foretoken.engine.draft_guard import DraftGuard
+from foretoken.engine.sequence import Sequence
+from foretoken.sampling.batch import SamplingBatch
+from foretoken.sampling.history import History, HistoryTable
+from foretoken.sampling.node_scores import NodeScores
+from foretoken.target.runner import GenericRunner, PassOutput
+
+_UNBOUNDED = 1 << 20
+
+
+class Outcome(NamedTuple):
+    """What acceptance decided for one sequence, on the host.
+
+    Attributes:
+        path: Accepted nodes in order.
+        tokens: Accepted tokens and the correction or bonus token.
+        is_finite: Whether every target row it rests on was free of NaN and infinity.
+        num_drafted: Drafted nodes of its tree.
+        tree_depth: Greatest depth of its tree.
+    """
+
+    path: list[int]
+    tokens: list[int]
+    is_finite: bool
+    num_drafted: int
+    tree_depth: int
+
+
+class Engine:
+    """Runs sequences on a target with a drafter.
+
+    Attributes:
+        target: The runner.
+        policy: How sampled requests are verified.
+    """
+
+    def __init__(
+        self,
+        target: GenericRunner,
+        drafter: Drafter | None,
+        *,
+        policy: AcceptancePolicy,
+        max_num_seqs: int,
+        budget: DepthBudget | None = None,
+        on_step: Callable[[StepRecord], None] | None = None,
+    ) -> None:
+        """An idle engine.
+
+        Args:
+            target: With at least `max_num_seqs` slots.
+            drafter: None for plain decoding.
+            policy: How sampled requests are verified.
+            max_num_seqs: Sequences decoded at once.
+            budget: Chooses the depth of drafts; None leaves it to the drafter.
+            on_step: Called with every iteration's record.
+        """
+        self.target, self.policy = target, policy
+        self._guard = DraftGuard(
+            drafter, vocab_size=target.vocab_size, max_nodes=target.max_nodes, device=target.device
+        )
+        self._budget, self._on_step = budget, on_step
+        self._history = HistoryTable(max_num_seqs, target.vocab_size, target.device)
+        self._free_slots = list(range(max_num_seqs))[::-1]
+        self._waiting: deque[Sequence] = deque()
+        self._running: list[Sequence] = []
+        self._batch: tuple[list[Sequence], SamplingBatch] | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is waiting or running."""
+        return bool(self._waiting or self._running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence."""
+        self._waiting.append(sequence)
+
+    def abort(self) -> None:
+        """Ends everything that is waiting or running and frees all slots."""
+        for sequence in [*self._waiting, *self._running]:
+            sequence.fail("abort")
+        self._waiting.clear()
+        self._leave()
+
+    def step(self) -> list[Sequence]:
+        """One iteration: a chunk of prefill for each joining sequence, one verified tree for each running one.
+
+        Returns:
+            The sequences that emitted tokens or ended.
+        """
+        self._join()
+        for sequence in self._running:
+            self._prefill_chunk(sequence)
+        ready = [s for s in self._running if s.num_cached == len(s.tokens) - 1]
+        if ready:
+            record = self._decode(ready)
+            if self._budget is not None:
+                self._budget.learn(record)
+            if self._on_step is not None:
+                self._on_step(record)
+        self._leave()
+        return ready
+
+    def _decode(self, sequences: list[Sequence]) -> StepRecord:
+        """Propose, verify, accept, commit for sequences whose prompt is in the cache."""
+        times = [time.perf_counter()]
+        batch = self._sampling_batch(sequences)
+        draft = self._guard.propose(self._draft_context(sequences, batch))
+        tree = draft.tree
+        times.append(time.perf_counter())
+        slots, lengths = [_slot(s) for s in sequences], [len(s.tokens) - 1 for s in sequences]
+        verified = self.target.verify(slots, lengths, tree)
+        times.append(time.perf_counter())
+        scores = NodeScores(tree=tree, logits=verified.logits, batch=batch, history=self._histories(sequences, batch))
+        rules = [
+            self.policy.rule_for(tree, is_greedy=s.params.is_greedy, is_seeded=s.is_seeded) for s in sequences
+        ]
+        acceptance = accept(scores, rules, self.policy, torch.tensor(lengths, device=tree.tokens.device))
+        outcomes = _to_host(tree, verified.logits, acceptance)
+        times.append(time.perf_counter())
+        self._add_logprobs(sequences, outcomes, verified.logits)
+        emitted = [self._commit(*pair) for pair in zip(sequences, outcomes, strict=True)]
+        self._guard.commit(_committed(slots, lengths, outcomes, verified))
+        times.append(time.perf_counter())
+        record = StepRecord(
+            sequences=[
+                _sequence_step(self._guard.name, *each) for each in zip(sequences, outcomes, emitted, strict=True)
+            ],
+            width=tree.width,
+            seconds=StageSeconds(
+                draft=times[1] - times[0], verify=times[2] - times[1], accept=times[3] - times[2],
+                commit=times[4] - times[3],
+            ),
+            draft_error=draft.error,
+            lossy_tv=float(acceptance.lossy_tv.mean()) if self.policy.is_lossy else 0.0,
+        )  # fmt: skip
+        for sequence, step in zip(sequences, record.sequences, strict=True):
+            sequence.metrics.add_step(step, record)
+        return record
+
+    def _join(self) -> None:
+        """Gives free slots to waiting sequences."""
+        while self._waiting and self._free_slots:
+            sequence = self._waiting.popleft()
+            sequence.slot = self._free_slots.pop()
+            self._history.start(
+                sequence.slot, sequence.tokens, needs_counts=sequence.params.has_penalties
+            )
+            self._running.append(sequence)
+
+    def _leave(self) -> None:
+        """Frees the slots of sequences that are over."""
+        for sequence in self._running:
+            if sequence.finish_reason is not None and sequence.slot is not None:
+                self._guard.release(sequence.slot)
+                self._free_slots.append(sequence.slot)
+                sequence.slot = None
+        self._running = [s for s in self._running if s.finish_reason is None]
+
+    def _prefill_chunk(self, sequence: Sequence) -> None:
+        """Feeds the next chunk of a prompt, all of it but the root."""
+        start, end = sequence.num_cached, len(sequence.tokens) - 1
+        if start >= end:
+            return
+        begin = time.perf_counter()
+        chunk = sequence.tokens[start : min(end, start + self.target.prefill_chunk)]
+        features = self.target.prefill(_slot(sequence), chunk, start)
+        self._guard.commit(
+            Committed(slots=[_slot(sequence)], starts=[start], lengths=[len(chunk)], features=features)
+        )
+        sequence.num_cached += len(chunk)
+        sequence.metrics.prefill_seconds += time.perf_counter() - begin
+
+    def _draft_context(self, sequences: list[Sequence], batch: SamplingBatch) -> DraftContext:
+        """What the drafter is told. A pass always emits one token of the target's own, so drafts leave room for it."""
+        limit = _UNBOUNDED if self._budget is None else self._budget.depth(len(sequences))
+        return DraftContext(
+            slots=[_slot(s) for s in sequences],
+            tokens=[s.tokens for s in sequences],
+            max_depth=[min(s.remaining - 1, limit) for s in sequences],
+            sampling=batch,
+            is_coupled=[self.policy.is_coupled(is_seeded=s.is_seeded) for s in sequences],
+        )
+
+    def _sampling_batch(self, sequences: list[Sequence]) -> SamplingBatch:
+        """Parameters as tensors, built anew only when the batch changes."""
+        if self._batch is None or self._batch[0] != sequences:
+            requests = [s.sampling for s in sequences]
+            self._batch = (list(sequences), SamplingBatch.build(requests, self.target.vocab_size, self.target.device))
+        return self._batch[1]
+
+    def _histories(self, sequences: list[Sequence], batch: SamplingBatch) -> History | None:
+        """What processors read, or None when none is in use."""
+        if not batch.has_processors:
+            return None
+        return self._history.view(
+            [_slot(s) for s in sequences], [s.tokens for s in sequences], [s.num_prompt for s in sequences],
+            batch.tail_len,
+        )  # fmt: skip
+
+    def _commit(self, sequence: Sequence, outcome: Outcome) -> int:
+        """Emits tokens and makes their rows permanent; gives the number of tokens kept."""
+        if not outcome.is_finite:
+            sequence.fail("error")
+            return 0
+        length = len(sequence.tokens) - 1
+        kept = sequence.emit(outcome.tokens)
+        self._history.append(_slot(sequence), outcome.tokens[:kept])
+        if sequence.finish_reason is None:
+            self.target.commit(_slot(sequence), length, outcome.path)
+            sequence.num_cached = len(sequence.tokens) - 1
+        return kept
+
+    def _add_logprobs(self, sequences: list[Sequence], outcomes: list[Outcome], logits: Tensor) -> None:
+        """Records log-probabilities for requests that asked: one more transfer to the host."""
+        for row, (sequence, outcome) in enumerate(zip(sequences, outcomes, strict=True)):
+            count = sequence.params.logprobs
+            if count is None or not outcome.is_finite:
+                continue
+            nodes = torch.tensor([0, *outcome.path], device=logits.device)
+            log_probs = logits[row, nodes].log_softmax(1)
+            top = log_probs.topk(count, dim=1)
+            chosen = log_probs.gather(1, torch.tensor(outcome.tokens, device=logits.device).unsqueeze(1))[:, 0]
+            for token, value, ids, values in zip(
+                outcome.tokens, chosen.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
+            ):
+                sequence.logprobs.append(
+                    TokenLogprob(token_id=token, logprob=value, top=dict(zip(ids, values, strict=True)))
+                )
+
+
+def _slot(sequence: Sequence) -> int:
+    """The slot of a running sequence."""
+    assert sequence.slot is not None, "only running sequences are decoded"
+    return sequence.slot
+
+
+def _to_host(tree: TokenTree, logits: Tensor, acceptance: Acceptance) -> list[Outcome]:
+    """Everything the host needs of an iteration in one transfer.
+
+    Args:
+        tree: What was verified.
+        logits: (B, N, V), to tell whether the rows on the path are finite.
+        acceptance: What survived.
+    """
+    path = acceptance.path
+    nodes = path.clamp_min(0)
+    is_finite = torch.isfinite(logits.amax(2))
+    path_finite = (is_finite.gather(1, nodes) | (path < 0)).all(1) & is_finite[:, 0]
+    header = torch.stack([
+        acceptance.num_accepted, acceptance.next_token, path_finite.to(torch.int64), tree.num_nodes - 1,
+        tree.depths.amax(1),
+    ], dim=1)  # fmt: skip
+    packed = torch.cat([header, path, tree.tokens.gather(1, nodes)], dim=1)
+    outcomes = []
+    depth = path.shape[1]
+    for row in packed.tolist():  # the iteration's one synchronisation
+        accepted, next_token, finite, num_drafted, tree_depth = row[:5]
+        on_path, tokens = row[5 : 5 + depth], row[5 + depth :]
+        outcomes.append(
+            Outcome(
+                path=on_path[:accepted],
+                tokens=[*tokens[:accepted], next_token],
+                is_finite=bool(finite),
+                num_drafted=num_drafted,
+                tree_depth=tree_depth,
+            )
+        )
+    return outcomes
+
+
+def _committed(slots: list[int], lengths: list[int], outcomes: list[Outcome], verified: PassOutput) -> Committed:
+    """What the drafter learns: root and path of every sequence entered the KV, with their features."""
+    counts = [len(outcome.path) + 1 for outcome in outcomes]
+    features = None
+    if verified.features is not None:
+        longest = max(counts)
+        nodes = torch.tensor(
+            [[0, *o.path] + [0] * (longest - len(o.path) - 1) for o in outcomes], device=verified.features.device
+        )
+        features = verified.features[torch.arange(len(outcomes), device=nodes.device).unsqueeze(1), nodes]
+    return Committed(slots=slots, starts=lengths, lengths=counts, features=features)
+
+
+def _sequence_step(drafter: str, sequence: Sequence, outcome: Outcome, emitted: int) -> SequenceStep:
+    """The record of one sequence's iteration."""
+    accepted = min(len(outcome.path), emitted)
+    return SequenceStep(
+        request_id=sequence.request_id,
+        num_drafted=outcome.num_drafted,
+        tree_depth=outcome.tree_depth,
+        num_accepted=accepted,
+        num_emitted=emitted,
+        accepted_by={drafter: accepted} if accepted else {},
+    )

@@ -1,0 +1,149 @@
+"""One sequence on its way through the engine: its tokens, its text, and when it stops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import Any
+
+from foretoken.core.results import CompletionOutput, GenerationMetrics, TokenLogprob
+from foretoken.core.sampling_params import SamplingParams
+from foretoken.engine.detokenizer import Detokenizer, StopStrings
+from foretoken.sampling.batch import SamplingRequest
+
+
+class Sequence:
+    """State of one completion.
+
+    Attributes:
+        request_id: The request it belongs to.
+        index: Which of the request's n completions.
+        sampling: Parameters resolved against the tokenizer.
+        is_seeded: Whether the request gave a seed.
+        tokens: Prompt and output; the last one is the root.
+        num_prompt: Prompt length.
+        num_cached: Target KV rows filled so far; `len(tokens) - 1` once prefill is over.
+        slot: Cache slot while running, else None.
+        finish_reason: Set when it is over.
+        stop_reason: What ended it, where something did.
+        metrics: What it took.
+    """
+
+    def __init__(
+        self,
+        *,
+        request_id: int,
+        index: int,
+        prompt: Seq[int],
+        sampling: SamplingRequest,
+        is_seeded: bool,
+        eos_ids: Seq[int],
+        max_len: int,
+        tokenizer: Any = None,
+    ) -> None:
+        """Begins a sequence that may grow to `max_len` tokens, prompt included."""
+        params = sampling.params
+        self.request_id, self.index, self.sampling, self.is_seeded = request_id, index, sampling, is_seeded
+        self.tokens, self.num_prompt, self.num_cached = list(prompt), len(prompt), 0
+        self.slot: int | None = None
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.metrics = GenerationMetrics()
+        self.logprobs: list[TokenLogprob] = []
+        self._max_len = max_len
+        self._stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_ids))
+        self._eos_ids = set(eos_ids)
+        self._detokenizer = (
+            None
+            if tokenizer is None
+            else Detokenizer(tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
+        )
+        self._stops = StopStrings(params.stop_strings, keep=params.include_stop_str_in_output)
+        self._shown = 0
+
+    @property
+    def params(self) -> SamplingParams:
+        """What the request asked for."""
+        return self.sampling.params
+
+    @property
+    def output_ids(self) -> list[int]:
+        """Output tokens."""
+        return self.tokens[self.num_prompt :]
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that it may still emit."""
+        return self._max_len - len(self.tokens)
+
+    @property
+    def text(self) -> str:
+        """Output text so far."""
+        return "" if self._detokenizer is None else self._detokenizer.text
+
+    def emit(self, tokens: Seq[int]) -> int:
+        """Appends tokens until one of them ends the sequence; the rest is dropped.
+
+        Args:
+            tokens: Accepted tokens and the correction or bonus token, in order.
+
+        Returns:
+            How many were kept.
+        """
+        for count, token in enumerate(tokens, start=1):
+            self.tokens.append(token)
+            self._check_stop(token)
+            if self.finish_reason is not None:
+                return count
+        return len(tokens)
+
+    def take_new_text(self) -> str:
+        """Text that has become certain since the last call: nothing a stop string could still take back."""
+        text = self.text
+        end = len(text) if self.finish_reason is not None else self._stops.showable(text)
+        new = text[self._shown : end]
+        self._shown = max(self._shown, end)
+        return new
+
+    def fail(self, reason: str) -> None:
+        """Ends the sequence without a further token; reason: "error" or "abort"."""
+        self._finish(reason, None)
+
+    def output(self) -> CompletionOutput:
+        """The result so far."""
+        return CompletionOutput(
+            index=self.index,
+            text=self.text,
+            token_ids=self.output_ids,
+            logprobs=self.logprobs[: len(self.output_ids)] if self.params.logprobs is not None else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+    def _check_stop(self, token: int) -> None:
+        """Ends the sequence when the token just appended does."""
+        new_text = self._detokenizer.push(token) if self._detokenizer is not None else ""
+        if token in self._stop_ids:
+            self._finish("stop", None if token in self._eos_ids else token)
+            return
+        if new_text and self._cut_at_stop_string(len(new_text)):
+            return
+        if self.remaining <= 0:
+            self._finish("length", None)
+
+    def _cut_at_stop_string(self, num_new: int) -> bool:
+        """Ends the sequence when a stop string ends in the last `num_new` characters of its text."""
+        found = self._stops.find(self.text, num_new)
+        if found is None or self._detokenizer is None:
+            return False
+        stop, end = found
+        self.finish_reason, self.stop_reason = "stop", stop
+        self._detokenizer.text = self._detokenizer.text[:end]
+        return True
+
+    def _finish(self, reason: str, stop: int | str | None) -> None:
+        """Ends the sequence and its text; held-back bytes may complete a stop string."""
+        self.finish_reason, self.stop_reason = reason, stop
+        if self._detokenizer is not None:
+            held_back = self._detokenizer.flush()
+            if held_back:
+                self._cut_at_stop_string(len(held_back))

@@ -1,0 +1,180 @@
+"""The sampling parameters of a batch of requests as tensors, built once per batch composition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.core.sampling_params import SamplingParams
+from foretoken.sampling.noise import KeyedNoise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRequest:
+    """One request's sampling, resolved against its tokenizer.
+
+    Attributes:
+        params: What the request asked for.
+        seed: Its own seed, or one drawn for it; an int64, as `derive_seed` returns.
+        terminators: Token ids that `min_tokens` holds back: end-of-sequence and stop token ids.
+        bad_words: Forbidden token sequences.
+    """
+
+    params: SamplingParams
+    seed: int
+    terminators: Sequence[int] = ()
+    bad_words: Sequence[Sequence[int]] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingBatch:
+    """Parameters of B requests; a field is None where no request of the batch uses it.
+
+    Attributes:
+        noise: The requests' random numbers.
+        vocab_size: V.
+        greedy: (B,) bool.
+        is_all_greedy: Host copy of `greedy.all()`.
+        temperature: (B, 1) float32, 1 for greedy rows.
+        top_k: (B, 1) int64, V where unlimited.
+        top_p: (B, 1) float32.
+        min_p: (B, 1) float32.
+        repetition: (B, 1) float32.
+        presence: (B, 1) float32.
+        frequency: (B, 1) float32.
+        bias: (B, V) float32.
+        terminators: (B, V) bool, tokens held back before `min_tokens`.
+        min_tokens: (B,) int64.
+        bad_words: (B, W, L) int64, right-aligned, -1 where a word is shorter and throughout missing words.
+    """
+
+    noise: KeyedNoise
+    vocab_size: int
+    greedy: Tensor
+    is_all_greedy: bool
+    temperature: Tensor
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+    repetition: Tensor | None
+    presence: Tensor | None
+    frequency: Tensor | None
+    bias: Tensor | None
+    terminators: Tensor | None
+    min_tokens: Tensor | None
+    bad_words: Tensor | None
+
+    @property
+    def needs_counts(self) -> bool:
+        """Whether a processor reads how often tokens occurred."""
+        return self.repetition is not None or self.presence is not None or self.frequency is not None
+
+    @property
+    def tail_len(self) -> int:
+        """How many of the last tokens a processor reads."""
+        return 0 if self.bad_words is None else self.bad_words.shape[2] - 1
+
+    @property
+    def has_processors(self) -> bool:
+        """Whether anything changes the logits before temperature and truncation."""
+        fields = (self.bias, self.terminators, self.bad_words)
+        return self.needs_counts or any(field is not None for field in fields)
+
+    def select(self, rows: Tensor) -> SamplingBatch:
+        """The parameters of some requests; rows: (R,) int64."""
+
+        def pick(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[rows]
+
+        return SamplingBatch(
+            noise=self.noise.select(rows),
+            vocab_size=self.vocab_size,
+            greedy=self.greedy[rows],
+            is_all_greedy=self.is_all_greedy,
+            temperature=self.temperature[rows],
+            top_k=pick(self.top_k),
+            top_p=pick(self.top_p),
+            min_p=pick(self.min_p),
+            repetition=pick(self.repetition),
+            presence=pick(self.presence),
+            frequency=pick(self.frequency),
+            bias=pick(self.bias),
+            terminators=pick(self.terminators),
+            min_tokens=pick(self.min_tokens),
+            bad_words=pick(self.bad_words),
+        )
+
+    @classmethod
+    def build(
+        cls, requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device | str = "cpu"
+    ) -> SamplingBatch:
+        """Stacks requests into tensors.
+
+        Args:
+            requests: B requests.
+            vocab_size: V of the target's logits.
+            device: Where the tensors go.
+        """
+        params = [request.params for request in requests]
+
+        def column(values: Sequence[float], neutral: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
+            if all(value == neutral for value in values):
+                return None
+            return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
+
+        top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+        greedy = [p.is_greedy for p in params]
+        return cls(
+            noise=KeyedNoise(torch.tensor([r.seed for r in requests], dtype=torch.int64, device=device)),
+            vocab_size=vocab_size,
+            greedy=torch.tensor(greedy, device=device),
+            is_all_greedy=all(greedy),
+            temperature=torch.tensor([1.0 if p.is_greedy else p.temperature for p in params], device=device)[:, None],
+            top_k=column(top_k, vocab_size, torch.int64),
+            top_p=column([p.top_p for p in params], 1.0),
+            min_p=column([p.min_p for p in params], 0.0),
+            repetition=column([p.repetition_penalty for p in params], 1.0),
+            presence=column([p.presence_penalty for p in params], 0.0),
+            frequency=column([p.frequency_penalty for p in params], 0.0),
+            bias=_bias(params, vocab_size, device),
+            terminators=_terminators(requests, vocab_size, device),
+            min_tokens=torch.tensor([p.min_tokens for p in params], device=device),
+            bad_words=_bad_words(requests, device),
+        )
+
+
+def _bias(params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str) -> Tensor | None:
+    """(B, V) float32 of added logits, or None."""
+    if not any(p.logit_bias for p in params):
+        return None
+    bias = torch.zeros(len(params), vocab_size)
+    for row, p in enumerate(params):
+        for token, value in p.logit_bias.items():
+            bias[row, token] = value
+    return bias.to(device)
+
+
+def _terminators(requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device | str) -> Tensor | None:
+    """(B, V) bool of tokens that min_tokens holds back, or None when no request has min_tokens."""
+    if not any(r.params.min_tokens for r in requests):
+        return None
+    mask = torch.zeros(len(requests), vocab_size, dtype=torch.bool)
+    for row, request in enumerate(requests):
+        mask[row, list(request.terminators)] = True
+    return mask.to(device)
+
+
+def _bad_words(requests: Sequence[SamplingRequest], device: torch.device | str) -> Tensor | None:
+    """(B, W, L) int64 of forbidden sequences, right-aligned, or None."""
+    count = max(len(r.bad_words) for r in requests)
+    if not count:
+        return None
+    longest = max(len(word) for r in requests for word in r.bad_words)
+    table = torch.full((len(requests), count, longest), -1, dtype=torch.int64)
+    for row, request in enumerate(requests):
+        for index, word in enumerate(request.bad_words):
+            table[row, index, longest - len(word) :] = torch.tensor(list(word))
+    return table.to(device)

@@ -1,0 +1,79 @@
+"""Target distributions at tree nodes after each request's processors, computed for the nodes that are asked for.
+
+Top-down acceptance visits one node a sequence and depth, so processors run on accepted + 1 rows instead of on all N.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.core.token_tree import TokenTree
+from foretoken.sampling.batch import SamplingBatch
+from foretoken.sampling.history import History
+from foretoken.sampling.processors import one_hot_log_probs, process, warp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeScores:
+    """The target's answer to a tree, seen through the requests' sampling parameters.
+
+    Attributes:
+        tree: What was verified.
+        logits: (B, N, V) float32, target logits at each node: row v predicts the token after v.
+        batch: Sampling parameters of the B requests.
+        history: Committed tokens of the B requests, the root included; may be None when no processor is in use.
+    """
+
+    tree: TokenTree
+    logits: Tensor
+    batch: SamplingBatch
+    history: History | None
+
+    def select(self, rows: Tensor) -> NodeScores:
+        """The scores of some sequences of the batch; rows: (R,) int64."""
+        return NodeScores(
+            tree=self.tree.select(rows),
+            logits=self.logits[rows],
+            batch=self.batch.select(rows),
+            history=self.history and self.history.select(rows),
+        )
+
+    def processed(self, nodes: Tensor) -> Tensor:
+        """Logits after the processors that read the history, before temperature.
+
+        Args:
+            nodes: (B,) int64, one node a sequence.
+
+        Returns:
+            (B, V) float32.
+        """
+        rows = self.logits[torch.arange(nodes.shape[0], device=nodes.device), nodes]
+        if self.history is None or not self.batch.has_processors:
+            return rows
+        return process(rows, self.batch, self.history.extended(self.tree.path_tokens(nodes)))
+
+    def log_probs(self, nodes: Tensor) -> Tensor:
+        """The law of the token after each node, warped; one-hot for greedy requests.
+
+        Args:
+            nodes: (B,) int64, one node a sequence.
+
+        Returns:
+            (B, V) float32 log-probabilities.
+        """
+        logits = self.processed(nodes)
+        if self.batch.is_all_greedy:
+            return one_hot_log_probs(logits)
+        log_probs = warp(logits, self.batch)
+        return torch.where(self.batch.greedy.unsqueeze(1), one_hot_log_probs(logits), log_probs)
+
+    def argmax(self, nodes: Tensor) -> Tensor:
+        """The most probable token after each node, lowest id first among equals; (B,) int64."""
+        return self.processed(nodes).argmax(1)
+
+    def unwarped_log_probs(self, nodes: Tensor) -> Tensor:
+        """Processed, at temperature 1, nothing cut off; (B, V) float32."""
+        return self.processed(nodes).log_softmax(1)

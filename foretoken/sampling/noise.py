@@ -1,0 +1,119 @@
+"""Counter-based random numbers, keyed by (request seed, position, purpose, lane).
+
+A number depends on its key alone, so the text a seed gives cannot depend on drafter, tree, batch or on how many numbers
+were used before. The mixing function is the 64-bit finaliser of SplitMix64 (Steele, Lea and Flood 2014, "Fast
+splittable pseudorandom number generators"; constants of Stafford's variant 13); lanes advance by its odd gamma, so one
+key's lanes are exactly a SplitMix64 stream. It runs as wrapping int64 arithmetic on any device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+
+class Purpose(IntEnum):
+    """What a random number decides; numbers of different purposes are independent."""
+
+    TARGET = 0  # the target's token at an absolute position
+    ACCEPT = 1  # whether a drafted token survives
+    DRAFT = 2  # which token a drafter proposes
+    RESIDUAL = 3  # the correction or bonus token of a non-coupled rule
+
+
+def _signed(value: int) -> int:
+    """A 64-bit pattern as the int64 torch takes."""
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+_WORD = (1 << 64) - 1
+_GAMMA = _signed(0x9E3779B97F4A7C15)
+_MIX_1 = _signed(0xBF58476D1CE4E5B9)
+_MIX_2 = _signed(0x94D049BB133111EB)
+
+
+def _shift(z: Tensor, bits: int) -> Tensor:
+    """Logical right shift of int64."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def mix(z: Tensor) -> Tensor:
+    """SplitMix64's finaliser, a bijection on 64-bit words; int64 in, int64 out."""
+    z = (z ^ _shift(z, 30)) * _MIX_1
+    z = (z ^ _shift(z, 27)) * _MIX_2
+    return z ^ _shift(z, 31)
+
+
+def derive_seed(seed: int, index: int) -> int:
+    """A seed for the `index`-th completion of a request; index 0 keeps the request's own.
+
+    Args:
+        seed: Any Python integer; taken modulo 2^64.
+        index: 0..n-1.
+
+    Returns:
+        An int64.
+    """
+    signed = _signed(seed & _WORD)
+    if index == 0:
+        return signed
+    return int(mix(torch.tensor(signed) + _GAMMA * torch.tensor(index)).item())
+
+
+@dataclass(frozen=True, slots=True)
+class KeyedNoise:
+    """Random numbers of the sequences of a batch.
+
+    Attributes:
+        seeds: (B,) int64, one seed a request.
+    """
+
+    seeds: Tensor
+
+    def select(self, rows: Tensor) -> KeyedNoise:
+        """The noise of some sequences of the batch; rows: (R,) int64."""
+        return KeyedNoise(self.seeds[rows])
+
+    def uniform(self, positions: Tensor, purpose: Purpose, lane: int = 0) -> Tensor:
+        """Numbers in [0, 1).
+
+        Args:
+            positions: (B,) int64.
+            purpose: What the numbers decide.
+            lane: Which of several numbers of the same key.
+
+        Returns:
+            (B,) float64, multiples of 2^-53.
+        """
+        bits = mix(self._keys(positions, purpose, lane) + _GAMMA)
+        return _shift(bits, 11).to(torch.float64) * 2.0**-53
+
+    def gumbel(self, positions: Tensor, purpose: Purpose, vocab_size: int, lane: int = 0) -> Tensor:
+        """Standard Gumbel noise for every token, so that argmax(log p + g) is a draw from p.
+
+        The exponential race `-log1p(-v)` keeps full relative precision at the winner, where v is near 0.
+
+        Args:
+            positions: (B,) int64.
+            purpose: What the draw decides.
+            vocab_size: V.
+            lane: Which of several draws of the same key.
+
+        Returns:
+            (B, V) float32, finite.
+        """
+        counters = torch.arange(1, vocab_size + 1, device=self.seeds.device) * _GAMMA
+        bits = mix(self._keys(positions, purpose, lane).unsqueeze(1) + counters)
+        v = (_shift(bits, 11).to(torch.float32) + 0.5) * 2.0**-53
+        v = v.clamp_max(1 - 2.0**-24)  # float32 rounds the top 2^-25 to 1, whose noise would rule the token out
+        return -torch.log(-torch.log1p(-v))
+
+    def _keys(self, positions: Tensor, purpose: Purpose, lane: int) -> Tensor:
+        """(B,) int64: each component passes through the mixer before the next is added."""
+        key = mix(self.seeds + _GAMMA)
+        key = mix(key ^ (positions * _GAMMA))
+        tag = (lane * 8 + int(purpose) + 1) * _MIX_2  # a Python integer: wrapped here, torch would refuse it
+        return mix(key ^ _signed(tag & _WORD))

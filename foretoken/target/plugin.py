@@ -1,0 +1,131 @@
+"""How transformers models reach our cache and attention: its public plug-in points and one context object.
+
+The pass travels through a context variable, not through forward arguments, which some models drop on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from foretoken.attention.dispatch import tree_attention
+from foretoken.attention.layout import AttentionLayout
+from foretoken.target.slot_cache import SlotCache
+
+ATTENTION_NAME = "foretoken_tree"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardPass:
+    """One pass of the model in progress.
+
+    Attributes:
+        layout: Who sees what.
+        starts: First cache row each sequence writes.
+        features: Filled by taps while the pass runs: tap name to (B, T, D).
+        windows: Filled by attention while the pass runs: layer index to sliding window.
+    """
+
+    layout: AttentionLayout
+    starts: list[int]
+    features: dict[int | str, Tensor] = field(default_factory=dict)
+    windows: dict[int, int | None] = field(default_factory=dict)
+
+
+_current: ContextVar[ForwardPass | None] = ContextVar("foretoken_forward_pass", default=None)
+
+
+@contextmanager
+def running(forward_pass: ForwardPass) -> Iterator[ForwardPass]:
+    """Makes a pass the current one for cache, attention and taps."""
+    token = _current.set(forward_pass)
+    try:
+        yield forward_pass
+    finally:
+        _current.reset(token)
+
+
+def current_pass() -> ForwardPass | None:
+    """The pass in progress, or None outside one."""
+    return _current.get()
+
+
+class SlotCacheLayer(CacheLayerMixin):
+    """One layer of a `SlotCache` as transformers sees it; `update` returns the whole layer, not a sequence's part."""
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, store: SlotCache, layer: int) -> None:
+        super().__init__()
+        self._store, self._layer = store, layer
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: rows are preallocated."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Writes (B, Hk, T, D) where the current pass says; returns (slots, Hk, capacity, D) for `tree_attention`."""
+        forward_pass = current_pass()
+        assert forward_pass is not None, "the cache is written only inside a pass"
+        return self._store.write(
+            self._layer, forward_pass.layout.slots, forward_pass.starts, key_states, value_states
+        )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Unused: no mask is built by transformers."""
+        return self._store.capacity, 0
+
+    def get_seq_length(self) -> int:
+        """Unused: positions are explicit."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Rows a slot."""
+        return self._store.capacity
+
+
+def as_transformers_cache(store: SlotCache) -> Cache:
+    """The cache object handed to `model(past_key_values=...)`."""
+    return Cache(layers=[SlotCacheLayer(store, layer) for layer in range(len(store.keys))])
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls in every attention layer; most models pass the window, some only hold it."""
+    del attention_mask
+    forward_pass = current_pass()
+    assert forward_pass is not None, "tree attention runs only inside a pass"
+    window = kwargs["sliding_window"] if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
+    forward_pass.windows[getattr(module, "layer_idx", len(forward_pass.windows))] = window
+    output = tree_attention(
+        query,
+        key,
+        value,
+        forward_pass.layout,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return output, None
+
+
+# No mask function is registered under the name: transformers then builds no mask at all.
+AttentionInterface.register(ATTENTION_NAME, _attention)

@@ -1,0 +1,95 @@
+"""Preallocated KV rows by slot.
+
+A slot holds one sequence: committed rows first, in position order, then scratch rows that a pass writes. Committing
+moves the accepted rows into place; rejecting does nothing. The cache does not know lengths: its callers do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class LayerShape(NamedTuple):
+    """Sizes of one layer's keys and values; K and V may differ in width (multi-head latent attention)."""
+
+    num_heads: int
+    key_width: int
+    value_width: int
+
+
+class SlotCache:
+    """Keys and values of all layers, allocated once.
+
+    Layers of equal size share one tensor, so that a commit is a copy or two for the whole model.
+    """
+
+    def __init__(
+        self, shapes: Sequence[LayerShape], *, num_slots: int, capacity: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Allocates (layers, slots, heads, capacity, width) per distinct size.
+
+        Args:
+            shapes: One entry a layer.
+            num_slots: Sequences held at once.
+            capacity: Rows a slot, scratch rows included.
+            dtype: Of keys and values.
+            device: Where they live.
+        """
+        self.num_slots, self.capacity = num_slots, capacity
+        sizes = [(s.num_heads, width) for s in shapes for width in (s.key_width, s.value_width)]
+        self._stores = {
+            size: torch.zeros(count, num_slots, size[0], capacity, size[1], dtype=dtype, device=device)
+            for size, count in Counter(sizes).items()
+        }
+        taken: Counter[tuple[int, int]] = Counter()
+        views = []
+        for size in sizes:
+            views.append(self._stores[size][taken[size]])
+            taken[size] += 1
+        self.keys, self.values = views[0::2], views[1::2]
+
+    def write(
+        self, layer: int, slots: Sequence[int], starts: Sequence[int], key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Writes one layer's new rows in place.
+
+        Args:
+            layer: Layer index.
+            slots: B slots.
+            starts: First row to write in each.
+            key: (B, Hk, T, Dk).
+            value: (B, Hk, T, Dv).
+
+        Returns:
+            The layer's whole keys and values, (slots, Hk, capacity, D).
+        """
+        keys, values = self.keys[layer], self.values[layer]
+        width = key.shape[2]
+        for row, (slot, start) in enumerate(zip(slots, starts, strict=True)):
+            keys[slot, :, start : start + width] = key[row]
+            values[slot, :, start : start + width] = value[row]
+        return keys, values
+
+    def move_rows(self, slot: int, source: Sequence[int], start: int) -> None:
+        """Moves rows of a slot to consecutive places, in every layer at once.
+
+        Args:
+            slot: Which sequence.
+            source: Rows to move, in order; may overlap the destination.
+            start: First destination row.
+        """
+        if list(source) == list(range(start, start + len(source))):
+            return  # a chain's accepted rows stand where they belong
+        for store in self._stores.values():
+            rows = torch.tensor(source, device=store.device)
+            store[:, slot, :, start : start + len(source)] = store[:, slot].index_select(2, rows)
+
+    def poison(self, slot: int, start: int) -> None:
+        """Overwrites the rows of a slot from `start` on with NaN; a correct program never notices."""
+        for store in self._stores.values():
+            store[:, slot, :, start:] = float("nan")

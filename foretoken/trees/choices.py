@@ -1,0 +1,128 @@
+"""Tree shapes as choices: which rank of which depth follows which, independent of any token.
+
+A choice is a tuple of ranks in Medusa's notation: (0,) is the best candidate after the root, (0, 1) the second best
+after it. A shape is a prefix-closed set of choices. Chains, static trees and Cartesian products are all shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import ConfigError
+from foretoken.core.lattice import DraftLattice
+from foretoken.core.token_tree import MAX_NODES, TokenTree
+
+Choice = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TreeShape:
+    """A prefix-closed set of choices in level order, siblings by rank; node 0 is the root.
+
+    Attributes:
+        choices: One choice a drafted node, without the root.
+    """
+
+    choices: tuple[Choice, ...]
+
+    @classmethod
+    def from_choices(cls, choices: Iterable[Sequence[int]]) -> TreeShape:
+        """A static tree in Medusa's notation.
+
+        Raises:
+            ConfigError: When a choice is empty, negative, repeated or lacks its prefix, or there are too many.
+        """
+        ordered = sorted((tuple(choice) for choice in choices), key=lambda choice: (len(choice), choice))
+        known: set[Choice] = {()}
+        for choice in ordered:
+            if not choice or min(choice) < 0:
+                raise ConfigError(f"tree choice {list(choice)} is not valid. Expected ranks of at least 0.")
+            if choice in known:
+                raise ConfigError(f"tree choice {list(choice)} stands twice. Leave one out.")
+            if choice[:-1] not in known:
+                raise ConfigError(f"tree choice {list(choice)} has no parent. Add {list(choice[:-1])}.")
+            known.add(choice)
+        if len(ordered) >= MAX_NODES:
+            raise ConfigError(f"the tree has {len(ordered)} choices. Expected fewer than {MAX_NODES}.")
+        return cls(tuple(ordered))
+
+    @classmethod
+    def chain(cls, depth: int) -> TreeShape:
+        """The best candidate at every depth."""
+        return cls.from_choices((0,) * d for d in range(1, depth + 1))
+
+    @classmethod
+    def cartesian(cls, widths: Sequence[int]) -> TreeShape:
+        """Every combination of the best `widths[d]` candidates at depth d + 1."""
+        return cls.from_choices(
+            choice for d in range(1, len(widths) + 1) for choice in product(*(range(w) for w in widths[:d]))
+        )
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, the root included."""
+        return len(self.choices) + 1
+
+    @property
+    def depth(self) -> int:
+        """Greatest depth."""
+        return max((len(choice) for choice in self.choices), default=0)
+
+    @property
+    def parents(self) -> list[int]:
+        """Parent of every node, -1 at the root."""
+        index = {choice: i + 1 for i, choice in enumerate(self.choices)} | {(): 0}
+        return [-1] + [index[choice[:-1]] for choice in self.choices]
+
+    @property
+    def ranks(self) -> list[int]:
+        """Rank of every node among the candidates after its parent; 0 at the root."""
+        return [0] + [choice[-1] for choice in self.choices]
+
+    @property
+    def depths(self) -> list[int]:
+        """Depth of every node."""
+        return [0] + [len(choice) for choice in self.choices]
+
+    def truncated(self, max_depth: int) -> TreeShape:
+        """The shape without nodes deeper than `max_depth`."""
+        return TreeShape(tuple(choice for choice in self.choices if len(choice) <= max_depth))
+
+
+def shape_lattice(lattice: DraftLattice, shape: TreeShape, roots: Tensor) -> TokenTree:
+    """Fills a shape with a lattice's candidates.
+
+    Args:
+        lattice: Candidates (B, D, K); D and K at least the shape's depth and largest rank + 1.
+        shape: Which of them to take.
+        roots: (B,) int64, the root tokens.
+
+    Returns:
+        Trees of `shape.num_nodes` nodes with path log-probabilities as scores, from the pairs where there are any.
+    """
+    batch, device = roots.shape[0], roots.device
+    depth = torch.tensor(shape.depths[1:], device=device) - 1
+    rank = torch.tensor(shape.ranks[1:], device=device)
+    parents = torch.tensor(shape.parents, device=device)
+    scores = torch.zeros(batch, shape.num_nodes, device=device)
+    if lattice.pair_log_probs is None:
+        node_scores = lattice.log_probs[:, depth, rank]
+    else:
+        previous = torch.tensor(shape.ranks, device=device)[parents[1:]]
+        node_scores = lattice.pair_log_probs[:, depth, previous, rank]
+    for node, parent in enumerate(shape.parents):
+        if node:
+            scores[:, node] = scores[:, parent] + node_scores[:, node - 1]
+    return TokenTree(
+        tokens=torch.cat([roots.unsqueeze(1), lattice.ids[:, depth, rank]], dim=1),
+        parents=parents.expand(batch, -1),
+        depths=torch.tensor(shape.depths, device=device).expand(batch, -1),
+        num_nodes=torch.full((batch,), shape.num_nodes, dtype=torch.int64, device=device),
+        max_depth=shape.depth,
+        scores=scores,
+    )
