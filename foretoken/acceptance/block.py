@@ -8,10 +8,14 @@ from norm(max(P_i p_{i+1} - q_{i+1}, 0)), or from the target after the whole cha
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs, residual
-from foretoken.core.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from foretoken.core.token_tree import TokenTree
 
 
 def accept_block(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:

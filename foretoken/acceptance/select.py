@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,7 +15,11 @@ from foretoken.acceptance.sequential import accept_sequential
 from foretoken.acceptance.walk import accept_coupled, accept_greedy
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.core.token_tree import DrawKind, TokenTree
-from foretoken.sampling.node_scores import NodeScores
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.sampling.node_scores import NodeScores
 
 LOSSLESS_RULES = ("greedy", "coupled", "sequential", "block")
 LOSSY_RULES = ("lenient", "typical")

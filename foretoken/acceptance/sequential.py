@@ -42,8 +42,8 @@ def accept_sequential(tree: TokenTree, log_probs: LogProbs, decisions: Decisions
             token = tree.tokens.gather(1, candidate.clamp_min(0).unsqueeze(1))
             p, q = probs.gather(1, token)[:, 0], draft_probs.gather(1, token)[:, 0]
             # Not `depth * siblings`: that bound is the batch's, and draws must not depend on the neighbours.
-            survives = decisions.accept(p, q, depth * MAX_NODES + slot)
-            child = torch.where(is_tested & survives, candidate, child)
+            survives = decisions.accept(torch.where(is_tested, p, 0.0), q, depth * MAX_NODES + slot)
+            child = torch.where(survives, candidate, child)
             is_rejected = (is_tested & ~survives).unsqueeze(1)
             probs = torch.where(is_rejected, residual(probs, draft_probs), probs)
         drawn = decisions.token(probs, depth)

@@ -6,13 +6,17 @@ pick. The emitted text is by construction the text of plain decoding, whatever t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs
-from foretoken.core.token_tree import TokenTree
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from foretoken.core.token_tree import TokenTree
 
 
 def descend(tree: TokenTree, step: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> Acceptance:

@@ -6,12 +6,16 @@ rows, NaN included, cannot matter, and a sequence's result does not depend on it
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from foretoken.attention.layout import AttentionLayout
 from foretoken.attention.reference import reference_attention
+
+if TYPE_CHECKING:
+    from foretoken.attention.layout import AttentionLayout
 
 
 def tree_attention(
@@ -47,7 +51,12 @@ def tree_attention(
         mask = layout.mask(row, window)
         if softcap is None and sinks is None:
             output = scaled_dot_product_attention(
-                query[row : row + 1], key[None], value[None], mask, scale=scale, enable_gqa=query.shape[1] != key.shape[0]
+                query[row : row + 1],
+                key[None],
+                value[None],
+                mask,
+                scale=scale,
+                enable_gqa=query.shape[1] != key.shape[0],
             )
         else:
             output = reference_attention(query[row], key, value, mask, scale=scale, softcap=softcap, sinks=sinks)[None]

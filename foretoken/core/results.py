@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
 
 
 @dataclass(slots=True, kw_only=True)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from foretoken.core.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy decoding
 

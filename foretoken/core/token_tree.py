@@ -9,15 +9,17 @@ Letters: B sequences, N nodes (root included), D greatest depth, R draft distrib
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foretoken.core.errors import TreeError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 MAX_NODES = 512
 

@@ -1,1 +1,1 @@
-"""What is likely to come next: one file a method, found by its file name. Drafters know neither each other nor the engine."""
+"""What is likely to come next: one file a method, found by its name. Drafters know no engine and not each other."""

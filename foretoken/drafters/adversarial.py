@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
 from foretoken.core.token_tree import DraftLaw, DrawKind, TokenTree
 from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, TargetFacts
 from foretoken.trees.choices import TreeShape
+
+if TYPE_CHECKING:
+    from foretoken.target.taps import Tap
 
 Behaviour = Literal[
     "random", "raises", "raises_in_commit", "out_of_vocabulary", "nan", "eos", "duplicates", "empty", "too_deep",
@@ -34,7 +37,7 @@ class Options(DrafterOptions):
 class AdversarialDrafter:
     """Proposes random trees with one thing wrong in them."""
 
-    taps = ()
+    taps: tuple[Tap, ...] = ()
 
     def __init__(self, options: Options, target: TargetFacts) -> None:
         self._options, self._target = options, target
@@ -82,7 +85,7 @@ class AdversarialDrafter:
             law=law,
         )
 
-    def commit(self, committed: Committed) -> None:
+    def commit(self, committed: Committed) -> None:  # noqa: ARG002 - the protocol's signature
         """See `Drafter`."""
         if self._options.behaviour == "raises_in_commit":
             raise RuntimeError("this drafter always fails")

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
-import torch
 from pydantic import BaseModel, ConfigDict, Field
-from torch import Tensor
 
-from foretoken.core.token_tree import TokenTree
-from foretoken.sampling.batch import SamplingBatch
-from foretoken.target.taps import Tap
 from foretoken.trees.choices import TreeShape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import Tensor
+
+    from foretoken.core.token_tree import TokenTree
+    from foretoken.sampling.batch import SamplingBatch
+    from foretoken.target.taps import Tap
 
 LONGEST_CHAIN = 16  # drafted tokens a pass when nothing else sets a bound
 

@@ -1,16 +1,15 @@
 """A smaller language model with the target's vocabulary drafts a chain or a tree, on its own KV cache.
 
-Sources: Leviathan et al. 2023 (arXiv 2211.17192) and Chen et al. 2023 (2302.01318) for chains; sampled trees draw children
-without replacement as Sequoia does (2402.12374). Coupled requests draft with the target's own noise (2408.07978).
+Sources: Leviathan et al. 2023 (arXiv 2211.17192) and Chen et al. 2023 (2302.01318) for chains; sampled trees draw
+children without replacement as Sequoia does (2402.12374). Coupled requests draft with the target's noise (2408.07978).
 
 Letters: B sequences, P parents of one level, V target vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -19,12 +18,17 @@ from foretoken.attention.layout import AttentionLayout
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import DraftLaw, DrawKind, TokenTree
 from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, TargetFacts
-from foretoken.sampling.batch import SamplingBatch
 from foretoken.sampling.noise import Purpose
 from foretoken.sampling.processors import warp
 from foretoken.target.loading import load_model, load_tokenizer
 from foretoken.target.runner import GenericRunner
 from foretoken.trees.choices import TreeShape
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.sampling.batch import SamplingBatch
+    from foretoken.target.taps import Tap
 
 _BRANCHING = TreeShape.from_choices(
     [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0)]
@@ -71,7 +75,7 @@ class DraftModelDrafter:
     """Drafts with a language model, level by level."""
 
     name = "draft_model"
-    taps = ()
+    taps: tuple[Tap, ...] = ()
 
     def __init__(self, options: Options, target: TargetFacts, runner: GenericRunner) -> None:
         self._options, self._target, self._runner = options, target, runner
@@ -191,7 +195,12 @@ class _Growth:
     """One proposal in the making: grows the shape level by level over the active sequences."""
 
     def __init__(
-        self, drafter: DraftModelDrafter, context: DraftContext, active: list[int], shape: TreeShape, root_logits: Tensor
+        self,
+        drafter: DraftModelDrafter,
+        context: DraftContext,
+        active: list[int],
+        shape: TreeShape,
+        root_logits: Tensor,
     ) -> None:
         rows = torch.tensor(active, device=root_logits.device)
         self._context, self._active, self._shape = context, active, shape
@@ -327,8 +336,8 @@ def create(options: Options, target: TargetFacts) -> Drafter:
             )
     elif model.vocab_size != target.vocab_size:
         raise ConfigError(
-            f"draft model '{options.model}' has {model.vocab_size} tokens, the target {target.vocab_size}, and there are "
-            "no tokenizers to compare. Expected the same vocabulary."
+            f"draft model '{options.model}' has {model.vocab_size} tokens, the target {target.vocab_size}, and there "
+            "are no tokenizers to compare. Expected the same vocabulary."
         )
     shape = options.shape(_BRANCHING)
     runner = GenericRunner(

@@ -7,13 +7,18 @@ Source: Saxena 2023, "Prompt Lookup Decoding"; the longest match wins, the most 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, TargetFacts
 from foretoken.trees.merge import Trie
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.target.taps import Tap
 
 _TREE_NODES = 16  # widest tree by default: what a matrix unit verifies at the price of one token
 
@@ -68,7 +73,7 @@ class NgramDrafter:
     """Prompt lookup over each sequence's own tokens."""
 
     name = "ngram"
-    taps = ()
+    taps: tuple[Tap, ...] = ()
 
     def __init__(self, options: Options, target: TargetFacts) -> None:
         self._options, self._device = options, target.device

@@ -6,14 +6,18 @@ pass. `pattern=[0]` is always wrong, `pattern=[5]` always right to depth 5.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, TargetFacts
 from foretoken.trees.merge import Trie
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.target.taps import Tap
 
 
 class Options(DrafterOptions):
@@ -34,7 +38,7 @@ class OracleDrafter:
     """Drafts the reference continuation, right as far as the script says and wrong from there."""
 
     name = "oracle"
-    taps = ()
+    taps: tuple[Tap, ...] = ()
 
     def __init__(self, options: Options, target: TargetFacts) -> None:
         self._options, self._target = options, target

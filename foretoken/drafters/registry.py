@@ -7,15 +7,18 @@ A method is a module of this package with a class `Options(DrafterOptions)` and 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 import foretoken.drafters
 from foretoken.core.errors import ConfigError, nearest_name_hint
-from foretoken.drafters.base import Drafter, DrafterOptions, TargetFacts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from foretoken.drafters.base import Drafter, DrafterOptions, TargetFacts
 
 _NOT_METHODS = {"base", "registry"}
 
@@ -38,7 +41,9 @@ def drafter_options(config: Mapping[str, Any], *, other_keys: frozenset[str] = f
     """
     method = config.get("method")
     if method not in known_methods():
-        raise ConfigError(f"speculative method {method!r} does not exist. " + nearest_name_hint(str(method), known_methods()))
+        raise ConfigError(
+            f"speculative method {method!r} does not exist. " + nearest_name_hint(str(method), known_methods())
+        )
     options_type: type[DrafterOptions] = _module(str(method)).Options
     unknown = sorted(set(config) - set(options_type.model_fields))
     if unknown:

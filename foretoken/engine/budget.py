@@ -1,17 +1,20 @@
 """How deep a draft pays: expected tokens per second from measured costs and measured acceptance.
 
-With c(T) the seconds of a target pass over T tokens, s the seconds a drafter takes per level and A_k the probability that
-at least k drafted tokens survive, a chain of depth K earns (1 + A_1 + … + A_K) tokens in c(1 + K) + K s seconds.
+With c(T) the seconds of a target pass over T tokens, s the seconds a drafter takes per level and A_k the probability
+that at least k drafted tokens survive, a chain of depth K earns 1 + A_1 + … + A_K tokens in c(1 + K) + K s seconds.
 """
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from foretoken.core.records import StepRecord
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from foretoken.core.records import StepRecord
 
 _WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32)
 _HALF_LIFE = 100.0  # drafts after which an observation counts half
@@ -31,7 +34,9 @@ class CostCurve:
     seconds: tuple[float, ...]
 
     @classmethod
-    def measure(cls, run: Callable[[int], None], *, max_width: int, repeats: int = 5, limit_s: float = 3.0) -> CostCurve:
+    def measure(
+        cls, run: Callable[[int], None], *, max_width: int, repeats: int = 5, limit_s: float = 3.0
+    ) -> CostCurve:
         """Times passes of growing width until `limit_s` is spent.
 
         Args:
@@ -40,7 +45,8 @@ class CostCurve:
             repeats: Passes a width; the median counts.
             limit_s: Seconds after which no further width is begun.
         """
-        widths, seconds = [], []
+        widths: list[int] = []
+        seconds: list[float] = []
         begin = time.perf_counter()
         for width in _WIDTHS:
             if width > max_width or (len(widths) >= 2 and time.perf_counter() - begin > limit_s):
@@ -113,4 +119,3 @@ class DepthBudget:
         """P(token at `depth` survives | the ones before did), drawn towards the pooled rate where little is known."""
         pooled = (sum(self._accepted) + 1.5) / (sum(self._reached) + 2.5)
         return (self._accepted[depth] + 4 * pooled) / (self._reached[depth] + 4)
-

@@ -1,16 +1,19 @@
-"""`speculative_config`: vLLM's keys and ours, split between the engine and the drafter, with nothing ignored in silence."""
+"""`speculative_config`: vLLM's keys and ours, split between engine and drafter, with nothing ignored in silence."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foretoken.acceptance.select import LOSSLESS_RULES, LOSSY_RULES, AcceptancePolicy
 from foretoken.core.errors import ConfigError, nearest_name_hint
-from foretoken.drafters.base import DrafterOptions
 from foretoken.drafters.registry import drafter_options
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from foretoken.drafters.base import DrafterOptions
 
 _RULES = ("auto", *(rule for rule in LOSSLESS_RULES if rule != "greedy"), *LOSSY_RULES)
 _REJECTION_METHODS = {"standard": "sequential", "block": "block"}  # vLLM's names
@@ -76,7 +79,8 @@ def _policy(config: Mapping[str, Any]) -> AcceptancePolicy:
     if method is not None:
         if method not in _REJECTION_METHODS:
             raise ConfigError(
-                f"rejection_sample_method {method!r} is not supported. {nearest_name_hint(str(method), _REJECTION_METHODS)}"
+                f"rejection_sample_method {method!r} is not supported. "
+                + nearest_name_hint(str(method), _REJECTION_METHODS)
             )
         rule = config.get("acceptance", _REJECTION_METHODS[method])
     if rule not in _RULES:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 _INCOMPLETE = "\ufffd"  # what decoding shows for bytes that do not make a character yet
 
@@ -42,9 +44,7 @@ class Detokenizer:
         return rest
 
     def _decode(self, tokens: list[int]) -> str:
-        text: str = self._tokenizer.decode(
-            tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
-        )
+        text: str = self._tokenizer.decode(tokens, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False)
         return text
 
 

@@ -7,15 +7,18 @@ its subtree. After several failures in a row the drafter is switched off for goo
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foretoken.core.token_tree import DraftLaw, TokenTree
-from foretoken.drafters.base import Committed, DraftContext, Drafter
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.drafters.base import Committed, DraftContext, Drafter
 
 _FAILURES_IN_A_ROW = 5
 _log = logging.getLogger(__name__)

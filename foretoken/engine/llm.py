@@ -6,13 +6,12 @@ import random
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from foretoken.acceptance.select import AcceptancePolicy
 from foretoken.core.errors import ConfigError, RequestError
-from foretoken.core.records import StepRecord
 from foretoken.core.results import GenerationMetrics, RequestOutput
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
@@ -27,6 +26,9 @@ from foretoken.sampling.noise import derive_seed
 from foretoken.target.loading import LoadedModel, load_model, load_tokenizer, wrap_model
 from foretoken.target.runner import GenericRunner
 from foretoken.trees.choices import TreeShape
+
+if TYPE_CHECKING:
+    from foretoken.core.records import StepRecord
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 _MEASURED_PREFIX = 128  # committed rows while the cost of a pass is measured
@@ -59,7 +61,7 @@ class LLM:
         tokenizer: The target's tokenizer, or None.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - vLLM's surface
         self,
         model: str | LoadedModel | torch.nn.Module,
         *,
@@ -176,7 +178,10 @@ class LLM:
     ) -> list[list[Sequence]]:
         """Checks everything before anything is run: n sequences for each prompt."""
         items = _as_list(prompts)
-        each = [params or SamplingParams()] * len(items) if not isinstance(params, list | tuple) else list(params)
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(items)
+        else:
+            each = list(params)
         if len(each) != len(items):
             raise RequestError(f"{len(items)} prompts came with {len(each)} sampling parameters. Expected as many.")
         return [self._sequences(i, item, p) for i, (item, p) in enumerate(zip(items, each, strict=True))]

@@ -8,25 +8,28 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from foretoken.acceptance.decisions import Acceptance
 from foretoken.acceptance.select import AcceptancePolicy, accept
 from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
 from foretoken.core.results import TokenLogprob
-from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import Committed, DraftContext, Drafter
-from foretoken.engine.budget import DepthBudget
 from foretoken.engine.draft_guard import DraftGuard
-from foretoken.engine.sequence import Sequence
 from foretoken.sampling.batch import SamplingBatch
 from foretoken.sampling.history import History, HistoryTable
 from foretoken.sampling.node_scores import NodeScores
-from foretoken.target.runner import GenericRunner, PassOutput
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from foretoken.acceptance.decisions import Acceptance
+    from foretoken.core.token_tree import TokenTree
+    from foretoken.engine.budget import DepthBudget
+    from foretoken.engine.sequence import Sequence
+    from foretoken.target.runner import GenericRunner, PassOutput
 
 _UNBOUNDED = 1 << 20
 
@@ -134,9 +137,7 @@ class Engine:
         verified = self.target.verify(slots, lengths, tree)
         times.append(time.perf_counter())
         scores = NodeScores(tree=tree, logits=verified.logits, batch=batch, history=self._histories(sequences, batch))
-        rules = [
-            self.policy.rule_for(tree, is_greedy=s.params.is_greedy, is_seeded=s.is_seeded) for s in sequences
-        ]
+        rules = [self.policy.rule_for(tree, is_greedy=s.params.is_greedy, is_seeded=s.is_seeded) for s in sequences]
         acceptance = accept(scores, rules, self.policy, torch.tensor(lengths, device=tree.tokens.device))
         outcomes = _to_host(tree, verified.logits, acceptance)
         times.append(time.perf_counter())
@@ -165,9 +166,7 @@ class Engine:
         while self._waiting and self._free_slots:
             sequence = self._waiting.popleft()
             sequence.slot = self._free_slots.pop()
-            self._history.start(
-                sequence.slot, sequence.tokens, needs_counts=sequence.params.has_penalties
-            )
+            self._history.start(sequence.slot, sequence.tokens, needs_counts=sequence.params.has_penalties)
             self._running.append(sequence)
 
     def _leave(self) -> None:
@@ -187,9 +186,7 @@ class Engine:
         begin = time.perf_counter()
         chunk = sequence.tokens[start : min(end, start + self.target.prefill_chunk)]
         features = self.target.prefill(_slot(sequence), chunk, start)
-        self._guard.commit(
-            Committed(slots=[_slot(sequence)], starts=[start], lengths=[len(chunk)], features=features)
-        )
+        self._guard.commit(Committed(slots=[_slot(sequence)], starts=[start], lengths=[len(chunk)], features=features))
         sequence.num_cached += len(chunk)
         sequence.metrics.prefill_seconds += time.perf_counter() - begin
 

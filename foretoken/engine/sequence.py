@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foretoken.core.results import CompletionOutput, GenerationMetrics, TokenLogprob
-from foretoken.core.sampling_params import SamplingParams
 from foretoken.engine.detokenizer import Detokenizer, StopStrings
-from foretoken.sampling.batch import SamplingRequest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
+    from foretoken.core.sampling_params import SamplingParams
+    from foretoken.sampling.batch import SamplingRequest
 
 
 class Sequence:

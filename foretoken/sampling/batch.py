@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from foretoken.core.sampling_params import SamplingParams
 from foretoken.sampling.noise import KeyedNoise
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.core.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,14 +6,17 @@ Top-down acceptance visits one node a sequence and depth, so processors run on a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from foretoken.core.token_tree import TokenTree
-from foretoken.sampling.batch import SamplingBatch
-from foretoken.sampling.history import History
 from foretoken.sampling.processors import one_hot_log_probs, process, warp
+
+if TYPE_CHECKING:
+    from foretoken.core.token_tree import TokenTree
+    from foretoken.sampling.batch import SamplingBatch
+    from foretoken.sampling.history import History
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

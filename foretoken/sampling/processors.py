@@ -6,11 +6,14 @@ row's own history), then temperature, top-k, top-p, min-p. Everything is float32
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from foretoken.sampling.batch import SamplingBatch
-from foretoken.sampling.history import History
+if TYPE_CHECKING:
+    from foretoken.sampling.batch import SamplingBatch
+    from foretoken.sampling.history import History
 
 _NEVER = float("-inf")
 

@@ -1,1 +1,1 @@
-"""Running the target: loading, KV slots, forward passes over trees, commit, taps. The only part that knows transformers."""
+"""Running the target: loading, KV slots, passes over trees, commit, taps. The only part that knows transformers."""

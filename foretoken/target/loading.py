@@ -61,9 +61,7 @@ class LoadedModel:
         return backbone
 
 
-def load_model(
-    name: str, *, dtype: str = "auto", device: str = "auto", revision: str | None = None
-) -> LoadedModel:
+def load_model(name: str, *, dtype: str = "auto", device: str = "auto", revision: str | None = None) -> LoadedModel:
     """Loads a causal LM.
 
     Args:
@@ -82,7 +80,7 @@ def load_model(
     place = torch.device(_default_device() if device == "auto" else device)
     kind = _resolve_dtype(dtype, place)
     try:
-        module, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
             revision=revision,
@@ -94,6 +92,7 @@ def load_model(
         )
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as err:
         raise ModelError(f"model '{name}' cannot be loaded: {_one_line(err)}. Check that it is complete.") from err
+    module, info = loaded
     _check_keys(name, info)
     return wrap_model(module.to(place), name=name)
 
@@ -103,7 +102,7 @@ def wrap_model(module: Any, *, name: str) -> LoadedModel:
     config = module.config.get_text_config()
     check_architecture(module.config, name, is_stateful=bool(getattr(module, "_is_stateful", False)))
     module.eval()
-    if config._attn_implementation != ATTENTION_NAME:  # noqa: SLF001 - the public setter has no public getter
+    if config._attn_implementation != ATTENTION_NAME:
         module.set_attn_implementation(ATTENTION_NAME)
     eos = module.generation_config.eos_token_id if module.generation_config is not None else None
     eos = config.eos_token_id if eos is None else eos
@@ -141,7 +140,7 @@ def check_model_files(name: str) -> None:
     """
     directory = Path(name)
     if not directory.is_dir():
-        if directory.suffix or len(directory.parts) != 2 and not _HUB_ID.match(name) or directory.parent.is_dir():
+        if directory.suffix or (len(directory.parts) != 2 and not _HUB_ID.match(name)) or directory.parent.is_dir():
             raise ModelError(
                 f"there is no model directory '{name}'. Expected a directory with config.json and safetensors. "
                 + _nearby(directory)
@@ -202,9 +201,7 @@ def _check_keys(name: str, info: dict[str, Any]) -> None:
         )
         raise ModelError(f"the weights of '{name}' do not fit its config.json: {'; '.join(parts)}.")
     if info["unexpected_keys"]:
-        logging.getLogger(__name__).warning(
-            "%s: unused weights: %s", name, ", ".join(sorted(info["unexpected_keys"]))
-        )
+        logging.getLogger(__name__).warning("%s: unused weights: %s", name, ", ".join(sorted(info["unexpected_keys"])))
 
 
 def _resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:

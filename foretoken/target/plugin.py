@@ -5,19 +5,23 @@ The pass travels through a context variable, not through forward arguments, whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from foretoken.attention.dispatch import tree_attention
-from foretoken.attention.layout import AttentionLayout
-from foretoken.target.slot_cache import SlotCache
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor, nn
+
+    from foretoken.attention.layout import AttentionLayout
+    from foretoken.target.slot_cache import SlotCache
 
 ATTENTION_NAME = "foretoken_tree"
 
@@ -71,15 +75,19 @@ class SlotCacheLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: rows are preallocated."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,  # noqa: ARG002 - the base class's signature
+        **kwargs: Any,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
         """Writes (B, Hk, T, D) where the current pass says; returns (slots, Hk, capacity, D) for `tree_attention`."""
         forward_pass = current_pass()
         assert forward_pass is not None, "the cache is written only inside a pass"
-        return self._store.write(
-            self._layer, forward_pass.layout.slots, forward_pass.starts, key_states, value_states
-        )
+        return self._store.write(self._layer, forward_pass.layout.slots, forward_pass.starts, key_states, value_states)
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 - the base class's signature
         """Unused: no mask is built by transformers."""
         return self._store.capacity, 0
 

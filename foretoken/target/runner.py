@@ -8,9 +8,8 @@ Letters: B sequences, T tokens fed, N tree nodes, V vocabulary, D hidden size, F
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,11 +17,15 @@ from torch import Tensor
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.errors import RequestError
 from foretoken.core.token_tree import MAX_NODES, TokenTree
-from foretoken.target.loading import LoadedModel
 from foretoken.target.plugin import ForwardPass, as_transformers_cache, running
 from foretoken.target.self_test import check_tree_attention, probe_layer_shapes
 from foretoken.target.slot_cache import SlotCache
 from foretoken.target.taps import Tap, Taps
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.target.loading import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,8 +66,8 @@ def check_tree_attention(runner: GenericRunner) -> None:
     tolerance = 2e-4 if runner.model.dtype in (torch.float32, torch.float64) else 5e-2
     if not worst <= tolerance:
         raise ModelError(
-            f"{type(module).__name__} gives wrong logits for a token tree (relative error {worst:.1e}, expected at most "
-            f"{tolerance:.0e}): it ignores the attention plug-in or keeps state outside the KV cache. "
+            f"{type(module).__name__} gives wrong logits for a token tree (relative error {worst:.1e}, expected at "
+            f"most {tolerance:.0e}): it ignores the attention plug-in or keeps state outside the KV cache. "
             "It cannot be used as a target."
         )
     _check_windows(runner, prompt)
@@ -94,6 +94,6 @@ def _check_windows(runner: GenericRunner, prompt: list[int]) -> None:
     lost = [i for i, kind in enumerate(layer_types) if kind == "sliding_attention" and seen.get(i) is None]
     if lost:
         raise ModelError(
-            f"layers {lost} of {type(runner.model.module).__name__} slide a window but do not say which to the attention "
-            "function. It cannot be used as a target."
+            f"layers {lost} of {type(runner.model.module).__name__} slide a window but do not say which to the "
+            "attention function. It cannot be used as a target."
         )

@@ -7,11 +7,13 @@ moves the accepted rows into place; rejecting does nothing. The cache does not k
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class LayerShape(NamedTuple):

@@ -7,8 +7,7 @@ proven on the actual model at load against `output_hidden_states`, never assumed
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,9 @@ from torch import Tensor, nn
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.errors import ModelError
 from foretoken.target.plugin import ForwardPass, current_pass, running
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
 
 _PROBE = torch.tensor([[1, 2, 3]])
 Tap = int | Literal["final"]
@@ -45,7 +47,8 @@ class Taps:
                 blocks[tap - 1].register_forward_hook(_output_hook(tap))
             else:
                 raise ModelError(
-                    f"tap {tap} does not exist: the target has {num_layers} blocks. Expected 0..{num_layers} or 'final'."
+                    f"tap {tap} does not exist: the target has {num_layers} blocks. "
+                    f"Expected 0..{num_layers} or 'final'."
                 )
         _prove(model, num_layers, wanted)
 
@@ -56,9 +59,7 @@ def find_blocks(model: nn.Module, num_layers: int) -> list[nn.Module]:
     Raises:
         ModelError: When there is none or more than one.
     """
-    lists = [
-        module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers
-    ]
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == num_layers]
     outermost = [m for m in lists if not any(m in other.modules() for other in lists if other is not m)]
     if len(outermost) != 1:
         raise ModelError(
@@ -122,7 +123,7 @@ def _prove(model: nn.Module, num_layers: int, wanted: Sequence[Tap]) -> None:
 
 def run_plain(model: nn.Module, input_ids: Tensor, **kwargs: Any) -> Any:
     """One ordinary forward of the model with its eager attention, without our cache; (B, T) int64 ids."""
-    name = model.config._attn_implementation  # type: ignore[union-attr]  # noqa: SLF001
+    name = model.config._attn_implementation  # type: ignore[union-attr]
     model.set_attn_implementation("eager")  # type: ignore[operator]
     try:
         with torch.inference_mode():

@@ -6,16 +6,20 @@ after it. A shape is a prefix-closed set of choices. Chains, static trees and Ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from foretoken.core.errors import ConfigError
-from foretoken.core.lattice import DraftLattice
 from foretoken.core.token_tree import MAX_NODES, TokenTree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from foretoken.core.lattice import DraftLattice
 
 Choice = tuple[int, ...]
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from foretoken.core.errors import TreeError
 from foretoken.core.token_tree import MAX_NODES, TokenTree, TreeRow
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def merge_trees(trees: Sequence[TokenTree], *, max_nodes: int = MAX_NODES) -> TokenTree:

@@ -1,0 +1,42 @@
+# `make demo` and `make test` do all the set-up themselves. torch comes pinned from constraints.txt: a range would pull
+# gigabytes of CUDA packages on a CPU machine, and torchvision or torchaudio would break the CPU build.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test lint clean
+
+$(BIN)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.base: $(BIN)/python pyproject.toml constraints.txt
+	$(PIP) torch==2.13.0
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/.test: $(VENV)/.base
+	$(PIP) --editable '.[test]'
+	touch $@
+
+$(VENV)/.lint: $(VENV)/.base
+	$(PIP) --editable '.[lint]'
+	touch $@
+
+demo: $(VENV)/.base
+	$(BIN)/foretoken generate models/tinycode -s draft_model --max-tokens 96 --seed 1 --temperature 0.8 \
+		--prompt 'def read_config(path):'
+	$(BIN)/foretoken bench models/tinycode -s ngram -s draft_model --num-prompts 8 --max-tokens 128
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -n 2
+
+lint: $(VENV)/.lint
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+clean:
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

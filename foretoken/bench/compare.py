@@ -1,0 +1,161 @@
+"""Drafters side by side against plain decoding of the same target by the same runner, in one process, interleaved."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from foretoken.bench.setups import PLAIN, Setup
+from foretoken.bench.workload import Workload, no_progress
+from foretoken.core.results import GenerationMetrics
+from foretoken.engine.llm import LLM
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from foretoken.core.sampling_params import SamplingParams
+    from foretoken.target.loading import LoadedModel
+
+
+@dataclass(slots=True)
+class Measurement:
+    """One setup at one temperature.
+
+    Attributes:
+        setup: Its name.
+        temperature: Of all requests.
+        runner: The target's runner.
+        seconds: Wall-clock seconds of each round of prompts, prefill left out; rounds of all setups are interleaved.
+        tokens: Output tokens of each round.
+        metrics: Added up over all rounds.
+        texts: Output token ids, one entry a prompt and repeat.
+        num_identical: Entries of `texts` that equal plain decoding's; None for plain itself.
+        speed_up: Median over rounds of this setup's tokens per second over plain's in the same round.
+        speed_up_spread: Smallest and largest of these ratios.
+    """
+
+    setup: str
+    temperature: float
+    runner: str
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    metrics: GenerationMetrics = field(default_factory=GenerationMetrics)
+    texts: list[list[int]] = field(default_factory=list)
+    num_identical: int | None = None
+    speed_up: float = 1.0
+    speed_up_spread: tuple[float, float] = (1.0, 1.0)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens per second of decoding, over all rounds."""
+        return sum(self.tokens) / sum(self.seconds)
+
+    @property
+    def tau(self) -> float:
+        """Mean acceptance length, the target's own token included."""
+        return self.metrics.mean_acceptance_length
+
+    @property
+    def efficiency(self) -> float:
+        """Speed-up over tau: 1 when drafting, wider verification and the host cost nothing."""
+        return self.speed_up / self.tau if self.tau else 0.0
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Parts of the stages' time spent in draft, verify, accept and commit."""
+        seconds = self.metrics.seconds
+        total = seconds.total or 1.0
+        return {name: getattr(seconds, name) / total for name in ("draft", "verify", "accept", "commit")}
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "setup": self.setup,
+            "temperature": self.temperature,
+            "runner": self.runner,
+            "tokens_per_s": self.tokens_per_s,
+            "speed_up": self.speed_up,
+            "speed_up_min": self.speed_up_spread[0],
+            "speed_up_max": self.speed_up_spread[1],
+            "mean_acceptance_length": self.tau,
+            "efficiency": self.efficiency,
+            "shares": self.shares,
+            "num_identical": self.num_identical,
+            "num_texts": len(self.texts),
+            "metrics": self.metrics.as_dict(),
+        }
+
+
+def compare_setups(
+    model: LoadedModel,
+    tokenizer: Any,
+    setups: Sequence[Setup],
+    workload: Workload,
+    *,
+    batch_size: int = 1,
+    repeats: int = 1,
+    on_progress: Callable[[int, int], None] = no_progress,
+) -> list[Measurement]:
+    """Measures every setup on every prompt at every temperature; plain decoding is always among them and first.
+
+    Prompts go round in batches: each batch is decoded by every setup in turn before the next one, so that a drift of
+    the machine's speed hits all alike. Before anything is timed, every setup decodes one short warm-up.
+
+    Args:
+        model: The target, loaded once.
+        tokenizer: Its tokenizer.
+        setups: What to compare.
+        workload: What to decode; sampled requests have the same seeds in every setup.
+        batch_size: Sequences decoded at once.
+        repeats: How often everything is measured.
+        on_progress: Called with batches done and batches in all.
+    """
+    ordered = [Setup(PLAIN, None), *(s for s in setups if s.config is not None)]
+    engines = {
+        s.name: LLM(model, speculative_config=s.config, tokenizer=tokenizer, max_num_seqs=batch_size) for s in ordered
+    }
+    prompts, temperatures = workload.prompts, workload.temperatures
+    batches = [list(range(i, min(i + batch_size, len(prompts)))) for i in range(0, len(prompts), batch_size)]
+    total = len(temperatures) * repeats * len(batches) * len(ordered)
+    done = 0
+    measurements = []
+    for temperature in temperatures:
+        rows = [Measurement(s.name, temperature, engines[s.name].target.name) for s in ordered]
+        params = workload.params(temperature)
+        for row in rows:
+            engines[row.setup].generate(prompts[0], replace(params[0], max_tokens=min(8, workload.max_tokens)))
+        for repeat in range(repeats):
+            for number, batch in enumerate(batches):
+                shift = (number + repeat) % len(rows)
+                for row in rows[shift:] + rows[:shift]:
+                    _run_batch(engines[row.setup], row, [prompts[i] for i in batch], [params[i] for i in batch])
+                    done += 1
+                    on_progress(done, total)
+        _relate(rows)
+        measurements.extend(rows)
+    return measurements
+
+
+def _run_batch(llm: LLM, row: Measurement, prompts: list[str], params: list[SamplingParams]) -> None:
+    """Decodes one batch and adds what it took to a measurement."""
+    begin = time.perf_counter()
+    results = llm.generate(prompts, params)
+    seconds = time.perf_counter() - begin
+    metrics = GenerationMetrics.total(result.metrics for result in results)
+    row.seconds.append(seconds - metrics.prefill_seconds)
+    row.tokens.append(metrics.num_emitted)
+    row.metrics = GenerationMetrics.total([row.metrics, metrics])
+    row.texts.extend(result.outputs[0].token_ids for result in results)
+
+
+def _relate(rows: list[Measurement]) -> None:
+    """Fills in speed-up and identity against the first row, plain decoding, in place."""
+    plain = rows[0]
+    for row in rows[1:]:
+        rates = [tokens / seconds for tokens, seconds in zip(row.tokens, row.seconds, strict=True)]
+        plain_rates = [tokens / seconds for tokens, seconds in zip(plain.tokens, plain.seconds, strict=True)]
+        ratios = [rate / plain_rate for rate, plain_rate in zip(rates, plain_rates, strict=True)]
+        row.speed_up, row.speed_up_spread = median(ratios), (min(ratios), max(ratios))
+        row.num_identical = sum(a == b for a, b in zip(row.texts, plain.texts, strict=True))

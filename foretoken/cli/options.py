@@ -1,0 +1,98 @@
+"""Options that several commands share, and what they mean."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.core.errors import RequestError
+
+if TYPE_CHECKING:
+    from foretoken.target.loading import LoadedModel
+
+Model = Annotated[str, typer.Argument(help="Target: a model directory in Hugging Face layout, or a hub id.")]
+Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, or auto (float32 on CPU).")]
+Device = Annotated[str, typer.Option(help="A torch device, or auto.")]
+Drafters = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--speculative-config",
+        "-s",
+        help="Drafter: a method (ngram), a method and tree (ngram:tree), vLLM's JSON, or @FILE. May be repeated.",
+    ),
+]
+Prompts = Annotated[str, typer.Option(help="'heldout' (bundled), a .jsonl file of {\"prompt\": …}, or a text file.")]
+NumPrompts = Annotated[int, typer.Option(min=1, help="Use the first N prompts.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens a prompt.")]
+Temperatures = Annotated[list[float] | None, typer.Option(help="Temperature; may be repeated. Default: 0 and 0.8.")]
+Seed = Annotated[int, typer.Option(help="Seed of the first prompt; the i-th gets seed + i.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice when left out.")]
+
+
+def load_target(model: str, dtype: str, device: str, threads: int | None) -> tuple[LoadedModel, Any]:
+    """The target and its tokenizer, loaded once for all setups.
+
+    Raises:
+        RequestError: When the model has no tokenizer to read text prompts with.
+    """
+    import torch
+
+    from foretoken.target.loading import load_model, load_tokenizer
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    loaded = load_model(model, dtype=dtype, device=device)
+    tokenizer = load_tokenizer(model)
+    if tokenizer is None:
+        raise RequestError(f"'{model}' has no tokenizer. Expected tokenizer files beside the weights.")
+    return loaded, tokenizer
+
+
+def run_header(loaded: LoadedModel, **more: Any) -> dict[str, Any]:
+    """The conditions of a run, printed with every figure."""
+    from importlib.metadata import version
+
+    import torch
+
+    from foretoken import __version__
+
+    return {
+        "model": loaded.name,
+        "dtype": str(loaded.dtype).removeprefix("torch."),
+        "device": str(loaded.device),
+        "threads": torch.get_num_threads(),
+        "foretoken": __version__,
+        "torch": torch.__version__,
+        "transformers": version("transformers"),
+        **more,
+    }
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The prompt from an argument, a file, or standard input.
+
+    Raises:
+        RequestError: When there is none, or two, or the file cannot be read.
+    """
+    if prompt is not None and file is not None:
+        raise RequestError("a prompt came both as text and as --file. Pass one of them.")
+    if file is not None:
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as err:
+            raise RequestError(f"'{file}' cannot be read: {err}.") from err
+    if prompt is not None:
+        return prompt
+    if sys.stdin.isatty():
+        raise RequestError("there is no prompt. Pass --prompt, --file, or text on standard input.")
+    return sys.stdin.read()
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on standard output."""
+    print(json.dumps(value, indent=2))

@@ -1,0 +1,88 @@
+"""`foretoken verify`: prove on given prompts that speculation changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from foretoken.cli import options
+from foretoken.cli.progress import progress
+
+if TYPE_CHECKING:
+    from foretoken.bench.verify import Check
+
+
+def verify(
+    model: options.Model,
+    speculative_config: options.Drafters = None,
+    prompts: options.Prompts = "heldout",
+    num_prompts: options.NumPrompts = 8,
+    max_tokens: options.MaxTokens = 128,
+    temperature: options.Temperatures = None,
+    batch_size: Annotated[list[int] | None, typer.Option(min=1, help="May be repeated. Default: 1.")] = None,
+    seed: options.Seed = 0,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Decode prompts plainly and with each drafter, and compare token by token.
+
+    Greedy and seeded sampled texts must be identical. A difference is a near-tie when the two tokens' scores agree to
+    rounding, and a bug otherwise. Exit code 0: no bug; 1: some bug.
+    """
+    from foretoken.bench.prompt_sets import load_prompts
+    from foretoken.bench.setups import parse_setup
+    from foretoken.bench.verify import verify_setups
+    from foretoken.bench.workload import Workload
+
+    setups = [parse_setup(text) for text in speculative_config or ["ngram"]]
+    texts = load_prompts(prompts, limit=num_prompts)
+    workload = Workload(prompts=texts, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed)
+    loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    with progress("runs") as on_progress:
+        checks = verify_setups(
+            loaded,
+            tokenizer,
+            setups,
+            workload,
+            batch_sizes=batch_size or [1],
+            on_progress=on_progress,
+        )
+    header = options.run_header(loaded, prompts=len(texts), max_tokens=max_tokens, seed=seed)
+    if as_json:
+        options.print_json({**header, "checks": [asdict(check) for check in checks]})
+    else:
+        print(" ".join(f"{key}={value}" for key, value in header.items()))
+        _print_table(checks)
+    if any(not check.is_proof for check in checks):
+        raise typer.Exit(1)
+
+
+def _print_table(checks: list[Check]) -> None:
+    """One line a setup, temperature and batch size, then every difference."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("drafter", "temperature", "batch", "texts", "tokens", "tau", "identical", "near-tie", "bug")
+    groups: dict[tuple[str, float, int], list[Check]] = {}
+    for check in checks:
+        groups.setdefault((check.setup, check.temperature, check.batch_size), []).append(check)
+    for (setup, temperature, batch_size), group in groups.items():
+        verdicts = [check.verdict for check in group]
+        tau = sum(check.mean_acceptance_length for check in group) / len(group)
+        counts = (str(verdicts.count(verdict)) for verdict in ("identical", "near-tie", "bug"))
+        tokens = sum(check.num_tokens for check in group)
+        table.add_row(
+            setup, f"{temperature:g}", str(batch_size), str(len(group)), str(tokens), f"{tau:.2f}", *counts
+        )  # fmt: skip
+    Console(width=120).print(table)
+    for check in checks:
+        if check.verdict != "identical":
+            gap = "lengths differ" if check.gap is None else f"relative score gap {check.gap:.1e}"
+            print(
+                f"{check.verdict}: {check.setup}, temperature {check.temperature:g}, batch {check.batch_size}, prompt "
+                f"{check.prompt}, output token {check.divergence}: {gap}"
+            )
