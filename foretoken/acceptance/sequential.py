@@ -93,9 +93,8 @@ def conditional_law(tree: TokenTree, table: Tensor, node: Tensor, slot: int, lik
     row = law.row_of[batch_index, child]
     probs = law.rows[batch_index, row.clamp_min(0)].to(like.dtype)
     without = (law.kinds[batch_index, child] == DrawKind.WITHOUT_REPLACEMENT).unsqueeze(1)
-    for earlier in range(slot):
-        sibling = table[batch_index, node, earlier].clamp_min(0)
-        same_row = (law.row_of[batch_index, sibling] == row).unsqueeze(1)
-        taken = torch.zeros_like(probs).scatter_(1, tree.tokens.gather(1, sibling.unsqueeze(1)), 1.0)
-        probs = torch.where(without & same_row, probs * (1 - taken), probs)
+    earlier = table[batch_index, node, :slot].clamp_min(0)
+    is_removed = without & (law.row_of.gather(1, earlier) == row.unsqueeze(1))
+    taken = torch.zeros_like(probs).scatter_add_(1, tree.tokens.gather(1, earlier), is_removed.to(probs.dtype))
+    probs = torch.where(taken > 0, 0.0, probs)
     return torch.where(without, probs / probs.sum(1, keepdim=True).clamp_min(torch.finfo(like.dtype).tiny), probs)

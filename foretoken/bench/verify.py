@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from foretoken.target.loading import LoadedModel
 
 Verdict = Literal["identical", "near-tie", "bug"]
-# A difference counts as a near-tie when the two tokens' scores (logits; with temperature and noise for sampled requests)
-# are this close, relative to the largest logit: rounding of a pass of another width reaches that far. Else it is a bug.
+# A difference counts as a near-tie when the two tokens' scores (logits; with temperature and noise where sampled) are
+# this close, relative to the largest logit: rounding of a pass of another width reaches so far.
+# are this close, relative to the largest logit: rounding of a pass of another width reaches that far.
 NEAR_TIE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 
 

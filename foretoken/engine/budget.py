@@ -8,67 +8,77 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from foretoken.core.records import StepRecord
 
-_WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 17, 24, 32)
+_WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 17, 24, 32)
 _HALF_LIFE = 100.0  # drafts after which an observation counts half
 _PROBE_EVERY = 32  # iterations after which a draft is tried although none seems to pay
+_LEARNING_RATE = 0.1  # weight of one pass in the cost of its width
 
 
-@dataclass(frozen=True, slots=True)
 class CostCurve:
     """Seconds of a target pass by the number of tokens in it, piecewise linear between measured widths.
 
-    Attributes:
-        widths: Measured widths, ascending from 1.
-        seconds: Their medians, made non-decreasing.
+    Measured once at the start, then kept true by the passes that decoding makes anyway: caches grow, and other work
+    comes and goes on the machine.
     """
 
-    widths: tuple[int, ...]
-    seconds: tuple[float, ...]
+    def __init__(self, widths: Sequence[int], seconds: Sequence[float]) -> None:
+        """A curve through measured points.
+
+        Args:
+            widths: Ascending.
+            seconds: One entry a width.
+        """
+        self._widths: list[int] = list(widths)
+        self._seconds: list[float] = list(seconds)
 
     @classmethod
     def measure(
-        cls, run: Callable[[int], None], *, max_width: int, repeats: int = 5, limit_s: float = 3.0
+        cls, run: Callable[[int], None], *, max_width: int, repeats: int = 3, limit_s: float = 2.0
     ) -> CostCurve:
         """Times passes of growing width until `limit_s` is spent.
 
         Args:
             run: Runs one pass over that many tokens.
             max_width: Widest pass allowed.
-            repeats: Passes a width; the median counts.
-            limit_s: Seconds after which no further width is begun.
+            repeats: Passes a width; the fastest counts, as the one least disturbed.
+            limit_s: Seconds after which no further width is begun, once there are two.
         """
-        widths: list[int] = []
-        seconds: list[float] = []
+        widths = [width for width in _WIDTHS if width <= max_width]
+        best = [float("inf")] * len(widths)
         begin = time.perf_counter()
-        for width in _WIDTHS:
-            if width > max_width or (len(widths) >= 2 and time.perf_counter() - begin > limit_s):
-                break
-            run(width)  # warms caches and allocators
-            samples = []
-            for _ in range(repeats):
+        for repeat in range(repeats + 1):  # the first round warms caches and allocators
+            for index, width in enumerate(widths):
                 start = time.perf_counter()
+                if start - begin > limit_s and repeat > 0 and index > 1:
+                    break
                 run(width)
-                samples.append(time.perf_counter() - start)
-            widths.append(width)
-            seconds.append(max(sorted(samples)[repeats // 2], seconds[-1] if seconds else 0.0))
-        return cls(tuple(widths), tuple(seconds))
+                if repeat:
+                    best[index] = min(best[index], time.perf_counter() - start)
+        known = [(width, seconds) for width, seconds in zip(widths, best, strict=True) if seconds < float("inf")]
+        return cls([width for width, _ in known], [seconds for _, seconds in known])
 
     def __call__(self, width: int) -> float:
-        """Seconds of a pass over `width` tokens; past the last measured width, along the last slope."""
-        if len(self.widths) == 1:
-            return self.seconds[0]
-        right = min(max(bisect_left(self.widths, width), 1), len(self.widths) - 1)
-        w0, w1 = self.widths[right - 1], self.widths[right]
-        t0, t1 = self.seconds[right - 1], self.seconds[right]
-        return t0 + (t1 - t0) * (width - w0) / (w1 - w0)
+        """Seconds of a pass over `width` tokens, never less than for fewer; linear past the last measured width."""
+        if len(self._widths) == 1:
+            return self._seconds[0]
+        right = min(max(bisect_left(self._widths, width), 1), len(self._widths) - 1)
+        low = max(self._seconds[:right])
+        high = max(self._seconds[: right + 1])
+        share = (width - self._widths[right - 1]) / (self._widths[right] - self._widths[right - 1])
+        return low + (high - low) * share
+
+    def learn(self, width: int, seconds: float) -> None:
+        """Moves the nearest measured point towards a pass that was just made."""
+        index = min(range(len(self._widths)), key=lambda i: abs(self._widths[i] - width))
+        if self._widths[index] == width:
+            self._seconds[index] += _LEARNING_RATE * (seconds - self._seconds[index])
 
 
 class DepthBudget:
@@ -102,6 +112,7 @@ class DepthBudget:
 
     def learn(self, record: StepRecord) -> None:
         """Counts an iteration's drafts and their cost."""
+        self._cost.learn(record.width * len(record.sequences), record.seconds.verify + record.seconds.accept)
         fade = 0.5 ** (1.0 / _HALF_LIFE)
         deepest = max((step.tree_depth for step in record.sequences), default=0)
         if deepest:
