@@ -53,11 +53,9 @@ def accept_block(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> 
         next_draft = law.rows[index, following].to(prefix.dtype)
         scaled = prefix.unsqueeze(1) * target_probs
         surplus = (scaled - next_draft).clamp_min(0).sum(1)
-        # P_i = 1 and S_i = 0 means p = q: the prefix passes, and its residual is never drawn from.
-        deficit = 1 - prefix
-        passing = torch.where(surplus + deficit > 0, surplus, 1.0)
-        total = torch.where(surplus + deficit > 0, surplus + deficit, 1.0)
-        passing, total = torch.where(is_last, prefix, passing), torch.where(is_last, 1.0, total)
+        # P_i = 1 and S_i = 0 means p = q: position i then never passes, which changes nothing, as i + 1 surely does.
+        passing = torch.where(is_last, prefix, surplus)
+        total = torch.where(is_last, 1.0, surplus + (1 - prefix))
         survives = decisions.accept(passing, total, i) if i else torch.ones_like(exists)
         is_kept = exists & survives
         kept = torch.where(is_kept, i, kept)

@@ -38,7 +38,11 @@ class AttentionLayout:
     offset: int = 0
     visible: Tensor | None = None
     scratch_positions: Tensor | None = None
-    _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict)
+    _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Checks what the masks rely on."""
+        assert self.offset == 0 or self.visible is not None, "earlier scratch rows are seen only as `visible` says"
 
     @property
     def num_queries(self) -> int:

@@ -122,7 +122,7 @@ class CompletionOutput:
 
     Attributes:
         index: 0..n-1.
-        text: Decoded output, without the prompt and without the stop string.
+        text: Decoded output, without the prompt and without the stop string or stop token.
         token_ids: Output tokens, the end-of-sequence token included where it was emitted.
         logprobs: One entry an output token, or None when not asked for.
         finish_reason: "stop", "length", "error" (a row of target logits was not finite), or "abort".

@@ -34,7 +34,7 @@ class SamplingParams:
         stop: Strings that end the text.
         stop_token_ids: Token ids that end the text.
         ignore_eos: Goes on after the end-of-sequence token.
-        include_stop_str_in_output: Keeps the stop string in the text.
+        include_stop_str_in_output: Keeps the stop string or stop token in the text.
         seed: Makes sampled text reproducible: the same seed gives the same text for every drafter, tree and batch.
         logprobs: Return the log-probability of each output token and of this many most probable ones.
         skip_special_tokens: Leaves special tokens out of the text.

@@ -62,15 +62,6 @@ class _SlotState:
     drafted: list[tuple[int, int]]
 
 
-@dataclass(frozen=True, slots=True)
-class _Level:
-    """One depth of a shape: `nodes` in order, their `parents`, and how many children each distinct parent has."""
-
-    nodes: list[int]
-    parents: list[int]
-    ranks: list[int]
-
-
 class DraftModelDrafter:
     """Drafts with a language model, level by level."""
 
@@ -128,6 +119,7 @@ class DraftModelDrafter:
     def _keep_accepted(self, slot: int, tokens: Sequence[int]) -> _SlotState:
         """Moves the rows of drafted nodes that were accepted into place; forgets the others."""
         state = self._slots.setdefault(slot, _SlotState([], []))
+        del state.tokens[len(tokens) - 1 :]  # the last proposal was thrown away: its root is fed again for its logits
         path: list[int] = []
         node = 0
         for token in tokens[len(state.tokens) : -1]:
@@ -143,13 +135,15 @@ class DraftModelDrafter:
         state.drafted = []
         return state
 
-    def feed_level(self, slots: Sequence[int], tokens: Tensor, level: _Level, visible: Tensor, depth: int) -> Tensor:
+    def feed_level(
+        self, slots: Sequence[int], tokens: Tensor, parents: Sequence[int], visible: Tensor, depth: int
+    ) -> Tensor:
         """Feeds the nodes of one level after the rows of the levels above.
 
         Args:
             slots: B slots.
             tokens: (B, P) int64, the level's nodes.
-            level: Which nodes they are.
+            parents: P parents, nodes of the level above.
             visible: (B, P, W) bool, drafted nodes that each sees, the level's own included.
             depth: Their depth.
 
@@ -161,18 +155,21 @@ class DraftModelDrafter:
         prefix = [len(state.tokens) for state in states]
         offset = visible.shape[2] - tokens.shape[1]
         scratch_depths = self._shape_depths[: visible.shape[2]].to(device)
+        # A sequence near the draft model's context limit is fed past its own depth along with deeper ones; what it
+        # drafts there is cut off, so its positions only have to be legal.
+        last = self._runner.context_len - 1
         base = torch.tensor(prefix, device=device).unsqueeze(1) - 1
         layout = AttentionLayout(
             slots=slots,
             prefix=prefix,
             offset=offset,
-            positions=(base + depth).expand(-1, tokens.shape[1]),
+            positions=(base + depth).clamp_max(last).expand(-1, tokens.shape[1]),
             visible=visible,
-            scratch_positions=base + scratch_depths,
+            scratch_positions=(base + scratch_depths).clamp_max(last),
         )
-        for state, ids in zip(states, tokens.tolist(), strict=True):
-            state.drafted.extend(zip(level.parents, ids, strict=True))
         logits = self._runner.forward(tokens.clamp_max(self._runner.vocab_size - 1), layout).logits
+        for state, ids in zip(states, tokens.tolist(), strict=True):
+            state.drafted.extend(zip(parents, ids, strict=True))
         return self._in_target_vocabulary(logits)
 
     @property
@@ -221,32 +218,39 @@ class _Growth:
         self._kinds = torch.zeros_like(self._tokens)
         self._row_of = torch.full_like(self._tokens, -1)
         self._rows: list[Tensor] = []
+        self._parents, self._depths, self._ranks = shape.parents, shape.depths, shape.ranks
+        self._children: list[list[int]] = [[] for _ in range(nodes)]  # in order of rank
+        for node, parent in enumerate(self._parents):
+            if node:
+                self._children[parent].append(node)
         self._grow(drafter, root_logits)
 
     def _grow(self, drafter: DraftModelDrafter, root_logits: Tensor) -> None:
         """Fills all nodes; one pass of the draft model a level, the last level is not fed."""
-        parents = self._shape.parents
-        depths = self._shape.depths
         tree_mask = torch.eye(self._shape.num_nodes, dtype=torch.bool, device=root_logits.device)
-        for node, parent in enumerate(parents):
+        for node, parent in enumerate(self._parents):
             if node:
                 tree_mask[node] |= tree_mask[parent]
         slots = [self._context.slots[row] for row in self._active]
         self._expand(0, root_logits)
         for depth in range(1, self._shape.depth):
-            nodes = [node for node, d in enumerate(depths) if d == depth]
-            level = _Level(nodes, [parents[node] for node in nodes], [])
+            nodes = [node for node, d in enumerate(self._depths) if d == depth]
+            parents = [self._parents[node] for node in nodes]
             visible = tree_mask[nodes, 1 : nodes[-1] + 1].expand(len(slots), -1, -1)
-            logits = drafter.feed_level(slots, self._tokens[:, nodes], level, visible, depth)
+            logits = drafter.feed_level(slots, self._tokens[:, nodes], parents, visible, depth)
             for index, node in enumerate(nodes):
                 self._expand(node, logits[:, index])
 
     def _expand(self, node: int, logits: Tensor) -> None:
         """Chooses the children of one node from the draft model's logits there, (B, V)."""
-        children = [child for child, parent in enumerate(self._shape.parents) if parent == node]
+        children = self._children[node]
         if not children:
             return
-        ranks = torch.tensor([self._shape.ranks[child] for child in children], device=logits.device)
+        ranks = torch.tensor([self._ranks[child] for child in children], device=logits.device)
+        # Draws are taken in order: one that follows a draw left out, as a shape with gaps in its ranks would have it,
+        # has a law that nobody states.
+        draws = torch.arange(len(children), device=logits.device)
+        places = torch.where(self._is_sampled.unsqueeze(1), draws, ranks)
         log_probs = logits.log_softmax(1)
         keys = log_probs
         if self._any_coupled or self._any_sampled:
@@ -254,7 +258,7 @@ class _Growth:
             log_probs = torch.where(self._uses_noise.unsqueeze(1), warped, log_probs)
             keys = log_probs + self._noise(node, logits.shape[1])
         best = keys.topk(int(ranks.max()) + 1, dim=1)
-        chosen, chosen_keys = best.indices[:, ranks], best.values[:, ranks]
+        chosen, chosen_keys = best.indices.gather(1, places), best.values.gather(1, places)
         self._tokens[:, children] = chosen
         self._scores[:, children] = self._scores[:, node : node + 1] + log_probs.gather(1, chosen)
         if self._any_sampled:
@@ -270,7 +274,7 @@ class _Growth:
         noise = torch.zeros(len(self._active), vocab_size, device=self._tokens.device)
         keyed = self._batch.noise
         if self._any_coupled:
-            positions = self._root_positions + self._shape.depths[node] + 1
+            positions = self._root_positions + self._depths[node] + 1
             shared = keyed.gumbel(positions, Purpose.TARGET, vocab_size)
             noise = torch.where(self._is_coupled.unsqueeze(1), shared, noise)
         if self._any_sampled:
@@ -284,7 +288,7 @@ class _Growth:
         device = self._tokens.device
         rows = torch.tensor(self._active, device=device)
         limit = torch.tensor([max(depth, 0) for depth in room], device=device).unsqueeze(1)
-        depths = torch.tensor(self._shape.depths, device=device).expand(total, -1)
+        depths = torch.tensor(self._depths, device=device).expand(total, -1)
         is_kept = depths <= limit
 
         def spread(part: Tensor, empty: float) -> Tensor:
@@ -294,7 +298,7 @@ class _Growth:
 
         tokens = spread(self._tokens, 0)
         tokens[:, 0] = torch.tensor(self._context.roots, device=device)
-        parents = torch.tensor(self._shape.parents, device=device).expand(total, -1)
+        parents = torch.tensor(self._parents, device=device).expand(total, -1)
         law = None
         if self._rows:
             probs = torch.zeros(total, len(self._rows), self._rows[0].shape[1], device=device)
@@ -303,7 +307,7 @@ class _Growth:
                 kinds=spread(self._kinds, 0),
                 rows=probs,
                 row_of=spread(self._row_of, -1),
-                max_siblings=max(self._shape.ranks) + 1,
+                max_siblings=max(map(len, self._children)),
             )
         return TokenTree(
             tokens=tokens,

@@ -53,8 +53,11 @@ def drafter_options(config: Mapping[str, Any], *, other_keys: frozenset[str] = f
         return options_type.model_validate(dict(config))
     except ValidationError as err:
         first = err.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"'{where}' of method '{method}' is {first['input']!r}. {first['msg']}.") from err
+        if not first["loc"]:  # a rule about several keys names them itself
+            raise ConfigError(f"options of method '{method}': {first['ctx']['error']}.") from err
+        key = str(first["loc"][0])
+        allowed = dict.fromkeys(error["msg"] for error in err.errors() if str(error["loc"][0]) == key)
+        raise ConfigError(f"'{key}' of method '{method}' is {config.get(key)!r}. {'; or: '.join(allowed)}.") from err
 
 
 def create_drafter(options: DrafterOptions, target: TargetFacts) -> Drafter:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
+from collections import deque
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 _WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 17, 24, 32)
 _HALF_LIFE = 100.0  # drafts after which an observation counts half
+_LEVELS_KEPT = 9
 _PROBE_EVERY = 32  # iterations after which a draft is tried although none seems to pay
 _LEARNING_RATE = 0.1  # weight of one pass in the cost of its width
 
@@ -75,7 +77,7 @@ class CostCurve:
         return low + (high - low) * share
 
     def learn(self, width: int, seconds: float) -> None:
-        """Moves the nearest measured point towards a pass that was just made."""
+        """Moves the measured point of a width, if there is one, towards a pass that was just made."""
         index = min(range(len(self._widths)), key=lambda i: abs(self._widths[i] - width))
         if self._widths[index] == width:
             self._seconds[index] += _LEARNING_RATE * (seconds - self._seconds[index])
@@ -88,7 +90,7 @@ class DepthBudget:
         self._cost, self._max_depth = cost, max_depth
         self._reached = [0.0] * (max_depth + 1)  # drafts whose first d tokens were tested or accepted, fading
         self._accepted = [0.0] * (max_depth + 1)  # of these, the ones that accepted token d
-        self._level_seconds = 0.0
+        self._levels: deque[float] = deque(maxlen=_LEVELS_KEPT)  # seconds a level of recent drafts
         self._idle = 0
 
     def depth(self, batch_size: int) -> int:
@@ -98,11 +100,13 @@ class DepthBudget:
             batch_size: Sequences in the pass.
         """
         best, best_rate = 0, batch_size / self._cost(batch_size)
+        # Their median: a draft that also reads a new prompt takes many times as long and says nothing of the next one.
+        level_seconds = sorted(self._levels)[(len(self._levels) - 1) // 2] if self._levels else 0.0
         survival, expected = 1.0, 1.0
         for depth in range(1, self._max_depth + 1):
             survival *= self._conditional(depth)
             expected += survival
-            seconds = self._cost(batch_size * (1 + depth)) + depth * self._level_seconds
+            seconds = self._cost(batch_size * (1 + depth)) + depth * level_seconds
             if batch_size * expected / seconds > best_rate:
                 best, best_rate = depth, batch_size * expected / seconds
         if best == 0:
@@ -116,8 +120,7 @@ class DepthBudget:
         fade = 0.5 ** (1.0 / _HALF_LIFE)
         deepest = max((step.tree_depth for step in record.sequences), default=0)
         if deepest:
-            level = record.seconds.draft / deepest
-            self._level_seconds = level if self._level_seconds == 0.0 else 0.9 * self._level_seconds + 0.1 * level
+            self._levels.append(record.seconds.draft / deepest)
         for step in record.sequences:
             if step.tree_depth == 0:
                 continue

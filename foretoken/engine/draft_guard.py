@@ -1,19 +1,21 @@
 """Between drafter and target: whatever a drafter does, a legal tree over the right roots comes out.
 
-A drafter that raises costs the draft of that iteration; a token outside the vocabulary or past the context limit costs
-its subtree. After several failures in a row the drafter is switched off for good, which is said once.
+A drafter that raises or returns what is no tree costs the draft of that iteration; a token outside the vocabulary or
+past the context limit costs its subtree. After several failures in a row the drafter is switched off for good, which is
+said once.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from foretoken.core.token_tree import DraftLaw, TokenTree
+from foretoken.core.token_tree import DrawKind, TokenTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +38,7 @@ class DraftGuard:
 
     def __init__(self, drafter: Drafter | None, *, vocab_size: int, max_nodes: int, device: torch.device) -> None:
         self._drafter, self._vocab_size, self._max_nodes, self._device = drafter, vocab_size, max_nodes, device
-        self._failures = 0
+        self._failures: Counter[str] = Counter()  # in a row, by call
 
     @property
     def is_active(self) -> bool:
@@ -57,41 +59,46 @@ class DraftGuard:
         roots = TokenTree.roots(context.roots, device=self._device)
         if self._drafter is None or max(context.max_depth) <= 0:
             return SafeDraft(roots, None)
+        tree = roots
         try:
-            tree = self._drafter.propose(context)
-            error = find_fault(tree, context.roots, self._max_nodes)
+            draft = self._drafter.propose(context)
+            error = find_fault(draft, context.roots, self._max_nodes)
+            if error is None:
+                tree = make_legal(draft, self._vocab_size, context.max_depth)
         except Exception as err:  # noqa: BLE001 - a drafter is foreign code: whatever it raises must not cost text
             error = f"{type(err).__name__}: {err}"
-        self._count(error)
-        if error is not None:
-            return SafeDraft(roots, error)
-        return SafeDraft(make_legal(tree, self._vocab_size, context.max_depth), None)
+        self._count("propose", error)
+        return SafeDraft(tree, error)
 
     def commit(self, committed: Committed) -> None:
         """Passes on what was committed."""
         if self._drafter is None:
             return
+        error = None
         try:
             self._drafter.commit(committed)
         except Exception as err:  # noqa: BLE001 - as above
-            self._count(f"{type(err).__name__}: {err}")
+            error = f"{type(err).__name__}: {err}"
+        self._count("commit", error)
 
     def release(self, slot: int) -> None:
         """Passes on that a slot is free."""
         if self._drafter is None:
             return
+        error = None
         try:
             self._drafter.release(slot)
         except Exception as err:  # noqa: BLE001 - as above
-            self._count(f"{type(err).__name__}: {err}")
+            error = f"{type(err).__name__}: {err}"
+        self._count("release", error)
 
-    def _count(self, error: str | None) -> None:
-        """Switches the drafter off after too many failures in a row."""
-        self._failures = 0 if error is None else self._failures + 1
-        if error is not None and self._failures >= _FAILURES_IN_A_ROW and self._drafter is not None:
+    def _count(self, call: str, error: str | None) -> None:
+        """Switches the drafter off after too many failures in a row; calls that succeed excuse only themselves."""
+        self._failures[call] = 0 if error is None else self._failures[call] + 1
+        if self._failures[call] >= _FAILURES_IN_A_ROW and self._drafter is not None:
             _log.warning(
-                "drafter '%s' failed %d times in a row and is switched off; decoding goes on without it: %s",
-                self._drafter.name, self._failures, error,
+                "drafter '%s' failed %d times in a row in %s and is switched off; decoding goes on without it: %s",
+                self._drafter.name, self._failures[call], call, error,
             )  # fmt: skip
             self._drafter = None
 
@@ -104,19 +111,32 @@ def find_fault(tree: TokenTree, roots: Sequence[int], max_nodes: int) -> str | N
         roots: The root tokens it must start from.
         max_nodes: Widest tree the cache has room for.
     """
-    if tree.width > max_nodes or tree.batch_size != len(roots):
-        return f"tree of shape {tuple(tree.tokens.shape)}; expected ({len(roots)}, at most {max_nodes})"
-    node = torch.arange(tree.width, device=tree.tokens.device)
+    batch, width = len(roots), tree.tokens.shape[-1]
+    if tree.tokens.shape != (batch, width) or width > max_nodes:
+        return f"tree of shape {tuple(tree.tokens.shape)}; expected ({batch}, at most {max_nodes})"
+    for name, shape in (("parents", (batch, width)), ("depths", (batch, width)), ("num_nodes", (batch,))):
+        if getattr(tree, name).shape != shape:
+            return f"{name} of shape {tuple(getattr(tree, name).shape)}; expected {shape}"
+    for name in ("tokens", "parents", "depths", "num_nodes"):
+        if getattr(tree, name).dtype != torch.int64:
+            return f"{name} of type {getattr(tree, name).dtype}; expected int64"
+    if not 0 <= tree.max_depth < width:
+        return f"max_depth {tree.max_depth}; expected at least 0 and below the width, {width}"
+    node = torch.arange(width, device=tree.tokens.device)
     is_real = node < tree.num_nodes.unsqueeze(1)
     has_parent = is_real & (node > 0)
-    parents = tree.parents.clamp(0, tree.width - 1)
+    parents = tree.parents.clamp(0, width - 1)
     faults = torch.stack([
+        ((tree.num_nodes < 1) | (tree.num_nodes > width)).any(),
         (tree.tokens[:, 0] != torch.tensor(roots, device=node.device)).any() | (tree.parents[:, 0] != -1).any(),
         (has_parent & ((tree.parents < 0) | (tree.parents >= node))).any() | (~is_real & (tree.parents != -1)).any(),
         (has_parent & (tree.depths != tree.depths.gather(1, parents) + 1)).any() | (tree.depths[:, 0] != 0).any(),
         (tree.depths > tree.max_depth).any(),
     ])  # fmt: skip
-    messages = ("wrong root", "parents that do not come before their children", "wrong depths", "max_depth too small")
+    messages = (
+        "num_nodes outside 1..width", "wrong root", "parents that do not come before their children", "wrong depths",
+        "max_depth too small",
+    )  # fmt: skip
     found = [message for message, is_fault in zip(messages, faults.tolist(), strict=True) if is_fault]
     return f"tree with {found[0]}" if found else None
 
@@ -125,7 +145,8 @@ def make_legal(tree: TokenTree, vocab_size: int, max_depth: Sequence[int]) -> To
     """Cuts off nodes that can never be accepted: tokens outside the vocabulary, and nodes too deep.
 
     A cut node loses its parent, so nothing reaches it or its subtree. A draft law that is not a law, or that speaks of
-    cut nodes, is dropped: every node then counts as one-hot, which is true of any token.
+    cut nodes, is dropped: every node then counts as one-hot, which is true of any token. So are scores and sources,
+    which nothing here reads, when their shape is wrong.
 
     Args:
         tree: A structurally sound tree.
@@ -134,22 +155,36 @@ def make_legal(tree: TokenTree, vocab_size: int, max_depth: Sequence[int]) -> To
     """
     limit = torch.tensor(max_depth, device=tree.tokens.device).unsqueeze(1)
     is_cut = (tree.tokens < 0) | (tree.tokens >= vocab_size) | (tree.depths > limit)
-    law = tree.law if tree.law is not None and _is_law(tree.law, vocab_size) else None
-    if not is_cut.any():
-        return tree if law is tree.law else replace(tree, law=None)
-    return replace(
+    scores, source = (
+        None if part is None or part.shape != tree.tokens.shape else part for part in (tree.scores, tree.source)
+    )
+    legal = replace(
         tree,
         tokens=tree.tokens.clamp(0, vocab_size - 1),
         parents=torch.where(is_cut, -1, tree.parents),
-        law=None,
+        scores=scores,
+        source=source,
     )
+    return legal if legal.law is None or _has_law(legal, is_cut, vocab_size) else replace(legal, law=None)
 
 
-def _is_law(law: DraftLaw, vocab_size: int) -> Tensor:
-    """Whether the rows are distributions over the vocabulary and every drawn node has one; () bool."""
-    if law.rows.shape[2] != vocab_size:
-        return torch.tensor(False)
+def _has_law(tree: TokenTree, is_cut: Tensor, vocab_size: int) -> bool:
+    """Whether the draft law can be what the whole tree was drawn from: distributions that allow every drawn token."""
+    law, (batch, width) = tree.law, tree.tokens.shape
+    if law is None or law.kinds.shape != (batch, width) or law.row_of.shape != (batch, width):
+        return False
+    if law.rows.shape[0] != batch or law.rows.shape[2:] != (vocab_size,) or not 0 <= law.max_siblings < width:
+        return False
+    is_drawn = (law.kinds != DrawKind.ONE_HOT) & (tree.parents >= 0)
+    row = law.row_of.clamp(0, law.rows.shape[1] - 1)
+    prob = law.rows[torch.arange(batch, device=row.device).unsqueeze(1), row, tree.tokens]
     sums = law.rows.sum(2)
-    used = law.row_of[law.kinds != 0]
-    is_sound = torch.isfinite(sums).all() & ((sums - 1).abs() < 1e-3).logical_or(sums == 0).all()
-    return is_sound & (law.rows >= 0).all() & (used >= 0).all() & (used < law.rows.shape[1]).all()
+    siblings = torch.zeros_like(tree.parents).scatter_add_(1, tree.parents.clamp_min(0), is_drawn.to(torch.int64))
+    is_sound = (
+        ((row == law.row_of) & (prob > 0) & (law.kinds <= max(DrawKind)) & (law.kinds > 0) | ~is_drawn).all()
+        & (((sums - 1).abs() < 1e-3) | (sums == 0)).all()
+        & (law.rows >= 0).all()
+        & (siblings <= law.max_siblings).all()
+        & ~is_cut.any()
+    )
+    return bool(is_sound)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import closing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 Prompt = str | Seq[int] | Mapping[str, Any]
 _MEASURED_PREFIX = 128  # committed rows while the cost of a pass is measured
+_SHORTEST_CONTEXT = 8  # tokens that the proof at load needs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,6 +97,10 @@ class LLM:
         """
         if speculative_config is not None and drafter is not None:
             raise ConfigError("speculative_config and drafter exclude each other. Pass one of them.")
+        if max_num_seqs < 1:
+            raise ConfigError(f"max_num_seqs is {max_num_seqs}. Expected at least 1.")
+        if max_model_len is not None and max_model_len < _SHORTEST_CONTEXT:
+            raise ConfigError(f"max_model_len is {max_model_len}. Expected at least {_SHORTEST_CONTEXT}.")
         loaded = _loaded(model, dtype, device)
         self.tokenizer = load_tokenizer(loaded.name) if tokenizer is None and isinstance(model, str) else tokenizer
         facts = TargetFacts(
@@ -117,6 +123,11 @@ class LLM:
             max_nodes=made.max_nodes if made is not None else 1,
             taps=made.taps if made is not None else (),
         )
+        if max_model_len is not None and self.target.context_len < min(max_model_len, loaded.context_len):
+            raise ConfigError(
+                f"max_model_len {max_model_len} needs more memory than there is. Expected at most "
+                f"{self.target.context_len} with max_num_seqs {max_num_seqs}. Lower one of them."
+            )
         budget = DepthBudget(_measure_cost(self.target), made.max_nodes - 1) if made is not None and adapts else None
         self._engine = Engine(
             self.target, made, policy=policy, max_num_seqs=max_num_seqs, budget=budget, on_step=on_step
@@ -139,45 +150,64 @@ class LLM:
         Raises:
             RequestError: When a prompt cannot be served; nothing is generated then.
         """
-        requests = self._requests(prompts, params)
-        for _ in self._run(requests):
+        items = _as_list(prompts)
+        requests = self._requests(items, params)
+        for _ in self._run([sequence for sequences in requests for sequence in sequences]):
             pass
-        return [self._result(i, sequences) for i, sequences in enumerate(requests)]
+        return [self._result(i, *each) for i, each in enumerate(zip(items, requests, strict=True))]
 
     def stream(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
     ) -> Iterator[StreamChunk]:
-        """Completes prompts, giving text as it becomes certain. Takes and raises what `generate` does."""
-        requests = self._requests(prompts, params)
-        given: dict[int, int] = {}
-        for sequence in self._run(requests):
-            text, start = sequence.take_new_text(), given.get(id(sequence), 0)
-            tokens = sequence.output_ids[start:]
-            given[id(sequence)] = start + len(tokens)
-            yield StreamChunk(
-                request_id=sequence.request_id,
-                index=sequence.index,
-                text=text,
-                token_ids=tokens,
-                finish_reason=sequence.finish_reason,
-            )
+        """Completes prompts, giving text as it becomes certain. Takes and raises what `generate` does.
 
-    def _run(self, requests: list[list[Sequence]]) -> Iterator[Sequence]:
-        """Runs sequences to their end, giving each after every iteration that changed it."""
-        for sequences in requests:
-            for sequence in sequences:
-                self._engine.add(sequence)
+        Closing the iterator ends its requests. Other calls may be made while it is open; iterations serve all of them.
+        """
+        requests = self._requests(_as_list(prompts), params)
+        return self._chunks([sequence for sequences in requests for sequence in sequences])
+
+    def _chunks(self, sequences: list[Sequence]) -> Iterator[StreamChunk]:
+        """What every iteration brought to each of some sequences."""
+        given = {id(sequence): 0 for sequence in sequences}
+        unfinished = sequences
+        with closing(self._run(sequences)) as iterations:
+            for _ in iterations:
+                changed = [s for s in unfinished if s.finish_reason is not None or len(s.output_ids) > given[id(s)]]
+                unfinished = [s for s in unfinished if s.finish_reason is None]
+                for sequence in changed:
+                    tokens = sequence.output_ids[given[id(sequence)] :]
+                    given[id(sequence)] += len(tokens)
+                    yield StreamChunk(
+                        request_id=sequence.request_id,
+                        index=sequence.index,
+                        text=sequence.take_new_text(),
+                        token_ids=tokens,
+                        finish_reason=sequence.finish_reason,
+                    )
+
+    def _run(self, sequences: list[Sequence]) -> Generator[None]:
+        """Runs sequences to their end, pausing after every iteration, and once more for what other calls brought."""
+        for sequence in sequences:
+            self._engine.add(sequence)
+        waiting_for = sequences[::-1]
         try:
-            while self._engine.has_work:
-                yield from self._engine.step()
+            while waiting_for:
+                if waiting_for[-1].finish_reason is not None:
+                    waiting_for.pop()
+                    continue
+                self._engine.step()
+                yield
+            yield
+        except Exception:
+            self._engine.abort()  # an iteration that broke off may have left any sequence half committed
+            raise
         finally:
-            self._engine.abort()  # frees the slots when the caller stops early
+            self._engine.abort(sequences)  # frees the slots when the caller stops early
 
     def _requests(
-        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None
+        self, items: list[Prompt], params: SamplingParams | Seq[SamplingParams] | None
     ) -> list[list[Sequence]]:
         """Checks everything before anything is run: n sequences for each prompt."""
-        items = _as_list(prompts)
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(items)
         else:
@@ -195,10 +225,13 @@ class LLM:
                 f"prompt {request_id} has {len(ids)} tokens. Expected at most {limit - 1}, one less than the context "
                 "length. Shorten it."
             )
+        if params.stop_strings and self.tokenizer is None:
+            raise RequestError("stop holds text but the model has no tokenizer. Use stop_token_ids.")
         for token in [*params.logit_bias, *params.stop_token_ids]:
             self._check_id(token, "logit_bias or stop_token_ids")
         seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        eos_ids = self.target.model.eos_ids
+        # The configuration of a model that was cut down may name tokens it no longer has.
+        eos_ids = [token for token in self.target.model.eos_ids if 0 <= token < self.target.vocab_size]
         return [
             Sequence(
                 request_id=request_id,
@@ -221,13 +254,17 @@ class LLM:
     def _token_ids(self, prompt: Prompt) -> list[int]:
         """A prompt as checked token ids."""
         if isinstance(prompt, Mapping):
+            if not {"prompt", "prompt_token_ids"} & set(prompt):
+                raise RequestError(f"the prompt has the keys {list(prompt)}. Expected 'prompt' or 'prompt_token_ids'.")
             prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise RequestError("the prompt is text but the model has no tokenizer. Pass token ids.")
             ids = list(self.tokenizer(prompt)["input_ids"])
-        else:
+        elif isinstance(prompt, Seq):
             ids = list(prompt)
+        else:
+            raise RequestError(f"a prompt is {type(prompt).__name__}. Expected text, a list of token ids or a mapping.")
         if not ids:
             raise RequestError("the prompt is empty. Expected at least one token.")
         for token in ids:
@@ -261,13 +298,16 @@ class LLM:
                 self._check_id(token, "bad_words")
         return words
 
-    def _result(self, request_id: int, sequences: list[Sequence]) -> RequestOutput:
+    def _result(self, request_id: int, prompt: Prompt, sequences: list[Sequence]) -> RequestOutput:
         """The result of one prompt."""
         first = sequences[0]
         prompt_ids = first.tokens[: first.num_prompt]
+        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+        if not isinstance(text, str):
+            text = None if self.tokenizer is None else self.tokenizer.decode(prompt_ids)
         return RequestOutput(
             request_id=request_id,
-            prompt=None if self.tokenizer is None else self.tokenizer.decode(prompt_ids),
+            prompt=text,
             prompt_token_ids=prompt_ids,
             outputs=[sequence.output() for sequence in sequences],
             metrics=GenerationMetrics.total(sequence.metrics for sequence in sequences),
@@ -284,7 +324,11 @@ def _loaded(model: str | LoadedModel | torch.nn.Module, dtype: str, device: str)
 
 
 def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    """Several prompts, also where one was given."""
+    """Several prompts, also where one was given; tensors and arrays count as lists."""
+    if hasattr(prompts, "tolist"):
+        prompts = prompts.tolist()
+    if not isinstance(prompts, str | Mapping | Seq):
+        raise RequestError(f"the prompts are {type(prompts).__name__}. Expected text, token ids or a list of these.")
     if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]  # a sequence of integers is one prompt
     return list(prompts)  # type: ignore[arg-type]

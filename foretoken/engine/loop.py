@@ -23,7 +23,7 @@ from foretoken.sampling.history import History, HistoryTable
 from foretoken.sampling.node_scores import NodeScores
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from foretoken.acceptance.decisions import Acceptance
     from foretoken.core.token_tree import TokenTree
@@ -40,14 +40,14 @@ class Outcome(NamedTuple):
     Attributes:
         path: Accepted nodes in order.
         tokens: Accepted tokens and the correction or bonus token.
-        is_finite: Whether every target row it rests on was free of NaN and infinity.
+        num_sound: Leading tokens that rest on target rows free of NaN and infinity.
         num_drafted: Drafted nodes of its tree.
         tree_depth: Greatest depth of its tree.
     """
 
     path: list[int]
     tokens: list[int]
-    is_finite: bool
+    num_sound: int
     num_drafted: int
     tree_depth: int
 
@@ -100,11 +100,12 @@ class Engine:
         """Queues a sequence."""
         self._waiting.append(sequence)
 
-    def abort(self) -> None:
-        """Ends everything that is waiting or running and frees all slots."""
-        for sequence in [*self._waiting, *self._running]:
-            sequence.fail("abort")
-        self._waiting.clear()
+    def abort(self, sequences: Iterable[Sequence] | None = None) -> None:
+        """Ends sequences that are waiting or running, all of them when None, and frees their slots."""
+        for sequence in [*self._waiting, *self._running] if sequences is None else sequences:
+            if sequence.finish_reason is None:
+                sequence.fail("abort")
+        self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
         self._leave()
 
     def step(self) -> list[Sequence]:
@@ -219,12 +220,11 @@ class Engine:
 
     def _commit(self, sequence: Sequence, outcome: Outcome) -> int:
         """Emits tokens and makes their rows permanent; gives the number of tokens kept."""
-        if not outcome.is_finite:
-            sequence.fail("error")
-            return 0
         length = len(sequence.tokens) - 1
-        kept = sequence.emit(outcome.tokens)
+        kept = sequence.emit(outcome.tokens[: outcome.num_sound])
         self._history.append(_slot(sequence), outcome.tokens[:kept])
+        if sequence.finish_reason is None and outcome.num_sound < len(outcome.tokens):
+            sequence.fail("error")
         if sequence.finish_reason is None:
             self.target.commit(_slot(sequence), length, outcome.path)
             sequence.num_cached = len(sequence.tokens) - 1
@@ -234,14 +234,15 @@ class Engine:
         """Records log-probabilities for requests that asked: one more transfer to the host."""
         for row, (sequence, outcome) in enumerate(zip(sequences, outcomes, strict=True)):
             count = sequence.params.logprobs
-            if count is None or not outcome.is_finite:
+            if count is None or not outcome.num_sound:
                 continue
-            nodes = torch.tensor([0, *outcome.path], device=logits.device)
+            nodes = torch.tensor([0, *outcome.path][: outcome.num_sound], device=logits.device)
+            tokens = outcome.tokens[: outcome.num_sound]
             log_probs = logits[row, nodes].log_softmax(1)
-            top = log_probs.topk(count, dim=1)
-            chosen = log_probs.gather(1, torch.tensor(outcome.tokens, device=logits.device).unsqueeze(1))[:, 0]
+            top = log_probs.topk(min(count, self.target.vocab_size), dim=1)
+            chosen = log_probs.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))[:, 0]
             for token, value, ids, values in zip(
-                outcome.tokens, chosen.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
+                tokens, chosen.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
             ):
                 sequence.logprobs.append(
                     TokenLogprob(token_id=token, logprob=value, top=dict(zip(ids, values, strict=True)))
@@ -265,22 +266,23 @@ def _to_host(tree: TokenTree, logits: Tensor, acceptance: Acceptance) -> list[Ou
     path = acceptance.path
     nodes = path.clamp_min(0)
     is_finite = torch.isfinite(logits.amax(2))
-    path_finite = (is_finite.gather(1, nodes) | (path < 0)).all(1) & is_finite[:, 0]
+    # One token rests on the root's row and on each row of the path; the first bad row ends what plain decoding emits.
+    rows = torch.cat([is_finite[:, :1], is_finite.gather(1, nodes) & (path >= 0)], dim=1)
     header = torch.stack([
-        acceptance.num_accepted, acceptance.next_token, path_finite.to(torch.int64), tree.num_nodes - 1,
+        acceptance.num_accepted, acceptance.next_token, rows.cumprod(1).sum(1), tree.num_nodes - 1,
         tree.depths.amax(1),
     ], dim=1)  # fmt: skip
     packed = torch.cat([header, path, tree.tokens.gather(1, nodes)], dim=1)
     outcomes = []
     depth = path.shape[1]
     for row in packed.tolist():  # the iteration's one synchronisation
-        accepted, next_token, finite, num_drafted, tree_depth = row[:5]
+        accepted, next_token, num_sound, num_drafted, tree_depth = row[:5]
         on_path, tokens = row[5 : 5 + depth], row[5 + depth :]
         outcomes.append(
             Outcome(
                 path=on_path[:accepted],
                 tokens=[*tokens[:accepted], next_token],
-                is_finite=bool(finite),
+                num_sound=num_sound,
                 num_drafted=num_drafted,
                 tree_depth=tree_depth,
             )

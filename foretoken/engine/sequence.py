@@ -53,8 +53,8 @@ class Sequence:
         self.metrics = GenerationMetrics()
         self.logprobs: list[TokenLogprob] = []
         self._max_len = max_len
-        self._stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos_ids))
-        self._eos_ids = set(eos_ids)
+        self._eos_ids = set() if params.ignore_eos else set(eos_ids)
+        self._stop_ids = self._eos_ids | set(params.stop_token_ids)
         self._detokenizer = (
             None
             if tokenizer is None
@@ -124,8 +124,10 @@ class Sequence:
 
     def _check_stop(self, token: int) -> None:
         """Ends the sequence when the token just appended does."""
-        new_text = self._detokenizer.push(token) if self._detokenizer is not None else ""
-        if token in self._stop_ids:
+        is_stop_id = token in self._stop_ids
+        is_hidden = is_stop_id and not self.params.include_stop_str_in_output
+        new_text = "" if self._detokenizer is None or is_hidden else self._detokenizer.push(token)
+        if is_stop_id:
             self._finish("stop", None if token in self._eos_ids else token)
             return
         if new_text and self._cut_at_stop_string(len(new_text)):

@@ -42,6 +42,7 @@ class SamplingBatch:
         vocab_size: V.
         greedy: (B,) bool.
         is_all_greedy: Host copy of `greedy.all()`.
+        is_any_greedy: Host copy of `greedy.any()`.
         temperature: (B, 1) float32, 1 for greedy rows.
         top_k: (B, 1) int64, V where unlimited.
         top_p: (B, 1) float32.
@@ -59,6 +60,7 @@ class SamplingBatch:
     vocab_size: int
     greedy: Tensor
     is_all_greedy: bool
+    is_any_greedy: bool
     temperature: Tensor
     top_k: Tensor | None
     top_p: Tensor | None
@@ -98,6 +100,7 @@ class SamplingBatch:
             vocab_size=self.vocab_size,
             greedy=self.greedy[rows],
             is_all_greedy=self.is_all_greedy,
+            is_any_greedy=self.is_any_greedy,
             temperature=self.temperature[rows],
             top_k=pick(self.top_k),
             top_p=pick(self.top_p),
@@ -136,6 +139,7 @@ class SamplingBatch:
             vocab_size=vocab_size,
             greedy=torch.tensor(greedy, device=device),
             is_all_greedy=all(greedy),
+            is_any_greedy=any(greedy),
             temperature=torch.tensor([1.0 if p.is_greedy else p.temperature for p in params], device=device)[:, None],
             top_k=column(top_k, vocab_size, torch.int64),
             top_p=column([p.top_p for p in params], 1.0),

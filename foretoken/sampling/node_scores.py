@@ -71,6 +71,8 @@ class NodeScores:
         if self.batch.is_all_greedy:
             return one_hot_log_probs(logits)
         log_probs = warp(logits, self.batch)
+        if not self.batch.is_any_greedy:
+            return log_probs
         return torch.where(self.batch.greedy.unsqueeze(1), one_hot_log_probs(logits), log_probs)
 
     def argmax(self, nodes: Tensor) -> Tensor:

@@ -6,10 +6,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
-from transformers import AutoConfig
 
 from foretoken.core.errors import ModelError
-from foretoken.target.loading import check_architecture, check_model_files
+from foretoken.target.loading import check_architecture, check_model_files, load_config
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -25,10 +24,7 @@ def describe_directory(directory: Path) -> dict[str, Any]:
         ModelError: When it is not a model, or damaged.
     """
     check_model_files(str(directory))
-    try:
-        config = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as err:
-        raise ModelError(f"the configuration of '{directory}' cannot be read: {str(err).splitlines()[0]}") from err
+    config = load_config(str(directory))
     text = config.get_text_config()
     paths = sorted(directory.glob("*.safetensors"))
     num_parameters, dtypes = _weights(paths)

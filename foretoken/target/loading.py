@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 from foretoken.core.errors import ModelError, nearest_name_hint
 from foretoken.target.plugin import ATTENTION_NAME
 
-_HUB_ID = re.compile(r"^[\w.-]+/[\w.-]+$|^[\w.-]+$")
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_INDEX = "model.safetensors.index.json"
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 DTYPES = {
     "float32": torch.float32,
@@ -37,7 +41,7 @@ class LoadedModel:
         config: Its text configuration.
         name: Where it came from.
         vocab_size: Width of the logits.
-        context_len: Most positions it can embed.
+        context_len: Most positions it can embed, whatever the other sequences of a batch.
         num_layers: L.
         dtype: Of weights and cache.
         device: Of weights and cache.
@@ -75,10 +79,12 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", revision
             be rolled back.
     """
     check_model_files(name)
-    config = _load_config(name, revision)
-    check_architecture(config, name)
-    place = torch.device(_default_device() if device == "auto" else device)
+    place = _resolve_device(device)
     kind = _resolve_dtype(dtype, place)
+    config = load_config(name, revision)
+    check_architecture(config, name)
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
@@ -90,10 +96,14 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", revision
             use_safetensors=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as err:
+    except Exception as err:  # damaged files and configurations raise anything inside transformers
+        _check_shapes(name, config)
         raise ModelError(f"model '{name}' cannot be loaded: {_one_line(err)}. Check that it is complete.") from err
     module, info = loaded
-    _check_keys(name, info)
+    _check_keys(name, missing=info["missing_keys"], misshaped=[str(key) for key in info["mismatched_keys"]])
+    if info["unexpected_keys"]:
+        # No error: published checkpoints carry extra heads and buffers that a plain causal LM has no use for.
+        logging.getLogger(__name__).warning("%s: unused weights: %s", name, ", ".join(sorted(info["unexpected_keys"])))
     return wrap_model(module.to(place), name=name)
 
 
@@ -105,7 +115,7 @@ def wrap_model(module: Any, *, name: str) -> LoadedModel:
     if config._attn_implementation != ATTENTION_NAME:
         module.set_attn_implementation(ATTENTION_NAME)
     eos = module.generation_config.eos_token_id if module.generation_config is not None else None
-    eos = config.eos_token_id if eos is None else eos
+    eos = getattr(config, "eos_token_id", None) if eos is None else eos
     eos_ids = () if eos is None else tuple(eos) if isinstance(eos, Sequence) else (eos,)
     parameter = next(module.parameters())
     return LoadedModel(
@@ -113,7 +123,7 @@ def wrap_model(module: Any, *, name: str) -> LoadedModel:
         config=config,
         name=name,
         vocab_size=module.get_output_embeddings().weight.shape[0],
-        context_len=int(getattr(config, "max_position_embeddings", None) or 4096),
+        context_len=_context_len(config),
         num_layers=config.num_hidden_layers,
         dtype=parameter.dtype,
         device=parameter.device,
@@ -128,7 +138,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any | None:
         return None
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as err:
+    except Exception as err:  # damaged files raise anything inside tokenizers, even bare Exception
         raise ModelError(f"the tokenizer of '{name}' cannot be loaded: {_one_line(err)}.") from err
 
 
@@ -140,16 +150,18 @@ def check_model_files(name: str) -> None:
     """
     directory = Path(name)
     if not directory.is_dir():
-        if directory.suffix or (len(directory.parts) != 2 and not _HUB_ID.match(name)) or directory.parent.is_dir():
-            raise ModelError(
-                f"there is no model directory '{name}'. Expected a directory with config.json and safetensors. "
-                + _nearby(directory)
-            )
-        return
+        if _is_hub_id(name):
+            return
+        raise ModelError(
+            f"there is no model directory '{name}'. Expected a directory with config.json and safetensors. "
+            + _nearby(directory)
+        )
     if not (directory / "config.json").is_file():
         raise ModelError(f"'{name}' has no config.json. Expected a model directory in Hugging Face layout.")
     _read_json(directory / "config.json")
     weights = sorted(directory.glob("*.safetensors"))
+    if (directory / _INDEX).is_file() and not (directory / "model.safetensors").is_file():
+        _check_shards(directory)
     if not weights:
         pickles = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in directory.glob(kind))
         if pickles:
@@ -164,6 +176,24 @@ def check_model_files(name: str) -> None:
                 file.keys()
         except (SafetensorError, OSError) as err:
             raise ModelError(f"{path} is damaged: {_one_line(err)}. Copy or download it again.") from err
+
+
+def _check_shards(directory: Path) -> None:
+    """Raises `ModelError` unless the index names files that stand beside it: no other place, none missing."""
+    weight_map = _read_json(directory / _INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{directory / _INDEX} has no weight_map. Expected one that gives each tensor's file.")
+    names = sorted({str(shard) for shard in weight_map.values()})
+    outside = [shard for shard in names if Path(shard).name != shard]
+    if outside:
+        raise ModelError(
+            f"{directory / _INDEX} names files outside its directory: {', '.join(outside)}. Expected plain file names."
+        )
+    missing = [shard for shard in names if not (directory / shard).is_file()]
+    if missing:
+        raise ModelError(
+            f"'{directory}' lacks weight files that its index names: {', '.join(missing)}. Copy or download them again."
+        )
 
 
 def check_architecture(config: Any, name: str, *, is_stateful: bool = False) -> None:
@@ -184,24 +214,67 @@ def check_architecture(config: Any, name: str, *, is_stateful: bool = False) -> 
         )
 
 
-def _load_config(name: str, revision: str | None) -> Any:
-    """The model's configuration; code named inside it is never run."""
+def load_config(name: str, revision: str | None = None) -> Any:
+    """The model's configuration; code named inside it is never run.
+
+    Raises:
+        ModelError: When it cannot be read or makes no sense.
+    """
     try:
         return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as err:
+    except Exception as err:  # a field of the wrong type raises anything, ZeroDivisionError included
         raise ModelError(f"the configuration of '{name}' cannot be read: {_one_line(err)}.") from err
 
 
-def _check_keys(name: str, info: dict[str, Any]) -> None:
-    """Raises `ModelError` naming all missing and mis-shaped weights at once; unexpected ones are only logged."""
-    missing, misshaped = sorted(info["missing_keys"]), sorted(str(key) for key in info["mismatched_keys"])
-    if missing or misshaped:
-        parts = [f"missing: {', '.join(missing)}"] * bool(missing) + [f"wrong shape: {', '.join(misshaped)}"] * bool(
-            misshaped
+def _check_keys(name: str, *, missing: Iterable[str], misshaped: Iterable[str]) -> None:
+    """Raises `ModelError` naming all missing and mis-shaped weights at once."""
+    groups = {"missing": sorted(missing), "wrong shape": sorted(misshaped)}
+    parts = [f"{kind}: {', '.join(keys)}" for kind, keys in groups.items() if keys]
+    if parts:
+        raise ModelError(
+            f"the weights of '{name}' do not fit its config.json: {'; '.join(parts)}. "
+            "Expected every weight of the architecture. Copy or download the model again."
         )
-        raise ModelError(f"the weights of '{name}' do not fit its config.json: {'; '.join(parts)}.")
-    if info["unexpected_keys"]:
-        logging.getLogger(__name__).warning("%s: unused weights: %s", name, ", ".join(sorted(info["unexpected_keys"])))
+
+
+def _check_shapes(name: str, config: Any) -> None:
+    """Names the weights behind a failed load, where file headers and architecture tell them; else does nothing.
+
+    transformers stops at a wrong shape without naming it, and would allocate whatever a damaged configuration asks
+    for if told to go on. It also renames some weights while loading: a name that only the files know says nothing.
+    """
+    try:
+        with torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(config)
+    except Exception:  # noqa: BLE001 - then the architecture was the error, and the caller says so
+        return
+    found: dict[str, tuple[int, ...]] = {}
+    for path in Path(name).glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            found |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - no mapping
+    wanted = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
+    misshaped = [
+        f"{key} {list(found[key])} instead of {list(shape)}"
+        for key, shape in wanted.items()
+        if found.get(key, shape) != shape
+    ]
+    if misshaped:
+        missing = wanted.keys() - found.keys() - getattr(module, "all_tied_weights_keys", {}).keys()
+        _check_keys(name, missing=missing, misshaped=misshaped)
+
+
+def _context_len(config: Any) -> int:
+    """Positions at which a token's embedding depends on nothing but its position.
+
+    LongRoPE has two sets of frequencies and takes the long one for the whole batch once any position is past the
+    pretrained length: neighbours and drafted nodes would change a sequence's text, so the context ends before that.
+    """
+    longest = int(getattr(config, "max_position_embeddings", None) or 4096)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if part.get("rope_type") == "longrope":
+            longest = min(longest, int(part["original_max_position_embeddings"]))
+    return longest
 
 
 def _resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
@@ -213,27 +286,60 @@ def _resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     return DTYPES[dtype]
 
 
-def _default_device() -> str:
-    """An accelerator where there is one."""
-    return str(torch.accelerator.current_accelerator() or "cpu") if torch.accelerator.is_available() else "cpu"
+def _resolve_device(device: str) -> torch.device:
+    """The device to load on; with "auto" an accelerator where there is one."""
+    if device == "auto":
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return accelerator or torch.device("cpu")
+    try:
+        place = torch.device(device)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError, ImportError) as err:
+        raise ModelError(
+            f"device '{device}' cannot be used: {_one_line(err)}. Expected 'auto', 'cpu' or an accelerator of this "
+            "machine, such as 'cuda'."
+        ) from err
+    return place
+
+
+def _is_hub_id(name: str) -> bool:
+    """Whether a name that is no directory is meant for the hub: it has that form and is not near local models."""
+    path = Path(name)
+    if not _HUB_ID.fullmatch(name) or path.exists():
+        return False
+    return not path.parent.is_dir() if "/" in name else not _model_directories(Path())
 
 
 def _nearby(directory: Path) -> str:
     """Names of model directories beside a missing one."""
-    siblings = directory.parent.iterdir() if directory.parent.is_dir() else ()
-    names = [str(path) for path in siblings if (path / "config.json").is_file()]
-    return nearest_name_hint(str(directory), names) if names else "Check the path."
+    known = {path.name: str(path) for path in _model_directories(directory.parent)}
+    close = get_close_matches(directory.name, known, n=1, cutoff=0.5)
+    question = f"Did you mean '{known[close[0]]}'? " if close else ""
+    return f"{question}Known: {', '.join(sorted(known.values()))}." if known else "Check the path."
 
 
-def _read_json(path: Path) -> Any:
-    """Parses a JSON file, naming it when it is damaged."""
+def _model_directories(parent: Path) -> list[Path]:
+    """Directories in `parent` that hold a model."""
+    return [path for path in parent.iterdir() if (path / "config.json").is_file()] if parent.is_dir() else []
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Parses a JSON file that holds an object, naming the file when it is damaged."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as err:
-        raise ModelError(f"{path} is not valid JSON: {err}.") from err
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as err:
+        raise ModelError(f"{path} is not valid JSON: {err}. Copy or download it again.") from err
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a JSON {type(value).__name__}. Expected an object.")
+    return value
 
 
 def _one_line(err: BaseException) -> str:
-    """The first line of a library's message, without its final stop."""
-    text = str(err).strip().splitlines()
-    return (text[0] if text else type(err).__name__).rstrip(".")
+    """A library's message in one line, without its final stop."""
+    lines = [line.strip() for line in str(err).splitlines() if line.strip()]
+    if not lines:
+        return type(err).__name__
+    if isinstance(err, KeyError):
+        return f"it names {lines[0]}, which is not known"
+    # Validation errors say only in their second line what is wrong.
+    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")

@@ -10,20 +10,23 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from foretoken.attention.dispatch import tree_attention
+from foretoken.core.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from foretoken.attention.layout import AttentionLayout
     from foretoken.target.slot_cache import SlotCache
 
 ATTENTION_NAME = "foretoken_tree"
+_HARMLESS_TENSORS = {"position_ids", "cache_position"}  # forward arguments that some models hand on to attention
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,10 +119,20 @@ def _attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls in every attention layer; most models pass the window, some only hold it."""
-    del attention_mask
+    """The function transformers calls in every attention layer; most models pass the window, some only hold it.
+
+    Raises:
+        ModelError: When the layer brings a mask, a bias or a choice of keys of its own, which a tree would lose.
+    """
     forward_pass = current_pass()
     assert forward_pass is not None, "tree attention runs only inside a pass"
+    own = ["attention_mask"] * (attention_mask is not None)
+    own += [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _HARMLESS_TENSORS]
+    if own:
+        raise ModelError(
+            f"{type(module).__name__} hands {', '.join(own)} to attention, which foretoken cannot apply to a token "
+            "tree. Expected plain, sliding-window, soft-capped or sink attention. It cannot be used as a target."
+        )
     window = kwargs["sliding_window"] if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
     forward_pass.windows[getattr(module, "layer_idx", len(forward_pass.windows))] = window
     output = tree_attention(

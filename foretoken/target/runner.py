@@ -8,6 +8,7 @@ Letters: B sequences, T tokens fed, N tree nodes, V vocabulary, D hidden size, F
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,11 @@ import torch
 from torch import Tensor
 
 from foretoken.attention.layout import AttentionLayout
-from foretoken.core.errors import RequestError
+from foretoken.core.errors import ModelError, RequestError
 from foretoken.core.token_tree import MAX_NODES, TokenTree
+from foretoken.target.memory import affordable_rows
 from foretoken.target.plugin import ForwardPass, as_transformers_cache, running
-from foretoken.target.self_test import check_tree_attention, probe_layer_shapes
+from foretoken.target.self_test import NUM_ROWS, check_tree_attention, probe_layer_shapes
 from foretoken.target.slot_cache import SlotCache
 from foretoken.target.taps import Tap, Taps
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.target.loading import LoadedModel
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,22 +71,33 @@ class GenericRunner:
         Args:
             model: A loaded causal LM.
             num_slots: Sequences held at once.
-            context_len: Most tokens a sequence may reach; the model's own limit when None.
+            context_len: Most tokens a sequence may reach; the model's own limit when None. Cut, with a warning, to what
+                half of the free memory holds.
             max_nodes: Widest tree, root included.
             taps: Features to read, see `foretoken.target.taps`.
             prefill_chunk: Prompt tokens fed per pass.
 
         Raises:
-            ModelError: When the model ignores the attention plug-in or a tap cannot be read.
+            ModelError: When the model ignores the attention plug-in, a tap cannot be read, or there is no memory.
         """
         self.model = model
-        self.context_len = min(context_len or model.context_len, model.context_len)
         self.max_nodes = min(max_nodes, MAX_NODES)
         self.prefill_chunk = prefill_chunk
+        shapes = probe_layer_shapes(model.module)
+        rows = affordable_rows(shapes, num_slots=num_slots, dtype=model.dtype, device=model.device)
+        wanted = min(context_len or model.context_len, model.context_len)
+        self.context_len = min(wanted, rows - self.max_nodes)
+        if self.context_len < min(wanted, NUM_ROWS):
+            raise ModelError(f"there is no memory for the KV cache of '{model.name}'. Lower max_num_seqs.")
+        if self.context_len < wanted:
+            _log.warning(
+                "%s: KV rows for %d sequences of %d tokens do not fit into half of the free memory; the context is cut "
+                "to %d. Lower max_num_seqs for longer ones.", model.name, num_slots, wanted, self.context_len,
+            )  # fmt: skip
         self.cache = SlotCache(
-            probe_layer_shapes(model.module),
+            shapes,
             num_slots=num_slots,
-            capacity=self.context_len + self.max_nodes,
+            capacity=max(self.context_len + self.max_nodes, NUM_ROWS),
             dtype=model.dtype,
             device=model.device,
         )
@@ -134,6 +149,7 @@ class GenericRunner:
             layout: Positions, slots and who sees what.
         """
         starts = [prefix + layout.offset for prefix in layout.prefix]
+        assert max(starts) + tokens.shape[1] <= self.cache.capacity, "a pass must fit behind the committed rows"
         with torch.inference_mode(), running(ForwardPass(layout=layout, starts=starts)) as forward_pass:
             output = self.model.module(**self._arguments(tokens, layout.positions))
         return PassOutput(logits=output.logits.float(), features=self._stacked(forward_pass))

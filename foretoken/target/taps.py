@@ -43,11 +43,11 @@ class Taps:
                 find_final_norm(model, blocks).register_forward_hook(_output_hook(tap))
             elif tap == 0:
                 blocks[0].register_forward_pre_hook(_input_hook, with_kwargs=True)
-            elif 0 < tap <= num_layers:
+            elif isinstance(tap, int) and 0 < tap <= num_layers:
                 blocks[tap - 1].register_forward_hook(_output_hook(tap))
             else:
                 raise ModelError(
-                    f"tap {tap} does not exist: the target has {num_layers} blocks. "
+                    f"tap {tap!r} does not exist: the target has {num_layers} blocks. "
                     f"Expected 0..{num_layers} or 'final'."
                 )
         _prove(model, num_layers, wanted)

@@ -110,22 +110,20 @@ def shape_lattice(lattice: DraftLattice, shape: TreeShape, roots: Tensor) -> Tok
         Trees of `shape.num_nodes` nodes with path log-probabilities as scores, from the pairs where there are any.
     """
     batch, device = roots.shape[0], roots.device
-    depth = torch.tensor(shape.depths[1:], device=device) - 1
-    rank = torch.tensor(shape.ranks[1:], device=device)
-    parents = torch.tensor(shape.parents, device=device)
-    scores = torch.zeros(batch, shape.num_nodes, device=device)
+    depths, ranks, parents = (torch.tensor(part, device=device) for part in (shape.depths, shape.ranks, shape.parents))
+    depth, rank = depths[1:] - 1, ranks[1:]
     if lattice.pair_log_probs is None:
         node_scores = lattice.log_probs[:, depth, rank]
     else:
-        previous = torch.tensor(shape.ranks, device=device)[parents[1:]]
-        node_scores = lattice.pair_log_probs[:, depth, previous, rank]
+        node_scores = lattice.pair_log_probs[:, depth, ranks[parents[1:]], rank]
+    scores = torch.zeros(batch, shape.num_nodes, device=device)
     for node, parent in enumerate(shape.parents):
         if node:
             scores[:, node] = scores[:, parent] + node_scores[:, node - 1]
     return TokenTree(
         tokens=torch.cat([roots.unsqueeze(1), lattice.ids[:, depth, rank]], dim=1),
         parents=parents.expand(batch, -1),
-        depths=torch.tensor(shape.depths, device=device).expand(batch, -1),
+        depths=depths.expand(batch, -1),
         num_nodes=torch.full((batch,), shape.num_nodes, dtype=torch.int64, device=device),
         max_depth=shape.depth,
         scores=scores,

@@ -1,0 +1,88 @@
+"""The commands do what they say, on the bundled model, on real weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from command_line import MODEL, run
+
+PROMPT = "def read_lines(path):\n"
+
+
+def output_of(*arguments: str, stdin: str = "") -> str:
+    """Standard output of `foretoken …`, which must succeed."""
+    result = run(*arguments, stdin=stdin)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def generated(*arguments: str) -> dict[str, object]:
+    """The JSON object of `foretoken generate`."""
+    result: dict[str, object] = json.loads(
+        output_of("generate", MODEL, "-p", PROMPT, "--max-tokens", "24", "--json", *arguments)
+    )
+    return result
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['foretoken', '--help']\n"
+        "from foretoken.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "assert not {'torch', 'transformers', 'pydantic', 'numpy'} & set(sys.modules), sorted(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+
+
+def test_generate_json_is_the_same_with_every_drafter() -> None:
+    plain = generated()
+    assert plain["runner"] == "generic"
+    assert len(plain["token_ids"]) == plain["metrics"]["num_emitted"] == 24  # type: ignore[arg-type, index]
+    for config in ("ngram", "ngram:tree", "draft_model", "draft_model:tree"):
+        drafted = generated("-s", config)
+        assert drafted["token_ids"] == plain["token_ids"]
+        assert drafted["text"] == plain["text"]
+        assert drafted["metrics"]["steps"] <= 24  # type: ignore[index]
+
+
+def test_generate_sampled_is_reproducible() -> None:
+    plain = generated("--temperature", "0.8", "--seed", "5")
+    assert generated("--temperature", "0.8", "--seed", "5", "-s", "draft_model")["text"] == plain["text"]
+    assert generated("--temperature", "0.8", "--seed", "6")["text"] != plain["text"]
+
+
+def test_generate_streams_the_whole_text(tmp_path: Path) -> None:
+    file = tmp_path / "prompt.py"
+    file.write_text(PROMPT)
+    text = output_of("generate", MODEL, "-f", str(file), "--max-tokens", "24", "-s", "ngram")
+    assert text == PROMPT + str(generated()["text"]) + "\n"
+    assert output_of("generate", MODEL, "--max-tokens", "24", stdin=PROMPT) == text
+
+
+def test_verify_and_its_exit_code() -> None:
+    arguments = ["verify", MODEL, "-s", "ngram", "-s", "draft_model:tree", "--num-prompts", "2", "--max-tokens", "16"]
+    report = json.loads(output_of(*arguments, "--batch-size", "2", "--json"))
+    assert [check["verdict"] for check in report["checks"]] == ["identical"] * 8  # 2 setups, 2 temperatures, 2 prompts
+    assert "identical" in output_of(*arguments)
+
+
+def test_bench_reports_every_setup() -> None:
+    arguments = ("-s", "ngram", "-s", "draft_model", "--num-prompts", "2", "--max-tokens", "16", "--json")
+    report = json.loads(output_of("bench", MODEL, *arguments))
+    rows = report["measurements"]
+    names = ["plain", "ngram", "draft_model"]
+    assert [(row["setup"], row["temperature"]) for row in rows] == [(name, t) for t in (0.0, 0.8) for name in names]
+    for row in rows:
+        assert row["num_identical"] in (None, 2)
+        assert abs(row["efficiency"] * row["mean_acceptance_length"] - row["speed_up"]) < 1e-9
+        assert abs(sum(row["shares"].values()) - 1) < 1e-6
+
+
+def test_inspect() -> None:
+    facts = json.loads(output_of("inspect", MODEL, "--json"))
+    assert (facts["architecture"], facts["vocabulary"], facts["has_tokenizer"]) == ("LlamaForCausalLM", 6144, True)
+    assert facts["can_be_target"].startswith("yes")

@@ -1,0 +1,145 @@
+"""Bad input: one clear sentence on standard error, exit code 2, no traceback."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import MODEL, ROOT, Finished, run
+
+from foretoken import LLM
+from foretoken.core.errors import RequestError
+
+
+def assert_refused(result: Finished, *parts: str) -> None:
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    for part in parts:
+        assert part in result.stderr
+
+
+def copied_model(tmp_path: Path) -> Path:
+    """A model directory that a test may damage; weights are linked until then."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for path in (ROOT / MODEL).iterdir():
+        (copy / path.name).symlink_to(path)
+    return copy
+
+
+def test_missing_model_names_the_nearest() -> None:
+    result = run("generate", "models/tinycod", "-p", "x")
+    assert_refused(result, "there is no model directory 'models/tinycod'", "Did you mean 'models/tinycode'?")
+
+
+@pytest.mark.parametrize(
+    ("config", "parts"),
+    [
+        ("ngrm", ("'ngrm' does not exist", "Did you mean 'ngram'?")),
+        (
+            '{"method": "ngram", "prompt_lookup_mx": 3}',
+            ("no key 'prompt_lookup_mx'", "Did you mean 'prompt_lookup_max'?"),
+        ),
+        ('{"method": "ngram", "num_speculative_tokens": 0}', ("num_speculative_tokens", "greater than or equal to 1")),
+        ('{"method": "ngram", "quantization": "fp8"}', ("'quantization' = 'fp8' is not supported",)),
+        ('{"method": ngram}', ("not valid JSON",)),
+        ('{"num_speculative_tokens": 3}', ("no 'method'",)),
+        ("@no-such-file.json", ("there is no file 'no-such-file.json'",)),
+    ],
+)
+def test_speculative_config(config: str, parts: tuple[str, ...]) -> None:
+    assert_refused(run("generate", MODEL, "-p", "x", "-s", config), *parts)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (("--temperature", "-1"), ("temperature is -1.0", "at least 0")),
+        (("--temperature", "nan"), ("temperature is nan",)),
+        (("--top-p", "0"), ("top_p is 0.0", "above 0")),
+        (("--dtype", "float31"), ("dtype 'float31' does not exist", "Did you mean 'float32'?")),
+        (("--stop", ""), ("empty string",)),
+    ],
+)
+def test_parameters(arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    assert_refused(run("generate", MODEL, "-p", "x = 1", *arguments), *parts)
+
+
+def test_empty_prompt() -> None:
+    assert_refused(run("generate", MODEL, "-p", ""), "the prompt is empty", "at least one token")
+    assert_refused(run("generate", MODEL, stdin=""), "the prompt is empty")
+
+
+def test_prompt_longer_than_the_context() -> None:
+    result = run("generate", MODEL, stdin="value = 1\n" * 2000)
+    assert_refused(result, "tokens. Expected at most", "Shorten it")
+
+
+def test_prompt_from_two_places(tmp_path: Path) -> None:
+    file = tmp_path / "prompt.py"
+    file.write_text("x")
+    assert_refused(run("generate", MODEL, "-p", "x", "-f", str(file)), "both as text and as --file")
+    assert_refused(run("generate", MODEL, "-f", str(tmp_path / "none.py")), "cannot be read")
+
+
+def test_corrupt_safetensors(tmp_path: Path) -> None:
+    copy = copied_model(tmp_path)
+    weights = copy / "model.safetensors"
+    whole = weights.read_bytes()
+    weights.unlink()
+    weights.write_bytes(whole[: len(whole) // 2])
+    assert_refused(run("generate", str(copy), "-p", "x"), "model.safetensors is damaged")
+
+
+def test_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
+    copy = copied_model(tmp_path)
+    (copy / "model.safetensors").unlink()
+    marker = tmp_path / "marker"
+
+    class Payload:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (Path.touch, (marker,))  # type: ignore[return-value]
+
+    (copy / "pytorch_model.bin").write_bytes(pickle.dumps(Payload()))
+    assert_refused(run("generate", str(copy), "-p", "x"), "pickle weights", "Expected safetensors")
+    assert not marker.exists()
+
+
+def test_prompt_sets(tmp_path: Path) -> None:
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    assert_refused(run("bench", MODEL, "--prompts", str(lines)), 'prompts.jsonl:2 is not an object with "prompt"')
+    assert_refused(run("verify", MODEL, "--prompts", "none.jsonl"), "there is no prompt file 'none.jsonl'")
+
+
+def test_inspect_of_something_else(tmp_path: Path) -> None:
+    assert_refused(run("inspect", str(tmp_path)), "has no config.json")
+    (tmp_path / "config.json").write_text("{")
+    assert_refused(run("inspect", str(tmp_path)), "is not valid JSON")
+
+
+def test_ids_outside_the_vocabulary() -> None:
+    with pytest.raises(RequestError, match=r"holds token id 999999. Expected integers in 0\.\.6143"):
+        LLM(str(ROOT / MODEL)).generate([[1, 2, 999999]])
+
+
+def test_no_traceback_from_a_real_process() -> None:
+    command = [sys.executable, "-m", "foretoken", "generate", "models/none", "-p", "x"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    assert_refused(Finished(result.returncode, result.stdout, result.stderr), "error: there is no model directory")
+
+
+def test_draft_model_with_another_vocabulary(tmp_path: Path) -> None:
+    copy = copied_model(tmp_path)
+    tokenizer = json.loads((copy / "tokenizer.json").read_text())
+    first, second = list(tokenizer["model"]["vocab"])[300:302]
+    vocab = tokenizer["model"]["vocab"]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (copy / "tokenizer.json").unlink()
+    (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.dumps({"method": "draft_model", "model": str(copy)})
+    assert_refused(run("generate", MODEL, "-p", "x", "-s", config), "has another vocabulary", "same tokenizer")

@@ -1,0 +1,31 @@
+"""`verify` must call a wrong text a bug: a proof that cannot fail proves nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from foretoken.bench.setups import parse_setup
+from foretoken.bench.verify import verify_setups
+from foretoken.bench.workload import Workload
+from foretoken.engine import loop
+from foretoken.target.loading import load_model, load_tokenizer
+
+MODEL = str(Path(__file__).parents[2] / "models" / "tinycode")
+
+
+def test_a_wrong_engine_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = load_model(MODEL), load_tokenizer(MODEL)
+    real = loop._to_host
+
+    def wrong_bonus(*arguments: object) -> list[loop.Outcome]:
+        outcomes = real(*arguments)  # type: ignore[arg-type]
+        return [o._replace(tokens=[*o.tokens[:-1], 17]) if o.tree_depth else o for o in outcomes]
+
+    monkeypatch.setattr(loop, "_to_host", wrong_bonus)
+    setup = parse_setup('{"method": "oracle", "pattern": [2]}')
+    workload = Workload(prompts=["import os\n"], temperatures=(0.0, 0.8), max_tokens=12)
+    checks = verify_setups(model, tokenizer, [setup], workload, batch_sizes=[1])
+    assert [check.verdict for check in checks] == ["bug", "bug"]
+    assert all(check.gap is not None and check.gap > 1e-3 and not check.is_proof for check in checks)
