@@ -1,0 +1,221 @@
+"""The exact law of an acceptance rule: every draft, every random choice, no randomness. In float64.
+
+Contexts (the tokens after the root) are numbered like a heap: the empty one is 0, and context c followed by token x is
+c * V + 1 + x, so a table of distributions is one (C, V) tensor.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs
+from foretoken.core.token_tree import TokenTree
+
+# Laws are sums of some 10^5 float64 products, each good to 1e-16 relative: 1e-12 leaves three digits of room, while the
+# smallest bias that any of the mutants in test_mutants.py makes is above 1e-3.
+EXACT = 1e-12
+
+# Branches that exist by rounding alone are not followed: 10^5 of them would weigh 1e-13, a tenth of EXACT.
+_NEGLIGIBLE = 1e-18
+
+_MAX_ROWS = 40_000  # keeps a run below some 100 MB
+
+Rule = Callable[[TokenTree, LogProbs, Decisions], Acceptance]
+Lookup = Callable[[TokenTree, Tensor, LogProbs], LogProbs]
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Every tree a drafter can propose.
+
+    Attributes:
+        tree: One row a possible tree.
+        contexts: (B, N), the context that each node ends.
+        probs: (B,), how probable each tree is.
+    """
+
+    tree: TokenTree
+    contexts: Tensor
+    probs: Tensor
+
+
+@dataclass(frozen=True)
+class ExactLaw:
+    """What a rule does.
+
+    Attributes:
+        tokens: (V ** length,), law of the next `length` tokens; what the rule did not emit is drawn from the target.
+        target: The same of the target alone.
+        vocab: V.
+        num_accepted: Expected number of accepted drafted tokens.
+        lossy_tv: Expected `lossy_tv`.
+    """
+
+    tokens: Tensor
+    target: Tensor
+    vocab: int
+    num_accepted: float
+    lossy_tv: float
+
+    @property
+    def error(self) -> float:
+        """Largest difference of a probability."""
+        return (self.tokens - self.target).abs().max().item()
+
+    def first_token(self) -> tuple[Tensor, Tensor]:
+        """(V,) laws of the first token: the rule's and the target's."""
+        return self.tokens.view(self.vocab, -1).sum(1), self.target.view(self.vocab, -1).sum(1)
+
+
+class ReplayedDecisions:
+    """Follows a script of outcomes; past its end takes the first possible outcome and notes all others as new scripts.
+
+    Attributes:
+        weight: (B,), probability of the choices made, the draft's included.
+        is_over: (B,), rows whose outcome is decided: their further choices are not enumerated.
+        branches: Scripts with their weights and drafts that lead to the other outcomes.
+    """
+
+    def __init__(self, script: Tensor, weight: Tensor, draft: Tensor) -> None:
+        self._script, self._draft = script, draft
+        self._taken: list[Tensor] = []
+        self.weight = weight
+        self.is_over = torch.zeros_like(draft, dtype=torch.bool)
+        self.branches: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def target_token(self, log_probs: Tensor, depth: int) -> Tensor:
+        return self._choose(log_probs.exp())
+
+    def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:
+        keep = torch.where(target_prob > 0, (target_prob / draft_prob).clamp_max(1.0), 0.0)
+        return self._choose(torch.stack([keep, 1 - keep], dim=1)) == 0
+
+    def token(self, probs: Tensor, lane: int) -> Tensor:
+        # The engine draws by argmax(log p + g), which does not see the scale of p. Neither may this.
+        return self._choose(probs / probs.sum(1, keepdim=True))
+
+    def _choose(self, probs: Tensor) -> Tensor:
+        assert probs.isfinite().all(), "a rule asked for a choice between probabilities that are not finite"
+        step = len(self._taken)
+        is_scripted = step < self._script.shape[1]
+        scripted = self._script[:, step] if is_scripted else torch.full_like(self._draft, -1)
+        first = (probs > 0).to(torch.uint8).argmax(1)
+        chosen = torch.where(scripted >= 0, scripted, first)
+        is_open = (scripted < 0) & ~self.is_over
+        possible = (self.weight.unsqueeze(1) * probs > _NEGLIGIBLE) & is_open.unsqueeze(1)
+        possible[torch.arange(len(first)), first] = False
+        row, outcome = possible.nonzero(as_tuple=True)
+        if row.numel():
+            so_far = [taken[row] for taken in self._taken]
+            self.branches.append(
+                (torch.stack([*so_far, outcome], dim=1), self.weight[row] * probs[row, outcome], self._draft[row])
+            )
+        fresh = probs.gather(1, chosen.unsqueeze(1))[:, 0]
+        # A scripted choice is in the weight already: it was counted where the script branched off.
+        self.weight = torch.where(is_open, self.weight * fresh, self.weight)
+        self._taken.append(chosen)
+        return chosen
+
+
+DecisionsFactory = Callable[[Tensor, Tensor, Tensor], ReplayedDecisions]
+
+
+def exact_law(
+    rule: Rule,
+    drafts: Drafts,
+    target: Tensor,
+    *,
+    lookup: Lookup | None = None,
+    decisions: DecisionsFactory = ReplayedDecisions,
+    walks: bool = False,
+) -> ExactLaw:
+    """Sums a rule's outcomes over all drafts and all choices.
+
+    Args:
+        rule: What is tested.
+        drafts: All trees.
+        target: (C, V) float64, the target's law after every context of at most the trees' depth.
+        lookup: Replaces the log-probabilities that the rule sees, for broken variants.
+        decisions: (script, weight, draft) -> decisions.
+        walks: The rule looks at one node a depth and stops at the first node it looks at twice. Only saves time: later
+            choices of such a row are then not enumerated.
+    """
+    vocab, depth = target.shape[1], drafts.tree.max_depth
+    mass = torch.zeros(_num_contexts(vocab, depth + 1), dtype=torch.float64)
+    totals = torch.zeros(2, dtype=torch.float64)
+    draft = torch.arange(len(drafts.probs))
+    jobs = [(torch.empty(len(draft), 0, dtype=torch.int64), drafts.probs, draft)]
+    while jobs:
+        branches = []
+        for script, weight, draft in _in_chunks(jobs):
+            replay = decisions(script, weight, draft)
+            tree, contexts = drafts.tree.select(draft), drafts.contexts[draft]
+            log_probs = _lookup(target, contexts)
+            if lookup:
+                log_probs = lookup(tree, contexts, log_probs)
+            result = rule(tree, _watched(log_probs, tree, replay) if walks else log_probs, replay)
+            emitted = _emitted_context(result, tree, contexts, vocab)
+            mass.index_add_(0, emitted, replay.weight)
+            totals[0] += (replay.weight * result.num_accepted).sum()
+            totals[1] += (replay.weight * result.lossy_tv).sum()
+            branches += replay.branches
+        jobs = branches
+    plain = torch.zeros_like(mass)
+    plain[0] = 1.0
+    return ExactLaw(
+        tokens=_extended(mass, target, depth + 1),
+        target=_extended(plain, target, depth + 1),
+        vocab=vocab,
+        num_accepted=totals[0].item(),
+        lossy_tv=totals[1].item(),
+    )
+
+
+def _lookup(target: Tensor, contexts: Tensor) -> LogProbs:
+    index = torch.arange(len(contexts))
+    return lambda nodes: target[contexts[index, nodes]].log()
+
+
+def _watched(log_probs: LogProbs, tree: TokenTree, replay: ReplayedDecisions) -> LogProbs:
+    """Tells the decisions which rows have stopped walking: the d-th look is at depth d only while they walk."""
+    looks = iter(range(tree.max_depth + 1))
+    index = torch.arange(tree.batch_size)
+
+    def look(nodes: Tensor) -> Tensor:
+        replay.is_over = tree.depths[index, nodes] < next(looks)
+        return log_probs(nodes)
+
+    return look
+
+
+def _emitted_context(result: Acceptance, tree: TokenTree, contexts: Tensor, vocab: int) -> Tensor:
+    """The context after accepted and emitted tokens; checks that the path is one."""
+    index = torch.arange(tree.batch_size)
+    path = torch.cat([torch.zeros_like(result.path[:, :1]), result.path], dim=1) if tree.max_depth else None
+    last = index * 0 if path is None else path[index, result.num_accepted]
+    assert torch.equal(tree.path_nodes(last), result.path), "the accepted nodes are no path from the root"
+    return contexts[index, last] * vocab + 1 + result.next_token
+
+
+def _extended(mass: Tensor, target: Tensor, length: int) -> Tensor:
+    """Pushes mass on short contexts down to contexts of `length` tokens by the target's law."""
+    vocab, mass = target.shape[1], mass.clone()
+    for level in range(length):
+        above, below, end = (_num_contexts(vocab, n) for n in (level - 1, level, level + 1))
+        mass[below:end] += (mass[above:below, None] * target[above:below]).flatten()
+    return mass[_num_contexts(vocab, length - 1) :]
+
+
+def _num_contexts(vocab: int, depth: int) -> int:
+    """Contexts of at most `depth` tokens."""
+    return sum(vocab**d for d in range(depth + 1))
+
+
+def _in_chunks(jobs: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Joins jobs into few, of at most `_MAX_ROWS` rows; short scripts are padded by -1."""
+    longest = max(script.shape[1] for script, _, _ in jobs)
+    script = torch.cat([torch.nn.functional.pad(s, (0, longest - s.shape[1]), value=-1) for s, _, _ in jobs])
+    weight, draft = torch.cat([w for _, w, _ in jobs]), torch.cat([d for _, _, d in jobs])
+    return list(zip(script.split(_MAX_ROWS), weight.split(_MAX_ROWS), draft.split(_MAX_ROWS), strict=True))

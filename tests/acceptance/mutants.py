@@ -1,0 +1,242 @@
+"""Broken variants of acceptance, each next to the healthy setting it was made from. The exact tests must see every one.
+
+A mutant replaces one thing: the rule, the drafts it is told of, the rows it reads, its choices, or a function it calls.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import product
+
+import torch
+from drafting import Child, Proposal, best, drafts, independent, tables, without_replacement
+from enumeration import DecisionsFactory, Drafts, Lookup, ReplayedDecisions, Rule
+from penalised import penalised_rule, penalised_target, without_the_node_itself, without_the_path
+from torch import Tensor
+
+from foretoken.acceptance.block import accept_block
+from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs, residual
+from foretoken.acceptance.lossy import accept_lenient, accept_typical
+from foretoken.acceptance.sequential import accept_sequential, conditional_law, sampled_children
+from foretoken.acceptance.walk import child_with_token, descend
+from foretoken.core.token_tree import DrawKind, TokenTree
+
+VOCAB = 3
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A rule that has the target's law on these drafts."""
+
+    rule: Rule
+    drafts: Drafts
+    target: Tensor
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A setting with one thing broken.
+
+    Attributes:
+        setting: The healthy one.
+        broken: The same with another rule or other drafts.
+        lookup: Which rows the rule reads instead.
+        decisions: Where its choices come from instead.
+        patches: Dotted names and what stands there instead.
+    """
+
+    setting: Setting
+    broken: Setting | None = None
+    lookup: Lookup | None = None
+    decisions: DecisionsFactory = ReplayedDecisions
+    patches: Mapping[str, object] = field(default_factory=dict)
+
+
+def setting(rule: Rule, draw: type[Proposal], shape: Sequence[int]) -> Setting:
+    """A rule on random tables."""
+    target, draft = tables("dense", VOCAB, len(shape))
+    return Setting(rule, drafts([draw(draft, width) for width in shape], VOCAB), target)
+
+
+CHAIN = setting(accept_sequential, independent, (1, 1))
+BLOCK = setting(accept_block, independent, (1, 1))
+PAIR = setting(accept_sequential, independent, (2,))
+DISTINCT_PAIR = setting(accept_sequential, without_replacement, (2,))
+BEST_PAIR = setting(accept_sequential, best, (2,))
+
+
+def unchanged(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    """In place of the residual: the target's own law."""
+    return target_probs
+
+
+def not_normalised(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
+    return (target_probs - draft_probs).clamp_min(0)
+
+
+def parent_row(tree: TokenTree, contexts: Tensor, log_probs: LogProbs) -> LogProbs:
+    """Off by one: reads the row that predicts a node where the row after it is wanted."""
+    index = torch.arange(tree.batch_size)
+    return lambda nodes: log_probs(tree.parents[index, nodes].clamp_min(0))
+
+
+def parent_row_after_the_whole_chain(tree: TokenTree, contexts: Tensor, log_probs: LogProbs) -> LogProbs:
+    """The bonus token comes from p_gamma."""
+    index = torch.arange(tree.batch_size)
+
+    def look(nodes: Tensor) -> Tensor:
+        is_last = tree.depths[index, nodes] == tree.max_depth
+        return log_probs(torch.where(is_last, tree.parents[index, nodes].clamp_min(0), nodes))
+
+    return look
+
+
+def other_temperature(every_draft: Drafts) -> Drafts:
+    """Tokens drawn at one temperature, tested with the distribution of another."""
+    law = every_draft.tree.law
+    assert law is not None
+    squared = law.rows**2
+    law = replace(law, rows=squared / squared.sum(-1, keepdim=True).clamp_min(1e-9))
+    return replace(every_draft, tree=replace(every_draft.tree, law=law))
+
+
+def marked(every_draft: Drafts, kind: DrawKind) -> Drafts:
+    """The same trees, with every node said to have been chosen in another way."""
+    law = every_draft.tree.law
+    assert law is not None
+    law = replace(law, kinds=torch.full_like(law.kinds, kind), max_siblings=2)
+    return replace(every_draft, tree=replace(every_draft.tree, law=law))
+
+
+def larger_of_two(q: Tensor, count: int) -> Proposal:
+    """Two draws, of which the one with the larger q is kept: a choice by token, so one-hot."""
+    rows = list(q)
+
+    def propose(context: int) -> list[tuple[list[Child], float]]:
+        row = rows[context]
+        kept = [
+            (max(pair, key=row.__getitem__), row[list(pair)].prod().item()) for pair in product(range(VOCAB), repeat=2)
+        ]
+        return [([Child(token, DrawKind.ONE_HOT, row)], prob) for token, prob in kept]
+
+    return propose
+
+
+def said_to_be_drawn(q: Tensor, count: int) -> Proposal:
+    """The most probable tokens with the row they were chosen by."""
+    rows = list(q)
+    return lambda c: [([Child(x, DrawKind.ONE_HOT, rows[c]) for x in rows[c].topk(count).indices.tolist()], 1.0)]
+
+
+def without_duplicates(tree: TokenTree) -> Tensor:
+    """In place of `sampled_children`: a token that an earlier sibling held is not tested again."""
+    table = sampled_children(tree)
+    tokens = tree.tokens.gather(1, table.clamp_min(0).flatten(1)).view(table.shape)
+    is_repeated = (tokens[..., 1:] == tokens[..., :1]) & (table[..., :1] >= 0)
+    return torch.cat([table[..., :1], table[..., 1:].masked_fill(is_repeated, -1)], dim=2)
+
+
+def siblings_tested_with_unmodified_target(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:
+    """The sequential test, but p stays p until all children have been rejected."""
+    table, index = sampled_children(tree), torch.arange(tree.batch_size)
+
+    def step(node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        probs = rest = log_probs(node).exp()
+        child = torch.full_like(node, -1)
+        for slot in range(table.shape[2]):
+            candidate = table[index, node, slot]
+            draft_probs = conditional_law(tree, table, node, slot, probs)
+            token = tree.tokens.gather(1, candidate.clamp_min(0).unsqueeze(1))
+            is_tested = (candidate >= 0) & (child < 0)
+            p, q = probs.gather(1, token)[:, 0], draft_probs.gather(1, token)[:, 0]
+            survives = decisions.accept(torch.where(is_tested, p, 0.0), q, slot)
+            child = torch.where(survives, candidate, child)
+            rest = torch.where((is_tested & ~survives).unsqueeze(1), residual(rest, draft_probs), rest)
+        drawn = decisions.token(rest, depth)
+        return torch.where(child < 0, child_with_token(tree, node, drawn), child), drawn
+
+    return descend(tree, step)
+
+
+class StopsAtFirstFailure(ReplayedDecisions):
+    """Block verification that gives up at the first failing position instead of keeping the longest passing prefix."""
+
+    def __init__(self, script: Tensor, weight: Tensor, draft: Tensor) -> None:
+        super().__init__(script, weight, draft)
+        self._passing = torch.ones_like(draft, dtype=torch.bool)
+
+    def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:
+        self._passing = self._passing & super().accept(target_prob, draft_prob, lane)
+        return self._passing
+
+
+ONE_DRAWN = setting(accept_sequential, independent, (1,))
+
+
+class ReusesTheDraftsNumber(ReplayedDecisions):
+    """Tests a token with the number u that drew it by inversion: u lies in [Q(x - 1), Q(x)), not in [0, 1)."""
+
+    def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:
+        tree = ONE_DRAWN.drafts.tree
+        assert tree.law is not None
+        token = tree.tokens[self._draft, 1]
+        high = tree.law.rows[0, 0].cumsum(0)[token]
+        low = high - draft_prob
+        return super().accept((target_prob / draft_prob - low).clamp_min(0), draft_prob, lane)
+
+
+def lenient(lenience: float) -> Rule:
+    def rule(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:
+        is_greedy = torch.zeros(tree.batch_size, dtype=torch.bool)
+        return accept_lenient(tree, log_probs, log_probs, is_greedy, decisions, lenience=lenience)
+
+    return rule
+
+
+def typical(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:
+    result = accept_typical(tree, log_probs, decisions, epsilon=0.09, delta=0.3)
+    return replace(result, lossy_tv=torch.zeros(tree.batch_size))
+
+
+SEQUENTIAL = "foretoken.acceptance.sequential."
+LENIENT = replace(CHAIN, rule=lenient(1.0))
+LARGER = setting(accept_sequential, larger_of_two, (1,))
+TOP = setting(accept_sequential, said_to_be_drawn, (2,))
+PENALISED = replace(CHAIN, rule=penalised_rule, target=penalised_target(VOCAB, 2))
+
+MUTANTS: dict[str, Mutant] = {
+    "residual replaced by p": Mutant(CHAIN, patches={SEQUENTIAL + "residual": unchanged}),
+    "residual replaced by p, block": Mutant(BLOCK, patches={"foretoken.acceptance.block.residual": unchanged}),
+    "residual replaced by p, lenient": Mutant(LENIENT, patches={"foretoken.acceptance.lossy.residual": unchanged}),
+    "residual not normalised": Mutant(PAIR, patches={SEQUENTIAL + "residual": not_normalised}),
+    "siblings tested with unmodified p": Mutant(
+        PAIR, broken=replace(PAIR, rule=siblings_tested_with_unmodified_target)
+    ),
+    "bonus from the wrong row": Mutant(CHAIN, lookup=parent_row_after_the_whole_chain),
+    "bonus from the wrong row, block": Mutant(BLOCK, lookup=parent_row_after_the_whole_chain),
+    "rows off by one": Mutant(CHAIN, lookup=parent_row),
+    "rows off by one, block": Mutant(BLOCK, lookup=parent_row),
+    "rows off by one, one-hot": Mutant(setting(accept_sequential, best, (2, 1)), lookup=parent_row),
+    "u reused from drafting": Mutant(ONE_DRAWN, decisions=ReusesTheDraftsNumber),
+    "q at another temperature": Mutant(CHAIN, broken=replace(CHAIN, drafts=other_temperature(CHAIN.drafts))),
+    "q at another temperature, block": Mutant(BLOCK, broken=replace(BLOCK, drafts=other_temperature(BLOCK.drafts))),
+    "block stops at the first failure": Mutant(BLOCK, decisions=StopsAtFirstFailure),
+    "duplicate skipped": Mutant(PAIR, patches={SEQUENTIAL + "sampled_children": without_duplicates}),
+    "distinct draws tested as independent": Mutant(
+        DISTINCT_PAIR, broken=replace(DISTINCT_PAIR, drafts=marked(DISTINCT_PAIR.drafts, DrawKind.INDEPENDENT))
+    ),
+    "independent draws tested as distinct": Mutant(
+        PAIR, broken=replace(PAIR, drafts=marked(PAIR.drafts, DrawKind.WITHOUT_REPLACEMENT))
+    ),
+    "selected after drawing, tested with p/q": Mutant(
+        LARGER, broken=replace(LARGER, drafts=marked(LARGER.drafts, DrawKind.INDEPENDENT))
+    ),
+    "top-k children tested with p/q": Mutant(TOP, broken=replace(TOP, drafts=marked(TOP.drafts, DrawKind.INDEPENDENT))),
+    "penalties of the root only": Mutant(
+        PENALISED, patches={"foretoken.sampling.history.History.extended": without_the_path}
+    ),
+    "penalties one token late": Mutant(
+        PENALISED, patches={"foretoken.sampling.history.History.extended": without_the_node_itself}
+    ),
+    "lenience 0.95": Mutant(LENIENT, broken=replace(LENIENT, rule=lenient(0.95))),
+    "typical acceptance": Mutant(BEST_PAIR, broken=replace(BEST_PAIR, rule=typical)),
+}

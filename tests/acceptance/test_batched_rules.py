@@ -1,0 +1,157 @@
+"""A batch gives every sequence what it would get alone, whatever pads it and whoever sits beside it."""
+
+from collections.abc import Callable
+from typing import ClassVar
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_trees import Batch, batches, chains
+from torch import Tensor
+
+from foretoken.acceptance.block import accept_block
+from foretoken.acceptance.decisions import Acceptance, KeyedDecisions
+from foretoken.acceptance.lossy import accept_lenient, accept_typical
+from foretoken.acceptance.sequential import accept_sequential
+from foretoken.acceptance.walk import accept_coupled, accept_greedy
+from foretoken.sampling.noise import KeyedNoise
+
+BatchRule = Callable[[Batch, KeyedDecisions], Acceptance]
+
+TREE_RULES: dict[str, BatchRule] = {
+    "greedy": lambda b, _: accept_greedy(b.tree, lambda nodes: b.at(b.log_probs)(nodes).argmax(1)),
+    "coupled": lambda b, d: accept_coupled(b.tree, b.at(b.log_probs), d),
+    "sequential": lambda b, d: accept_sequential(b.tree, b.at(b.log_probs), d),
+    "typical": lambda b, d: accept_typical(b.tree, b.at(b.log_probs), d, epsilon=0.09, delta=0.3),
+}
+CHAIN_RULES: dict[str, BatchRule] = {
+    "block": lambda b, d: accept_block(b.tree, b.at(b.log_probs), d),
+    "lenient": lambda b, d: accept_lenient(b.tree, b.at(b.log_probs), b.at(b.unwarped), b.greedy, d, lenience=0.7),
+    **TREE_RULES,
+}
+
+quick = settings(max_examples=25, deadline=None, derandomize=True)  # deadline: the machine is shared
+
+
+def run(rule: BatchRule, batch: Batch) -> Acceptance:
+    return rule(batch, KeyedDecisions(KeyedNoise(batch.seeds), batch.root_positions))
+
+
+def assert_row_is(result: Acceptance, row: int, alone: Acceptance) -> None:
+    depth = alone.path.shape[1]
+    assert result.path[row, :depth].tolist() == alone.path[0].tolist()
+    assert (result.path[row, depth:] == -1).all()
+    assert result.num_accepted[row] == alone.num_accepted[0]
+    assert result.next_token[row] == alone.next_token[0]
+    # Sums over other shapes may round differently: float64 to 1e-9, which no wrong row would meet.
+    torch.testing.assert_close(
+        result.lossy_tv[row : row + 1].double(), alone.lossy_tv.double(), rtol=0, atol=1e-9, equal_nan=True
+    )
+
+
+def assert_rows_are_independent(rule: BatchRule, batch: Batch, padding: int) -> None:
+    together = run(rule, batch)
+    with_padding = run(rule, batch.padded(padding))
+    for row in range(batch.tree.batch_size):
+        alone = run(rule, batch.alone(row))
+        assert_row_is(together, row, alone)
+        assert_row_is(with_padding, row, alone)
+    backwards = torch.arange(batch.tree.batch_size).flip(0)
+    reordered = Batch(
+        batch.tree.select(backwards),
+        batch.log_probs[backwards],
+        batch.unwarped[backwards],
+        batch.greedy[backwards],
+        batch.seeds[backwards],
+        batch.root_positions[backwards],
+    )
+    assert run(rule, reordered).next_token.flip(0).tolist() == together.next_token.tolist()
+
+
+@pytest.mark.parametrize("name", TREE_RULES)
+@quick
+@given(batch=batches(), padding=st.integers(1, 70))
+def test_trees(name: str, batch: Batch, padding: int) -> None:
+    assert_rows_are_independent(TREE_RULES[name], batch, padding)
+
+
+@pytest.mark.parametrize("name", CHAIN_RULES)
+@quick
+@given(batch=chains(), padding=st.integers(1, 70))
+def test_chains(name: str, batch: Batch, padding: int) -> None:
+    assert_rows_are_independent(CHAIN_RULES[name], batch, padding)
+
+
+class RecordedDecisions(KeyedDecisions):
+    """Notes which numbers are asked for."""
+
+    asked: ClassVar[list[tuple[str, int]]] = []
+
+    def target_token(self, log_probs: Tensor, depth: int) -> Tensor:
+        self.asked.append(("target", depth))
+        return KeyedDecisions.target_token(self, log_probs, depth)
+
+    def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:
+        self.asked.append(("accept", lane))
+        return KeyedDecisions.accept(self, target_prob, draft_prob, lane)
+
+    def token(self, probs: Tensor, lane: int) -> Tensor:
+        self.asked.append(("token", lane))
+        return KeyedDecisions.token(self, probs, lane)
+
+
+def assert_no_number_is_used_twice(rule: BatchRule, batch: Batch) -> None:
+    RecordedDecisions.asked.clear()
+    rule(batch, RecordedDecisions(KeyedNoise(batch.seeds), batch.root_positions))
+    assert len(set(RecordedDecisions.asked)) == len(RecordedDecisions.asked)
+
+
+@pytest.mark.parametrize("name", TREE_RULES)
+@quick
+@given(batch=batches())
+def test_numbers_are_used_once_on_trees(name: str, batch: Batch) -> None:
+    assert_no_number_is_used_twice(TREE_RULES[name], batch)
+
+
+@pytest.mark.parametrize("name", CHAIN_RULES)
+@quick
+@given(batch=chains())
+def test_numbers_are_used_once_on_chains(name: str, batch: Batch) -> None:
+    assert_no_number_is_used_twice(CHAIN_RULES[name], batch)
+
+
+@pytest.mark.parametrize("name", CHAIN_RULES)
+@quick
+@given(batch=chains())
+def test_accepted_path_is_a_path(name: str, batch: Batch) -> None:
+    result = run(CHAIN_RULES[name], batch)
+    depths = torch.arange(1, batch.tree.max_depth + 1).expand_as(result.path)
+    expected = torch.where(depths <= result.num_accepted.unsqueeze(1), depths, -1)
+    assert torch.equal(result.path, expected)
+    assert (result.num_accepted < batch.tree.num_nodes).all()
+
+
+@pytest.mark.parametrize("name", TREE_RULES)
+@quick
+@given(batch=batches())
+def test_accepted_path_descends(name: str, batch: Batch) -> None:
+    result = run(TREE_RULES[name], batch)
+    for row in range(batch.tree.batch_size):
+        nodes = [0, *(node for node in result.path[row].tolist() if node >= 0)]
+        parents = batch.tree.parents[row, nodes].tolist()
+        assert parents == [-1, *nodes[:-1]]
+        assert len(nodes) - 1 == result.num_accepted[row]
+
+
+def test_random_trees_reach_every_outcome() -> None:
+    """The inputs above would prove little if nothing were ever accepted: over 300 trees, paths of 0..3 nodes occur."""
+    lengths: set[int] = set()
+
+    @settings(max_examples=100, deadline=None, derandomize=True)
+    @given(batch=batches())
+    def collect(batch: Batch) -> None:
+        lengths.update(run(TREE_RULES["sequential"], batch).num_accepted.tolist())
+
+    collect()
+    assert {0, 1, 2, 3} <= lengths

@@ -1,0 +1,131 @@
+"""Which rule verifies which request, and several rules over one batch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_trees import VOCAB, Batch, batches, chains
+
+from foretoken.acceptance.select import AcceptancePolicy, accept
+from foretoken.core.errors import ConfigError
+from foretoken.core.sampling_params import SamplingParams
+from foretoken.core.token_tree import DraftLaw, DrawKind, TokenTree, TreeRow
+from foretoken.sampling.batch import SamplingBatch, SamplingRequest
+from foretoken.sampling.node_scores import NodeScores
+
+
+def sampled(parents: list[int], kinds: list[int], *, others: list[TreeRow] | None = None) -> TokenTree:
+    """One tree with a law, perhaps among others."""
+    tree = TokenTree.from_rows([TreeRow([0] * len(parents), parents), *(others or [])])
+    padded = torch.tensor(kinds + [0] * (tree.width - len(kinds))).expand(tree.batch_size, -1)
+    rows = torch.full((tree.batch_size, 1, 3), 1 / 3)
+    return replace(tree, law=DraftLaw(kinds=padded, rows=rows, row_of=padded * 0, max_siblings=2))
+
+
+DRAWN, CHOSEN, DISTINCT = DrawKind.INDEPENDENT.value, DrawKind.ONE_HOT.value, DrawKind.WITHOUT_REPLACEMENT.value
+CHAIN = sampled([-1, 0, 1], [0, DRAWN, DRAWN])
+TREE = sampled([-1, 0, 0], [0, DISTINCT, DISTINCT])
+MIXED_CHAIN = sampled([-1, 0, 1], [0, DRAWN, CHOSEN])
+RAGGED_CHAINS = sampled([-1, 0, 1], [0, DRAWN, DRAWN], others=[TreeRow([0], [-1])])
+ONE_HOT_CHAIN, ONE_HOT_TREE = replace(CHAIN, law=None), replace(TREE, law=None)
+
+
+@pytest.mark.parametrize(
+    ("rule", "tree", "is_greedy", "is_seeded", "expected"),
+    [
+        ("auto", CHAIN, True, False, "greedy"),
+        ("auto", TREE, True, True, "greedy"),
+        ("auto", CHAIN, False, True, "coupled"),
+        ("auto", TREE, False, True, "coupled"),
+        ("auto", ONE_HOT_TREE, False, False, "coupled"),
+        ("auto", CHAIN, False, False, "block"),
+        ("auto", RAGGED_CHAINS, False, False, "block"),
+        ("auto", TREE, False, False, "sequential"),
+        ("auto", MIXED_CHAIN, False, False, "sequential"),
+        ("block", CHAIN, False, True, "block"),
+        ("block", TREE, False, False, "sequential"),
+        ("block", ONE_HOT_CHAIN, False, False, "sequential"),
+        ("block", CHAIN, True, False, "greedy"),
+        ("sequential", CHAIN, False, True, "sequential"),
+        ("sequential", ONE_HOT_TREE, False, False, "sequential"),
+        ("coupled", TREE, False, False, "coupled"),
+        ("coupled", TREE, True, False, "greedy"),
+        ("lenient", CHAIN, False, False, "lenient"),
+        ("lenient", ONE_HOT_CHAIN, True, False, "lenient"),
+        ("lenient", MIXED_CHAIN, False, True, "lenient"),
+        ("lenient", TREE, False, False, "sequential"),
+        ("lenient", ONE_HOT_TREE, True, False, "greedy"),
+        ("typical", TREE, False, False, "typical"),
+        ("typical", TREE, True, False, "typical"),
+    ],
+)
+def test_rule_for(rule: str, tree: TokenTree, is_greedy: bool, is_seeded: bool, expected: str) -> None:
+    policy = AcceptancePolicy(rule=rule)
+    assert policy.rule_for(tree, is_greedy=is_greedy, is_seeded=is_seeded) == expected
+    assert policy.is_lossy == (rule in ("lenient", "typical"))
+
+
+@pytest.mark.parametrize("rule", ["auto", "coupled", "sequential", "block", "lenient", "typical"])
+@pytest.mark.parametrize("is_seeded", [True, False])
+def test_drafts_share_the_targets_noise_only_under_coupling(rule: str, is_seeded: bool) -> None:
+    """Drafts that look at the target's noise are biased under any other rule, on any tree."""
+    policy = AcceptancePolicy(rule=rule)
+    if policy.is_coupled(is_seeded=is_seeded):
+        rules = {policy.rule_for(tree, is_greedy=False, is_seeded=is_seeded) for tree in (CHAIN, TREE, ONE_HOT_TREE)}
+        assert rules == {"coupled"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rule": "blok"}, "there is no acceptance rule 'blok'. Did you mean 'block'? Known: auto, block, "),
+        ({"rule": "greedy"}, "there is no acceptance rule 'greedy'"),
+        ({"lenience": 0.0}, "lenience is 0.0. Expected above 0 and at most 1."),
+        ({"lenience": 1.5}, "lenience is 1.5. Expected"),
+        ({"lenience": float("nan")}, "lenience is nan. Expected"),
+        ({"epsilon": -0.1}, "epsilon is -0.1. Expected at least 0 and at most 1."),
+        ({"delta": 2.0}, "delta is 2.0. Expected at least 0 and at most 1."),
+    ],
+)
+def test_policy_refuses(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        AcceptancePolicy(**settings)
+    assert message in str(error.value)
+
+
+def scores_of(batch: Batch, is_greedy: list[bool]) -> NodeScores:
+    requests = [
+        SamplingRequest(params=SamplingParams(temperature=0.0 if greedy else 1.0), seed=int(seed))
+        for greedy, seed in zip(is_greedy, batch.seeds, strict=True)
+    ]
+    return NodeScores(tree=batch.tree, logits=batch.log_probs, batch=SamplingBatch.build(requests, VOCAB), history=None)
+
+
+def assert_each_row_gets_its_rule(batch: Batch, rules: list[str]) -> None:
+    policy = AcceptancePolicy()
+    is_greedy = [rule == "greedy" for rule in rules]
+    together = accept(scores_of(batch, is_greedy), rules, policy, batch.root_positions)
+    for row, rule in enumerate(rules):
+        only = batch.alone(row)
+        alone = accept(scores_of(only, [is_greedy[row]]), [rule], policy, only.root_positions)
+        depth = alone.path.shape[1]
+        assert together.path[row].tolist() == alone.path[0].tolist() + [-1] * (together.path.shape[1] - depth)
+        assert together.num_accepted[row] == alone.num_accepted[0]
+        assert together.next_token[row] == alone.next_token[0]
+        torch.testing.assert_close(together.lossy_tv[row].double(), alone.lossy_tv[0].double(), equal_nan=True)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(batch=batches(max_nodes=12), data=st.data())
+def test_rules_side_by_side_on_trees(batch: Batch, data: st.DataObject) -> None:
+    names = st.sampled_from(["greedy", "coupled", "sequential", "typical"])
+    assert_each_row_gets_its_rule(batch, [data.draw(names) for _ in range(batch.tree.batch_size)])
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(batch=chains(), data=st.data())
+def test_rules_side_by_side_on_chains(batch: Batch, data: st.DataObject) -> None:
+    names = st.sampled_from(["greedy", "coupled", "sequential", "block", "lenient", "typical"])
+    assert_each_row_gets_its_rule(batch, [data.draw(names) for _ in range(batch.tree.batch_size)])

@@ -1,0 +1,73 @@
+"""Counting steps into metrics, adding seconds, and suggesting names."""
+
+import json
+
+import pytest
+
+from foretoken.core.errors import nearest_name_hint
+from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
+from foretoken.core.results import GenerationMetrics
+
+
+def step(num_accepted: int, *, depth: int = 3, num_emitted: int | None = None, **by: int) -> SequenceStep:
+    return SequenceStep(
+        request_id=0,
+        num_drafted=5,
+        tree_depth=depth,
+        num_accepted=num_accepted,
+        num_emitted=num_accepted + 1 if num_emitted is None else num_emitted,
+        accepted_by=by,
+    )
+
+
+def test_metrics_over_three_passes() -> None:
+    metrics = GenerationMetrics()
+    metrics.add_sequence(step(3, ngram=2, head=3))
+    metrics.add_sequence(step(0, depth=1))
+    metrics.add_sequence(step(2, depth=2, num_emitted=1, head=2))  # stopped inside the path
+    assert metrics.steps == 3
+    assert metrics.num_emitted == 4 + 1 + 1
+    assert metrics.num_accepted == 3 + 0 + 2
+    assert metrics.num_drafted == 15
+    assert metrics.mean_acceptance_length == pytest.approx(6 / 3)
+    # Depth 1 was reached by all three passes, depth 2 by two, depth 3 by one.
+    assert metrics.acceptance_by_depth == pytest.approx([2 / 3, 2 / 2, 1 / 1])
+    assert metrics.accepted_by == {"ngram": 2, "head": 5}
+
+
+def test_metrics_before_the_first_pass() -> None:
+    assert GenerationMetrics().mean_acceptance_length == 0.0
+    assert GenerationMetrics().acceptance_by_depth == []
+
+
+def test_metrics_add_time_and_errors() -> None:
+    seconds = StageSeconds(draft=1.0, verify=2.0, accept=0.5, commit=0.25)
+    record = StepRecord(sequences=[], width=6, seconds=seconds, draft_error="it failed", lossy_tv=0.125)
+    metrics = GenerationMetrics()
+    for _ in range(2):
+        metrics.add_step(step(1), record)
+    assert metrics.seconds == StageSeconds(draft=2.0, verify=4.0, accept=1.0, commit=0.5)
+    assert metrics.seconds.total == 7.5
+    assert metrics.draft_errors == 2
+    assert metrics.lossy_tv == 0.25
+    flat = json.loads(json.dumps(metrics.as_dict()))
+    assert flat["verify_seconds"] == 4.0
+    assert flat["mean_acceptance_length"] == 2.0
+
+
+def test_metrics_without_draft_error() -> None:
+    metrics = GenerationMetrics()
+    metrics.add_step(step(0), StepRecord(sequences=[], width=1, seconds=StageSeconds()))
+    assert metrics.draft_errors == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("ngrm", "Did you mean 'ngram'? Known: medusa, ngram."),
+        ("zzz", "Known: medusa, ngram."),
+        ("", "Known: medusa, ngram."),
+    ],
+)
+def test_nearest_name(name: str, hint: str) -> None:
+    assert nearest_name_hint(name, ["ngram", "medusa"]) == hint

@@ -1,0 +1,200 @@
+"""The token tree as a value: building, padding, picking rows, drawing, and every sentence of its validation."""
+
+import doctest
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foretoken.core import token_tree
+from foretoken.core.errors import TreeError
+from foretoken.core.token_tree import MAX_NODES, DraftLaw, DrawKind, TokenTree, TreeRow
+
+SMALL = TreeRow([7, 1, 2, 3], [-1, 0, 0, 1])
+SINGLE = TreeRow([9], [-1])
+
+
+@st.composite
+def rows(draw: st.DrawFn, *, max_nodes: int = 12) -> TreeRow:
+    count = draw(st.integers(0, max_nodes - 1))
+    parents = [draw(st.integers(0, node)) for node in range(count)]
+    return TreeRow([draw(st.integers(0, 99)) for _ in range(count + 1)], [-1, *parents])
+
+
+def plain(row: TreeRow) -> tuple[list[int], list[int]]:
+    return list(row.tokens), list(row.parents)
+
+
+def test_padding() -> None:
+    tree = TokenTree.from_rows([SMALL, SINGLE])
+    assert tree.tokens.tolist() == [[7, 1, 2, 3], [9, 0, 0, 0]]
+    assert tree.parents.tolist() == [[-1, 0, 0, 1], [-1, -1, -1, -1]]
+    assert tree.depths.tolist() == [[0, 1, 1, 2], [0, 0, 0, 0]]
+    assert tree.num_nodes.tolist() == [4, 1]
+    assert (tree.max_depth, tree.width, tree.batch_size) == (2, 4, 2)
+
+
+def test_roots() -> None:
+    tree = TokenTree.roots([3, 4])
+    assert tree.rows() == [TreeRow([3], [-1]), TreeRow([4], [-1])]
+    assert tree.max_depth == 0
+
+
+@given(batch=st.lists(rows(), min_size=1, max_size=4))
+def test_round_trip(batch: list[TreeRow]) -> None:
+    tree = TokenTree.from_rows(batch)
+    tree.validate()
+    assert [plain(row) for row in tree.rows()] == [plain(row) for row in batch]
+    for index, row in enumerate(batch):
+        for node, parent in enumerate(row.parents):
+            depth, above = 0, parent
+            while above >= 0:
+                depth, above = depth + 1, row.parents[above]
+            assert tree.depths[index, node] == depth
+
+
+@given(batch=st.lists(rows(), min_size=1, max_size=4), data=st.data())
+def test_select(batch: list[TreeRow], data: st.DataObject) -> None:
+    tree = with_extras(TokenTree.from_rows(batch))
+    picked = data.draw(st.lists(st.integers(0, len(batch) - 1), min_size=1, max_size=5))
+    chosen = tree.select(torch.tensor(picked))
+    assert [plain(row) for row in chosen.rows()] == [plain(batch[index]) for index in picked]
+    assert chosen.max_depth == tree.max_depth
+    assert chosen.law is not None
+    assert chosen.law.max_siblings == 12
+    for name in ("scores", "source", "depths"):
+        assert torch.equal(getattr(chosen, name), getattr(tree, name)[picked])
+    for name in ("kinds", "rows", "row_of"):
+        assert torch.equal(getattr(chosen.law, name), getattr(tree.law, name)[picked])
+
+
+def test_select_without_extras() -> None:
+    chosen = TokenTree.from_rows([SMALL, SINGLE]).select(torch.tensor([1]))
+    assert (chosen.scores, chosen.source, chosen.law) == (None, None, None)
+
+
+def with_extras(tree: TokenTree) -> TokenTree:
+    """Distinguishable scores, sources and law."""
+    shape = tree.tokens.shape
+    numbers = torch.arange(tree.tokens.numel()).view(shape)
+    law = DraftLaw(kinds=numbers % 3, rows=torch.rand(shape[0], 2, 5), row_of=numbers % 2, max_siblings=12)
+    return replace(tree, scores=numbers.float(), source=numbers + 1, law=law)
+
+
+def test_doctests_run() -> None:
+    results = doctest.testmod(token_tree)
+    assert results.attempted > 0
+    assert results.failed == 0
+
+
+def test_format() -> None:
+    wide = TreeRow([1, 2, 3, 4, 5, 6, 7], [-1, 0, 0, 0, 2, 2, 4])
+    tree = TokenTree.from_rows([SINGLE, wide])
+    assert tree.format() == "9"
+    assert tree.format(1).splitlines() == [
+        "1",
+        "├─ 2",
+        "├─ 3",
+        "│  ├─ 5",
+        "│  │  └─ 7",
+        "│  └─ 6",
+        "└─ 4",
+    ]
+    assert tree.format(1, decode=lambda token: "\n" * token).splitlines()[1] == "├─ '\\n\\n'"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (TreeRow([], []), "tree 1 is empty. Expected at least the root."),
+        (TreeRow([1, 2], [-1]), "tree 1 has 2 tokens and 1 parents. Expected as many."),
+        (TreeRow([1, 2], [0, 0]), "tree 1: the root's parent is 0. Expected -1."),
+        (TreeRow([1, 2, 3], [-1, 0, 2]), "tree 1: node 2 has parent 2. Expected 0..1."),
+        (TreeRow([1, 2, 3], [-1, 2, 0]), "tree 1: node 1 has parent 2. Expected 0..0."),
+        (TreeRow([1, 2, 3], [-1, 0, -1]), "tree 1: node 2 has parent -1. Expected 0..1."),
+    ],
+)
+def test_rows_that_are_no_trees(row: TreeRow, message: str) -> None:
+    with pytest.raises(TreeError) as error:
+        TokenTree.from_rows([SMALL, row])
+    assert str(error.value) == message
+
+
+GOOD = TokenTree.from_rows([SMALL, SINGLE])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"depths": GOOD.depths[:, :3]}, "tree tensors differ in shape: {'tokens': (2, 4), 'parents': (2, 4), "),
+        ({"num_nodes": torch.tensor([4])}, "num_nodes (1,)."),
+        ({"num_nodes": torch.tensor([4, 0])}, "num_nodes is [4, 0]. Expected 1..4, the root included."),
+        ({"num_nodes": torch.tensor([5, 1])}, "num_nodes is [5, 1]. Expected 1..4"),
+        ({"num_nodes": torch.tensor([4, 2])}, "tree 1: node 1 has parent -1. Expected 0..0."),
+        ({"num_nodes": torch.tensor([3, 1])}, "padding nodes must have parent -1 and the widest tree"),
+        ({"parents": torch.tensor([[-1, 0, 0, 1], [-1, 0, -1, -1]])}, "padding nodes must have parent -1"),
+        ({"depths": torch.tensor([[0, 1, 2, 2], [0, 0, 0, 0]])}, "depths disagree with parents, or max_depth is"),
+        ({"depths": torch.tensor([[0, 1, 1, 2], [0, 1, 0, 0]])}, "depths disagree with parents, or max_depth is"),
+        ({"max_depth": 1}, "max_depth is below the greatest depth."),
+    ],
+)
+def test_validate_names_what_is_wrong(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(TreeError) as error:
+        replace(GOOD, **changes).validate()
+    assert message in str(error.value)
+
+
+def test_validate_limits_the_width() -> None:
+    chain = TreeRow([0] * (MAX_NODES + 1), list(range(-1, MAX_NODES)))
+    with pytest.raises(TreeError, match=r"a tree has 513 nodes\. Expected at most 512\. Lower max_nodes\."):
+        TokenTree.from_rows([chain]).validate()
+    TokenTree.from_rows([TreeRow(chain.tokens[1:], chain.parents[:-1])]).validate()
+
+
+def test_a_looser_depth_bound_is_valid() -> None:
+    replace(GOOD, max_depth=9).validate()
+
+
+def law(**changes: object) -> DraftLaw:
+    """A law of GOOD: nodes 1 and 2 drawn without replacement from row 0, node 3 one-hot."""
+    distinct, one_hot = DrawKind.WITHOUT_REPLACEMENT.value, DrawKind.ONE_HOT.value
+    fields = {
+        "kinds": torch.tensor([[one_hot, distinct, distinct, one_hot], [0, 0, 0, 0]]),
+        "rows": torch.tensor([[[0.0, 0.5, 0.25, 0.25]], [[0.0, 0.0, 0.0, 0.0]]]),
+        "row_of": torch.tensor([[-1, 0, 0, -1], [-1, -1, -1, -1]]),
+        "max_siblings": 2,
+    }
+    return DraftLaw(**fields | changes)
+
+
+def at(values: list[int]) -> torch.Tensor:
+    """Values of the first tree, nothing in the second."""
+    return torch.tensor([values, [0, 0, 0, 0]])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kinds": torch.zeros(2, 3)}, "draft law {'kinds': (2, 3), 'row_of': (2, 4)} does not fit the tree (2, 4)."),
+        ({"kinds": at([0, 2, 3, 0])}, "tree 0: sampled node 2 has kind 3. Expected 0..2."),
+        ({"row_of": at([-1, 0, -1, -1])}, "tree 0: sampled node 2 has row_of -1. Expected 0..0."),
+        ({"row_of": at([-1, 1, 0, -1])}, "tree 0: sampled node 1 has row_of 1. Expected 0..0."),
+        ({"max_siblings": 1}, "a node has 2 sampled children. Expected at most max_siblings, 1."),
+        (
+            {"rows": torch.tensor([[[0.0, 0.5, 0.5]], [[0, 0, 0]]])[:, :, :2]},
+            "sampled node 2 has token 2. Expected 0..1",
+        ),
+        ({"rows": torch.full((2, 1, 4), 0.5)}, "tree 0: node 1 was not drawn from its draft distribution."),
+        ({"rows": torch.full((2, 1, 4), float("nan"))}, "tree 0: node 1 was not drawn from its draft distribution."),
+        ({"rows": torch.tensor([[[-0.5, 0.5, 0.5, 0.5]]] * 2)}, "tree 0: node 1 was not drawn from"),
+        ({"rows": torch.tensor([[[0.5, 0.5, 0.0, 0.0]]] * 2)}, "tree 0: node 2 was not drawn from"),
+    ],
+)
+def test_validate_looks_at_the_law(changes: dict[str, object], message: str) -> None:
+    """A law that is wrong in any of these ways would bias sampling in silence."""
+    replace(GOOD, law=law()).validate()
+    with pytest.raises(TreeError) as error:
+        replace(GOOD, law=law(**changes)).validate()
+    assert message in str(error.value)

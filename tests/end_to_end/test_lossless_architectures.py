@@ -1,0 +1,33 @@
+"""The same promise over other architectures in float32."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from end_to_end.same_text import assert_same_text
+from end_to_end.tiny_llms import drafters
+from tiny_models import ARCHITECTURES, tiny_model
+
+from foretoken import LLM, SamplingParams
+
+# GPT-2 learns positions; the others slide windows, cap scores, route experts, hold sinks, or compress KV.
+CHOSEN = ("gpt2", "mistral", "gemma2", "gemma3", "qwen3", "mixtral", "gpt_oss", "deepseek_v3", "cohere", "opt")
+PROMPTS = [[5], [7, 8, 9] * 4, [40, 3, 12, 9, 61, 17], list(range(3, 20))]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=24, logprobs=2),
+    SamplingParams(temperature=0.8, seed=1, max_tokens=24),
+    SamplingParams(temperature=0.0, max_tokens=24, repetition_penalty=1.2),
+    SamplingParams(temperature=0.9, seed=2, max_tokens=24, top_p=0.9),
+]
+
+
+@pytest.mark.parametrize("architecture", CHOSEN)
+def test_text_is_plain_decodings(architecture: str) -> None:
+    assert architecture in ARCHITECTURES
+    module = tiny_model(architecture)
+    plain = LLM(module, max_num_seqs=1).generate(PROMPTS, PARAMS)
+    known = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in plain]
+    makers = drafters(architecture, torch.float32)
+    for name in ("ngram tree", "draft itself tree", "draft", "oracle tree"):
+        speculative = LLM(module, max_num_seqs=3, **makers[name](known))
+        assert_same_text(speculative.generate(PROMPTS, PARAMS), plain, [name] * len(PROMPTS), tolerance=1e-4)

@@ -1,0 +1,86 @@
+"""Rows that were never committed are never read: with NaN in all of them, after every commit, nothing changes.
+
+That holds for the target's cache and for a draft model's own, whose drafted rows stay alive until the next proposal
+decides which of them were accepted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_mix
+from end_to_end.same_text import assert_same_text
+from end_to_end.tiny_llms import drafters, llm
+
+from foretoken import LLM
+from foretoken.core.results import GenerationMetrics
+from foretoken.drafters.draft_model import DraftModelDrafter
+
+DRAFTERS = drafters()
+SLOTS = 4
+
+
+def poison_target(engine: LLM, *, start: int = 0) -> None:
+    """Overwrites all uncommitted rows of all slots after every iteration; `start` moves the first one."""
+    loop, step = engine._engine, engine._engine.step
+
+    def poisoned_step() -> Any:
+        changed = step()
+        committed = {sequence.slot: sequence.num_cached for sequence in loop._running}
+        for slot in range(SLOTS):
+            engine.target.cache.poison(slot, max(0, committed.get(slot, 0) + start))
+        return changed
+
+    loop.step = poisoned_step
+
+
+def poison_draft_model(drafter: DraftModelDrafter) -> None:
+    """Overwrites what the draft model did not keep, and whole slots when they are released."""
+    keep, release, cache = drafter._keep_accepted, drafter.release, drafter._runner.cache
+
+    def poisoned_keep(slot: int, tokens: list[int]) -> Any:
+        state = keep(slot, tokens)
+        cache.poison(slot, len(state.tokens))
+        return state
+
+    def poisoned_release(slot: int) -> None:
+        release(slot)
+        cache.poison(slot, 0)
+
+    drafter._keep_accepted, drafter.release = poisoned_keep, poisoned_release
+
+
+def poisoned_llm(arguments: dict[str, Any], **more: Any) -> LLM:
+    """An engine whose every cache is poisoned."""
+    make = arguments.get("drafter")
+
+    def made(facts: Any) -> Any:
+        drafter = make(facts)
+        poison_draft_model(drafter)
+        return drafter
+
+    engine = llm({**arguments, "drafter": made} if make else arguments, max_num_seqs=SLOTS, max_model_len=CONTEXT_LEN)
+    poison_target(engine, **more)
+    return engine
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_uncommitted_rows_are_never_read(drafter: str) -> None:
+    mix, plain = request_mix()[::2], plain_mix()[::2]
+    engine = poisoned_llm(DRAFTERS[drafter](references(plain)))
+    got = engine.generate([r.prompt for r in mix], [r.params for r in mix])
+    assert_same_text(got, plain, [r.name for r in mix])
+    # A draft model that read NaN would cost acceptance, not text.
+    if drafter in ("draft itself", "draft itself tree"):
+        assert GenerationMetrics.total(output.metrics for output in got).mean_acceptance_length > 2.5
+
+
+@pytest.mark.parametrize("drafter", ["none", "oracle tree", "draft itself"])
+def test_control_one_committed_row_is_noticed(drafter: str) -> None:
+    """The same poison one row further up must end every request that decodes on."""
+    mix = [r for r in request_mix() if r.params.n == 1 and r.params.max_tokens == 24]
+    engine = poisoned_llm(DRAFTERS[drafter](references(plain_mix())), start=-1)
+    got = engine.generate([r.prompt for r in mix], [r.params for r in mix])
+    # A pass that reaches the end in one go never meets the poisoned row.
+    assert {o.outputs[0].finish_reason for o in got if o.metrics.steps > 1} == {"error"}

@@ -1,0 +1,140 @@
+"""Tiny targets, related draft models, a tokenizer that splits characters, and every drafter under a short name.
+
+Drafts must get accepted for a test of commits to mean anything, so draft models are the target with noise in its
+weights, and the oracle is told what plain decoding wrote.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from tiny_models import tiny_model
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from foretoken import LLM
+from foretoken.drafters.adversarial import BEHAVIOURS
+from foretoken.drafters.base import Drafter, TargetFacts
+from foretoken.drafters.draft_model import DraftModelDrafter, Options
+from foretoken.target.loading import wrap_model
+from foretoken.target.runner import GenericRunner
+
+MEDUSA_CHOICES = [[0], [1], [0, 0], [0, 1], [2], [0, 0, 0], [0, 0, 0, 0], [1, 0]]
+GAPPED_CHOICES = [[1], [3], [1, 0], [1, 2], [1, 2, 1]]  # ranks that a search over measured acceptance may skip
+WIDTHS = {"widths": [3, 2, 1]}
+
+# Letters, pieces of longer words, and single bytes of characters that take two, three and four of them.
+_PIECES = [" ", *"abcdefghijklmnopqrstuvwxyz", "th", "he", "ing", "\n", "ab", *"ABCDEFGHIJKL", *"0123456789."]
+_BYTES = sorted({byte for character in "éß€😀" for byte in character.encode()})
+
+
+@cache
+def target(architecture: str = "llama", dtype: torch.dtype = torch.float64) -> Any:
+    """The target of most tests; float64, so that no two tokens are ever near enough for rounding to swap them."""
+    return tiny_model(architecture, dtype=dtype)
+
+
+@cache
+def noisy(architecture: str = "llama", noise: float = 0.02, dtype: torch.dtype = torch.float64) -> Any:
+    """A draft model related to the target: its weights with noise; 0 gives a copy."""
+    module = copy.deepcopy(target(architecture, dtype))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.add_(noise * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
+    return module
+
+
+@cache
+def tokenizer() -> Any:
+    """A byte-level tokenizer of the tiny models' vocabulary; `</s>` is their end-of-sequence token."""
+    shown = dict(zip(range(256), _byte_alphabet(), strict=True))
+    pieces = ["<pad>", "<s>", "</s>"]
+    pieces += ["".join(shown[byte] for byte in piece.encode()) for piece in _PIECES]
+    pieces += [shown[byte] for byte in _BYTES]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    inner = Tokenizer(models.BPE(vocabulary, merges=[]))
+    inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    inner.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+
+
+def _byte_alphabet() -> list[str]:
+    """The character that byte-level tokenizers write for each byte (GPT-2's table)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def draft_model(module: Any, **options: Any) -> Callable[[TargetFacts], Drafter]:
+    """Makes a draft-model drafter over a model in memory."""
+
+    def make(facts: TargetFacts) -> Drafter:
+        checked = Options(method="draft_model", **options)
+        widest = 64 if checked.tree == "tree" else checked.shape(None).num_nodes + 1  # type: ignore[arg-type]
+        runner = GenericRunner(
+            wrap_model(module, name="draft"),
+            num_slots=facts.num_slots,
+            context_len=facts.context_len,
+            max_nodes=widest,
+        )
+        return DraftModelDrafter(checked, facts, runner)
+
+    return make
+
+
+def oracle(pattern: Sequence[int], tree: Any = "chain") -> Callable[[Any], dict[str, Any]]:
+    """An oracle that is told the references."""
+    return lambda references: {
+        "speculative_config": {"method": "oracle", "references": references, "pattern": pattern, "tree": tree}
+    }
+
+
+def fixed(**arguments: Any) -> Callable[[Any], dict[str, Any]]:
+    """Arguments of `LLM` that need no references."""
+    return lambda references: arguments
+
+
+def config(method: str, **keys: Any) -> Callable[[Any], dict[str, Any]]:
+    """A `speculative_config`."""
+    return fixed(speculative_config={"method": method, **keys})
+
+
+def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) -> dict[str, Callable[[Any], Any]]:
+    """Every drafter and tree under a short name: references (prompt and plain output) to arguments of `LLM`."""
+
+    def draft(noise: float = 0.02, **options: Any) -> Callable[[Any], dict[str, Any]]:
+        return fixed(drafter=draft_model(noisy(architecture, noise, dtype), **options))
+
+    return {
+        "none": fixed(),
+        "ngram": config("ngram", num_speculative_tokens=5, prompt_lookup_min=1),
+        "ngram adaptive": config("ngram", prompt_lookup_min=1),
+        "ngram tree": config("ngram", tree="tree", prompt_lookup_min=1),
+        "draft": draft(num_speculative_tokens=4),
+        "draft adaptive": draft(),
+        "draft itself": draft(0.0, num_speculative_tokens=3),
+        "draft tree": draft(tree="tree"),
+        "draft itself tree": draft(0.0, tree="tree"),
+        "draft choices": draft(tree=MEDUSA_CHOICES),
+        "draft gapped choices": draft(0.0, tree=GAPPED_CHOICES),
+        "draft widths": draft(tree=WIDTHS),
+        "draft greedy": draft(num_speculative_tokens=4, draft_sample_method="greedy"),
+        "oracle [0]": oracle([0]),
+        "oracle [2]": oracle([2]),
+        "oracle [3, 0, 5]": oracle([3, 0, 5]),
+        "oracle tree": oracle([3, 0, 5], "tree"),
+        **{name: config("adversarial", behaviour=name) for name in BEHAVIOURS},
+        # Deep enough a shape that the 40 levels of "too_deep" fit the width and are cut by depth.
+        "too_deep, 64 nodes": config("adversarial", behaviour="too_deep", num_speculative_tokens=63),
+        "random wide": config("adversarial", behaviour="random", tree={"widths": [20, 2]}),
+    }
+
+
+def llm(arguments: dict[str, Any], *, module: Any = None, **more: Any) -> LLM:
+    """An `LLM` over the tiny target with its tokenizer."""
+    return LLM(target() if module is None else module, tokenizer=tokenizer(), **arguments, **more)

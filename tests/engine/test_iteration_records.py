@@ -1,0 +1,109 @@
+"""What iterations report: bounds, sums, and that a request's metrics are the sum of its parts."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+import pytest
+from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_mix
+from end_to_end.tiny_llms import drafters, llm
+
+from foretoken import LLM, RequestOutput, SamplingParams
+from foretoken.core.records import StepRecord
+from foretoken.core.results import GenerationMetrics
+
+DRAFTERS = drafters()
+
+
+def run(drafter: str, batch: int) -> tuple[LLM, list[RequestOutput], list[StepRecord]]:
+    """The mix under a drafter, with every iteration's record."""
+    mix, plain, records = request_mix(), plain_mix(), []
+    engine = llm(
+        DRAFTERS[drafter](references(plain)), max_num_seqs=batch, max_model_len=CONTEXT_LEN, on_step=records.append
+    )
+    return engine, engine.generate([r.prompt for r in mix], [r.params for r in mix]), records
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram", "draft tree", "oracle [3, 0, 5]", "oracle tree", "random wide"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_bounds_and_sums(drafter: str, batch: int) -> None:
+    engine, outputs, records = run(drafter, batch)
+    steps: dict[int, list] = {output.request_id: [] for output in outputs}
+    for record in records:
+        assert 1 <= len(record.sequences) <= batch
+        assert record.draft_error is None
+        assert record.lossy_tv == 0.0
+        assert min(record.seconds.draft, record.seconds.verify, record.seconds.accept, record.seconds.commit) > 0
+        assert record.seconds.total == pytest.approx(
+            record.seconds.draft + record.seconds.verify + record.seconds.accept + record.seconds.commit
+        )
+        for step in record.sequences:
+            steps[step.request_id].append(step)
+            assert 1 <= step.num_emitted <= step.num_accepted + 1 <= step.tree_depth + 1
+            assert step.tree_depth <= step.num_drafted < record.width <= engine.target.max_nodes
+            assert sum(step.accepted_by.values()) == step.num_accepted
+    for output in outputs:
+        metrics, mine = output.metrics, steps[output.request_id]
+        assert metrics.steps == len(mine)
+        assert metrics.num_emitted == sum(len(c.token_ids) for c in output.outputs) == sum(s.num_emitted for s in mine)
+        assert metrics.num_drafted == sum(s.num_drafted for s in mine)
+        assert metrics.num_accepted == sum(s.num_accepted for s in mine) == metrics.accepted_by.total()
+        assert metrics.mean_acceptance_length == pytest.approx(metrics.num_emitted / len(mine))
+        rates = [
+            sum(s.num_accepted >= depth for s in mine) / sum(s.tree_depth >= depth for s in mine)
+            for depth in range(1, max(s.tree_depth for s in mine) + 1)
+        ]
+        assert metrics.acceptance_by_depth == pytest.approx(rates)
+        assert metrics.lossy_tv == 0.0
+
+
+def test_a_pass_that_stops_inside_the_path_counts_what_it_kept() -> None:
+    """Tokens after the stop were accepted by the rule and emitted by nobody."""
+    engine = llm({})
+    plain = engine.generate([5], SamplingParams(temperature=0.0, max_tokens=12))[0]
+    oracle = DRAFTERS["oracle [3, 0, 5]"]([[5, *plain.outputs[0].token_ids]])
+    stop = SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=[plain.outputs[0].token_ids[1]])
+    output = llm(oracle).generate([5], stop)[0]
+    assert output.outputs[0].token_ids == plain.outputs[0].token_ids[:2]
+    assert (output.metrics.steps, output.metrics.num_emitted, output.metrics.num_accepted) == (1, 2, 2)
+
+
+def test_a_scripted_oracle_is_accepted_by_the_script() -> None:
+    """Three right, none right, five right: 4 + 1 + 6 tokens, and again."""
+    plain = llm({}).generate([5], SamplingParams(temperature=0.0, max_tokens=22))[0].outputs[0].token_ids
+    records: list[StepRecord] = []
+    oracle = DRAFTERS["oracle [3, 0, 5]"]([[5, *plain]])
+    metrics = llm(oracle, on_step=records.append).generate([5], SamplingParams(temperature=0.0, max_tokens=22))[0].metrics
+    assert [record.sequences[0].num_emitted for record in records] == [4, 1, 6, 4, 1, 6]
+    assert metrics.mean_acceptance_length == pytest.approx(22 / 6)
+    assert metrics.accepted_by == Counter(oracle=16)
+
+
+def test_total_adds_everything_and_changes_nothing() -> None:
+    _, outputs, _ = run("draft tree", 4)
+    parts = [output.metrics for output in outputs]
+    before = [part.as_dict() for part in parts]
+    total = GenerationMetrics.total(parts)
+    for name, value in total.as_dict().items():
+        if name.endswith("seconds") or name in ("steps", "num_emitted", "num_drafted", "num_accepted", "draft_errors"):
+            assert value == pytest.approx(sum(part[name] for part in before))
+    assert total.drafted_at_depth[1] == sum(part.drafted_at_depth[1] for part in parts)
+    assert total.mean_acceptance_length == pytest.approx(total.num_emitted / total.steps)
+    assert [part.as_dict() for part in parts] == before
+    assert GenerationMetrics.total([]).as_dict() == GenerationMetrics().as_dict()
+    assert GenerationMetrics().mean_acceptance_length == 0.0
+
+
+@pytest.mark.parametrize(("rule", "is_known"), [("lenient", True), ("typical", False)])
+def test_lossy_rules_say_so(rule: str, is_known: bool) -> None:
+    """Greedy text that the lenient rule bends costs total variation; the typical rule cannot tell how much."""
+    config = {"method": "adversarial", "behaviour": "random", "tree": "chain", "acceptance": rule, "lenience": 0.05}
+    records: list[StepRecord] = []
+    engine = llm({"speculative_config": config}, on_step=records.append)
+    metrics = engine.generate([5], SamplingParams(temperature=0.0, max_tokens=60))[0].metrics
+    if is_known:
+        assert metrics.lossy_tv > 0.0
+        assert metrics.lossy_tv == pytest.approx(sum(record.lossy_tv for record in records))
+    else:
+        assert math.isnan(metrics.lossy_tv)

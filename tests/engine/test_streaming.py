@@ -1,0 +1,150 @@
+"""Streams: chunks make up the final text, closing one frees its slots, and calls may be made while one is open."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_mix
+from end_to_end.tiny_llms import drafters, llm
+
+from foretoken import LLM, SamplingParams, StreamChunk
+from foretoken.core.errors import RequestError
+from foretoken.engine.sequence import Sequence
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=30)
+DRAFTERS = drafters()
+
+
+class Released:
+    """A drafter without drafts that counts how its slots are given and released."""
+
+    name, taps, max_nodes = "released", (), 2
+
+    def __init__(self) -> None:
+        self.released: list[int] = []
+
+    def propose(self, context: object) -> None:
+        raise ValueError("nothing to propose")
+
+    def commit(self, committed: object) -> None: ...
+
+    def release(self, slot: int) -> None:
+        self.released.append(slot)
+
+
+def is_idle(engine: LLM) -> bool:
+    """Whether all slots are free, each once, and nothing waits."""
+    loop = engine._engine
+    return sorted(loop._free_slots) == list(range(len(loop._free_slots))) and not loop.has_work
+
+
+@pytest.mark.parametrize("drafter", ["none", "oracle tree", "draft itself tree"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_chunks_make_up_text_and_tokens(drafter: str, batch: int) -> None:
+    mix, plain = request_mix(), plain_mix()
+    engine = llm(DRAFTERS[drafter](references(plain)), max_num_seqs=batch, max_model_len=CONTEXT_LEN)
+    chunks: dict[tuple[int, int], list[StreamChunk]] = defaultdict(list)
+    for chunk in engine.stream([r.prompt for r in mix], [r.params for r in mix]):
+        chunks[chunk.request_id, chunk.index].append(chunk)
+    for request_id, output in enumerate(plain):
+        for completion in output.outputs:
+            parts = chunks.pop((request_id, completion.index))
+            assert "".join(part.text for part in parts) == completion.text
+            assert sum((part.token_ids for part in parts), []) == completion.token_ids
+            assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [completion.finish_reason]
+            assert all(part.token_ids for part in parts)
+    assert not chunks
+    assert is_idle(engine)
+
+
+def test_text_waits_for_characters_and_stop_strings() -> None:
+    """Nothing is shown that the next token could change: the shown text is always the beginning of the final one."""
+    mix, plain = request_mix(), plain_mix()
+    engine = llm({}, max_num_seqs=8, max_model_len=CONTEXT_LEN)
+    shown: dict[tuple[int, int], str] = defaultdict(str)
+    withheld = 0
+    for chunk in engine.stream([r.prompt for r in mix], [r.params for r in mix]):
+        key = chunk.request_id, chunk.index
+        shown[key] += chunk.text
+        final = plain[chunk.request_id].outputs[chunk.index].text
+        assert final.startswith(shown[key])
+        withheld += not chunk.text and chunk.finish_reason is None
+    assert withheld > 10
+
+
+@pytest.mark.parametrize("drafter", ["none", "draft itself tree", "oracle [3, 0, 5]", "ngram"])
+def test_closing_a_stream_frees_its_slots(drafter: str) -> None:
+    """In prefill, while decoding, and with more waiting than running; the next call is exact."""
+    mix, plain = request_mix(), plain_mix()
+    engine = llm(DRAFTERS[drafter](references(plain)), max_num_seqs=3, max_model_len=CONTEXT_LEN)
+    engine.target.prefill_chunk = 4
+    for taken in (0, 1, 2, 7, 20):
+        stream = engine.stream([r.prompt for r in mix], [r.params for r in mix])
+        for _ in range(taken):
+            next(stream)
+        stream.close()
+        assert is_idle(engine)
+    got = engine.generate([r.prompt for r in mix], [r.params for r in mix])
+    assert [c.token_ids for o in got for c in o.outputs] == [c.token_ids for o in plain for c in o.outputs]
+
+
+def test_every_slot_given_is_released_to_the_drafter() -> None:
+    drafter = Released()
+    engine = llm({"drafter": lambda facts: drafter}, max_num_seqs=2)
+    engine.generate([[5], [6], [7]], SamplingParams(temperature=0.0, max_tokens=2))
+    assert len(drafter.released) == 3
+    stream = engine.stream([[5], [6], [7]], GREEDY)
+    next(stream)
+    stream.close()
+    assert sorted(drafter.released[3:]) == [0, 1]
+
+
+def test_calls_may_be_made_while_a_stream_is_open() -> None:
+    alone = llm({})
+    expected = {i: alone.generate([i], GREEDY)[0].outputs[0].token_ids for i in (5, 6, 7)}
+    engine = llm(DRAFTERS["draft itself"](None), max_num_seqs=2)
+    first, second = engine.stream([5], GREEDY), engine.stream([6], GREEDY)
+    chunks = {5: [next(first)], 6: [next(second)]}
+    assert engine.generate([7], GREEDY)[0].outputs[0].token_ids == expected[7]
+    chunks[6] += list(second)
+    chunks[5] += list(first)
+    for prompt in (5, 6):
+        assert sum((chunk.token_ids for chunk in chunks[prompt]), []) == expected[prompt]
+        assert chunks[prompt][-1].finish_reason == "length"
+    assert is_idle(engine)
+
+
+def test_closing_one_stream_leaves_the_other() -> None:
+    engine = llm({}, max_num_seqs=2)
+    expected = engine.generate([6], GREEDY)[0].outputs[0].token_ids
+    first, second = engine.stream([5], GREEDY), engine.stream([6], GREEDY)
+    taken = next(second).token_ids
+    next(first)
+    first.close()
+    assert taken + sum((chunk.token_ids for chunk in second), []) == expected
+    assert is_idle(engine)
+
+
+def test_errors_come_with_the_call_not_with_the_first_chunk() -> None:
+    with pytest.raises(RequestError, match="empty"):
+        llm({}).stream([[]], GREEDY)
+
+
+def test_an_exception_in_an_iteration_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llm(DRAFTERS["draft itself tree"](None), max_num_seqs=2)
+    expected = engine.generate([[5], [6], [7]], GREEDY)
+    original, calls = Sequence.emit, []
+
+    def out_of_memory(self: Sequence, tokens: list[int]) -> int:
+        calls.append(tokens)
+        if len(calls) == 4:
+            raise MemoryError("no memory left")
+        return original(self, tokens)
+
+    monkeypatch.setattr(Sequence, "emit", out_of_memory)
+    with pytest.raises(MemoryError):
+        engine.generate([[5], [6], [7]], GREEDY)
+    assert is_idle(engine)
+    got = engine.generate([[5], [6], [7]], GREEDY)
+    assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in expected]

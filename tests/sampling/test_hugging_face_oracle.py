@@ -1,0 +1,71 @@
+"""Hugging Face's own processors as a second opinion, where the two mean the same."""
+
+import pytest
+import torch
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from foretoken.core.sampling_params import SamplingParams
+from foretoken.sampling.batch import SamplingBatch, SamplingRequest
+from foretoken.sampling.history import HistoryTable
+from foretoken.sampling.processors import process, warp
+
+VOCAB, ROWS = 101, 64
+
+
+def logits() -> torch.Tensor:
+    return torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(5)) * 3
+
+
+def ours(values: torch.Tensor, **params: float) -> torch.Tensor:
+    request = SamplingRequest(params=SamplingParams(**params), seed=0)
+    return warp(values, SamplingBatch.build([request] * ROWS, VOCAB)).exp()
+
+
+def theirs(values: torch.Tensor, warpers: LogitsProcessorList) -> torch.Tensor:
+    return warpers(torch.zeros(ROWS, 1, dtype=torch.int64), values).softmax(1)
+
+
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+@pytest.mark.parametrize("top_k", [0, 1, 7])
+@pytest.mark.parametrize("top_p", [1.0, 0.2, 0.9])
+@pytest.mark.parametrize("min_p", [0.0, 0.1])
+def test_warpers(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    """In the order of `generate`; random float32 rows have no ties and no mass exactly at the limit."""
+    warpers = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    warpers += [TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [TopPLogitsWarper(top_p)] if top_p < 1 else []
+    warpers += [MinPLogitsWarper(min_p)] if min_p else []
+    mine = ours(logits(), temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    expected = theirs(logits(), warpers)
+    assert torch.equal(mine > 0, expected > 0)
+    torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-7)  # two float32 softmaxes
+
+
+def test_top_k_keeps_ties_as_they_do() -> None:
+    coarse = (logits() / 2).round()
+    assert torch.equal(ours(coarse, top_k=5) > 0, theirs(coarse, LogitsProcessorList([TopKLogitsWarper(5)])) > 0)
+
+
+def test_repetition_and_bad_words() -> None:
+    text = torch.randint(VOCAB, (ROWS, 12), generator=torch.Generator().manual_seed(6))
+    # Words that the random texts end with, so that they bite.
+    words = [[50], [51], *([*text[row, -2:].tolist(), 3] for row in range(8)), [int(text[9, -1]), 4]]
+    penalty = RepetitionPenaltyLogitsProcessor(1.3)
+    expected = penalty(text, NoBadWordsLogitsProcessor(words, eos_token_id=None)(text, logits()))
+
+    request = SamplingRequest(params=SamplingParams(repetition_penalty=1.3), seed=0, bad_words=words)
+    batch, table = SamplingBatch.build([request] * ROWS, VOCAB), HistoryTable(ROWS, VOCAB)
+    for row in range(ROWS):
+        table.start(row, text[row, :5].tolist(), needs_counts=True)
+        table.append(row, text[row, 5:].tolist())
+    history = table.view(list(range(ROWS)), text.tolist(), [5] * ROWS, batch.tail_len)
+    assert expected.isinf().sum() >= 2 * ROWS + 9
+    torch.testing.assert_close(process(logits(), batch, history), expected)

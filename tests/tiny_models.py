@@ -1,0 +1,146 @@
+"""Tiny random causal LMs of every architecture that the tests run, made from configurations in milliseconds.
+
+`from tiny_models import ARCHITECTURES, tiny_model` works in every test folder, because `tests/` holds a conftest.
+
+The weights are wide (standard deviation 0.25 instead of 0.02) and biases, norms and attention sinks are random too:
+attention then matters, greedy text varies, and a scale or a bias that gets lost on the way shows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers as hf
+
+VOCAB_SIZE = 67
+CONTEXT_LEN = 96
+WINDOW = 6  # sliding window of the architectures that have one
+EOS_ID = 2
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": CONTEXT_LEN,
+    "initializer_range": 0.25,
+    "tie_word_embeddings": False,  # a tied random model repeats its input
+}
+_IDS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": EOS_ID}
+_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+_MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+
+_CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
+    "llama": (hf.LlamaConfig, {}),
+    "llama_tied": (hf.LlamaConfig, {"tie_word_embeddings": True, "attention_bias": True}),
+    "qwen2": (hf.Qwen2Config, {}),
+    "qwen3": (hf.Qwen3Config, {"head_dim": 8}),
+    "mistral": (hf.MistralConfig, {"sliding_window": WINDOW, "head_dim": 8}),
+    "gemma2": (
+        hf.Gemma2Config,
+        {
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "query_pre_attn_scalar": 6,
+            # Low caps, so that they bend the scores and logits of a tiny model.
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+            "layer_types": _ALTERNATING,
+        },
+    ),
+    "gemma3": (
+        hf.Gemma3TextConfig,
+        {"head_dim": 8, "sliding_window": WINDOW, "query_pre_attn_scalar": 6, "layer_types": _ALTERNATING},
+    ),
+    "gpt2": (
+        hf.GPT2Config,
+        {"n_embd": 32, "n_layer": 3, "n_head": 4, "n_positions": CONTEXT_LEN},
+    ),
+    "gpt_neox": (hf.GPTNeoXConfig, {"num_attention_heads": 4, "rotary_pct": 0.5}),
+    "phi": (hf.PhiConfig, {}),
+    "phi3": (hf.Phi3Config, {"sliding_window": WINDOW}),
+    "mixtral": (hf.MixtralConfig, {**_MOE, "sliding_window": None}),
+    "qwen3_moe": (
+        hf.Qwen3MoeConfig,
+        {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    ),
+    "starcoder2": (hf.Starcoder2Config, {"sliding_window": WINDOW}),
+    "olmo2": (hf.Olmo2Config, {}),
+    "cohere": (hf.CohereConfig, {"logit_scale": 0.5, "tie_word_embeddings": True}),
+    "granite": (
+        hf.GraniteConfig,
+        {"embedding_multiplier": 2.0, "logits_scaling": 3.0, "residual_multiplier": 0.5, "attention_multiplier": 0.3},
+    ),
+    "opt": (hf.OPTConfig, {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": 0.25}),
+    "smollm3": (hf.SmolLM3Config, {"no_rope_layers": [1, 0, 1]}),
+    "glm4": (hf.Glm4Config, {"head_dim": 8}),
+    "stablelm": (hf.StableLmConfig, {}),
+    "gpt_oss": (
+        hf.GptOssConfig,
+        {
+            **_MOE,
+            "head_dim": 8,
+            "sliding_window": WINDOW,
+            "layer_types": _ALTERNATING,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    ),
+    "deepseek_v3": (
+        hf.DeepseekV3Config,
+        {
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 12,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 8,
+            "v_head_dim": 10,
+            "n_routed_experts": 4,
+            "num_experts_per_tok": 2,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 24,
+            "first_k_dense_replace": 1,
+        },
+    ),
+}
+
+ARCHITECTURES: tuple[str, ...] = tuple(_CONFIGS)
+
+
+def tiny_config(architecture: str, **changes: Any) -> Any:
+    """The configuration of a tiny model.
+
+    Args:
+        architecture: One of `ARCHITECTURES`.
+        changes: Values that override it.
+    """
+    kind, special = _CONFIGS[architecture]
+    return kind(**{**_SIZES, **_IDS, **special, **changes})
+
+
+def tiny_model(architecture: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A random transformers causal LM in evaluation mode; the same seed gives the same weights.
+
+    Args:
+        architecture: One of `ARCHITECTURES`.
+        seed: Of the weights.
+        dtype: Of the weights; they are drawn in float32 and rounded.
+        changes: Configuration values that override the tiny ones.
+    """
+    return random_model(tiny_config(architecture, **changes), seed=seed, dtype=dtype)
+
+
+def random_model(config: Any, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> Any:
+    """A random causal LM of any configuration, with every one-dimensional parameter moved off its neutral value."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = hf.AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():
+            for parameter in module.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    return module.to(dtype).eval()
