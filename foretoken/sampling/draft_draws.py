@@ -1,0 +1,91 @@
+"""How a drafter with probabilities chooses tokens, so that each request can be verified by its own rule.
+
+Greedy requests take the most probable tokens. Coupled requests share the target's noise, position by position, which is
+what makes guesses agree. All others draw with the drafter's noise and carry the law they were drawn from.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from foretoken.sampling.noise import Purpose
+from foretoken.sampling.processors import warp
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.sampling.batch import SamplingBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftDraws:
+    """How drafts of B sequences are chosen; a sequence that is neither coupled nor sampled is drafted greedily.
+
+    Attributes:
+        batch: Sampling parameters of the requests.
+        root_positions: (B,) int64, absolute position of each root.
+        is_coupled: (B,) bool.
+        is_sampled: (B,) bool.
+        has_coupled: Host copy of `is_coupled.any()`.
+        has_sampled: Host copy of `is_sampled.any()`.
+    """
+
+    batch: SamplingBatch
+    root_positions: Tensor
+    is_coupled: Tensor
+    is_sampled: Tensor
+    has_coupled: bool
+    has_sampled: bool
+
+    @classmethod
+    def build(
+        cls, batch: SamplingBatch, is_coupled: Sequence[bool], root_positions: Tensor, *, greedy: bool = False
+    ) -> DraftDraws:
+        """Decides for each request.
+
+        Args:
+            batch: Sampling parameters of the B requests.
+            is_coupled: Whether each is verified by coupling.
+            root_positions: (B,) int64.
+            greedy: Draft all requests greedily.
+        """
+        draws = ~batch.greedy & (not greedy)
+        coupled = torch.tensor(is_coupled, device=root_positions.device)
+        return cls(
+            batch=batch,
+            root_positions=root_positions,
+            is_coupled=draws & coupled,
+            is_sampled=draws & ~coupled,
+            has_coupled=bool((draws & coupled).any()),
+            has_sampled=bool((draws & ~coupled).any()),
+        )
+
+    def keys(self, logits: Tensor, node: int, depth: int) -> tuple[Tensor, Tensor]:
+        """What a node's children are chosen by: the tokens with the largest keys, in order.
+
+        Args:
+            logits: (B, V) float32, the drafter's after the node.
+            node: Its index in the tree, which keys the drafter's own noise.
+            depth: Its depth, which keys the shared noise.
+
+        Returns:
+            (B, V) draft log-probabilities, warped where a draw is made; (B, V) keys, these with the noise added.
+            The largest keys are draws without replacement, in order (Gumbel top-k).
+        """
+        log_probs = logits.log_softmax(1)
+        if not (self.has_coupled or self.has_sampled):
+            return log_probs, log_probs
+        draws = (self.is_coupled | self.is_sampled).unsqueeze(1)
+        log_probs = torch.where(draws, warp(logits, self.batch), log_probs)
+        keys, noise, vocab_size = log_probs, self.batch.noise, logits.shape[1]
+        if self.has_coupled:
+            shared = noise.gumbel(self.root_positions + depth + 1, Purpose.TARGET, vocab_size)
+            keys = torch.where(self.is_coupled.unsqueeze(1), keys + shared, keys)
+        if self.has_sampled:
+            own = noise.gumbel(self.root_positions, Purpose.DRAFT, vocab_size, lane=node)
+            keys = torch.where(self.is_sampled.unsqueeze(1), keys + own, keys)
+        return log_probs, keys
