@@ -10,13 +10,14 @@ import torch
 from foretoken.bench.workload import no_progress
 from foretoken.engine.llm import LLM
 from foretoken.sampling.noise import KeyedNoise, Purpose, derive_seed
-from foretoken.target.taps import run_plain
+from foretoken.target.plain import generate_plain, run_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.bench.setups import Setup
     from foretoken.bench.workload import Workload
+    from foretoken.core.results import RequestOutput
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.target.loading import LoadedModel
 
@@ -66,6 +67,7 @@ def verify_setups(
     workload: Workload,
     *,
     batch_sizes: Sequence[int],
+    with_transformers: bool = False,
     on_progress: Callable[[int, int], None] = no_progress,
 ) -> list[Check]:
     """Decodes every prompt plainly, one at a time, then by every setup at every batch size, and compares.
@@ -76,6 +78,7 @@ def verify_setups(
         setups: What to check.
         workload: What to decode.
         batch_sizes: Sequences decoded at once.
+        with_transformers: Also compare greedy plain decoding with `transformers` `generate`.
         on_progress: Called with runs done and runs in all.
     """
     plain = LLM(model, tokenizer=tokenizer, max_num_seqs=1)
@@ -88,26 +91,19 @@ def verify_setups(
         expected = plain.generate(prompts, params)
         done += 1
         on_progress(done, total)
+        if with_transformers and temperature == 0:
+            judge = _Judge(model, "transformers generate", 1, params[0])
+            for index, want in enumerate(expected):
+                ids = generate_plain(model.module, want.prompt_token_ids, workload.max_tokens)
+                checks.append(judge.compare(index, want, ids, 1.0))
         for setup in setups:
             config = _with_references(setup, [[*e.prompt_token_ids, *e.outputs[0].token_ids] for e in expected])
             for batch_size in batch_sizes:
                 llm = LLM(model, speculative_config=config, tokenizer=tokenizer, max_num_seqs=batch_size)
                 for index, (got, want) in enumerate(zip(llm.generate(prompts, params), expected, strict=True)):
-                    ids, reference = got.outputs[0].token_ids, want.outputs[0].token_ids
-                    divergence, gap, verdict = _judge(model, want.prompt_token_ids, ids, reference, params[index])
-                    checks.append(
-                        Check(
-                            setup=setup.name,
-                            temperature=temperature,
-                            batch_size=batch_size,
-                            prompt=index,
-                            num_tokens=len(ids),
-                            mean_acceptance_length=got.metrics.mean_acceptance_length,
-                            divergence=divergence,
-                            gap=gap,
-                            verdict=verdict,
-                        )
-                    )
+                    tau = got.metrics.mean_acceptance_length
+                    judge = _Judge(model, setup.name, batch_size, params[index])
+                    checks.append(judge.compare(index, want, got.outputs[0].token_ids, tau))
                 done += 1
                 on_progress(done, total)
     return checks
@@ -123,23 +119,53 @@ def _with_references(setup: Setup, references: list[list[int]]) -> dict[str, Any
     return config
 
 
-def _judge(
-    model: LoadedModel, prompt: list[int], ids: list[int], reference: list[int], params: SamplingParams
-) -> tuple[int | None, float | None, Verdict]:
-    """First divergence, relative gap of the two scores there, and the verdict."""
-    if ids == reference:
-        return None, None, "identical"
-    common = min(len(ids), len(reference))
-    at = next((i for i in range(common) if ids[i] != reference[i]), common)
-    if at == common:
-        return at, None, "bug"  # one text is longer than the other: no rounding explains that
-    logits = run_plain(model.module, torch.tensor([prompt + reference[:at]])).logits[0, -1].float()
-    scale = logits.abs().max()
-    if not params.is_greedy:
-        noise = KeyedNoise(torch.tensor([derive_seed(params.seed or 0, 0)]))
-        position = torch.tensor([len(prompt) + at])
-        logits = logits / params.temperature + noise.gumbel(position, Purpose.TARGET, logits.shape[0])[0].to(
-            logits.device
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    """Compares the outputs of one setup with plain decoding's."""
+
+    model: LoadedModel
+    setup: str
+    batch_size: int
+    params: SamplingParams
+
+    def compare(self, prompt: int, want: RequestOutput, ids: list[int], tau: float) -> Check:
+        """The verdict on one prompt.
+
+        Args:
+            prompt: Its index.
+            want: Plain decoding's result.
+            ids: Output tokens to judge.
+            tau: Acceptance length of the run that gave them.
+        """
+        reference = want.outputs[0].token_ids
+        at: int | None = None
+        gap: float | None = None
+        verdict: Verdict = "identical"
+        if ids != reference:
+            common = min(len(ids), len(reference))
+            at = next((i for i in range(common) if ids[i] != reference[i]), common)
+            # Where one text goes on after the other has ended, no rounding explains it.
+            gap = None if at == common else self._gap(want.prompt_token_ids, reference[:at], (ids[at], reference[at]))
+            is_tie = gap is not None and gap <= NEAR_TIE.get(self.model.dtype, NEAR_TIE[torch.float32])
+            verdict = "near-tie" if is_tie else "bug"
+        return Check(
+            setup=self.setup,
+            temperature=self.params.temperature,
+            batch_size=self.batch_size,
+            prompt=prompt,
+            num_tokens=len(ids),
+            mean_acceptance_length=tau,
+            divergence=at,
+            gap=gap,
+            verdict=verdict,
         )
-    gap = float((logits[reference[at]] - logits[ids[at]]).abs() / scale)
-    return at, gap, "near-tie" if gap <= NEAR_TIE.get(model.dtype, 1e-4) else "bug"
+
+    def _gap(self, prompt: list[int], output: list[int], tokens: tuple[int, int]) -> float:
+        """Difference of two tokens' scores after prompt and output, over the largest logit, by an ordinary forward."""
+        logits = run_plain(self.model.module, torch.tensor([prompt + output])).logits[0, -1].float()
+        scores = logits
+        if not self.params.is_greedy:
+            noise = KeyedNoise(torch.tensor([derive_seed(self.params.seed or 0, 0)], device=logits.device))
+            position = torch.tensor([len(prompt) + len(output)], device=logits.device)
+            scores = logits / self.params.temperature + noise.gumbel(position, Purpose.TARGET, logits.shape[0])[0]
+        return float((scores[tokens[0]] - scores[tokens[1]]).abs() / logits.abs().max())

@@ -22,6 +22,9 @@ def verify(
     max_tokens: options.MaxTokens = 128,
     temperature: options.Temperatures = None,
     batch_size: Annotated[list[int] | None, typer.Option(min=1, help="May be repeated. Default: 1.")] = None,
+    transformers: Annotated[
+        bool, typer.Option("--transformers", help="Also compare greedy plain decoding with transformers' generate.")
+    ] = False,
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -49,6 +52,7 @@ def verify(
             setups,
             workload,
             batch_sizes=batch_size or [1],
+            with_transformers=transformers,
             on_progress=on_progress,
         )
     header = options.run_header(loaded, prompts=len(texts), max_tokens=max_tokens, seed=seed)

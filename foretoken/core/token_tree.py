@@ -171,7 +171,7 @@ class TokenTree:
         for index, row in enumerate(self.rows()):
             _check_row(index, row)
         again = TokenTree.from_rows(self.rows())
-        if again.width != self.width or not torch.equal(again.parents, self.parents.cpu()):
+        if not torch.equal(again.parents, self.parents.cpu()):
             raise TreeError("padding nodes must have parent -1 and the widest tree must have no padding.")
         if not torch.equal(again.depths, self.depths.cpu()) or again.max_depth > self.max_depth:
             raise TreeError("depths disagree with parents, or max_depth is below the greatest depth.")

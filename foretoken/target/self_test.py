@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from foretoken.core.errors import ModelError
 from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.target.plain import run_plain
 from foretoken.target.plugin import current_pass
 from foretoken.target.slot_cache import LayerShape
-from foretoken.target.taps import run_plain
 
 if TYPE_CHECKING:
     from foretoken.target.runner import GenericRunner

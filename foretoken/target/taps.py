@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.errors import ModelError
+from foretoken.target.plain import run_plain
 from foretoken.target.plugin import ForwardPass, current_pass, running
 
 if TYPE_CHECKING:
@@ -119,17 +120,6 @@ def _prove(model: nn.Module, num_layers: int, wanted: Sequence[Tap]) -> None:
                 f"tap {tap!r} of {type(model).__name__} is not the hidden state that the model reports. "
                 "Drafters that read features cannot be used with this target."
             )
-
-
-def run_plain(model: nn.Module, input_ids: Tensor, **kwargs: Any) -> Any:
-    """One ordinary forward of the model with its eager attention, without our cache; (B, T) int64 ids."""
-    name = model.config._attn_implementation  # type: ignore[union-attr]
-    model.set_attn_implementation("eager")  # type: ignore[operator]
-    try:
-        with torch.inference_mode():
-            return model(input_ids.to(next(model.parameters()).device), **kwargs)
-    finally:
-        model.set_attn_implementation(name)  # type: ignore[operator]
 
 
 def _first(output: Any) -> Tensor:
