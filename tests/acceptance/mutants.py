@@ -3,7 +3,7 @@
 A mutant replaces one thing: the rule, the drafts it is told of, the rows it reads, its choices, or a function it calls.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
 
@@ -51,7 +51,7 @@ class Mutant:
     patches: Mapping[str, object] = field(default_factory=dict)
 
 
-def setting(rule: Rule, draw: type[Proposal], shape: Sequence[int]) -> Setting:
+def setting(rule: Rule, draw: Callable[[Tensor, int], Proposal], shape: Sequence[int]) -> Setting:
     """A rule on random tables."""
     target, draft = tables("dense", VOCAB, len(shape))
     return Setting(rule, drafts([draw(draft, width) for width in shape], VOCAB), target)

@@ -1,11 +1,12 @@
 """A batch gives every sequence what it would get alone, whatever pads it and whoever sits beside it."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from random_trees import Batch, batches, chains
 from torch import Tensor
@@ -15,6 +16,7 @@ from foretoken.acceptance.decisions import Acceptance, KeyedDecisions
 from foretoken.acceptance.lossy import accept_lenient, accept_typical
 from foretoken.acceptance.sequential import accept_sequential
 from foretoken.acceptance.walk import accept_coupled, accept_greedy
+from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.sampling.noise import KeyedNoise
 
 BatchRule = Callable[[Batch, KeyedDecisions], Acceptance]
@@ -31,7 +33,7 @@ CHAIN_RULES: dict[str, BatchRule] = {
     **TREE_RULES,
 }
 
-quick = settings(max_examples=25, deadline=None, derandomize=True)  # deadline: the machine is shared
+quick = settings(max_examples=25)
 
 
 def run(rule: BatchRule, batch: Batch) -> Acceptance:
@@ -81,6 +83,39 @@ def test_trees(name: str, batch: Batch, padding: int) -> None:
 @given(batch=chains(), padding=st.integers(1, 70))
 def test_chains(name: str, batch: Batch, padding: int) -> None:
     assert_rows_are_independent(CHAIN_RULES[name], batch, padding)
+
+
+def without_subtree(batch: Batch, cut: int) -> tuple[Batch, Batch, list[int]]:
+    """The first tree with a node cut off as the engine does it (no parent), and built anew without its subtree.
+
+    Both one-hot; the list says which nodes of the first the nodes of the second are.
+    """
+    tokens, parents = batch.tree.tokens[0].tolist(), batch.tree.parents[0].tolist()
+    gone = {cut}
+    for node, parent in enumerate(parents):
+        gone |= {node} if parent in gone else set()
+    kept = [node for node in range(len(parents)) if node not in gone]
+    marked = batch.tree.parents[:1].clone()
+    marked[0, cut] = -1
+    anew = TreeRow([tokens[n] for n in kept], [kept.index(parents[n]) if n else -1 for n in kept])
+    return (
+        replace(batch, tree=replace(batch.tree, parents=marked, law=None)),
+        replace(batch, tree=TokenTree.from_rows([anew]), log_probs=batch.log_probs[:, kept]),
+        kept,
+    )
+
+
+@pytest.mark.parametrize("name", TREE_RULES)
+@quick
+@given(batch=batches(max_rows=1, max_nodes=12), data=st.data())
+def test_cut_nodes_are_not_there(name: str, batch: Batch, data: st.DataObject) -> None:
+    """The engine takes a node out by taking its parent away; its depth, children and tokens stay behind."""
+    assume(batch.tree.width > 1)
+    cut_off, anew, kept = without_subtree(batch, data.draw(st.integers(1, batch.tree.width - 1)))
+    result, expected = run(TREE_RULES[name], cut_off), run(TREE_RULES[name], anew)
+    assert result.next_token.tolist() == expected.next_token.tolist()
+    nodes = [node for node in expected.path[0].tolist() if node >= 0]
+    assert [node for node in result.path[0].tolist() if node >= 0] == [kept[node] for node in nodes]
 
 
 class RecordedDecisions(KeyedDecisions):
@@ -148,7 +183,7 @@ def test_random_trees_reach_every_outcome() -> None:
     """The inputs above would prove little if nothing were ever accepted: over 300 trees, paths of 0..3 nodes occur."""
     lengths: set[int] = set()
 
-    @settings(max_examples=100, deadline=None, derandomize=True)
+    @settings(max_examples=100)
     @given(batch=batches())
     def collect(batch: Batch) -> None:
         lengths.update(run(TREE_RULES["sequential"], batch).num_accepted.tolist())

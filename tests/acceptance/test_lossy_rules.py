@@ -1,5 +1,6 @@
 """Lossy rules: named so, lossless at their limit, and off by exactly what they report."""
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -25,7 +26,8 @@ def lenient(lenience: float, *, greedy: bool = False) -> Rule:
 
 typical = partial(accept_typical, epsilon=0.09, delta=0.3)
 
-DRAWS: dict[str, Proposal] = {"drawn": independent, "one-hot": best}
+ProposalMaker = Callable[[Tensor, int], Proposal]
+DRAWS: dict[str, ProposalMaker] = {"drawn": independent, "one-hot": best}
 
 
 def test_lossy_rules_are_not_called_lossless() -> None:
@@ -41,6 +43,13 @@ def test_lenience_one_is_lossless(gamma: int, draw: str, case: str) -> None:
     law = exact_law(lenient(1.0), drafts([DRAWS[draw](draft, 1)] * gamma, 3), target)
     assert law.error <= EXACT
     assert law.lossy_tv == 0.0
+
+
+@pytest.mark.parametrize("levels", [(independent, best), (best, independent)], ids=["drawn first", "drawn last"])
+def test_lenience_one_is_lossless_on_mixed_chains(levels: tuple[ProposalMaker, ...]) -> None:
+    target, draft = tables("dense", 3, 2)
+    law = exact_law(lenient(1.0), drafts([draw(draft, 1) for draw in levels], 3), target)
+    assert law.error <= EXACT
 
 
 @pytest.mark.parametrize("lenience", [0.3, 0.5, 0.8, 0.95])
@@ -148,6 +157,12 @@ def test_typical_does_not_pass_an_untypical_node() -> None:
 
 def test_typical_decides_equal_lengths_by_probability() -> None:
     assert typical_path([PEAKED] * 4, TreeRow([0, 2, 1, 0], [-1, 0, 0, 0])) == [3]
+
+
+def test_typical_compares_whole_paths() -> None:
+    """0.5 * 0.15 is more than 0.15 * 0.3, although the second path ends better."""
+    tree = TreeRow([9, 0, 2, 2, 1], [-1, 0, 0, 1, 2])
+    assert typical_path([PEAKED] * 5, tree) == [1, 3]
 
 
 def test_typical_emits_a_target_token_after_the_path() -> None:

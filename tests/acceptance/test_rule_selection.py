@@ -117,14 +117,14 @@ def assert_each_row_gets_its_rule(batch: Batch, rules: list[str]) -> None:
         torch.testing.assert_close(together.lossy_tv[row].double(), alone.lossy_tv[0].double(), equal_nan=True)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(batch=batches(max_nodes=12), data=st.data())
 def test_rules_side_by_side_on_trees(batch: Batch, data: st.DataObject) -> None:
     names = st.sampled_from(["greedy", "coupled", "sequential", "typical"])
     assert_each_row_gets_its_rule(batch, [data.draw(names) for _ in range(batch.tree.batch_size)])
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40)
 @given(batch=chains(), data=st.data())
 def test_rules_side_by_side_on_chains(batch: Batch, data: st.DataObject) -> None:
     names = st.sampled_from(["greedy", "coupled", "sequential", "block", "lenient", "typical"])

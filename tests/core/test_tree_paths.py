@@ -53,7 +53,7 @@ def assert_masks_and_paths(rows: list[TreeRow], *, slack: int = 0) -> None:
             assert path_tokens[index] == [row.tokens[node] for node in path] + end
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60)
 @given(
     sizes=st.lists(st.integers(1, 24), min_size=1, max_size=4),
     seed=st.integers(0, 10**6),

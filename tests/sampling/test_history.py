@@ -9,7 +9,7 @@ from foretoken.sampling.history import History, HistoryTable
 
 VOCAB = 6
 tokens = st.integers(0, VOCAB - 1)
-quick = settings(max_examples=60, deadline=None, derandomize=True)
+quick = settings(max_examples=60)
 
 
 def view(table: HistoryTable, texts: dict[int, tuple[list[int], list[int]]], tail_len: int) -> History:

@@ -24,7 +24,7 @@ from foretoken.sampling.batch import SamplingRequest
 from foretoken.sampling.history import History
 from foretoken.sampling.node_scores import NodeScores
 
-thorough = settings(max_examples=100, deadline=None, derandomize=True)
+thorough = settings(max_examples=100)
 
 
 @st.composite

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import splitmix
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -43,7 +43,6 @@ def test_mix_is_a_bijection(words: list[int]) -> None:
     assert [splitmix.signed(splitmix.unmix(word % splitmix.WORD)) for word in mixed] == words
 
 
-@settings(deadline=None)
 @given(
     seed=int64s,
     position=st.integers(0, 2**40),
@@ -53,10 +52,14 @@ def test_mix_is_a_bijection(words: list[int]) -> None:
 def test_numbers_are_those_of_the_scheme(seed: int, position: int, purpose: Purpose, lane: int) -> None:
     uniform = noise(seed).uniform(at(position), purpose, lane)
     assert uniform.tolist() == [splitmix.uniform(seed, position, purpose, lane)]
-    gumbel = noise(seed).gumbel(at(position), purpose, 5, lane)[0]
-    expected = torch.tensor([splitmix.gumbel(seed, position, purpose, lane, token) for token in range(5)])
-    # float32 holds v to 2^-24 relative; two logarithms of numbers of order 1 leave about 1e-6.
-    torch.testing.assert_close(gumbel, expected, rtol=2e-6, atol=2e-6)
+    gumbel = noise(seed).gumbel(at(position), purpose, 5, lane)[0].double()
+    expected = torch.tensor(
+        [splitmix.gumbel(seed, position, purpose, lane, token) for token in range(5)], dtype=torch.float64
+    )
+    # float32 holds v = 1 - exp(-e), e = exp(-g), to 2^-25; dg/dv = 1 / (e (1 - v)). That is coarse for v near 1, the
+    # losers of every draw. Two float32 logarithms add 1e-6.
+    race = (-expected).exp()
+    assert ((gumbel - expected).abs() < 2e-6 + 2.0**-24 / (race * (-race).exp()) * (1 - (-race).exp())).all()
 
 
 @pytest.mark.parametrize("purpose", Purpose)

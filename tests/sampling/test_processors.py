@@ -22,7 +22,7 @@ from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.processors import one_hot_log_probs, process, warp
 
 NEVER = -math.inf
-thorough = settings(max_examples=200, deadline=None, derandomize=True)
+thorough = settings(max_examples=200)
 
 
 @thorough
