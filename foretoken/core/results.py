@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
@@ -30,7 +31,7 @@ class GenerationMetrics:
         draft_errors: Passes whose draft was dropped because the drafter failed.
         seconds: Wall-clock seconds in draft / verify / accept / commit of the passes in which it took part.
         prefill_seconds: Seconds of its prefill.
-        lossy_tv: Sum of `StepRecord.lossy_tv`; 0 for lossless rules.
+        lossy_tv: Sum of `StepRecord.lossy_tv`; 0 for lossless rules, NaN where a lossy rule does not know it.
     """
 
     steps: int = 0
@@ -97,7 +98,7 @@ class GenerationMetrics:
             "accept_seconds": self.seconds.accept,
             "commit_seconds": self.seconds.commit,
             "prefill_seconds": self.prefill_seconds,
-            "lossy_tv": self.lossy_tv,
+            "lossy_tv": None if math.isnan(self.lossy_tv) else self.lossy_tv,
         }
 
 

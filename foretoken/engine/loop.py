@@ -1,7 +1,8 @@
 """The decoding loop: prefill → [ propose → verify → accept → commit ]* → finish, over a ragged batch.
 
 One iteration makes one target pass over all running sequences and one transfer to the host, the packed outcome of
-acceptance. Sequences join when a slot is free and leave when they stop; nobody waits for anybody.
+acceptance; before it, the guard asks once whether a drafter's tree is one. Sequences join when a slot is free and leave
+when they stop; nobody waits for anybody.
 """
 
 from __future__ import annotations
@@ -275,7 +276,7 @@ def _to_host(tree: TokenTree, logits: Tensor, acceptance: Acceptance) -> list[Ou
     packed = torch.cat([header, path, tree.tokens.gather(1, nodes)], dim=1)
     outcomes = []
     depth = path.shape[1]
-    for row in packed.tolist():  # the iteration's one synchronisation
+    for row in packed.tolist():  # the synchronisation
         accepted, next_token, num_sound, num_drafted, tree_depth = row[:5]
         on_path, tokens = row[5 : 5 + depth], row[5 + depth :]
         outcomes.append(

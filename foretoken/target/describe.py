@@ -6,6 +6,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from foretoken.core.errors import ModelError
 from foretoken.target.loading import check_architecture, check_model_files, load_config
@@ -23,22 +24,23 @@ def describe_directory(directory: Path) -> dict[str, Any]:
     Raises:
         ModelError: When it is not a model, or damaged.
     """
-    check_model_files(str(directory))
+    check_model_files(str(directory), may_be_hub_id=False)
     config = load_config(str(directory))
     text = config.get_text_config()
     paths = sorted(directory.glob("*.safetensors"))
     num_parameters, dtypes = _weights(paths)
     try:
         check_architecture(config, str(directory))
-        target = "yes, if the self-test at load agrees"
+        is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        target = "yes, if the self-test at load agrees" if is_causal else "no: it is no causal LM of transformers"
     except ModelError as err:
         target = f"no: {err}"
     return {
         "directory": str(directory),
         "architecture": ", ".join(config.architectures or [type(config).__name__]),
-        "layers": text.num_hidden_layers,
-        "hidden_size": text.hidden_size,
-        "vocabulary": text.vocab_size,
+        "layers": getattr(text, "num_hidden_layers", None),
+        "hidden_size": getattr(text, "hidden_size", None),
+        "vocabulary": getattr(text, "vocab_size", None),
         "context": getattr(text, "max_position_embeddings", None),
         "parameters": num_parameters,
         "weight_dtypes": sorted(dtypes),

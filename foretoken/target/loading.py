@@ -142,15 +142,19 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any | None:
         raise ModelError(f"the tokenizer of '{name}' cannot be loaded: {_one_line(err)}.") from err
 
 
-def check_model_files(name: str) -> None:
+def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:
     """Looks at a model directory before any library does, for one clear sentence about what is wrong with it.
+
+    Args:
+        name: A directory, or a hub id, whose files are looked at when they are there.
+        may_be_hub_id: Whether a hub id is allowed at all.
 
     Raises:
         ModelError: When the directory is missing, holds no configuration or no safetensors, or holds a damaged file.
     """
     directory = Path(name)
     if not directory.is_dir():
-        if _is_hub_id(name):
+        if may_be_hub_id and _is_hub_id(name):
             return
         raise ModelError(
             f"there is no model directory '{name}'. Expected a directory with config.json and safetensors. "

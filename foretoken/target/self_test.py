@@ -57,8 +57,33 @@ def check_tree_attention(runner: GenericRunner) -> None:
     Raises:
         ModelError: When the logits differ by more than rounding, or sliding windows are lost on the way.
     """
+    # Measured on tiny random models: float32 reaches 4e-6, bfloat16 5e-2; a lost mask gives 1e-3 at the very least in
+    # float32 (weights of scale 0.02) and 0.2 on the trained models here. In the narrow dtypes rounding may also send
+    # one token of a mixture of experts to another expert (errors up to 0.7), but hardly with three sets of tokens.
+    is_wide = runner.model.dtype in (torch.float32, torch.float64)
+    tolerance, attempts = (2e-4, 1) if is_wide else (5e-2, 3)
+    worst = math.inf
+    for attempt in range(attempts):
+        worst = min(worst, _worst_error(runner, first_token=3 + 11 * attempt))
+        if worst <= tolerance:
+            break
+    else:
+        raise ModelError(
+            f"{type(runner.model.module).__name__} gives wrong logits for a token tree (relative error {worst:.1e}, "
+            f"expected at most {tolerance:.0e}): it ignores the attention plug-in or keeps state outside the KV cache. "
+            "It cannot be used as a target."
+        )
+    _check_windows(runner)
+
+
+def _worst_error(runner: GenericRunner, first_token: int) -> float:
+    """Greatest relative error of a node's logits against an ordinary forward of its path.
+
+    Raises:
+        ModelError: When some logits are not numbers.
+    """
     module, vocab = runner.model.module, runner.vocab_size
-    tokens = [(7 * i + 3) % vocab for i in range(NUM_ROWS)]
+    tokens = [(7 * i + first_token) % vocab for i in range(NUM_ROWS)]
     prompt, nodes = tokens[: min(_PROMPT_LEN, runner.context_len)], tokens[_PROMPT_LEN:]
     tree = TokenTree.from_rows([TreeRow(nodes, _PARENTS)], device=runner.device)
     ours = _tree_logits(runner, prompt, tree)
@@ -74,16 +99,7 @@ def check_tree_attention(runner: GenericRunner) -> None:
             f"{type(module).__name__} gives logits that are not numbers in {runner.model.dtype}. Expected finite "
             "logits. Its weights are damaged, or the dtype is too narrow for it: load it in float32."
         )
-    # Measured on tiny random models: float32 reaches 1e-6, bfloat16 1e-2; a lost mask gives 1e-3 at the very least
-    # in float32 (weights of scale 0.02) and far more on trained weights.
-    tolerance = 2e-4 if runner.model.dtype in (torch.float32, torch.float64) else 5e-2
-    if worst > tolerance:
-        raise ModelError(
-            f"{type(module).__name__} gives wrong logits for a token tree (relative error {worst:.1e}, expected at "
-            f"most {tolerance:.0e}): it ignores the attention plug-in or keeps state outside the KV cache. "
-            "It cannot be used as a target."
-        )
-    _check_windows(runner, prompt)
+    return worst
 
 
 def _tree_logits(runner: GenericRunner, prompt: list[int], tree: TokenTree) -> Tensor:
@@ -105,7 +121,7 @@ def _comparable(logits: Tensor) -> Tensor:
     return logits.masked_fill(logits < -1e4, 0.0)
 
 
-def _check_windows(runner: GenericRunner, prompt: list[int]) -> None:
+def _check_windows(runner: GenericRunner) -> None:
     """Every layer that the configuration calls sliding must hand its window to attention.
 
     The tree above is shorter than any real window, so a lost one does not show in its logits.
@@ -120,7 +136,7 @@ def _check_windows(runner: GenericRunner, prompt: list[int]) -> None:
 
     handle = runner.model.module.register_forward_hook(watch)
     try:
-        runner.verify([0], [len(prompt)], TokenTree.roots(prompt[:1], device=runner.device))
+        runner.verify([0], [0], TokenTree.roots([0], device=runner.device))
     finally:
         handle.remove()
     layer_types = getattr(config, "layer_types", None)

@@ -29,7 +29,9 @@ def stream(codec: Any, prompt: list[int], ids: list[int], *, skip_special_tokens
 def byte_fallback_tokenizer() -> Any:
     """A SentencePiece-like tokenizer: words with their space, and one token for each byte."""
     pieces = ["<unk>", "▁na", "▁x", "▁", "a", "ve"] + [f"<0x{byte:02X}>" for byte in range(256)]
-    inner = Tokenizer(models.BPE({p: i for i, p in enumerate(pieces)}, merges=[], byte_fallback=True, unk_token="<unk>"))
+    inner = Tokenizer(
+        models.BPE({p: i for i, p in enumerate(pieces)}, merges=[], byte_fallback=True, unk_token="<unk>")
+    )
     inner.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )

@@ -74,7 +74,9 @@ def test_a_scripted_oracle_is_accepted_by_the_script() -> None:
     plain = llm({}).generate([5], SamplingParams(temperature=0.0, max_tokens=22))[0].outputs[0].token_ids
     records: list[StepRecord] = []
     oracle = DRAFTERS["oracle [3, 0, 5]"]([[5, *plain]])
-    metrics = llm(oracle, on_step=records.append).generate([5], SamplingParams(temperature=0.0, max_tokens=22))[0].metrics
+    metrics = (
+        llm(oracle, on_step=records.append).generate([5], SamplingParams(temperature=0.0, max_tokens=22))[0].metrics
+    )
     assert [record.sequences[0].num_emitted for record in records] == [4, 1, 6, 4, 1, 6]
     assert metrics.mean_acceptance_length == pytest.approx(22 / 6)
     assert metrics.accepted_by == Counter(oracle=16)

@@ -36,7 +36,7 @@ def test_against_brute_force(chunks: list[str], stops: list[str], keep: bool) ->
             assert found is None
             assert not any(stop in text for stop in stops)
             continue
-        start, stop = expected
+        start, _ = expected
         assert found is not None
         matched, end = found
         assert text[start:].startswith(matched)

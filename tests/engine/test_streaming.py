@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
+from itertools import chain
 
 import pytest
 from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_mix
@@ -33,6 +35,11 @@ class Released:
         self.released.append(slot)
 
 
+def tokens_of(chunks: Iterable[StreamChunk]) -> list[int]:
+    """All tokens of some chunks."""
+    return list(chain.from_iterable(chunk.token_ids for chunk in chunks))
+
+
 def is_idle(engine: LLM) -> bool:
     """Whether all slots are free, each once, and nothing waits."""
     loop = engine._engine
@@ -51,7 +58,7 @@ def test_chunks_make_up_text_and_tokens(drafter: str, batch: int) -> None:
         for completion in output.outputs:
             parts = chunks.pop((request_id, completion.index))
             assert "".join(part.text for part in parts) == completion.text
-            assert sum((part.token_ids for part in parts), []) == completion.token_ids
+            assert tokens_of(parts) == completion.token_ids
             assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [completion.finish_reason]
             assert all(part.token_ids for part in parts)
     assert not chunks
@@ -110,7 +117,7 @@ def test_calls_may_be_made_while_a_stream_is_open() -> None:
     chunks[6] += list(second)
     chunks[5] += list(first)
     for prompt in (5, 6):
-        assert sum((chunk.token_ids for chunk in chunks[prompt]), []) == expected[prompt]
+        assert tokens_of(chunks[prompt]) == expected[prompt]
         assert chunks[prompt][-1].finish_reason == "length"
     assert is_idle(engine)
 
@@ -122,7 +129,7 @@ def test_closing_one_stream_leaves_the_other() -> None:
     taken = next(second).token_ids
     next(first)
     first.close()
-    assert taken + sum((chunk.token_ids for chunk in second), []) == expected
+    assert taken + tokens_of(second) == expected
     assert is_idle(engine)
 
 

@@ -1,0 +1,114 @@
+"""Prompt lookup against a search of the whole text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from drafting_contexts import context, facts
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foretoken.drafters.ngram import NgramDrafter, NgramIndex, Options, create
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
+
+
+def drafter(**options: Any) -> NgramDrafter:
+    """A drafter with the given options."""
+    made = create(Options(method="ngram", **options), facts())
+    assert isinstance(made, NgramDrafter)
+    return made
+
+
+def brute_force(tokens: list[int], shortest: int, longest: int) -> list[int]:
+    """Ends of earlier occurrences of the last tokens: longest match first, then the most recent."""
+    found: list[int] = []
+    for length in range(longest, shortest - 1, -1):
+        for end in range(len(tokens) - 1, length - 1, -1):
+            if tokens[end - length : end] == tokens[len(tokens) - length :] and end not in found:
+                found.append(end)
+    return found
+
+
+@given(tokens=TOKENS, shortest=st.integers(1, 3), more=st.integers(0, 3), steps=st.lists(st.integers(1, 5)))
+def test_matches_are_those_of_a_search(tokens: list[int], shortest: int, more: int, steps: list[int]) -> None:
+    """However the sequence grew: all at once, or by accepted paths of any length."""
+    index = NgramIndex(shortest, shortest + more)
+    length = 0
+    for step in steps:
+        length = min(length + step, len(tokens))
+        index.extend(tokens[:length])
+    index.extend(tokens)
+    assert list(index.matches(tokens)) == brute_force(tokens, shortest, shortest + more)
+
+
+@given(tokens=TOKENS, depth=st.integers(0, 6))
+def test_a_chain_is_what_followed_the_first_match(tokens: list[int], depth: int) -> None:
+    tree = drafter(prompt_lookup_min=1, prompt_lookup_max=3).propose(context([tokens], max_depth=depth))
+    tree.validate()
+    ends = brute_force(tokens, 1, 3)
+    following = tokens[ends[0] : ends[0] + depth] if ends else []
+    ids, parents = tree.rows()[0]
+    assert ids == [tokens[-1], *following]
+    assert parents == list(range(-1, len(following)))
+
+
+@given(tokens=TOKENS, depth=st.integers(0, 6), max_nodes=st.integers(2, 20))
+def test_a_tree_holds_what_followed_every_match(tokens: list[int], depth: int, max_nodes: int) -> None:
+    """Continuations enter in the order of matches, as far as nodes allow; siblings differ."""
+    tree = drafter(tree="tree", max_nodes=max_nodes, prompt_lookup_min=1).propose(context([tokens], max_depth=depth))
+    tree.validate()
+    ids, parents = tree.rows()[0]
+    assert tree.width <= max_nodes
+    assert tree.max_depth <= depth
+    assert len(set(zip(parents[1:], ids[1:], strict=True))) == len(ids) - 1
+    paths = {tuple(path_of(node, ids, parents)) for node in range(1, len(ids))}
+    wanted = [tokens[end : end + depth] for end in brute_force(tokens, 1, 4)]
+    prefixes = {tuple(path[:length]) for path in wanted for length in range(1, len(path) + 1)}
+    assert paths <= prefixes
+    assert len(paths) == min(len(prefixes), min(max_nodes, 16) - 1)
+    assert not wanted or tuple(wanted[0][: max_nodes - 1]) in {*paths, ()}
+
+
+def path_of(node: int, ids: list[int], parents: list[int]) -> list[int]:
+    """Tokens from below the root to a node."""
+    return [*path_of(parents[node], ids, parents), ids[node]] if node else []
+
+
+def test_the_longest_match_wins_over_a_more_recent_one() -> None:
+    tokens = [1, 2, 3, 9, 7, 2, 3, 8, 1, 2, 3]
+    assert drafter().propose(context([tokens], max_depth=2)).rows()[0].tokens == [3, 9, 7]
+    assert drafter(prompt_lookup_max=2).propose(context([tokens], max_depth=2)).rows()[0].tokens == [3, 8, 1]
+
+
+def test_rows_are_independent_and_ragged() -> None:
+    repeating, fresh = [4, 5, 6, 4, 5, 6, 4, 5], [1, 2, 3]
+    tree = drafter(num_speculative_tokens=3).propose(context([repeating, fresh, repeating], max_depth=[5, 5, 1]))
+    tree.validate()
+    assert [row.tokens for row in tree.rows()] == [[5, 6, 4, 5], [3], [5, 6]]
+
+
+def test_a_released_slot_starts_anew() -> None:
+    lookup = drafter()
+    lookup.propose(context([[1, 2, 3, 1, 2]]))
+    lookup.release(0)
+    lookup.release(5)  # never used
+    assert lookup.propose(context([[7, 8, 9, 1, 2]])).rows()[0].tokens == [2]
+
+
+def test_a_proposal_may_be_thrown_away() -> None:
+    lookup = drafter()
+    tokens = [1, 2, 3, 1, 2]
+    first, second = (lookup.propose(context([tokens])) for _ in range(2))
+    assert first.rows() == second.rows()
+    tokens += [3, 9]
+    assert lookup.propose(context([tokens])).rows() == drafter().propose(context([tokens])).rows()
+
+
+@pytest.mark.parametrize(("options", "width"), [({}, 17), ({"num_speculative_tokens": 5}, 6), ({"max_nodes": 4}, 4)])
+def test_no_tree_is_wider_than_announced(options: dict[str, Any], width: int) -> None:
+    lookup = drafter(**options)
+    assert lookup.max_nodes == width
+    tokens = list(range(30)) + list(range(4))
+    assert lookup.propose(context([tokens], max_depth=1000)).width == width

@@ -1,0 +1,118 @@
+"""Methods are found by their file's name: adding one is adding a file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from drafting_contexts import facts
+from end_to_end.tiny_llms import llm
+
+import foretoken.drafters
+from foretoken import SamplingParams
+from foretoken.core.errors import ConfigError
+from foretoken.drafters.base import LONGEST_CHAIN, DrafterOptions, TreeWidths
+from foretoken.drafters.registry import create_drafter, drafter_options, known_methods
+from foretoken.trees.choices import TreeShape
+
+REPEAT = """
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.drafters.base import DrafterOptions
+
+
+class Options(DrafterOptions):
+    times: int = 1
+
+
+class RepeatDrafter:
+    name, taps = "repeat", ()
+
+    def __init__(self, times):
+        self.times, self.max_nodes = times, times + 1
+
+    def propose(self, context):
+        parents = list(range(-1, self.times))
+        return TokenTree.from_rows([TreeRow([root] * (self.times + 1), parents) for root in context.roots])
+
+    def commit(self, committed):
+        pass
+
+    def release(self, slot):
+        pass
+
+
+def create(options, target):
+    return RepeatDrafter(options.times)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder that counts as part of `foretoken.drafters`."""
+    monkeypatch.setattr(foretoken.drafters, "__path__", [*foretoken.drafters.__path__, str(tmp_path)])
+    yield tmp_path
+    for name in [name for name in sys.modules if name == "foretoken.drafters.repeat"]:
+        del sys.modules[name]
+
+
+def test_the_methods_are_the_files() -> None:
+    assert {"adversarial", "draft_model", "ngram", "oracle"} <= set(known_methods())
+    assert not {"base", "registry", "__init__"} & set(known_methods())
+    assert known_methods() == sorted(known_methods())
+
+
+def test_a_new_file_is_a_new_method(folder: Path) -> None:
+    assert "repeat" not in known_methods()
+    (folder / "repeat.py").write_text(REPEAT, encoding="utf-8")
+    assert "repeat" in known_methods()
+    params = SamplingParams(temperature=0.0, max_tokens=30)
+    engine = llm({"speculative_config": {"method": "repeat", "times": 3, "num_speculative_tokens": 3}})
+    output = engine.generate([5], params)[0]
+    assert output.outputs[0] == llm({}).generate([5], params)[0].outputs[0]
+    assert output.metrics.num_drafted > 60
+    assert output.metrics.accepted_by.keys() <= {"repeat"}
+    with pytest.raises(ConfigError, match=r"method 'repeat' has no key 'time'. Did you mean 'times'\?"):
+        llm({"speculative_config": {"method": "repeat", "time": 3}})
+
+
+def test_every_method_has_the_two_names_and_sound_options() -> None:
+    """What the registry relies on, for each file there is."""
+    for method in known_methods():
+        keys: dict[str, Any] = {"references": [[1]]} if method == "oracle" else {}
+        options = drafter_options({"method": method, **keys})
+        assert isinstance(options, DrafterOptions)
+        assert options.method == method
+        if method == "draft_model":
+            continue  # it needs a model
+        drafter = create_drafter(options, facts())
+        assert 2 <= drafter.max_nodes <= 512
+        assert isinstance(drafter.name, str)
+        assert isinstance(drafter.taps, tuple)
+
+
+@pytest.mark.parametrize(
+    ("keys", "shape"),
+    [
+        ({}, TreeShape.chain(LONGEST_CHAIN)),
+        ({"num_speculative_tokens": 3}, TreeShape.chain(3)),
+        ({"max_nodes": 5}, TreeShape.chain(4)),
+        ({"num_speculative_tokens": 64}, TreeShape.chain(63)),
+        ({"tree": "tree"}, TreeShape.cartesian((2, 2))),
+        ({"tree": "tree", "num_speculative_tokens": 1}, TreeShape.cartesian((2,))),
+        ({"tree": [[0], [1], [0, 0]]}, TreeShape.from_choices([(0,), (1,), (0, 0)])),
+        ({"tree": {"widths": [3, 1]}}, TreeShape.cartesian((3, 1))),
+    ],
+)
+def test_shapes_that_options_ask_for(keys: dict[str, Any], shape: TreeShape) -> None:
+    assert DrafterOptions(method="any", **keys).shape(TreeShape.cartesian((2, 2))) == shape
+
+
+def test_depth_adapts_only_for_chains_that_nobody_fixed() -> None:
+    assert DrafterOptions(method="any").adapts_depth
+    assert not DrafterOptions(method="any", num_speculative_tokens=3).adapts_depth
+    assert not DrafterOptions(method="any", tree="tree").adapts_depth
+    assert not DrafterOptions(method="any", tree=TreeWidths(widths=(2,))).adapts_depth
+    assert not drafter_options({"method": "adversarial"}).adapts_depth

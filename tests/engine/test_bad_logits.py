@@ -1,0 +1,95 @@
+"""Target logits that are not finite end their own request, after what plain decoding would still have emitted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from end_to_end.tiny_llms import drafters, llm
+from torch import Tensor
+
+from foretoken import LLM, SamplingParams
+from foretoken.target.runner import PassOutput
+
+DRAFTERS = drafters()
+PROMPTS = [[5], [6, 7], [8, 9, 10]]
+PARAMS = [
+    SamplingParams(temperature=0.0, max_tokens=20, logprobs=1),
+    SamplingParams(temperature=0.8, seed=1, max_tokens=20, repetition_penalty=1.2),
+    SamplingParams(temperature=0.9, seed=2, max_tokens=20, top_k=9, top_p=0.9),
+]
+
+
+def spoil(engine: LLM, victim: int, position: int, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the target's logits of one sequence bad at every node of one position."""
+    original = engine.target.verify
+
+    def verify(slots: Any, lengths: Any, tree: Any) -> PassOutput:
+        output = original(slots, lengths, tree)
+        for row, sequence in enumerate(s for s in engine._engine._running if s.num_cached == len(s.tokens) - 1):
+            if sequence.request_id == victim:
+                bad: Tensor = lengths[row] + tree.depths[row] == position
+                output.logits[row][bad] = value
+        return output
+
+    monkeypatch.setattr(engine.target, "verify", verify)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("drafter", ["none", "oracle [3, 0, 5]", "draft itself tree"])
+def test_only_the_request_with_bad_logits_ends(drafter: str, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = llm({}, max_num_seqs=1).generate(PROMPTS, PARAMS)
+    known = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in plain]
+    for victim, prompt in enumerate(PROMPTS):
+        engine = llm(DRAFTERS[drafter](known), max_num_seqs=3)
+        spoil(engine, victim, len(prompt) + 5, value, monkeypatch)
+        outputs = engine.generate(PROMPTS, PARAMS)
+        for index, (got, want) in enumerate(zip(outputs, plain, strict=True)):
+            completion, expected = got.outputs[0], want.outputs[0]
+            if index != victim:
+                assert completion.token_ids == expected.token_ids
+                assert completion.finish_reason == "length"
+                continue
+            # The bad row is the one that decides token 6: position len(prompt) + 5 holds token 5.
+            assert completion.token_ids == expected.token_ids[:6]
+            assert completion.finish_reason == "error"
+            assert completion.text == llm({}).tokenizer.decode(completion.token_ids)
+            assert got.metrics.num_emitted == 6
+            assert completion.logprobs is None or len(completion.logprobs) == 6
+        monkeypatch.undo()
+        assert engine.generate(PROMPTS, PARAMS)[victim].outputs[0].token_ids == plain[victim].outputs[0].token_ids
+
+
+def test_bad_rows_off_the_path_are_nobodys_business(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrong drafts may overflow the target: their rows decide nothing."""
+    params = SamplingParams(temperature=0.0, max_tokens=20)
+    plain = llm({}).generate([5], params)[0].outputs[0].token_ids
+    engine = llm(DRAFTERS["random wide"](None))
+    original = engine.target.verify
+
+    def verify(slots: Any, lengths: Any, tree: Any) -> PassOutput:
+        output = original(slots, lengths, tree)
+        is_wrong = torch.tensor([[False] + [token not in plain for token in row[1:]] for row in tree.tokens.tolist()])
+        output.logits[is_wrong] = float("nan")
+        return output
+
+    monkeypatch.setattr(engine.target, "verify", verify)
+    completion = engine.generate([5], params)[0].outputs[0]
+    assert (completion.token_ids, completion.finish_reason) == (plain, "length")
+
+
+def test_some_minus_infinities_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models mask padding ids of their vocabulary that way."""
+    engine = llm({})
+    original = engine.target.verify
+
+    def verify(slots: Any, lengths: Any, tree: Any) -> PassOutput:
+        output = original(slots, lengths, tree)
+        output.logits[..., 40:] = float("-inf")
+        return output
+
+    monkeypatch.setattr(engine.target, "verify", verify)
+    completion = engine.generate([5], SamplingParams(temperature=1.0, seed=0, max_tokens=20))[0].outputs[0]
+    assert completion.finish_reason == "length"
+    assert max(completion.token_ids) < 40

@@ -1,0 +1,158 @@
+"""The cost curve and the depth that pays, against the closed form of Leviathan et al. (arXiv 2211.17192, theorem 3.8).
+
+With acceptance alpha, a draft level that costs c target passes and verification as cheap as one token, a chain of depth
+g earns (1 - alpha^(g+1)) / (1 - alpha) tokens in g c + 1 passes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import foretoken.engine.budget as budget_module
+from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
+from foretoken.engine.budget import CostCurve, DepthBudget
+
+FLAT = (1, 64), (1.0, 1.0)
+
+
+def speed_up(alpha: float, depth: int, cost: float) -> float:
+    """Theorem 3.8."""
+    return (1 - alpha ** (depth + 1)) / ((1 - alpha) * (depth * cost + 1))
+
+
+def record(depth: int, accepted: list[int], *, level: float, verify: float = 1.0, seconds: float = 0.0) -> StepRecord:
+    """An iteration over chains of one depth; `seconds` are added to the draft's time."""
+    return StepRecord(
+        sequences=[
+            SequenceStep(
+                request_id=i, num_drafted=depth, tree_depth=depth, num_accepted=n, num_emitted=n + 1, accepted_by={}
+            )
+            for i, n in enumerate(accepted)
+        ],
+        width=depth + 1,
+        seconds=StageSeconds(draft=depth * level + seconds, verify=verify),
+    )
+
+
+def live(budget: DepthBudget, alpha: float, level: float, iterations: int, *, batch: int = 1) -> list[int]:
+    """Lets a budget decide, and tells it what happened; acceptance is geometric, spread evenly instead of drawn."""
+    depths = []
+    for i in range(iterations):
+        depth = budget.depth(batch)
+        depths.append(depth)
+        even = [((i * batch + row) * 0.6180339887) % 1 for row in range(batch)]
+        accepted = [min(depth, int(math.log(1 - u) / math.log(alpha))) for u in even]
+        budget.learn(record(depth, accepted, level=level))
+    return depths
+
+
+@pytest.mark.parametrize(
+    ("alpha", "level", "best", "gain"),
+    [  # the table of optimal depths in methods/sampling.md 10.2
+        (0.5, 0.01, 5, 1.88), (0.7, 0.02, 8, 2.76), (0.6, 0.05, 4, 1.92), (0.8, 0.05, 8, 3.09), (0.9, 0.05, 13, 4.67),
+        (0.7, 0.1, 4, 1.98), (0.9, 0.1, 10, 3.43), (0.8, 0.2, 4, 1.87), (0.95, 0.2, 10, 2.87), (0.5, 0.2, 1, 1.25),
+    ],
+)  # fmt: skip
+def test_depth_is_the_closed_forms_optimum(alpha: float, level: float, best: int, gain: float) -> None:
+    assert max(range(40), key=lambda depth: speed_up(alpha, depth, level)) == best
+    assert speed_up(alpha, best, level) == pytest.approx(gain, abs=0.006)
+    depths = live(DepthBudget(CostCurve(*FLAT), 40), alpha, level, 1200)[-300:]
+    # Acceptance is estimated from the last hundred drafts: the optimum is flat, so what counts is the speed lost.
+    mean = sum(speed_up(alpha, depth, level) for depth in depths) / len(depths)
+    assert mean >= 0.98 * gain
+
+
+def test_nothing_is_drafted_where_nothing_pays_but_probes_go_on() -> None:
+    depths = live(DepthBudget(CostCurve(*FLAT), 8), 0.3, 2.0, 400)[100:]
+    assert set(depths) == {0, 1}
+    assert 7 <= sum(depths) <= 12
+    probes = [i for i, depth in enumerate(depths) if depth]
+    assert {b - a for a, b in itertools.pairwise(probes)} == {32}
+
+
+def test_drafting_comes_back_when_it_pays_again() -> None:
+    budget = DepthBudget(CostCurve(*FLAT), 8)
+    live(budget, 0.05, 0.3, 300)
+    assert live(budget, 0.05, 0.3, 1)[0] == 0
+    assert min(live(budget, 0.95, 0.05, 3000)[-100:]) >= 4
+
+
+def test_one_slow_draft_is_forgiven() -> None:
+    """The first draft of a draft model reads the whole prompt: its time says nothing of the next one's."""
+    budget = DepthBudget(CostCurve(*FLAT), 8)
+    depth = budget.depth(1)
+    budget.learn(record(depth, [depth], level=0.05, seconds=500.0))
+    assert min(live(budget, 0.8, 0.05, 100)[-40:]) >= 4
+
+
+def test_wide_passes_and_large_batches_cost() -> None:
+    """Where every token costs as much as a pass nothing pays; a batch reaches the end of a cheap step sooner."""
+    linear = DepthBudget(CostCurve((1, 2), (1.0, 2.0)), 8)
+    stairs = DepthBudget(CostCurve((1, 8, 9, 64), (1.0, 1.0, 2.0, 14.0)), 16)
+    for _ in range(200):
+        linear.learn(record(1, [0], level=0.0, verify=2.0))
+        stairs.learn(record(7, [6], level=0.0))
+    assert linear.depth(1) == 0
+    assert stairs.depth(1) == 7
+    assert stairs.depth(4) == 1
+
+
+def test_an_untested_depth_is_judged_by_the_others() -> None:
+    """Drafts of depth 2 that are always accepted say that deeper ones are worth a try."""
+    budget = DepthBudget(CostCurve(*FLAT), 16)
+    for _ in range(50):
+        budget.learn(record(2, [2], level=0.02))
+    assert budget.depth(1) > 4
+
+
+def test_plain_iterations_teach_no_acceptance() -> None:
+    budget = DepthBudget(CostCurve(*FLAT), 8)
+    before = budget.depth(1)
+    for _ in range(100):
+        budget.learn(record(0, [0], level=0.0))
+    assert budget.depth(1) == before
+
+
+def test_curve_interpolates_and_goes_on_along_its_last_slope() -> None:
+    curve = CostCurve((1, 3, 5), (1.0, 2.0, 6.0))
+    assert [curve(width) for width in (1, 2, 3, 4, 5, 7)] == pytest.approx([1.0, 1.5, 2.0, 4.0, 6.0, 10.0])
+    assert CostCurve((1,), (2.0,))(50) == 2.0
+
+
+@given(points=st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=8))
+def test_curve_never_falls(points: list[float]) -> None:
+    """A wider pass that was measured faster is noise."""
+    curve = CostCurve(range(1, 2 * len(points), 2), points)
+    values = [curve(width) for width in range(1, 3 * len(points) + 2)]
+    assert all(later >= earlier * (1 - 1e-12) for earlier, later in itertools.pairwise(values))
+    assert values[0] == points[0]
+
+
+def test_curve_follows_the_passes_that_are_made() -> None:
+    curve = CostCurve((1, 4, 8), (1.0, 2.0, 3.0))
+    for _ in range(100):
+        curve.learn(4, 2.5)
+        curve.learn(5, 900.0)  # a width that was not measured teaches nothing
+    assert [curve(width) for width in (1, 4, 8)] == pytest.approx([1.0, 2.5, 3.0], abs=1e-3)
+
+
+def test_measuring_takes_the_fastest_pass_and_stops_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, passes = [0.0], []
+
+    def run(width: int) -> None:
+        passes.append(width)
+        clock[0] += width * 0.01 * (3.0 if len(passes) % 5 == 0 else 1.0)  # now and then something else runs
+
+    monkeypatch.setattr(budget_module.time, "perf_counter", lambda: clock[0])
+    curve = CostCurve.measure(run, max_width=12, repeats=4, limit_s=1e9)
+    assert [curve(width) for width in (1, 6, 12, 24)] == pytest.approx([0.01, 0.06, 0.12, 0.24])
+    assert set(passes) == {1, 2, 3, 4, 5, 6, 8, 10, 12}
+    passes.clear()
+    slow = CostCurve.measure(run, max_width=12, limit_s=0.0)
+    assert len(passes) == 9 + 3 * 2, "one warm-up of every width, then the two narrowest alone"
+    assert slow(2) > slow(1)

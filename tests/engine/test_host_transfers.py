@@ -1,0 +1,58 @@
+"""How often an iteration waits for the device, counted where our own code asks a tensor for its values.
+
+A greedy iteration over one-hot drafts asks twice: the guard, whether the tree is one (a drafter is not believed), and
+for the packed outcome. On a CPU the walk down the tree may also look whether it is over, which is free there.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from end_to_end.tiny_llms import drafters, llm
+
+import foretoken
+from foretoken import SamplingParams
+
+TRANSFERS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+PACKAGE = str(Path(foretoken.__file__).parent)
+
+
+@pytest.fixture
+def callers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Functions of the package that asked a tensor for its values, by name."""
+    counted: Counter[str] = Counter()
+
+    def counting(original: Any) -> Any:
+        def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            if frame.f_code.co_filename.startswith(PACKAGE):
+                counted[frame.f_code.co_name] += 1
+            return original(self, *args, **kwargs)
+
+        return method
+
+    for name in TRANSFERS:
+        monkeypatch.setattr(torch.Tensor, name, counting(getattr(torch.Tensor, name)))
+    return counted
+
+
+@pytest.mark.parametrize("drafter", ["none", "oracle [3, 0, 5]", "oracle tree", "ngram tree"])
+def test_a_greedy_iteration_waits_twice(drafter: str, callers: Counter[str]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=22)
+    plain = llm({}).generate([[5], [6]], params)
+    engine = llm(drafters()[drafter]([[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in plain]))
+    callers.clear()
+    records: list[Any] = []
+    engine._engine._on_step = records.append
+    engine.generate([[5], [6]], params)
+    callers.pop("descend", None)
+    # The last pass, where there is room for one token only, is not drafted for.
+    most = 0 if drafter == "none" else len(records)
+    assert callers.pop("_to_host") == len(records)
+    assert max(0, most - 1) <= callers.pop("find_fault", 0) <= most
+    assert not callers

@@ -1,0 +1,200 @@
+"""`LLM`: forms of prompts, what comes back, and errors that leave the engine as it was."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from end_to_end.tiny_llms import drafters, llm, target, tokenizer
+from tiny_models import CONTEXT_LEN, EOS_ID, VOCAB_SIZE
+
+from foretoken import LLM, RequestOutput, SamplingParams
+from foretoken.core.errors import ConfigError, ForetokenError, RequestError
+from foretoken.target.loading import wrap_model
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
+TEXT = "the abc"
+
+
+@pytest.fixture(scope="module")
+def engine() -> LLM:
+    """One engine that survives every error below."""
+    return llm(drafters()["draft tree"](None), max_num_seqs=3)
+
+
+def texts(outputs: list[RequestOutput]) -> list[list[int]]:
+    """Token ids of every first completion."""
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "count"),
+    [
+        (TEXT, 1),
+        ({"prompt": TEXT}, 1),
+        ("ids", 1),
+        ({"prompt_token_ids": "ids"}, 1),
+        ([TEXT, "ids", {"prompt": TEXT}, {"prompt_token_ids": "ids"}, {"prompt": "x", "prompt_token_ids": "ids"}], 5),
+        ((TEXT, TEXT), 2),
+        ("tuple of ids", 1),
+        ("tensor", 1),
+        ("batch tensor", 2),
+        ("array", 1),
+        ([], 0),
+    ],
+)
+def test_prompts_in_every_form(engine: LLM, prompts: Any, count: int) -> None:
+    ids = tokenizer()(TEXT)["input_ids"]
+    forms = {
+        "ids": ids, "tuple of ids": tuple(ids), "tensor": torch.tensor(ids), "batch tensor": torch.tensor([ids, ids]),
+        "array": np.array(ids),
+    }  # fmt: skip
+
+    def fill(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: fill(part) for key, part in value.items()}
+        return [fill(part) for part in value] if isinstance(value, list) else forms.get(value, value)
+
+    outputs = engine.generate(fill(prompts), GREEDY)
+    want = llm({}).generate([ids], GREEDY)[0]
+    assert len(outputs) == count
+    for index, output in enumerate(outputs):
+        assert output.request_id == index
+        assert output.prompt_token_ids == ids
+        assert output.outputs[0] == want.outputs[0]
+
+
+def test_the_prompt_comes_back_as_it_was_given(engine: LLM) -> None:
+    """Text as written, though the tokenizer may add or lose something; ids decoded where there is a tokenizer."""
+    outputs = engine.generate(["Straße abc", [4, 5], {"prompt": "ab", "prompt_token_ids": [6]}], GREEDY)
+    assert [output.prompt for output in outputs] == ["Straße abc", "ab", "ab"]
+    assert LLM(target()).generate([4, 5], GREEDY)[0].prompt is None
+
+
+def test_params_for_all_or_for_each(engine: LLM) -> None:
+    each = [replace(GREEDY, max_tokens=n) for n in (1, 4)]
+    assert [len(ids) for ids in texts(engine.generate([[5], [5]], each))] == [1, 4]
+    assert len(engine.generate([5], None)[0].outputs[0].token_ids) <= 16, "vLLM's defaults"
+
+
+MISTAKES: list[tuple[Any, Any, str]] = [
+    ([[]], GREEDY, "the prompt is empty. Expected at least one token."),
+    ("", GREEDY, "the prompt is empty"),
+    ([[5], {"prompt_token_ids": []}], GREEDY, "the prompt is empty"),
+    ([5, VOCAB_SIZE], GREEDY, "the prompt holds token id 67. Expected integers in 0..66."),
+    ([5, -1], GREEDY, "the prompt holds token id -1"),
+    ([[5, 1.5]], GREEDY, "the prompt holds token id 1.5"),
+    ([[5, "a"]], GREEDY, "the prompt holds token id 'a'"),
+    ([5] * CONTEXT_LEN, GREEDY, "prompt 0 has 96 tokens. Expected at most 95, one less than the context"),
+    ([[5], [5] * 200], GREEDY, "prompt 1 has 200 tokens"),
+    ({"text": "abc"}, GREEDY, r"the prompt has the keys \['text'\]. Expected 'prompt' or 'prompt_token_ids'"),
+    (None, GREEDY, "the prompts are NoneType. Expected text, token ids"),
+    (7, GREEDY, "the prompts are int"),
+    ([None], GREEDY, "a prompt is NoneType. Expected text"),
+    ([[5], [6]], [GREEDY] * 3, "2 prompts came with 3 sampling parameters. Expected as many."),
+    ([[5], [6]], [GREEDY], "2 prompts came with 1 sampling parameters"),
+    ([5], replace(GREEDY, logit_bias={VOCAB_SIZE: 1.0}), "logit_bias or stop_token_ids holds token id 67"),
+    ([5], replace(GREEDY, stop_token_ids=[99]), "logit_bias or stop_token_ids holds token id 99"),
+    ([5], replace(GREEDY, bad_words=[[3, 99]]), "bad_words holds token id 99"),
+    ([5], replace(GREEDY, bad_words=["日"]), "bad_words holds an empty word. Leave it out."),
+]
+
+
+@pytest.mark.parametrize(("prompts", "params", "sentence"), MISTAKES)
+def test_mistakes_generate_nothing_and_break_nothing(engine: LLM, prompts: Any, params: Any, sentence: str) -> None:
+    before = texts(engine.generate([[5], [6]], GREEDY))
+    for call in (engine.generate, engine.stream):
+        with pytest.raises(RequestError, match=sentence):
+            call(prompts, params)
+        assert not engine._engine.has_work
+    assert texts(engine.generate([[5], [6]], GREEDY)) == before
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "sentence"),
+    [
+        ("abc", GREEDY, "the prompt is text but the model has no tokenizer. Pass token ids."),
+        ([5], replace(GREEDY, stop=["x"]), "stop holds text but the model has no tokenizer. Use stop_token_ids."),
+        ([5], replace(GREEDY, bad_words=["x"]), "bad_words holds text but the model has no tokenizer"),
+    ],
+)
+def test_without_a_tokenizer_text_is_refused(prompt: Any, params: SamplingParams, sentence: str) -> None:
+    with pytest.raises(RequestError, match=sentence):
+        LLM(target()).generate(prompt, params)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs is 0. Expected at least 1."),
+        ({"max_model_len": 3}, "max_model_len is 3. Expected at least 8."),
+    ],
+)
+def test_engines_that_cannot_work_are_refused(arguments: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as error:
+        llm({}, **arguments)
+    assert isinstance(error.value, ForetokenError)
+
+
+def test_the_context_limit_is_exact() -> None:
+    """A prompt one below the limit gives one token, also when drafts would go on."""
+    for name in ("none", "oracle [3, 0, 5]", "draft itself", "random wide"):
+        engine = llm(drafters()[name]([[5] * 9 + [1, 2, 3]]), max_model_len=10)
+        output = engine.generate([5] * 9, SamplingParams(temperature=0.0, max_tokens=None))[0].outputs[0]
+        assert (len(output.token_ids), output.finish_reason) == (1, "length")
+        assert len(engine.generate([5], SamplingParams(temperature=0.0, max_tokens=50))[0].outputs[0].token_ids) == 9
+
+
+def test_logprobs_of_more_tokens_than_there_are() -> None:
+    output = llm({}).generate([5], replace(GREEDY, logprobs=1000))[0].outputs[0]
+    assert output.logprobs is not None
+    for token in output.logprobs:
+        assert len(token.top) == VOCAB_SIZE
+        assert sum(np.exp(list(token.top.values()))) == pytest.approx(1.0, abs=1e-5)
+        assert token.top[token.token_id] == token.logprob == max(token.top.values())
+
+
+def test_text_ends_before_a_stop_token_unless_it_is_kept() -> None:
+    plain = llm({}).generate([5], GREEDY)[0].outputs[0]
+    stop = plain.token_ids[2]
+    for keep in (False, True):
+        params = replace(GREEDY, stop_token_ids=[stop], include_stop_str_in_output=keep)
+        output = llm({}).generate([5], params)[0].outputs[0]
+        assert output.token_ids == plain.token_ids[:3]
+        assert output.text == tokenizer().decode(plain.token_ids[: 3 if keep else 2])
+        assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+
+
+def test_ignored_end_of_sequence_may_still_be_a_stop_token() -> None:
+    bias = {EOS_ID: 100.0}
+    ended = llm({}).generate([5], replace(GREEDY, logit_bias=bias))[0].outputs[0]
+    assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == ([EOS_ID], "stop", None)
+    ignored = llm({}).generate([5], replace(GREEDY, logit_bias=bias, ignore_eos=True))[0].outputs[0]
+    assert (ignored.token_ids, ignored.finish_reason) == ([EOS_ID] * 6, "length")
+    stopped = llm({}).generate([5], replace(GREEDY, logit_bias=bias, ignore_eos=True, stop_token_ids=[EOS_ID]))[0]
+    assert (stopped.outputs[0].token_ids, stopped.outputs[0].stop_reason) == ([EOS_ID], EOS_ID)
+
+
+def test_end_of_sequence_ids_that_a_cut_down_model_no_longer_has() -> None:
+    """Configurations keep the ids of the model they were cut from."""
+    model = replace(wrap_model(target(), name="cut"), eos_ids=(50256, -1, EOS_ID))
+    params = SamplingParams(temperature=0.0, max_tokens=9, min_tokens=3, logit_bias={EOS_ID: 50.0})
+    assert len(LLM(model).generate([5], params)[0].outputs[0].token_ids) == 4
+
+
+def test_an_engines_seed_makes_its_requests_reproducible() -> None:
+    params = SamplingParams(max_tokens=12, n=2)
+    runs = [
+        [c.token_ids for name in names for o in llm(drafters()[name](None), seed=4).generate([[5], [6]], params)
+         for c in o.outputs]
+        for names in (["none"], ["draft tree"])
+    ]  # fmt: skip
+    assert runs[0] == runs[1]
+    assert len({tuple(ids) for ids in runs[0]}) == 4
+    other = llm({}, seed=5).generate([[5], [6]], params)
+    assert [c.token_ids for o in other for c in o.outputs] != runs[0]
+    unseeded = [texts(llm({}).generate([5], params)) for _ in range(2)]
+    assert unseeded[0] != unseeded[1]

@@ -1,0 +1,156 @@
+"""`speculative_config`: vLLM's keys work or are refused with a sentence; nothing is ignored in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from end_to_end.tiny_llms import llm, noisy, target, tokenizer
+from tiny_models import tiny_model
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.errors import ConfigError
+from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.engine.config import parse_speculative_config
+
+# What vLLM 0.33 calls the keys, with values that ask for nothing foretoken lacks.
+NEUTRAL_KEYS = {
+    "draft_tensor_parallel_size": [None, 1],
+    "quantization": [None],
+    "max_model_len": [None],
+    "revision": [None],
+    "code_revision": [None],
+    "parallel_drafting": [None, False],
+    "use_heterogeneous_vocab": [None, False],
+    "num_speculative_tokens_per_batch_size": [None],
+    "enable_adaptive_verification": [None, False, True],
+    "enforce_eager": [None, False, True],
+}
+
+
+def parse(**config: Any) -> Any:
+    """A checked configuration for a target that stands alone."""
+    return parse_speculative_config(config, target="/nowhere/target")
+
+
+@pytest.mark.parametrize("key", NEUTRAL_KEYS)
+def test_keys_of_vllm_that_ask_for_nothing_are_accepted(key: str) -> None:
+    for value in NEUTRAL_KEYS[key]:
+        parse(method="ngram", **{key: value})
+    with pytest.raises(ConfigError, match=f"'{key}' = 'something' is not supported. Leave it out."):
+        parse(method="ngram", **{key: "something"})
+
+
+def test_keys_of_vllm_that_ask_for_something() -> None:
+    ngram = parse(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=6).options
+    assert (ngram.num_speculative_tokens, ngram.prompt_lookup_min, ngram.prompt_lookup_max) == (3, 1, 6)
+    draft = parse(method="draft_model", model="/somewhere", draft_sample_method="greedy").options
+    assert (draft.model, draft.draft_sample_method) == ("/somewhere", "greedy")
+
+
+@pytest.mark.parametrize(
+    ("keys", "rule"),
+    [
+        ({}, "auto"),
+        ({"rejection_sample_method": "standard"}, "sequential"),
+        ({"rejection_sample_method": "block"}, "block"),
+        ({"rejection_sample_method": "block", "acceptance": "sequential"}, "sequential"),
+        ({"acceptance": "coupled"}, "coupled"),
+        ({"acceptance": "lenient", "lenience": 0.5}, "lenient"),
+        ({"acceptance": "typical", "posterior_threshold": 0.1, "posterior_alpha": 0.4}, "typical"),
+    ],
+)
+def test_acceptance_rules(keys: dict[str, Any], rule: str) -> None:
+    policy = parse(method="ngram", **keys).policy
+    assert policy.rule == rule
+    assert policy.is_lossy == (rule in ("lenient", "typical"))
+    values = {"lenience": "lenience", "posterior_threshold": "epsilon", "posterior_alpha": "delta"}
+    for key, field in values.items():
+        assert key not in keys or getattr(policy, field) == keys[key]
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({}, r"has no 'method'"),
+        ({"method": "ngrams"}, r"method 'ngrams' does not exist. Did you mean 'ngram'\? Known: adversarial, "),
+        ({"method": None}, r"method None does not exist. Known: "),
+        ({"method": ["ngram"]}, r"does not exist"),
+        ({"method": "ngram", "num_speculative_token": 3}, r"no key 'num_speculative_token'. Did you mean 'num_specul"),
+        ({"method": "ngram", "acceptence": "block"}, r"no key 'acceptence'. Did you mean 'acceptance'\?"),
+        ({"method": "draft_model", "prompt_lookup_max": 3}, r"method 'draft_model' has no key 'prompt_lookup_max'"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, r"'num_speculative_tokens' of method 'ngram' is 0. Input"),
+        ({"method": "ngram", "prompt_lookup_min": 9}, r"options of method 'ngram': prompt_lookup_min must not be abo"),
+        ({"method": "ngram", "tree": "bush"}, r"'tree' of method 'ngram' is 'bush'. Input should be 'chain' or 'tree'"),
+        ({"method": "ngram", "tree": {"width": [2]}}, r"'tree' of method 'ngram' is {'width': \[2\]}"),
+        ({"method": "draft_model", "draft_sample_method": "x"}, r"'draft_sample_method' .* is 'x'. .*'probabilistic'"),
+        ({"method": "oracle"}, r"'references' of method 'oracle' is None. Field required"),
+        ({"method": "ngram", "acceptance": "blok"}, r"acceptance rule 'blok' does not exist. Did you mean 'block'\?"),
+        ({"method": "ngram", "acceptance": "greedy"}, r"acceptance rule 'greedy' does not exist"),
+        ({"method": "ngram", "rejection_sample_method": "fly"}, r"rejection_sample_method 'fly' is not supported. "),
+        ({"method": "ngram", "rejection_sample_method": "synthetic"}, r"'synthetic' is not supported. "),
+        ({"method": "ngram", "lenience": 1.5}, r"'lenience' is 1.5. Expected a number above 0 and at most 1."),
+        ({"method": "ngram", "posterior_alpha": "big"}, r"'posterior_alpha' is 'big'. Expected a number"),
+        ({"method": "draft_model"}, r"needs a model"),
+    ],
+)
+def test_mistakes_come_back_as_a_sentence(config: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        llm({"speculative_config": config})
+
+
+def test_tree_choices_that_are_no_tree_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"tree choice \[0, 0\] has no parent. Add \[0\]"):
+        llm({"speculative_config": {"method": "adversarial", "tree": [[0, 0]]}})
+
+
+def test_a_drafter_beside_the_target_is_found(tmp_path: Path) -> None:
+    """`TARGET-draft` for a draft model, `TARGET-METHOD` for the others, unless a model is named."""
+    (tmp_path / "big-draft").mkdir()
+    beside = parse_speculative_config({"method": "draft_model"}, target=str(tmp_path / "big"))
+    assert beside.options.model == str(tmp_path / "big-draft")
+    named = parse_speculative_config({"method": "draft_model", "model": "/x"}, target=str(tmp_path / "big"))
+    assert named.options.model == "/x"
+    assert parse_speculative_config({"method": "ngram"}, target=str(tmp_path / "big")).options.model is None
+
+
+def test_drafter_and_config_exclude_each_other() -> None:
+    with pytest.raises(ConfigError, match="exclude each other"):
+        llm({"speculative_config": {"method": "ngram"}, "drafter": lambda facts: None})
+
+
+class TestDraftModelFromADirectory:
+    """The whole way: two saved models, loaded by name."""
+
+    @pytest.fixture
+    def directory(self, tmp_path: Path) -> Path:
+        for name, module in (("big", target()), ("big-draft", noisy())):
+            module.save_pretrained(tmp_path / name)
+            tokenizer().save_pretrained(tmp_path / name)
+        return tmp_path
+
+    def test_it_drafts_without_changing_text(self, directory: Path) -> None:
+        params = SamplingParams(temperature=0.8, seed=3, max_tokens=30)
+        plain = LLM(str(directory / "big"), dtype="float64").generate("abc the", params)[0]
+        config = {"method": "draft_model", "num_speculative_tokens": 3}
+        drafted = LLM(str(directory / "big"), dtype="float64", speculative_config=config).generate("abc the", params)[0]
+        assert drafted.outputs[0] == plain.outputs[0]
+        assert drafted.prompt == "abc the"
+        assert drafted.metrics.mean_acceptance_length > 1.4
+        assert drafted.metrics.accepted_by.keys() == {DraftModelDrafter.name}
+
+    def test_another_vocabulary_is_refused(self, directory: Path) -> None:
+        other = directory / "other"
+        noisy().save_pretrained(other)
+        renamed = tokenizer().backend_tokenizer.to_str().replace('"ing":', '"gni":')
+        tokenizer().save_pretrained(other)
+        (other / "tokenizer.json").write_text(renamed, encoding="utf-8")
+        with pytest.raises(ConfigError, match=r"has another vocabulary than .*: 2 entries differ"):
+            LLM(str(directory / "big"), speculative_config={"method": "draft_model", "model": str(other)})
+
+    def test_without_tokenizers_the_sizes_must_agree(self, directory: Path) -> None:
+        small = directory / "small"
+        tiny_model("llama", vocab_size=40).save_pretrained(small)
+        with pytest.raises(ConfigError, match="has 40 tokens, the target 67"):
+            LLM(target(), speculative_config={"method": "draft_model", "model": str(small)})

@@ -1,0 +1,54 @@
+"""A tiny model saved to a directory, and ways to damage it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import tiny_model
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def saved(directory: Path, architecture: str = "llama", **changes: Any) -> Path:
+    """Saves a tiny model in Hugging Face layout."""
+    tiny_model(architecture, **changes).save_pretrained(directory)
+    return directory
+
+
+def edit_config(directory: Path, *, without: Iterable[str] = (), **fields: Any) -> None:
+    """Changes fields of config.json."""
+    path = directory / "config.json"
+    config = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({key: value for key, value in config.items() if key not in without}))
+
+
+def edit_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    """Changes the tensors of the weights file."""
+    tensors = load_file(directory / WEIGHTS)
+    change(tensors)
+    save_file({key: tensor.contiguous() for key, tensor in tensors.items()}, directory / WEIGHTS, {"format": "pt"})
+
+
+def split_weights(directory: Path) -> dict[str, str]:
+    """Splits the weights file into `SHARDS` with an index; gives its weight map."""
+    tensors = load_file(directory / WEIGHTS)
+    (directory / WEIGHTS).unlink()
+    names = sorted(tensors)
+    halves = (names[: len(names) // 2], names[len(names) // 2 :])
+    for shard, half in zip(SHARDS, halves, strict=True):
+        save_file({name: tensors[name] for name in half}, directory / shard, {"format": "pt"})
+    weight_map = {name: shard for shard, half in zip(SHARDS, halves, strict=True) for name in half}
+    write_index(directory, weight_map)
+    return weight_map
+
+
+def write_index(directory: Path, weight_map: Any) -> None:
+    """Writes the index of a split model."""
+    (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
