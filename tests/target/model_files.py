@@ -7,9 +7,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
+
+from foretoken.core.errors import ModelError
+from foretoken.target.loading import load_model
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -52,3 +56,12 @@ def split_weights(directory: Path) -> dict[str, str]:
 def write_index(directory: Path, weight_map: Any) -> None:
     """Writes the index of a split model."""
     (directory / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def refusal(directory: Path | str) -> str:
+    """The message of the error; anything but a `ModelError` fails the test."""
+    with pytest.raises(ModelError) as caught:
+        load_model(str(directory))
+    message = str(caught.value)
+    assert len(message.splitlines()) == 1
+    return message

@@ -87,6 +87,16 @@ def test_end_tokens_of_the_generation_config_come_first(directory: Path) -> None
     assert load_model(str(directory)).eos_ids == (EOS_ID,)  # generation_config.json was left as it was
 
 
+def test_a_model_in_memory() -> None:
+    """Without a generation configuration, in training mode, with another attention: as scripts hold them."""
+    module = tiny_model("gpt2", resid_pdrop=0.5).train()
+    module.generation_config = None
+    model = wrap_model(module, name="mine")
+    assert (model.name, model.eos_ids) == ("mine", (EOS_ID,))
+    assert not model.module.training
+    assert model.config._attn_implementation == ATTENTION_NAME
+
+
 def test_context_without_a_limit_of_its_own() -> None:
     config = BloomConfig(vocab_size=67, hidden_size=32, n_layer=2, n_head=4)  # ALiBi: no field for it
     assert wrap_model(random_model(config), name="tiny").context_len == 4096

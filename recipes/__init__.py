@@ -1,0 +1,1 @@
+"""Recipes: scripts that build the models this repository ships; not part of the installed package."""
