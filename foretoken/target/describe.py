@@ -9,7 +9,8 @@ from safetensors import safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from foretoken.core.errors import ModelError
-from foretoken.target.loading import check_architecture, check_model_files, load_config
+from foretoken.target.loading import check_architecture, load_config
+from foretoken.target.model_files import check_model_files
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from foretoken.core.errors import ModelError, nearest_name_hint
+from foretoken.target.model_files import check_model_files, one_line
 from foretoken.target.plugin import ATTENTION_NAME
 
-_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_INDEX = "model.safetensors.index.json"
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 DTYPES = {
     "float32": torch.float32,
@@ -98,7 +94,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", revision
         )
     except Exception as err:  # damaged files and configurations raise anything inside transformers
         _check_shapes(name, config)
-        raise ModelError(f"model '{name}' cannot be loaded: {_one_line(err)}. Check that it is complete.") from err
+        raise ModelError(f"model '{name}' cannot be loaded: {one_line(err)}. Check that it is complete.") from err
     module, info = loaded
     _check_keys(name, missing=info["missing_keys"], misshaped=[str(key) for key in info["mismatched_keys"]])
     if info["unexpected_keys"]:
@@ -139,65 +135,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any | None:
     try:
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
     except Exception as err:  # damaged files raise anything inside tokenizers, even bare Exception
-        raise ModelError(f"the tokenizer of '{name}' cannot be loaded: {_one_line(err)}.") from err
-
-
-def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:
-    """Looks at a model directory before any library does, for one clear sentence about what is wrong with it.
-
-    Args:
-        name: A directory, or a hub id, whose files are looked at when they are there.
-        may_be_hub_id: Whether a hub id is allowed at all.
-
-    Raises:
-        ModelError: When the directory is missing, holds no configuration or no safetensors, or holds a damaged file.
-    """
-    directory = Path(name)
-    if not directory.is_dir():
-        if may_be_hub_id and _is_hub_id(name):
-            return
-        raise ModelError(
-            f"there is no model directory '{name}'. Expected a directory with config.json and safetensors. "
-            + _nearby(directory)
-        )
-    if not (directory / "config.json").is_file():
-        raise ModelError(f"'{name}' has no config.json. Expected a model directory in Hugging Face layout.")
-    _read_json(directory / "config.json")
-    weights = sorted(directory.glob("*.safetensors"))
-    if (directory / _INDEX).is_file() and not (directory / "model.safetensors").is_file():
-        _check_shards(directory)
-    if not weights:
-        pickles = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in directory.glob(kind))
-        if pickles:
-            raise ModelError(
-                f"'{name}' holds only pickle weights ({pickles[0]}), which can run code when they are loaded. "
-                "Expected safetensors. Convert them first where you trust their origin."
-            )
-        raise ModelError(f"'{name}' holds no weights. Expected *.safetensors beside config.json.")
-    for path in weights:
-        try:
-            with safe_open(path, framework="pt") as file:
-                file.keys()
-        except (SafetensorError, OSError) as err:
-            raise ModelError(f"{path} is damaged: {_one_line(err)}. Copy or download it again.") from err
-
-
-def _check_shards(directory: Path) -> None:
-    """Raises `ModelError` unless the index names files that stand beside it: no other place, none missing."""
-    weight_map = _read_json(directory / _INDEX).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{directory / _INDEX} has no weight_map. Expected one that gives each tensor's file.")
-    names = sorted({str(shard) for shard in weight_map.values()})
-    outside = [shard for shard in names if Path(shard).name != shard]
-    if outside:
-        raise ModelError(
-            f"{directory / _INDEX} names files outside its directory: {', '.join(outside)}. Expected plain file names."
-        )
-    missing = [shard for shard in names if not (directory / shard).is_file()]
-    if missing:
-        raise ModelError(
-            f"'{directory}' lacks weight files that its index names: {', '.join(missing)}. Copy or download them again."
-        )
+        raise ModelError(f"the tokenizer of '{name}' cannot be loaded: {one_line(err)}.") from err
 
 
 def check_architecture(config: Any, name: str, *, is_stateful: bool = False) -> None:
@@ -227,7 +165,7 @@ def load_config(name: str, revision: str | None = None) -> Any:
     try:
         return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
     except Exception as err:  # a field of the wrong type raises anything, ZeroDivisionError included
-        raise ModelError(f"the configuration of '{name}' cannot be read: {_one_line(err)}.") from err
+        raise ModelError(f"the configuration of '{name}' cannot be read: {one_line(err)}.") from err
 
 
 def _check_keys(name: str, *, missing: Iterable[str], misshaped: Iterable[str]) -> None:
@@ -300,50 +238,7 @@ def _resolve_device(device: str) -> torch.device:
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError, ImportError) as err:
         raise ModelError(
-            f"device '{device}' cannot be used: {_one_line(err)}. Expected 'auto', 'cpu' or an accelerator of this "
+            f"device '{device}' cannot be used: {one_line(err)}. Expected 'auto', 'cpu' or an accelerator of this "
             "machine, such as 'cuda'."
         ) from err
     return place
-
-
-def _is_hub_id(name: str) -> bool:
-    """Whether a name that is no directory is meant for the hub: it has that form and is not near local models."""
-    path = Path(name)
-    if not _HUB_ID.fullmatch(name) or path.exists():
-        return False
-    return not path.parent.is_dir() if "/" in name else not _model_directories(Path())
-
-
-def _nearby(directory: Path) -> str:
-    """Names of model directories beside a missing one."""
-    known = {path.name: str(path) for path in _model_directories(directory.parent)}
-    close = get_close_matches(directory.name, known, n=1, cutoff=0.5)
-    question = f"Did you mean '{known[close[0]]}'? " if close else ""
-    return f"{question}Known: {', '.join(sorted(known.values()))}." if known else "Check the path."
-
-
-def _model_directories(parent: Path) -> list[Path]:
-    """Directories in `parent` that hold a model."""
-    return [path for path in parent.iterdir() if (path / "config.json").is_file()] if parent.is_dir() else []
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Parses a JSON file that holds an object, naming the file when it is damaged."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as err:
-        raise ModelError(f"{path} is not valid JSON: {err}. Copy or download it again.") from err
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a JSON {type(value).__name__}. Expected an object.")
-    return value
-
-
-def _one_line(err: BaseException) -> str:
-    """A library's message in one line, without its final stop."""
-    lines = [line.strip() for line in str(err).splitlines() if line.strip()]
-    if not lines:
-        return type(err).__name__
-    if isinstance(err, KeyError):
-        return f"it names {lines[0]}, which is not known"
-    # Validation errors say only in their second line what is wrong.
-    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")
