@@ -89,4 +89,4 @@ def _print_table(measurements: list[Measurement]) -> None:
             *(f"{share:.0%}" for share in row.shares.values()),
             identical,
         )
-    Console(width=120).print(table)
+    Console(width=132).print(table)

@@ -114,6 +114,9 @@ class TreeWidths(BaseModel):
     widths: tuple[int, ...] = Field(min_length=1)
 
 
+TreeOption = Literal["chain", "tree"] | tuple[tuple[int, ...], ...] | TreeWidths
+
+
 class DrafterOptions(BaseModel):
     """Keys of `speculative_config` that every method takes; a method's own options derive from it.
 
@@ -132,7 +135,7 @@ class DrafterOptions(BaseModel):
     method: str
     model: str | None = None
     num_speculative_tokens: int | None = Field(default=None, ge=1, le=64)
-    tree: Literal["chain", "tree"] | tuple[tuple[int, ...], ...] | TreeWidths = "chain"
+    tree: TreeOption = "chain"
     max_nodes: int = Field(default=64, ge=2, le=512)
 
     @property

@@ -42,7 +42,7 @@ def test_generate_json_is_the_same_with_every_drafter() -> None:
     plain = generated()
     assert plain["runner"] == "generic"
     assert len(plain["token_ids"]) == plain["metrics"]["num_emitted"] == 24  # type: ignore[arg-type, index]
-    for config in ("ngram", "ngram:tree", "draft_model", "draft_model:tree"):
+    for config in ("ngram", "ngram:tree", "draft_model:chain", "draft_model:tree"):
         drafted = generated("-s", config)
         assert drafted["token_ids"] == plain["token_ids"]
         assert drafted["text"] == plain["text"]

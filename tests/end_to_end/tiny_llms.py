@@ -74,7 +74,7 @@ def draft_model(module: Any, **options: Any) -> Callable[[TargetFacts], Drafter]
     """Makes a draft-model drafter over a model in memory."""
 
     def make(facts: TargetFacts) -> Drafter:
-        checked = Options(method="draft_model", **options)
+        checked = Options(method="draft_model", **{"tree": "chain", **options})
         widest = 64 if checked.tree == "tree" else checked.shape(None).num_nodes + 1  # type: ignore[arg-type]
         runner = GenericRunner(
             wrap_model(module, name="draft"),
