@@ -100,8 +100,9 @@ class DepthBudget:
             batch_size: Sequences in the pass.
         """
         best, best_rate = 0, batch_size / self._cost(batch_size)
-        # Their median: a draft that also reads a new prompt takes many times as long and says nothing of the next one.
-        level_seconds = sorted(self._levels)[(len(self._levels) - 1) // 2] if self._levels else 0.0
+        # The fastest: a draft that also reads a prompt, or all that passed while nothing was drafted, takes many times
+        # as long and says nothing of the next one.
+        level_seconds = min(self._levels, default=0.0)
         survival, expected = 1.0, 1.0
         for depth in range(1, self._max_depth + 1):
             survival *= self._conditional(depth)
@@ -111,7 +112,8 @@ class DepthBudget:
                 best, best_rate = depth, batch_size * expected / seconds
         if best == 0:
             self._idle += 1
-            return 1 if self._idle % _PROBE_EVERY == 0 else 0
+            # Two in a row: the first catches up with what it missed, the second shows what a draft costs.
+            return 1 if self._idle >= _PROBE_EVERY and self._idle % _PROBE_EVERY < 2 else 0
         return best
 
     def learn(self, record: StepRecord) -> None:

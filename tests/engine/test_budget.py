@@ -70,9 +70,9 @@ def test_depth_is_the_closed_forms_optimum(alpha: float, level: float, best: int
 def test_nothing_is_drafted_where_nothing_pays_but_probes_go_on() -> None:
     depths = live(DepthBudget(CostCurve(*FLAT), 8), 0.3, 2.0, 400)[100:]
     assert set(depths) == {0, 1}
-    assert 7 <= sum(depths) <= 12
+    assert 16 <= sum(depths) <= 20
     probes = [i for i, depth in enumerate(depths) if depth]
-    assert {b - a for a, b in itertools.pairwise(probes)} == {32}
+    assert {b - a for a, b in itertools.pairwise(probes)} == {1, 31}  # two in a row, every 32 iterations
 
 
 def test_drafting_comes_back_when_it_pays_again() -> None:
