@@ -21,8 +21,10 @@ PARAMS = [
 ]
 
 
-def spoil(engine: LLM, victim: int, position: int, value: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the target's logits of one sequence bad at every node of one position."""
+def spoil(
+    engine: LLM, victim: int, position: int, value: float, monkeypatch: pytest.MonkeyPatch, tokens: Any = slice(None)
+) -> None:
+    """Makes the target's logits of one sequence bad, for some tokens, at every node of one position."""
     original = engine.target.verify
 
     def verify(slots: Any, lengths: Any, tree: Any) -> PassOutput:
@@ -30,7 +32,7 @@ def spoil(engine: LLM, victim: int, position: int, value: float, monkeypatch: py
         for row, sequence in enumerate(s for s in engine._engine._running if s.num_cached == len(s.tokens) - 1):
             if sequence.request_id == victim:
                 bad: Tensor = lengths[row] + tree.depths[row] == position
-                output.logits[row][bad] = value
+                output.logits[row, bad.nonzero()[:, 0], tokens] = value
         return output
 
     monkeypatch.setattr(engine.target, "verify", verify)
@@ -59,6 +61,18 @@ def test_only_the_request_with_bad_logits_ends(drafter: str, value: float, monke
             assert completion.logprobs is None or len(completion.logprobs) == 6
         monkeypatch.undo()
         assert engine.generate(PROMPTS, PARAMS)[victim].outputs[0].token_ids == plain[victim].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("drafter", ["none", "oracle [3, 0, 5]", "draft itself tree"])
+def test_a_path_that_goes_on_behind_a_bad_row_ends_there(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An infinite logit at the very token that follows: acceptance walks on, plain decoding would not."""
+    plain = llm({}, max_num_seqs=1).generate(PROMPTS[0], PARAMS[0])[0].outputs[0]
+    engine = llm(DRAFTERS[drafter]([[*PROMPTS[0], *plain.token_ids]]))
+    spoil(engine, 0, len(PROMPTS[0]) + 5, float("inf"), monkeypatch, tokens=plain.token_ids[6])
+    completion = engine.generate(PROMPTS[0], PARAMS[0])[0].outputs[0]
+    assert (completion.token_ids, completion.finish_reason) == (plain.token_ids[:6], "error")
+    assert completion.logprobs is not None
+    assert len(completion.logprobs) == 6
 
 
 def test_bad_rows_off_the_path_are_nobodys_business(monkeypatch: pytest.MonkeyPatch) -> None:
