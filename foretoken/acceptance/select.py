@@ -64,21 +64,29 @@ class AcceptancePolicy:
         """Whether drafts for a request may share the target's noise: exactly when its rule is `coupled`."""
         return self.rule == "coupled" or (self.rule == "auto" and is_seeded)
 
-    def rule_for(self, tree: TokenTree, *, is_greedy: bool, is_seeded: bool) -> str:
+    def rule_for(self, tree: TokenTree, *, is_greedy: bool, is_seeded: bool, row: int | None = None) -> str:
         """The rule for one request.
+
+        Args:
+            tree: The batch's trees.
+            is_greedy: Whether the request is decoded greedily.
+            is_seeded: Whether it has a seed.
+            row: Its place in the batch, so that the rule cannot depend on its neighbours; None asks for one rule that
+                fits all rows.
 
         Seeded requests are coupled, so that their text depends on nothing but the seed. Without a seed, a chain with
         draft distributions is verified as a block, a tree with them by the sequential test, and one-hot drafts by
         coupling, which for them is sample and match. The block and lenient rules exist for chains only: a tree that is
         none is verified by the sequential test. Synchronises with the host.
         """
-        if self.rule == "typical" or (self.rule == "lenient" and _is_chain(tree)):
+        rows = slice(None) if row is None else slice(row, row + 1)
+        if self.rule == "typical" or (self.rule == "lenient" and _is_chain(tree, rows)):
             return self.rule
         if is_greedy:
             return "greedy"
         if self.is_coupled(is_seeded=is_seeded) or (self.rule == "auto" and tree.law is None):
             return "coupled"
-        return "block" if self.rule in ("auto", "block") and _is_sampled_chain(tree) else "sequential"
+        return "block" if self.rule in ("auto", "block") and _is_sampled_chain(tree, rows) else "sequential"
 
 
 def accept(scores: NodeScores, rules: Sequence[str], policy: AcceptancePolicy, root_positions: Tensor) -> Acceptance:
@@ -132,16 +140,16 @@ def _accept_with(rule: str, scores: NodeScores, policy: AcceptancePolicy, root_p
     raise AssertionError(f"no such rule: {rule}")
 
 
-def _is_chain(tree: TokenTree) -> bool:
-    """Whether every node follows the one before it. Synchronises with the host."""
+def _is_chain(tree: TokenTree, rows: slice) -> bool:
+    """Whether every node of some rows follows the one before it. Synchronises with the host."""
     node = torch.arange(tree.width, device=tree.tokens.device)
-    is_padding = node >= tree.num_nodes.unsqueeze(1)
-    return tree.max_depth == tree.width - 1 and bool(((tree.parents == node - 1) | is_padding).all())
+    is_padding = node >= tree.num_nodes[rows].unsqueeze(1)
+    return bool(((tree.parents[rows] == node - 1) | is_padding).all())
 
 
-def _is_sampled_chain(tree: TokenTree) -> bool:
-    """Whether every node was drawn independently and follows the one before it. Synchronises with the host."""
-    if tree.law is None or not _is_chain(tree):
+def _is_sampled_chain(tree: TokenTree, rows: slice) -> bool:
+    """Whether the nodes of some rows were drawn independently and are chains. Synchronises with the host."""
+    if tree.law is None or not _is_chain(tree, rows):
         return False
-    is_drafted = tree.parents >= 0
-    return bool(((tree.law.kinds == DrawKind.INDEPENDENT) | ~is_drafted).all())
+    is_drafted = tree.parents[rows] >= 0
+    return bool(((tree.law.kinds[rows] == DrawKind.INDEPENDENT) | ~is_drafted).all())

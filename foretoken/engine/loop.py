@@ -139,7 +139,10 @@ class Engine:
         verified = self.target.verify(slots, lengths, tree)
         times.append(time.perf_counter())
         scores = NodeScores(tree=tree, logits=verified.logits, batch=batch, history=self._histories(sequences, batch))
-        rules = [self.policy.rule_for(tree, is_greedy=s.params.is_greedy, is_seeded=s.is_seeded) for s in sequences]
+        rules = [
+            self.policy.rule_for(tree, is_greedy=s.params.is_greedy, is_seeded=s.is_seeded, row=row)
+            for row, s in enumerate(sequences)
+        ]
         acceptance = accept(scores, rules, self.policy, torch.tensor(lengths, device=tree.tokens.device))
         outcomes = _to_host(tree, verified.logits, acceptance)
         times.append(time.perf_counter())

@@ -1,0 +1,65 @@
+"""Requests that follow different rules share batches: none of them can tell who its neighbours are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_mix
+from end_to_end.same_text import assert_same_text
+from end_to_end.tiny_llms import WIDTHS, draft_model, drafters, llm, noisy
+
+from foretoken import SamplingParams
+from foretoken.acceptance.select import AcceptancePolicy
+from foretoken.engine.loop import Engine
+
+DRAFTERS = drafters()
+UNSEEDED = [SamplingParams(temperature=t, top_k=k, max_tokens=20) for t, k in ((0.7, 0), (1.2, 5), (2.0, 1))]
+SEEDED = [SamplingParams(temperature=0.9, seed=seed, max_tokens=20) for seed in range(6)]
+
+
+@pytest.fixture
+def rule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Makes every engine follow a rule."""
+    original = Engine.__init__
+
+    def with_rule(self: Engine, *args: Any, policy: AcceptancePolicy, **more: Any) -> None:
+        original(self, *args, policy=AcceptancePolicy(rule=request.param), **more)
+
+    monkeypatch.setattr(Engine, "__init__", with_rule)
+    return str(request.param)
+
+
+@pytest.mark.parametrize("drafter", ["draft", "draft tree", "draft gapped choices", "ngram tree", "oracle tree", "nan"])
+def test_unseeded_neighbours_change_nothing(drafter: str) -> None:
+    """Drafts with and without a law, greedy, coupled, block and sequential verification side by side."""
+    mix, plain = request_mix(), plain_mix()
+    engine = llm(DRAFTERS[drafter](references(plain)), max_num_seqs=7, max_model_len=CONTEXT_LEN)
+    prompts, params = [], []
+    for index, request in enumerate(mix):
+        prompts += [request.prompt, [3 + index, 4, 5]]
+        params += [request.params, UNSEEDED[index % 3]]
+    outputs = engine.generate(prompts, params)
+    assert_same_text(outputs[::2], plain, [r.name for r in mix])
+    assert all(o.outputs[0].finish_reason in ("length", "stop") for o in outputs[1::2])
+    assert all(o.metrics.draft_errors == 0 for o in outputs)
+
+
+@pytest.mark.parametrize("rule", ["block", "sequential"], indirect=True)
+@pytest.mark.parametrize("shape", [{"num_speculative_tokens": 3}, {"tree": WIDTHS}], ids=["chain", "tree"])
+def test_a_seed_is_reproducible_under_the_other_rules_too(rule: str, shape: dict[str, Any]) -> None:
+    """Same seed, drafter and shape: same text, alone, in a batch, and among greedy requests."""
+    prompts = [[5 + index, 6, 7] for index in range(len(SEEDED))]
+
+    def texts(max_num_seqs: int, neighbours: int) -> list[list[int]]:
+        engine = llm({"drafter": draft_model(noisy(), **shape)}, max_num_seqs=max_num_seqs)
+        greedy = [SamplingParams(temperature=0.0, max_tokens=20)] * neighbours
+        outputs = engine.generate([[9]] * neighbours + prompts, greedy + SEEDED)
+        assert sum(o.metrics.num_accepted for o in outputs) > 10
+        return [o.outputs[0].token_ids for o in outputs[neighbours:]]
+
+    alone = texts(1, 0)
+    assert texts(6, 0) == alone
+    assert texts(4, 2) == alone
+    coupled = llm({}).generate(prompts, SEEDED)
+    assert [o.outputs[0].token_ids for o in coupled] != alone, f"{rule} draws in its own way"
