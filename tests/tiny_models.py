@@ -109,6 +109,7 @@ _CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
 }
 
 ARCHITECTURES: tuple[str, ...] = tuple(_CONFIGS)
+LEAN_ARCHITECTURES = ("llama", "llama_tied", "qwen2", "qwen3", "mistral")  # those that the lean decoders know
 
 
 def tiny_config(architecture: str, **changes: Any) -> Any:

@@ -49,6 +49,11 @@ class AttentionLayout:
         """T."""
         return self.positions.shape[1]
 
+    @property
+    def starts(self) -> list[int]:
+        """First cache row that each sequence writes."""
+        return [prefix + self.offset for prefix in self.prefix]
+
     def num_keys(self, row: int) -> int:
         """Cache rows that a sequence's queries may see: prefix, earlier scratch rows and this pass's own."""
         return self.prefix[row] + self.offset + self.num_queries

@@ -96,6 +96,7 @@ def compare_setups(
     *,
     batch_size: int = 1,
     repeats: int = 1,
+    runner: str = "auto",
     on_progress: Callable[[int, int], None] = no_progress,
 ) -> list[Measurement]:
     """Measures every setup on every prompt at every temperature; plain decoding is always among them and first.
@@ -110,11 +111,13 @@ def compare_setups(
         workload: What to decode; sampled requests have the same seeds in every setup.
         batch_size: Sequences decoded at once.
         repeats: How often everything is measured.
+        runner: Of the target and of draft models, see `LLM`.
         on_progress: Called with batches done and batches in all.
     """
     ordered = [Setup(PLAIN, None), *(s for s in setups if s.config is not None)]
     engines = {
-        s.name: LLM(model, speculative_config=s.config, tokenizer=tokenizer, max_num_seqs=batch_size) for s in ordered
+        s.name: LLM(model, speculative_config=s.config, tokenizer=tokenizer, max_num_seqs=batch_size, runner=runner)
+        for s in ordered
     }
     prompts, temperatures = workload.prompts, workload.temperatures
     batches = [list(range(i, min(i + batch_size, len(prompts)))) for i in range(0, len(prompts), batch_size)]

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 Verdict = Literal["identical", "near-tie", "bug"]
 # A difference counts as a near-tie when the two tokens' scores (logits; with temperature and noise where sampled) are
 # this close, relative to the largest logit: rounding of a pass of another width reaches so far.
-# are this close, relative to the largest logit: rounding of a pass of another width reaches that far.
 NEAR_TIE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
 
 
@@ -34,6 +33,7 @@ class Check:
 
     Attributes:
         setup: Name of the setup.
+        runner: The target's.
         temperature: 0 for greedy.
         batch_size: Sequences decoded at once.
         prompt: Index of the prompt.
@@ -45,6 +45,7 @@ class Check:
     """
 
     setup: str
+    runner: str
     temperature: float
     batch_size: int
     prompt: int
@@ -68,6 +69,7 @@ def verify_setups(
     *,
     batch_sizes: Sequence[int],
     with_transformers: bool = False,
+    runner: str = "auto",
     on_progress: Callable[[int, int], None] = no_progress,
 ) -> list[Check]:
     """Decodes every prompt plainly, one at a time, then by every setup at every batch size, and compares.
@@ -79,9 +81,10 @@ def verify_setups(
         workload: What to decode.
         batch_sizes: Sequences decoded at once.
         with_transformers: Also compare greedy plain decoding with `transformers` `generate`.
+        runner: Of the target and of draft models, see `LLM`.
         on_progress: Called with runs done and runs in all.
     """
-    plain = LLM(model, tokenizer=tokenizer, max_num_seqs=1)
+    plain = LLM(model, tokenizer=tokenizer, max_num_seqs=1, runner=runner)
     total = len(workload.temperatures) * (1 + len(setups) * len(batch_sizes))
     done = 0
     checks = []
@@ -92,17 +95,17 @@ def verify_setups(
         done += 1
         on_progress(done, total)
         if with_transformers and temperature == 0:
-            judge = _Judge(model, "transformers generate", 1, params[0])
+            judge = _Judge(model, "transformers generate", plain.target.name, 1, params[0])
             for index, want in enumerate(expected):
                 ids = generate_plain(model.module, want.prompt_token_ids, workload.max_tokens)
                 checks.append(judge.compare(index, want, ids, 1.0))
         for setup in setups:
             config = _with_references(setup, [[*e.prompt_token_ids, *e.outputs[0].token_ids] for e in expected])
             for batch_size in batch_sizes:
-                llm = LLM(model, speculative_config=config, tokenizer=tokenizer, max_num_seqs=batch_size)
+                llm = LLM(model, speculative_config=config, tokenizer=tokenizer, max_num_seqs=batch_size, runner=runner)
                 for index, (got, want) in enumerate(zip(llm.generate(prompts, params), expected, strict=True)):
                     tau = got.metrics.mean_acceptance_length
-                    judge = _Judge(model, setup.name, batch_size, params[index])
+                    judge = _Judge(model, setup.name, llm.target.name, batch_size, params[index])
                     checks.append(judge.compare(index, want, got.outputs[0].token_ids, tau))
                 done += 1
                 on_progress(done, total)
@@ -125,6 +128,7 @@ class _Judge:
 
     model: LoadedModel
     setup: str
+    runner: str
     batch_size: int
     params: SamplingParams
 
@@ -150,6 +154,7 @@ class _Judge:
             verdict = "near-tie" if is_tie else "bug"
         return Check(
             setup=self.setup,
+            runner=self.runner,
             temperature=self.params.temperature,
             batch_size=self.batch_size,
             prompt=prompt,

@@ -27,6 +27,7 @@ def bench(
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    runner: options.RunnerName = "auto",
     threads: options.Threads = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -52,6 +53,7 @@ def bench(
             workload,
             batch_size=batch_size,
             repeats=repeats,
+            runner=runner,
             on_progress=on_progress,
         )
     header = options.run_header(

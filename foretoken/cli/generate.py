@@ -27,6 +27,7 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    runner: options.RunnerName = "auto",
     threads: options.Threads = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -48,7 +49,7 @@ def generate(
     from foretoken.engine.llm import LLM
 
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
-    llm = LLM(loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1)
+    llm = LLM(loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=runner)
     if as_json:
         output = llm.generate(text, params)[0]
         completion = output.outputs[0]

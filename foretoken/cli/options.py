@@ -16,6 +16,13 @@ if TYPE_CHECKING:
 
 Model = Annotated[str, typer.Argument(help="Target: a model directory in Hugging Face layout, or a hub id.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, or auto (float32 on CPU).")]
+RunnerName = Annotated[
+    str,
+    typer.Option(
+        "--runner",
+        help="generic (the transformers model), lean (a forward of our own; also lean-native, lean-stock), or auto.",
+    ),
+]
 Device = Annotated[str, typer.Option(help="A torch device, or auto.")]
 Drafters = Annotated[
     list[str] | None,

@@ -28,6 +28,7 @@ def verify(
     seed: options.Seed = 0,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
+    runner: options.RunnerName = "auto",
     threads: options.Threads = None,
     as_json: options.AsJson = False,
 ) -> None:
@@ -53,9 +54,10 @@ def verify(
             workload,
             batch_sizes=batch_size or [1],
             with_transformers=transformers,
+            runner=runner,
             on_progress=on_progress,
         )
-    header = options.run_header(loaded, prompts=len(texts), max_tokens=max_tokens, seed=seed)
+    header = options.run_header(loaded, prompts=len(texts), max_tokens=max_tokens, seed=seed, runner=checks[0].runner)
     if as_json:
         options.print_json({**header, "checks": [asdict(check) for check in checks]})
     else:

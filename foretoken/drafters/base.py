@@ -96,6 +96,8 @@ class TargetFacts:
         context_len: Most tokens of a sequence.
         num_slots: Sequences held at once.
         device: Where trees should lie.
+        dtype: Of the target; a draft model takes the same.
+        runner: Which runner a draft model should run on, see `foretoken.target.runner`.
         tokenizer: The target's tokenizer, or None.
     """
 
@@ -104,6 +106,8 @@ class TargetFacts:
     context_len: int
     num_slots: int
     device: torch.device
+    dtype: torch.dtype
+    runner: str = "auto"
     tokenizer: Any = None
 
 

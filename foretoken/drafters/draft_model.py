@@ -20,7 +20,7 @@ from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, TargetFacts, TreeOption
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.target.loading import load_model, load_tokenizer
-from foretoken.target.runner import GenericRunner
+from foretoken.target.runner import Runner
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.growth import TreeGrowth
 
@@ -70,7 +70,7 @@ class DraftModelDrafter:
     name = "draft_model"
     taps: tuple[Tap, ...] = ()
 
-    def __init__(self, options: Options, target: TargetFacts, runner: GenericRunner) -> None:
+    def __init__(self, options: Options, target: TargetFacts, runner: Runner) -> None:
         self._options, self._target, self._runner = options, target, runner
         self._shape = options.shape(_BRANCHING)
         self.max_nodes = self._shape.num_nodes
@@ -198,7 +198,7 @@ def create(options: Options, target: TargetFacts) -> Drafter:
     """
     if options.model is None:
         raise ConfigError("method 'draft_model' needs a model. Expected the draft model's directory. Set 'model'.")
-    model = load_model(options.model, device=str(target.device))
+    model = load_model(options.model, dtype=str(target.dtype).removeprefix("torch."), device=str(target.device))
     tokenizer = load_tokenizer(options.model)
     if tokenizer is not None and target.tokenizer is not None:
         ours, theirs = target.tokenizer.get_vocab(), tokenizer.get_vocab()
@@ -214,7 +214,8 @@ def create(options: Options, target: TargetFacts) -> Drafter:
             "are no tokenizers to compare. Expected the same vocabulary."
         )
     shape = options.shape(_BRANCHING)
-    runner = GenericRunner(
-        model, num_slots=target.num_slots, context_len=target.context_len, max_nodes=shape.num_nodes + 1
-    )
+    runner = Runner(
+        model, num_slots=target.num_slots, context_len=target.context_len, max_nodes=shape.num_nodes + 1,
+        runner=target.runner,
+    )  # fmt: skip
     return DraftModelDrafter(options, target, runner)

@@ -25,7 +25,7 @@ from foretoken.engine.sequence import Sequence
 from foretoken.sampling.batch import SamplingRequest
 from foretoken.sampling.noise import derive_seed
 from foretoken.target.loading import LoadedModel, load_model, load_tokenizer, wrap_model
-from foretoken.target.runner import GenericRunner
+from foretoken.target.runner import Runner
 from foretoken.trees.choices import TreeShape
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class LLM:
         max_model_len: int | None = None,
         seed: int | None = None,
         tokenizer: Any = None,
+        runner: str = "auto",
         on_step: Callable[[StepRecord], None] | None = None,
     ) -> None:
         """Loads models and allocates the cache.
@@ -89,6 +90,8 @@ class LLM:
             max_model_len: Most tokens of a sequence; the model's limit when None.
             seed: Makes requests without a seed of their own reproducible.
             tokenizer: For a model in memory.
+            runner: "auto", "generic" (the transformers model itself) or "lean" (a forward of our own, for the
+                architectures it knows; "lean-native" or "lean-stock" choose its kernels).
             on_step: Called with every iteration's record.
 
         Raises:
@@ -109,6 +112,8 @@ class LLM:
             context_len=min(max_model_len or loaded.context_len, loaded.context_len),
             num_slots=max_num_seqs,
             device=loaded.device,
+            dtype=loaded.dtype,
+            runner=runner,
             tokenizer=self.tokenizer,
         )
         policy, adapts = AcceptancePolicy(), False
@@ -116,12 +121,13 @@ class LLM:
         if speculative_config is not None:
             config = parse_speculative_config(speculative_config, target=loaded.name)
             made, policy, adapts = create_drafter(config.options, facts), config.policy, config.options.adapts_depth
-        self.target = GenericRunner(
+        self.target = Runner(
             loaded,
             num_slots=max_num_seqs,
             context_len=facts.context_len,
             max_nodes=made.max_nodes if made is not None else 1,
             taps=made.taps if made is not None else (),
+            runner=runner,
         )
         if max_model_len is not None and self.target.context_len < min(max_model_len, loaded.context_len):
             raise ConfigError(
@@ -334,7 +340,7 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     return list(prompts)  # type: ignore[arg-type]
 
 
-def _measure_cost(target: GenericRunner) -> CostCurve:
+def _measure_cost(target: Runner) -> CostCurve:
     """Seconds of a target pass by width, on this machine, in this dtype; uses scratch rows of slot 0."""
     prefix = min(_MEASURED_PREFIX, target.context_len // 2)
 

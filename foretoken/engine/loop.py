@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     from foretoken.core.token_tree import TokenTree
     from foretoken.engine.budget import DepthBudget
     from foretoken.engine.sequence import Sequence
-    from foretoken.target.runner import GenericRunner, PassOutput
+    from foretoken.target.decoder import PassOutput
+    from foretoken.target.runner import Runner
 
 _UNBOUNDED = 1 << 20
 
@@ -63,7 +64,7 @@ class Engine:
 
     def __init__(
         self,
-        target: GenericRunner,
+        target: Runner,
         drafter: Drafter | None,
         *,
         policy: AcceptancePolicy,

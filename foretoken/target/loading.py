@@ -118,7 +118,7 @@ def wrap_model(module: Any, *, name: str) -> LoadedModel:
         module=module,
         config=config,
         name=name,
-        vocab_size=module.get_output_embeddings().weight.shape[0],
+        vocab_size=module.get_output_embeddings().out_features,
         context_len=_context_len(config),
         num_layers=config.num_hidden_layers,
         dtype=parameter.dtype,

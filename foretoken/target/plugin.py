@@ -35,13 +35,11 @@ class ForwardPass:
 
     Attributes:
         layout: Who sees what.
-        starts: First cache row each sequence writes.
         features: Filled by taps while the pass runs: tap name to (B, T, D).
         windows: Filled by attention while the pass runs: layer index to sliding window.
     """
 
     layout: AttentionLayout
-    starts: list[int]
     features: dict[int | str, Tensor] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
 
@@ -88,7 +86,8 @@ class SlotCacheLayer(CacheLayerMixin):
         """Writes (B, Hk, T, D) where the current pass says; returns (slots, Hk, capacity, D) for `tree_attention`."""
         forward_pass = current_pass()
         assert forward_pass is not None, "the cache is written only inside a pass"
-        return self._store.write(self._layer, forward_pass.layout.slots, forward_pass.starts, key_states, value_states)
+        layout = forward_pass.layout
+        return self._store.write(self._layer, layout.slots, layout.starts, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 - the base class's signature
         """Unused: no mask is built by transformers."""

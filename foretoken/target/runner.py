@@ -1,7 +1,8 @@
-"""The generic runner: any Hugging Face causal LM, unmodified, as a target or as a draft model.
+"""The runner: a model over preallocated KV slots, as a target or as a draft model.
 
 It offers what the engine needs (prefill, verify a tree, commit a path) and the general pass below them, which draft
-models use to grow a tree level by level. Cache lengths belong to the caller.
+models use to grow a tree level by level. Cache lengths belong to the caller. How a pass is computed is the decoder's
+matter: `generic` runs the transformers model itself, `lean` a forward of our own for architectures it knows.
 
 Letters: B sequences, T tokens fed, N tree nodes, V vocabulary, D hidden size, F taps.
 """
@@ -9,52 +10,48 @@ Letters: B sequences, T tokens fed, N tree nodes, V vocabulary, D hidden size, F
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from foretoken.attention.layout import AttentionLayout
-from foretoken.core.errors import ModelError, RequestError
+from foretoken.core.errors import ConfigError, ModelError, RequestError, nearest_name_hint
 from foretoken.core.token_tree import MAX_NODES, TokenTree
+from foretoken.target.generic import GenericDecoder
+from foretoken.target.lean.native import NativeDecoder
+from foretoken.target.lean.stock import StockDecoder
 from foretoken.target.memory import affordable_rows
-from foretoken.target.plugin import ForwardPass, as_transformers_cache, running
 from foretoken.target.self_test import NUM_ROWS, check_tree_attention, probe_layer_shapes
 from foretoken.target.slot_cache import SlotCache
-from foretoken.target.taps import Tap, Taps
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from foretoken.target.decoder import Decoder, PassOutput
     from foretoken.target.loading import LoadedModel
+    from foretoken.target.taps import Tap
 
+RUNNERS = ("auto", "generic", "lean", "lean-native", "lean-stock")
+_DECODERS: dict[str, Callable[[LoadedModel, SlotCache, Sequence[Tap]], Decoder]] = {
+    "lean-native": NativeDecoder,
+    "lean-stock": StockDecoder,
+    "generic": GenericDecoder,
+}
 _log = logging.getLogger(__name__)
+_said: set[str] = set()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassOutput:
-    """What a pass gives back.
-
-    Attributes:
-        logits: (B, T, V) float32.
-        features: (B, T, F, D) in the model's dtype, tapped features in the order asked for, or None without taps.
-    """
-
-    logits: Tensor
-    features: Tensor | None
-
-
-class GenericRunner:
-    """Runs a transformers model over preallocated KV slots.
+class Runner:
+    """Runs a model over preallocated KV slots.
 
     Attributes:
-        name: "generic", named in reports.
         model: What was loaded, with its configuration facts.
         cache: KV rows by slot.
+        context_len: Most tokens a sequence may reach.
+        max_nodes: Widest tree, root included.
+        prefill_chunk: Prompt tokens fed per pass.
     """
-
-    name = "generic"
 
     def __init__(
         self,
@@ -65,6 +62,7 @@ class GenericRunner:
         max_nodes: int = 64,
         taps: Sequence[Tap] = (),
         prefill_chunk: int = 512,
+        runner: str = "auto",
     ) -> None:
         """Allocates the cache and proves on the model itself that trees are attended to correctly.
 
@@ -76,9 +74,12 @@ class GenericRunner:
             max_nodes: Widest tree, root included.
             taps: Features to read, see `foretoken.target.taps`.
             prefill_chunk: Prompt tokens fed per pass.
+            runner: One of `RUNNERS`. "auto" takes the fastest that fits the model, "lean" the fastest but generic.
 
         Raises:
-            ModelError: When the model ignores the attention plug-in, a tap cannot be read, or there is no memory.
+            ConfigError: When there is no such runner.
+            ModelError: When the model ignores the attention plug-in, a tap cannot be read, there is no memory, or the
+                runner that was asked for does not fit.
         """
         self.model = model
         self.max_nodes = min(max_nodes, MAX_NODES)
@@ -101,11 +102,12 @@ class GenericRunner:
             dtype=model.dtype,
             device=model.device,
         )
-        self._transformers_cache = as_transformers_cache(self.cache)
-        self._taps = tuple(taps)
-        if taps:
-            Taps(model.module, model.num_layers, taps)
-        check_tree_attention(self)
+        self._decoder = self._proven_decoder(runner, taps)
+
+    @property
+    def name(self) -> str:
+        """How passes are computed, named in reports: "generic", "lean-native" or "lean-stock"."""
+        return self._decoder.name
 
     @property
     def device(self) -> torch.device:
@@ -136,10 +138,7 @@ class GenericRunner:
             raise RequestError(f"{end} tokens do not fit. Expected at most {self.context_len}. Shorten the prompt.")
         positions = torch.arange(start, end, device=self.device).unsqueeze(0)
         layout = AttentionLayout(slots=[slot], prefix=[start], positions=positions)
-        ids = torch.tensor([list(tokens)], device=self.device)
-        with torch.inference_mode(), running(ForwardPass(layout=layout, starts=[start])) as forward_pass:
-            self.model.backbone(**self._arguments(ids, positions))
-        return self._stacked(forward_pass)
+        return self._decoder.fill(torch.tensor([list(tokens)], device=self.device), layout)
 
     def forward(self, tokens: Tensor, layout: AttentionLayout) -> PassOutput:
         """One pass over new tokens of several sequences; writes their rows after prefix and scratch rows.
@@ -148,11 +147,8 @@ class GenericRunner:
             tokens: (B, T) int64.
             layout: Positions, slots and who sees what.
         """
-        starts = [prefix + layout.offset for prefix in layout.prefix]
-        assert max(starts) + tokens.shape[1] <= self.cache.capacity, "a pass must fit behind the committed rows"
-        with torch.inference_mode(), running(ForwardPass(layout=layout, starts=starts)) as forward_pass:
-            output = self.model.module(**self._arguments(tokens, layout.positions))
-        return PassOutput(logits=output.logits.float(), features=self._stacked(forward_pass))
+        assert max(layout.starts) + tokens.shape[1] <= self.cache.capacity, "a pass must fit behind the committed rows"
+        return self._decoder.run(tokens, layout)
 
     def verify(self, slots: Sequence[int], lengths: Sequence[int], tree: TokenTree) -> PassOutput:
         """Target logits at every node of a tree, in one pass. Committed rows stay untouched.
@@ -182,17 +178,36 @@ class GenericRunner:
         if path:
             self.cache.move_rows(slot, [length + node for node in path], length + 1)
 
-    def _arguments(self, tokens: Tensor, positions: Tensor) -> dict[str, Any]:
-        """Arguments of the model's forward."""
-        return {
-            "input_ids": tokens,
-            "position_ids": positions,
-            "past_key_values": self._transformers_cache,
-            "use_cache": True,
-        }
+    def _proven_decoder(self, runner: str, taps: Sequence[Tap]) -> Decoder:
+        """The first decoder of those asked for that knows the model and passes the self-test; says why others did not.
 
-    def _stacked(self, forward_pass: ForwardPass) -> Tensor | None:
-        """(B, T, F, D) features of a finished pass, or None without taps."""
-        if not self._taps:
-            return None
-        return torch.stack([forward_pass.features[tap] for tap in self._taps], dim=2)
+        Raises:
+            ConfigError, ModelError: See `__init__`.
+        """
+        if runner not in RUNNERS:
+            raise ConfigError(f"runner '{runner}' does not exist. {nearest_name_hint(runner, RUNNERS)}")
+        lean = ["lean-native", "lean-stock"]
+        if self.model.dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16"):
+            lean.reverse()  # the matrix units, which only the stock kernels use, verify 16 tokens at the price of one
+        kinds = {"auto": [*lean, "generic"], "lean": lean}.get(runner, [runner])
+        refusals = []
+        for kind in kinds:
+            try:
+                decoder = self._decoder = _DECODERS[kind](self.model, self.cache, taps)
+                check_tree_attention(self)
+            except ModelError as err:
+                if kind == "generic":
+                    raise
+                refusals.append(f"{kind}: {err}")
+                continue
+            if refusals:
+                _say_once(f"{self.model.name} runs on the {kind} runner. {' '.join(refusals)}")
+            return decoder
+        raise ModelError(f"runner '{runner}' cannot run '{self.model.name}'. {' '.join(refusals)}")
+
+
+def _say_once(message: str) -> None:
+    """Logs a message that has not been logged before."""
+    if message not in _said:
+        _said.add(message)
+        _log.warning("%s", message)

@@ -108,7 +108,7 @@ def _prove(model: nn.Module, num_layers: int, wanted: Sequence[Tap]) -> None:
         ModelError: Naming the first tap that differs.
     """
     layout = AttentionLayout(slots=[0], prefix=[0], positions=torch.arange(_PROBE.shape[1]).unsqueeze(0))
-    with running(ForwardPass(layout=layout, starts=[0])) as forward_pass:
+    with running(ForwardPass(layout=layout)) as forward_pass:
         states = run_plain(model, _PROBE, output_hidden_states=True).hidden_states
     for tap in wanted:
         # The model reports L + 1 states: the input of block 1, the outputs of blocks 1..L-1, and the final norm's.

@@ -19,6 +19,7 @@ def facts(**changes: Any) -> TargetFacts:
     """A target of the tiny models' size with eight slots."""
     values: dict[str, Any] = {
         "name": "target", "vocab_size": VOCAB_SIZE, "context_len": 96, "num_slots": 8, "device": torch.device("cpu"),
+        "dtype": torch.float32,
     }  # fmt: skip
     return TargetFacts(**{**values, **changes})
 

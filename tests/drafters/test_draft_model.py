@@ -15,7 +15,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.target.loading import wrap_model
-from foretoken.target.runner import GenericRunner
+from foretoken.target.runner import Runner
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_speculative_tokens": 5},
@@ -33,7 +33,7 @@ def drafter(module: Any = None, **options: Any) -> DraftModelDrafter:
     return made
 
 
-def assert_fresh(made: DraftModelDrafter, slot: int, tokens: list[int], fresh: GenericRunner) -> None:
+def assert_fresh(made: DraftModelDrafter, slot: int, tokens: list[int], fresh: Runner) -> None:
     """The slot's rows up to and with the root are those of a prefill in another cache."""
     fresh.prefill(0, tokens, 0)
     for layer in range(fresh.model.num_layers):
@@ -64,7 +64,7 @@ def test_cache_is_that_of_a_fresh_prefill(shape: str, how: str) -> None:
     """Ragged rows, sequences without room, thrown-away proposals, rounds without one, slots that begin anew."""
     made, draw = drafter(**SHAPES[shape]), random.Random(f"{shape} {how}")
     made._runner.prefill_chunk = 4
-    fresh = GenericRunner(wrap_model(noisy(), name="fresh"), num_slots=1, context_len=96, max_nodes=9)
+    fresh = Runner(wrap_model(noisy(), name="fresh"), num_slots=1, context_len=96, max_nodes=9)
     slots = [4, 0, 2]
     params = [SamplingParams(temperature=0.0), *(SamplingParams(temperature=0.9, seed=s) for s in (1, 2))]
     texts = [[draw.randrange(VOCAB_SIZE) for _ in range(length)] for length in (1, 2, 11)]
@@ -162,7 +162,7 @@ def test_a_failed_pass_leaves_no_rows_that_count_as_drafted(monkeypatch: pytest.
     lost = [int(tokens[0, 0]) for tokens in calls[1:]]
     text += [*lost, 9]
     made.propose(context([text]))
-    assert_fresh(made, 0, text, GenericRunner(wrap_model(noisy(), name="fresh"), num_slots=1, context_len=96))
+    assert_fresh(made, 0, text, Runner(wrap_model(noisy(), name="fresh"), num_slots=1, context_len=96))
 
 
 def test_target_ids_that_the_draft_model_lacks() -> None:

@@ -78,16 +78,16 @@ def _request(index: int, name: str, keys: dict[str, Any]) -> Request:
     return Request(name, prompt, params)
 
 
-def plain_outputs(requests: tuple[Request, ...]) -> list[RequestOutput]:
+def plain_outputs(requests: tuple[Request, ...], runner: str = "generic") -> list[RequestOutput]:
     """What plain decoding says to each request, one at a time."""
-    plain = llm({}, max_num_seqs=1, max_model_len=CONTEXT_LEN)
+    plain = llm({}, max_num_seqs=1, max_model_len=CONTEXT_LEN, runner=runner)
     return plain.generate([r.prompt for r in requests], [r.params for r in requests])
 
 
 @cache
-def plain_mix() -> tuple[RequestOutput, ...]:
+def plain_mix(runner: str = "generic") -> tuple[RequestOutput, ...]:
     """Plain decoding of the whole mix."""
-    return tuple(plain_outputs(request_mix()))
+    return tuple(plain_outputs(request_mix(), runner))
 
 
 def references(outputs: tuple[RequestOutput, ...]) -> list[list[int]]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from end_to_end.same_text import assert_same_text
 from end_to_end.tiny_llms import drafters
-from tiny_models import ARCHITECTURES, tiny_model
+from tiny_models import ARCHITECTURES, LEAN_ARCHITECTURES, tiny_model
 
 from foretoken import LLM, SamplingParams
 
@@ -21,13 +21,20 @@ PARAMS = [
 ]
 
 
-@pytest.mark.parametrize("architecture", CHOSEN)
-def test_text_is_plain_decodings(architecture: str) -> None:
+# What the lean decoder knows, on both of its kernels; the rest runs on the transformers model.
+CASES = [
+    *((architecture, "generic") for architecture in CHOSEN),
+    *((architecture, runner) for architecture in LEAN_ARCHITECTURES for runner in ("lean-native", "lean-stock")),
+]
+
+
+@pytest.mark.parametrize(("architecture", "runner"), CASES)
+def test_text_is_plain_decodings(architecture: str, runner: str) -> None:
     assert architecture in ARCHITECTURES
     module = tiny_model(architecture)
-    plain = LLM(module, max_num_seqs=1).generate(PROMPTS, PARAMS)
+    plain = LLM(module, max_num_seqs=1, runner=runner).generate(PROMPTS, PARAMS)
     known = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in plain]
     makers = drafters(architecture, torch.float32)
     for name in ("ngram tree", "draft itself tree", "draft", "oracle tree"):
-        speculative = LLM(module, max_num_seqs=3, **makers[name](known))
+        speculative = LLM(module, max_num_seqs=3, runner=runner, **makers[name](known))
         assert_same_text(speculative.generate(PROMPTS, PARAMS), plain, [name] * len(PROMPTS), tolerance=1e-4)

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_mix
 from end_to_end.same_text import assert_same_text
-from end_to_end.tiny_llms import drafters, llm
+from end_to_end.tiny_llms import RUNNERS, drafters, llm
 
 from foretoken import LLM
 from foretoken.core.results import GenerationMetrics
 from foretoken.drafters.draft_model import DraftModelDrafter
 
-DRAFTERS = drafters()
+DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 SLOTS = 4
 
 
@@ -51,7 +51,7 @@ def poison_draft_model(drafter: DraftModelDrafter) -> None:
     drafter._keep_accepted, drafter.release = poisoned_keep, poisoned_release
 
 
-def poisoned_llm(arguments: dict[str, Any], **more: Any) -> LLM:
+def poisoned_llm(arguments: dict[str, Any], runner: str, **more: Any) -> LLM:
     """An engine whose every cache is poisoned."""
     make = arguments.get("drafter")
 
@@ -60,15 +60,19 @@ def poisoned_llm(arguments: dict[str, Any], **more: Any) -> LLM:
         poison_draft_model(drafter)
         return drafter
 
-    engine = llm({**arguments, "drafter": made} if make else arguments, max_num_seqs=SLOTS, max_model_len=CONTEXT_LEN)
+    engine = llm(
+        {**arguments, "drafter": made} if make else arguments, max_num_seqs=SLOTS, max_model_len=CONTEXT_LEN,
+        runner=runner,
+    )  # fmt: skip
     poison_target(engine, **more)
     return engine
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_uncommitted_rows_are_never_read(drafter: str) -> None:
-    mix, plain = request_mix()[::2], plain_mix()[::2]
-    engine = poisoned_llm(DRAFTERS[drafter](references(plain)))
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("drafter", DRAFTERS["generic"])
+def test_uncommitted_rows_are_never_read(drafter: str, runner: str) -> None:
+    mix, plain = request_mix()[::2], plain_mix(runner)[::2]
+    engine = poisoned_llm(DRAFTERS[runner][drafter](references(plain)), runner)
     got = engine.generate([r.prompt for r in mix], [r.params for r in mix])
     assert_same_text(got, plain, [r.name for r in mix])
     # A draft model that read NaN would cost acceptance, not text.
@@ -76,11 +80,12 @@ def test_uncommitted_rows_are_never_read(drafter: str) -> None:
         assert GenerationMetrics.total(output.metrics for output in got).mean_acceptance_length > 2.5
 
 
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("drafter", ["none", "oracle tree", "draft itself"])
-def test_control_one_committed_row_is_noticed(drafter: str) -> None:
+def test_control_one_committed_row_is_noticed(drafter: str, runner: str) -> None:
     """The same poison one row further up must end every request that decodes on."""
     mix = [r for r in request_mix() if r.params.n == 1 and r.params.max_tokens == 24]
-    engine = poisoned_llm(DRAFTERS[drafter](references(plain_mix())), start=-1)
+    engine = poisoned_llm(DRAFTERS[runner][drafter](references(plain_mix(runner))), runner, start=-1)
     got = engine.generate([r.prompt for r in mix], [r.params for r in mix])
     # A pass that reaches the end in one go never meets the poisoned row.
     assert {o.outputs[0].finish_reason for o in got if o.metrics.steps > 1} == {"error"}

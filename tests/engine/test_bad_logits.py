@@ -10,7 +10,7 @@ from end_to_end.tiny_llms import drafters, llm
 from torch import Tensor
 
 from foretoken import LLM, SamplingParams
-from foretoken.target.runner import PassOutput
+from foretoken.target.decoder import PassOutput
 
 DRAFTERS = drafters()
 PROMPTS = [[5], [6, 7], [8, 9, 10]]

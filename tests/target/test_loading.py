@@ -16,7 +16,7 @@ from foretoken.core.errors import ModelError
 from foretoken.core.token_tree import TokenTree
 from foretoken.target.loading import DTYPES, load_model, load_tokenizer, wrap_model
 from foretoken.target.plugin import ATTENTION_NAME
-from foretoken.target.runner import GenericRunner
+from foretoken.target.runner import Runner
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def directory(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_saved_and_loaded_is_the_same_model(architecture: str, tmp_path: Path) -> None:
     model = load_model(str(saved(tmp_path / "tiny", architecture)))
-    runner = GenericRunner(model, num_slots=1, max_nodes=8)
+    runner = Runner(model, num_slots=1, max_nodes=8)
     runner.prefill(0, [5, 6, 7], 0)
     ours = runner.verify([0], [3], TokenTree.roots([8])).logits[0, 0]
     assert relative_error(ours, PlainModel(tiny_model(architecture))([5, 6, 7, 8])[-1]) < FLOAT32_TOLERANCE

@@ -13,7 +13,7 @@ from foretoken.core.errors import ConfigError, ModelError
 from foretoken.target import memory
 from foretoken.target.loading import wrap_model
 from foretoken.target.memory import affordable_rows
-from foretoken.target.runner import GenericRunner
+from foretoken.target.runner import Runner
 from foretoken.target.slot_cache import LayerShape
 
 
@@ -27,7 +27,7 @@ def test_rows_are_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_context_is_cut_to_what_fits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("foretoken.target.runner.affordable_rows", lambda *args, **kwargs: 40)
     with caplog.at_level(logging.WARNING):
-        runner = GenericRunner(wrap_model(tiny_model("llama"), name="tiny"), num_slots=2, max_nodes=4)
+        runner = Runner(wrap_model(tiny_model("llama"), name="tiny"), num_slots=2, max_nodes=4)
     assert runner.context_len == 36
     assert "the context is cut to 36" in caplog.text
 

@@ -23,7 +23,7 @@ def attend(module: dict[str, Any], **arguments: Any) -> tuple[torch.Tensor, Forw
     generator = torch.Generator().manual_seed(0)
     states = 2 * torch.randn(3, 1, HEADS, LENGTH, WIDTH, generator=generator)
     layout = AttentionLayout(slots=[0], prefix=[0], positions=torch.arange(LENGTH).unsqueeze(0))
-    with running(ForwardPass(layout=layout, starts=[0])) as forward_pass:
+    with running(ForwardPass(layout=layout)) as forward_pass:
         function = ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME]
         output, weights = function(
             SimpleNamespace(**module), *states, arguments.pop("attention_mask", None), **arguments
@@ -65,7 +65,7 @@ def test_scale_cap_and_sinks() -> None:
 def test_layers_without_an_index_are_counted() -> None:
     layout = AttentionLayout(slots=[0], prefix=[0], positions=torch.zeros(1, 1, dtype=torch.int64))
     one = torch.ones(1, 1, 1, 1)
-    with running(ForwardPass(layout=layout, starts=[0])) as forward_pass:
+    with running(ForwardPass(layout=layout)) as forward_pass:
         for _ in range(3):
             ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME](SimpleNamespace(sliding_window=9), one, one, one, None)
     assert forward_pass.windows == {0: 9, 1: 9, 2: 9}
@@ -85,11 +85,11 @@ def test_what_models_merely_hand_on_is_not() -> None:
 def test_passes_nest_and_end() -> None:
     layout = AttentionLayout(slots=[0], prefix=[0], positions=torch.zeros(1, 1, dtype=torch.int64))
     assert current_pass() is None
-    with running(ForwardPass(layout=layout, starts=[0])) as outer:
-        with running(ForwardPass(layout=layout, starts=[1])) as inner:
+    with running(ForwardPass(layout=layout)) as outer:
+        with running(ForwardPass(layout=layout)) as inner:
             assert current_pass() is inner
         assert current_pass() is outer
-        with pytest.raises(ZeroDivisionError), running(ForwardPass(layout=layout, starts=[2])):
+        with pytest.raises(ZeroDivisionError), running(ForwardPass(layout=layout)):
             raise ZeroDivisionError
         assert current_pass() is outer
     assert current_pass() is None
@@ -102,7 +102,7 @@ def test_the_cache_is_written_only_inside_a_pass() -> None:
     with pytest.raises(AssertionError, match="only inside a pass"):
         cache.update(one, one, 0)
     layout = AttentionLayout(slots=[0], prefix=[2], positions=torch.full((1, 1), 2))
-    with running(ForwardPass(layout=layout, starts=[2])):
+    with running(ForwardPass(layout=layout)):
         keys, values = cache.update(one, -one, 0)
     assert keys.flatten().tolist() == [0, 0, 1, 0]
     assert values.flatten().tolist() == [0, 0, -1, 0]

@@ -11,7 +11,7 @@ from tiny_models import random_model
 
 from foretoken.core.errors import ModelError
 from foretoken.target.loading import check_architecture, wrap_model
-from foretoken.target.runner import GenericRunner
+from foretoken.target.runner import Runner
 
 _SIZES: dict[str, Any] = {
     "vocab_size": 67,
@@ -77,8 +77,8 @@ RECURRENT: dict[str, Callable[[], Any]] = {
 }
 
 
-def run(config: Any, num_slots: int) -> GenericRunner:
-    return GenericRunner(wrap_model(random_model(config), name="tiny"), num_slots=num_slots, max_nodes=12)
+def run(config: Any, num_slots: int) -> Runner:
+    return Runner(wrap_model(random_model(config), name="tiny"), num_slots=num_slots, max_nodes=12)
 
 
 @pytest.mark.parametrize("num_slots", [1, 3])  # with one slot shapes fit by chance, and the logits are wrong

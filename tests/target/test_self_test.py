@@ -18,7 +18,7 @@ from foretoken.attention.layout import AttentionLayout
 from foretoken.core.errors import ModelError
 from foretoken.core.token_tree import TokenTree
 from foretoken.target.loading import wrap_model
-from foretoken.target.runner import GenericRunner
+from foretoken.target.runner import Runner
 from foretoken.target.slot_cache import SlotCache
 
 _SIZES = {
@@ -35,8 +35,8 @@ _SIZES = {
 }
 
 
-def run(module: Any, num_slots: int = 2) -> GenericRunner:
-    return GenericRunner(wrap_model(module, name="tiny"), num_slots=num_slots, max_nodes=12)
+def run(module: Any, num_slots: int = 2) -> Runner:
+    return Runner(wrap_model(module, name="tiny"), num_slots=num_slots, max_nodes=12, runner="generic")
 
 
 def causal_over_rows(query: Tensor, keys: Tensor, values: Tensor, layout: AttentionLayout, **options: Any) -> Tensor:
@@ -88,12 +88,12 @@ def test_rows_written_to_the_wrong_place_are_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_positions_by_row_instead_of_depth_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    verify = GenericRunner.verify
+    verify = Runner.verify
 
-    def by_row(runner: GenericRunner, slots: list[int], lengths: list[int], tree: TokenTree) -> Any:
+    def by_row(runner: Runner, slots: list[int], lengths: list[int], tree: TokenTree) -> Any:
         return verify(runner, slots, lengths, replace(tree, depths=torch.arange(tree.width).expand_as(tree.depths)))
 
-    monkeypatch.setattr(GenericRunner, "verify", by_row)
+    monkeypatch.setattr(Runner, "verify", by_row)
     with pytest.raises(ModelError, match="gives wrong logits for a token tree"):
         run(tiny_model("llama"))
 

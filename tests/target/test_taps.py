@@ -8,13 +8,13 @@ import pytest
 import torch
 import transformers as hf
 from plain_model import FLOAT32_TOLERANCE, PlainModel, relative_error
-from tiny_models import ARCHITECTURES, random_model, tiny_model
+from tiny_models import random_model, tiny_model
 from torch import Tensor, nn
-from tree_decoding import SLOTS, by_path, decode, random_tokens, tiny_runner
+from tree_decoding import CASES, SLOTS, by_path, decode, random_tokens, tiny_runner
 
 from foretoken.core.errors import ModelError
 from foretoken.target.loading import wrap_model
-from foretoken.target.runner import GenericRunner
+from foretoken.target.runner import Runner
 
 NUM_LAYERS = 3
 TAPS = (*range(NUM_LAYERS + 1), "final")
@@ -28,7 +28,7 @@ def expected_features(plain: PlainModel, tokens: list[int]) -> Tensor:
     return torch.stack([*states[:NUM_LAYERS], plain.final_norm_input(tokens), states[-1]], dim=1)
 
 
-def logits_of(runner: GenericRunner, final: Tensor) -> Tensor:
+def logits_of(runner: Runner, final: Tensor) -> Tensor:
     """What the LM head makes of the tap `final`, with the scales and caps that the forward of some models adds."""
     module, config = runner.model.module, runner.model.config
     logits = module.get_output_embeddings()(final)
@@ -37,9 +37,9 @@ def logits_of(runner: GenericRunner, final: Tensor) -> Tensor:
     return logits * getattr(config, "logit_scale", 1.0) / getattr(config, "logits_scaling", 1.0)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_features_of_a_prompt(architecture: str) -> None:
-    runner, plain = tiny_runner(architecture, taps=TAPS), PlainModel(tiny_model(architecture))
+@pytest.mark.parametrize(("architecture", "runner_name"), CASES)
+def test_features_of_a_prompt(architecture: str, runner_name: str) -> None:
+    runner, plain = tiny_runner(architecture, taps=TAPS, runner=runner_name), PlainModel(tiny_model(architecture))
     tokens = random_tokens(random.Random(0), 11)
     parts = [runner.prefill(0, tokens[start : start + 4], start) for start in range(0, len(tokens), 4)]
     ours = torch.cat([part for part in parts if part is not None], dim=1)[0]
@@ -47,9 +47,9 @@ def test_features_of_a_prompt(architecture: str) -> None:
     assert relative_error(ours, expected_features(plain, tokens)) < FLOAT32_TOLERANCE
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_features_and_logits_at_tree_nodes(architecture: str) -> None:
-    runner, plain = tiny_runner(architecture, taps=TAPS), PlainModel(tiny_model(architecture))
+@pytest.mark.parametrize(("architecture", "runner_name"), CASES)
+def test_features_and_logits_at_tree_nodes(architecture: str, runner_name: str) -> None:
+    runner, plain = tiny_runner(architecture, taps=TAPS, runner=runner_name), PlainModel(tiny_model(architecture))
     for done in decode(runner, seed=1, rounds=2):
         features = done.output.features
         assert features is not None
@@ -80,9 +80,9 @@ def test_features_keep_the_models_dtype() -> None:
 def test_two_runners_on_one_model_do_not_mix() -> None:
     """A second runner's hooks run in the first one's passes, and must not change what it gives."""
     model = wrap_model(tiny_model("llama"), name="tiny")
-    first = GenericRunner(model, num_slots=1, taps=(1, "final"))
+    first = Runner(model, num_slots=1, taps=(1, "final"))
     before = first.prefill(0, [5, 6, 7], 0)
-    second = GenericRunner(model, num_slots=1, taps=(2,))
+    second = Runner(model, num_slots=1, taps=(2,))
     after, other = first.prefill(0, [5, 6, 7], 0), second.prefill(0, [5, 6, 7], 0)
     assert before is not None
     assert after is not None
@@ -109,21 +109,21 @@ def test_no_norm_after_the_last_block() -> None:
         do_layer_norm_before=False,
     )
     model = wrap_model(random_model(config), name="opt")
-    GenericRunner(model, num_slots=1, taps=(0, 1, 2))
+    Runner(model, num_slots=1, taps=(0, 1, 2))
     with pytest.raises(ModelError, match=r"OPTForCausalLM has no norm after its last block\. The tap 'final'"):
-        GenericRunner(model, num_slots=1, taps=("final",))
+        Runner(model, num_slots=1, taps=("final",))
 
 
 def test_blocks_that_cannot_be_told_apart() -> None:
     module = tiny_model("llama")
     module.adapters = nn.ModuleList(nn.Linear(2, 2) for _ in range(NUM_LAYERS))
     with pytest.raises(ModelError, match=r"LlamaForCausalLM has 2 lists of 3 blocks\. Expected exactly one\."):
-        GenericRunner(wrap_model(module, name="tiny"), num_slots=1, taps=(1,))
+        Runner(wrap_model(module, name="tiny"), num_slots=1, taps=(1,), runner="generic")
 
 
 def test_as_many_experts_as_blocks_are_no_second_list() -> None:
     module = tiny_model("mixtral", num_local_experts=NUM_LAYERS)
-    GenericRunner(wrap_model(module, name="tiny"), num_slots=1, taps=(1, "final"))
+    Runner(wrap_model(module, name="tiny"), num_slots=1, taps=(1, "final"))
 
 
 def test_a_tap_that_is_not_what_the_model_reports(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,4 +131,4 @@ def test_a_tap_that_is_not_what_the_model_reports(monkeypatch: pytest.MonkeyPatc
     find = "foretoken.target.taps.find_blocks"
     monkeypatch.setattr(find, lambda model, num_layers: [*model.model.layers[1:], model.model.layers[0]])
     with pytest.raises(ModelError, match="tap 1 of LlamaForCausalLM is not the hidden state that the model reports"):
-        tiny_runner("llama", taps=(1,))
+        tiny_runner("llama", taps=(1,), runner="generic")

@@ -5,25 +5,25 @@ from __future__ import annotations
 import pytest
 import torch
 from plain_model import FLOAT32_TOLERANCE, PlainModel, relative_error
-from tiny_models import ARCHITECTURES, tiny_model
-from tree_decoding import SLOTS, UNUSED, by_path, decode, prefill, prompts, tiny_runner
+from tiny_models import tiny_model
+from tree_decoding import CASES, SLOTS, UNUSED, by_path, decode, prefill, prompts, tiny_runner
 
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.target.runner import GenericRunner
+from foretoken.target.runner import Runner
 from foretoken.target.slot_cache import SlotCache
 
 # Rows of the cache hold keys and values of order 1 to 10 that come out of at most 3 layers of float32.
 ROW_TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
 
-def rows_of(runner: GenericRunner, slot: int, length: int) -> list[torch.Tensor]:
+def rows_of(runner: Runner, slot: int, length: int) -> list[torch.Tensor]:
     """The committed keys and values of a slot, layer by layer."""
     return [part[slot, :, :length].clone() for part in (*runner.cache.keys, *runner.cache.values)]
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_nodes_equal_their_paths(architecture: str) -> None:
-    runner, plain = tiny_runner(architecture), PlainModel(tiny_model(architecture))
+@pytest.mark.parametrize(("architecture", "runner_name"), CASES)
+def test_nodes_equal_their_paths(architecture: str, runner_name: str) -> None:
+    runner, plain = tiny_runner(architecture, runner=runner_name), PlainModel(tiny_model(architecture))
     for done in decode(runner, rounds=3):
         assert done.output.logits.dtype == torch.float32
         for row in range(len(SLOTS)):
@@ -31,9 +31,9 @@ def test_nodes_equal_their_paths(architecture: str) -> None:
             assert relative_error(done.output.logits[row, : len(theirs)], theirs) < FLOAT32_TOLERANCE
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_committed_rows_equal_a_fresh_prefill(architecture: str) -> None:
-    runner, fresh = tiny_runner(architecture), tiny_runner(architecture)
+@pytest.mark.parametrize(("architecture", "runner_name"), CASES)
+def test_committed_rows_equal_a_fresh_prefill(architecture: str, runner_name: str) -> None:
+    runner, fresh = tiny_runner(architecture, runner=runner_name), tiny_runner(architecture, runner=runner_name)
 
     def compare(slot: int, tokens: list[int]) -> None:
         prefill(fresh, slot, tokens)
@@ -43,9 +43,9 @@ def test_committed_rows_equal_a_fresh_prefill(architecture: str) -> None:
     decode(runner, rounds=3, after_commit=compare)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_uncommitted_rows_never_matter(architecture: str) -> None:
-    clean, poisoned = tiny_runner(architecture), tiny_runner(architecture)
+@pytest.mark.parametrize(("architecture", "runner_name"), CASES)
+def test_uncommitted_rows_never_matter(architecture: str, runner_name: str) -> None:
+    clean, poisoned = tiny_runner(architecture, runner=runner_name), tiny_runner(architecture, runner=runner_name)
 
     def poison(slot: int, tokens: list[int]) -> None:
         poisoned.cache.poison(slot, len(tokens))
@@ -55,9 +55,9 @@ def test_uncommitted_rows_never_matter(architecture: str) -> None:
         assert torch.equal(before.output.logits, after.output.logits)  # bit by bit: the same arithmetic
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_chunks_of_a_prompt_change_nothing(architecture: str) -> None:
-    whole, chunked = tiny_runner(architecture), tiny_runner(architecture)
+@pytest.mark.parametrize(("architecture", "runner_name"), CASES)
+def test_chunks_of_a_prompt_change_nothing(architecture: str, runner_name: str) -> None:
+    whole, chunked = tiny_runner(architecture, runner=runner_name), tiny_runner(architecture, runner=runner_name)
     tree = TokenTree.from_rows([TreeRow([5, 6, 7, 8], [-1, 0, 0, 2])])
     for prompt in prompts():
         prefill(whole, 0, prompt)

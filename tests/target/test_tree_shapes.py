@@ -16,7 +16,7 @@ from foretoken.attention.layout import AttentionLayout
 from foretoken.core.errors import RequestError
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.target.loading import wrap_model
-from foretoken.target.runner import GenericRunner
+from foretoken.target.runner import Runner
 
 # Two levels below the root's children; 7 nodes in order of depth, as a draft model grows them.
 LEVEL_PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]
@@ -24,10 +24,10 @@ WIDEST = 40
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma2"])
-def pair(request: pytest.FixtureRequest) -> tuple[GenericRunner, PlainModel]:
+def pair(request: pytest.FixtureRequest) -> tuple[Runner, PlainModel]:
     """A runner for wide trees and its oracle."""
     model = wrap_model(tiny_model(request.param), name=request.param)
-    return GenericRunner(model, num_slots=2, max_nodes=WIDEST), PlainModel(tiny_model(request.param))
+    return Runner(model, num_slots=2, max_nodes=WIDEST), PlainModel(tiny_model(request.param))
 
 
 @settings(max_examples=20)
@@ -38,7 +38,7 @@ def pair(request: pytest.FixtureRequest) -> tuple[GenericRunner, PlainModel]:
     seed=st.integers(0, 1000),
 )
 def test_any_tree(
-    pair: tuple[GenericRunner, PlainModel], sizes: list[int], lengths: tuple[int, int], branching: int, seed: int
+    pair: tuple[Runner, PlainModel], sizes: list[int], lengths: tuple[int, int], branching: int, seed: int
 ) -> None:
     runner, plain = pair
     rng = random.Random(seed)
@@ -59,7 +59,7 @@ def test_any_tree(
         assert relative_error(output.logits[row, : len(theirs)], theirs) < FLOAT32_TOLERANCE
 
 
-def grow(runner: GenericRunner, slots: list[int], lengths: list[int], tree: TokenTree) -> torch.Tensor:
+def grow(runner: Runner, slots: list[int], lengths: list[int], tree: TokenTree) -> torch.Tensor:
     """Logits at the nodes of a tree that is fed level by level after its root, (B, N, V)."""
     parents, depths = tree.parents[0].tolist(), tree.depths[0].tolist()
     sees = tree.ancestor_mask()
@@ -132,7 +132,7 @@ def test_prompt_longer_than_the_context_is_refused() -> None:
 @pytest.mark.parametrize(("context_len", "max_nodes"), [(1, 1), (2, 64), (4, 1)])
 def test_contexts_shorter_than_the_self_test(context_len: int, max_nodes: int) -> None:
     model = wrap_model(tiny_model("llama"), name="llama")
-    runner = GenericRunner(model, num_slots=1, context_len=context_len, max_nodes=max_nodes)
+    runner = Runner(model, num_slots=1, context_len=context_len, max_nodes=max_nodes)
     assert runner.context_len == context_len
     runner.prefill(0, [3] * (context_len - 1), 0) if context_len > 1 else None
     ours = runner.verify([0], [context_len - 1], TokenTree.roots([5])).logits[0, 0]

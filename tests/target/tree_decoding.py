@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tiny_models import VOCAB_SIZE, tiny_model
+from tiny_models import ARCHITECTURES, LEAN_ARCHITECTURES, VOCAB_SIZE, tiny_model
 
 from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.target.decoder import PassOutput
 from foretoken.target.loading import wrap_model
-from foretoken.target.runner import GenericRunner, PassOutput
+from foretoken.target.runner import Runner
 
 SLOTS = (2, 0, 3)  # of the three sequences, out of order
 UNUSED = 1  # a slot that no sequence has
@@ -29,10 +30,17 @@ class Round:
     output: PassOutput
 
 
-def tiny_runner(architecture: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> GenericRunner:
+# Every architecture on the transformers model, and those that the lean decoders know on these too.
+CASES = [
+    *((architecture, "generic") for architecture in ARCHITECTURES),
+    *((architecture, runner) for architecture in LEAN_ARCHITECTURES for runner in ("lean-native", "lean-stock")),
+]
+
+
+def tiny_runner(architecture: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> Runner:
     """A runner with four slots over a tiny model."""
     model = wrap_model(tiny_model(architecture, dtype=dtype), name=architecture)
-    return GenericRunner(model, num_slots=4, max_nodes=MAX_NODES, **options)
+    return Runner(model, num_slots=4, max_nodes=MAX_NODES, **options)
 
 
 def random_tokens(rng: random.Random, count: int) -> list[int]:
@@ -52,7 +60,7 @@ def random_tree(rng: random.Random, num_nodes: int) -> TreeRow:
     )
 
 
-def prefill(runner: GenericRunner, slot: int, tokens: Sequence[int], chunk: int | None = None) -> None:
+def prefill(runner: Runner, slot: int, tokens: Sequence[int], chunk: int | None = None) -> None:
     """Feeds a prompt in chunks, whole when `chunk` is None."""
     step = chunk or len(tokens)
     for start in range(0, len(tokens), step):
@@ -60,7 +68,7 @@ def prefill(runner: GenericRunner, slot: int, tokens: Sequence[int], chunk: int 
 
 
 def decode(
-    runner: GenericRunner,
+    runner: Runner,
     *,
     seed: int = 0,
     rounds: int = 3,

@@ -1,0 +1,234 @@
+"""The rivals harness: real workers over the real protocol, missing and crashing rivals, ratios from known seconds."""
+
+import json
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import VOCAB_SIZE, tiny_model
+
+from benchmarks.rivals import compare as comparing
+from benchmarks.rivals.__main__ import parse_options
+from benchmarks.rivals.compare import Comparison, ForwardRun, Run, Settings, compare
+from benchmarks.rivals.contestants import CONTESTANTS, FORETOKEN_PLAIN, HF_GENERATE, Contestant, choose_contestants
+from benchmarks.rivals.messages import Generation, Loaded
+from benchmarks.rivals.report import as_json, as_markdown, pass_rows, request_rows
+from benchmarks.rivals.worker_process import WorkerProcess
+
+PROMPTS = [[3, 4, 5, 6, 3, 4, 5], [7, 8, 9]]
+CRASHING = Contestant("crashing", "plain", "crashing")
+FAULTY = Contestant("faulty", "plain", "faulty")
+# Workers that answer `load` and then break down, one by dying and one by raising.
+_BROKEN = """
+from benchmarks.rivals.messages import Loaded
+from benchmarks.rivals.workers.serve import serve
+import os, sys
+class Broken:
+    def load(self, request):
+        print("chatter on standard output")
+        return Loaded(versions={{}})
+    def generate(self, prompt_ids, max_tokens):
+        {breaks}
+serve(Broken())
+"""
+_BREAKS = {
+    "crashing": "print('out of llamas', file=sys.stderr); sys.stderr.flush(); os._exit(7)",
+    "faulty": "raise KeyError('no such weight')",
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("rivals") / "tiny"
+    model = tiny_model("llama", num_hidden_layers=2, eos_token_id=None, bos_token_id=None)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def settings(model_dir: Path, tmp_path: Path) -> Settings:
+    return Settings(
+        model=str(model_dir),
+        dtype="float32",
+        threads=1,
+        prompts=PROMPTS,
+        max_tokens=6,
+        widths=(1, 3),
+        context=8,
+        repeats=1,
+        env_dir=tmp_path,
+        timeout_s=120.0,
+    )
+
+
+def broken_command(rival: str) -> list[str]:
+    return [sys.executable, "-c", _BROKEN.format(breaks=_BREAKS[rival])]
+
+
+def test_real_workers_agree_and_broken_ones_are_left_out(
+    settings: Settings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_process = comparing.WorkerProcess
+
+    def start(name: str, command: list[str], **arguments: object) -> WorkerProcess:
+        rival = name.partition(".")[0]
+        return real_process(name, broken_command(rival) if rival in _BREAKS else command, **arguments)
+
+    monkeypatch.setattr(comparing, "WorkerProcess", start)
+    monkeypatch.setattr(comparing, "python_of", lambda rival, _: None if rival == "llama_cpp" else Path(sys.executable))
+    said: list[str] = []
+    missing = next(c for c in CONTESTANTS if c.rival == "llama_cpp")
+
+    result = compare(settings, [CRASHING, HF_GENERATE, missing, FAULTY, FORETOKEN_PLAIN], said.append)
+
+    assert [c.name for c in result.contestants] == ["hf.generate", "foretoken.plain"]
+    assert result.skipped == [
+        "llama_cpp.plain is skipped: llama_cpp is not installed. "
+        f"Run: python -m benchmarks.rivals install llama_cpp --env-dir {tmp_path}"
+    ]
+    assert result.failures == [
+        "crashing.plain ended with status 7 during generate, its last words: out of llamas. It is left out.",
+        "faulty.plain failed at generate: KeyError: 'no such weight'. It is left out.",
+    ]
+    texts = {(run.contestant, run.prompt): run.generation for run in result.runs}
+    assert len(texts) == 4
+    for index, prompt in enumerate(PROMPTS):
+        want = greedy_by_hand(settings.model, prompt, settings.max_tokens)
+        for contestant in result.contestants:
+            got = texts[contestant.name, index]
+            assert got.token_ids == want, f"{contestant.name}, prompt {index}"
+            assert (got.decode_tokens, got.decode_passes, got.tau) == (5, 5, 1.0)
+            assert got.first_seconds is not None
+            assert got.decode_seconds is not None
+            assert 0 < got.decode_seconds < got.first_seconds + got.decode_seconds <= got.seconds
+    assert {(run.contestant, run.width) for run in result.forwards} == {
+        (c.name, width) for c in result.contestants for width in settings.widths
+    }
+    report = as_markdown(result, ["Conditions."])
+    assert "2/2" in report
+    assert all(sentence in report for sentence in [*result.skipped, *result.failures])
+    assert json.loads(json.dumps(as_json(result)))["runs"]
+
+
+def greedy_by_hand(model: str, prompt: list[int], max_tokens: int) -> list[int]:
+    """Greedy decoding without cache, streamer or engine."""
+    from transformers import AutoModelForCausalLM
+
+    module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokens = list(prompt)
+    with torch.inference_mode():
+        for _ in range(max_tokens):
+            tokens.append(int(module(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def test_a_worker_that_is_not_asked_stands_still(tmp_path: Path) -> None:
+    worker = WorkerProcess("busy", broken_command("faulty"), threads=1, log=tmp_path / "log", timeout_s=60.0)
+    try:
+        worker._ask("load", load_fields())
+        if not Path(f"/proc/{worker.pid}/stat").exists():
+            pytest.skip("needs /proc")
+        deadline = time.monotonic() + 10
+        while state_of(worker.pid) != "T" and time.monotonic() < deadline:
+            time.sleep(0.01)  # the kernel stops it when its threads next look
+        assert state_of(worker.pid) == "T"
+    finally:
+        worker.close()
+
+
+def state_of(pid: int) -> str:
+    """The kernel's letter: R runs, S sleeps, T is stopped."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def load_fields() -> dict[str, object]:
+    return {"mode": "plain", "model": "m", "dtype": "float32", "threads": 1, "max_len": 8, "cache_dir": "c"}
+
+
+def known_comparison() -> Comparison:
+    """HF decodes 4 and 2 tokens a second; foretoken is 2 and 3 times as fast, and one of its texts differs."""
+    hf, ours = HF_GENERATE.name, FORETOKEN_PLAIN.name
+    base = Generation(
+        token_ids=[1] * 9, seconds=4.5, first_seconds=2.5, decode_seconds=2.0, decode_tokens=8, decode_passes=8
+    )
+    runs = [
+        Run(contestant=hf, round=0, prompt=0, generation=base),
+        Run(contestant=hf, round=0, prompt=1, generation=replace(base, decode_seconds=4.0, seconds=9.0)),
+        Run(contestant=ours, round=0, prompt=0, generation=replace(base, decode_seconds=1.0, seconds=3.0)),
+        Run(
+            contestant=ours,
+            round=0,
+            prompt=1,
+            generation=replace(base, token_ids=[2] * 9, decode_seconds=4.0 / 3, seconds=4.5, decode_passes=2),
+        ),
+    ]
+    seconds = {(hf, 1): 0.03, (hf, 4): 0.06, (ours, 1): 0.02, (ours, 4): 0.03}
+    forwards = [ForwardRun(contestant=n, round=0, width=w, seconds=s) for (n, w), s in seconds.items()]
+    loaded = {name: Loaded(versions={"torch": "1"}) for name in (hf, ours)}
+    return Comparison(contestants=[HF_GENERATE, FORETOKEN_PLAIN], loaded=loaded, runs=runs, forwards=forwards)
+
+
+def test_ratios_are_those_of_the_same_prompt_and_round() -> None:
+    hf, ours = request_rows(known_comparison())
+    assert hf.decode_ratio[HF_GENERATE.name].median == 1.0
+    assert hf.num_identical == 2
+    ratio = ours.decode_ratio[HF_GENERATE.name]
+    assert (ratio.median, ratio.min, ratio.max) == pytest.approx((2.5, 2.0, 3.0))
+    assert hf.decode_ratio[FORETOKEN_PLAIN.name].median == pytest.approx((1 / 2 + 1 / 3) / 2)
+    assert ours.request_ratio[HF_GENERATE.name].median == pytest.approx((4.5 / 3 + 9 / 4.5) / 2)
+    assert ours.decode_tokens_per_s.median == pytest.approx((8 + 6) / 2)
+    assert ours.tau == pytest.approx(16 / 10)
+    assert (ours.num_identical, ours.num_texts) == (1, 2)
+
+
+def test_passes_are_related_to_ours() -> None:
+    hf, ours = pass_rows(known_comparison())
+    assert hf.ratio[1].median == pytest.approx(2 / 3)
+    assert hf.ratio[4].median == pytest.approx(1 / 2)
+    assert hf.growth == pytest.approx({1: 1.0, 4: 2.0})
+    assert ours.ratio[4].median == pytest.approx(1.0)
+
+
+def test_the_table_shows_these_ratios() -> None:
+    lines = as_markdown(known_comparison(), []).splitlines()
+    ours = [line for line in lines if line.startswith("| foretoken, plain")]
+    assert "| 2.50 (2.00-3.00) | 1.60 |" in ours[0]
+    assert ours[0].endswith("| 1/2 |")
+    assert "| 20.00 (1.00x) | 30.00 (1.00x) | 1.50 |" in ours[1]
+
+
+def test_what_a_rival_does_not_tell_is_left_open() -> None:
+    comparison = known_comparison()
+    for index, run in enumerate(comparison.runs):
+        bare = Generation(token_ids=run.generation.token_ids, seconds=run.generation.seconds)
+        comparison.runs[index] = replace(run, generation=bare)
+    ours = request_rows(comparison)[1]
+    assert (ours.decode_tokens_per_s, ours.tau, ours.decode_ratio[HF_GENERATE.name]) == (None, None, None)
+    assert ours.request_ratio[HF_GENERATE.name] is not None
+
+
+def test_contestants_are_chosen_by_rival_or_by_name() -> None:
+    names = [c.name for c in choose_contestants(["hf", "llama_cpp.plain"], has_draft=False)]
+    assert names == ["hf.generate", "hf.prompt_lookup", "llama_cpp.plain"]
+    with pytest.raises(ValueError, match=r"Did you mean 'llama_cpp'\?"):
+        choose_contestants(["llama.cpp"], has_draft=False)
+    with pytest.raises(ValueError, match="--draft-model"):
+        choose_contestants(["hf.assisted"], has_draft=False)
+
+
+def test_prompts_must_fit(settings: Settings) -> None:
+    with pytest.raises(ValueError, match="Lower --max-tokens"):
+        compare(replace(settings, max_tokens=10_000), [], print)
+    assert max(max(prompt) for prompt in PROMPTS) < VOCAB_SIZE
+
+
+def test_options_are_json_or_text() -> None:
+    assert parse_options(["vllm:enforce_eager=true", "openvino.plain:ATTENTION_BACKEND=SDPA"]) == {
+        "vllm": {"enforce_eager": True},
+        "openvino.plain": {"ATTENTION_BACKEND": "SDPA"},
+    }
+    with pytest.raises(ValueError, match="NAME:KEY=VALUE"):
+        parse_options(["vllm"])

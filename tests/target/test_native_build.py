@@ -1,0 +1,130 @@
+"""Compiling the native kernels: once a machine, never in the way."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+from collections.abc import Iterator
+from ctypes import byref, c_int64, c_void_p
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from foretoken.core.errors import ModelError
+from foretoken.target.lean import build
+from foretoken.target.lean.native import Matrix
+from foretoken.target.loading import wrap_model
+from foretoken.target.runner import Runner
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, and nothing loaded yet."""
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    build.native_library.cache_clear()
+    yield tmp_path / "cache"
+    build.native_library.cache_clear()
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def llama_runner(kind: str = "auto") -> Runner:
+    return Runner(wrap_model(tiny_model("llama"), name="tiny llama"), num_slots=1, runner=kind)
+
+
+def test_it_compiles_once(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", f'echo called >> {log}\nexec c++ "$@"'))
+    for _ in range(2):
+        build.native_library.cache_clear()
+        assert llama_runner("lean-native").name == "lean-native"
+    assert log.read_text() == "called\n"
+    assert [path.suffix for path in fresh.iterdir()] == [".so"], "nothing unfinished is left"
+
+
+@pytest.mark.parametrize(
+    ("compiler", "message"),
+    [
+        ("echo 'decoder.cpp: error: no such thing' >&2; exit 1", "cannot compile its kernels: decoder.cpp: error: no"),
+        ("exit 1", "cannot compile its kernels: no message"),
+        ("exit 0", "its kernels cannot be compiled"),  # says it did, and wrote nothing
+        ('for last; do :; done; echo rubbish > "$last"', "its kernels cannot be loaded"),
+    ],
+)
+@pytest.mark.usefixtures("fresh")
+def test_a_compiler_that_fails(
+    compiler: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", compiler))
+    monkeypatch.setattr("foretoken.target.runner._said", set())
+    assert llama_runner().name == "lean-stock"
+    assert message in caplog.text
+    with pytest.raises(ModelError, match="runner 'lean-native' cannot run 'tiny llama'"):
+        llama_runner("lean-native")
+
+
+@pytest.mark.usefixtures("fresh")
+def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("foretoken.target.runner._said", set())
+    monkeypatch.setenv("PATH", "")
+    assert llama_runner().name == "lean-stock"
+    assert "there is no C++ compiler for its kernels. Install one, such as g++." in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_cache_that_cannot_be_written(fresh: Path) -> None:
+    fresh.mkdir()
+    fresh.chmod(0o500)
+    with pytest.raises(ModelError, match="its kernels cannot be compiled"):
+        llama_runner("lean-native")
+
+
+def test_where_kernels_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("FORETOKEN_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build.cache_directory() == tmp_path / "foretoken"
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "here"))
+    assert build.cache_directory() == tmp_path / "here"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 16, 33, 70])
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (7, 33), (24, 64), (50, 100), (131, 31), (96, 4100)])
+def test_products(rows: int, cols: int, num_tokens: int, dtype: torch.dtype) -> None:
+    """Against float64, with sizes around every block: rows, tokens and the length of a sum."""
+    generator = torch.Generator().manual_seed(rows + cols)
+    weight = torch.randn(rows, cols, generator=generator).to(dtype)
+    x = torch.randn(num_tokens, cols, generator=generator).to(dtype)
+    bias = torch.randn(rows, generator=generator)
+    inputs = blocked(x)
+    got = torch.full((num_tokens, rows), torch.nan)
+    matrix = Matrix(weight=weight.data_ptr(), bias=bias.data_ptr(), rows=rows, cols=cols)
+    build.native_library().foretoken_multiply(
+        byref(matrix), c_int64(dtype == torch.bfloat16), c_void_p(inputs.data_ptr()), c_int64(num_tokens),
+        c_void_p(got.data_ptr()), c_int64(2),
+    )  # fmt: skip
+    exact = x.double() @ weight.double().T + bias
+    scale = x.double().abs() @ weight.double().abs().T + bias.abs()
+    assert ((got - exact).abs() / scale).max() < 1e-6
+
+
+def blocked(x: torch.Tensor) -> torch.Tensor:
+    """Tokens in the order of `Inputs` in `decoder.cpp`: four side by side, a register's worth of each at a time."""
+    step = 64 // x.itemsize
+    num_tokens, cols = x.shape
+    if num_tokens == 1:
+        return torch.nn.functional.pad(x, (0, -cols % step))
+    padded = torch.nn.functional.pad(x, (0, -cols % step, 0, -num_tokens % 4))
+    return padded.view(-1, 4, padded.shape[1] // step, step).transpose(1, 2).contiguous()
+
+
+def test_the_library_is_plain_c() -> None:
+    assert isinstance(build.native_library(), ctypes.CDLL)
