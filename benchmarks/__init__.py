@@ -1,0 +1,1 @@
+"""Measurements that compare foretoken with other engines; not part of the package."""

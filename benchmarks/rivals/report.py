@@ -1,0 +1,255 @@
+"""From runs to ratios, a Markdown table and JSON."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.rivals.contestants import FORETOKEN_PLAIN, HF_GENERATE, REFERENCES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from benchmarks.rivals.compare import Comparison, Run
+    from benchmarks.rivals.messages import Generation
+
+_NONE = "-"
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """A median with the smallest and largest value."""
+
+    median: float
+    min: float
+    max: float
+
+    @classmethod
+    def of(cls, values: Iterable[float | None]) -> Spread | None:
+        """The spread of the values that are known; None where none is."""
+        known = [value for value in values if value is not None]
+        return cls(median(known), min(known), max(known)) if known else None
+
+    def show(self, digits: int, unit: str = "") -> str:
+        """Median and, in brackets, the extremes."""
+        return f"{self.median:.{digits}f}{unit} ({self.min:.{digits}f}-{self.max:.{digits}f})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One contestant's line in the table of requests; every spread is over prompts and rounds.
+
+    Attributes:
+        name: Of the contestant.
+        title: Shown.
+        decode_tokens_per_s: Tokens after the first chunk per second after the first chunk.
+        request_tokens_per_s: All tokens per second of the whole request, prefill included.
+        first_seconds: Seconds to the first chunk.
+        decode_ratio: By reference: decoding rate over the reference's for the same prompt in the same round.
+        request_ratio: By reference: the same of whole requests.
+        tau: Mean tokens per target pass, the target's own token included; None where unknown.
+        num_identical: Texts equal to HF `generate`'s; None without HF `generate`.
+        num_texts: Texts.
+    """
+
+    name: str
+    title: str
+    decode_tokens_per_s: Spread | None
+    request_tokens_per_s: Spread | None
+    first_seconds: Spread | None
+    decode_ratio: dict[str, Spread | None]
+    request_ratio: dict[str, Spread | None]
+    tau: float | None
+    num_identical: int | None
+    num_texts: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassRow:
+    """One contestant's line in the table of single passes.
+
+    Attributes:
+        name: Of the contestant.
+        title: Shown.
+        seconds: By width, over rounds.
+        ratio: By width: foretoken's seconds over this contestant's in the same round; above 1 is faster than foretoken.
+        growth: By width: median seconds over those of the narrowest pass.
+    """
+
+    name: str
+    title: str
+    seconds: dict[int, Spread]
+    ratio: dict[int, Spread | None]
+    growth: dict[int, float]
+
+
+def decode_rate(generation: Generation) -> float | None:
+    """Tokens per second after the first chunk; None where the rival does not tell or nothing followed."""
+    if not generation.decode_tokens or not generation.decode_seconds:
+        return None
+    return generation.decode_tokens / generation.decode_seconds
+
+
+def request_rate(generation: Generation) -> float:
+    """Tokens per second of the whole request."""
+    return len(generation.token_ids) / generation.seconds
+
+
+def request_rows(comparison: Comparison) -> list[Row]:
+    """The table of requests."""
+    runs = {c.name: [run for run in comparison.runs if run.contestant == c.name] for c in comparison.contestants}
+    rows = []
+    for contestant in comparison.contestants:
+        own = runs[contestant.name]
+        generations = [run.generation for run in own]
+        passes = sum(g.decode_passes or 0 for g in generations)
+        references = {ref.name: runs.get(ref.name, []) for ref in REFERENCES}
+        texts = {run.prompt: run.generation.token_ids for run in references[HF_GENERATE.name]}
+        rows.append(
+            Row(
+                name=contestant.name,
+                title=contestant.title,
+                decode_tokens_per_s=Spread.of(decode_rate(g) for g in generations),
+                request_tokens_per_s=Spread.of(request_rate(g) for g in generations),
+                first_seconds=Spread.of(g.first_seconds for g in generations),
+                decode_ratio={name: _ratios(own, theirs, decode_rate) for name, theirs in references.items()},
+                request_ratio={name: _ratios(own, theirs, request_rate) for name, theirs in references.items()},
+                tau=sum(g.decode_tokens or 0 for g in generations) / passes if passes else None,
+                num_identical=sum(r.generation.token_ids == texts[r.prompt] for r in own) if texts else None,
+                num_texts=len(own),
+            )
+        )
+    return rows
+
+
+def pass_rows(comparison: Comparison) -> list[PassRow]:
+    """The table of single passes, empty where none were timed."""
+    seconds = {(run.contestant, run.width, run.round): run.seconds for run in comparison.forwards}
+    widths = sorted({run.width for run in comparison.forwards})
+    rows = []
+    for contestant in comparison.contestants:
+        name = contestant.name
+        own = {w: {r: s for (n, v, r), s in seconds.items() if n == name and v == w} for w in widths}
+        spreads = {w: spread for w in widths if (spread := Spread.of(own[w].values())) is not None}
+        if not spreads:
+            continue
+        plain = FORETOKEN_PLAIN.name
+        rows.append(
+            PassRow(
+                name=name,
+                title=contestant.title,
+                seconds=spreads,
+                ratio={
+                    w: Spread.of(
+                        seconds[plain, w, r] / s if (plain, w, r) in seconds else None for r, s in own[w].items()
+                    )
+                    for w in spreads
+                },
+                growth={w: spread.median / spreads[min(spreads)].median for w, spread in spreads.items()},
+            )
+        )
+    return rows
+
+
+def as_markdown(comparison: Comparison, conditions: Sequence[str]) -> str:
+    """The report.
+
+    Args:
+        comparison: What was measured.
+        conditions: Sentences on how, shown above the tables.
+    """
+    parts = ["# foretoken beside its rivals", " ".join(conditions)]
+    rows, passes = request_rows(comparison), pass_rows(comparison)
+    if rows:
+        parts += ["## Requests", _request_table(rows), _REQUEST_LEGEND]
+    if passes:
+        parts += ["## One pass", _pass_table(passes), _PASS_LEGEND]
+    notes = [note for c in comparison.contestants for note in comparison.loaded[c.name].notes]
+    notes = [
+        *(f"{note}." for note in dict.fromkeys(notes)),
+        *comparison.skipped,
+        *comparison.failures,
+        *([comparison.disturbance.sentence()] if comparison.disturbance else []),
+        *(["Versions: " + ", ".join(_versions(comparison)) + "."] if comparison.contestants else []),
+    ]
+    parts += ["## Notes", "\n".join(f"- {note}" for note in notes)] if notes else []
+    return "\n\n".join(parts) + "\n"
+
+
+def as_json(comparison: Comparison) -> dict[str, Any]:
+    """Tables and every single run, JSON-ready."""
+    return {
+        "requests": [asdict(row) for row in request_rows(comparison)],
+        "passes": [asdict(row) for row in pass_rows(comparison)],
+        "runs": [asdict(run) for run in comparison.runs],
+        "pass_runs": [asdict(run) for run in comparison.forwards],
+        "loaded": {c.name: asdict(comparison.loaded[c.name]) for c in comparison.contestants},
+        "skipped": comparison.skipped,
+        "failures": comparison.failures,
+        "disturbance": asdict(comparison.disturbance) if comparison.disturbance else None,
+    }
+
+
+_REQUEST_LEGEND = (
+    "Medians over prompts and rounds, extremes in brackets. *Decode*: tokens after the first chunk over the time since "
+    "it. *x*: that rate over the reference's for the same prompt in the same round. tau: mean tokens per target pass, "
+    "the target's own token included. *Same text*: texts equal to HF generate's, token for token."
+)
+_PASS_LEGEND = (
+    "Milliseconds of one pass over T new tokens behind the same context, logits for all of them, medians over rounds; "
+    "in brackets its speed against foretoken's (above 1 is faster than foretoken)."
+)
+
+
+def _ratios(own: Sequence[Run], reference: Sequence[Run], rate: Callable[[Generation], float | None]) -> Spread | None:
+    """Rates over the reference's, prompt by prompt and round by round."""
+    theirs = {(run.round, run.prompt): rate(run.generation) for run in reference}
+    pairs = [(rate(run.generation), theirs.get((run.round, run.prompt))) for run in own]
+    return Spread.of(mine / other for mine, other in pairs if mine and other)
+
+
+def _request_table(rows: Sequence[Row]) -> str:
+    """Requests as Markdown."""
+    headings = ["", "decode tok/s", *(f"x {ref.title}" for ref in REFERENCES), "tau", "request tok/s"]
+    headings += ["first chunk, ms", "same text"]
+    lines = []
+    for row in rows:
+        first = row.first_seconds
+        lines.append(
+            [
+                row.title,
+                row.decode_tokens_per_s.show(1) if row.decode_tokens_per_s else _NONE,
+                *(spread.show(2) if spread else _NONE for spread in row.decode_ratio.values()),
+                f"{row.tau:.2f}" if row.tau is not None else _NONE,
+                row.request_tokens_per_s.show(1) if row.request_tokens_per_s else _NONE,
+                f"{first.median * 1000:.1f}" if first else _NONE,
+                f"{row.num_identical}/{row.num_texts}" if row.num_identical is not None else _NONE,
+            ]
+        )
+    return _table(headings, lines)
+
+
+def _pass_table(rows: Sequence[PassRow]) -> str:
+    """Single passes as Markdown."""
+    widths = sorted({width for row in rows for width in row.seconds})
+    lines = []
+    for row in rows:
+        cells = [row.title]
+        for width in widths:
+            spread, ratio = row.seconds.get(width), row.ratio.get(width)
+            shown = f"{spread.median * 1000:.2f}" if spread else _NONE
+            cells.append(f"{shown} ({ratio.median:.2f}x)" if ratio else shown)
+        lines.append([*cells, f"{row.growth[max(row.growth)]:.2f}"])
+    return _table(["", *(f"T={width}" for width in widths), f"T={widths[-1]} over T={widths[0]}"], lines)
+
+
+def _table(headings: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """A Markdown table."""
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in [headings, ["---"] * len(headings), *lines])
+
+
+def _versions(comparison: Comparison) -> list[str]:
+    """Package versions by rival: two environments may hold two versions of one package."""
+    rivals = {c.rival: comparison.loaded[c.name].versions for c in comparison.contestants}
+    return [f"{rival} ({', '.join(f'{k} {v}' for k, v in found.items())})" for rival, found in rivals.items()]
