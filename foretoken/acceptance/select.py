@@ -12,7 +12,7 @@ from foretoken.acceptance.block import accept_block
 from foretoken.acceptance.decisions import Acceptance, KeyedDecisions
 from foretoken.acceptance.lossy import accept_lenient, accept_typical
 from foretoken.acceptance.sequential import accept_sequential
-from foretoken.acceptance.walk import accept_coupled, accept_greedy
+from foretoken.acceptance.walk import accept_chosen, accept_coupled, accept_greedy
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.core.token_tree import DrawKind, TokenTree
 
@@ -119,7 +119,8 @@ def _accept_with(rule: str, scores: NodeScores, policy: AcceptancePolicy, root_p
     tree, decisions = scores.tree, KeyedDecisions(scores.batch.noise, root_positions)
     match rule:
         case "greedy":
-            return accept_greedy(tree, scores.argmax)
+            chosen = scores.argmax_everywhere()
+            return accept_greedy(tree, scores.argmax) if chosen is None else accept_chosen(tree, chosen)
         case "coupled":
             return accept_coupled(tree, scores.log_probs, decisions)
         case "sequential":

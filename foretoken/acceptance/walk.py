@@ -88,6 +88,42 @@ def accept_greedy(tree: TokenTree, argmax: Callable[[Tensor], Tensor]) -> Accept
     return walk(tree, lambda node, _: argmax(node))
 
 
+def accept_chosen(tree: TokenTree, chosen: Tensor) -> Acceptance:
+    """`walk` where the chosen token is known after every node: all nodes are matched at once.
+
+    Args:
+        tree: (B, N) candidates drawn in any way.
+        chosen: (B, N) int64, the target's token after each node.
+    """
+    batch, width = tree.tokens.shape
+    if tree.max_depth == 0:  # plain decoding, the baseline, is spared what follows
+        return Acceptance(
+            path=chosen[:, :0],
+            num_accepted=torch.zeros_like(tree.num_nodes),
+            next_token=chosen[:, 0],
+            lossy_tv=torch.zeros(batch, device=chosen.device),
+        )
+    node = torch.arange(width, device=chosen.device).expand(batch, width)
+    parent = tree.parents.clamp_min(0)
+    is_match = (tree.tokens == chosen.gather(1, parent)) & (tree.parents >= 0)
+    # Where each node leads: to its first matching child, or to `width`, which leads to itself.
+    leads_to = torch.full((batch, width + 1), width, device=chosen.device)
+    leads_to.scatter_reduce_(1, torch.where(is_match, parent, width), node, "amin")
+    leads_to[:, width] = width
+    steps = [torch.zeros_like(tree.num_nodes).unsqueeze(1)]
+    for _ in range(tree.max_depth):
+        steps.append(leads_to.gather(1, steps[-1]))
+    path = torch.cat(steps, dim=1)
+    num_accepted = (path < width).sum(1) - 1
+    last = path.gather(1, num_accepted.unsqueeze(1))
+    return Acceptance(
+        path=torch.where(path < width, path, -1)[:, 1:],
+        num_accepted=num_accepted,
+        next_token=chosen.gather(1, last)[:, 0],
+        lossy_tv=torch.zeros(batch, device=chosen.device),
+    )
+
+
 def accept_coupled(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:
     """Draws the target's token after each node and keeps the path of drawn tokens.
 

@@ -18,6 +18,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from foretoken.core.token_tree import TokenTree
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayout:
@@ -28,21 +30,27 @@ class AttentionLayout:
         prefix: B prefix lengths.
         offset: Scratch rows written before this pass.
         positions: (B, T) int64, positions of the queries.
-        visible: (B, T, W) bool, scratch rows each query sees; None means causal with no earlier scratch rows.
-        scratch_positions: (B, W) int64, positions of all scratch rows; None where `visible` is None.
+        tree: The token tree that the T tokens are: each sees its ancestors and itself. Without earlier scratch rows.
+        visible: (B, T, W) bool, scratch rows each query sees, where it is no tree of this pass alone.
+        scratch_positions: (B, W) int64, positions of all scratch rows; given with `visible`.
+
+    With neither `tree` nor `visible` the tokens are causal, with no earlier scratch rows.
     """
 
     slots: Sequence[int]
     prefix: Sequence[int]
     positions: Tensor
     offset: int = 0
+    tree: TokenTree | None = None
     visible: Tensor | None = None
     scratch_positions: Tensor | None = None
     _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict, init=False, repr=False)
+    _ancestors: list[Tensor] = field(default_factory=list, init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Checks what the masks rely on."""
         assert self.offset == 0 or self.visible is not None, "earlier scratch rows are seen only as `visible` says"
+        assert self.tree is None or self.visible is None, "a tree says what is visible"
 
     @property
     def num_queries(self) -> int:
@@ -75,15 +83,22 @@ class AttentionLayout:
             self._masks[key] = self._build_mask(row, window)
         return self._masks[key]
 
+    def _visible(self) -> Tensor | None:
+        """`visible`, worked out from the tree when it is first asked for."""
+        if self.tree is None or self.tree.width == 1:
+            return self.visible
+        if not self._ancestors:
+            self._ancestors.append(self.tree.ancestor_mask())
+        return self._ancestors[0]
+
     def _build_mask(self, row: int, window: int | None) -> Tensor | None:
         """See `mask`."""
         queries, prefix, device = self.num_queries, self.prefix[row], self.positions.device
         if queries == 1 and self.visible is None and window is None:
             return None
-        if self.visible is None:
-            own = torch.ones(queries, queries, dtype=torch.bool, device=device).tril()
-        else:
-            own = self.visible[row]
+        visible = self._visible()
+        causal = torch.ones(queries, queries, dtype=torch.bool, device=device).tril()
+        own = causal if visible is None else visible[row]
         mask = torch.cat([torch.ones(queries, prefix, dtype=torch.bool, device=device), own], dim=1)
         if window is not None:
             scratch = self.positions[row] if self.scratch_positions is None else self.scratch_positions[row]

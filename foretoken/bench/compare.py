@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, Any
 from foretoken.bench.setups import PLAIN, Setup
 from foretoken.bench.workload import Workload, no_progress
 from foretoken.core.results import GenerationMetrics
+from foretoken.engine.costs import WIDTHS, measure_costs
 from foretoken.engine.llm import LLM
+from foretoken.target.runner import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from foretoken.core.records import StepRecord
+    from foretoken.core.results import RequestOutput
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.target.loading import LoadedModel
 
@@ -30,6 +34,8 @@ class Measurement:
         seconds: Wall-clock seconds of each round of prompts, prefill left out; rounds of all setups are interleaved.
         tokens: Output tokens of each round.
         metrics: Added up over all rounds.
+        iterations: Of the engine, over all rounds.
+        verify_seconds: Seconds of these iterations spent in target passes.
         texts: Output token ids, one entry a prompt and repeat.
         num_identical: Entries of `texts` that equal plain decoding's; None for plain itself.
         speed_up: Median over rounds of this setup's tokens per second over plain's in the same round.
@@ -42,6 +48,8 @@ class Measurement:
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     metrics: GenerationMetrics = field(default_factory=GenerationMetrics)
+    iterations: int = 0
+    verify_seconds: float = 0.0
     texts: list[list[int]] = field(default_factory=list)
     num_identical: int | None = None
     speed_up: float = 1.0
@@ -63,6 +71,21 @@ class Measurement:
         return self.speed_up / self.tau if self.tau else 0.0
 
     @property
+    def host_ms(self) -> float:
+        """Milliseconds of an iteration outside of the target's pass: drafting, accepting, committing, text."""
+        return (sum(self.seconds) - self.verify_seconds) / max(self.iterations, 1) * 1e3
+
+    @property
+    def verify_ms(self) -> float:
+        """Milliseconds of an iteration in the target's pass."""
+        return self.verify_seconds / max(self.iterations, 1) * 1e3
+
+    def add_step(self, record: StepRecord) -> None:
+        """Counts an iteration."""
+        self.iterations += 1
+        self.verify_seconds += record.seconds.verify
+
+    @property
     def shares(self) -> dict[str, float]:
         """Parts of the stages' time spent in draft, verify, accept and commit."""
         seconds = self.metrics.seconds
@@ -81,6 +104,8 @@ class Measurement:
             "speed_up_max": self.speed_up_spread[1],
             "mean_acceptance_length": self.tau,
             "efficiency": self.efficiency,
+            "verify_ms": self.verify_ms,
+            "host_ms": self.host_ms,
             "shares": self.shares,
             "num_identical": self.num_identical,
             "num_texts": len(self.texts),
@@ -115,10 +140,19 @@ def compare_setups(
         on_progress: Called with batches done and batches in all.
     """
     ordered = [Setup(PLAIN, None), *(s for s in setups if s.config is not None)]
-    engines = {
-        s.name: LLM(model, speculative_config=s.config, tokenizer=tokenizer, max_num_seqs=batch_size, runner=runner)
-        for s in ordered
-    }
+    on_step: dict[str, Callable[[StepRecord], None]] = {setup.name: _ignore for setup in ordered}
+    engines: dict[str, LLM] = {}
+    for setup in ordered:
+        engines[setup.name] = LLM(
+            model,
+            speculative_config=setup.with_references(
+                _plain_texts(engines[PLAIN], workload) if setup.needs_references else ()
+            ),
+            tokenizer=tokenizer,
+            max_num_seqs=batch_size,
+            runner=runner,
+            on_step=lambda record, name=setup.name: on_step[name](record),  # type: ignore[misc]
+        )
     prompts, temperatures = workload.prompts, workload.temperatures
     batches = [list(range(i, min(i + batch_size, len(prompts)))) for i in range(0, len(prompts), batch_size)]
     total = len(temperatures) * repeats * len(batches) * len(ordered)
@@ -133,12 +167,38 @@ def compare_setups(
             for number, batch in enumerate(batches):
                 shift = (number + repeat) % len(rows)
                 for row in rows[shift:] + rows[:shift]:
+                    on_step[row.setup] = row.add_step
                     _run_batch(engines[row.setup], row, [prompts[i] for i in batch], [params[i] for i in batch])
                     done += 1
                     on_progress(done, total)
+        for row in rows:
+            on_step[row.setup] = _ignore
         _relate(rows)
         measurements.extend(rows)
     return measurements
+
+
+def verify_costs(model: LoadedModel, runner: str) -> list[tuple[int, float]]:
+    """Seconds of target passes of 1 to 128 tokens behind 128 others, measured now; (width, seconds) pairs.
+
+    Args:
+        model: The target.
+        runner: See `LLM`.
+    """
+    target = Runner(model, num_slots=1, context_len=256, max_nodes=WIDTHS[-1], runner=runner)
+    return measure_costs(target, limit_s=60.0).points
+
+
+def _plain_texts(plain: LLM, workload: Workload) -> list[RequestOutput]:
+    """What plain decoding writes to every prompt at every temperature."""
+    return [
+        output for t in workload.temperatures for output in plain.generate(list(workload.prompts), workload.params(t))
+    ]
+
+
+def _ignore(record: StepRecord) -> None:
+    """Counts nothing: the warm-up."""
+    del record
 
 
 def _run_batch(llm: LLM, row: Measurement, prompts: list[str], params: list[SamplingParams]) -> None:

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 from foretoken.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
+
+    from foretoken.core.results import RequestOutput
 
 PLAIN = "plain"
 
@@ -26,6 +28,22 @@ class Setup:
 
     name: str
     config: Mapping[str, Any] | None
+
+    @property
+    def needs_references(self) -> bool:
+        """Whether the drafter has to be told what plain decoding writes."""
+        return self.config is not None and self.config.get("method") == "oracle" and "references" not in self.config
+
+    def with_references(self, outputs: Iterable[RequestOutput]) -> Mapping[str, Any] | None:
+        """The configuration; an oracle's holds the texts of plain decoding.
+
+        Args:
+            outputs: What plain decoding wrote.
+        """
+        if not self.needs_references or self.config is None:
+            return self.config
+        texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+        return {**self.config, "references": texts}
 
 
 def parse_setup(text: str) -> Setup:

@@ -100,7 +100,7 @@ def verify_setups(
                 ids = generate_plain(model.module, want.prompt_token_ids, workload.max_tokens)
                 checks.append(judge.compare(index, want, ids, 1.0))
         for setup in setups:
-            config = _with_references(setup, [[*e.prompt_token_ids, *e.outputs[0].token_ids] for e in expected])
+            config = setup.with_references(expected)
             for batch_size in batch_sizes:
                 llm = LLM(model, speculative_config=config, tokenizer=tokenizer, max_num_seqs=batch_size, runner=runner)
                 for index, (got, want) in enumerate(zip(llm.generate(prompts, params), expected, strict=True)):
@@ -110,16 +110,6 @@ def verify_setups(
                 done += 1
                 on_progress(done, total)
     return checks
-
-
-def _with_references(setup: Setup, references: list[list[int]]) -> dict[str, Any] | None:
-    """The setup's configuration; the oracle is told what plain decoding wrote."""
-    if setup.config is None:
-        return None
-    config = dict(setup.config)
-    if config.get("method") == "oracle":
-        config.setdefault("references", references)
-    return config
 
 
 @dataclass(frozen=True, slots=True)

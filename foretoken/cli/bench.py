@@ -29,14 +29,18 @@ def bench(
     device: options.Device = "auto",
     runner: options.RunnerName = "auto",
     threads: options.Threads = None,
+    cost_curve: Annotated[
+        bool, typer.Option("--cost-curve", help="Also time target passes of 1 to 128 tokens.")
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure tokens/s, speed-up, acceptance length tau, efficiency and where the time goes.
 
     Every batch of prompts is decoded by all setups in turn; speed-up is the median ratio to plain decoding of the same
-    batch by the same runner. tau counts the target's own token of each pass; efficiency is speed-up / tau.
+    batch by the same runner. tau counts the target's own token of each pass; efficiency is speed-up / tau. The drafter
+    `oracle` knows the text and is right as often as its `pattern` says: it shows what the engine costs by itself.
     """
-    from foretoken.bench.compare import compare_setups
+    from foretoken.bench.compare import compare_setups, verify_costs
     from foretoken.bench.prompt_sets import load_prompts
     from foretoken.bench.setups import parse_setup
     from foretoken.bench.workload import Workload
@@ -60,11 +64,20 @@ def bench(
         loaded, runner=measurements[0].runner, prompts=len(texts), max_tokens=max_tokens, batch_size=batch_size,
         repeats=repeats, seed=seed, command=shlex.join(["foretoken", *sys.argv[1:]]),
     )  # fmt: skip
+    costs = verify_costs(loaded, runner) if cost_curve else []
     if as_json:
-        options.print_json({**header, "measurements": [row.as_dict() for row in measurements]})
+        options.print_json(
+            {
+                **header,
+                "measurements": [row.as_dict() for row in measurements],
+                **({"verify_cost": [{"width": w, "seconds": s} for w, s in costs]} if cost_curve else {}),
+            }
+        )
         return
     print(" ".join(f"{key}={value}" for key, value in header.items() if key != "command"))
     _print_table(measurements)
+    if costs:
+        _print_costs(costs)
 
 
 def _print_table(measurements: list[Measurement]) -> None:
@@ -73,9 +86,10 @@ def _print_table(measurements: list[Measurement]) -> None:
     from rich.table import Table
 
     table = Table()
-    for column in ("drafter", "T", "tokens/s", "speed-up", "(min-max)", "tau", "efficiency", "draft", "verify",
-                   "accept", "commit", "identical"):  # fmt: skip
-        table.add_column(column, justify="left" if column == "drafter" else "right", no_wrap=True)
+    for column in ("drafter", "T", "tokens/s", "speed-up", "(min-max)", "tau", "effic.", "draft", "verify", "accept",
+                   "commit", "pass ms", "host ms", "same text"):  # fmt: skip
+        is_name = column == "drafter"
+        table.add_column(column, justify="left" if is_name else "right", no_wrap=not is_name)
     for row in measurements:
         low, high = row.speed_up_spread
         is_plain = row.num_identical is None
@@ -89,6 +103,19 @@ def _print_table(measurements: list[Measurement]) -> None:
             f"{row.tau:.2f}",
             f"{row.efficiency:.2f}",
             *(f"{share:.0%}" for share in row.shares.values()),
+            f"{row.verify_ms:.2f}",
+            f"{row.host_ms:.2f}",
             identical,
         )
-    Console(width=132).print(table)
+    Console(width=148).print(table)
+
+
+def _print_costs(costs: list[tuple[int, float]]) -> None:
+    """One column a width: milliseconds of a target pass, and how often the narrowest one's."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("tokens in a pass", *(str(width) for width, _ in costs), title="what a target pass costs")
+    table.add_row("ms", *(f"{seconds * 1e3:.2f}" for _, seconds in costs))
+    table.add_row("x one token", *(f"{seconds / costs[0][1]:.2f}" for _, seconds in costs))
+    Console(width=148).print(table)

@@ -9,7 +9,7 @@ Letters: B sequences, N nodes (root included), D greatest depth, R draft distrib
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -72,6 +72,7 @@ class TokenTree:
         scores: (B, N) float32 or None, the drafter's path log-probability at each node.
         source: (B, N) int64 or None, a bit set of the drafters that proposed the node (bit i = drafter i).
         law: How the nodes were drawn, or None when all are one-hot.
+        is_sound: Whether `from_rows` made it, which checks the structure; lost with any change.
     """
 
     tokens: Tensor
@@ -82,6 +83,7 @@ class TokenTree:
     scores: Tensor | None = None
     source: Tensor | None = None
     law: DraftLaw | None = None
+    is_sound: bool = field(default=False, init=False, repr=False, compare=False)
 
     @property
     def batch_size(self) -> int:
@@ -116,13 +118,16 @@ class TokenTree:
             tokens.append([*row.tokens, *([0] * padding)])
             parents.append([*row.parents, *([-1] * padding)])
             depths.append([*row_depths, *([0] * padding)])
-        return cls(
-            tokens=torch.tensor(tokens, dtype=torch.int64, device=device),
-            parents=torch.tensor(parents, dtype=torch.int64, device=device),
-            depths=torch.tensor(depths, dtype=torch.int64, device=device),
+        packed = torch.tensor([tokens, parents, depths], dtype=torch.int64, device=device)
+        tree = cls(
+            tokens=packed[0],
+            parents=packed[1],
+            depths=packed[2],
             num_nodes=torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64, device=device),
             max_depth=max(max(row) for row in depths),
         )
+        object.__setattr__(tree, "is_sound", True)
+        return tree
 
     @classmethod
     def roots(cls, tokens: Sequence[int], *, device: torch.device | str = "cpu") -> TokenTree:

@@ -42,7 +42,7 @@ class AdversarialDrafter:
     def __init__(self, options: Options, target: TargetFacts) -> None:
         self._options, self._target = options, target
         self.name = f"adversarial:{options.behaviour}"
-        self._shape = options.shape(TreeShape.cartesian((3, 2, 1)))
+        self._shape = options.shape(lambda: TreeShape.cartesian((3, 2, 1)))
         self.max_nodes = self._shape.num_nodes
         self._generator = torch.Generator().manual_seed(options.seed)
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from foretoken.trees.choices import TreeShape
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch import Tensor
@@ -98,6 +98,8 @@ class TargetFacts:
         device: Where trees should lie.
         dtype: Of the target; a draft model takes the same.
         runner: Which runner a draft model should run on, see `foretoken.target.runner`.
+        tree_nodes: Nodes, root included, of the tree that pays best on this machine in this dtype, as far as the cost
+            of the target's passes tells; measured when first asked for.
         tokenizer: The target's tokenizer, or None.
     """
 
@@ -108,6 +110,7 @@ class TargetFacts:
     device: torch.device
     dtype: torch.dtype
     runner: str = "auto"
+    tree_nodes: Callable[[], int] = lambda: 16
     tokenizer: Any = None
 
 
@@ -152,16 +155,16 @@ class DrafterOptions(BaseModel):
         """Most tokens of a chain."""
         return min(self.num_speculative_tokens or LONGEST_CHAIN, self.max_nodes - 1)
 
-    def shape(self, branching: TreeShape) -> TreeShape:
+    def shape(self, branching: Callable[[], TreeShape]) -> TreeShape:
         """The static shape asked for.
 
         Args:
-            branching: What "tree" means for the method.
+            branching: Gives what "tree" means for the method.
         """
         if self.tree == "chain":
             return TreeShape.chain(self.chain_len)
         if self.tree == "tree":
-            return branching if self.num_speculative_tokens is None else branching.truncated(self.chain_len)
+            return branching() if self.num_speculative_tokens is None else branching().truncated(self.chain_len)
         if isinstance(self.tree, TreeWidths):
             return TreeShape.cartesian(self.tree.widths)
         return TreeShape.from_choices(self.tree)

@@ -29,9 +29,11 @@ if TYPE_CHECKING:
 
     from foretoken.target.taps import Tap
 
-_BRANCHING = TreeShape.from_choices(
-    [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 0, 0, 0), (0, 0, 0, 0, 0)]
-)
+# Best node first: any beginning of the list is a tree.
+_BRANCHING = (
+    (0,), (0, 0), (1,), (0, 0, 0), (0, 1), (1, 0), (0, 0, 0, 0), (2,), (0, 0, 1), (0, 1, 0), (0, 0, 0, 0, 0),
+)  # fmt: skip
+_FEWEST_NODES = 5  # of the branching tree, root included
 _LONGEST_CATCH_UP = 2  # after full acceptance the last drafted token and the bonus token are new to the draft model
 
 
@@ -72,7 +74,7 @@ class DraftModelDrafter:
 
     def __init__(self, options: Options, target: TargetFacts, runner: Runner) -> None:
         self._options, self._target, self._runner = options, target, runner
-        self._shape = options.shape(_BRANCHING)
+        self._shape = tree_shape(options, target)
         self.max_nodes = self._shape.num_nodes
         self._slots: dict[int, _SlotState] = {}
 
@@ -190,6 +192,11 @@ class DraftModelDrafter:
         return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
 
+def tree_shape(options: Options, target: TargetFacts) -> TreeShape:
+    """The shape asked for; the branching one has as many nodes as pay on this target, 5 to 12."""
+    return options.shape(lambda: TreeShape.from_choices(_BRANCHING[: max(_FEWEST_NODES, target.tree_nodes()) - 1]))
+
+
 def create(options: Options, target: TargetFacts) -> Drafter:
     """See `foretoken.drafters.registry`.
 
@@ -213,7 +220,7 @@ def create(options: Options, target: TargetFacts) -> Drafter:
             f"draft model '{options.model}' has {model.vocab_size} tokens, the target {target.vocab_size}, and there "
             "are no tokenizers to compare. Expected the same vocabulary."
         )
-    shape = options.shape(_BRANCHING)
+    shape = tree_shape(options, target)
     runner = Runner(
         model, num_slots=target.num_slots, context_len=target.context_len, max_nodes=shape.num_nodes + 1,
         runner=target.runner,

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
 
     from foretoken.target.taps import Tap
 
-_TREE_NODES = 16  # widest tree by default: what a matrix unit verifies at the price of one token
-
 
 class Options(DrafterOptions):
     """Options of prompt lookup, with vLLM's names.
@@ -78,7 +76,9 @@ class NgramDrafter:
     def __init__(self, options: Options, target: TargetFacts) -> None:
         self._options, self._device = options, target.device
         self._is_chain = options.tree == "chain"
-        self.max_nodes = options.chain_len + 1 if self._is_chain else min(options.max_nodes, _TREE_NODES)
+        self.max_nodes = (
+            options.chain_len + 1 if self._is_chain else min(options.max_nodes, max(target.tree_nodes(), 4))
+        )
         self._indices: dict[int, NgramIndex] = {}
 
     def propose(self, context: DraftContext) -> TokenTree:

@@ -69,7 +69,8 @@ class OracleDrafter:
 
     def _trie(self, slot: int, tokens: Sequence[int], depth: int) -> Trie:
         """One sequence's tree: a chain, with a wrong sibling before every node when siblings are asked for."""
-        if slot not in self._references:
+        # Texts may share a prompt, so the one that fitted so far need not fit any longer.
+        if list(self._references.get(slot, ())[: len(tokens)]) != list(tokens):
             known = (r for r in self._options.references if list(r[: len(tokens)]) == list(tokens))
             self._references[slot] = next(known, ())
         following = self._references[slot][len(tokens) : len(tokens) + depth]

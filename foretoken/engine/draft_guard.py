@@ -56,19 +56,17 @@ class DraftGuard:
         Args:
             context: What the drafter is told; `max_depth` is enforced.
         """
-        roots = TokenTree.roots(context.roots, device=self._device)
-        if self._drafter is None or max(context.max_depth) <= 0:
-            return SafeDraft(roots, None)
-        tree = roots
-        try:
-            draft = self._drafter.propose(context)
-            error = find_fault(draft, context.roots, self._max_nodes)
-            if error is None:
-                tree = make_legal(draft, self._vocab_size, context.max_depth)
-        except Exception as err:  # noqa: BLE001 - a drafter is foreign code: whatever it raises must not cost text
-            error = f"{type(err).__name__}: {err}"
-        self._count("propose", error)
-        return SafeDraft(tree, error)
+        tree, error = None, None
+        if self._drafter is not None and max(context.max_depth) > 0:
+            try:
+                draft = self._drafter.propose(context)
+                error = find_fault(draft, context.roots, self._max_nodes)
+                if error is None:
+                    tree = make_legal(draft, self._vocab_size, context.max_depth)
+            except Exception as err:  # noqa: BLE001 - a drafter is foreign code: whatever it raises must not cost text
+                error = f"{type(err).__name__}: {err}"
+            self._count("propose", error)
+        return SafeDraft(TokenTree.roots(context.roots, device=self._device) if tree is None else tree, error)
 
     def commit(self, committed: Committed) -> None:
         """Passes on what was committed."""
@@ -120,6 +118,8 @@ def find_fault(tree: TokenTree, roots: Sequence[int], max_nodes: int) -> str | N
     for name in ("tokens", "parents", "depths", "num_nodes"):
         if getattr(tree, name).dtype != torch.int64:
             return f"{name} of type {getattr(tree, name).dtype}; expected int64"
+    if tree.is_sound:
+        return None if tree.tokens[:, 0].tolist() == list(roots) else "tree with wrong root"
     if not 0 <= tree.max_depth < width:
         return f"max_depth {tree.max_depth}; expected at least 0 and below the width, {width}"
     node = torch.arange(width, device=tree.tokens.device)

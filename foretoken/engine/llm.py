@@ -7,32 +7,31 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from foretoken.acceptance.select import AcceptancePolicy
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.core.results import GenerationMetrics, RequestOutput
 from foretoken.core.sampling_params import SamplingParams
-from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import Drafter, TargetFacts
 from foretoken.drafters.registry import create_drafter
-from foretoken.engine.budget import CostCurve, DepthBudget
+from foretoken.engine.budget import DepthBudget
 from foretoken.engine.config import parse_speculative_config
+from foretoken.engine.costs import CostCurve, pass_costs
 from foretoken.engine.loop import Engine
 from foretoken.engine.sequence import Sequence
 from foretoken.sampling.batch import SamplingRequest
 from foretoken.sampling.noise import derive_seed
 from foretoken.target.loading import LoadedModel, load_model, load_tokenizer, wrap_model
 from foretoken.target.runner import Runner
-from foretoken.trees.choices import TreeShape
 
 if TYPE_CHECKING:
+    import torch
+
     from foretoken.core.records import StepRecord
 
 Prompt = str | Seq[int] | Mapping[str, Any]
-_MEASURED_PREFIX = 128  # committed rows while the cost of a pass is measured
 _SHORTEST_CONTEXT = 8  # tokens that the proof at load needs
 
 
@@ -106,6 +105,11 @@ class LLM:
             raise ConfigError(f"max_model_len is {max_model_len}. Expected at least {_SHORTEST_CONTEXT}.")
         loaded = _loaded(model, dtype, device)
         self.tokenizer = load_tokenizer(loaded.name) if tokenizer is None and isinstance(model, str) else tokenizer
+
+        @cache
+        def costs() -> CostCurve:
+            return pass_costs(loaded, runner)
+
         facts = TargetFacts(
             name=loaded.name,
             vocab_size=loaded.vocab_size,
@@ -114,6 +118,7 @@ class LLM:
             device=loaded.device,
             dtype=loaded.dtype,
             runner=runner,
+            tree_nodes=lambda: costs().tree_nodes(),
             tokenizer=self.tokenizer,
         )
         policy, adapts = AcceptancePolicy(), False
@@ -134,7 +139,7 @@ class LLM:
                 f"max_model_len {max_model_len} needs more memory than there is. Expected at most "
                 f"{self.target.context_len} with max_num_seqs {max_num_seqs}. Lower one of them."
             )
-        budget = DepthBudget(_measure_cost(self.target), made.max_nodes - 1) if made is not None and adapts else None
+        budget = DepthBudget(costs(), made.max_nodes - 1) if made is not None and adapts else None
         self._engine = Engine(
             self.target, made, policy=policy, max_num_seqs=max_num_seqs, budget=budget, on_step=on_step
         )
@@ -338,21 +343,3 @@ def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
         return [prompts]  # type: ignore[list-item]  # a sequence of integers is one prompt
     return list(prompts)  # type: ignore[arg-type]
-
-
-def _measure_cost(target: Runner) -> CostCurve:
-    """Seconds of a target pass by width, on this machine, in this dtype; uses scratch rows of slot 0."""
-    prefix = min(_MEASURED_PREFIX, target.context_len // 2)
-
-    def run(width: int) -> None:
-        shape = TreeShape.chain(width - 1)
-        tree = TokenTree(
-            tokens=torch.ones(1, width, dtype=torch.int64, device=target.device),
-            parents=torch.tensor([shape.parents], device=target.device),
-            depths=torch.tensor([shape.depths], device=target.device),
-            num_nodes=torch.tensor([width], device=target.device),
-            max_depth=width - 1,
-        )
-        target.verify([0], [prefix], tree).logits.argmax(2).tolist()  # waits for an accelerator
-
-    return CostCurve.measure(run, max_width=target.max_nodes)

@@ -79,6 +79,14 @@ class NodeScores:
         """The most probable token after each node, lowest id first among equals; (B,) int64."""
         return self.processed(nodes).argmax(1)
 
+    def argmax_everywhere(self) -> Tensor | None:
+        """`argmax` of all nodes at once, (B, N) int64; None where processors read the history of each."""
+        if self.history is not None and self.batch.has_processors:
+            return None
+        if self.logits.device.type == "cpu":  # numpy's argmax is vectorised along a row, torch's is not
+            return torch.from_numpy(self.logits.numpy().argmax(-1))
+        return self.logits.argmax(-1)
+
     def unwarped_log_probs(self, nodes: Tensor) -> Tensor:
         """Processed, at temperature 1, nothing cut off; (B, V) float32."""
         return self.processed(nodes).log_softmax(1)

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,6 +37,9 @@ _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
 
 
+_U27, _U30, _U31, _UMIX_1, _UMIX_2 = (np.uint64(n) for n in (27, 30, 31, _MIX_1 & _WORD, _MIX_2 & _WORD))
+
+
 def _shift(z: Tensor, bits: int) -> Tensor:
     """Logical right shift of int64."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
@@ -42,6 +47,11 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 def mix(z: Tensor) -> Tensor:
     """SplitMix64's finaliser, a bijection on 64-bit words; int64 in, int64 out."""
+    if z.device.type == "cpu":  # the same words, unsigned, in a third of the operations
+        words = z.numpy().view(np.uint64).reshape(-1)
+        words = (words ^ (words >> _U30)) * _UMIX_1
+        words = (words ^ (words >> _U27)) * _UMIX_2
+        return torch.from_numpy((words ^ (words >> _U31)).view(np.int64)).view(z.shape)
     z = (z ^ _shift(z, 30)) * _MIX_1
     z = (z ^ _shift(z, 27)) * _MIX_2
     return z ^ _shift(z, 31)
@@ -61,6 +71,12 @@ def derive_seed(seed: int, index: int) -> int:
     if index == 0:
         return signed
     return int(mix(torch.tensor(signed) + _GAMMA * torch.tensor(index)).item())
+
+
+@cache
+def _counters(count: int, device: torch.device) -> Tensor:
+    """The first `count` steps of a generator, (count,) int64."""
+    return torch.arange(1, count + 1, device=device) * _GAMMA
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +121,7 @@ class KeyedNoise:
         Returns:
             (B, V) float32, finite.
         """
-        counters = torch.arange(1, vocab_size + 1, device=self.seeds.device) * _GAMMA
-        bits = mix(self._keys(positions, purpose, lane).unsqueeze(1) + counters)
+        bits = mix(self._keys(positions, purpose, lane).unsqueeze(1) + _counters(vocab_size, self.seeds.device))
         v = (_shift(bits, 11).to(torch.float32) + 0.5) * 2.0**-53
         v = v.clamp_max(1 - 2.0**-24)  # float32 rounds the top 2^-25 to 1, whose noise would rule the token out
         return -torch.log(-torch.log1p(-v))

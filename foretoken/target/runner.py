@@ -161,11 +161,7 @@ class Runner:
         prefix = torch.tensor(lengths, device=self.device).unsqueeze(1)
         # Nodes past the context limit are never accepted; their positions only have to be legal.
         positions = (prefix + tree.depths).clamp_max(self.model.context_len - 1)
-        visible = tree.ancestor_mask() if tree.width > 1 else None
-        layout = AttentionLayout(
-            slots=slots, prefix=lengths, positions=positions, visible=visible, scratch_positions=positions
-        )
-        return self.forward(tree.tokens, layout)
+        return self.forward(tree.tokens, AttentionLayout(slots=slots, prefix=lengths, positions=positions, tree=tree))
 
     def commit(self, slot: int, length: int, path: Sequence[int]) -> None:
         """Makes the accepted path's rows permanent: root and path follow the committed rows.

@@ -83,6 +83,20 @@ def test_bench_reports_every_setup() -> None:
         assert abs(sum(row["shares"].values()) - 1) < 1e-6
 
 
+def test_bench_measures_the_engine_itself() -> None:
+    """An oracle at fixed acceptance, and the cost of passes by width."""
+    oracle = json.dumps({"method": "oracle", "pattern": [3], "num_speculative_tokens": 6})
+    arguments = ("-s", oracle, "--num-prompts", "2", "--max-tokens", "16", "--temperature", "0.8", "--cost-curve")
+    report = json.loads(output_of("bench", MODEL, *arguments, "--json"))
+    plain, row = report["measurements"]
+    assert row["num_identical"] == 2
+    assert row["mean_acceptance_length"] == 4.0
+    assert min(plain["host_ms"], plain["verify_ms"], row["host_ms"], row["verify_ms"]) > 0
+    costs = report["verify_cost"]
+    assert (costs[0]["width"], costs[-1]["width"]) == (1, 128)
+    assert "what a target pass costs" in output_of("bench", MODEL, *arguments)
+
+
 def test_inspect() -> None:
     facts = json.loads(output_of("inspect", MODEL, "--json"))
     assert (facts["architecture"], facts["vocabulary"], facts["has_tokenizer"]) == ("LlamaForCausalLM", 6144, True)

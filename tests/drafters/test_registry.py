@@ -107,7 +107,7 @@ def test_every_method_has_the_two_names_and_sound_options() -> None:
     ],
 )
 def test_shapes_that_options_ask_for(keys: dict[str, Any], shape: TreeShape) -> None:
-    assert DrafterOptions(method="any", **keys).shape(TreeShape.cartesian((2, 2))) == shape
+    assert DrafterOptions(method="any", **keys).shape(lambda: TreeShape.cartesian((2, 2))) == shape
 
 
 def test_depth_adapts_only_for_chains_that_nobody_fixed() -> None:

@@ -10,12 +10,10 @@ import itertools
 import math
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-import foretoken.engine.budget as budget_module
 from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
-from foretoken.engine.budget import CostCurve, DepthBudget
+from foretoken.engine.budget import DepthBudget
+from foretoken.engine.costs import CostCurve
 
 FLAT = (1, 64), (1.0, 1.0)
 
@@ -116,43 +114,3 @@ def test_plain_iterations_teach_no_acceptance() -> None:
     for _ in range(100):
         budget.learn(record(0, [0], level=0.0))
     assert budget.depth(1) == before
-
-
-def test_curve_interpolates_and_goes_on_along_its_last_slope() -> None:
-    curve = CostCurve((1, 3, 5), (1.0, 2.0, 6.0))
-    assert [curve(width) for width in (1, 2, 3, 4, 5, 7)] == pytest.approx([1.0, 1.5, 2.0, 4.0, 6.0, 10.0])
-    assert CostCurve((1,), (2.0,))(50) == 2.0
-
-
-@given(points=st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=8))
-def test_curve_never_falls(points: list[float]) -> None:
-    """A wider pass that was measured faster is noise."""
-    curve = CostCurve(range(1, 2 * len(points), 2), points)
-    values = [curve(width) for width in range(1, 3 * len(points) + 2)]
-    assert all(later >= earlier * (1 - 1e-12) for earlier, later in itertools.pairwise(values))
-    assert values[0] == points[0]
-
-
-def test_curve_follows_the_passes_that_are_made() -> None:
-    curve = CostCurve((1, 4, 8), (1.0, 2.0, 3.0))
-    for _ in range(100):
-        curve.learn(4, 2.5)
-        curve.learn(5, 900.0)  # a width that was not measured teaches nothing
-    assert [curve(width) for width in (1, 4, 8)] == pytest.approx([1.0, 2.5, 3.0], abs=1e-3)
-
-
-def test_measuring_takes_the_fastest_pass_and_stops_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, passes = [0.0], []
-
-    def run(width: int) -> None:
-        passes.append(width)
-        clock[0] += width * 0.01 * (3.0 if len(passes) % 5 == 0 else 1.0)  # now and then something else runs
-
-    monkeypatch.setattr(budget_module.time, "perf_counter", lambda: clock[0])
-    curve = CostCurve.measure(run, max_width=12, repeats=4, limit_s=1e9)
-    assert [curve(width) for width in (1, 6, 12, 24)] == pytest.approx([0.01, 0.06, 0.12, 0.24])
-    assert set(passes) == {1, 2, 3, 4, 5, 6, 8, 10, 12}
-    passes.clear()
-    slow = CostCurve.measure(run, max_width=12, limit_s=0.0)
-    assert len(passes) == 9 + 3 * 2, "one warm-up of every width, then the two narrowest alone"
-    assert slow(2) > slow(1)

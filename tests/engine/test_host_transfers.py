@@ -1,7 +1,8 @@
 """How often an iteration waits for the device, counted where our own code asks a tensor for its values.
 
 A greedy iteration over one-hot drafts asks twice: the guard, whether the tree is one (a drafter is not believed), and
-for the packed outcome. On a CPU the walk down the tree may also look whether it is over, which is free there.
+for the packed outcome. On a CPU the walk down the tree may also look whether it is over, and numpy finds the best
+tokens, which is free there.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ def test_a_greedy_iteration_waits_twice(drafter: str, callers: Counter[str]) -> 
     records: list[Any] = []
     engine._engine._on_step = records.append
     engine.generate([[5], [6]], params)
-    callers.pop("descend", None)
+    for free_on_cpu in ("descend", "argmax_everywhere"):
+        callers.pop(free_on_cpu, None)
     # The last pass, where there is room for one token only, is not drafted for.
     most = 0 if drafter == "none" else len(records)
     assert callers.pop("_to_host") == len(records)

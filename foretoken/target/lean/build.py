@@ -50,10 +50,15 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
 
 
+def kernels_version() -> str:
+    """Changes with the kernels' source."""
+    return hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
+
+
 def _fingerprint(compiler: str) -> str:
     """Changes with whatever may change the binary: source, flags, compiler and the processor's instructions."""
     capabilities = sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True)
-    parts = [_SOURCE.read_text(encoding="utf-8"), *_flags(), compiler, platform.machine(), *capabilities]
+    parts = [kernels_version(), *_flags(), compiler, platform.machine(), *capabilities]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 

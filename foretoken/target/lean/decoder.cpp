@@ -53,7 +53,8 @@ struct Pass {
   int64_t num_threads, batch, width, offset, num_scratch;
   const int64_t *tokens, *positions;   // (B, T)
   const int64_t *slots, *prefix;       // (B,)
-  const uint8_t* visible;              // (B, T, W) of the scratch rows, or null: causal
+  const int64_t* parents;              // (B, T), -1 at the root: a token sees its ancestors; or null
+  const uint8_t* visible;              // (B, T, W) of the scratch rows; or null. Neither of the two: causal
   const int64_t* scratch_positions;    // (B, W), read only where `visible` is and a window slides
   float* logits;                       // (M, vocab), or null
   const int64_t* taps;                 // (F,) ascending boundary indices; layers + 1 means after the final norm
@@ -296,7 +297,13 @@ View view_of(const Pass& pass, int64_t window, int64_t b, int64_t t, int32_t* sc
   const int64_t prefix = pass.prefix[b], position = pass.positions[b * pass.width + t];
   const int64_t low = window > 0 ? std::min(std::max<int64_t>(0, position - window + 1), prefix) : 0;
   int64_t count = 0;
-  if (pass.visible == nullptr) {
+  if (pass.parents != nullptr) {
+    const int64_t *parents = pass.parents + b * pass.width, *positions = pass.positions + b * pass.width;
+    for (int64_t node = t; node >= 0 && (window <= 0 || position - positions[node] < window); node = parents[node]) {
+      scratch[count++] = int32_t(node);
+    }
+    std::reverse(scratch, scratch + count);
+  } else if (pass.visible == nullptr) {
     for (int64_t w = window > 0 ? std::max<int64_t>(0, t - window + 1) : 0; w <= t; ++w) scratch[count++] = int32_t(w);
   } else {
     const uint8_t* visible = pass.visible + (b * pass.width + t) * pass.num_scratch;

@@ -59,7 +59,7 @@ class _Pass(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_threads", "batch", "width", "offset", "num_scratch")),
         *((name, c_void_p) for name in (
-            "tokens", "positions", "slots", "prefix", "visible", "scratch_positions", "logits", "taps",
+            "tokens", "positions", "slots", "prefix", "parents", "visible", "scratch_positions", "logits", "taps",
         )),
         ("num_taps", c_int64),
         ("features", c_void_p),
@@ -107,6 +107,7 @@ class NativeDecoder:
         threads = torch.get_num_threads()
         visible = None if layout.visible is None else layout.visible.contiguous()
         scratch_positions = None if layout.scratch_positions is None else layout.scratch_positions.contiguous()
+        parents = None if layout.tree is None else layout.tree.parents.contiguous()
         tokens, positions = tokens.contiguous(), layout.positions.contiguous()
         slots, prefix = (c_int64 * batch)(*layout.slots), (c_int64 * batch)(*layout.prefix)
         features = None
@@ -126,6 +127,7 @@ class NativeDecoder:
                     positions=positions.data_ptr(),
                     slots=ctypes.addressof(slots),
                     prefix=ctypes.addressof(prefix),
+                    parents=_address(parents),
                     visible=_address(visible),
                     scratch_positions=_address(scratch_positions),
                     logits=_address(logits),

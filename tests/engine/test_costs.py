@@ -1,0 +1,127 @@
+"""What passes cost: the curve, the tree it suggests, and measuring it once a machine."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny_models import tiny_model
+
+import foretoken.engine.costs as costs_module
+from foretoken.engine.costs import WIDTHS, CostCurve, pass_costs
+from foretoken.target.loading import wrap_model
+
+
+def test_curve_interpolates_and_goes_on_along_its_last_slope() -> None:
+    curve = CostCurve((1, 3, 5), (1.0, 2.0, 6.0))
+    assert [curve(width) for width in (1, 2, 3, 4, 5, 7)] == pytest.approx([1.0, 1.5, 2.0, 4.0, 6.0, 10.0])
+    assert CostCurve((1,), (2.0,))(50) == 2.0
+
+
+@given(points=st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=8))
+def test_curve_never_falls(points: list[float]) -> None:
+    """A wider pass that was measured faster is noise."""
+    curve = CostCurve(range(1, 2 * len(points), 2), points)
+    values = [curve(width) for width in range(1, 3 * len(points) + 2)]
+    assert all(later >= earlier * (1 - 1e-12) for earlier, later in itertools.pairwise(values))
+    assert values[0] == points[0]
+
+
+def test_curve_follows_the_passes_that_are_made() -> None:
+    curve = CostCurve((1, 4, 8), (1.0, 2.0, 3.0))
+    for _ in range(100):
+        curve.learn(4, 2.5)
+        curve.learn(5, 900.0)  # a width that was not measured teaches nothing
+    assert [curve(width) for width in (1, 4, 8)] == pytest.approx([1.0, 2.5, 3.0], abs=1e-3)
+
+
+def test_measuring_takes_the_fastest_pass_and_stops_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, passes = [0.0], []
+
+    def run(width: int) -> None:
+        passes.append(width)
+        clock[0] += width * 0.01 * (3.0 if len(passes) % 5 == 0 else 1.0)  # now and then something else runs
+
+    monkeypatch.setattr(costs_module.time, "perf_counter", lambda: clock[0])
+    curve = CostCurve.measure(run, max_width=12, repeats=4, limit_s=1e9)
+    assert [curve(width) for width in (1, 6, 12, 24)] == pytest.approx([0.01, 0.06, 0.12, 0.24])
+    assert set(passes) == {1, 2, 3, 4, 5, 6, 8, 10, 12}
+    passes.clear()
+    slow = CostCurve.measure(run, max_width=12, limit_s=0.0, repeats=3)
+    assert len(passes) == 9 + 3 * 2, "one warm-up of every width, then the two narrowest alone"
+    assert slow(2) > slow(1)
+
+
+def test_trees_are_as_wide_as_passes_are_cheap() -> None:
+    """Matrix units: free up to 16; a small cache in float32: every token costs; an accelerator: almost nothing does."""
+    assert CostCurve((1, 8, 16, 32, 64), (1.0, 1.0, 1.1, 1.5, 2.1)).tree_nodes() == 16
+    assert CostCurve((1, 2, 4, 8, 16), (1.0, 2.0, 4.0, 8.0, 16.0)).tree_nodes() == 1
+    assert CostCurve((1, 16, 64, 128), (1.0, 1.01, 1.03, 1.05)).tree_nodes() == 128
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """Runners that were measured, by name; measuring is made instant."""
+    names: list[str] = []
+
+    def instantly(made: Any) -> CostCurve:
+        names.append(f"{made.name} {made.model.dtype} {torch.get_num_threads()}")
+        return CostCurve((1, 2), (0.5, 0.75))
+
+    monkeypatch.setattr(costs_module, "measure_costs", instantly)
+    monkeypatch.setattr(costs_module, "cache_directory", lambda: tmp_path / "cache")
+    return names
+
+
+def test_a_machine_is_measured_once(measured: list[str], tmp_path: Path) -> None:
+    model = wrap_model(tiny_model("llama"), name="tiny")
+    curves = [pass_costs(model, "generic") for _ in range(3)]
+    assert len(measured) == 1
+    assert {tuple(curve.points) for curve in curves} == {((1, 0.5), (2, 0.75))}
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["costs.json"]
+
+
+def test_what_changes_the_cost_is_measured_anew(measured: list[str]) -> None:
+    for module in (tiny_model("llama"), tiny_model("llama", dtype=torch.bfloat16), tiny_model("llama", hidden_size=64)):
+        for runner in ("generic", "lean-stock"):
+            pass_costs(wrap_model(module, name="any"), runner)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        pass_costs(wrap_model(tiny_model("llama"), name="any"), "generic")
+    finally:
+        torch.set_num_threads(threads)
+    assert len(measured) == 7
+    pass_costs(wrap_model(tiny_model("llama"), name="another name"), "generic")
+    assert len(measured) == 7
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": [[1], []]}', "\\xff"])
+def test_a_damaged_file_is_replaced(text: str, measured: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "cache" / "costs.json"
+    path.parent.mkdir()
+    path.write_text(text)
+    model = wrap_model(tiny_model("llama"), name="tiny")
+    for _ in range(2):
+        assert pass_costs(model, "generic").points == [(1, 0.5), (2, 0.75)]
+    assert len(measured) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(measured: list[str], tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where the directory should be")
+    model = wrap_model(tiny_model("llama"), name="tiny")
+    for _ in range(2):
+        assert pass_costs(model, "generic").points == [(1, 0.5), (2, 0.75)]
+    assert len(measured) == 2
+
+
+def test_a_real_measurement_covers_the_widths() -> None:
+    made = costs_module.Runner(wrap_model(tiny_model("llama"), name="tiny"), num_slots=1, max_nodes=40)
+    points = costs_module.measure_costs(made, limit_s=60.0).points
+    assert [width for width, _ in points] == [width for width in WIDTHS if width <= 40]
+    assert all(0 < seconds < 1 for _, seconds in points)
