@@ -47,14 +47,22 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 def mix(z: Tensor) -> Tensor:
     """SplitMix64's finaliser, a bijection on 64-bit words; int64 in, int64 out."""
-    if z.device.type == "cpu":  # the same words, unsigned, in a third of the operations
-        words = z.numpy().view(np.uint64).reshape(-1)
-        words = (words ^ (words >> _U30)) * _UMIX_1
-        words = (words ^ (words >> _U27)) * _UMIX_2
-        return torch.from_numpy((words ^ (words >> _U31)).view(np.int64)).view(z.shape)
+    return _mix_unsigned(z) if z.device.type == "cpu" else _mix_signed(z)
+
+
+def _mix_signed(z: Tensor) -> Tensor:
+    """`mix` in what torch offers on every device."""
     z = (z ^ _shift(z, 30)) * _MIX_1
     z = (z ^ _shift(z, 27)) * _MIX_2
     return z ^ _shift(z, 31)
+
+
+def _mix_unsigned(z: Tensor) -> Tensor:
+    """`mix` in numpy's unsigned words: a third of the operations."""
+    words = z.numpy().view(np.uint64).reshape(-1)
+    words = (words ^ (words >> _U30)) * _UMIX_1
+    words = (words ^ (words >> _U27)) * _UMIX_2
+    return torch.from_numpy((words ^ (words >> _U31)).view(np.int64)).view(z.shape)
 
 
 def derive_seed(seed: int, index: int) -> int:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import foretoken.sampling.noise as noise_module
 from foretoken.sampling.noise import KeyedNoise, Purpose, derive_seed, mix
 
 int64s = st.integers(-(2**63), 2**63 - 1)
@@ -35,6 +36,13 @@ def test_mix_gives_the_published_numbers() -> None:
     states = [splitmix.signed(1234567 + k * splitmix.GAMMA) for k in range(1, 6)]
     assert [word % splitmix.WORD for word in mix(torch.tensor(states)).tolist()] == expected
     assert [splitmix.mix((1234567 + k * splitmix.GAMMA) % splitmix.WORD) for k in range(1, 6)] == expected
+
+
+@given(words=st.lists(int64s, min_size=1, max_size=20))
+def test_mixing_is_the_same_with_and_without_signs(words: list[int]) -> None:
+    """Torch's signed words serve accelerators, numpy's unsigned ones the CPU."""
+    tensor = torch.tensor(words, dtype=torch.int64).view(1, -1)
+    assert torch.equal(noise_module._mix_signed(tensor), noise_module._mix_unsigned(tensor))
 
 
 @given(words=st.lists(int64s, min_size=1, max_size=20))

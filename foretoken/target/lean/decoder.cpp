@@ -77,8 +77,6 @@ constexpr int kNear = 24 * 1024;  // bytes that stay in the nearest cache beside
 constexpr int kRowsOfOne = 8;     // rows side by side when there is one token
 constexpr int kShare = 24;        // rows are dealt out to threads in multiples of this
 constexpr int kPortion = 512;     // elements of a row that one thread activates
-constexpr int kManyTokens = 32;   // from here on, not the weights but the tokens are read again and again
-constexpr int kPanelRows = 36;    // rows of weights kept near meanwhile
 
 struct Bfloat16 {
   uint16_t bits;
@@ -125,7 +123,8 @@ inline Lanes multiply_add(const Bfloat16* a, const Bfloat16* b, Lanes sum) {
 #endif
 }
 
-// The sum over the lanes of 16 vectors: lane i of the result belongs to vector i, all by the same tree of additions.
+// The sum over the lanes of up to 16 vectors: lane i of the result belongs to vector i, all by the same tree of additions.
+template <int kCount>
 inline Lanes sums_over_lanes(const Lanes* v) {
   const auto pairs = [](Lanes a, Lanes b) {
     return __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
@@ -139,10 +138,11 @@ inline Lanes sums_over_lanes(const Lanes* v) {
     return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
            __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
   };
-  Lanes four[4];
+  Lanes four[4] = {};
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) four[i] = quads(pairs(v[4 * i], v[4 * i + 1]), pairs(v[4 * i + 2], v[4 * i + 3]));
-  return quarters(quarters(four[0], four[1]), quarters(four[2], four[3]));
+  for (int i = 0; i < kCount / 4; ++i) four[i] = quads(pairs(v[4 * i], v[4 * i + 1]), pairs(v[4 * i + 2], v[4 * i + 3]));
+  const Lanes upper = kCount > 8 ? quarters(four[2], four[3]) : Lanes{};
+  return quarters(quarters(four[0], four[1]), upper);
 }
 
 inline Lanes exponential(Lanes x) {  // relative error below 2e-7; 0 below -87
@@ -168,8 +168,8 @@ inline Lanes exponential(Lanes x) {  // relative error below 2e-7; 0 below -87
 inline Lanes silu(Lanes x) { return x / (1.0f + exponential(-x)); }
 
 inline float sum_of_lanes(Lanes x) {
-  const Lanes v[16] = {x};
-  return sums_over_lanes(v)[0];
+  const Lanes v[4] = {x};
+  return sums_over_lanes<4>(v)[0];
 }
 
 // Inputs of a matrix in the order in which they are read. Four tokens' registers stand side by side, then come the next
@@ -191,8 +191,8 @@ struct Inputs {
 // Dot products of R rows of weights with C tokens, (C, R). Fetches `lines` cache lines from `ahead` on a step meanwhile.
 template <class T, int R, int C>
 inline void dot_block(const T* const* w, const T* x, int64_t K, const char* ahead, int lines, float* out) {
-  constexpr int kSums = (R * C + kLanes - 1) / kLanes * kLanes;
-  Lanes sums[kSums] = {};
+  static_assert(R * C % 4 == 0 && R * C <= 2 * kLanes);
+  Lanes sums[R * C] = {};
   int64_t k = 0;
   for (; k + kStep<T> <= K; k += kStep<T>, x += C * kStep<T>) {
     for (int i = 0; i < lines; ++i, ahead += 64) __builtin_prefetch(ahead);
@@ -204,8 +204,8 @@ inline void dot_block(const T* const* w, const T* x, int64_t K, const char* ahea
       }
     }
   }
-#pragma GCC unroll 2
-  for (int i = 0; i < kSums; i += kLanes) store_lanes(out + i, sums_over_lanes(sums + i));
+  store_lanes(out, sums_over_lanes<std::min(R * C, kLanes)>(sums));
+  if constexpr (R * C > kLanes) store_lanes(out + kLanes, sums_over_lanes<R * C - kLanes>(sums + kLanes));
   for (int i = 0; k + i < K; ++i) {
     for (int c = 0; c < C; ++c) {
       for (int r = 0; r < R; ++r) {
@@ -233,20 +233,17 @@ inline void block(const Matrix& matrix, const Inputs<T>& x, int64_t n, int64_t m
 // See `multiply`; for rows begin..end.
 template <class T, int R, int C, class Emit>
 void multiply_rows(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t begin, int64_t end, Emit&& emit) {
-  const bool is_wide = M > kManyTokens;
-  const int64_t panel = is_wide ? kPanelRows : R, blocks = (M + C - 1) / C;
-  const int lines = is_wide ? 0 : int((R + blocks - 1) / blocks);
+  const int64_t blocks = (M + C - 1) / C;
+  const int lines = int((R + blocks - 1) / blocks);
   float out[2 * kLanes];
-  for (int64_t first = begin; first < end; first += panel) {
+  for (int64_t n = begin; n < end; n += R) {
     for (int64_t m = 0; m < M; m += C) {
-      for (int64_t n = first; n < std::min(first + panel, end); n += R) {
-        block<T, R, C>(matrix, x, n, m, lines, out);
-        for (int c = 0; c < std::min<int64_t>(C, M - m); ++c) {
-          if (n + R <= end) {
-            emit(m + c, n, std::integral_constant<int, R>(), out + c * R);
-          } else {
-            emit(m + c, n, int(end - n), out + c * R);
-          }
+      block<T, R, C>(matrix, x, n, m, m / C < R ? lines : 0, out);
+      for (int c = 0; c < std::min<int64_t>(C, M - m); ++c) {
+        if (n + R <= end) {
+          emit(m + c, n, std::integral_constant<int, R>(), out + c * R);
+        } else {
+          emit(m + c, n, int(end - n), out + c * R);
         }
       }
     }
@@ -366,6 +363,7 @@ class SharedAttention {
   void mix(Emit&& emit) const {
     int64_t d = 0;
     for (; d + 4 * kLanes <= D_; d += 4 * kLanes) mix_lanes<4>(d, emit);
+    for (; d + 2 * kLanes <= D_; d += 2 * kLanes) mix_lanes<2>(d, emit);
     for (; d + kLanes <= D_; d += kLanes) mix_lanes<1>(d, emit);
     for (; d < D_; ++d) {
       for (int c = 0; c < count_; ++c) {
