@@ -112,16 +112,40 @@ inline void store_lanes(Bfloat16* p, Lanes x) {
 // As many elements of a row as a register holds, and sums of products of two of them.
 template <class T>
 constexpr int kStep = 64 / int(sizeof(T));
-inline Lanes multiply_add(const float* a, const float* b, Lanes sum) { return load_lanes(a) * load_lanes(b) + sum; }
-inline Lanes multiply_add(const Bfloat16* a, const Bfloat16* b, Lanes sum) {
-#if defined(__AVX512BF16__)
-  const auto load = [](const Bfloat16* p) { return (__m512bh)_mm512_loadu_si512(p); };
-  return (Lanes)_mm512_dpbf16_ps((__m512)sum, load(a), load(b));
-#else
-  sum = load_lanes(a) * load_lanes(b) + sum;
-  return load_lanes(a + kLanes) * load_lanes(b + kLanes) + sum;
+template <class T>
+struct Fragment;
+template <>
+struct Fragment<float> {
+  Lanes lanes;
+  static Fragment load(const float* p) {
+    Lanes lanes = load_lanes(p);
+#if defined(__AVX512F__)
+    __asm__("" : "+v"(lanes));  // or the compiler loads it anew for every use, and loads are what the loop waits for
 #endif
-}
+    return {lanes};
+  }
+  Lanes multiply_add(const Fragment& other, Lanes sum) const { return lanes * other.lanes + sum; }
+};
+#if defined(__AVX512BF16__)
+template <>
+struct Fragment<Bfloat16> {
+  __m512bh pairs;
+  static Fragment load(const Bfloat16* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
+  Lanes multiply_add(const Fragment& other, Lanes sum) const {
+    return (Lanes)_mm512_dpbf16_ps((__m512)sum, pairs, other.pairs);
+  }
+};
+#else
+template <>
+struct Fragment<Bfloat16> {
+  Lanes low, high;
+  static Fragment load(const Bfloat16* p) { return {load_lanes(p), load_lanes(p + kLanes)}; }
+  Lanes multiply_add(const Fragment& other, Lanes sum) const {
+    sum = low * other.low + sum;
+    return high * other.high + sum;
+  }
+};
+#endif
 
 // The sum over the lanes of up to 16 vectors: lane i of the result belongs to vector i, all by the same tree of additions.
 template <int kCount>
@@ -196,12 +220,14 @@ inline void dot_block(const T* const* w, const T* x, int64_t K, const char* ahea
   int64_t k = 0;
   for (; k + kStep<T> <= K; k += kStep<T>, x += C * kStep<T>) {
     for (int i = 0; i < lines; ++i, ahead += 64) __builtin_prefetch(ahead);
+    Fragment<T> tokens[C];
+#pragma GCC unroll 16
+    for (int c = 0; c < C; ++c) tokens[c] = Fragment<T>::load(x + c * kStep<T>);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
+      const Fragment<T> row = Fragment<T>::load(w[r] + k);
 #pragma GCC unroll 16
-      for (int c = 0; c < C; ++c) {
-        sums[c * R + r] = multiply_add(w[r] + k, x + c * kStep<T>, sums[c * R + r]);
-      }
+      for (int c = 0; c < C; ++c) sums[c * R + r] = row.multiply_add(tokens[c], sums[c * R + r]);
     }
   }
   store_lanes(out, sums_over_lanes<std::min(R * C, kLanes)>(sums));
