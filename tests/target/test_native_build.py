@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
 import stat
 from collections.abc import Iterator
 from ctypes import byref, c_int64, c_void_p
@@ -14,6 +15,7 @@ import torch
 from tiny_models import tiny_model
 
 from foretoken.core.errors import ModelError
+from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.target.lean import build
 from foretoken.target.lean.native import Matrix
 from foretoken.target.loading import wrap_model
@@ -128,3 +130,24 @@ def blocked(x: torch.Tensor) -> torch.Tensor:
 
 def test_the_library_is_plain_c() -> None:
     assert isinstance(build.native_library(), ctypes.CDLL)
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names a generation of x86 processors")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_older_processors(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without 512-bit registers and bf16 products the same source serves, and is as independent of company."""
+    monkeypatch.setattr(build, "_flags", lambda: ("-O3", "-march=x86-64-v3", *build._FLAGS[2:]))
+    model = wrap_model(tiny_model("qwen3", dtype=dtype), name="tiny")
+    newer = Runner(model, num_slots=1, max_nodes=8, runner="lean-native")
+    build.native_library.cache_clear()
+    try:
+        older = Runner(model, num_slots=1, max_nodes=8, runner="lean-native")
+    finally:
+        build.native_library.cache_clear()
+    assert older._decoder._library is not newer._decoder._library
+    tree = TokenTree.from_rows([TreeRow([5, 6, 7, 8, 9], [-1, 0, 0, 1, 3])])
+    for made in (newer, older):
+        made.prefill(0, [3, 4, 5, 6, 7, 8, 9, 10, 11], 0)
+    ours, theirs = (made.verify([0], [9], tree).logits for made in (older, newer))
+    assert (ours - theirs).abs().max() < (1e-5 if dtype == torch.float32 else 0.1) * theirs.abs().max()
+    assert torch.equal(older.verify([0], [9], TokenTree.roots([5])).logits[0, 0], ours[0, 0])
