@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.target.lean.build import cache_directory, kernels_version
+from foretoken.core.user_cache import cache_directory
+from foretoken.target.lean.build import kernels_version
 from foretoken.target.runner import Runner
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from tiny_models import tiny_model
 
 from foretoken.core.errors import ModelError
 from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.core.user_cache import cache_directory
 from foretoken.target.lean import build
 from foretoken.target.lean.native import Matrix
 from foretoken.target.loading import wrap_model
@@ -92,9 +93,9 @@ def test_a_cache_that_cannot_be_written(fresh: Path) -> None:
 def test_where_kernels_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("FORETOKEN_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert build.cache_directory() == tmp_path / "foretoken"
+    assert cache_directory() == tmp_path / "foretoken"
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "here"))
-    assert build.cache_directory() == tmp_path / "here"
+    assert cache_directory() == tmp_path / "here"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from foretoken.core.user_cache import cache_directory
 from foretoken.target.decoder import UnsuitableError
 
 _SOURCE = Path(__file__).with_name("decoder.cpp")
@@ -40,14 +41,6 @@ def native_library() -> ctypes.CDLL:
         return ctypes.CDLL(str(library))
     except OSError as err:
         raise UnsuitableError(f"its kernels cannot be loaded: {err}.") from err
-
-
-def cache_directory() -> Path:
-    """Where compiled kernels are kept: `FORETOKEN_CACHE`, or `foretoken` in the user's cache directory."""
-    base = os.environ.get("FORETOKEN_CACHE")
-    if base:
-        return Path(base)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
 
 
 def kernels_version() -> str:
