@@ -182,11 +182,11 @@ class Runner:
         """
         if runner not in RUNNERS:
             raise ConfigError(f"runner '{runner}' does not exist. {nearest_name_hint(runner, RUNNERS)}")
-        lean = ["lean-native", "lean-stock"]
+        lean = ["lean-native", "lean-stock"] if NativeDecoder.runs(self.model) else ["lean-stock"]
         if self.model.dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16"):
             lean.reverse()  # the matrix units, which only the stock kernels use, verify 16 tokens at the price of one
         kinds = {"auto": [*lean, "generic"], "lean": lean}.get(runner, [runner])
-        refusals = []
+        refusals: dict[str, list[str]] = {}  # reason to kinds
         for kind in kinds:
             try:
                 decoder = self._decoder = _DECODERS[kind](self.model, self.cache, taps)
@@ -194,12 +194,17 @@ class Runner:
             except ModelError as err:
                 if kind == "generic":
                     raise
-                refusals.append(f"{kind}: {err}")
+                refusals.setdefault(str(err), []).append(kind)
                 continue
             if refusals:
-                _say_once(f"{self.model.name} runs on the {kind} runner. {' '.join(refusals)}")
+                _say_once(f"{self.model.name} runs on the {kind} runner. {_join(refusals)}")
             return decoder
-        raise ModelError(f"runner '{runner}' cannot run '{self.model.name}'. {' '.join(refusals)}")
+        raise ModelError(f"runner '{runner}' cannot run '{self.model.name}'. {_join(refusals)}")
+
+
+def _join(refusals: dict[str, list[str]]) -> str:
+    """Who refused, and why."""
+    return " ".join(f"{', '.join(kinds)}: {reason}" for reason, kinds in refusals.items())
 
 
 def _say_once(message: str) -> None:

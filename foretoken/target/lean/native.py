@@ -79,7 +79,7 @@ class NativeDecoder:
             UnsuitableError: When the architecture is not known, the model is not on a CPU in float32 or bfloat16, or
                 the kernels cannot be compiled.
         """
-        if model.device.type != "cpu" or model.dtype not in _DTYPES:
+        if not self.runs(model):
             raise UnsuitableError(f"it runs float32 and bfloat16 on CPUs, not {model.dtype} on {model.device}.")
         self._weights = weights = read_weights(model, cache.capacity)
         self._library = native_library()
@@ -91,6 +91,11 @@ class NativeDecoder:
         self._layers = (_Layer * len(weights.blocks))(*(self._layer(i, b) for i, b in enumerate(weights.blocks)))
         self._model = self._describe(weights)
         self._workspace, self._room = torch.empty(0, dtype=torch.uint8), (0, 0)
+
+    @staticmethod
+    def runs(model: LoadedModel) -> bool:
+        """Whether the kernels are made for a model's device and dtype."""
+        return model.device.type == "cpu" and model.dtype in _DTYPES
 
     def run(self, tokens: Tensor, layout: AttentionLayout) -> PassOutput:
         """See `Decoder`."""
