@@ -17,7 +17,7 @@ from torch import Tensor
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, TargetFacts, TreeOption
+from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, TargetFacts
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.target.loading import load_model, load_tokenizer
 from foretoken.target.runner import Runner
@@ -42,13 +42,10 @@ class Options(DrafterOptions):
 
     Attributes:
         model: Directory or hub id of the draft model.
-        tree: As for every method; the default is the branching tree, which earned more than the best chain under greedy
-            decoding and as much at temperature 0.8 (figures in the README).
         draft_sample_method: "probabilistic" draws drafts from the draft model's warped distribution for sampled
             requests; "greedy" always takes its most probable tokens.
     """
 
-    tree: TreeOption = "tree"
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
 
 

@@ -1,8 +1,9 @@
 """How deep a draft pays: expected tokens per second from measured costs and measured acceptance.
 
-With c(T) the seconds of a target pass over T tokens, s the seconds a drafter takes per level, h those of the host and
-A_k the probability that at least k drafted tokens survive, a chain of depth K earns 1 + A_1 + … + A_K tokens in
-c(1 + K) + K s + h seconds.
+With c(T) the seconds of a target pass over T tokens, d(K) those of drafting K levels, h(n) those of the host for n
+tokens, q the probability that the drafter has anything to say and A_k the probability that at least k of its tokens
+survive, asking for a chain of depth K earns n = 1 + A_1 + … + A_K tokens in c(1 + K) + d(K) + h(n) seconds with
+probability q, and else one token in c(1) + d(0) + h(1).
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ if TYPE_CHECKING:
     from foretoken.core.records import StepRecord
     from foretoken.engine.costs import CostCurve
 
-_HALF_LIFE = 100.0  # drafts after which an observation counts half
-_LEVELS_KEPT = 9
-_PROBE_EVERY = 32  # iterations after which a draft is tried although none seems to pay
+_HALF_LIFE = 40.0  # drafts after which an observation counts half
+_DRAFTS_KEPT = 9
+_FIRST_PROBE, _LAST_PROBE = 32, 512  # iterations after which a draft is tried although none seems to pay
 _REFRESH_EVERY = 8  # iterations for which costs are taken from the table
-_LEARNING_RATE = 0.1  # weight of one iteration in what the host takes
+_FADE = 0.5 ** (1.0 / _HALF_LIFE)
 
 
 class DepthBudget:
@@ -31,10 +32,13 @@ class DepthBudget:
         self._depths = np.arange(1, max_depth + 1)
         self._reached = np.zeros(max_depth)  # drafts whose first d tokens were tested or accepted, fading
         self._accepted = np.zeros(max_depth)  # of these, the ones that accepted token d
-        self._levels: deque[float] = deque(maxlen=_LEVELS_KEPT)  # seconds a level of recent drafts
-        self._host = 0.0  # seconds of accepting and committing
-        self._idle = 0
-        self._table: tuple[int, np.ndarray] | None = None  # batch size, seconds by depth
+        self._asked = self._answered = 1.0  # sequences that were to be drafted for, and those that were, fading
+        self._levels: deque[float] = deque(maxlen=_DRAFTS_KEPT)  # seconds a level of recent drafts
+        self._misses: deque[float] = deque(maxlen=_DRAFTS_KEPT)  # seconds of recent calls that brought nothing
+        self._host = FadingLine()  # seconds of accepting and committing by tokens emitted
+        self._is_asking = False
+        self._idle, self._next_probe = 0, _FIRST_PROBE
+        self._table: tuple[int, np.ndarray] | None = None  # batch size, seconds of passes by depth
         self._age = 0
 
     def depth(self, batch_size: int) -> int:
@@ -45,31 +49,45 @@ class DepthBudget:
         """
         # The fastest: a draft that also reads a prompt, or all that passed while nothing was drafted, takes many times
         # as long and says nothing of the next one.
-        level_seconds = min(self._levels, default=0.0)
-        expected = 1.0 + self._conditional().cumprod().cumsum()
+        miss = min(self._misses, default=0.0)
+        drafts = np.maximum(self._depths * min(self._levels, default=0.0), miss)
         passes = self._pass_seconds(batch_size)
-        rates = expected / (passes[1:] + self._depths * level_seconds + self._host)
+        plain = passes[0] + self._host(batch_size)
+        hit = self._answered / self._asked
+        tokens = 1.0 + self._conditional().cumprod().cumsum()
+        seconds = hit * (passes[1:] + drafts + self._host(batch_size * tokens)) + (1 - hit) * (plain + miss)
+        rates = (hit * tokens + 1 - hit) / seconds
         best = int(rates.argmax()) + 1
-        if rates[best - 1] > 1.0 / (passes[0] + self._host):
+        self._is_asking = bool(rates[best - 1] > 1.0 / plain)
+        if self._is_asking:
+            self._idle, self._next_probe = 0, _FIRST_PROBE
             return best
         self._idle += 1
+        if self._idle > self._next_probe + 1:  # in vain: what does not pay is tried less and less often
+            self._idle, self._next_probe = 1, min(2 * self._next_probe, _LAST_PROBE)
         # Two in a row: the first catches up with what it missed, the second shows what a draft costs.
-        return 1 if self._idle >= _PROBE_EVERY and self._idle % _PROBE_EVERY < 2 else 0
+        self._is_asking = self._idle >= self._next_probe
+        return int(self._is_asking)
 
     def learn(self, record: StepRecord) -> None:
         """Counts an iteration's drafts and their cost."""
         self._cost.learn(record.width * len(record.sequences), record.seconds.verify)
-        self._host += _LEARNING_RATE * (record.seconds.accept + record.seconds.commit - self._host)
-        fade = 0.5 ** (1.0 / _HALF_LIFE)
+        emitted = sum(step.num_emitted for step in record.sequences)
+        self._host.learn(emitted, record.seconds.accept + record.seconds.commit)
         deepest = max((step.tree_depth for step in record.sequences), default=0)
         if deepest:
             self._levels.append(record.seconds.draft / deepest)
+        elif self._is_asking:
+            self._misses.append(record.seconds.draft)
         for step in record.sequences:
+            if self._is_asking:
+                self._asked = self._asked * _FADE + 1
+                self._answered = self._answered * _FADE + (step.tree_depth > 0)
             if step.tree_depth == 0:
                 continue
             tested = min(step.num_accepted + 1, step.tree_depth, self._max_depth)
-            self._reached = self._reached * fade + (self._depths <= tested)
-            self._accepted = self._accepted * fade + (self._depths <= step.num_accepted)
+            self._reached = self._reached * _FADE + (self._depths <= tested)
+            self._accepted = self._accepted * _FADE + (self._depths <= step.num_accepted)
 
     def _pass_seconds(self, batch_size: int) -> np.ndarray:
         """Seconds of passes at depths 0, 1, …; read off the curve anew now and then, as it hardly moves."""
@@ -84,3 +102,28 @@ class DepthBudget:
         pooled = (self._accepted.sum() + 1.5) / (self._reached.sum() + 2.5)
         result: np.ndarray = (self._accepted + 4 * pooled) / (self._reached + 4)
         return result
+
+
+class FadingLine:
+    """A rising line through observations, the older ones counting less: least squares."""
+
+    def __init__(self) -> None:
+        self._count = self._x = self._y = self._xx = self._xy = 0.0
+
+    def learn(self, x: float, y: float) -> None:
+        """Adds an observation."""
+        self._count = self._count * _FADE + 1
+        self._x = self._x * _FADE + x
+        self._y = self._y * _FADE + y
+        self._xx = self._xx * _FADE + x * x
+        self._xy = self._xy * _FADE + x * y
+
+    def __call__(self, x: float | np.ndarray) -> float | np.ndarray:
+        """The line's height; 0 before anything was observed."""
+        if not self._count:
+            return 0.0 * x
+        mean_x, mean_y = self._x / self._count, self._y / self._count
+        variance = self._xx / self._count - mean_x**2
+        slope = (self._xy / self._count - mean_x * mean_y) / variance if variance > 1e-6 else 0.0
+        slope = min(max(slope, 0.0), mean_y / mean_x)  # neither falls nor starts below 0
+        return mean_y + slope * (x - mean_x)

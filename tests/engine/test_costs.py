@@ -48,6 +48,7 @@ def test_measuring_takes_the_fastest_pass_and_stops_in_time(monkeypatch: pytest.
         clock[0] += width * 0.01 * (3.0 if len(passes) % 5 == 0 else 1.0)  # now and then something else runs
 
     monkeypatch.setattr(costs_module.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(costs_module, "_BURST_S", 0.0)
     curve = CostCurve.measure(run, max_width=12, repeats=4, limit_s=1e9)
     assert [curve(width) for width in (1, 6, 12, 24)] == pytest.approx([0.01, 0.06, 0.12, 0.24])
     assert set(passes) == {1, 2, 3, 4, 5, 6, 8, 10, 12}
