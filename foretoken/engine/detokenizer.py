@@ -35,6 +35,20 @@ class Detokenizer:
         self.text += now[len(before) :]
         return now[len(before) :]
 
+    def push_all(self, tokens: Sequence[int]) -> None:
+        """Adds several tokens; one by one only where the last of them does not end a character."""
+        known, read = len(self._tokens), self._read
+        self._tokens.extend(tokens)
+        before = self._decode(self._tokens[self._prefix : read])
+        now = self._decode(self._tokens[self._prefix :])
+        if not now.endswith(_INCOMPLETE) and len(now) > len(before):
+            self._prefix, self._read = read, len(self._tokens)
+            self.text += now[len(before) :]
+            return
+        del self._tokens[known:]
+        for token in tokens:
+            self.push(token)
+
     def flush(self) -> str:
         """Gives what is held back, incomplete characters included."""
         before = self._decode(self._tokens[self._prefix : self._read])
@@ -52,8 +66,9 @@ class StopStrings:
     """Finds stop strings in growing text and says how much of it can be shown already."""
 
     def __init__(self, stops: Sequence[str], *, keep: bool) -> None:
-        """Looks for `stops`; `keep` leaves the stop string in the text."""
+        """Looks for `stops`; `keep` leaves the stop string in the text. `is_empty` tells that there is none."""
         self._stops, self._keep = stops, keep
+        self.is_empty = not stops
         self._held_back = max((len(stop) for stop in stops), default=1) - 1
 
     def find(self, text: str, num_new: int) -> tuple[str, int] | None:

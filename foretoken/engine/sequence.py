@@ -62,6 +62,7 @@ class Sequence:
         )
         self._stops = StopStrings(params.stop_strings, keep=params.include_stop_str_in_output)
         self._shown = 0
+        self._unread: list[int] = []  # tokens whose text nobody has asked for yet
 
     @property
     def params(self) -> SamplingParams:
@@ -81,6 +82,7 @@ class Sequence:
     @property
     def text(self) -> str:
         """Output text so far."""
+        self._read()
         return "" if self._detokenizer is None else self._detokenizer.text
 
     def emit(self, tokens: Seq[int]) -> int:
@@ -126,7 +128,12 @@ class Sequence:
         """Ends the sequence when the token just appended does."""
         is_stop_id = token in self._stop_ids
         is_hidden = is_stop_id and not self.params.include_stop_str_in_output
-        new_text = "" if self._detokenizer is None or is_hidden else self._detokenizer.push(token)
+        new_text = ""
+        if self._detokenizer is not None and not is_hidden:
+            if self._stops.is_empty:
+                self._unread.append(token)
+            else:
+                new_text = self._detokenizer.push(token)
         if is_stop_id:
             self._finish("stop", None if token in self._eos_ids else token)
             return
@@ -134,6 +141,12 @@ class Sequence:
             return
         if self.remaining <= 0:
             self._finish("length", None)
+
+    def _read(self) -> None:
+        """Turns tokens into text that were not looked at so far."""
+        if self._unread and self._detokenizer is not None:
+            self._detokenizer.push_all(self._unread)
+            self._unread = []
 
     def _cut_at_stop_string(self, num_new: int) -> bool:
         """Ends the sequence when a stop string ends in the last `num_new` characters of its text."""
@@ -149,6 +162,7 @@ class Sequence:
         """Ends the sequence and its text; held-back bytes may complete a stop string."""
         self.finish_reason, self.stop_reason = reason, stop
         if self._detokenizer is not None:
+            self._read()
             held_back = self._detokenizer.flush()
             if held_back:
                 self._cut_at_stop_string(len(held_back))
