@@ -69,8 +69,8 @@ class CostCurve:
         Args:
             run: Runs one pass over that many tokens.
             max_width: Widest pass allowed.
-            repeats: Passes a width; the fastest counts, as the one least disturbed.
-            limit_s: Seconds after which no further width is begun, once there are two.
+            repeats: Rounds after the first, which warms up; a width's fastest pass counts, as the least disturbed one.
+            limit_s: Seconds after which no further width is begun, once every width has run and two are timed.
         """
         widths = [width for width in WIDTHS if width <= max_width]
         best = [float("inf")] * len(widths)
@@ -123,19 +123,18 @@ def _fastest(run: Callable[[int], None], width: int) -> float:
 def pass_costs(model: LoadedModel, runner: str) -> CostCurve:
     """The cost curve of a model on this machine, with torch's present number of threads.
 
-    Measured the first time, in a few seconds at most, then read from `costs.json` in the cache directory. A file that
-    cannot be read or written is done without.
+    Measured the first time: every width once, then again and again for two seconds. Later it is read from `costs.json`
+    in the cache directory. A file that cannot be read or written is done without.
 
     Args:
         model: A loaded causal LM.
-        runner: Which runner, see `Runner`.
+        runner: Which runner was asked for, see `Runner`.
     """
-    made = Runner(model, num_slots=1, context_len=2 * _PREFIX, max_nodes=WIDTHS[-1], runner=runner)
-    path, key = cache_directory() / "costs.json", _key(made)
+    path, key = cache_directory() / "costs.json", _key(model, runner)
     known = _read(path)
     if key in known:
         return CostCurve(*known[key])
-    curve = measure_costs(made)
+    curve = measure_costs(Runner(model, num_slots=1, context_len=2 * _PREFIX, max_nodes=WIDTHS[-1], runner=runner))
     points = curve.points
     _write(path, {**known, key: [[width for width, _ in points], [seconds for _, seconds in points]]})
     return curve
@@ -163,19 +162,19 @@ def _chain(width: int, device: torch.device) -> TokenTree:
     return TokenTree.from_rows([TreeRow([1] * width, range(-1, width - 1))], device=device)
 
 
-def _key(target: Runner) -> str:
+def _key(model: LoadedModel, runner: str) -> str:
     """Names what the costs depend on: machine, threads, versions, runner and the sizes of the model."""
-    sizes = {name: value for name, value in target.model.config.to_dict().items() if isinstance(value, int)}
+    sizes = {name: value for name, value in model.config.to_dict().items() if isinstance(value, int)}
     facts = {
         "format": _FORMAT,
         "torch": torch.__version__,
         "processor": sorted((name, str(value)) for name, value in torch.cpu.get_capabilities().items()),
-        "device": torch.cuda.get_device_name(target.device) if target.device.type == "cuda" else str(target.device),
+        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device),
         "threads": torch.get_num_threads(),
-        "runner": target.name,
+        "runner": runner,
         "kernels": kernels_version(),
-        "architecture": type(target.model.module).__name__,
-        "dtype": str(target.model.dtype),
+        "architecture": type(model.module).__name__,
+        "dtype": str(model.dtype),
         "sizes": sorted(sizes.items()),
     }
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:24]

@@ -159,8 +159,8 @@ class Runner:
             tree: (B, N) candidates.
         """
         prefix = torch.tensor(lengths, device=self.device).unsqueeze(1)
-        # Nodes past the context limit are never accepted; their positions only have to be legal.
-        positions = (prefix + tree.depths).clamp_max(self.model.context_len - 1)
+        # Nodes past the context limit are never accepted and padding is never read: any legal position does.
+        positions = (prefix + tree.depths).clamp(0, self.model.context_len - 1)
         return self.forward(tree.tokens, AttentionLayout(slots=slots, prefix=lengths, positions=positions, tree=tree))
 
     def commit(self, slot: int, length: int, path: Sequence[int]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import platform
 import stat
@@ -14,6 +13,7 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
+from benchmarks.products import blocked
 from foretoken.core.errors import ModelError
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.core.user_cache import cache_directory
@@ -117,20 +117,6 @@ def test_products(rows: int, cols: int, num_tokens: int, dtype: torch.dtype) -> 
     exact = x.double() @ weight.double().T + bias
     scale = x.double().abs() @ weight.double().abs().T + bias.abs()
     assert ((got - exact).abs() / scale).max() < 1e-6
-
-
-def blocked(x: torch.Tensor) -> torch.Tensor:
-    """Tokens in the order of `Inputs` in `decoder.cpp`: four side by side, a register's worth of each at a time."""
-    step = 64 // x.itemsize
-    num_tokens, cols = x.shape
-    if num_tokens == 1:
-        return torch.nn.functional.pad(x, (0, -cols % step))
-    padded = torch.nn.functional.pad(x, (0, -cols % step, 0, -num_tokens % 4))
-    return padded.view(-1, 4, padded.shape[1] // step, step).transpose(1, 2).contiguous()
-
-
-def test_the_library_is_plain_c() -> None:
-    assert isinstance(build.native_library(), ctypes.CDLL)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names a generation of x86 processors")
