@@ -31,17 +31,18 @@ _TOKENS = (1, 4, 8, 16, 64)
 
 
 def blocked(x: Tensor) -> Tensor:
-    """Tokens in the order of `Inputs` in `decoder.cpp`: four side by side, a register's worth of each at a time.
+    """Tokens in the order of `Inputs` in `decoder.cpp`: some side by side, a register's worth of each at a time.
 
     Args:
         x: (M, K), float32 or bfloat16.
     """
-    step = 64 // x.itemsize
+    library = native_library()
+    step, together = library.foretoken_register_bytes() // x.itemsize, library.foretoken_tokens_side_by_side()
     num_tokens, cols = x.shape
     if num_tokens == 1:
         return torch.nn.functional.pad(x, (0, -cols % step))
-    padded = torch.nn.functional.pad(x, (0, -cols % step, 0, -num_tokens % 4))
-    return padded.view(-1, 4, padded.shape[1] // step, step).transpose(1, 2).contiguous()
+    padded = torch.nn.functional.pad(x, (0, -cols % step, 0, -num_tokens % together))
+    return padded.view(-1, together, padded.shape[1] // step, step).transpose(1, 2).contiguous()
 
 
 def native_product(weight: Tensor, x: Tensor, inputs: Tensor, threads: int) -> Product:

@@ -18,7 +18,7 @@
 #include <type_traits>
 
 #include <omp.h>
-#if defined(__AVX512BF16__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -67,11 +67,17 @@ struct Pass {
 
 namespace {
 
-typedef float Lanes __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t IntLanes __attribute__((vector_size(64), aligned(4), may_alias));
-constexpr int kLanes = 16;
+#if defined(__AVX512F__)
+constexpr int kBytes = 64;        // of a vector register
 constexpr int kTokens = 4;        // tokens that meet a weight while it is in a register
-constexpr int kRows = 6;          // rows of weights that meet a token likewise: 24 sums of 32 registers
+#else
+constexpr int kBytes = 32;
+constexpr int kTokens = 2;
+#endif
+constexpr int kLanes = kBytes / int(sizeof(float));
+typedef float Lanes __attribute__((vector_size(kBytes), aligned(4), may_alias));
+typedef int32_t IntLanes __attribute__((vector_size(kBytes), aligned(4), may_alias));
+constexpr int kRows = 6;          // rows of weights that meet a token likewise: 24 sums of 32 registers, or 12 of 16
 constexpr int kLongRows = 4;      // likewise where kRows of them are more than kNear bytes
 constexpr int kNear = 24 * 1024;  // bytes that stay in the nearest cache beside what passes by
 constexpr int kRowsOfOne = 8;     // rows side by side when there is one token
@@ -99,8 +105,8 @@ inline void assign(Bfloat16& to, float x) {  // round to nearest even; NaN stays
 
 inline Lanes load_lanes(const float* p) { return *reinterpret_cast<const Lanes*>(p); }
 inline Lanes load_lanes(const Bfloat16* p) {
-  typedef uint16_t Halves __attribute__((vector_size(32), aligned(2), may_alias));
-  typedef uint32_t Words __attribute__((vector_size(64)));
+  typedef uint16_t Halves __attribute__((vector_size(kBytes / 2), aligned(2), may_alias));
+  typedef uint32_t Words __attribute__((vector_size(kBytes)));
   const Words words = __builtin_convertvector(*reinterpret_cast<const Halves*>(p), Words) << 16;
   return reinterpret_cast<const Lanes&>(words);
 }
@@ -109,9 +115,21 @@ inline void store_lanes(Bfloat16* p, Lanes x) {
   for (int i = 0; i < kLanes; ++i) assign(p[i], x[i]);
 }
 
+// a * b + sum, rounded once wherever the processor can: left to itself a compiler rounds twice in some loops and not in
+// others.
+inline Lanes multiply_add(Lanes a, Lanes b, Lanes sum) {
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__FMA__)
+  return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+  return a * b + sum;
+#endif
+}
+
 // As many elements of a row as a register holds, and sums of products of two of them.
 template <class T>
-constexpr int kStep = 64 / int(sizeof(T));
+constexpr int kStep = kBytes / int(sizeof(T));
 template <class T>
 struct Fragment;
 template <>
@@ -124,14 +142,14 @@ struct Fragment<float> {
 #endif
     return {lanes};
   }
-  Lanes multiply_add(const Fragment& other, Lanes sum) const { return lanes * other.lanes + sum; }
+  Lanes add_product(const Fragment& other, Lanes sum) const { return multiply_add(lanes, other.lanes, sum); }
 };
 #if defined(__AVX512BF16__)
 template <>
 struct Fragment<Bfloat16> {
   __m512bh pairs;
   static Fragment load(const Bfloat16* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
-  Lanes multiply_add(const Fragment& other, Lanes sum) const {
+  Lanes add_product(const Fragment& other, Lanes sum) const {
     return (Lanes)_mm512_dpbf16_ps((__m512)sum, pairs, other.pairs);
   }
 };
@@ -140,14 +158,15 @@ template <>
 struct Fragment<Bfloat16> {
   Lanes low, high;
   static Fragment load(const Bfloat16* p) { return {load_lanes(p), load_lanes(p + kLanes)}; }
-  Lanes multiply_add(const Fragment& other, Lanes sum) const {
-    sum = low * other.low + sum;
-    return high * other.high + sum;
+  Lanes add_product(const Fragment& other, Lanes sum) const {
+    return multiply_add(high, other.high, multiply_add(low, other.low, sum));
   }
 };
 #endif
 
-// The sum over the lanes of up to 16 vectors: lane i of the result belongs to vector i, all by the same tree of additions.
+// The sum over the lanes of up to kLanes vectors: lane i of the result belongs to vector i, all by the same tree of
+// additions.
+#if defined(__AVX512F__)
 template <int kCount>
 inline Lanes sums_over_lanes(const Lanes* v) {
   const auto pairs = [](Lanes a, Lanes b) {
@@ -168,6 +187,25 @@ inline Lanes sums_over_lanes(const Lanes* v) {
   const Lanes upper = kCount > 8 ? quarters(four[2], four[3]) : Lanes{};
   return quarters(quarters(four[0], four[1]), upper);
 }
+#else
+template <int kCount>
+inline Lanes sums_over_lanes(const Lanes* v) {
+  const auto pairs = [](Lanes a, Lanes b) {
+    return __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14) +
+           __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
+  };
+  const auto quads = [](Lanes a, Lanes b) {
+    return __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
+           __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+  };
+  const auto halves = [](Lanes a, Lanes b) {
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
+           __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+  };
+  const Lanes lower = quads(pairs(v[0], v[1]), pairs(v[2], v[3]));
+  return halves(lower, kCount > 4 ? quads(pairs(v[4], v[5]), pairs(v[6], v[7])) : Lanes{});
+}
+#endif
 
 inline Lanes exponential(Lanes x) {  // relative error below 2e-7; 0 below -87
   const Lanes low = Lanes{} - 87.0f, high = Lanes{} + 88.0f;
@@ -219,7 +257,7 @@ inline void dot_block(const T* const* w, const T* x, int64_t K, const char* ahea
   Lanes sums[R * C] = {};
   int64_t k = 0;
   for (; k + kStep<T> <= K; k += kStep<T>, x += C * kStep<T>) {
-    for (int i = 0; i < lines; ++i, ahead += 64) __builtin_prefetch(ahead);
+    for (int i = 0; i < lines; ++i, ahead += kBytes) __builtin_prefetch(ahead);
     Fragment<T> tokens[C];
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) tokens[c] = Fragment<T>::load(x + c * kStep<T>);
@@ -227,7 +265,7 @@ inline void dot_block(const T* const* w, const T* x, int64_t K, const char* ahea
     for (int r = 0; r < R; ++r) {
       const Fragment<T> row = Fragment<T>::load(w[r] + k);
 #pragma GCC unroll 16
-      for (int c = 0; c < C; ++c) sums[c * R + r] = row.multiply_add(tokens[c], sums[c * R + r]);
+      for (int c = 0; c < C; ++c) sums[c * R + r] = row.add_product(tokens[c], sums[c * R + r]);
     }
   }
   store_lanes(out, sums_over_lanes<std::min(R * C, kLanes)>(sums));
@@ -247,7 +285,7 @@ inline void block(const Matrix& matrix, const Inputs<T>& x, int64_t n, int64_t m
   const T* w[R];
   for (int r = 0; r < R; ++r) w[r] = static_cast<const T*>(matrix.weight) + std::min(n + r, matrix.rows - 1) * matrix.cols;
   // Each block of tokens fetches its share of the rows after these; a prefetch past the end is harmless.
-  const char* next = reinterpret_cast<const char*>(w[0] + R * matrix.cols) + m / C * (matrix.cols / kStep<T>) * lines * 64;
+  const char* next = reinterpret_cast<const char*>(w[0] + R * matrix.cols) + m / C * (matrix.cols / kStep<T>) * lines * kBytes;
   dot_block<T, R, C>(w, x.at(m, 0), matrix.cols, next, lines, out);
   if (matrix.bias != nullptr) {
     for (int c = 0; c < C; ++c) {
@@ -297,9 +335,9 @@ void multiply(const Matrix& matrix, const Inputs<T>& x, int64_t M, Emit&& emit) 
 float norm_factor(const float* x, int64_t size, float epsilon) {
   Lanes squares{};
   int64_t i = 0;
-  for (; i + kLanes <= size; i += kLanes) squares += load_lanes(x + i) * load_lanes(x + i);
+  for (; i + kLanes <= size; i += kLanes) squares = multiply_add(load_lanes(x + i), load_lanes(x + i), squares);
   float sum = sum_of_lanes(squares);
-  for (; i < size; ++i) sum += x[i] * x[i];
+  for (; i < size; ++i) sum = std::fma(x[i], x[i], sum);
   return 1.0f / std::sqrt(sum / float(size) + epsilon);
 }
 
@@ -384,7 +422,7 @@ class SharedAttention {
     for (int c = 0; c < count_; ++c) factors_[c] = 1.0f / soften(of(c), views_[c].size(), scale);
   }
 
-  // Calls emit(query, d, values...) with the values' mixture: 16 at a time, the last ones of an odd D one by one.
+  // Calls emit(query, d, values...) with the values' mixture: kLanes at a time, the last ones of an odd D one by one.
   template <class Emit>
   void mix(Emit&& emit) const {
     int64_t d = 0;
@@ -450,7 +488,7 @@ class SharedAttention {
     Lanes sums[kTokens][kRegisters] = {};
     const auto add = [&](int c) {
       return [&, c](float weight, const T* value) {
-        for (int i = 0; i < kRegisters; ++i) sums[c][i] += weight * load_lanes(value + d + i * kLanes);
+        for (int i = 0; i < kRegisters; ++i) sums[c][i] = multiply_add(Lanes{} + weight, load_lanes(value + d + i * kLanes), sums[c][i]);
       };
     };
     for (int c = 0; c < count_; ++c) walk(c, views_[c].low, common_, add(c));
@@ -480,7 +518,7 @@ class SharedAttention {
       for (int i = 0; i < kRegisters; ++i) {
         const Lanes v = load_lanes(value + i * kLanes);
 #pragma GCC unroll 4
-        for (int c = 0; c < kCount; ++c) sums[c][i] += weights[c][row] * v;
+        for (int c = 0; c < kCount; ++c) sums[c][i] = multiply_add(Lanes{} + weights[c][row], v, sums[c][i]);
       }
     }
     for (int c = 0; c < kCount; ++c) {
@@ -756,6 +794,10 @@ int64_t foretoken_workspace_bytes(const Model* model, int64_t num_tokens, int64_
 void foretoken_decode(const Model* model, const Pass* pass) {
   model->is_bfloat16 ? decode<Bfloat16>(*model, *pass) : decode<float>(*model, *pass);
 }
+
+// How `Inputs` lie, for tests and benchmarks.
+int64_t foretoken_register_bytes() { return kBytes; }
+int64_t foretoken_tokens_side_by_side() { return kTokens; }
 
 // For tests and benchmarks: y (M, rows) = x times the transposed matrix, x in the order of `Inputs`.
 void foretoken_multiply(const Matrix* matrix, int64_t is_bfloat16, const void* x, int64_t M, float* y, int64_t num_threads) {
