@@ -1,0 +1,147 @@
+"""A draft head as a value between formats: configuration, weights, and for which target it was trained."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
+
+from foretoken.core.errors import ConfigError, ModelError
+from foretoken.heads.base import Head, HeadConfig, build_head
+from foretoken.target.parts import target_parts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from foretoken.target.loading import LoadedModel
+
+_HASHED_ROWS = 64
+
+
+class TargetFingerprint(BaseModel):
+    """What identifies the target of a head.
+
+    Attributes:
+        name: Where it was loaded from; for people.
+        architecture: Class of the transformers model, or None where a format does not say.
+        hidden_size: E.
+        vocab_size: V, width of the logits.
+        num_layers: Blocks, or None where a format does not say.
+        weights: Hash of part of its LM head, or None where a format does not say.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str | None = None
+    architecture: str | None = None
+    hidden_size: int
+    vocab_size: int
+    num_layers: int | None = None
+    weights: str | None = None
+
+    @classmethod
+    def of(cls, model: LoadedModel) -> TargetFingerprint:
+        """The fingerprint of a loaded target; the same in every dtype at least as wide as bfloat16."""
+        rows = target_parts(model).lm_head_weight[:_HASHED_ROWS].to("cpu", torch.bfloat16).contiguous()
+        return cls(
+            name=model.name,
+            architecture=type(model.module).__name__,
+            hidden_size=rows.shape[1],
+            vocab_size=model.vocab_size,
+            num_layers=model.num_layers,
+            weights=hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).hexdigest()[:16],
+        )
+
+    def differences(self, other: TargetFingerprint) -> list[str]:
+        """What both state and state differently, the name left out."""
+        found = []
+        for key in ("architecture", "hidden_size", "vocab_size", "num_layers", "weights"):
+            ours, theirs = getattr(self, key), getattr(other, key)
+            if ours is not None and theirs is not None and ours != theirs:
+                found.append(f"{key} {ours} instead of {theirs}")
+        return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadCheckpoint:
+    """A head and where it belongs.
+
+    Attributes:
+        config: Its sizes.
+        weights: State dictionary of the module that `build_head(config)` gives.
+        target: For which target, or None where a format does not say.
+        acceptance: Measured on held-out text: entry i, r is P(candidate r of head i is the target's token | the heads
+            before were right); None where it is not known.
+        choices: The static tree that the checkpoint recommends in Medusa's notation, or None.
+        notes: Where it comes from, for people.
+    """
+
+    config: HeadConfig
+    weights: Mapping[str, Tensor]
+    target: TargetFingerprint | None = None
+    acceptance: Sequence[Sequence[float]] | None = None
+    choices: Sequence[Sequence[int]] | None = None
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    def check_target(self, target: TargetFingerprint, *, what: str) -> None:
+        """Raises `ConfigError` when the head was trained for another target; what: names the head."""
+        own = self.target or TargetFingerprint(hidden_size=self.config.hidden_size, vocab_size=self.config.vocab_size)
+        differences = own.differences(target)
+        if differences:
+            trained_for = f"'{own.name}'" if own.name else "another target"
+            raise ConfigError(
+                f"head '{what}' was trained for {trained_for}, not for '{target.name}': it has "
+                f"{', '.join(differences)}. Expected a head for this target. Train one with `foretoken train`."
+            )
+
+    def module(self, *, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> Head:
+        """The head ready to draft with; dtype: of its weights, as stored when None."""
+        with torch.device("meta"):
+            head = build_head(self.config)
+        kind = dtype or next(tensor.dtype for tensor in self.weights.values() if tensor.is_floating_point())
+        weights = {
+            key: tensor.to(device, kind if tensor.is_floating_point() else None) for key, tensor in self.weights.items()
+        }
+        head.load_state_dict(weights, assign=True, strict=True)
+        return head.requires_grad_(requires_grad=False).eval()
+
+    @classmethod
+    def of(cls, head: Head, **more: Any) -> HeadCheckpoint:
+        """The checkpoint of a module; more: further attributes."""
+        weights = {key: tensor.detach().cpu().contiguous() for key, tensor in head.state_dict().items()}
+        return cls(config=head.config, weights=weights, **more)
+
+
+def check_keys(
+    name: str, found: Mapping[str, Sequence[int]], wanted: Mapping[str, Sequence[int]], *, what: str = "head"
+) -> None:
+    """Compares the tensors of a file with those a configuration asks for.
+
+    Args:
+        name: The directory or file, for the message.
+        found: Shapes by key.
+        wanted: Shapes by key.
+        what: What the file is said to hold.
+
+    Raises:
+        ModelError: One that lists all missing, unexpected and mis-shaped keys.
+    """
+    groups = {
+        "missing": sorted(wanted.keys() - found.keys()),
+        "unexpected": sorted(found.keys() - wanted.keys()),
+        "wrong shape": [
+            f"{key} {list(found[key])} instead of {list(shape)}"
+            for key, shape in sorted(wanted.items())
+            if key in found and tuple(found[key]) != tuple(shape)
+        ],
+    }
+    parts = [f"{kind}: {', '.join(keys)}" for kind, keys in groups.items() if keys]
+    if parts:
+        raise ModelError(
+            f"the weights of {what} '{name}' do not fit its config.json: {'; '.join(parts)}. "
+            "Expected exactly the tensors of its configuration. Copy or convert it again."
+        )

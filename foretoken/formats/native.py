@@ -1,0 +1,112 @@
+"""Our own format: `config.json` with everything that is known of a head, and `model.safetensors` with its module."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from foretoken.core.errors import ModelError
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, check_keys
+from foretoken.heads.base import HeadConfig, build_head
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+KEY = "foretoken_head"
+WEIGHTS = "model.safetensors"
+
+
+def recognises(config: Mapping[str, Any]) -> bool:
+    """Whether a `config.json` is ours."""
+    return KEY in config
+
+
+def read(directory: Path, config: Mapping[str, Any]) -> HeadCheckpoint:
+    """Reads a head.
+
+    Args:
+        directory: Holds the weights.
+        config: Its parsed `config.json`.
+
+    Raises:
+        ModelError: When the configuration makes no sense, the file is damaged, or keys do not fit.
+    """
+    path = directory / WEIGHTS
+    try:
+        kind = config_type(str(config[KEY]))
+        sizes = kind.model_validate(config["config"])
+        target = None if config.get("target") is None else TargetFingerprint.model_validate(config["target"])
+    except (KeyError, ValidationError) as err:
+        raise ModelError(
+            f"the configuration of head '{directory}' makes no sense: {' '.join(str(err).split())}. "
+            "Copy or train it again."
+        ) from err
+    try:
+        with safe_open(path, framework="pt") as file:
+            shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - no mapping
+            with torch.device("meta"):
+                wanted = {key: tuple(part.shape) for key, part in build_head(sizes).state_dict().items()}
+            check_keys(str(directory), shapes, wanted)
+            weights = {key: file.get_tensor(key) for key in wanted}
+    except (SafetensorError, OSError) as err:
+        raise ModelError(f"{path} is missing or damaged: {err}. Copy or train it again.") from err
+    return HeadCheckpoint(
+        config=sizes,
+        weights=weights,
+        target=target,
+        acceptance=config.get("acceptance"),
+        choices=config.get("choices"),
+        notes=config.get("notes", {}),
+    )
+
+
+def write(checkpoint: HeadCheckpoint, directory: Path) -> None:
+    """Writes a head; each file appears whole or not at all, the configuration last."""
+    directory.mkdir(parents=True, exist_ok=True)
+    _replace(directory / WEIGHTS, lambda path: save_file(dict(checkpoint.weights), path, metadata={"format": "pt"}))
+    config = {
+        KEY: checkpoint.config.method,
+        "config": checkpoint.config.model_dump(mode="json"),
+        "target": None if checkpoint.target is None else checkpoint.target.model_dump(mode="json"),
+        "acceptance": checkpoint.acceptance,
+        "choices": checkpoint.choices,
+        "notes": dict(checkpoint.notes),
+    }
+    text = json.dumps(config, indent=1) + "\n"
+    _replace(directory / "config.json", lambda path: Path(path).write_text(text, encoding="utf-8"))
+
+
+def config_type(method: str) -> type[HeadConfig]:
+    """The configuration class of a method's head.
+
+    Raises:
+        KeyError: When no such head exists.
+    """
+    from importlib import import_module
+    from importlib.util import find_spec
+
+    if not method.isidentifier() or find_spec(f"foretoken.heads.{method}") is None:
+        raise KeyError(method)
+    kind: type[HeadConfig] = import_module(f"foretoken.heads.{method}").CONFIG
+    return kind
+
+
+def _replace(path: Path, save: Any) -> None:
+    """Writes a file beside its place and moves it there."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    os.close(handle)
+    try:
+        save(name)
+        Path(name).chmod(0o644)
+        Path(name).replace(path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

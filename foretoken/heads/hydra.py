@@ -1,0 +1,150 @@
+"""Hydra heads: Medusa heads that also read the tokens drafted before theirs, and so are evaluated at each node.
+
+Head i reads u = [f_t; e(x_{t+1}); …; e(x_{t+1+i})] with the target's embedding e. Its first block is
+y = R u + c + silu(W u + b), the further ones y <- y + silu(W y + b). In plain Hydra f_t is the target's feature; in
+Hydra++ it is what a decoder block over all features gives (`prefix_layer`).
+
+Source: Ankner et al. 2024 (arXiv 2402.05109), sections 3 and 4; biases as in the released code.
+
+Letters as in `base`; L blocks of a head.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn.functional import dropout, linear, silu
+
+from foretoken.heads.base import Head, HeadConfig
+from foretoken.heads.prefix_layer import PrefixConfig, PrefixLayer
+
+if TYPE_CHECKING:
+    from foretoken.target.parts import TargetParts
+
+
+class HydraConfig(HeadConfig):
+    """Sizes of Hydra heads.
+
+    Attributes:
+        num_layers: L, blocks of each head.
+        tied_blocks: Whether the blocks after the first are one, as in the released checkpoints.
+        own_lm_head: Whether each head has an LM head of its own, with a bias; else they share the target's.
+        prefix: The decoder block of Hydra++, or None for plain Hydra.
+        dropout: Before every block and LM head while training, in [0, 1).
+    """
+
+    method: ClassVar[str] = "hydra"
+
+    num_heads: int = 4
+    num_layers: int = Field(default=4, ge=1)
+    tied_blocks: bool = False
+    own_lm_head: bool = False
+    prefix: PrefixConfig | None = None
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+
+
+class HydraHeads(Head):
+    """See the module.
+
+    Attributes:
+        prefix: The block of Hydra++, or None.
+        first: K modules, first blocks of growing input width.
+        weight: (K, L - 1 or 1 when tied, E, E), the further blocks.
+        bias: (K, L - 1 or 1, E).
+        lm_heads: K linear layers with bias, none where the target's is shared.
+    """
+
+    config: HydraConfig
+
+    def __init__(
+        self, config: HydraConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        heads, width, more = config.num_heads, config.hidden_size, config.num_layers - 1
+        kept = 1 if config.tied_blocks and more else more
+        self.prefix = None if config.prefix is None else PrefixLayer(config.prefix, width, device=device, dtype=dtype)
+        self.first = nn.ModuleList(FirstBlock((i + 2) * width, width, device=device, dtype=dtype) for i in range(heads))
+        self.weight = nn.Parameter(torch.empty(heads, kept, width, width, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(heads, kept, width, device=device, dtype=dtype))
+        own = heads if config.own_lm_head else 0
+        self.lm_heads = nn.ModuleList(
+            nn.Linear(width, config.vocab_size, device=device, dtype=dtype) for _ in range(own)
+        )
+
+    def initialize(self, parts: TargetParts) -> None:
+        """Heads that hand the feature on, so that they start at the target's own next-token prediction."""
+        with torch.no_grad():
+            if self.prefix is not None:
+                self.prefix.initialize()
+            for block in self._first_blocks():
+                block.initialize()
+            self.weight.zero_()
+            self.bias.zero_()
+            for head in self.lm_heads.children():
+                head.get_parameter("weight").copy_(parts.lm_head_weight)
+                head.get_parameter("bias").zero_()
+
+    def encode(self, features: Tensor) -> Tensor:
+        """See `Head`."""
+        return features if self.prefix is None else self.prefix(features)
+
+    def step(self, index: int, state: Tensor, tokens: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
+        """See `Head`; the state grows by an embedding a step."""
+        state = torch.cat([state, parts.embed(tokens).to(state.dtype)], dim=-1)
+        hidden = self.first[index](self._dropped(state))
+        for layer in range(self.config.num_layers - 1):
+            kept = 0 if self.config.tied_blocks else layer
+            hidden = hidden + silu(linear(self._dropped(hidden), self.weight[index, kept], self.bias[index, kept]))
+        return state, hidden
+
+    def logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
+        """See `Head`."""
+        hidden = self._dropped(hidden)
+        logits: Tensor = self.lm_heads[index](hidden) if self.lm_heads else parts.lm_head(hidden)
+        return logits
+
+    def _first_blocks(self) -> list[FirstBlock]:
+        """The first blocks by their type."""
+        return [block for block in self.first if isinstance(block, FirstBlock)]
+
+    def _dropped(self, x: Tensor) -> Tensor:
+        """The input with dropout, while training."""
+        return dropout(x, self.config.dropout) if self.training and self.config.dropout else x
+
+
+class FirstBlock(nn.Module):
+    """R u + c + silu(W u + b), R because the width changes.
+
+    Attributes:
+        linear: W and b.
+        residual: R and c.
+    """
+
+    def __init__(
+        self, inputs: int, outputs: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.linear = nn.Linear(inputs, outputs, device=device, dtype=dtype)
+        self.residual = nn.Linear(inputs, outputs, device=device, dtype=dtype)
+
+    def initialize(self) -> None:
+        """W is zero and R hands on the feature."""
+        outputs = self.residual.weight.shape[0]
+        for part in (self.linear, self.residual):
+            part.bias.zero_()
+        self.linear.weight.zero_()
+        self.residual.weight.zero_()
+        self.residual.weight[:, :outputs].copy_(torch.eye(outputs))
+
+    def forward(self, u: Tensor) -> Tensor:
+        """(..., inputs) to (..., outputs)."""
+        result: Tensor = self.residual(u) + silu(self.linear(u))
+        return result
+
+
+HEAD = HydraHeads
+CONFIG = HydraConfig

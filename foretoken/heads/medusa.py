@@ -1,0 +1,131 @@
+"""Medusa heads: independent residual blocks on the target's feature, one stack for each token ahead.
+
+Source: Cai et al. 2024 (arXiv 2401.10774), section 2.1; the bias of the block is the released code's, not the paper's.
+
+Letters as in `base`; L blocks of a head, Vd drafted vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+
+from foretoken.heads.base import Head, HeadConfig
+
+if TYPE_CHECKING:
+    from foretoken.target.parts import TargetParts
+
+
+class MedusaConfig(HeadConfig):
+    """Sizes of Medusa heads.
+
+    Attributes:
+        num_layers: L, residual blocks of each head; 0 leaves the LM head alone.
+        has_bias: Whether blocks have a bias.
+        tied_blocks: Whether the L blocks of a head are one, as in checkpoints whose code repeated a module.
+        own_lm_head: Whether each head has an LM head of its own; else they share the target's.
+        draft_vocab_size: Vd, where the LM heads cover only part of the vocabulary; None for all of it.
+    """
+
+    method: ClassVar[str] = "medusa"
+
+    num_heads: int = 4
+    num_layers: int = 1
+    has_bias: bool = True
+    tied_blocks: bool = False
+    own_lm_head: bool = False
+    draft_vocab_size: int | None = None
+
+
+class MedusaHeads(Head):
+    """x <- x + silu(W x + b), L times, then an LM head; all heads side by side in stacked weights.
+
+    The feature is the output of the target's last norm. A head that starts with a frozen copy of that norm on the raw
+    residual stream computes the same from the same place, so it needs no variant here: `has_bias=False` is its network.
+
+    Attributes:
+        weight: (K, L or 1 when tied, E, E).
+        bias: (K, L or 1, E), or None.
+        lm_head: (K, Vd, E), or None where the target's is shared.
+        token_map: (Vd,) int64 buffer, the token of each row of `lm_head`, or None.
+    """
+
+    config: MedusaConfig
+
+    def __init__(
+        self, config: MedusaConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        kept = 1 if config.tied_blocks and config.num_layers else config.num_layers
+
+        def empty(*size: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*size, device=device, dtype=dtype))
+
+        heads, width = config.num_heads, config.hidden_size
+        self.weight = empty(heads, kept, width, width)
+        self.bias = empty(heads, kept, width) if config.has_bias else None
+        rows = config.draft_vocab_size or config.vocab_size
+        self.lm_head = empty(heads, rows, width) if config.own_lm_head else None
+        self.token_map: Tensor | None
+        is_partial = config.draft_vocab_size is not None
+        self.register_buffer("token_map", torch.arange(rows, device=device) if is_partial else None)
+
+    def initialize(self, parts: TargetParts) -> None:
+        """Blocks that do nothing, and copies of the target's LM head: the target's own next-token prediction."""
+        with torch.no_grad():
+            self.weight.zero_()
+            if self.bias is not None:
+                self.bias.zero_()
+            if self.lm_head is not None:
+                rows = parts.lm_head_weight if self.token_map is None else parts.lm_head_weight[self.token_map]
+                self.lm_head.copy_(rows)
+
+    def step(self, index: int, state: Tensor, tokens: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
+        """See `Head`; the token is ignored and the state stays the feature."""
+        hidden = state
+        for layer in range(self.config.num_layers):
+            kept = 0 if self.config.tied_blocks else layer
+            bias = None if self.bias is None else self.bias[index, kept]
+            hidden = hidden + silu(nn.functional.linear(hidden, self.weight[index, kept], bias))
+        return state, hidden
+
+    def logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
+        """See `Head`."""
+        if self.lm_head is None:
+            return parts.lm_head(hidden)
+        return self._whole_vocabulary(nn.functional.linear(hidden, self.lm_head[index]))
+
+    def all_logits(self, features: Tensor, parts: TargetParts) -> Tensor:
+        """What every head says after one position: as K steps, in a few batched products.
+
+        Args:
+            features: (B, E), at the last committed position.
+            parts: What is shared with the target.
+
+        Returns:
+            (B, K, V).
+        """
+        hidden = features.expand(self.config.num_heads, *features.shape)  # (K, B, E)
+        for layer in range(self.config.num_layers):
+            kept = 0 if self.config.tied_blocks else layer
+            product = hidden @ self.weight[:, kept].transpose(1, 2)
+            hidden = hidden + silu(product if self.bias is None else product + self.bias[:, kept].unsqueeze(1))
+        if self.lm_head is None:
+            return parts.lm_head(hidden.transpose(0, 1))
+        return self._whole_vocabulary((hidden @ self.lm_head.transpose(1, 2)).transpose(0, 1))
+
+    def _whole_vocabulary(self, logits: Tensor) -> Tensor:
+        """Spreads logits of a part of the vocabulary; the rest cannot be drafted."""
+        if self.token_map is None:
+            return logits
+        whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
+        whole[..., self.token_map] = logits
+        return whole
+
+
+HEAD = MedusaHeads
+CONFIG = MedusaConfig

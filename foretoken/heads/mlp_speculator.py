@@ -1,0 +1,147 @@
+"""The MLP speculator: a recurrence over drafted tokens with embeddings and LM heads of its own.
+
+s_{i+1} = gelu(norm_i(P_i s_i + alpha z_i)), z_i the embedding of x_{t+1+i}; logits_i = head_i s_{i+1}.
+
+Source: Wertheimer et al. 2024 (arXiv 2404.19124), section 2; scaling and norm as in the released code.
+
+Letters as in `base`; D inner width.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn.functional import gelu
+
+from foretoken.heads.base import Head, HeadConfig
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from foretoken.target.parts import TargetParts
+
+_EPSILON = 1e-6
+
+
+class MlpSpeculatorConfig(HeadConfig):
+    """Sizes of an MLP speculator.
+
+    Attributes:
+        num_heads: K stages; alpha depends on it, however many are used.
+        inner_dim: D.
+        tie_weights: Whether stages share embedding, LM head and norm, and stages after the first their projection.
+        scale_input: Whether the feature is brought to a root mean square of 1 / sqrt(2) first.
+        top_k: Candidates kept at each depth in the published tree; None for a tree chosen here.
+        num_candidates: Leaves kept in the published tree.
+    """
+
+    method: ClassVar[str] = "mlp_speculator"
+
+    num_heads: int = 3
+    inner_dim: int = Field(default=256, ge=2)
+    tie_weights: bool = True
+    scale_input: bool = True
+    top_k: tuple[int, ...] | None = None
+    num_candidates: int = Field(default=5, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.top_k is not None and len(self.top_k) != self.num_heads:
+            raise ValueError(f"top_k has {len(self.top_k)} entries. Expected one a head, {self.num_heads}")
+        return self
+
+    @property
+    def state_weight(self) -> float:
+        """Weight of the old state against the new token: half of it is left after K stages."""
+        return math.pow(0.5, 0.5 / self.num_heads)
+
+    @property
+    def alpha(self) -> float:
+        """Factor of a token's embedding beside a projected state."""
+        return math.sqrt((1 - self.state_weight**2) * self.inner_dim / 2) / self.state_weight
+
+
+class MlpSpeculatorHead(Head):
+    """See the module.
+
+    Attributes:
+        embeddings: K modules (V, D), one module K times when tied.
+        projections: K modules, (D, E) and then (D, D), the latter one module when tied.
+        lm_heads: K modules (V, D), one module when tied.
+        norms: K modules, one when tied.
+    """
+
+    config: MlpSpeculatorConfig
+
+    def __init__(
+        self, config: MlpSpeculatorConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        stages, width, vocab = config.num_heads, config.inner_dim, config.vocab_size
+        own = 1 if config.tie_weights else stages
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.embeddings = nn.ModuleList(nn.Embedding(vocab, width, **place) for _ in range(own))
+        inputs = [config.hidden_size, *[width] * (min(stages, 2) - 1 if config.tie_weights else stages - 1)]
+        self.projections = nn.ModuleList(nn.Linear(size, width, bias=False, **place) for size in inputs)
+        self.lm_heads = nn.ModuleList(nn.Linear(width, vocab, bias=False, **place) for _ in range(own))
+        self.norms = nn.ModuleList(RmsNormWithBias(width, **place) for _ in range(own))
+
+    def initialize(self, parts: TargetParts) -> None:
+        """Normal with standard deviation 1 / sqrt(D), norms neutral."""
+        deviation = 1 / math.sqrt(self.config.inner_dim)
+        for module in self.modules():
+            if isinstance(module, nn.Embedding | nn.Linear):
+                nn.init.normal_(module.weight, std=deviation)
+            elif isinstance(module, RmsNormWithBias):
+                nn.init.ones_(module.weight)
+                nn.init.zeros_(module.bias)
+
+    def encode(self, features: Tensor) -> Tensor:
+        """See `Head`."""
+        if not self.config.scale_input:
+            return features
+        return rms_scaled(features) / math.sqrt(2)
+
+    def step(self, index: int, state: Tensor, tokens: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
+        """See `Head`; the state is what `logits` reads."""
+        projected = _of(self.projections, index)(state)
+        token = _of(self.embeddings, index)(tokens)
+        state = gelu(_of(self.norms, index)(projected + self.config.alpha * token))
+        return state, state
+
+    def logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
+        """See `Head`."""
+        logits: Tensor = _of(self.lm_heads, index)(hidden)
+        return logits
+
+
+class RmsNormWithBias(nn.Module):
+    """x / rms(x) * weight + bias: no mean is subtracted."""
+
+    def __init__(self, width: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., D) to (..., D)."""
+        return rms_scaled(x) * self.weight + self.bias
+
+
+def rms_scaled(x: Tensor) -> Tensor:
+    """The input over the root mean square of its last dimension."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _EPSILON)
+
+
+def _of(modules: nn.ModuleList, index: int) -> nn.Module:
+    """A stage's module; the last one serves all further stages where weights are tied."""
+    return modules[min(index, len(modules) - 1)]
+
+
+HEAD = MlpSpeculatorHead
+CONFIG = MlpSpeculatorConfig

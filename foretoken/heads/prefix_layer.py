@@ -1,0 +1,140 @@
+"""One decoder block over the target's features: what gives a Hydra++ head more than the last position.
+
+RMS norm, causal attention with rotary positions, residual, RMS norm, gated SiLU, residual, RMS norm: the block of a
+Llama, fed with features instead of embeddings. It has a KV cache of its own.
+
+Source: Ankner et al. 2024 (arXiv 2402.05109), section 4.3.
+
+Letters: B sequences, T positions, E hidden size, H heads, Hk key and value heads, Dh head size.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+class PrefixConfig(BaseModel):
+    """Sizes of the block; as a rule those of the target's blocks.
+
+    Attributes:
+        num_attention_heads: H.
+        num_key_value_heads: Hk.
+        head_dim: Dh.
+        intermediate_size: Width of the gated layer.
+        rms_norm_eps: Of all three norms.
+        rope_theta: Base of the rotary frequencies. The released code always takes 10000, whatever the target's is.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_attention_heads: int = Field(ge=1)
+    num_key_value_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=2, multiple_of=2)
+    intermediate_size: int = Field(ge=1)
+    rms_norm_eps: float = Field(default=1e-6, gt=0)
+    rope_theta: float = Field(default=10000.0, gt=0)
+
+
+class PrefixLayer(nn.Module):
+    """See the module. Parameter names are those of one transformers Llama block with its final norm."""
+
+    def __init__(
+        self,
+        config: PrefixConfig,
+        hidden_size: int,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        queries = config.num_attention_heads * config.head_dim
+        values = config.num_key_value_heads * config.head_dim
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=False, device=device, dtype=dtype)
+
+        def norm() -> nn.Parameter:
+            return nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+
+        self.q_proj, self.k_proj = linear(hidden_size, queries), linear(hidden_size, values)
+        self.v_proj, self.o_proj = linear(hidden_size, values), linear(queries, hidden_size)
+        self.gate_proj = linear(hidden_size, config.intermediate_size)
+        self.up_proj = linear(hidden_size, config.intermediate_size)
+        self.down_proj = linear(config.intermediate_size, hidden_size)
+        self.input_norm, self.post_attention_norm, self.norm = norm(), norm(), norm()
+
+    def initialize(self) -> None:
+        """Normal with standard deviation 0.02, no contribution of either branch at first, norms neutral."""
+        with torch.no_grad():
+            for part in (self.q_proj, self.k_proj, self.v_proj, self.gate_proj, self.up_proj):
+                part.weight.normal_(std=0.02)
+            self.o_proj.weight.zero_()
+            self.down_proj.weight.zero_()
+            for weight in (self.input_norm, self.post_attention_norm, self.norm):
+                weight.fill_(1.0)
+
+    def forward(
+        self,
+        features: Tensor,
+        positions: Tensor | None = None,
+        attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Encodes features in the light of all that came before.
+
+        Args:
+            features: (B, T, E).
+            positions: (B, T) int64; 0 … T - 1 when None.
+            attend: Attention over a cache: query (B, H, T, Dh), key and value (B, Hk, T, Dh) to (B, T, H, Dh). Causal
+                attention among the T positions alone when None.
+
+        Returns:
+            (B, T, E).
+        """
+        config, (batch, width, _) = self.config, features.shape
+        if positions is None:
+            positions = torch.arange(width, device=features.device).unsqueeze(0)
+        x = self._normed(features, self.input_norm)
+        query, key, value = (
+            part(x).view(batch, width, -1, config.head_dim).transpose(1, 2)
+            for part in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        cos, sin = self._rotation(positions, features.dtype)
+        query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
+        mixed = (attend or _causal)(query, key, value).reshape(batch, width, -1)
+        x = features + self.o_proj(mixed)
+        inner = self._normed(x, self.post_attention_norm)
+        x = x + self.down_proj(silu(self.gate_proj(inner)) * self.up_proj(inner))
+        return self._normed(x, self.norm)
+
+    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMS norm over the last dimension."""
+        return rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+
+    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(B, 1, T, Dh / 2) cosines and sines; angles in float64 where the features are, else float32."""
+        kind = torch.float64 if dtype == torch.float64 else torch.float32
+        size = self.config.head_dim
+        steps = torch.arange(0, size, 2, device=positions.device, dtype=kind) / size
+        angles = positions.to(kind).unsqueeze(-1) * self.config.rope_theta**-steps
+        return angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention of whole texts."""
+    is_grouped = query.shape[1] != key.shape[1]
+    return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped).transpose(1, 2)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of (B, heads, T, Dh), halves paired."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

@@ -1,0 +1,76 @@
+"""The target's embedding and LM head, which draft heads share, as functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from foretoken.target.loading import LoadedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetParts:
+    """What heads share with the target. Never trained with them.
+
+    Attributes:
+        embed: (...) int64 to (..., E), the target's input embeddings.
+        lm_head: (..., E), the feature `final`, to (..., V) logits with whatever the target does to them.
+        lm_head_weight: (V, E), for heads that begin with a copy.
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    lm_head: Callable[[Tensor], Tensor]
+    lm_head_weight: Tensor
+
+
+def target_parts(model: LoadedModel, *, dtype: torch.dtype | None = None) -> TargetParts:
+    """The parts of a loaded target.
+
+    Args:
+        model: The target.
+        dtype: Of copies to compute with; None takes the target's modules themselves.
+    """
+    module: Any = model.module
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    if dtype is not None and dtype != model.dtype:
+        embedding, head = _converted(embedding, head, dtype)
+    shape_logits = _logits_shape(model.config)
+    return TargetParts(
+        embed=embedding,
+        lm_head=lambda features: shape_logits(head(features)),
+        lm_head_weight=module.get_output_embeddings().weight.detach(),
+    )
+
+
+def _converted(embedding: Any, head: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+    """Copies in another dtype; tied weights stay one copy."""
+    is_tied = embedding.weight is head.weight
+    weight = head.weight.detach().to(dtype)
+    bias = None if head.bias is None else head.bias.detach().to(dtype)
+    rows = weight if is_tied else embedding.weight.detach().to(dtype)
+    # An embedding module may scale what it looks up, as Gemma's does.
+    scale = getattr(embedding, "embed_scale", None)
+    factor = 1.0 if scale is None else float(scale)
+
+    def embed(tokens: Tensor) -> Tensor:
+        return torch.nn.functional.embedding(tokens, rows) * factor
+
+    return embed, lambda features: torch.nn.functional.linear(features, weight, bias)
+
+
+def _logits_shape(config: Any) -> Callable[[Tensor], Tensor]:
+    """What the target does to its LM head's output."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    factor = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+
+    def shaped(logits: Tensor) -> Tensor:
+        logits = logits if factor == 1.0 else logits * factor
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    return shaped

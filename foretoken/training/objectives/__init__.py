@@ -1,0 +1,1 @@
+"""What heads are trained towards, one file a method."""
