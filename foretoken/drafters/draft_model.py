@@ -86,12 +86,10 @@ class DraftModelDrafter:
             return TokenTree.roots(context.roots, device=self._target.device)
         root_logits = self._catch_up([context.slots[row] for row in active], [context.tokens[row] for row in active])
         growth = self._growth(context, active, self._shape.truncated(max(room)))
-        growth.expand(0, root_logits)
+        growth.expand([0], root_logits.unsqueeze(1))
         for depth in range(1, growth.shape.depth):  # the last level is chosen, not fed
             nodes = growth.level(depth)
-            logits = self._feed_level([context.slots[row] for row in active], growth, nodes, depth)
-            for index, node in enumerate(nodes):
-                growth.expand(node, logits[:, index])
+            growth.expand(nodes, self._feed_level([context.slots[row] for row in active], growth, nodes, depth))
         return growth.finish(active, room, context.roots)
 
     def commit(self, committed: Committed) -> None:

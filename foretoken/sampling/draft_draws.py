@@ -6,7 +6,7 @@ what makes guesses agree. All others draw with the drafter's noise and carry the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,28 +64,43 @@ class DraftDraws:
             has_sampled=bool((draws & ~coupled).any()),
         )
 
-    def keys(self, logits: Tensor, node: int, depth: int) -> tuple[Tensor, Tensor]:
-        """What a node's children are chosen by: the tokens with the largest keys, in order.
+    def keys(self, logits: Tensor, nodes: Sequence[int], depth: int) -> tuple[Tensor, Tensor]:
+        """What the children of some nodes of one level are chosen by: the tokens with the largest keys, in order.
 
         Args:
-            logits: (B, V) float32, the drafter's after the node.
-            node: Its index in the tree, which keys the drafter's own noise.
-            depth: Its depth, which keys the shared noise.
+            logits: (B, P, V) float32, the drafter's after each node; or (B, 1, V), which then serves them all.
+            nodes: Indices of the P nodes in the tree, which key the drafter's own noise.
+            depth: Their depth, which keys the shared noise.
 
         Returns:
-            (B, V) draft log-probabilities, warped where a draw is made; (B, V) keys, these with the noise added.
+            Draft log-probabilities in the shape of `logits`, warped where a draw is made; and keys, these with the
+            noise added, (B, P, V) or, where every request's keys are the same after all nodes, (B, 1, V).
             The largest keys are draws without replacement, in order (Gumbel top-k).
         """
-        log_probs = logits.log_softmax(1)
+        log_probs = logits.log_softmax(2)
         if not (self.has_coupled or self.has_sampled):
             return log_probs, log_probs
-        draws = (self.is_coupled | self.is_sampled).unsqueeze(1)
-        log_probs = torch.where(draws, warp(logits, self.batch), log_probs)
-        keys, noise, vocab_size = log_probs, self.batch.noise, logits.shape[1]
+        log_probs = torch.where(_by_sequence(self.is_coupled | self.is_sampled), self._warped(logits), log_probs)
+        keys, noise, vocab_size = log_probs, self.batch.noise, logits.shape[2]
         if self.has_coupled:
             shared = noise.gumbel(self.root_positions + depth + 1, Purpose.TARGET, vocab_size)
-            keys = torch.where(self.is_coupled.unsqueeze(1), keys + shared, keys)
+            keys = torch.where(_by_sequence(self.is_coupled), keys + shared.unsqueeze(1), keys)
         if self.has_sampled:
-            own = noise.gumbel(self.root_positions, Purpose.DRAFT, vocab_size, lane=node)
-            keys = torch.where(self.is_sampled.unsqueeze(1), keys + own, keys)
+            own = [noise.gumbel(self.root_positions, Purpose.DRAFT, vocab_size, lane=node) for node in nodes]
+            keys = torch.where(_by_sequence(self.is_sampled), keys + torch.stack(own, dim=1), keys)
         return log_probs, keys
+
+    def _warped(self, logits: Tensor) -> Tensor:
+        """(B, P, V) log-probabilities after each request's temperature and truncation."""
+        batch_size, num_nodes, _ = logits.shape
+        if num_nodes == 1:
+            return warp(logits[:, 0], self.batch).unsqueeze(1)
+        rows = torch.arange(batch_size, device=logits.device).repeat_interleave(num_nodes)
+        # Without what warping does not read but would be as large as the logits.
+        batch = replace(self.batch, bias=None, terminators=None, bad_words=None).select(rows)
+        return warp(logits.flatten(0, 1), batch).view_as(logits)
+
+
+def _by_sequence(flags: Tensor) -> Tensor:
+    """(B,) as (B, 1, 1)."""
+    return flags.view(-1, 1, 1)

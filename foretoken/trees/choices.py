@@ -56,6 +56,19 @@ class TreeShape:
         return cls(tuple(ordered))
 
     @classmethod
+    def from_leaves(cls, choices: Iterable[Sequence[int]]) -> TreeShape:
+        """A static tree given by its leaves alone, as TensorRT-LLM allows: every prefix is added.
+
+        A complete list of choices gives the same shape as `from_choices`.
+
+        Raises:
+            ConfigError: When a choice is empty, negative or repeated, or there are too many, prefixes included.
+        """
+        listed = [tuple(choice) for choice in choices]
+        prefixes = {choice[:depth] for choice in listed for depth in range(1, len(choice))}
+        return cls.from_choices([*listed, *prefixes.difference(listed)])
+
+    @classmethod
     def chain(cls, depth: int) -> TreeShape:
         """The best candidate at every depth."""
         return cls.from_choices((0,) * d for d in range(1, depth + 1))

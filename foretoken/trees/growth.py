@@ -1,10 +1,15 @@
 """Growing a tree level by level, for drafters that look at each node before they choose its children.
 
-Letters: B sequences, N nodes of the shape, P nodes of one level, V vocabulary.
+The children of a whole level are chosen in a fixed number of tensor operations; only the noise of sampled requests is
+made node by node, see `DraftDraws.keys`.
+
+Letters: B sequences, N nodes of the shape, P nodes of one level, C children of theirs, V vocabulary.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,60 +41,65 @@ class TreeGrowth:
             draws: How tokens are chosen.
         """
         self.shape, self._draws = shape, draws
-        self._parents, self._depths, self._ranks = shape.parents, shape.depths, shape.ranks
-        self._children: list[list[int]] = [[] for _ in self._parents]  # in order of rank
-        self._mask = torch.eye(shape.num_nodes, dtype=torch.bool, device=roots.device)
-        for node, parent in enumerate(self._parents):
-            if node:
-                self._children[parent].append(node)
-                self._mask[node] |= self._mask[parent]
+        self._relations = _relations(shape, roots.device)
         batch = roots.shape[0]
         self.tokens = torch.zeros(batch, shape.num_nodes, dtype=torch.int64, device=roots.device)
         self.tokens[:, 0] = roots
         self._scores = torch.zeros(batch, shape.num_nodes, device=roots.device)
         self._kinds = torch.zeros_like(self.tokens)
         self._row_of = torch.full_like(self.tokens, -1)
-        self._rows: list[Tensor] = []
+        self._rows: list[Tensor] = []  # (B, rows of one level, V)
 
     def level(self, depth: int) -> list[int]:
         """Nodes of one depth, in order."""
-        return [node for node, d in enumerate(self._depths) if d == depth]
+        return [node for node, d in enumerate(self._relations.depths) if d == depth]
+
+    def parents_at(self, depth: int) -> list[int]:
+        """Nodes of one depth that have children, in order: those whose logits `expand` looks at."""
+        return [node for node in self.level(depth) if self._relations.children[node]]
 
     def parents_of(self, nodes: Sequence[int]) -> list[int]:
         """The parent of each node."""
-        return [self._parents[node] for node in nodes]
+        return [self._relations.parents[node] for node in nodes]
 
     def visible(self, nodes: Sequence[int]) -> Tensor:
         """(B, P, W) bool, which of the W drafted nodes up to the last of `nodes` each of them sees; no root."""
-        mask = self._mask[list(nodes), 1 : nodes[-1] + 1]
+        mask = self._relations.mask[list(nodes), 1 : nodes[-1] + 1]
         return mask.expand(self.tokens.shape[0], -1, -1)
 
-    def expand(self, node: int, logits: Tensor) -> None:
-        """Chooses the children of a node; changes this object.
+    def expand(self, nodes: Sequence[int], logits: Tensor) -> None:
+        """Chooses the children of several nodes of one level; changes this object.
+
+        Among equal keys, which of them are taken may depend on how many candidates the level's largest rank asks for.
 
         Args:
-            node: Whose children.
-            logits: (B, V) float32, the drafter's after the node.
+            nodes: Whose children; each node once. Those without children are passed over, `parents_at` names the
+                others.
+            logits: (B, P, V) float32, the drafter's after each node; or (B, 1, V), which then serves them all.
         """
-        children = self._children[node]
-        if not children:
+        has_children = [place for place, node in enumerate(nodes) if self._relations.children[node]]
+        if not has_children:
             return
-        ranks = torch.tensor([self._ranks[child] for child in children], device=logits.device)
+        if len(has_children) < len(nodes):
+            nodes = [nodes[place] for place in has_children]
+            logits = logits if logits.shape[1] == 1 else logits[:, has_children]
+        family = _family(self._relations, tuple(nodes))
+        log_probs, keys = self._draws.keys(logits, nodes, self._relations.depths[nodes[0]])
+        best = keys.topk(family.num_candidates, dim=2)
         # Draws are taken in order: one that follows a draw left out, as a shape with gaps in its ranks would have it,
         # has a law that nobody states.
-        in_order = torch.arange(len(children), device=logits.device)
-        places = torch.where(self._draws.is_sampled.unsqueeze(1), in_order, ranks)
-        log_probs, keys = self._draws.keys(logits, node, self._depths[node])
-        best = keys.topk(int(ranks.max()) + 1, dim=1)
-        chosen, chosen_keys = best.indices.gather(1, places), best.values.gather(1, places)
+        candidate = torch.where(self._draws.is_sampled.unsqueeze(1), family.order, family.rank)
+        chosen = _entries(best.indices, family.place, candidate)
+        children = family.children
         self.tokens[:, children] = chosen
-        self._scores[:, children] = self._scores[:, node : node + 1] + log_probs.gather(1, chosen)
+        self._scores[:, children] = self._scores[:, family.parents] + _entries(log_probs, family.place, chosen)
         if self._draws.has_sampled:
-            kind = DrawKind.INDEPENDENT if len(children) == 1 else DrawKind.WITHOUT_REPLACEMENT
             # Past the support of the draft distribution any token is a choice, not a draw.
-            is_drawn = self._draws.is_sampled.unsqueeze(1) & (chosen_keys > float("-inf"))
-            self._kinds[:, children] = torch.where(is_drawn, kind.value, DrawKind.ONE_HOT.value)
-            self._row_of[:, children] = torch.where(is_drawn, len(self._rows), -1)
+            is_finite = _entries(best.values, family.place, candidate) > float("-inf")
+            is_drawn = self._draws.is_sampled.unsqueeze(1) & is_finite
+            row = sum(rows.shape[1] for rows in self._rows) + (family.place if log_probs.shape[1] > 1 else 0)
+            self._kinds[:, children] = torch.where(is_drawn, family.kind, DrawKind.ONE_HOT.value)
+            self._row_of[:, children] = torch.where(is_drawn, row, -1)
             self._rows.append(log_probs.exp())
 
     def finish(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
@@ -103,7 +113,7 @@ class TreeGrowth:
         total, width, device = len(room), self.shape.num_nodes, self.tokens.device
         index = torch.tensor(list(rows), device=device)
         limit = torch.tensor([max(depth, 0) for depth in room], device=device).unsqueeze(1)
-        depths = torch.tensor(self._depths, device=device).expand(total, -1)
+        depths = torch.tensor(self._relations.depths, device=device).expand(total, -1)
         is_kept = depths <= limit
 
         def spread(part: Tensor, empty: float) -> Tensor:
@@ -115,18 +125,118 @@ class TreeGrowth:
         tokens[:, 0] = torch.tensor(list(roots), device=device)
         law = None
         if self._rows:
-            probs = torch.zeros(total, len(self._rows), self._rows[0].shape[1], device=device)
-            probs[index] = torch.stack(self._rows, dim=1)
-            siblings = max(map(len, self._children))
+            stated = torch.cat(self._rows, dim=1)
+            probs = torch.zeros(total, *stated.shape[1:], device=device)
+            probs[index] = stated
+            siblings = max(map(len, self._relations.children))
             law = DraftLaw(
                 kinds=spread(self._kinds, 0), rows=probs, row_of=spread(self._row_of, -1), max_siblings=siblings
             )
         return TokenTree(
             tokens=tokens,
-            parents=torch.where(is_kept, torch.tensor(self._parents, device=device), -1),
+            parents=torch.where(is_kept, torch.tensor(self._relations.parents, device=device), -1),
             depths=torch.where(is_kept, depths, 0),
             num_nodes=is_kept.sum(1),
             max_depth=self.shape.depth,
             scores=spread(self._scores, 0.0),
             law=law,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Relations:
+    """Who descends from whom in a shape.
+
+    Attributes:
+        parents: Parent of every node.
+        depths: Depth of every node.
+        ranks: Rank of every node among the candidates after its parent.
+        children: Children of every node, in order of rank.
+        mask: (N, N) bool, ancestor or self.
+    """
+
+    parents: list[int]
+    depths: list[int]
+    ranks: list[int]
+    children: list[list[int]]
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Family:
+    """The C children of several nodes of one level.
+
+    Attributes:
+        children: (C,) int64, nodes.
+        parents: (C,) int64, the parent of each.
+        place: (C,) int64, where that parent stands among the P nodes.
+        rank: (C,) int64, of each among the candidates after its parent.
+        order: (C,) int64, of each among its siblings.
+        kind: (C,) int64, the `DrawKind` of each where it is drawn.
+        num_candidates: Candidates after a node that have to be known: the largest rank and one.
+    """
+
+    children: Tensor
+    parents: Tensor
+    place: Tensor
+    rank: Tensor
+    order: Tensor
+    kind: Tensor
+    num_candidates: int
+
+
+@lru_cache(maxsize=64)  # a drafter has one shape, cut off at as many depths as it has levels
+def _relations(shape: TreeShape, device: torch.device) -> _Relations:
+    """What is to know of a shape."""
+    parents = shape.parents
+    children: list[list[int]] = [[] for _ in parents]
+    mask = torch.eye(shape.num_nodes, dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if node:
+            children[parent].append(node)
+            mask[node] |= mask[parent]
+    return _Relations(
+        parents=parents, depths=shape.depths, ranks=shape.ranks, children=children, mask=mask.to(device)
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=512)
+def _family(relations: _Relations, nodes: tuple[int, ...]) -> _Family:
+    """The children of several nodes of one level, all of which have some."""
+    columns = [
+        (child, node, place, relations.ranks[child], order, _kind(len(relations.children[node])))
+        for place, node in enumerate(nodes)
+        for order, child in enumerate(relations.children[node])
+    ]
+    table = torch.tensor(columns, device=relations.mask.device).T.contiguous()
+    children, parents, place, rank, order, kind = table
+    return _Family(
+        children=children,
+        parents=parents,
+        place=place,
+        rank=rank,
+        order=order,
+        kind=kind,
+        num_candidates=max(column[3] for column in columns) + 1,
+    )
+
+
+def _kind(siblings: int) -> int:
+    """How one of so many children is drawn."""
+    return (DrawKind.INDEPENDENT if siblings == 1 else DrawKind.WITHOUT_REPLACEMENT).value
+
+
+def _entries(table: Tensor, place: Tensor, column: Tensor) -> Tensor:
+    """One entry a child out of the row of its parent.
+
+    Args:
+        table: (B, P, W), a row a parent; or (B, 1, W), one row for all of them.
+        place: (C,) int64, the parent.
+        column: (B, C) int64, below W.
+
+    Returns:
+        (B, C).
+    """
+    if table.shape[1] == 1:
+        return table[:, 0].gather(1, column)
+    return table.flatten(1).gather(1, place * table.shape[2] + column)

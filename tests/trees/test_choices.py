@@ -78,6 +78,35 @@ def test_choices_that_are_no_shape(choices: list[list[int]], message: str) -> No
     assert str(error.value) == message
 
 
+def test_leaves_alone() -> None:
+    assert TreeShape.from_leaves([[2, 0, 1], [0, 1], [3]]).choices == ((0,), (2,), (3,), (0, 1), (2, 0), (2, 0, 1))
+    assert TreeShape.from_leaves([]) == TreeShape(())
+
+
+@given(shape=shapes(), keep=st.data())
+def test_leaves_with_or_without_some_prefixes(shape: TreeShape, keep: st.DataObject) -> None:
+    """Any list between the leaves and all choices gives the same shape, the complete one too."""
+    inner = {choice[:-1] for choice in shape.choices}
+    listed = [choice for choice in shape.choices if choice not in inner or keep.draw(st.booleans())]
+    assert TreeShape.from_leaves(listed) == shape
+    assert TreeShape.from_leaves(shape.choices) == shape
+
+
+@pytest.mark.parametrize(
+    ("choices", "message"),
+    [
+        ([[0, 1], []], "tree choice [] is not valid. Expected ranks of at least 0."),
+        ([[0, -1, 2]], "tree choice [0, -1] is not valid. Expected ranks of at least 0."),
+        ([[0, 1], [1], [0, 1]], "tree choice [0, 1] stands twice. Leave one out."),
+        ([[rank, 0] for rank in range(256)], "the tree has 512 choices. Expected fewer than 512."),
+    ],
+)
+def test_leaves_that_give_no_shape(choices: list[list[int]], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        TreeShape.from_leaves(choices)
+    assert str(error.value) == message
+
+
 def test_largest_shape() -> None:
     assert TreeShape.from_choices([[rank] for rank in range(511)]).num_nodes == 512
 

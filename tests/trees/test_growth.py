@@ -9,6 +9,7 @@ from foretoken.core.token_tree import DrawKind, TokenTree
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.sampling.noise import Purpose
+from foretoken.sampling.processors import warp
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.growth import TreeGrowth
 
@@ -23,8 +24,8 @@ def grow(shape: TreeShape, many: int, temperature: float, *, is_coupled: bool) -
     batch = SamplingBatch.build([SamplingRequest(params=params, seed=seed) for seed in range(many)], VOCAB)
     positions = torch.full((many,), POSITION)
     growth = TreeGrowth(shape, torch.full((many,), 7), DraftDraws.build(batch, [is_coupled] * many, positions))
-    for node in range(shape.num_nodes):
-        growth.expand(node, LAW.log().expand(many, VOCAB))
+    for depth in range(shape.depth):
+        growth.expand(growth.parents_at(depth), LAW.log().expand(many, len(growth.parents_at(depth)), VOCAB))
     return growth.finish(range(many), [shape.depth] * many, [7] * many), batch
 
 
@@ -75,7 +76,7 @@ def test_tokens_past_the_support_are_not_said_to_be_drawn() -> None:
     growth = TreeGrowth(
         TreeShape.cartesian((3,)), torch.tensor([7]), DraftDraws.build(batch, [False], torch.tensor([3]))
     )
-    growth.expand(0, LAW.log().unsqueeze(0))
+    growth.expand([0], LAW.log().view(1, 1, VOCAB))
     tree = growth.finish([0], [1], [7])
     tree.validate()
     assert tree.law is not None
@@ -87,7 +88,7 @@ def test_sequences_without_room_keep_their_root() -> None:
     shape = TreeShape.chain(2)
     growth = TreeGrowth(shape, torch.tensor([7, 8]), DraftDraws.build(batch, [False] * 2, torch.tensor([3, 4])))
     for node in range(3):
-        growth.expand(node, LAW.log().expand(2, VOCAB))
+        growth.expand([node], LAW.log().expand(2, 1, VOCAB))
     tree = growth.finish([0, 2], [2, 0, 1], [7, 9, 8])
     tree.validate()
     assert tree.num_nodes.tolist() == [3, 1, 2]
@@ -97,11 +98,171 @@ def test_sequences_without_room_keep_their_root() -> None:
     assert tree.law.row_of.tolist() == [[-1, 0, 1], [-1, -1, -1], [-1, 0, -1]]
 
 
+# Requests side by side: sampled, truncated in every way, coupled with and without truncation, greedy.
+MIXED = [
+    (SamplingParams(temperature=0.7, seed=1), False),
+    (SamplingParams(temperature=1.4, seed=2, top_p=0.8, min_p=0.02), False),
+    (SamplingParams(temperature=0.9, seed=3), True),
+]
+REQUESTS = {
+    "greedy": [(SamplingParams(temperature=0.0, seed=seed), seed == 1) for seed in range(3)],
+    "coupled": [(SamplingParams(temperature=0.5 + seed, seed=seed, top_k=20), True) for seed in range(3)],
+    "sampled": [(SamplingParams(temperature=0.5 + seed, seed=seed), False) for seed in range(3)],
+    "mixed": MIXED,
+    "mixed with greedy": [*MIXED[:2], (SamplingParams(temperature=0.0), False)],
+    "penalised": [(SamplingParams(seed=seed, logit_bias={3: 5.0}, top_k=25 + seed), seed == 2) for seed in range(3)],
+}
+WIDE = 37
+SHAPES = {
+    "widths": TreeShape.cartesian((3, 2, 2)),
+    "chain": TreeShape.chain(3),
+    "leaves at inner levels": TreeShape.from_leaves([[0, 0, 0], [0, 1], [0, 3, 2], [1], [2, 1], [2, 5, 0], [4]]),
+    "gaps": TreeShape.from_leaves([[1, 0], [1, 2, 1], [3], [6, 4, 4]]),
+}
+
+
+def obvious(
+    shape: TreeShape, requests: list[tuple[SamplingParams, bool]], logits: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """Tokens, scores, kinds, rows' indices and rows: one request and one node at a time.
+
+    Past the support of the draft distribution any token will do: it is -1 here.
+
+    Args:
+        shape: To fill.
+        requests: Parameters, and whether the request is coupled; the one at i has its root at POSITION + i.
+        logits: (B, N, V) after every node.
+    """
+    batch = SamplingBatch.build([SamplingRequest(params=p, seed=p.seed or 0) for p, _ in requests], WIDE)
+    count, size = len(requests), shape.num_nodes
+    tokens, kinds = (torch.zeros(count, size, dtype=torch.int64) for _ in range(2))
+    tokens[:, 0] = 7
+    scores, row_of = torch.zeros(count, size), torch.full((count, size), -1)
+    families = [[c for c, parent in enumerate(shape.parents) if parent == node] for node in range(size)]
+    inner = [node for node in range(size) if families[node]]
+    laws = torch.zeros(count, len(inner), WIDE)
+    for row, (params, is_coupled) in enumerate(requests):
+        only = batch.select(torch.tensor([row]))
+        for index, node in enumerate(inner):
+            is_sampled = not params.is_greedy and not is_coupled
+            raw = logits[row, node].unsqueeze(0)
+            log_q = raw.log_softmax(1) if params.is_greedy else warp(raw, only)
+            keys, root = log_q[0], torch.tensor([POSITION + row])
+            if is_sampled:
+                keys = keys + only.noise.gumbel(root, Purpose.DRAFT, WIDE, lane=node)[0]
+            elif not params.is_greedy:
+                keys = keys + only.noise.gumbel(root + shape.depths[node] + 1, Purpose.TARGET, WIDE)[0]
+            order = keys.argsort(descending=True)
+            laws[row, index] = log_q[0].exp()
+            for place, child in enumerate(families[node]):
+                token = order[place if is_sampled else shape.ranks[child]]
+                has_support = bool(keys[token] > float("-inf"))
+                tokens[row, child] = token if has_support else -1
+                scores[row, child] = scores[row, node] + log_q[0, token]
+                if is_sampled and has_support:
+                    is_only = len(families[node]) == 1
+                    kinds[row, child] = DrawKind.INDEPENDENT if is_only else DrawKind.WITHOUT_REPLACEMENT
+                    row_of[row, child] = index
+    has_law = any(not params.is_greedy and not is_coupled for params, is_coupled in requests)
+    return tokens, scores, kinds, row_of, laws if has_law else None
+
+
+def assert_is_obvious(tree: TokenTree, expected: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]) -> None:
+    """Equal bit for bit."""
+    tree.validate()
+    tokens, scores, kinds, row_of, laws = expected
+    assert tree.scores is not None
+    assert torch.equal(torch.where(tokens < 0, -1, tree.tokens), tokens)
+    assert torch.equal(tree.scores, scores)
+    assert (tree.law is None) == (laws is None)
+    if tree.law is not None and laws is not None:
+        assert torch.equal(tree.law.kinds, kinds)
+        assert torch.equal(tree.law.row_of, row_of)
+        assert torch.equal(tree.law.rows, laws)
+
+
+@pytest.mark.parametrize("how", ["parents", "levels", "nodes"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_a_level_at_once_is_its_nodes_one_by_one(kind: str, shape: str, how: str) -> None:
+    """Only nodes with children, all nodes of the level, or one node a call: always the same tree."""
+    filled, requests = SHAPES[shape], REQUESTS[kind]
+    logits = 3 * torch.randn(3, filled.num_nodes, WIDE, generator=torch.Generator().manual_seed(5))
+    batch = SamplingBatch.build([SamplingRequest(params=p, seed=p.seed or 0) for p, _ in requests], WIDE)
+    draws = DraftDraws.build(batch, [is_coupled for _, is_coupled in requests], POSITION + torch.arange(3))
+    growth = TreeGrowth(filled, torch.full((3,), 7), draws)
+    for depth in range(filled.depth + 1):
+        nodes = growth.parents_at(depth) if how == "parents" else growth.level(depth)
+        for group in [[node] for node in nodes] if how == "nodes" else [nodes]:
+            growth.expand(group, logits[:, group])
+    assert_is_obvious(growth.finish(range(3), [9] * 3, [7] * 3), obvious(filled, requests, logits))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_one_row_of_logits_serves_a_level(kind: str, shape: str) -> None:
+    """The tree is that of the same logits after each node; the law of a level is stated once."""
+    filled, requests = SHAPES[shape], REQUESTS[kind]
+    by_depth = 3 * torch.randn(3, filled.depth, WIDE, generator=torch.Generator().manual_seed(6))
+    batch = SamplingBatch.build([SamplingRequest(params=p, seed=p.seed or 0) for p, _ in requests], WIDE)
+    draws = DraftDraws.build(batch, [is_coupled for _, is_coupled in requests], POSITION + torch.arange(3))
+    growth = TreeGrowth(filled, torch.full((3,), 7), draws)
+    for depth in range(filled.depth):
+        growth.expand(growth.level(depth), by_depth[:, depth : depth + 1])
+    tree = growth.finish(range(3), [9] * 3, [7] * 3)
+    everywhere = by_depth[:, [min(depth, filled.depth - 1) for depth in filled.depths]]
+    tokens, scores, kinds, row_of, laws = obvious(filled, requests, everywhere)
+    if laws is not None:
+        inner = sorted(set(filled.parents) - {-1})
+        depth_of = torch.tensor([filled.depths[node] for node in inner])
+        laws = torch.stack([laws[:, (depth_of == depth).nonzero()[0, 0]] for depth in range(filled.depth)], dim=1)
+        row_of = torch.where(row_of < 0, -1, depth_of[row_of.clamp_min(0)])
+    assert_is_obvious(tree, (tokens, scores, kinds, row_of, laws))
+
+
+def test_children_past_the_support_in_a_level() -> None:
+    """Below a node with two possible tokens the third child is a choice; its neighbours' children are draws."""
+    batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(), seed=4)], VOCAB)
+    growth = TreeGrowth(
+        TreeShape.cartesian((2, 3)), torch.tensor([7]), DraftDraws.build(batch, [False], torch.tensor([3]))
+    )
+    growth.expand([0], LAW.log().view(1, 1, VOCAB))
+    narrow = torch.tensor([0.0, 0.5, 0.5, 0.0]).log()
+    growth.expand([1, 2], torch.stack([LAW.log(), narrow]).unsqueeze(0))
+    tree = growth.finish([0], [2], [7])
+    tree.validate()
+    assert tree.law is not None
+    assert tree.law.kinds[0, 3:].tolist() == [2, 2, 2, 2, 2, 0]
+    assert tree.law.row_of[0, 3:].tolist() == [1, 1, 1, 2, 2, -1]
+    assert sorted(tree.tokens[0, 6:8].tolist()) == [1, 2]
+    assert len(set(tree.tokens[0, 6:].tolist())) == 3
+
+
+def test_nodes_without_children_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their logits are never looked at, be they what they may."""
+    batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(temperature=0.0), seed=0)], VOCAB)
+    draws = DraftDraws.build(batch, [False], torch.tensor([3]))
+    growth = TreeGrowth(TreeShape.from_leaves([[0], [1, 0], [2]]), torch.tensor([7]), draws)
+    seen: list[tuple[int, ...]] = []
+    keys = DraftDraws.keys
+
+    def looking(self: DraftDraws, logits: Tensor, nodes: list[int], depth: int) -> tuple[Tensor, Tensor]:
+        seen.append((*logits.shape, *nodes, depth))
+        return keys(self, logits, nodes, depth)
+
+    monkeypatch.setattr(DraftDraws, "keys", looking)
+    growth.expand([0], LAW.log().view(1, 1, VOCAB))
+    growth.expand(growth.level(1), LAW.log().expand(1, 3, VOCAB))
+    growth.expand(growth.level(2), LAW.log().expand(1, 1, VOCAB))
+    assert seen == [(1, 1, VOCAB, 0, 0), (1, 1, VOCAB, 2, 1)]
+
+
 def test_levels_and_what_they_see() -> None:
     batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(), seed=0)], VOCAB)
     draws = DraftDraws.build(batch, [False], torch.tensor([3]))
     growth = TreeGrowth(TreeShape.cartesian((2, 2)), torch.tensor([7]), draws)
     assert [growth.level(depth) for depth in range(3)] == [[0], [1, 2], [3, 4, 5, 6]]
+    assert [growth.parents_at(depth) for depth in range(3)] == [[0], [1, 2], []]
     assert growth.parents_of([3, 4, 5, 6]) == [1, 1, 2, 2]
     assert growth.visible([1, 2])[0].int().tolist() == [[1, 0], [0, 1]]
     assert growth.visible([4, 5])[0].int().tolist() == [[1, 0, 0, 1, 0], [0, 1, 0, 0, 1]]

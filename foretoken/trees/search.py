@@ -1,0 +1,141 @@
+"""The static tree that pays most for measured acceptance.
+
+Let a(d, r) be the probability that candidate r of depth d is right when its parent was, taken to depend on nothing
+else. A node is accepted with the product of these along its path, its value, and the expected number of accepted tokens
+is the sum of the values of all nodes. No node is worth more than its parent: buying the most valuable node whose parent
+is bought, again and again, gives the best tree of every size at once (the search of Medusa, arXiv 2401.10774).
+
+What this module does not know: how acceptance and seconds were measured. An acceptance table is a sequence of K rows,
+one a head; rows may differ in length and need not fall with the rank.
+"""
+
+from __future__ import annotations
+
+import heapq
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+from foretoken.core.errors import ConfigError
+from foretoken.trees.choices import TreeShape
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from foretoken.trees.choices import Choice
+
+    Acceptance = Sequence[Sequence[float]]
+
+
+def best_nodes(acceptance: Acceptance, max_nodes: int) -> list[tuple[Choice, float]]:
+    """Choices by falling value; every beginning of the list is the best tree of its size.
+
+    Among equal values the shorter choice comes first, then the lexicographically smaller one.
+
+    Args:
+        acceptance: K rows, probability that each candidate of a depth is right when its parent was.
+        max_nodes: Most nodes of a tree, root included.
+
+    Returns:
+        At most `max_nodes - 1` choices with their values, fewer when the table has no more.
+
+    Raises:
+        ConfigError: When the table is empty or holds something else than probabilities, or `max_nodes` is below 2.
+    """
+    _check(acceptance)
+    if max_nodes < 2:
+        raise ConfigError(f"max_nodes is {max_nodes}. Expected at least 2: the root and a drafted node.")
+    heap: list[tuple[float, int, Choice]] = []
+
+    def offer_children(choice: Choice, value: float) -> None:
+        if len(choice) < len(acceptance):
+            for rank, probability in enumerate(acceptance[len(choice)]):
+                heapq.heappush(heap, (-value * probability, len(choice) + 1, (*choice, rank)))
+
+    bought: list[tuple[Choice, float]] = []
+    offer_children((), 1.0)
+    while heap and len(bought) < max_nodes - 1:
+        negative, _, choice = heapq.heappop(heap)
+        bought.append((choice, -negative))
+        offer_children(choice, -negative)
+    return bought
+
+
+def best_shape(
+    acceptance: Acceptance,
+    pass_seconds: Callable[[int], float],
+    *,
+    level_seconds: float | Callable[[TreeShape], float] = 0.0,
+    max_nodes: int,
+) -> TreeShape:
+    """The shape that brings the most expected tokens per second.
+
+    Where drafting takes time by the level, a shallower tree may pay more than any beginning of `best_nodes`, so every
+    depth is tried as the greatest one. With a number for `level_seconds` the result is the best of all shapes; with a
+    function, the best of those tried. Among equals the one with the fewest nodes. It has one drafted node at least:
+    whether to draft at all is not asked here.
+
+    Args:
+        acceptance: K rows, see `best_nodes`.
+        pass_seconds: Seconds of a target pass by its nodes, root included.
+        level_seconds: Seconds that drafting takes for each level; or a function that gives those of a whole shape.
+        max_nodes: Most nodes of a tree, root included.
+
+    Raises:
+        ConfigError: See `best_nodes`.
+    """
+    _check(acceptance)
+    rate_of_best, best = float("-inf"), TreeShape(())
+    # Without a price for depth the deepest search has the best tree of every size.
+    for depth in range(1 if level_seconds else len(acceptance), len(acceptance) + 1):
+        bought = best_nodes(acceptance[:depth], max_nodes)
+        choices = [choice for choice, _ in bought]
+        tokens = accumulate((value for _, value in bought), initial=1.0)
+        next(tokens)  # of the root alone
+        deepest = accumulate(map(len, choices), max)
+        for drafted, (expected, levels) in enumerate(zip(tokens, deepest, strict=True), start=1):
+            if callable(level_seconds):
+                drafting = level_seconds(TreeShape.from_choices(choices[:drafted]))
+            else:
+                drafting = levels * level_seconds
+            rate = expected / (pass_seconds(drafted + 1) + drafting)
+            if (rate, -drafted) > (rate_of_best, 1 - best.num_nodes):
+                rate_of_best, best = rate, TreeShape.from_choices(choices[:drafted])
+    return best
+
+
+def expected_tokens(acceptance: Acceptance, shape: TreeShape) -> float:
+    """Tokens that a pass over a shape is expected to emit: one, and the values of all drafted nodes.
+
+    Args:
+        acceptance: K rows, see `best_nodes`.
+        shape: Any shape within the table.
+
+    Raises:
+        ConfigError: When the table is none, see `best_nodes`, or lacks a choice of the shape.
+    """
+    _check(acceptance)
+    values: dict[Choice, float] = {(): 1.0}
+    for choice in shape.choices:
+        depth, rank = len(choice) - 1, choice[-1]
+        if depth >= len(acceptance) or rank >= len(acceptance[depth]):
+            widths = [len(row) for row in acceptance]
+            raise ConfigError(
+                f"tree choice {list(choice)} is not in the acceptance table. Expected ranks below {widths}, depth by "
+                "depth. Measure more candidates, or leave it out."
+            )
+        values[choice] = values[choice[:-1]] * acceptance[depth][rank]
+    return sum(values.values())
+
+
+def _check(acceptance: Acceptance) -> None:
+    """Raises `ConfigError` for what is no acceptance table."""
+    if not acceptance or not all(acceptance):
+        widths = [len(row) for row in acceptance]
+        raise ConfigError(f"acceptance table with rows of {widths}. Expected at least one entry at every depth.")
+    for depth, row in enumerate(acceptance):
+        for rank, probability in enumerate(row):
+            if not 0.0 <= probability <= 1.0:
+                raise ConfigError(
+                    f"acceptance of candidate {rank} at depth {depth + 1} is {probability}. Expected a probability: "
+                    "hits by the number of times its parent was right."
+                )
