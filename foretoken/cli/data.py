@@ -1,0 +1,260 @@
+"""`foretoken data`: text as packed token windows for training heads."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli import options
+from foretoken.core.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from foretoken.engine.llm import LLM
+    from foretoken.training.data.corpus import Corpus, DocumentMaker
+    from foretoken.training.data.packed import DataProgress
+    from foretoken.training.data.self_distill import DistillSettings
+
+_LINE_EVERY = 30.0  # seconds between progress lines where there is no terminal
+
+
+def data(
+    target: Annotated[str, typer.Argument(help="Target: its tokenizer encodes the text; a directory or a hub id.")],
+    out: Annotated[Path, typer.Option(help="Directory to make: train/ and perhaps held_out/.")],
+    text: Annotated[
+        list[str] | None, typer.Option(help="Text file, directory or glob; a file is a document. May be repeated.")
+    ] = None,
+    jsonl: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=".jsonl, .jsonl.gz or .json with text, prompt and completion, messages, or conversations. May be "
+            "repeated."
+        ),
+    ] = None,
+    dataset: Annotated[str | None, typer.Option(help="Hugging Face data set: hub name, directory or file.")] = None,
+    dataset_config: Annotated[str | None, typer.Option(help="Its configuration.")] = None,
+    split: Annotated[str, typer.Option(help="Its split.")] = "train",
+    text_column: Annotated[str, typer.Option(help="Column of plain text, in JSON and data sets.")] = "text",
+    held_out_fraction: Annotated[
+        float, typer.Option(help="Share of documents for held_out/, chosen by a hash of their text.")
+    ] = 0.0,
+    held_out: Annotated[str | None, typer.Option(help="Text or JSON lines for held_out/ instead.")] = None,
+    num_documents: Annotated[int | None, typer.Option(min=1, help="Take the first N documents.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="End train/ with the document that reaches N tokens.")
+    ] = None,
+    self_distill: Annotated[
+        bool, typer.Option("--self-distill", help="Let the target write the responses; only they are labels.")
+    ] = False,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Prompt: the first N tokens of each text.")] = 64,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of a response.")] = 256,
+    temperature: Annotated[float, typer.Option(help="Of the responses; 0 for greedy decoding.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Of the first response; the i-th gets seed + i.")] = 0,
+    supervise_all: Annotated[
+        bool, typer.Option("--supervise-all", help="With --self-distill: prompts are labels too.")
+    ] = False,
+    generated: Annotated[
+        Path | None, typer.Option(help="File of responses to continue. Default: OUT.generated.jsonl.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Responses decoded at once.")] = 8,
+    speculative_config: options.Drafters = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    runner: options.RunnerName = "auto",
+    threads: options.Threads = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace packed tokens in OUT.")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Encode text with the target's tokenizer into OUT/train (and OUT/held_out), ready for training heads.
+
+    Documents end with the tokenizer's EOS and are packed one after another. Of conversations only assistant turns are
+    labels, of prompts with completions the completions. With --self-distill the target is loaded and writes the
+    responses itself; a broken-off run continues from its file of responses. OUT appears whole or not at all.
+    """
+    from foretoken.training.data.corpus import CorpusPlan, build_corpus
+    from foretoken.training.data.hub_datasets import dataset_source
+    from foretoken.training.data.sources import file_source, json_source, text_source
+    from foretoken.training.data.writer import check_place
+
+    check_place(out, force=force)
+    if speculative_config is not None and (len(speculative_config) > 1 or not self_distill):
+        raise ConfigError("data takes one --speculative-config, together with --self-distill. Leave the others out.")
+    responses = generated if generated is not None else out.resolve().with_name(f"{out.resolve().name}.generated.jsonl")
+    if out.resolve() in responses.resolve().parents:
+        raise ConfigError(
+            f"--generated '{responses}' lies in --out '{out}'. Expected a file outside, for OUT is replaced."
+        )
+    sources = [*map(text_source, text or ()), *(json_source(path, text_column=text_column) for path in jsonl or ())]
+    if dataset is not None:
+        sources.append(dataset_source(dataset, config=dataset_config, split=split, text_column=text_column))
+    plan = CorpusPlan(
+        sources=sources,
+        held_out_fraction=held_out_fraction,
+        held_out_sources=[file_source(held_out, text_column=text_column)] if held_out is not None else [],
+        num_documents=num_documents,
+        max_tokens=max_tokens,
+    )
+    meta: dict[str, Any] = {"target": target}
+    if self_distill:
+        from foretoken.training.data.self_distill import DistillSettings
+
+        settings = DistillSettings(
+            prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
+        )
+        meta["self_distillation"] = {**asdict(settings), "supervise_all": supervise_all}
+    with _ending_cleanly(), _shown() as on_progress:
+        if self_distill:
+            llm = _target(target, speculative_config, dtype, device, runner, threads, batch_size)
+            tokenizer, vocab_size = llm.tokenizer, llm.target.vocab_size
+            makers = _distillers(llm, settings, responses, batch_size, supervise_all)
+        else:
+            tokenizer, vocab_size = _tokenizer(target), None
+            makers = _encoders(tokenizer)
+        corpus = build_corpus(
+            out, plan, tokenizer, makers, vocab_size=vocab_size, meta=meta, force=force, on_progress=on_progress
+        )
+    _report(target, out, corpus, as_json=as_json)
+
+
+def _tokenizer(target: str) -> Any:
+    """The target's tokenizer, without its weights."""
+    from foretoken.target.loading import load_tokenizer
+    from foretoken.target.model_files import check_model_files
+
+    if not Path(target).is_dir():
+        check_model_files(target)  # one sentence about a name that is neither a directory nor a hub id
+    tokenizer = load_tokenizer(target)
+    if tokenizer is None:
+        raise RequestError(f"'{target}' has no tokenizer. Expected a model directory with tokenizer files.")
+    return tokenizer
+
+
+def _target(
+    target: str, config: list[str] | None, dtype: str, device: str, runner: str, threads: int | None, batch_size: int
+) -> LLM:
+    """The target, ready to write responses; a drafter makes it faster."""
+    from foretoken.bench.setups import parse_setup
+    from foretoken.engine.llm import LLM
+
+    setup = parse_setup(config[0] if config else "plain")
+    loaded, tokenizer = options.load_target(target, dtype, device, threads)
+    return LLM(loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=batch_size, runner=runner)
+
+
+def _encoders(tokenizer: Any) -> Callable[[str], DocumentMaker]:
+    """Makes documents of text as it is."""
+    from foretoken.training.data.encoding import Encoder
+
+    def make(part: str) -> DocumentMaker:
+        del part  # both parts are made alike
+        return Encoder(tokenizer)
+
+    return make
+
+
+def _distillers(
+    llm: LLM, settings: DistillSettings, file: Path, batch_size: int, supervise_all: bool
+) -> Callable[[str], DocumentMaker]:
+    """Makes documents that the target writes; held-out sources have a file of responses of their own."""
+    from foretoken.training.data.corpus import TRAIN
+    from foretoken.training.data.self_distill import SelfDistiller
+
+    def make(part: str) -> DocumentMaker:
+        path = file if part == TRAIN else file.with_name(f"{part}.{file.name}")
+        return SelfDistiller(llm, settings, path, max_num_seqs=batch_size, supervise_all=supervise_all)
+
+    return make
+
+
+@contextmanager
+def _ending_cleanly() -> Iterator[None]:
+    """Lets SIGTERM end the work as Ctrl-C does: half-written directories are removed."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: Any) -> None:
+        del frame
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+@contextmanager
+def _shown() -> Iterator[Callable[[DataProgress], None]]:
+    """Shows progress on standard error: a living line on a terminal, else a line every 30 seconds."""
+    if not sys.stderr.isatty():
+        last = time.perf_counter()
+
+        def print_line(progress: DataProgress) -> None:
+            nonlocal last
+            if time.perf_counter() - last >= _LINE_EVERY:
+                last = time.perf_counter()
+                print(_line(progress), file=sys.stderr, flush=True)
+
+        yield print_line
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("reading") as status:
+        yield lambda progress: status.update(_line(progress))
+
+
+def _line(progress: DataProgress) -> str:
+    """How far the work is, in words."""
+    left = progress.seconds_left
+    ending = "" if left is None else f", {timedelta(seconds=round(left))} left"
+    return (
+        f"{progress.documents} documents, {progress.tokens} tokens, {progress.tokens_per_s:.0f} tokens/s, "
+        f"{timedelta(seconds=round(progress.seconds))}{ending}"
+    )
+
+
+def _report(target: str, out: Path, corpus: Corpus, *, as_json: bool) -> None:
+    """What was made, as text or JSON."""
+    parts = {}
+    for name, packed in corpus.parts.items():
+        meta = packed.meta
+        parts[name] = {
+            "documents": meta["num_documents"],
+            "tokens": meta["num_tokens"],
+            "supervised": meta["num_supervised"],
+            "supervised_share": meta["num_supervised"] / meta["num_tokens"],
+            "tokens_sha256": meta["tokens_sha256"],
+        }
+    seconds, tokens_per_s = corpus.progress.seconds, corpus.progress.tokens_per_s
+    if as_json:
+        options.print_json(
+            {
+                "target": target,
+                "out": str(out),
+                **parts,
+                "skipped": dict(corpus.skipped),
+                "resumed": corpus.num_resumed,
+                "seconds": seconds,
+                "tokens_per_s": tokens_per_s,
+            }
+        )
+        return
+    for name, part in parts.items():
+        print(
+            f"{out / name}: {part['documents']} documents, {part['tokens']} tokens, "
+            f"{part['supervised_share']:.1%} supervised"
+        )
+    for reason, count in corpus.skipped.items():
+        print(f"left out: {count} {reason}")
+    resumed = f", {corpus.num_resumed} documents from an earlier run" if corpus.num_resumed else ""
+    print(f"{seconds:.1f} s, {tokens_per_s:.0f} tokens/s{resumed}")

@@ -1,0 +1,1 @@
+"""Text turned into packed token windows for training heads: sources, chat masks, self-distillation, storage."""

@@ -1,0 +1,223 @@
+"""Packed tokens: documents one after another in one memory-mapped array, read as shuffled windows.
+
+Batches are a pure function of (seed, step): a resumed training run saves nothing about its data. Windows know nothing
+of documents: one may start or end inside a document, and the last document is followed by the first.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import RequestError
+from foretoken.sampling.noise import derive_seed
+from foretoken.training.data.shuffle import shuffled
+from foretoken.training.data.writer import FORMAT, META, SUPERVISED, TOKENS, VERSION, PackedWriter, new_directory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document as tokens.
+
+    Attributes:
+        tokens: Token ids, special ones included.
+        supervised: Which of them count as labels, as many as tokens; None for all.
+    """
+
+    tokens: Sequence[int]
+    supervised: Sequence[bool] | None = None
+
+    def __post_init__(self) -> None:
+        """Checks that flags and tokens go together."""
+        if self.supervised is not None and len(self.supervised) != len(self.tokens):
+            raise RequestError(
+                f"a document has {len(self.tokens)} tokens and {len(self.supervised)} flags. Expected one flag a token."
+            )
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """Documents packed one after another.
+
+    Attributes:
+        tokens: (N,) uint16 or uint32, memory-mapped when opened from disk.
+        supervised: (N,) bool, tokens that count as labels; None when all do.
+        meta: What `meta.json` holds: tokenizer_sha, vocab_size (of the tokenizer, which may know more tokens than are
+            here), largest_token_id, eos_id, num_documents, num_tokens, num_supervised, tokens_sha256, sources and what
+            the maker added.
+    """
+
+    tokens: np.ndarray
+    supervised: np.ndarray | None
+    meta: dict[str, Any]
+
+    @classmethod
+    def open(cls, directory: Path) -> PackedTokens:
+        """Opens packed tokens without reading them.
+
+        Args:
+            directory: What `write_packed` wrote, or the output of `foretoken data`, of which `train/` is meant.
+
+        Raises:
+            RequestError: When there is no such data, or it is of another version or incomplete.
+        """
+        directory = Path(directory)
+        if not (directory / META).is_file() and (directory / "train" / META).is_file():
+            directory = directory / "train"
+        meta = _read_meta(directory)
+        size = int(meta["num_tokens"])
+        tokens = _mapped(directory / TOKENS, np.dtype(meta["dtype"]), size)
+        is_partial = meta["num_supervised"] != size
+        return cls(tokens, _mapped(directory / SUPERVISED, np.dtype(bool), size) if is_partial else None, meta)
+
+    def num_windows(self, length: int) -> int:
+        """Windows of an epoch: as many of `length` tokens as fit side by side."""
+        return len(self.tokens) // length
+
+    def batch(self, step: int, *, batch_size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+        """The batch of a training step, a pure function of (seed, step).
+
+        Each epoch takes every window of a grid once, in an order of its own; its grid starts at a token of its own and
+        goes on from the last token to the first. A batch may span two epochs.
+
+        Args:
+            step: 0-based.
+            batch_size: B, windows of the batch, over all devices; rank r of w takes the rows `r::w`.
+            length: T, tokens of a window.
+            seed: Fixes the order of all windows.
+
+        Returns:
+            tokens (B, T) int64, and supervised (B, T) bool: whether the token itself counts as a label.
+
+        Raises:
+            RequestError: When the data is shorter than one window, or a number is out of range.
+        """
+        if step < 0 or batch_size < 1 or length < 1:
+            raise RequestError(
+                f"step {step}, batch_size {batch_size}, length {length} give no batch. Expected step 0 or more and the "
+                "others at least 1."
+            )
+        size, count = len(self.tokens), self.num_windows(length)
+        if count == 0:
+            raise RequestError(
+                f"the data has {size} tokens and a window {length}. Expected at least one window. Use more text or "
+                "shorter windows."
+            )
+        first = step * batch_size
+        rows = np.arange(first, first + batch_size, dtype=np.int64)
+        starts = np.empty_like(rows)
+        for epoch in range(first // count, (first + batch_size - 1) // count + 1):
+            inside = rows // count == epoch
+            key = derive_seed(seed, epoch + 1)
+            offset = (key & (2**63 - 1)) % size
+            starts[inside] = shuffled(rows[inside] % count, count, key) * length + offset
+        places = (starts[:, None] + np.arange(length)) % size
+        tokens = torch.from_numpy(self.tokens[places].astype(np.int64))
+        if self.supervised is None:
+            return tokens, torch.ones_like(tokens, dtype=torch.bool)
+        return tokens, torch.from_numpy(np.array(self.supervised[places]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataProgress:
+    """How far making data is.
+
+    Attributes:
+        documents, tokens: Written so far.
+        seconds: Since the work began; stored documents of an earlier run took none of them.
+        tokens_per_s: Of this run.
+        seconds_left: None when the size of the input is not known.
+    """
+
+    documents: int
+    tokens: int
+    seconds: float
+    tokens_per_s: float
+    seconds_left: float | None = None
+
+
+def write_packed(
+    directory: Path,
+    documents: Iterable[Document],
+    *,
+    tokenizer: Any,
+    vocab_size: int | None = None,
+    sources: Sequence[str] = (),
+    force: bool = False,
+    on_progress: Callable[[DataProgress], None] | None = None,
+) -> PackedTokens:
+    """Packs documents into a directory, which appears whole or not at all.
+
+    Each document ends with the tokenizer's EOS, if it has one; where it has to be added, it is supervised exactly when
+    the token before it is.
+
+    Args:
+        directory: Where to; its parents are made.
+        documents: In order; empty ones are left out.
+        tokenizer: Tells EOS and vocabulary.
+        vocab_size: All token ids are below; the tokenizer's when None.
+        sources: Names for `meta.json`.
+        force: Replaces packed tokens that are there.
+        on_progress: Called after every document.
+
+    Raises:
+        RequestError: When the directory is taken, there is no token or no supervised one, or an id is out of range.
+            Whatever fails, `documents` included, nothing is written and what was there stays.
+    """
+    begin = time.perf_counter()
+    with new_directory(directory, force=force) as building, PackedWriter(building, tokenizer, vocab_size) as writer:
+        for document in documents:
+            writer.add(document)
+            if on_progress is not None:
+                seconds = time.perf_counter() - begin
+                on_progress(
+                    DataProgress(
+                        documents=writer.num_documents,
+                        tokens=writer.num_tokens,
+                        seconds=seconds,
+                        tokens_per_s=writer.num_tokens / max(seconds, 1e-9),
+                    )
+                )
+        writer.finish(sources=list(sources))
+    return PackedTokens.open(directory)
+
+
+def _read_meta(directory: Path) -> dict[str, Any]:
+    """The checked `meta.json`."""
+    try:
+        meta = json.loads((directory / META).read_text(encoding="utf-8"))
+    except FileNotFoundError as err:
+        raise RequestError(
+            f"'{directory}' holds no packed tokens. Expected {META} and {TOKENS}. Make them with `foretoken data`."
+        ) from err
+    except (OSError, ValueError) as err:
+        raise RequestError(f"'{directory / META}' cannot be read: {err}. Make the data again.") from err
+    if not isinstance(meta, dict) or (meta.get("format"), meta.get("version")) != (FORMAT, VERSION):
+        raise RequestError(
+            f"'{directory / META}' is of another kind. Expected format '{FORMAT}', version {VERSION}. Make it again "
+            "with `foretoken data`."
+        )
+    missing = {"num_tokens", "num_supervised", "dtype"} - meta.keys()
+    if missing or meta["dtype"] not in ("uint16", "uint32"):
+        raise RequestError(f"'{directory / META}' is damaged: it lacks or garbles its sizes. Make the data again.")
+    return meta
+
+
+def _mapped(path: Path, dtype: np.dtype[Any], size: int) -> np.ndarray:
+    """A file as a read-only array of the size that `meta.json` tells."""
+    found = path.stat().st_size if path.is_file() else 0
+    if found != size * dtype.itemsize:
+        raise RequestError(
+            f"'{path}' has {found} bytes. Expected {size * dtype.itemsize}. It is damaged: make the data again."
+        )
+    return np.memmap(path, dtype=dtype, mode="r", shape=(size,))

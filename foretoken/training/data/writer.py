@@ -1,0 +1,205 @@
+"""Writing packed tokens: documents appended to flat files, in a directory that appears whole or not at all."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from foretoken.core.errors import RequestError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from types import TracebackType
+
+    from foretoken.training.data.packed import Document
+
+FORMAT, VERSION = "foretoken-packed-tokens", 1
+META, TOKENS, SUPERVISED = "meta.json", "tokens.bin", "supervised.bin"
+_BUFFER_BYTES = 1 << 20
+
+
+def tokenizer_sha(tokenizer: Any) -> str:
+    """What token ids mean: SHA-256 over the vocabulary with its ids, as hexadecimal digits."""
+    entries = sorted(tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(entries, ensure_ascii=True).encode()).hexdigest()
+
+
+def largest_id(tokenizer: Any) -> int:
+    """The largest token id of a tokenizer; ids may have gaps, so it can exceed their number."""
+    return int(max(tokenizer.get_vocab().values()))
+
+
+class PackedWriter:
+    """Appends documents to the files of one directory; without `finish` they are no packed tokens.
+
+    Attributes:
+        num_documents, num_tokens, num_supervised: Written so far.
+    """
+
+    def __init__(self, directory: Path, tokenizer: Any, vocab_size: int | None = None) -> None:
+        """Creates the files; a target may have more ids than its tokenizer knows, so `vocab_size` can be told."""
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory, self._tokenizer = directory, tokenizer
+        self._vocab_size = max(largest_id(tokenizer) + 1, vocab_size or 0)
+        self._eos_id: int | None = tokenizer.eos_token_id
+        self._dtype = np.dtype(np.uint16 if self._vocab_size <= 1 << 16 else np.uint32)
+        self._digest = hashlib.sha256()
+        self._tokens = (directory / TOKENS).open("wb", buffering=_BUFFER_BYTES)
+        self._flags = (directory / SUPERVISED).open("wb", buffering=_BUFFER_BYTES)
+        self.num_documents = self.num_tokens = self.num_supervised = 0
+        self._largest_id = 0
+
+    def __enter__(self) -> PackedWriter:
+        """This writer."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Closes the files."""
+        self._tokens.close()
+        self._flags.close()
+
+    def add(self, document: Document) -> int:
+        """Appends a document and its EOS.
+
+        Returns:
+            Tokens written; 0 for an empty document.
+
+        Raises:
+            RequestError: When a token id is outside the vocabulary.
+        """
+        if not len(document.tokens):
+            return 0
+        tokens = np.asarray(document.tokens, dtype=np.int64)
+        flags = np.ones(len(tokens), dtype=bool) if document.supervised is None else np.array(document.supervised, bool)
+        if self._eos_id is not None and tokens[-1] != self._eos_id:
+            tokens, flags = np.append(tokens, self._eos_id), np.append(flags, flags[-1])
+        if tokens.min() < 0 or tokens.max() >= self._vocab_size:
+            wrong = tokens.min() if tokens.min() < 0 else tokens.max()
+            raise RequestError(
+                f"document {self.num_documents} holds token id {wrong}. Expected 0..{self._vocab_size - 1}. "
+                "Encode it with the target's tokenizer."
+            )
+        data = tokens.astype(self._dtype).tobytes()
+        self._digest.update(data)
+        self._tokens.write(data)
+        self._largest_id = max(self._largest_id, int(tokens.max()))
+        self._flags.write(flags.tobytes())
+        self.num_documents += 1
+        self.num_tokens += len(tokens)
+        self.num_supervised += int(flags.sum())
+        return len(tokens)
+
+    def finish(self, **meta: Any) -> dict[str, Any]:
+        """Writes `meta.json` and makes sure that everything is on disk.
+
+        Args:
+            meta: What to tell besides sizes and tokenizer.
+
+        Raises:
+            RequestError: When there is no document, or none of its tokens is supervised.
+        """
+        if not self.num_documents:
+            raise RequestError("there is no document. Expected at least one that is not empty.")
+        if not self.num_supervised:
+            raise RequestError(
+                f"none of {self.num_tokens} tokens is supervised. Expected assistant turns or completions to learn."
+            )
+        for file in (self._tokens, self._flags):
+            file.flush()
+            os.fsync(file.fileno())
+        if self.num_supervised == self.num_tokens:
+            (self._directory / SUPERVISED).unlink()
+        facts = {
+            "format": FORMAT,
+            "version": VERSION,
+            "num_documents": self.num_documents,
+            "num_tokens": self.num_tokens,
+            "num_supervised": self.num_supervised,
+            "dtype": self._dtype.name,
+            "vocab_size": self._vocab_size,
+            "largest_token_id": self._largest_id,
+            "eos_id": self._eos_id,
+            "tokenizer_sha": tokenizer_sha(self._tokenizer),
+            "tokens_sha256": self._digest.hexdigest(),
+            **meta,
+        }
+        with (self._directory / META).open("w", encoding="utf-8") as text:
+            json.dump(facts, text, indent=2)
+            text.flush()
+            os.fsync(text.fileno())
+        return facts
+
+
+def check_place(directory: Path, *, force: bool) -> None:
+    """Whether packed tokens may be written to a directory.
+
+    Raises:
+        RequestError: When something is there, unless it is packed tokens and `force` allows to replace them.
+    """
+    if not directory.exists() and not directory.is_symlink():
+        return
+    if not directory.is_dir():
+        raise RequestError(f"'{directory}' is not a directory. Expected a new name.")
+    if not any(directory.iterdir()):
+        return
+    if not any((directory / part / META).is_file() for part in ("", "train")):
+        raise RequestError(f"'{directory}' holds other files. Expected a new or empty directory.")
+    if not force:
+        raise RequestError(f"'{directory}' holds packed tokens already. Expected a new directory. Pass --force.")
+
+
+@contextmanager
+def new_directory(directory: Path, *, force: bool) -> Iterator[Path]:
+    """Builds a directory beside its place and moves it there at the end.
+
+    Args:
+        directory: The place.
+        force: Replaces packed tokens that are there.
+
+    Yields:
+        The directory to write into. When the block fails it is removed, and what was in the place stays.
+
+    Raises:
+        RequestError: When the place is taken or cannot be written to.
+    """
+    directory = Path(os.path.realpath(directory))
+    check_place(directory, force=force)
+    building = directory.parent / f".{directory.name}.{os.getpid()}.building"
+    try:
+        building.mkdir(parents=True)
+    except OSError as err:
+        raise RequestError(f"'{directory}' cannot be written: {err}. Choose another place.") from err
+    try:
+        yield building
+        check_place(directory, force=force)
+        _move_into_place(building, directory)
+    except OSError as err:  # sources tell theirs as RequestError: this is the disk that is written to
+        shutil.rmtree(building, ignore_errors=True)
+        raise RequestError(f"'{directory}' cannot be written: {err}. Mend that or choose another place.") from err
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+
+
+def _move_into_place(building: Path, directory: Path) -> None:
+    """Two renames; killed between them, the old data waits beside its place under a name that ends in `.old`."""
+    if not directory.exists():
+        building.rename(directory)
+        return
+    old = building.with_suffix(".old")
+    directory.rename(old)
+    try:
+        building.rename(directory)
+    except OSError:
+        old.rename(directory)
+        raise
+    shutil.rmtree(old)

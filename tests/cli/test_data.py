@@ -1,0 +1,179 @@
+"""`foretoken data` makes what it says, and says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import MODEL, ROOT, run
+
+from foretoken.target.loading import load_tokenizer
+from foretoken.training.data.packed import PackedTokens
+
+SOURCES = ["def add(a, b):\n    return a + b\n", "import os\n\nprint(os.getcwd())\n", "x = [1, 2, 3]\n"]
+EOS = 0
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """A directory of three Python files."""
+    directory = tmp_path / "texts"
+    directory.mkdir()
+    for number, source in enumerate(SOURCES):
+        (directory / f"{number}.py").write_text(source)
+    return directory
+
+
+def made(*arguments: str) -> dict[str, Any]:
+    """The JSON object of `foretoken data`, which must succeed."""
+    result = run("data", MODEL, "--json", *arguments)
+    assert result.returncode == 0, result.stderr
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report
+
+
+def test_text_files(texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    report = made("--out", str(out), "--text", str(texts))
+    tokenizer = load_tokenizer(str(ROOT / MODEL))
+    assert tokenizer is not None
+    expected = [token for source in SOURCES for token in [*tokenizer(source)["input_ids"], EOS]]
+    packed = PackedTokens.open(out / "train")
+    assert packed.tokens.tolist() == expected
+    assert report["train"]["documents"] == 3
+    assert report["train"]["tokens"] == len(expected)
+    assert report["train"]["supervised_share"] == 1.0
+    assert report["tokens_per_s"] > 0
+    assert packed.meta["target"] == MODEL
+    assert not (out / "held_out").exists()
+
+
+def test_weights_are_not_needed(texts: Path, tmp_path: Path) -> None:
+    target = tmp_path / "tokenizer"
+    target.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (target / name).symlink_to(ROOT / MODEL / name)
+    result = run("data", str(target), "--out", str(tmp_path / "out"), "--text", str(texts / "0.py"))
+    assert result.returncode == 0, result.stderr
+    assert "1 documents" in result.stdout
+    assert "100.0% supervised" in result.stdout
+
+
+def test_held_out_file_and_force(texts: Path, tmp_path: Path) -> None:
+    lines = tmp_path / "rows.jsonl"
+    lines.write_text(json.dumps({"prompt": "x = ", "completion": "1\n"}) + "\n")
+    out = str(tmp_path / "out")
+    report = made("--out", out, "--jsonl", str(lines), "--held-out", str(texts / "2.py"))
+    assert 0 < report["train"]["supervised_share"] < 1
+    assert report["held_out"]["supervised_share"] == 1.0
+    refused = run("data", MODEL, "--out", out, "--text", str(texts))
+    assert refused.returncode == 2
+    assert "holds packed tokens already" in refused.stderr
+    report = made("--out", out, "--text", str(texts), "--force")
+    assert "held_out" not in report
+    assert not (tmp_path / "out" / "held_out").exists()
+
+
+def distil(out: Path, texts: Path, *arguments: str) -> list[str]:
+    return [
+        "--out", str(out), "--text", str(texts), "--self-distill", "--prompt-tokens", "4", "--max-new-tokens", "6",
+        "--temperature", "0.8", "--seed", "3", "--batch-size", "2", "--threads", "1", *arguments,
+    ]  # fmt: skip
+
+
+def test_self_distillation(texts: Path, tmp_path: Path) -> None:
+    report = made(*distil(tmp_path / "plain", texts))
+    drafted = made(*distil(tmp_path / "drafted", texts, "-s", "ngram"))
+    assert drafted["train"] == report["train"]  # a drafter changes the time, no token
+    again = made(*distil(tmp_path / "plain", texts, "--force"))
+    assert again["resumed"] == 3
+    assert again["train"] == report["train"]
+    packed = PackedTokens.open(tmp_path / "plain")
+    assert packed.meta["self_distillation"]["temperature"] == 0.8
+    tokenizer = load_tokenizer(str(ROOT / MODEL))
+    assert tokenizer is not None
+    first = made("--out", str(tmp_path / "one"), "--text", str(texts / "0.py"))
+    assert first["train"]["documents"] == 1
+    assert packed.tokens[:4].tolist() == tokenizer(SOURCES[0])["input_ids"][:4]
+    refused = run("data", MODEL, *distil(tmp_path / "plain", texts, "--force", "--max-new-tokens", "7"))
+    assert refused.returncode == 2
+    assert "was made with max_new_tokens 6 instead of 7" in refused.stderr
+
+
+def test_responses_must_outlive_the_directory(texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = run("data", MODEL, *distil(out, texts, "--generated", str(out / "sub" / "file.jsonl")))
+    assert result.returncode == 2
+    assert "Expected a file outside" in result.stderr
+
+
+def test_a_terminated_run_continues(texts: Path, tmp_path: Path) -> None:
+    for number in range(3, 64):
+        (texts / f"{number:03}.py").write_text(f"value_{number} = [{number}, {number * 3}]\n")
+    out = tmp_path / "cut"
+    file = tmp_path / "cut.generated.jsonl"
+    short = ("--max-new-tokens", "4")
+    command = [sys.executable, "-m", "foretoken", "data", MODEL, *distil(out, texts, *short)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + 120
+        while (not file.exists() or file.read_bytes().count(b"\n") < 2) and time.monotonic() < deadline:
+            assert process.poll() is None, process.communicate()[1]
+            time.sleep(0.01)
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert "Traceback" not in errors
+    stored = [json.loads(line) for line in file.read_text().splitlines()]
+    assert 1 < len(stored) < 65
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.generated.jsonl", "texts"]
+    assert made(*distil(out, texts, *short))["resumed"] == len(stored) - 1
+    whole = made(*distil(tmp_path / "whole", texts, *short))
+    assert whole["resumed"] == 0
+    assert file.read_bytes() == (tmp_path / "whole.generated.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        ((), ("there is no source",)),
+        (("--text", "no-such-dir"), ("there is no file 'no-such-dir'",)),
+        (("--text", "README.md", "--held-out-fraction", "1.5"), ("held_out_fraction is 1.5",)),
+        (("--text", "README.md", "--held-out-fraction", "0.1", "--held-out", "README.md"), ("exclude each other",)),
+        (("--text", "README.md", "-s", "ngram"), ("--self-distill",)),
+        (("--text", "README.md", "--self-distill", "--max-new-tokens", "5000"), ("exceed the context length",)),
+        (("--text", "README.md", "--self-distill", "--temperature", "-1"), ("temperature is -1.0",)),
+        (("--jsonl", "README.md"), ("README.md:1 is not valid JSON",)),
+    ],
+)
+def test_bad_arguments(tmp_path: Path, arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    result = run("data", MODEL, "--out", str(tmp_path / "out"), *arguments)
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    for part in parts:
+        assert part in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_targets_and_chats(texts: Path, tmp_path: Path) -> None:
+    out = str(tmp_path / "out")
+    result = run("data", "models/tinycod", "--out", out, "--text", str(texts))
+    assert result.returncode == 2
+    assert "Did you mean 'models/tinycode'?" in result.stderr
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    result = run("data", str(empty), "--out", out, "--text", str(texts))
+    assert result.returncode == 2
+    assert "has no tokenizer" in result.stderr
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}]
+    chats.write_text(json.dumps({"messages": turns}))
+    result = run("data", MODEL, "--out", out, "--jsonl", str(chats))
+    assert result.returncode == 2
+    assert "has no chat template" in result.stderr
+    assert not (tmp_path / "out").exists()
