@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from foretoken.cli import bench, generate, inspect, verify
+from foretoken.cli import bench, convert, data, generate, inspect, train, verify
 from foretoken.core.errors import ForetokenError
 
 app = typer.Typer(
@@ -21,6 +21,9 @@ app.command("generate")(generate.generate)
 app.command("verify")(verify.verify)
 app.command("bench")(bench.bench)
 app.command("inspect")(inspect.inspect)
+app.command("convert")(convert.convert)
+app.command("data")(data.data)
+app.command("train")(train.train)
 
 
 @app.command("version")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 
 @contextmanager
@@ -39,3 +40,35 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def step_progress(total: int) -> Iterator[Callable[[Any], None]]:
+    """Shows a training run: a line that renews itself on a terminal, else a line now and then.
+
+    Args:
+        total: Steps of the whole run.
+
+    Yields:
+        A function of a `StepReport`.
+    """
+    import time
+
+    is_terminal, shown = sys.stderr.isatty(), [0.0]
+
+    def show(report: Any) -> None:
+        now = time.monotonic()
+        if now - shown[0] < (0.2 if is_terminal else 15.0) and report.step < total:
+            return
+        shown[0] = now
+        minutes, seconds = divmod(int(report.seconds_left), 60)
+        matches = " ".join(f"{share:.3f}" for share in report.head_matches)
+        line = (
+            f"step {report.step}/{total} loss {report.loss:.4f} matches [{matches}] lr {report.rate:.2e} "
+            f"{report.tokens_per_s:.0f} tokens/s left {minutes}:{seconds:02d}"
+        )
+        print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", file=sys.stderr, flush=True)
+
+    yield show
+    if is_terminal:
+        print(file=sys.stderr)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from pydantic import BaseModel, ConfigDict, Field
 
 from foretoken.trees.choices import TreeShape
+from foretoken.trees.published import PUBLISHED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.token_tree import TokenTree
     from foretoken.sampling.batch import SamplingBatch
+    from foretoken.target.loading import LoadedModel
     from foretoken.target.taps import Tap
 
 LONGEST_CHAIN = 16  # drafted tokens a pass when nothing else sets a bound
@@ -100,7 +102,9 @@ class TargetFacts:
         runner: Which runner a draft model should run on, see `foretoken.target.runner`.
         tree_nodes: Nodes, root included, of the tree that pays best on this machine in this dtype, as far as the cost
             of the target's passes tells; measured when first asked for.
+        pass_seconds: Seconds of a target pass by its number of tokens, likewise.
         tokenizer: The target's tokenizer, or None.
+        model: The target itself, for heads that share its embedding and LM head; None where there is none.
     """
 
     name: str
@@ -111,7 +115,9 @@ class TargetFacts:
     dtype: torch.dtype
     runner: str = "auto"
     tree_nodes: Callable[[], int] = lambda: 16
+    pass_seconds: Callable[[int], float] = lambda tokens: 1.0 + tokens / 16
     tokenizer: Any = None
+    model: LoadedModel | None = None
 
 
 class TreeWidths(BaseModel):
@@ -121,7 +127,10 @@ class TreeWidths(BaseModel):
     widths: tuple[int, ...] = Field(min_length=1)
 
 
-TreeOption = Literal["chain", "tree"] | tuple[tuple[int, ...], ...] | TreeWidths
+PublishedTree = Literal[
+    "mc_sim_7b_63", "vicuna_7b_stage2", "vicuna_13b_stage2", "vicuna_33b_stage2", "zephyr_stage2"
+]  # fmt: skip
+TreeOption = Literal["chain", "tree"] | PublishedTree | tuple[tuple[int, ...], ...] | TreeWidths
 
 
 class DrafterOptions(BaseModel):
@@ -131,8 +140,8 @@ class DrafterOptions(BaseModel):
         method: Name of the method.
         model: Directory or hub id of the drafter's weights, for methods that have some.
         num_speculative_tokens: Depth of a draft; None lets the engine choose it from measured costs and acceptance.
-        tree: "chain", "tree" (the method's own branching shape), Medusa choices such as [[0], [1], [0, 0]], or
-            {"widths": [3, 2, 1]}.
+        tree: "chain", "tree" (the method's own branching shape), the name of a published tree (see
+            `foretoken.trees.published`), Medusa choices such as [[0], [1], [0, 0]], or {"widths": [3, 2, 1]}.
         max_nodes: Most nodes of a tree, root included.
     """
 
@@ -167,4 +176,6 @@ class DrafterOptions(BaseModel):
             return branching() if self.num_speculative_tokens is None else branching().truncated(self.chain_len)
         if isinstance(self.tree, TreeWidths):
             return TreeShape.cartesian(self.tree.widths)
+        if isinstance(self.tree, str):
+            return TreeShape.from_choices(PUBLISHED[self.tree])
         return TreeShape.from_choices(self.tree)

@@ -119,7 +119,9 @@ class LLM:
             dtype=loaded.dtype,
             runner=runner,
             tree_nodes=lambda: costs().tree_nodes(),
+            pass_seconds=lambda tokens: costs()(tokens),
             tokenizer=self.tokenizer,
+            model=loaded,
         )
         policy, adapts = AcceptancePolicy(), False
         made = drafter(facts) if drafter is not None else None

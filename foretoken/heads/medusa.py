@@ -99,24 +99,25 @@ class MedusaHeads(Head):
             return parts.lm_head(hidden)
         return self._whole_vocabulary(nn.functional.linear(hidden, self.lm_head[index]))
 
-    def all_logits(self, features: Tensor, parts: TargetParts) -> Tensor:
-        """What every head says after one position: as K steps, in a few batched products.
+    def all_logits(self, features: Tensor, parts: TargetParts, count: int) -> Tensor:
+        """What the first heads say after one position: as that many steps, in a few batched products.
 
         Args:
             features: (B, E), at the last committed position.
             parts: What is shared with the target.
+            count: C, how many heads.
 
         Returns:
-            (B, K, V).
+            (B, C, V).
         """
-        hidden = features.expand(self.config.num_heads, *features.shape)  # (K, B, E)
+        hidden = features.expand(count, *features.shape)  # (C, B, E)
         for layer in range(self.config.num_layers):
             kept = 0 if self.config.tied_blocks else layer
-            product = hidden @ self.weight[:, kept].transpose(1, 2)
-            hidden = hidden + silu(product if self.bias is None else product + self.bias[:, kept].unsqueeze(1))
+            product = hidden @ self.weight[:count, kept].transpose(1, 2)
+            hidden = hidden + silu(product if self.bias is None else product + self.bias[:count, kept].unsqueeze(1))
         if self.lm_head is None:
             return parts.lm_head(hidden.transpose(0, 1))
-        return self._whole_vocabulary((hidden @ self.lm_head.transpose(1, 2)).transpose(0, 1))
+        return self._whole_vocabulary((hidden @ self.lm_head[:count].transpose(1, 2)).transpose(0, 1))
 
     def _whole_vocabulary(self, logits: Tensor) -> Tensor:
         """Spreads logits of a part of the vocabulary; the rest cannot be drafted."""

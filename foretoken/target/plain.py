@@ -14,10 +14,13 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def _eager_attention(model: Any) -> Iterator[None]:
-    """Gives a model its own attention back for a while."""
+def own_attention(model: Any, kind: str = "eager") -> Iterator[None]:
+    """Gives a model its own attention back for a while; kind: "eager", which every model has, or "sdpa"."""
     name = model.config._attn_implementation
-    model.set_attn_implementation("eager")
+    try:
+        model.set_attn_implementation(kind)
+    except (ValueError, ImportError):  # not every architecture has every kind
+        model.set_attn_implementation("eager")
     try:
         yield
     finally:
@@ -32,7 +35,7 @@ def run_plain(model: Any, input_ids: Tensor, **kwargs: Any) -> Any:
         input_ids: (B, T) int64.
         **kwargs: Handed to the model.
     """
-    with _eager_attention(model), torch.inference_mode():
+    with own_attention(model), torch.inference_mode():
         return model(input_ids.to(next(model.parameters()).device), **kwargs)
 
 
@@ -48,7 +51,7 @@ def generate_plain(model: Any, prompt: Sequence[int], max_tokens: int) -> list[i
         The output tokens.
     """
     ids = torch.tensor([list(prompt)], device=next(model.parameters()).device)
-    with _eager_attention(model), torch.inference_mode():
+    with own_attention(model), torch.inference_mode():
         output = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, eos_token_id=-1,
             pad_token_id=0,

@@ -1,0 +1,169 @@
+"""`foretoken train`: from a frozen target and text to a draft head that can be served."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from foretoken.cli import options
+from foretoken.cli.progress import step_progress
+from foretoken.core.errors import ConfigError
+
+_HEAD = "What the head is"
+_LEARNING = "How it learns"
+_RUN = "The run"
+
+
+def train(
+    method: Annotated[str, typer.Argument(help="medusa, hydra or mlp_speculator.")],
+    model: options.Model,
+    data: Annotated[Path, typer.Option(help="Packed tokens, as `foretoken data` writes them.")],
+    out: Annotated[Path, typer.Option(help="Directory of the head; must not exist.")],
+    sizes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="A size of the head as KEY=JSON, e.g. num_heads=4; repeatable.", rich_help_panel=_HEAD
+        ),
+    ] = None,
+    init: Annotated[
+        Path | None, typer.Option(help="Begin from this head instead of neutral weights.", rich_help_panel=_HEAD)
+    ] = None,
+    weights: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--objective",
+            help="A weight of the objective as KEY=NUMBER: ce_weight, kl_weight, tv_weight, feature_weight, head_decay, "
+            "noise; repeatable.",
+            rich_help_panel=_LEARNING,
+        ),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.", rich_help_panel=_LEARNING)] = 1000,
+    lr: Annotated[float, typer.Option(help="Highest learning rate.", rich_help_panel=_LEARNING)] = 1e-3,
+    warmup_steps: Annotated[int, typer.Option(min=0, help="Linear warm-up.", rich_help_panel=_LEARNING)] = 50,
+    lr_floor: Annotated[
+        float, typer.Option(help="Last learning rate as a part of the highest, above 0.", rich_help_panel=_LEARNING)
+    ] = 0.05,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Windows of a global batch, over all processes.", rich_help_panel=_LEARNING)
+    ] = 8,
+    micro_batch_size: Annotated[
+        int | None, typer.Option(min=1, help="Windows computed at once by a process.", rich_help_panel=_LEARNING)
+    ] = None,
+    length: Annotated[int, typer.Option(min=4, help="Tokens of a window.", rich_help_panel=_LEARNING)] = 512,
+    weight_decay: Annotated[float, typer.Option(help="Of AdamW.", rich_help_panel=_LEARNING)] = 0.01,
+    clip_norm: Annotated[float, typer.Option(help="Greatest gradient norm.", rich_help_panel=_LEARNING)] = 1.0,
+    precision: Annotated[
+        str, typer.Option(help="float32, or bfloat16 by autocast.", rich_help_panel=_LEARNING)
+    ] = "float32",
+    seed: Annotated[int, typer.Option(min=0, rich_help_panel=_LEARNING)] = 0,
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Checkpoints and curves. Default: OUT-run.", rich_help_panel=_RUN)
+    ] = None,
+    save_every_s: Annotated[float, typer.Option(help="Seconds between checkpoints.", rich_help_panel=_RUN)] = 120.0,
+    cache: Annotated[
+        Path | None, typer.Option(help="Keep the target's features here between runs.", rich_help_panel=_RUN)
+    ] = None,
+    cache_gib: Annotated[float, typer.Option(help="Most GiB of that.", rich_help_panel=_RUN)] = 8.0,
+    prompts: options.Prompts = "heldout",
+    num_prompts: Annotated[
+        int, typer.Option(min=0, help="Held-out prompts of the last report; 0 for none.", rich_help_panel=_RUN)
+    ] = 16,
+    save_dtype: Annotated[str, typer.Option(help="Of the saved weights; auto: the target's.")] = "auto",
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Train a draft head on a frozen target.
+
+    The same command goes on where it was stopped, by a signal or a crash; the result is the same. Under `accelerate
+    launch` all processes share the batch. At the end the head decodes held-out prompts through the engine, and its
+    acceptance is stored with it: drafting chooses its tree by that.
+    """
+    if out.exists():
+        raise ConfigError(f"'{out}' exists already. Expected a new directory. Choose another --out or remove it.")
+    from foretoken.training.config import head_config, objective_config, train_config
+    from foretoken.training.data.packed import PackedTokens
+    from foretoken.training.run import Interrupted, RunSettings, train_head
+
+    objective = objective_config(method, _pairs(weights, "--objective"))
+    settings = train_config({
+        "schedule": {"peak": lr, "num_steps": steps, "warmup_steps": warmup_steps, "floor": lr_floor},
+        "batch_size": batch_size, "micro_batch_size": micro_batch_size, "length": length, "seed": seed,
+        "weight_decay": weight_decay, "clip_norm": clip_norm, "precision": precision,
+    })  # fmt: skip
+    packed = PackedTokens.open(data)
+    loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    _check_data(packed, tokenizer, loaded.vocab_size, data=str(data), model=model)
+    packed.batch(0, batch_size=batch_size, length=length, seed=seed)  # too little data: said before the work
+    from foretoken.formats.registry import read_head
+
+    initial = None if init is None else read_head(init)[1]
+    run = RunSettings(
+        head=initial.config if initial is not None else head_config(method, loaded, _pairs(sizes, "--set")),
+        objective=objective,
+        train=settings,
+        data=str(packed.meta["tokens_sha256"]),
+        directory=run_dir or out.with_name(f"{out.name}-run"),
+        save_every_s=save_every_s,
+        cache=cache,
+        cache_bytes=int(cache_gib * 2**30),
+    )
+    if initial is not None:
+        _check_initial(initial, method, loaded, str(init))
+    with step_progress(steps) as on_step:
+        try:
+            checkpoint = train_head(loaded, packed, run, initial=initial, on_step=on_step)
+        except Interrupted as err:
+            print(f"stopped; the same command goes on from '{run.directory}'", file=sys.stderr)
+            raise typer.Exit(128 + err.number) from err
+    from foretoken.training.report import saved_head
+
+    facts = saved_head(
+        checkpoint, out, target=loaded, tokenizer=tokenizer, dtype=save_dtype, prompts=prompts, num_prompts=num_prompts
+    )
+    if facts is None:  # another process saves
+        return
+    if as_json:
+        options.print_json({**options.run_header(loaded), **facts})
+        return
+    for key, value in facts.items():
+        print(f"{key.replace('_', ' '):24}  {value}")
+
+
+def _pairs(texts: list[str] | None, option: str) -> dict[str, Any]:
+    """KEY=JSON options as a dictionary; a value that is no JSON is text."""
+    result = {}
+    for text in texts or []:
+        key, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError(f"{option} {text!r} is not KEY=VALUE. Expected for example num_heads=4.")
+        try:
+            result[key] = json.loads(value)
+        except json.JSONDecodeError:
+            result[key] = value
+    return result
+
+
+def _check_data(packed: Any, tokenizer: Any, vocab_size: int, *, data: str, model: str) -> None:
+    """Raises `ConfigError` when tokens were made with another tokenizer."""
+    from foretoken.training.data.writer import tokenizer_sha
+
+    if packed.meta["tokenizer_sha"] != tokenizer_sha(tokenizer) or packed.meta["largest_token_id"] >= vocab_size:
+        raise ConfigError(
+            f"'{data}' was not packed with the tokenizer of '{model}'. Expected data for this target: make it with "
+            f"`foretoken data {model}`."
+        )
+
+
+def _check_initial(initial: Any, method: str, loaded: Any, name: str) -> None:
+    """Raises `ConfigError` when a head to begin from is of another method or target."""
+    from foretoken.formats.checkpoint import TargetFingerprint
+
+    if initial.config.method != method:
+        raise ConfigError(f"'{name}' is a {initial.config.method} head. Expected a {method} head to begin from.")
+    initial.check_target(TargetFingerprint.of(loaded), what=name)

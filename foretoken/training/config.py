@@ -1,0 +1,109 @@
+"""What a training run is told: values that are written beside its checkpoints and must not change when it goes on."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+import foretoken.training.objectives
+from foretoken.core.errors import ConfigError, nearest_name_hint
+from foretoken.training.schedule import Schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from foretoken.heads.base import HeadConfig
+    from foretoken.target.loading import LoadedModel
+    from foretoken.training.objectives.base import Objective
+
+
+class TrainConfig(BaseModel):
+    """Batches, optimiser and how often to look.
+
+    Attributes:
+        schedule: Learning rate.
+        batch_size: Windows of a global batch, over all processes.
+        micro_batch_size: Windows computed at once by one process; None for all of its share.
+        length: Tokens of a window.
+        weight_decay: Of AdamW, for parameters of two and more dimensions.
+        betas: Of AdamW.
+        clip_norm: Greatest norm of the gradient.
+        precision: Of the arithmetic: "float32", or "bfloat16" by autocast with float32 weights.
+        seed: Of weights, order of the data and dropout.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    schedule: Schedule = Schedule()
+    batch_size: int = Field(default=8, ge=1)
+    micro_batch_size: int | None = Field(default=None, ge=1)
+    length: int = Field(default=512, ge=4)
+    weight_decay: float = Field(default=0.01, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    clip_norm: float = Field(default=1.0, gt=0)
+    precision: Literal["float32", "bfloat16"] = "float32"
+    seed: int = Field(default=0, ge=0)
+
+
+def trainable_methods() -> list[str]:
+    """Methods with an objective."""
+    modules = iter_modules(foretoken.training.objectives.__path__)
+    return sorted(module.name for module in modules if module.name != "base")
+
+
+def head_config(method: str, target: LoadedModel, sizes: Mapping[str, Any]) -> HeadConfig:
+    """The configuration of a new head.
+
+    Args:
+        method: One of `trainable_methods()`.
+        target: Whose hidden size and vocabulary it gets.
+        sizes: Values that replace the defaults.
+
+    Raises:
+        ConfigError: For an unknown method or key, with the nearest name, or a value out of range.
+    """
+    module = _objective_module(method)
+    given = {
+        "hidden_size": int(target.config.hidden_size),
+        "vocab_size": target.vocab_size,
+        **module.default_sizes(target),
+        **sizes,
+    }
+    result: HeadConfig = _validated(module.CONFIG, given, f"a {method} head")
+    return result
+
+
+def objective_config(method: str, weights: Mapping[str, Any]) -> Objective:
+    """The objective of a method; weights: values that replace its defaults. Raises as `head_config`."""
+    result: Objective = _validated(_objective_module(method).OBJECTIVE, weights, f"the objective of {method}")
+    return result
+
+
+def train_config(values: Mapping[str, Any]) -> TrainConfig:
+    """Checked settings of a run. Raises as `head_config`."""
+    result: TrainConfig = _validated(TrainConfig, values, "training")
+    return result
+
+
+def _objective_module(method: str) -> Any:
+    """The module of a method's objective."""
+    if method not in trainable_methods():
+        raise ConfigError(f"there is no head '{method}' to train. {nearest_name_hint(method, trainable_methods())}")
+    return import_module(f"foretoken.training.objectives.{method}")
+
+
+def _validated(kind: type[BaseModel], values: Mapping[str, Any], what: str) -> Any:
+    """An instance of a model, or a `ConfigError` about the first value that does not fit."""
+    unknown = sorted(set(values) - set(kind.model_fields))
+    if unknown:
+        raise ConfigError(f"{what} has no '{unknown[0]}'. {nearest_name_hint(unknown[0], kind.model_fields)}")
+    try:
+        return kind.model_validate(dict(values))
+    except ValidationError as err:
+        first = err.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        given = f" is {first['input']!r}" if first["loc"] else ""
+        raise ConfigError(f"'{key}' of {what}{given}. {first['msg']}.") from err

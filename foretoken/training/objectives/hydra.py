@@ -1,0 +1,37 @@
+"""Hydra++ heads learn the target's distributions alone, all heads alike; the decoder block copies the target's sizes.
+
+Source: Ankner et al. 2024 (arXiv 2402.05109), sections 4.2 and 4.3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from foretoken.heads.hydra import HydraConfig
+from foretoken.training.objectives.base import Objective
+
+if TYPE_CHECKING:
+    from foretoken.target.loading import LoadedModel
+
+
+class HydraObjective(Objective):
+    """Published weights: teacher 1, text 0, features 0."""
+
+
+def default_sizes(target: LoadedModel) -> dict[str, Any]:
+    """Values of `HydraConfig`: a decoder block like the target's own."""
+    config = target.config
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return {
+        "prefix": {
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+            "head_dim": head_dim + head_dim % 2,
+            "intermediate_size": getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            "rms_norm_eps": getattr(config, "rms_norm_eps", None) or 1e-6,
+        }
+    }
+
+
+CONFIG, OBJECTIVE = HydraConfig, HydraObjective

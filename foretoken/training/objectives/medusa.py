@@ -1,0 +1,29 @@
+"""Medusa heads: published weights are 0.8^i; the text itself for Medusa-1, the target's distribution by default here.
+
+Source: Cai et al. 2024 (arXiv 2401.10774), section 2.2; distillation as its section 2.3.2 does for the backbone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from foretoken.heads.medusa import MedusaConfig
+from foretoken.training.objectives.base import Objective
+
+if TYPE_CHECKING:
+    from foretoken.target.loading import LoadedModel
+
+
+class MedusaObjective(Objective):
+    """The published decay with distillation from the target."""
+
+    head_decay: float = 0.8
+
+
+def default_sizes(target: LoadedModel) -> dict[str, Any]:
+    """Values of `MedusaConfig` that suit a target; its vocabulary and hidden size are filled in elsewhere."""
+    del target
+    return {}
+
+
+CONFIG, OBJECTIVE = MedusaConfig, MedusaObjective

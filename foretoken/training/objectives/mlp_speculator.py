@@ -1,0 +1,26 @@
+"""The MLP speculator: all stages alike; published runs learn the text and then the target's own continuations of it.
+
+Source: Wertheimer et al. 2024 (arXiv 2404.19124), section 3.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
+from foretoken.training.objectives.base import Objective
+
+if TYPE_CHECKING:
+    from foretoken.target.loading import LoadedModel
+
+
+class MlpSpeculatorObjective(Objective):
+    """All stages alike, distilled from the target; the published weights are `ce_weight` 1 and `kl_weight` 0."""
+
+
+def default_sizes(target: LoadedModel) -> dict[str, Any]:
+    """Values of `MlpSpeculatorConfig`: as wide inside as the target."""
+    return {"inner_dim": target.config.hidden_size}
+
+
+CONFIG, OBJECTIVE = MlpSpeculatorConfig, MlpSpeculatorObjective

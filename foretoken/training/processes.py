@@ -1,0 +1,42 @@
+"""The processes that train together: this one alone, or those that `accelerate launch` or `torchrun` started."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from foretoken.core.errors import ConfigError
+from foretoken.training.trainer import OneProcess, Processes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class _Launched:
+    """Processes that were started together."""
+
+    def __init__(self) -> None:
+        try:
+            from accelerate import PartialState
+        except ImportError as err:
+            raise ConfigError(
+                'training in several processes needs accelerate. Install it: pip install "foretoken[train]".'
+            ) from err
+        state = PartialState(cpu=os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"))
+        self.num_processes, self.process_index = state.num_processes, state.process_index
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """See `Processes`."""
+        from accelerate.utils import reduce
+
+        total: Tensor = reduce(tensor, reduction="sum")
+        return total
+
+
+def training_processes() -> Processes:
+    """The processes of this run.
+
+    Raises:
+        ConfigError: When several were started and accelerate is not installed.
+    """
+    return _Launched() if int(os.environ.get("WORLD_SIZE", "1")) > 1 else OneProcess()

@@ -1,0 +1,233 @@
+"""One training run from its settings to a head that can be served: begin or go on, watch, save, report.
+
+A run keeps its checkpoints, settings and curves in a directory of its own. The head appears in the output directory
+only when the run is over.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from foretoken.core.errors import ConfigError
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+from foretoken.heads.base import build_head
+from foretoken.target.parts import target_parts
+from foretoken.training.processes import training_processes
+from foretoken.training.teacher import FeatureCache, Teacher
+from foretoken.training.trainer import MetricsLog, StepReport, Trainer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from foretoken.heads.base import HeadConfig
+    from foretoken.target.loading import LoadedModel
+    from foretoken.training.config import TrainConfig
+    from foretoken.training.objectives.base import Objective
+    from foretoken.training.trainer import Batches
+
+_SETTINGS = "settings.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSettings:
+    """Everything that decides a run's weights, and where it lives.
+
+    Attributes:
+        head: Sizes of the head.
+        objective: What it learns.
+        train: How.
+        data: Names the training tokens, such as a hash of them.
+        directory: Checkpoints, settings and curves.
+        save_every_s: Seconds between checkpoints.
+        cache: Where features are kept between steps and runs, or None to compute them every time.
+        cache_bytes: Most bytes of it.
+    """
+
+    head: HeadConfig
+    objective: Objective
+    train: TrainConfig
+    data: str
+    directory: Path
+    save_every_s: float = 120.0
+    cache: Path | None = None
+    cache_bytes: int = 8 << 30
+
+    def as_dict(self, target: TargetFingerprint) -> dict[str, Any]:
+        """What must stay the same when a run goes on, JSON-ready."""
+        return {
+            "method": self.head.method,
+            "head": self.head.model_dump(mode="json"),
+            "objective": self.objective.model_dump(mode="json"),
+            "train": self.train.model_dump(mode="json"),
+            "data": self.data,
+            "target": target.model_dump(mode="json", exclude={"name"}),
+        }
+
+
+class Interrupted(Exception):  # noqa: N818 - no error: the run was told to stop and did
+    """The run was stopped by a signal after its state was saved; `number` is the signal's."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def train_head(
+    target: LoadedModel,
+    batches: Batches,
+    settings: RunSettings,
+    *,
+    initial: HeadCheckpoint | None = None,
+    on_step: Callable[[StepReport], None] | None = None,
+) -> HeadCheckpoint:
+    """Begins a run, or goes on with the one in its directory, to the last step.
+
+    Args:
+        target: The frozen target.
+        batches: Training tokens.
+        settings: Of the run.
+        initial: Weights to begin from instead of neutral ones.
+        on_step: Called after every step.
+
+    Returns:
+        The trained head.
+
+    Raises:
+        ConfigError: When the directory holds a run with other settings.
+        ModelError: When the loss is not finite, or a checkpoint damaged.
+        Interrupted: After SIGTERM or SIGINT; the state is saved.
+    """
+    processes = training_processes()
+    fingerprint = TargetFingerprint.of(target)
+    _claim(settings, fingerprint)
+    torch.manual_seed(settings.train.seed)
+    head = build_head(settings.head, device=target.device, dtype=torch.float32)
+    parts = target_parts(target, dtype=torch.float32)
+    head.initialize(parts)
+    if initial is not None:
+        head.load_state_dict({key: value.to(target.device) for key, value in initial.weights.items()})
+    trainer = Trainer(
+        head, parts, settings.objective, settings.train, batches,
+        _features(target, settings, fingerprint, processes.process_index, processes.num_processes),
+        processes=processes,
+    )  # fmt: skip
+    # Every process has its own stream of dropout; the weights above are the same in all.
+    torch.manual_seed(settings.train.seed + 1 + processes.process_index)
+    trainer.resume(settings.directory)
+    is_first = processes.process_index == 0
+    log = MetricsLog(settings.directory, trainer.progress.step) if is_first else None
+    saved = time.monotonic()
+    try:
+        with _signals() as received:
+            for report in trainer.steps():
+                if log is not None:
+                    values = {
+                        key: value for key, value in asdict(report).items() if key not in ("step", "seconds_left")
+                    }
+                    log.write(report.step, values)
+                if on_step is not None:
+                    on_step(report)
+                if received:
+                    trainer.save(settings.directory)
+                    raise Interrupted(received[0])
+                if time.monotonic() - saved > settings.save_every_s:
+                    trainer.save(settings.directory)
+                    saved = time.monotonic()
+        trainer.save(settings.directory)
+    finally:
+        if log is not None:
+            log.close()
+    notes = {
+        "settings": settings.as_dict(fingerprint),
+        "steps": trainer.progress.step,
+        "tokens": trainer.progress.tokens,
+        "seconds": round(trainer.progress.seconds, 1),
+        "torch": torch.__version__,
+    }
+    return HeadCheckpoint.of(head, target=fingerprint, notes=notes)
+
+
+def _claim(settings: RunSettings, fingerprint: TargetFingerprint) -> None:
+    """Writes the settings into a new run's directory, or compares them with those of the run that is there.
+
+    Raises:
+        ConfigError: When they differ, naming how.
+    """
+    settings.directory.mkdir(parents=True, exist_ok=True)
+    path = settings.directory / _SETTINGS
+    ours = settings.as_dict(fingerprint)
+    if not path.is_file():
+        path.write_text(json.dumps(ours, indent=1) + "\n", encoding="utf-8")
+        return
+    theirs = json.loads(path.read_text(encoding="utf-8"))
+    differing = sorted(_flat(ours).items() ^ _flat(theirs).items())
+    if differing:
+        names = ", ".join(dict.fromkeys(key for key, _ in differing))
+        raise ConfigError(
+            f"'{settings.directory}' holds a run with other settings; they differ in {names}. Expected the same "
+            "command to go on. Choose another --run-dir, or remove this one."
+        )
+
+
+def _flat(value: Any, prefix: str = "") -> dict[str, str]:
+    """Nested settings as dotted names and JSON text."""
+    if not isinstance(value, dict):
+        return {prefix: json.dumps(value)}
+    return {k: v for key, part in value.items() for k, v in _flat(part, f"{prefix}.{key}" if prefix else key).items()}
+
+
+def _features(
+    target: LoadedModel, settings: RunSettings, fingerprint: TargetFingerprint, rank: int, world: int
+) -> Callable[[int, Tensor], Tensor]:
+    """The teacher, with a cache in front of it where one is wanted."""
+    teacher, train = Teacher(target), settings.train
+
+    def compute(tokens: Tensor) -> Tensor:
+        size = train.micro_batch_size or len(tokens)
+        return torch.cat([teacher.features(part) for part in tokens.split(max(size, 1))]).float()
+
+    if settings.cache is None:
+        return lambda _, tokens: compute(tokens)
+    key = json.dumps(
+        [fingerprint.model_dump(mode="json", exclude={"name"}), settings.data, train.batch_size, train.length,
+         train.seed, str(target.dtype), rank, world]
+    )  # fmt: skip
+    cache = FeatureCache(settings.cache, key=key, max_bytes=settings.cache_bytes)
+
+    def cached(step: int, tokens: Tensor) -> Tensor:
+        name = f"{step:08d}"
+        features = cache.get(name)
+        if features is None or features.shape[:2] != tokens.shape:
+            features = compute(tokens)
+            cache.put(name, features)
+        return features
+
+    return cached
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects SIGTERM and SIGINT instead of dying of them, in the main thread."""
+    received: list[int] = []
+    try:
+        before = {
+            number: signal.signal(number, lambda got, _: received.append(got))
+            for number in (signal.SIGTERM, signal.SIGINT)
+        }
+    except ValueError:  # another thread: whoever runs it deals with signals
+        before = {}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

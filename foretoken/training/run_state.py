@@ -1,0 +1,132 @@
+"""What a training run is between two steps, written so that a crash at any moment loses at most the steps since.
+
+Tensors go to safetensors and numbers to JSON: nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from foretoken.core.errors import ModelError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor, nn
+
+_KEPT = 2
+_STATE, _PROGRESS = "state.safetensors", "progress.json"
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run has come.
+
+    Attributes:
+        step: Optimiser steps done.
+        tokens: Tokens seen.
+        seconds: Seconds spent in steps.
+        skipped: Steps skipped for a loss or gradient that was not finite.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    skipped: int = 0
+
+
+def save_state(run: Path, module: nn.Module, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
+    """Writes a checkpoint of a run and removes all but the last two.
+
+    Args:
+        run: The run's directory.
+        module: What is trained.
+        optimizer: Its optimiser, over the module's parameters.
+        progress: How far it has come.
+    """
+    final = run / f"checkpoint-{progress.step:08d}"
+    if final.is_dir():
+        return
+    temporary = run / f".{final.name}-{os.getpid()}"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    tensors = {f"module.{key}": value for key, value in module.state_dict().items()}
+    names = _parameter_names(module, optimizer)
+    for index, state in optimizer.state_dict()["state"].items():
+        tensors |= {f"optimizer.{names[index]}.{key}": torch.as_tensor(value) for key, value in state.items()}
+    tensors |= {f"random.{key}": value for key, value in _random_state().items()}
+    save_file({key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}, temporary / _STATE)
+    (temporary / _PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
+    for path in temporary.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    temporary.replace(final)
+    for old in saved_states(run)[:-_KEPT]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def saved_states(run: Path) -> list[Path]:
+    """Whole checkpoints of a run, oldest first."""
+    return sorted(path.parent for path in run.glob(f"checkpoint-*/{_PROGRESS}"))
+
+
+def load_state(checkpoint: Path, module: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    """Restores a run in place, random numbers included.
+
+    Raises:
+        ModelError: When the checkpoint is damaged or of another run.
+    """
+    try:
+        tensors = load_file(checkpoint / _STATE)
+        progress = Progress(**json.loads((checkpoint / _PROGRESS).read_text(encoding="utf-8")))
+        _restore(tensors, module, optimizer)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as err:
+        raise ModelError(
+            f"the training checkpoint '{checkpoint}' cannot be read: {str(err).splitlines()[0]}. "
+            "Remove it to go on from the one before."
+        ) from err
+    return progress
+
+
+def _restore(tensors: dict[str, Tensor], module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Puts tensors back where they came from."""
+    groups: dict[str, dict[str, Tensor]] = {"module": {}, "optimizer": {}, "random": {}}
+    for key, value in tensors.items():
+        group, name = key.split(".", 1)
+        groups[group][name] = value
+    module.load_state_dict(groups["module"])
+    state: dict[int, dict[str, Any]] = {}
+    for index, name in _parameter_names(module, optimizer).items():
+        prefix = f"{name}."
+        found = {key.removeprefix(prefix): v for key, v in groups["optimizer"].items() if key.startswith(prefix)}
+        # A name may begin another one: what is left of a state's key has no dot.
+        found = {key: value for key, value in found.items() if "." not in key}
+        if found:
+            state[index] = found
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    torch.set_rng_state(groups["random"]["cpu"])
+    if torch.cuda.is_available() and "cuda" in groups["random"]:
+        torch.cuda.set_rng_state(groups["random"]["cuda"])
+
+
+def _random_state() -> dict[str, Tensor]:
+    """State of torch's generators."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def _parameter_names(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[int, str]:
+    """Names of an optimiser's parameters by the index that its state has them under."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return {index: names[id(parameter)] for index, parameter in enumerate(ordered)}

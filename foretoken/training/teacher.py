@@ -1,0 +1,84 @@
+"""The frozen target as a teacher: its features for training tokens, computed when needed or kept on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from foretoken.target.plain import own_attention
+
+if TYPE_CHECKING:
+    from foretoken.target.loading import LoadedModel
+
+
+class Teacher:
+    """Gives the feature `final` at every position: the output of the target's last norm, what its LM head reads."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+
+    def features(self, tokens: Tensor) -> Tensor:
+        """Runs the target.
+
+        Args:
+            tokens: (B, S) int64.
+
+        Returns:
+            (B, S, E) in the target's dtype, without a graph.
+        """
+        backbone: Any = self._model.backbone
+        with own_attention(self._model.module, "sdpa"), torch.no_grad():
+            output = backbone(input_ids=tokens.to(self._model.device), use_cache=False)
+        features: Tensor = output.last_hidden_state
+        return features
+
+
+class FeatureCache:
+    """Features of training batches on disk, up to a bounded size; what does not fit is computed anew every time.
+
+    Entries lie in a directory named by what they depend on, so that heads trained one after another on the same batches
+    share them, and others cannot meet them.
+    """
+
+    def __init__(self, directory: Path, *, key: str, max_bytes: int) -> None:
+        """Opens the cache.
+
+        Args:
+            directory: Holds the caches of all runs.
+            key: Everything the features depend on: target, data, batch.
+            max_bytes: Most bytes of this cache.
+        """
+        self._directory = directory / hashlib.sha256(key.encode()).hexdigest()[:16]
+        self._directory.mkdir(parents=True, exist_ok=True)
+        self._max_bytes = max_bytes
+        self._size = sum(path.stat().st_size for path in self._directory.glob("*.safetensors"))
+
+    def get(self, name: str) -> Tensor | None:
+        """An entry, or None where there is none or it is damaged."""
+        try:
+            return load_file(self._directory / f"{name}.safetensors")["features"]
+        except (OSError, SafetensorError, KeyError):
+            return None
+
+    def put(self, name: str, features: Tensor) -> None:
+        """Keeps an entry if there is room; it appears whole or not at all."""
+        size = features.numel() * features.itemsize
+        if self._size + size > self._max_bytes:
+            return
+        handle, temporary = tempfile.mkstemp(dir=self._directory)
+        os.close(handle)
+        try:
+            save_file({"features": features.detach().cpu().contiguous()}, temporary)
+            Path(temporary).replace(self._directory / f"{name}.safetensors")
+            self._size += size
+        except (OSError, SafetensorError):  # a full disk: go on without
+            Path(temporary).unlink(missing_ok=True)
+            self._max_bytes = 0

@@ -1,0 +1,284 @@
+"""The training loop: one process or many, resumable at any step, the same weights whether it was interrupted or not.
+
+A global batch is a function of seed and step. Every process computes its rows of it, losses are means over the global
+batch, and gradients are summed over processes: the number of processes changes nothing but the time (and, where a head
+uses dropout, which units are dropped).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import ModelError
+from foretoken.training.objectives.base import Examples, HeadSums, accumulate, label_counts, mean_by_head
+from foretoken.training.run_state import Progress, load_state, save_state, saved_states
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from foretoken.heads.base import Head
+    from foretoken.target.parts import TargetParts
+    from foretoken.training.config import TrainConfig
+    from foretoken.training.objectives.base import Objective
+
+_BAD_STEPS_IN_A_ROW = 5
+_RECENT_STEPS = 20
+
+
+class Batches(Protocol):
+    """Training tokens, see `foretoken.training.data.packed.PackedTokens`."""
+
+    def batch(self, step: int, *, batch_size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+        """(B, S) int64 tokens and (B, S) bool, which of them are labels; the same for the same arguments."""
+
+
+class Processes(Protocol):
+    """What the loop needs of the processes that train together; `accelerate`'s state has it."""
+
+    num_processes: int
+    process_index: int
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes."""
+
+
+class OneProcess:
+    """Training in this process alone."""
+
+    num_processes, process_index = 1, 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """See `Processes`."""
+        return tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepReport:
+    """What one optimiser step did.
+
+    Attributes:
+        step: Steps done, this one included.
+        loss: Weighted sum of the heads' mean losses.
+        head_losses: Mean loss of each head.
+        head_matches: Share of positions at which each head's first candidate is the target's.
+        rate: Learning rate.
+        grad_norm: Before clipping.
+        tokens_per_s: Over the last steps.
+        seconds_left: Until the last step.
+    """
+
+    step: int
+    loss: float
+    head_losses: list[float]
+    head_matches: list[float]
+    rate: float
+    grad_norm: float
+    tokens_per_s: float
+    seconds_left: float
+
+
+class Trainer:
+    """A head in training.
+
+    Attributes:
+        head: What is trained, in float32.
+        progress: How far it has come.
+    """
+
+    def __init__(
+        self,
+        head: Head,
+        parts: TargetParts,
+        objective: Objective,
+        config: TrainConfig,
+        batches: Batches,
+        features: Callable[[int, Tensor], Tensor],
+        *,
+        processes: Processes | None = None,
+    ) -> None:
+        """Prepares a run at step 0.
+
+        Args:
+            head: With the weights to begin from.
+            parts: What it shares with the target.
+            objective: What it learns.
+            config: How.
+            batches: From what.
+            features: Step and this process's (B, S) tokens of it to (B, S, E) features of the target.
+            processes: Others that train along; None for none.
+        """
+        self.head, self._parts, self._objective, self._config = head, parts, objective, config
+        self._batches, self._features = batches, features
+        self._processes = processes or OneProcess()
+        matrices = [p for p in head.parameters() if p.dim() > 1]
+        others = [p for p in head.parameters() if p.dim() <= 1]
+        self._optimizer = torch.optim.AdamW(
+            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
+            lr=config.schedule.peak,
+            betas=config.betas,
+        )
+        self.progress = Progress()
+        self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)
+        self._bad_steps = 0
+
+    def save(self, run: Path) -> None:
+        """Writes a checkpoint; only the first process does."""
+        if self._processes.process_index == 0:
+            save_state(run, self.head, self._optimizer, self.progress)
+
+    def resume(self, run: Path) -> bool:
+        """Goes back to the last checkpoint of a run; False when it has none.
+
+        Raises:
+            ModelError: When it is damaged.
+        """
+        states = saved_states(run)
+        if not states:
+            return False
+        self.progress = load_state(states[-1], self.head, self._optimizer)
+        return True
+
+    def steps(self) -> Iterator[StepReport]:
+        """Trains to the last step, pausing after every step.
+
+        Raises:
+            ModelError: After several steps in a row whose loss or gradient was not finite; weights stay as they were
+                before them.
+        """
+        while self.progress.step < self._config.schedule.num_steps:
+            yield self._step()
+
+    def _step(self) -> StepReport:
+        """One optimiser step."""
+        begin = time.perf_counter()
+        config, step = self._config, self.progress.step
+        tokens, supervised = self._batches.batch(
+            step, batch_size=config.batch_size, length=config.length, seed=config.seed
+        )
+        counts = label_counts(supervised, self.head.config.num_heads)
+        sums = self._gradients(step, tokens, supervised, counts)
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.head.parameters(), config.clip_norm))
+        rate = config.schedule.rate(step)
+        losses = mean_by_head(sums.loss, counts)
+        decay = self._objective.head_decay
+        loss = math.fsum(value * decay**index for index, value in enumerate(losses))
+        if math.isfinite(grad_norm) and math.isfinite(loss):
+            for group in self._optimizer.param_groups:
+                group["lr"] = rate
+            self._optimizer.step()
+            self._bad_steps = 0
+        else:
+            self._count_bad_step(step, loss)
+        self._optimizer.zero_grad(set_to_none=True)
+        seconds = time.perf_counter() - begin
+        self._recent.append((seconds, tokens.numel()))
+        self.progress.step += 1
+        self.progress.tokens += tokens.numel()
+        self.progress.seconds += seconds
+        recent_s = sum(s for s, _ in self._recent)
+        return StepReport(
+            step=step + 1,
+            loss=loss,
+            head_losses=list(losses),
+            head_matches=list(mean_by_head(sums.matches, counts)),
+            rate=rate,
+            grad_norm=grad_norm,
+            tokens_per_s=sum(n for _, n in self._recent) / recent_s,
+            seconds_left=(config.schedule.num_steps - step - 1) * recent_s / len(self._recent),
+        )
+
+    def _gradients(self, step: int, tokens: Tensor, supervised: Tensor, counts: Tensor) -> HeadSums:
+        """Leaves the gradient of the global batch's loss in the parameters; gives the global sums."""
+        world, rank = self._processes.num_processes, self._processes.process_index
+        device = next(self.head.parameters()).device
+        own_tokens, own_supervised = tokens[rank::world].to(device), supervised[rank::world].to(device)
+        features = self._features(step, own_tokens).to(device)
+        self.head.train()
+        total: HeadSums | None = None
+        size = self._config.micro_batch_size or max(len(own_tokens), 1)
+        for begin in range(0, len(own_tokens), size):
+            part = slice(begin, begin + size)
+            examples = Examples(own_tokens[part], own_supervised[part], features[part])
+            with torch.autocast(device.type, torch.bfloat16, enabled=self._config.precision == "bfloat16"):
+                sums = accumulate(self._objective, self.head, examples, self._parts, counts=counts)
+            total = sums if total is None else total + sums
+        if total is None:  # more processes than windows
+            zeros = torch.zeros(self.head.config.num_heads, dtype=torch.float64, device=device)
+            total = HeadSums(zeros, zeros, zeros)
+        return self._shared(total)
+
+    def _shared(self, sums: HeadSums) -> HeadSums:
+        """Adds gradients and sums over all processes."""
+        if self._processes.num_processes == 1:
+            return HeadSums(sums.loss.cpu(), sums.matches.cpu(), sums.count.cpu())
+        parameters = [p for p in self.head.parameters() if p.requires_grad]
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        flat = self._processes.sum(torch.cat([grad.reshape(-1) for grad in grads]))
+        offset = 0
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = flat[offset : offset + grad.numel()].view_as(grad)
+            offset += grad.numel()
+        packed = self._processes.sum(torch.stack([sums.loss, sums.matches, sums.count]))
+        return HeadSums(*packed.cpu().unbind(0))
+
+    def _count_bad_step(self, step: int, loss: float) -> None:
+        """Leaves a step out; gives up after several in a row."""
+        self.progress.skipped += 1
+        self._bad_steps += 1
+        if self._bad_steps >= _BAD_STEPS_IN_A_ROW:
+            raise ModelError(
+                f"the loss is {loss} for {self._bad_steps} steps in a row, up to step {step + 1}. Expected finite "
+                "numbers. Lower the learning rate, or check the target's features with `foretoken doctor`; the last "
+                "checkpoint is untouched."
+            )
+
+
+class MetricsLog:
+    """One JSON object a step in `metrics.jsonl`, and tensorboard curves where that is installed."""
+
+    def __init__(self, run: Path, first_step: int) -> None:
+        """Opens the log and drops lines of steps that are about to be done again."""
+        path = run / "metrics.jsonl"
+        kept = []
+        if path.is_file():
+            lines = path.read_text(encoding="utf-8").splitlines()
+            kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= first_step]
+        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        self._file = path.open("a", buffering=1, encoding="utf-8")
+        self._board = _board(run / "tensorboard", first_step)
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Adds what is known of a step; lists give one curve an entry."""
+        self._file.write(json.dumps({"step": step, **values}) + "\n")
+        if self._board is None:
+            return
+        for key, value in values.items():
+            if isinstance(value, list):
+                for index, part in enumerate(value):
+                    self._board.add_scalar(f"{key}/{index}", part, step)
+            elif isinstance(value, int | float):
+                self._board.add_scalar(key, value, step)
+
+    def close(self) -> None:
+        """Ends the log."""
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def _board(directory: Path, first_step: int) -> Any:
+    """A tensorboard writer that hides curves of steps that are done again, or None where it is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(directory), purge_step=first_step + 1)
