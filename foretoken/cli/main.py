@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from foretoken.cli import bench, convert, data, generate, inspect, train, verify
+from foretoken.cli import bench, convert, data, doctor, generate, inspect, train, verify
 from foretoken.core.errors import ForetokenError
 
 app = typer.Typer(
@@ -24,6 +24,7 @@ app.command("inspect")(inspect.inspect)
 app.command("convert")(convert.convert)
 app.command("data")(data.data)
 app.command("train")(train.train)
+app.command("doctor")(doctor.doctor)
 
 
 @app.command("version")

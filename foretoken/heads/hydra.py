@@ -38,7 +38,7 @@ class HydraConfig(HeadConfig):
 
     method: ClassVar[str] = "hydra"
 
-    num_heads: int = 4
+    num_heads: int = Field(default=4, ge=1, le=64)
     num_layers: int = Field(default=4, ge=1)
     tied_blocks: bool = False
     own_lm_head: bool = False

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
@@ -32,12 +33,12 @@ class MedusaConfig(HeadConfig):
 
     method: ClassVar[str] = "medusa"
 
-    num_heads: int = 4
-    num_layers: int = 1
+    num_heads: int = Field(default=4, ge=1, le=64)
+    num_layers: int = Field(default=1, ge=0)
     has_bias: bool = True
     tied_blocks: bool = False
     own_lm_head: bool = False
-    draft_vocab_size: int | None = None
+    draft_vocab_size: int | None = Field(default=None, ge=1)
 
 
 class MedusaHeads(Head):

@@ -41,7 +41,7 @@ class MlpSpeculatorConfig(HeadConfig):
 
     method: ClassVar[str] = "mlp_speculator"
 
-    num_heads: int = 3
+    num_heads: int = Field(default=3, ge=1, le=64)
     inner_dim: int = Field(default=256, ge=2)
     tie_weights: bool = True
     scale_input: bool = True

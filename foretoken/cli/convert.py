@@ -1,0 +1,160 @@
+"""`foretoken convert`: a draft head from one format to another."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli import options
+from foretoken.core.errors import ConfigError, nearest_name_hint
+
+if TYPE_CHECKING:
+    from foretoken.formats.checkpoint import HeadCheckpoint
+
+_DTYPES = ("float16", "bfloat16", "float32")
+_NUM_HEADS = "Heads to keep, the first ones; an error when the tensors hold fewer."
+_NUM_LAYERS = "Layers that each head is said to have; an error when the tensors say otherwise."
+
+
+def _count(*names: str, text: str) -> Any:
+    """An option known from TensorRT-LLM's converters, also spelt with dashes."""
+    return typer.Option(*names, *(name.replace("_", "-") for name in names), min=1, help=text)
+
+
+def convert(
+    source: Annotated[Path, typer.Argument(help="A head of any known format: a directory, or its file of weights.")],
+    out: Annotated[Path, typer.Argument(help="Directory to write; it must not exist, or be empty.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            help="native, medusa, medusa_v2 (shares the target's LM head), vllm_medusa, hydra, mlp_speculator, "
+            "or tensorrt_llm."
+        ),
+    ] = "native",
+    target: Annotated[
+        str | None,
+        typer.Option(help="Directory of the target, for formats that leave out its sizes or repeat its tensors."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="float16, bfloat16 or float32; the source's when left out.")] = None,
+    tp_size: Annotated[
+        int, typer.Option("--tp-size", "--tp_size", min=1, help="Ranks to split over, for tensorrt_llm.")
+    ] = 1,
+    num_hydra_heads: Annotated[int | None, _count("--num_hydra_heads", text=_NUM_HEADS)] = None,
+    num_hydra_layers: Annotated[int | None, _count("--num_hydra_layers", text=_NUM_LAYERS)] = None,
+    num_medusa_heads: Annotated[
+        int | None, _count("--num_medusa_heads", "--fixed_num_medusa_heads", text=_NUM_HEADS)
+    ] = None,
+    num_medusa_layers: Annotated[int | None, _count("--num_medusa_layers", text=_NUM_LAYERS)] = None,
+    safetensors: Annotated[
+        bool, typer.Option("--safetensors", help="Write safetensors where medusa and hydra have a pickle of tensors.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the checkpoint that OUT holds.")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Convert a draft head between formats; its source format is found by what its files hold.
+
+    OUT appears whole or not at all.
+    """
+    import torch
+
+    from foretoken.formats.registry import read_head, write_head
+    from foretoken.formats.surroundings import Surroundings
+
+    _check_out(out, force=force)
+    if dtype is not None and dtype not in _DTYPES:
+        raise ConfigError(f"dtype '{dtype}' does not exist here. {nearest_name_hint(dtype, _DTYPES)}")
+    around = Surroundings() if target is None else Surroundings.of_directory(target)
+    name, checkpoint = read_head(
+        source,
+        target=around.fingerprint,
+        base_config=around.config,
+        weights=None if target is None else around.loaded,
+    )
+    checkpoint = _counted(checkpoint, "hydra", num_hydra_heads, num_hydra_layers)
+    checkpoint = _counted(checkpoint, "medusa", num_medusa_heads, num_medusa_layers)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
+        new = Path(folder) / "new"
+        write_head(
+            to.replace("-", "_"),
+            checkpoint,
+            new,
+            target=around,
+            dtype=None if dtype is None else getattr(torch, dtype),
+            tp_size=tp_size,
+            as_safetensors=safetensors,
+        )
+        files = {path.name: path.stat().st_size for path in sorted(new.iterdir())}
+        _move(new, out, Path(folder) / "old")
+    facts = {
+        "source": str(source),
+        "source_format": name,
+        "out": str(out),
+        "format": to.replace("-", "_"),
+        "method": checkpoint.config.method,
+        "heads": checkpoint.config.num_heads,
+        "dtype": dtype or _dtype_name(checkpoint),
+        "files": files,
+    }
+    if as_json:
+        options.print_json(facts)
+        return
+    print(
+        f"{source} ({name}) -> {out} ({facts['format']}): {facts['method']}, {facts['heads']} heads, {facts['dtype']}"
+    )
+    for file, size in files.items():
+        print(f"  {file}  {size} bytes")
+
+
+def _counted(checkpoint: HeadCheckpoint, method: str, num_heads: int | None, num_layers: int | None) -> HeadCheckpoint:
+    """Holds the tensors against what the user says about them, and drops heads beyond those asked for."""
+    from foretoken.formats.changes import first_heads
+
+    if num_heads is None and num_layers is None:
+        return checkpoint
+    config: Any = checkpoint.config
+    if config.method != method:
+        raise ConfigError(
+            f"options for {method} heads were given. The source holds a head of method '{config.method}'."
+        )
+    if num_layers not in (None, config.num_layers):
+        raise ConfigError(f"{num_layers} layers are asked for. The tensors of the source have {config.num_layers}.")
+    return checkpoint if num_heads is None else first_heads(checkpoint, num_heads)
+
+
+def _check_out(out: Path, *, force: bool) -> None:
+    """Refuses to write over anything that was not asked to be replaced, and over what is no checkpoint at all."""
+    if out.is_dir():
+        content = list(out.iterdir())
+        if content and not force:
+            raise ConfigError(f"'{out}' is not empty. Expected a new directory. Pass --force to replace it.")
+        if content and (not (out / "config.json").is_file() or any(path.is_dir() for path in content)):
+            raise ConfigError(
+                f"'{out}' is no checkpoint of a head, so --force does not replace it. Name another place."
+            )
+    elif out.exists() or out.is_symlink():
+        raise ConfigError(f"'{out}' is no directory. Expected a new one.")
+
+
+def _move(new: Path, out: Path, old: Path) -> None:
+    """Puts a directory in its place; what was there goes to `old`, and comes back when this fails."""
+    if not out.exists():
+        new.rename(out)
+        return
+    out.rename(old)
+    try:
+        new.rename(out)
+    except BaseException:
+        old.rename(out)
+        raise
+    shutil.rmtree(old)
+
+
+def _dtype_name(checkpoint: HeadCheckpoint) -> str:
+    """The dtypes of a head's weights."""
+    kinds = {str(part.dtype) for part in checkpoint.weights.values() if part.is_floating_point()}
+    return ", ".join(sorted(kinds)).replace("torch.", "")

@@ -1,0 +1,250 @@
+"""The files of a foreign checkpoint: configuration, and tensors that are read only when they are asked for.
+
+Nothing in these files is trusted: pickles are loaded only by torch's restricted reader, which runs no code, and shard
+names must be plain file names.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+import warnings
+import zipfile
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from foretoken.core.errors import ModelError
+from foretoken.target.model_files import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
+_MOST_JSON_BYTES = 64 * 2**20  # the index of the largest public models has a few MiB
+_PICKLES = ("*.pt", "*.pth", "*.bin")
+_KNOWN_PICKLES = ("medusa_lm_head.pt", "hydra_lm_head.pt", "pytorch_model.bin")
+_WRAPPERS = ("heads_state_dict", "state_dict", "model_state_dict")
+_RANK = re.compile(r"rank(\d{1,4})\.safetensors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Tensors by name, of one or several files.
+
+    Attributes:
+        name: The file or directory, for messages.
+        shapes: By key.
+        fetch: Reads some of them.
+    """
+
+    name: str
+    shapes: Mapping[str, tuple[int, ...]]
+    fetch: Callable[[Iterable[str]], dict[str, Tensor]]
+
+    def matches(self, pattern: re.Pattern[str]) -> list[re.Match[str]]:
+        """The keys that match as a whole."""
+        found = (pattern.fullmatch(key) for key in self.shapes)
+        return [match for match in found if match is not None]
+
+    def renamed(self, rename: Callable[[str], str | None]) -> Weights:
+        """The same under other names; None leaves a tensor out.
+
+        Raises:
+            ModelError: When two get the same name.
+        """
+        origin: dict[str, str] = {}
+        for key in self.shapes:
+            new = rename(key)
+            if new is None:
+                continue
+            if new in origin:
+                raise ModelError(f"'{self.name}' holds both '{origin[new]}' and '{key}'. Expected one of them.")
+            origin[new] = key
+
+        def fetch(keys: Iterable[str]) -> dict[str, Tensor]:
+            keys = list(keys)
+            tensors = self.fetch([origin[key] for key in keys])
+            return {key: tensors[origin[key]] for key in keys}
+
+        return Weights(name=self.name, shapes={new: self.shapes[key] for new, key in origin.items()}, fetch=fetch)
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """A checkpoint before anything is known about its format.
+
+    Attributes:
+        path: A directory, or one file of weights.
+        config: Its `config.json`; empty where there is none.
+        ranks: Weights of each rank where the checkpoint is split for tensor parallelism, by rank.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    ranks: Mapping[int, Weights] = field(default_factory=dict)
+    _files: tuple[Path, ...] = ()
+
+    @cached_property
+    def weights(self) -> Weights:
+        """All tensors; of rank 0 where there are ranks."""
+        if self.ranks:
+            return self.ranks[min(self.ranks)]
+        return _merged(str(self.path), [open_weights(file) for file in self._files])
+
+
+def open_files(path: Path) -> HeadFiles:
+    """Looks at a checkpoint.
+
+    Args:
+        path: A directory with `config.json` and weights, or one file of weights, beside which `config.json` may lie.
+
+    Raises:
+        ModelError: When there is no such thing, or a file is damaged.
+    """
+    directory = path if path.is_dir() else path.parent
+    if not path.exists():
+        raise ModelError(f"there is no head '{path}'. Expected a directory with weights, or a file of weights.")
+    config_path = directory / "config.json"
+    config = read_json(config_path) if config_path.is_file() else {}
+    if path.is_file():
+        return HeadFiles(path, config, _files=(path,))
+    ranked = {int(match[1]): file for file in directory.iterdir() if (match := _RANK.fullmatch(file.name))}
+    if ranked:
+        return HeadFiles(path, config, ranks={rank: open_weights(ranked[rank]) for rank in sorted(ranked)})
+    return HeadFiles(path, config, _files=tuple(_weight_files(directory)))
+
+
+def holds_pickles(directory: Path) -> bool:
+    """Whether there are files that may be pickled weights."""
+    return any(file for kind in _PICKLES for file in directory.glob(kind))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Raises:
+        ModelError: When it is too large, damaged, or holds something else.
+    """
+    try:
+        if path.stat().st_size > _MOST_JSON_BYTES:
+            raise ModelError(f"{path} has {path.stat().st_size} bytes. Expected at most {_MOST_JSON_BYTES}.")
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as err:
+        raise ModelError(f"{path} is not valid JSON: {one_line(err)}. Copy or download it again.") from err
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} holds a JSON {type(value).__name__}. Expected an object.")
+    return value
+
+
+def open_weights(path: Path) -> Weights:
+    """One file of tensors: safetensors, or a pickle of nothing but tensors.
+
+    Raises:
+        ModelError: When it is damaged, or holds anything else.
+    """
+    return _open_safetensors(path) if path.suffix == ".safetensors" else _open_pickle(path)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    """Which files of a directory hold its weights: safetensors before pickles, an index before what lies beside it."""
+    for kind in ("*.safetensors", "*.bin"):
+        indices = sorted(directory.glob(f"{kind}.index.json"))
+        if len(indices) == 1:
+            return _shards(indices[0])
+    files = sorted(directory.glob("*.safetensors"))
+    if files:
+        return files
+    pickles = sorted(file for kind in _PICKLES for file in directory.glob(kind))
+    known = [file for file in pickles if file.name in _KNOWN_PICKLES]
+    if len(pickles) > 1 and len(known) != 1:
+        names = ", ".join(file.name for file in pickles)
+        raise ModelError(f"'{directory}' holds several files of weights: {names}. Name the one that you mean.")
+    if not pickles:
+        raise ModelError(f"'{directory}' holds no weights. Expected *.safetensors, or *.pt or *.bin.")
+    return known or pickles
+
+
+def _shards(index: Path) -> list[Path]:
+    """The files that an index names, which must lie beside it."""
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index} has no weight_map. Expected one that gives each tensor's file.")
+    names = sorted({str(shard) for shard in weight_map.values()})
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise ModelError(f"{index} names files outside its directory: {', '.join(outside)}. Expected plain file names.")
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ModelError(f"'{index.parent}' lacks weight files that its index names: {', '.join(missing)}.")
+    return [index.parent / name for name in names]
+
+
+def _merged(name: str, parts: list[Weights]) -> Weights:
+    """Several files as one; each tensor lies in one of them."""
+    owner: dict[str, Weights] = {}
+    for part in parts:
+        for key in part.shapes:
+            if key in owner:
+                raise ModelError(f"'{key}' is both in {owner[key].name} and in {part.name}. Expected it once.")
+            owner[key] = part
+
+    def fetch(keys: Iterable[str]) -> dict[str, Tensor]:
+        wanted = list(keys)
+        found: dict[str, Tensor] = {}
+        for part in parts:
+            found |= part.fetch([key for key in wanted if owner[key] is part])
+        return found
+
+    return Weights(name=name, shapes={key: part.shapes[key] for key, part in owner.items()}, fetch=fetch)
+
+
+def _open_safetensors(path: Path) -> Weights:
+    """Reads the header; tensors later."""
+
+    def fetch(keys: Iterable[str]) -> dict[str, Tensor]:
+        with safe_open(path, framework="pt") as file:
+            return {key: file.get_tensor(key) for key in keys}
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - no mapping
+    except (SafetensorError, OSError) as err:
+        raise ModelError(f"{path} is damaged: {one_line(err)}. Copy or download it again.") from err
+    return Weights(name=str(path), shapes=shapes, fetch=fetch)
+
+
+def _open_pickle(path: Path) -> Weights:
+    """Maps the tensors of a state dictionary, which may lie inside a training checkpoint."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about old pickle protocols
+            value = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
+    except Exception as err:  # a damaged pickle raises anything
+        if isinstance(err, pickle.UnpicklingError):  # torch's own advice is to load it without care
+            raise ModelError(
+                f"{path} is damaged, or a pickle of more than tensors, which could run code when it is loaded. "
+                "Expected a state dictionary. Save it as safetensors where you trust its origin."
+            ) from err
+        raise ModelError(f"{path} is damaged: {one_line(err)}. Copy or download it again.") from err
+    if isinstance(value, dict):
+        value = next((value[key] for key in _WRAPPERS if isinstance(value.get(key), dict)), value)
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ModelError(f"{path} holds a {type(value).__name__}. Expected a state dictionary of tensors.")
+    foreign = sorted(key for key, tensor in value.items() if not _is_plain(tensor))
+    if foreign:
+        raise ModelError(f"{path} holds entries that are no plain tensors: {', '.join(foreign)}.")
+    tensors: dict[str, Tensor] = {key: tensor.detach() for key, tensor in value.items()}
+    shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
+    return Weights(name=str(path), shapes=shapes, fetch=lambda keys: {key: tensors[key] for key in keys})
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this is a dense tensor with memory for each element: a view that repeats one could have any size."""
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
+        return False
+    return value.numel() * value.element_size() <= value.untyped_storage().nbytes()

@@ -1,0 +1,59 @@
+"""Heads of Project Gorgon, read only: Medusa heads without bias behind a frozen copy of the target's last norm.
+
+The norm is dropped: on the output of the target's norm the rest computes the same. Its heads are trained to say x_{t+1}
+first, one token earlier than ours, so they draft badly until they are trained on.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING
+
+import torch
+
+from foretoken.formats.mapping import read_tensors
+from foretoken.formats.medusa_names import MedusaNames
+from foretoken.formats.saving import finished
+
+if TYPE_CHECKING:
+    from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.formats.files import HeadFiles, Weights
+    from foretoken.formats.surroundings import Surroundings
+
+NAMES = MedusaNames(block="{head}.blocks.{layer}.linear", lm_head="{head}.lm_head.weight")
+_NORM = re.compile(r"\d{1,4}\.norm\.weight")
+
+
+def recognises(files: HeadFiles) -> bool:
+    """Whether there are keys of this family."""
+    return NAMES.recognises(_compiled_or_not(files))
+
+
+def read(files: HeadFiles, target: Surroundings) -> HeadCheckpoint:
+    """Reads heads; warns when their norm is not the target's, as far as that is at hand.
+
+    Raises:
+        ModelError: When keys do not fit together, or numbers are not finite.
+    """
+    weights = _compiled_or_not(files)
+    sizes = NAMES.config(weights, vocab_size=target.vocab_size)
+    norms = [match[0] for match in weights.matches(_NORM)]
+    _compare_norms(weights, norms, target)
+    tensors = read_tensors(weights, NAMES.table(sizes), sizes, ignored=norms)
+    return finished(str(files.path), files.config, sizes, tensors, target)
+
+
+def _compiled_or_not(files: HeadFiles) -> Weights:
+    """The tensors without what `torch.compile` adds to their names."""
+    return files.weights.renamed(lambda key: key.replace("_orig_mod.", ""))
+
+
+def _compare_norms(weights: Weights, norms: list[str], target: Surroundings) -> None:
+    """Warns when a norm is not the target's."""
+    if not norms or target.weights is None or target.weights.norm is None:
+        return
+    norm = target.weights.norm.cpu().float()
+    for key, tensor in weights.fetch(norms).items():
+        if tensor.shape != norm.shape or not torch.allclose(tensor.float(), norm, rtol=1e-2, atol=1e-3):
+            logging.getLogger(__name__).warning("%s: %s is not the target's last norm", weights.name, key)

@@ -1,0 +1,150 @@
+"""Hydra and Hydra++ heads as published: `hydra_lm_head.pt` beside a `config.json` that holds no sizes.
+
+In Hydra++ a dropout module stands before each block and LM head, so that blocks are numbered 1, 3, 5, … instead of
+0, 1, 2, …; its decoder block is called `prefix_embeding_layer`, misspelt.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from foretoken.core.errors import ModelError
+from foretoken.formats.hydra_names import UPSTREAM_ROPE_THETA, HydraNames, prefix_entries, with_own_lm_heads
+from foretoken.formats.mapping import read_tensors, scatter
+from foretoken.formats.saving import expect_method, finished, own_entries, save, target_name
+from foretoken.heads.hydra import HydraConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.formats.files import HeadFiles, Weights
+    from foretoken.formats.saving import WriteOptions
+    from foretoken.formats.surroundings import Surroundings
+
+_SPELLINGS = ("prefix_embeding_layer", "prefix_embedding_layer")
+_ANY = re.compile(r"hydra_(mlp|lm_head)\.\d+\..*")
+_EMBEDDING = "input_embed_fn.weight"
+_UNUSED = re.compile(rf"({'|'.join(_SPELLINGS)})\.(embed_tokens\.weight|layers\.0\.self_attn\.rotary_emb\.inv_freq)")
+
+PLAIN = HydraNames(
+    first="hydra_mlp.{head}.0", further="hydra_mlp.{head}.{index}.linear", start=1, lm_head="hydra_lm_head.{head}"
+)
+
+
+def with_prefix(spelling: str) -> HydraNames:
+    """Names of Hydra++."""
+    return HydraNames(
+        first="hydra_mlp.{head}.1",
+        further="hydra_mlp.{head}.{index}.linear",
+        start=3,
+        stride=2,
+        lm_head="hydra_lm_head.{head}.1",
+        prefix=(f"{spelling}.layers.0", f"{spelling}.norm"),
+    )
+
+
+def recognises(files: HeadFiles) -> bool:
+    """Whether there are keys of this family."""
+    return bool(files.weights.matches(_ANY)) or "hydra_head_arch" in files.config
+
+
+def read(files: HeadFiles, target: Surroundings) -> HeadCheckpoint:
+    """Reads heads.
+
+    Args:
+        files: The checkpoint.
+        target: For attention sizes that files leave out; its embedding, where at hand, is compared with the file's.
+
+    Raises:
+        ModelError: For other architectures of the original code, when keys do not fit together, numbers are not
+            finite, or sizes are not known.
+    """
+    weights, config, name = files.weights, files.config, str(files.path)
+    _check_architecture(name, config, weights)
+    spelling = next((one for one in _SPELLINGS if any(key.startswith(one) for key in weights.shapes)), None)
+    names = PLAIN if spelling is None else with_prefix(spelling)
+    sizes = names.config(weights, config, target)
+    _warn_of_counts(name, config, sizes)
+    ignored = [match[0] for match in weights.matches(_UNUSED)]
+    if _EMBEDDING in weights.shapes:
+        ignored.append(_EMBEDDING)
+        _compare_embedding(weights, target)
+    tensors = read_tensors(weights, names.table(sizes), sizes, ignored=ignored)
+    return finished(name, config, sizes, tensors, target)
+
+
+def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+    """Writes heads, each with an LM head; the target's embedding is added when it is at hand.
+
+    Raises:
+        ConfigError: When the head is of another method, or the target's LM head is needed and not at hand.
+    """
+    what = "format 'hydra'"
+    expect_method(checkpoint, "hydra", what=what)
+    config = checkpoint.config
+    assert isinstance(config, HydraConfig), "the method says so"
+    sizes, weights = with_own_lm_heads(config, checkpoint.weights, options, what=what)
+    names = PLAIN if sizes.prefix is None else with_prefix(_SPELLINGS[0])
+    tensors = scatter(weights, names.table(sizes))
+    if options.target.weights is not None:
+        kind = weights["first.0.linear.weight"].dtype
+        tensors[_EMBEDDING] = options.target.weights.embedding.to("cpu", kind, copy=True)
+    stored = {
+        **target_name(checkpoint),
+        "grounded_heads": True,
+        "hidden_state_offset": 0,
+        "hydra_head_arch": "mlp" if sizes.prefix is None else "prefix-mlp",
+        "hydra_num_heads": sizes.num_heads,
+        "hydra_num_layers": sizes.num_layers,
+        **prefix_entries(sizes),
+        **own_entries(checkpoint),
+    }
+    if sizes.prefix is not None and sizes.prefix.rope_theta != UPSTREAM_ROPE_THETA:
+        logging.getLogger(__name__).warning(
+            "%s: the original code takes rope_theta %g, this head has %g",
+            directory,
+            UPSTREAM_ROPE_THETA,
+            sizes.prefix.rope_theta,
+        )
+    file = "hydra_lm_head.safetensors" if options.as_safetensors else "hydra_lm_head.pt"
+    save(directory, file, tensors, stored)
+
+
+def _check_architecture(name: str, config: Mapping[str, Any], weights: Weights) -> None:
+    """Refuses what the original code also trains and nothing here computes."""
+    arch = config.get("hydra_head_arch", "mlp")
+    if arch not in ("mlp", "prefix-mlp"):
+        raise ModelError(f"'{name}' has hydra_head_arch {arch!r}. Expected 'mlp' or 'prefix-mlp'.")
+    residuals = any(".res_connection." in key for key in weights.shapes)
+    if config.get("grounded_heads", True) is not True or not residuals:
+        raise ModelError(
+            f"the heads of '{name}' are not grounded: they do not read drafted tokens. Expected ones that do."
+        )
+    if config.get("hidden_state_offset", 0) != 0:
+        raise ModelError(
+            f"'{name}' reads the feature {config['hidden_state_offset']} layers below the last. Expected offset 0."
+        )
+
+
+def _warn_of_counts(name: str, config: Mapping[str, Any], found: HydraConfig) -> None:
+    """Warns where the configuration counts other than the tensors."""
+    for key, number in (("hydra_num_heads", found.num_heads), ("hydra_num_layers", found.num_layers)):
+        if config.get(key, number) != number:
+            logging.getLogger(__name__).warning(
+                "%s: config.json says %s %s, the tensors say %s", name, key, config[key], number
+            )
+
+
+def _compare_embedding(weights: Weights, target: Surroundings) -> None:
+    """Warns when the heads were trained with another embedding than the target's."""
+    if target.weights is None:
+        return
+    tensor, embedding = weights.fetch([_EMBEDDING])[_EMBEDDING], target.weights.embedding
+    if tensor.shape != embedding.shape or not torch.equal(tensor, embedding.to("cpu", tensor.dtype)):
+        logging.getLogger(__name__).warning("%s: %s is not the target's embedding", weights.name, _EMBEDDING)

@@ -1,0 +1,176 @@
+"""Tables from another format's tensor names to places in a head's state dictionary, used in both directions.
+
+Reading and writing go through the same table, so what is written reads back as it was. A head stacks tensors that
+formats keep apart, so a place is a name and indices into its first dimensions. Several names may share a place: then
+they must be equal.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from pydantic import ValidationError
+from torch import Tensor
+
+from foretoken.core.errors import ModelError
+from foretoken.formats.checkpoint import check_keys
+from foretoken.heads.base import HeadConfig, build_head
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from foretoken.formats.files import Weights
+
+_MOST_PARTS = 64
+
+
+class Place(NamedTuple):
+    """Where a tensor lives in a head's state dictionary: a name, and indices into its first dimensions."""
+
+    name: str
+    at: tuple[int, ...] = ()
+
+
+def head_shapes(config: HeadConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of a head's state dictionary."""
+    with torch.device("meta"):
+        return {name: tuple(part.shape) for name, part in build_head(config).state_dict().items()}
+
+
+def wanted_shapes(table: Mapping[str, Place], config: HeadConfig) -> dict[str, tuple[int, ...]]:
+    """Shapes of the file's tensors."""
+    shapes = head_shapes(config)
+    return {key: shapes[place.name][len(place.at) :] for key, place in table.items()}
+
+
+def read_tensors(
+    weights: Weights,
+    table: Mapping[str, Place],
+    config: HeadConfig,
+    *,
+    ignored: Iterable[str] = (),
+    extra: Mapping[str, tuple[int, ...]] | None = None,
+) -> dict[str, Tensor]:
+    """A head's state dictionary from a file.
+
+    Args:
+        weights: The file.
+        table: Places by the file's keys; a key may be absent when another one shares its place.
+        config: The head's sizes.
+        ignored: Keys of the file that a head has no use for.
+        extra: Shapes of further tensors that must be there and finite; the caller fetches them.
+
+    Raises:
+        ModelError: One that names all missing, unexpected and mis-shaped keys; or all that are not finite; or those
+            that share a place and differ.
+    """
+    wanted = {**wanted_shapes(table, config), **(extra or {})}
+    unused = set(ignored)
+    found = {key: shape for key, shape in weights.shapes.items() if key not in unused}
+    present = {place for key, place in table.items() if key in found}
+    repeated = [key for key, place in table.items() if key not in found and place in present]
+    check_keys(weights.name, found, {key: shape for key, shape in wanted.items() if key not in repeated})
+    if extra:
+        check_values(weights.name, weights.fetch(extra))
+    return assemble(weights.name, weights.fetch([key for key in table if key in found]), table, config)
+
+
+def assemble(
+    name: str, tensors: Mapping[str, Tensor], table: Mapping[str, Place], config: HeadConfig
+) -> dict[str, Tensor]:
+    """Puts tensors of checked shapes in their places; name: of the file, for messages."""
+    check_values(name, tensors)
+    first: dict[Place, str] = {}
+    for key, tensor in tensors.items():
+        other = first.setdefault(table[key], key)
+        if other != key and not torch.equal(tensors[other], tensor):
+            raise ModelError(
+                f"'{other}' and '{key}' of '{name}' differ. Expected equal tensors, as its weights are tied."
+            )
+    kind = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
+    result = {}
+    for ours, shape in head_shapes(config).items():
+        parts = {place.at: tensors[key] for place, key in first.items() if place.name == ours}
+        if () in parts:
+            result[ours] = parts[()].contiguous()
+            continue
+        kinds = {part.dtype for part in parts.values()} or {kind}
+        whole = torch.empty(shape, dtype=max(kinds, key=lambda one: (one.itemsize, str(one))))
+        for index, part in parts.items():
+            whole[index] = part
+        result[ours] = whole
+    return result
+
+
+def scatter(weights: Mapping[str, Tensor], table: Mapping[str, Place]) -> dict[str, Tensor]:
+    """The file's tensors from a head's state dictionary, each with memory of its own."""
+    return {key: weights[place.name][place.at].clone().contiguous() for key, place in table.items()}
+
+
+def check_values(name: str, tensors: Mapping[str, Tensor]) -> None:
+    """Raises `ModelError` naming all tensors that are quantised or hold numbers that are not finite."""
+    packed = sorted(key for key, tensor in tensors.items() if tensor.is_floating_point() and tensor.itemsize < 2)
+    if packed:
+        raise ModelError(f"'{name}' holds quantised tensors: {', '.join(packed)}. Expected floats of 16 bits or more.")
+    bad = sorted(key for key, tensor in tensors.items() if not bool(torch.isfinite(tensor).all()))
+    if bad:
+        raise ModelError(f"tensors of '{name}' hold numbers that are not finite: {', '.join(bad)}. Train it again.")
+
+
+def with_ties(
+    config: HeadConfig, weights: dict[str, Tensor], names: Iterable[str] = ("weight", "bias")
+) -> tuple[Any, dict[str, Tensor]]:
+    """Says that a head's blocks are tied where they are equal; released code repeated one module.
+
+    Args:
+        config: With `tied_blocks`.
+        weights: Its state dictionary, blocks along dimension 1 of some tensors.
+        names: Those tensors.
+    """
+    stacked = [name for name in names if name in weights]
+    if any(weights[name].shape[1] < 2 for name in stacked) or not stacked:
+        return config, weights
+    if not all(torch.equal(weights[name], weights[name][:, :1].expand_as(weights[name])) for name in stacked):
+        return config, weights
+    tied = {name: weights[name][:, :1].contiguous() for name in stacked}
+    return config.model_copy(update={"tied_blocks": True}), weights | tied
+
+
+def most_common(values: Iterable[int], *, name: str, what: str) -> int:
+    """The size that most tensors agree on, so that one of a wrong shape is the one to be named.
+
+    Raises:
+        ModelError: When there are none.
+    """
+    counted = Counter(values).most_common(1)
+    if not counted:
+        raise ModelError(f"'{name}' does not tell its {what}. Expected tensors that do. Copy or convert it again.")
+    return counted[0][0]
+
+
+def count(indices: Iterable[int], *, name: str, what: str) -> int:
+    """How many parts are numbered, from 0 to the largest index."""
+    number = max(indices, default=-1) + 1
+    if number > _MOST_PARTS:
+        raise ModelError(f"'{name}' numbers {number} {what}. Expected at most {_MOST_PARTS}.")
+    return number
+
+
+def make_config(kind: type[HeadConfig], name: str, **sizes: Any) -> Any:
+    """A configuration from a file's sizes.
+
+    Raises:
+        ModelError: When they make no sense.
+    """
+    for key in ("num_heads", "num_layers"):
+        if isinstance(sizes.get(key), int) and sizes[key] > _MOST_PARTS:
+            raise ModelError(f"head '{name}' has {key} {sizes[key]}. Expected at most {_MOST_PARTS}.")
+    try:
+        return kind(**sizes)
+    except ValidationError as err:
+        first = err.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        value = f"{place} is {first['input']!r}. " if place else ""
+        raise ModelError(f"the sizes of head '{name}' make no sense: {value}{first['msg']}.") from err

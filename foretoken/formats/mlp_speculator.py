@@ -1,0 +1,124 @@
+"""MLP speculators as IBM publishes them and vLLM and TGI read them: `speculator.{emb,proj,head,ln}.{stage}`.
+
+Where weights are tied, files hold any of the repeated tensors, at least one of each kind. All are written, so that
+every reader finds those that it looks for.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+from foretoken.core.errors import ModelError
+from foretoken.formats.mapping import Place, make_config, most_common, read_tensors, scatter
+from foretoken.formats.saving import expect_method, finished, own_entries, own_entry, save
+from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.formats.files import HeadFiles, Weights
+    from foretoken.formats.saving import WriteOptions
+    from foretoken.formats.surroundings import Surroundings
+
+_PREFIX = "speculator."
+_KEY = re.compile(r"(speculator\.)?(emb|proj|head|ln)\.(?P<stage>\d{1,4})\.(weight|bias)")
+_DEFAULT_TREE = (4, 3, 2)  # then 2 for each further stage, as published for llama3-8b
+
+
+def recognises(files: HeadFiles) -> bool:
+    """Whether there are embeddings and projections of stages."""
+    found = {match[2] for match in files.weights.matches(_KEY)}
+    return {"emb", "proj"} <= found
+
+
+def read(files: HeadFiles, target: Surroundings) -> HeadCheckpoint:
+    """Reads a speculator.
+
+    Raises:
+        ModelError: When the configuration lacks the number of stages, keys do not fit it, tied tensors differ, or
+            numbers are not finite.
+    """
+    weights, config, name = files.weights, files.config, str(files.path)
+    prefix = _PREFIX if any(key.startswith(_PREFIX) for key in weights.shapes) else ""
+    sizes = _sizes(name, weights, config, prefix)
+    tensors = read_tensors(weights, table(sizes, prefix), sizes)
+    return finished(name, config, sizes, tensors, target)
+
+
+def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:  # noqa: ARG001 - one interface
+    """Writes a speculator with every key that some reader asks for.
+
+    Raises:
+        ConfigError: When the head is of another method.
+    """
+    expect_method(checkpoint, "mlp_speculator", what="format 'mlp_speculator'")
+    sizes = checkpoint.config
+    assert isinstance(sizes, MlpSpeculatorConfig), "the method says so"
+    tensors = scatter(checkpoint.weights, table(sizes, _PREFIX))
+    default = (_DEFAULT_TREE + (2,) * sizes.num_heads)[: sizes.num_heads]
+    config = {
+        "architectures": ["MLPSpeculatorPreTrainedModel"],
+        "model_type": "mlp_speculator",
+        "vocab_size": sizes.vocab_size,
+        "emb_dim": sizes.hidden_size,
+        "inner_dim": sizes.inner_dim,
+        "n_predict": sizes.num_heads,
+        "top_k_tokens_per_head": list(sizes.top_k or default),
+        "n_candidates": sizes.num_candidates,
+        "tie_weights": sizes.tie_weights,
+        "scale_input": sizes.scale_input,
+        "torch_dtype": str(next(iter(tensors.values())).dtype).removeprefix("torch."),
+        # vLLM wants a list of that length in any case; ours knows no tree as well.
+        **own_entries(checkpoint, has_tree=sizes.top_k is not None),
+    }
+    save(directory, "model.safetensors", tensors, config)
+
+
+def table(config: MlpSpeculatorConfig, prefix: str) -> dict[str, Place]:
+    """Places by key; stages share them where weights are tied."""
+    places: dict[str, Place] = {}
+    for stage in range(config.num_heads):
+        own = 0 if config.tie_weights else stage
+        projection = min(stage, 1) if config.tie_weights else stage
+        places[f"{prefix}emb.{stage}.weight"] = Place(f"embeddings.{own}.weight")
+        places[f"{prefix}proj.{stage}.weight"] = Place(f"projections.{projection}.weight")
+        places[f"{prefix}head.{stage}.weight"] = Place(f"lm_heads.{own}.weight")
+        places[f"{prefix}ln.{stage}.weight"] = Place(f"norms.{own}.weight")
+        places[f"{prefix}ln.{stage}.bias"] = Place(f"norms.{own}.bias")
+    return places
+
+
+def _sizes(name: str, weights: Weights, config: Mapping[str, Any], prefix: str) -> MlpSpeculatorConfig:
+    """The configuration; its number of stages is part of the network, so tensors cannot overrule it."""
+    if not isinstance(config.get("n_predict"), int):
+        raise ModelError(f"the config.json of '{name}' does not give n_predict. Expected the number of stages.")
+
+    def size(key: str, kind: str, dimension: int) -> int:
+        stated = config.get(key)
+        if stated:
+            return int(stated)
+        keys = [key for key in weights.shapes if key.startswith(f"{prefix}{kind}.") and len(weights.shapes[key]) == 2]
+        return most_common((weights.shapes[key][dimension] for key in keys), name=name, what=f"'{key}'")
+
+    try:
+        inner = size("inner_dim", "emb", 1)
+        hidden = config.get("emb_dim") or config.get("hidden_size") or weights.shapes[f"{prefix}proj.0.weight"][1]
+        has_tree = own_entry(config, "has_tree", default=True) and config.get("top_k_tokens_per_head")
+        sizes: MlpSpeculatorConfig = make_config(
+            MlpSpeculatorConfig,
+            name,
+            hidden_size=hidden,
+            vocab_size=size("vocab_size", "emb", 0),
+            num_heads=config["n_predict"],
+            inner_dim=inner,
+            tie_weights=config.get("tie_weights", False),
+            scale_input=config.get("scale_input", False),
+            top_k=config["top_k_tokens_per_head"] if has_tree else None,
+            num_candidates=config.get("n_candidates", 5),
+        )
+    except (KeyError, IndexError, TypeError, ValueError) as err:
+        raise ModelError(f"the config.json of '{name}' does not fit its tensors: {err!r}.") from err
+    return sizes

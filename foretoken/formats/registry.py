@@ -1,0 +1,145 @@
+"""Finding a format by what a checkpoint holds, or by name.
+
+A format is a module of this package with `recognises(files)`, `read(files, target)` and, unless it can only be read,
+`write(checkpoint, directory, options)`. Our own format is `native`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint
+from foretoken.formats import native
+from foretoken.formats.changes import with_dtype
+from foretoken.formats.files import HeadFiles, holds_pickles, open_files
+from foretoken.formats.mapping import check_values
+from foretoken.formats.saving import WriteOptions
+from foretoken.formats.surroundings import Surroundings
+from foretoken.target.model_files import one_line
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from pathlib import Path
+
+    import torch
+
+    from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+    from foretoken.formats.surroundings import TargetWeights
+
+NATIVE = "native"
+# Those that recognise part of what another one recognises come first.
+_FOREIGN = ("vllm_medusa", "tensorrt_llm", "hydra", "mlp_speculator", "gorgon", "medusa_v2", "medusa")
+
+_NONSENSE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
+
+
+def known_formats(*, writable: bool = False) -> list[str]:
+    """Names of formats; writable: only of those that can be written."""
+    names = [name for name in _FOREIGN if not writable or hasattr(_module(name), "write")]
+    return sorted([NATIVE, *names])
+
+
+def head_format(files: HeadFiles) -> str | None:
+    """The format of a checkpoint, by its tensors and configuration; None when it is no head that is known."""
+    if native.recognises(files.config):
+        return NATIVE
+    return next((name for name in _FOREIGN if _module(name).recognises(files)), None)
+
+
+def holds_head(path: Path) -> bool:
+    """Whether a directory or file is meant to hold a head, as far as its files can be looked at.
+
+    Raises:
+        ModelError: When they are damaged in a way that only a head's can be: a target is never read from pickles.
+    """
+    directory = path if path.is_dir() else path.parent
+    if not path.is_file() and not any(directory.glob("*.safetensors")) and not holds_pickles(directory):
+        return False
+    try:
+        return head_format(open_files(path)) is not None
+    except ModelError:
+        if path.is_file() or not any(directory.glob("*.safetensors")):
+            raise
+        return False  # what is wrong with a model's files is the target's to say
+
+
+def read_head(
+    directory: Path,
+    *,
+    target: TargetFingerprint | None = None,
+    base_config: Any | None = None,
+    weights: Callable[[], TargetWeights] | None = None,
+) -> tuple[str, HeadCheckpoint]:
+    """Reads a head of any format.
+
+    Args:
+        directory: The checkpoint, or its one file of weights.
+        target: For which target the caller takes it to be; the result names it where the file names none.
+        base_config: The target's transformers text configuration, for sizes that files leave out.
+        weights: Gives the target's tensors, where formats may compare theirs with them.
+
+    Returns:
+        The format's name and the head.
+
+    Raises:
+        ModelError: When it is no head, damaged, incomplete, or holds anything unknown.
+        ConfigError: When it was made for another target.
+    """
+    files = open_files(directory)
+    name = head_format(files)
+    if name is None:
+        raise ModelError(
+            f"'{directory}' holds no draft head of a known format. Expected one of {', '.join(known_formats())}."
+        )
+    if name == NATIVE:
+        checkpoint = native.read(directory if directory.is_dir() else directory.parent, files.config)
+        check_values(str(directory), checkpoint.weights)
+        return name, checkpoint
+    try:
+        return name, _module(name).read(files, Surroundings(fingerprint=target, config=base_config, load=weights))
+    except _NONSENSE as err:  # a value of the wrong type in a configuration can fail anywhere
+        raise ModelError(f"the config.json of '{directory}' makes no sense: {one_line(err)}. Copy it again.") from err
+
+
+def write_head(
+    name: str,
+    checkpoint: HeadCheckpoint,
+    directory: Path,
+    *,
+    target: Surroundings | None = None,
+    dtype: torch.dtype | None = None,
+    tp_size: int = 1,
+    as_safetensors: bool = False,
+) -> None:
+    """Writes a head; what lies in the directory is not looked at.
+
+    Args:
+        name: The format.
+        checkpoint: The head.
+        directory: Where to; made when it is not there.
+        target: For formats that repeat tensors or sizes of the target.
+        dtype: Of the weights; None keeps theirs.
+        tp_size: Ranks, for formats that split tensors.
+        as_safetensors: Whether to write safetensors where a format's own file is a pickle.
+
+    Raises:
+        ConfigError: For an unknown format, or one that has no room for this head.
+    """
+    if name not in known_formats(writable=True):
+        hint = nearest_name_hint(name, known_formats(writable=True))
+        raise ConfigError(f"heads cannot be written in format '{name}'. {hint}")
+    if tp_size < 1 or (tp_size > 1 and name != "tensorrt_llm"):
+        raise ConfigError(f"tp_size is {tp_size}. Expected 1, or more for format 'tensorrt_llm'.")
+    if dtype is not None:
+        checkpoint = with_dtype(checkpoint, dtype)
+    if name == NATIVE:
+        native.write(checkpoint, directory)
+        return
+    options = WriteOptions(target=target or Surroundings(), tp_size=tp_size, as_safetensors=as_safetensors)
+    _module(name).write(checkpoint, directory, options)
+
+
+def _module(name: str) -> Any:
+    """The format's module."""
+    return import_module(f"foretoken.formats.{name}")

@@ -1,0 +1,141 @@
+"""What writers of foreign formats share: files, and a key of our own for what a configuration has no room for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+from safetensors.torch import save_file
+
+from foretoken.core.errors import ConfigError, ModelError
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+from foretoken.formats.mapping import with_ties
+from foretoken.formats.surroundings import Surroundings
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from foretoken.heads.base import HeadConfig
+
+KEY = "foretoken"
+# What numbers alone do not tell: equal blocks may be apart all the same, and biases of zero may be none.
+_NETWORK_KEYS = ("tied_blocks", "has_bias")
+_NUMBERS = TypeAdapter(list[list[float]] | None)
+_PATHS = TypeAdapter(list[list[int]] | None)
+_NOTES = TypeAdapter(dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriteOptions:
+    """How to write a head.
+
+    Attributes:
+        target: What is known of the target.
+        tp_size: Ranks to split the tensors over, for formats that do.
+        as_safetensors: Whether to write safetensors where a format's own file is a pickle.
+    """
+
+    target: Surroundings = field(default_factory=Surroundings)
+    tp_size: int = 1
+    as_safetensors: bool = False
+
+
+def expect_method(checkpoint: HeadCheckpoint, *methods: str, what: str) -> None:
+    """Raises `ConfigError` unless a format has room for this kind of head."""
+    method = checkpoint.config.method
+    if method not in methods:
+        raise ConfigError(f"{what} cannot hold a head of method '{method}'. Expected {' or '.join(methods)}.")
+
+
+def own_entries(checkpoint: HeadCheckpoint, **more: Any) -> dict[str, Any]:
+    """Our key of a foreign `config.json`, which other readers pass over; more: further values in it."""
+    target = checkpoint.target
+    return {
+        KEY: {
+            "target": None if target is None else target.model_dump(mode="json"),
+            "acceptance": checkpoint.acceptance,
+            "choices": checkpoint.choices,
+            "notes": dict(checkpoint.notes),
+            **{key: getattr(checkpoint.config, key) for key in _NETWORK_KEYS if hasattr(checkpoint.config, key)},
+            **more,
+        }
+    }
+
+
+def target_name(checkpoint: HeadCheckpoint) -> dict[str, Any]:
+    """The key by which published heads name their target."""
+    name = None if checkpoint.target is None else checkpoint.target.name
+    return {"base_model_name_or_path": name or "N/A"}
+
+
+def own_entry(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """A value under our key of a foreign `config.json`."""
+    entries = config.get(KEY)
+    return entries.get(key, default) if isinstance(entries, dict) else default
+
+
+def finished(
+    name: str, config: Mapping[str, Any], sizes: HeadConfig, weights: Mapping[str, Tensor], target: Surroundings
+) -> HeadCheckpoint:
+    """A checkpoint from what a format's reader found.
+
+    Args:
+        name: The file or directory, for messages.
+        config: Its `config.json`.
+        sizes: The head's configuration.
+        weights: The head's tensors; equal blocks become tied ones unless the file says that they are apart.
+        target: What the caller knows of the target; taken as the head's where the file does not say.
+
+    Raises:
+        ModelError: When our key holds nonsense.
+    """
+    try:
+        if hasattr(sizes, "tied_blocks") and own_entry(config, "tied_blocks") is not False:
+            sizes, weights = with_ties(sizes, dict(weights))
+        stored = own_entry(config, "target")
+        known = target.fingerprint if stored is None else TargetFingerprint.model_validate(stored)
+        base = config.get("base_model_name_or_path")
+        if known is None and isinstance(base, str) and base != "N/A":
+            known = TargetFingerprint(name=base, hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size)
+        checkpoint = HeadCheckpoint(
+            config=sizes,
+            weights=weights,
+            target=known,
+            acceptance=_NUMBERS.validate_python(own_entry(config, "acceptance")),
+            choices=_PATHS.validate_python(own_entry(config, "choices")),
+            notes=_NOTES.validate_python(own_entry(config, "notes", {})),
+        )
+    except ValidationError as err:
+        raise ModelError(f"'{KEY}' in the config.json of '{name}' makes no sense: {err.errors()[0]['msg']}.") from err
+    own = TargetFingerprint(hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size)
+    if target.fingerprint is not None and own.differences(target.fingerprint):
+        checkpoint.check_target(target.fingerprint, what=name)
+        raise ModelError(
+            f"head '{name}' has {', '.join(target.fingerprint.differences(own))}, which is the target's. "
+            "Expected a head for this target."
+        )
+    return checkpoint
+
+
+def save(directory: Path, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> None:
+    """Writes weights, as safetensors or as a pickle by the name's ending, and then a configuration.
+
+    Args:
+        directory: Made where it is not there.
+        name: Of the weights.
+        tensors: Each with memory of its own.
+        config: For `config.json`; None leaves it out.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if name.endswith(".safetensors"):
+        save_file(dict(tensors), directory / name, metadata={"format": "pt"})
+    else:
+        torch.save(dict(tensors), directory / name)
+    if config is not None:
+        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,222 @@
+"""Medusa and Hydra heads in TensorRT-LLM's checkpoint layout: `config.json` and `rank{r}.safetensors`.
+
+Only the heads' tensors are written and read; those of the target, `transformer.*` and `lm_head.weight`, are its own
+converter's business. Column-parallel layers are split along their outputs with their biases, row-parallel ones along
+their inputs; LM heads are padded with rows of zeros to a multiple of the ranks.
+
+The public port of Hydra runs the prefix layer without a cache and splits no bias: what is written here is meant for a
+runtime that does it right, and for one rank is the same as the port's.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import pad
+
+from foretoken.core.errors import ConfigError, ModelError
+from foretoken.formats import hydra_names, medusa_names
+from foretoken.formats.checkpoint import check_keys
+from foretoken.formats.hydra_names import HydraNames, prefix_entries
+from foretoken.formats.mapping import assemble, scatter, wanted_shapes
+from foretoken.formats.medusa_names import MedusaNames
+from foretoken.formats.ranks import Ranks, split
+from foretoken.formats.saving import expect_method, finished, own_entries, save
+from foretoken.heads.hydra import HydraConfig
+from foretoken.heads.medusa import MedusaConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.formats.files import HeadFiles
+    from foretoken.formats.mapping import Place
+    from foretoken.formats.saving import WriteOptions
+    from foretoken.formats.surroundings import Surroundings
+
+MEDUSA = MedusaNames(
+    block="medusa_heads.{head}.medusa_layers.{layer}.linear", lm_head="medusa_heads.{head}.lm_head.weight"
+)
+HYDRA = HydraNames(
+    first="hydra_heads.{head}.hydra_mlp",
+    further="hydra_heads.{head}.hydra_mlps.{index}.linear",
+    lm_head="hydra_heads.{head}.hydra_lm_head",
+    prefix=("prefix_embedding_layer.layer", "prefix_embedding_layer.norm"),
+)
+_HYDRA_KEY = re.compile(r"hydra_heads\.\d+\..*")
+_TARGET_KEY = re.compile(r"transformer\..*|lm_head\..*")
+_MAX_DRAFT_LEN = 63  # nodes of the published trees, without the root
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_MOST_PADDING = 64
+
+# Its names for what transformers configurations hold.
+_BASE_KEYS = {
+    "num_hidden_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_key_value_heads": "num_key_value_heads",
+    "head_size": "head_dim",
+    "intermediate_size": "intermediate_size",
+    "max_position_embeddings": "max_position_embeddings",
+    "hidden_act": "hidden_act",
+    "norm_epsilon": "rms_norm_eps",
+    "model_type": "model_type",
+}
+
+
+def recognises(files: HeadFiles) -> bool:
+    """Whether there are keys of this family."""
+    return MEDUSA.recognises(files.weights) or bool(files.weights.matches(_HYDRA_KEY))
+
+
+def read(files: HeadFiles, target: Surroundings) -> HeadCheckpoint:
+    """Reads heads from all ranks.
+
+    Args:
+        files: The checkpoint.
+        target: For sizes that its configuration leaves out.
+
+    Raises:
+        ModelError: When ranks are missing, keys do not fit together, numbers are quantised or not finite.
+    """
+    config, name = files.config, str(files.path)
+    algorithm = (config.get("quantization") or {}).get("quant_algo")
+    if algorithm is not None:
+        raise ModelError(f"the heads of '{name}' are quantised by {algorithm}. Expected float16, bfloat16 or float32.")
+    ranks = Ranks.of(files, ignored=_TARGET_KEY)
+    stored: MedusaConfig | HydraConfig
+    if MEDUSA.recognises(files.weights):
+        stored = MEDUSA.config(ranks.merged, vocab_size=config.get("vocab_size"))
+        table = MEDUSA.table(stored)
+        counts = {"num_heads": "num_medusa_heads", "num_layers": "num_medusa_layers"}
+        medusa_names.warn_of_counts(name, config, counts, stored)
+    else:
+        stored = HYDRA.config(ranks.merged, _prefix_sizes(config), target)
+        table = HYDRA.table(stored)
+    wanted = wanted_shapes(table, stored)
+    check_keys(name, ranks.shapes(), ranks.wanted(wanted))
+    tensors = assemble(name, ranks.merged.fetch(wanted), table, stored)
+    sizes: Any = stored.model_copy(update={"vocab_size": _vocab_size(name, config, stored.vocab_size)})
+    cut = {key: _cut(key, tensor, sizes.vocab_size) for key, tensor in tensors.items()}
+    if isinstance(sizes, MedusaConfig):
+        sizes, cut = medusa_names.without_added_biases(config, sizes, cut)
+    return finished(name, config, sizes, cut, target)
+
+
+def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+    """Writes heads, split over the ranks.
+
+    Raises:
+        ConfigError: When the format has no room for the head, its sizes cannot be split, or the target's LM head is
+            needed and not at hand.
+    """
+    what = "format 'tensorrt_llm'"
+    expect_method(checkpoint, "medusa", "hydra", what=what)
+    config, tp_size = checkpoint.config, options.tp_size
+    sizes: MedusaConfig | HydraConfig
+    table: dict[str, Place]
+    if isinstance(config, MedusaConfig):
+        sizes, weights = medusa_names.for_writing(config, checkpoint.weights, options, what=what)
+        table = MEDUSA.table(sizes)
+    else:
+        assert isinstance(config, HydraConfig), "the method says so"
+        sizes, weights = hydra_names.with_own_lm_heads(config, checkpoint.weights, options, what=what)
+        table = HYDRA.table(sizes)
+    _check_heads(sizes, tp_size)
+    tensors = {key: _padded(key, tensor, tp_size) for key, tensor in scatter(weights, table).items()}
+    kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+    if len(kinds) > 1 or next(iter(tensors.values())).dtype not in _DTYPES:
+        raise ConfigError(f"{what} holds float16, bfloat16 or float32. The head has {', '.join(kinds)}. Pass --dtype.")
+    stored = _config(checkpoint, sizes, options, kinds[0])
+    for rank in range(tp_size):
+        parts = {key: split(key, tensor, rank, tp_size) for key, tensor in tensors.items()}
+        save(directory, f"rank{rank}.safetensors", parts, stored if rank == tp_size - 1 else None)
+
+
+def _config(
+    checkpoint: HeadCheckpoint, sizes: MedusaConfig | HydraConfig, options: WriteOptions, dtype: str
+) -> dict[str, Any]:
+    """`config.json`; the target's sizes as far as they are known."""
+    method, base = sizes.method, options.target.config
+    known = {} if base is None else {key: getattr(base, name, None) for key, name in _BASE_KEYS.items()}
+    if base is not None:
+        rope = getattr(base, "rope_parameters", None) or {}
+        known |= {"rotary_base": rope.get("rope_theta", 10000.0), "rotary_scaling": _scaling(rope)}
+        known["position_embedding_type"] = "rope_gpt_neox"
+    return {
+        "architecture": {"medusa": "MedusaForCausalLM", "hydra": "HydraForCausalLM"}[method],
+        "dtype": dtype,
+        "logits_dtype": "float32",
+        **{key: value for key, value in known.items() if value is not None},
+        "hidden_size": sizes.hidden_size,
+        "vocab_size": sizes.vocab_size,
+        "quantization": {"quant_algo": None, "kv_cache_quant_algo": None},
+        "mapping": {"world_size": options.tp_size, "tp_size": options.tp_size, "pp_size": 1},
+        "use_parallel_embedding": False,
+        "embedding_sharding_dim": 0,
+        "max_draft_len": _MAX_DRAFT_LEN,
+        f"num_{method}_heads": sizes.num_heads,
+        f"num_{method}_layers": sizes.num_layers,
+        **(prefix_entries(sizes) if isinstance(sizes, HydraConfig) else {}),
+        **own_entries(checkpoint),
+    }
+
+
+def _scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the format calls rotary scaling, or None for plain rotations."""
+    if rope.get("rope_type", "default") == "default":
+        return None
+    return {("type" if key == "rope_type" else key): value for key, value in rope.items() if key != "rope_theta"}
+
+
+def _prefix_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration with the target's attention sizes standing in for the prefix layer's."""
+    heads, width = config.get("num_attention_heads"), config.get("hidden_size")
+    found = {
+        "prefix_num_attention_heads": heads,
+        "prefix_num_key_value_heads": config.get("num_key_value_heads", heads),
+        "prefix_head_dim": config.get("head_size") or (width // heads if width and heads else None),
+        "prefix_rms_norm_eps": config.get("norm_epsilon"),
+    }
+    return {key: value for key, value in found.items() if value is not None} | dict(config)
+
+
+def _vocab_size(name: str, config: Mapping[str, Any], rows: int) -> int:
+    """The vocabulary without padding."""
+    stated = config.get("vocab_size")
+    if isinstance(stated, int) and 0 <= rows - stated < _MOST_PADDING:
+        return stated
+    logging.getLogger(__name__).warning("%s: config.json says vocab_size %s, the tensors say %s", name, stated, rows)
+    return rows
+
+
+def _check_heads(sizes: MedusaConfig | HydraConfig, tp_size: int) -> None:
+    """Refuses to split an attention head; other sizes are checked where they are split."""
+    prefix = sizes.prefix if isinstance(sizes, HydraConfig) else None
+    for what in ("num_attention_heads", "num_key_value_heads"):
+        number = tp_size if prefix is None else getattr(prefix, what)
+        if number % tp_size:
+            raise ConfigError(f"tp_size is {tp_size}. Expected a divisor of the prefix layer's {what}, {number}.")
+
+
+def _is_lm_head(key: str) -> bool:
+    """Whether dimension 0 is the vocabulary, in the file's names."""
+    return ".lm_head." in key or ".hydra_lm_head." in key
+
+
+def _padded(key: str, tensor: Tensor, tp_size: int) -> Tensor:
+    """LM heads with rows of zeros up to a multiple of the ranks."""
+    missing = -tensor.shape[0] % tp_size
+    return pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)) if _is_lm_head(key) and missing else tensor
+
+
+def _cut(key: str, tensor: Tensor, vocab_size: int) -> Tensor:
+    """LM heads without those rows, in our names: (K, V, E) in a Medusa head, (V, E) and (V,) in a Hydra head."""
+    if key == "lm_head":
+        return tensor[:, :vocab_size].contiguous()
+    return tensor[:vocab_size].contiguous() if key.startswith("lm_heads.") else tensor

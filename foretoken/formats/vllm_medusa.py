@@ -1,0 +1,190 @@
+"""Medusa heads as vLLM reads them: `blocks.{head}.layers.{layer}` and `lm_heads.{head}`, with a whole `config.json`.
+
+vLLM passes over tensors that it does not know and drops biases unless `medusa_fc_bias` is set: it is set here whenever
+there is one.
+"""
+
+from __future__ import annotations
+
+import logging
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from foretoken.core.errors import ModelError
+from foretoken.formats.mapping import make_config, read_tensors, scatter
+from foretoken.formats.medusa_names import MedusaNames, warn_of_counts
+from foretoken.formats.saving import expect_method, finished, own_entries, save
+from foretoken.heads.medusa import MedusaConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.formats.files import HeadFiles
+    from foretoken.formats.saving import WriteOptions
+    from foretoken.formats.surroundings import Surroundings
+
+NAMES = MedusaNames(block="blocks.{head}.layers.{layer}", lm_head="lm_heads.{head}.weight")
+_PREFIX = "medusa_heads."
+_SHARED = "lm_head.weight"
+_DEFAULT_VOCAB_SIZE = 32001
+
+
+def recognises(files: HeadFiles) -> bool:
+    """Whether there are keys of this family."""
+    return any(names.recognises(files.weights) for names in (NAMES, NAMES.prefixed(_PREFIX)))
+
+
+def read(files: HeadFiles, target: Surroundings) -> HeadCheckpoint:
+    """Reads heads.
+
+    Args:
+        files: The checkpoint.
+        target: Its LM head, where it is at hand, tells whether a shared one is the target's.
+
+    Raises:
+        ModelError: When keys do not fit together, numbers are not finite, or the token map is no map.
+    """
+    weights, config, name = files.weights, files.config, str(files.path)
+    if config.get("logit_scale") not in (None, 1):
+        raise ModelError(f"'{name}' scales its logits by {config['logit_scale']!r}. Expected heads without a scale.")
+    prefix = _PREFIX if NAMES.prefixed(_PREFIX).recognises(weights) else ""
+    names, map_key, shared_key = NAMES.prefixed(prefix), f"{prefix}token_map", _shared_key(files, prefix)
+    sizes = names.sizes(weights)
+    rows = next(iter(weights.shapes.get(shared_key, ())), None) if shared_key else sizes["rows"]
+    sizes |= {"rows": None, "own_lm_head": shared_key is None, "vocab_size": rows or _stated_vocab_size(config)}
+    sizes["has_bias"] |= config.get("medusa_fc_bias") is True
+    stored = _checked(name, sizes)
+    extra: dict[str, tuple[int, ...]] = {}
+    stated = config.get("truncated_vocab_size")
+    if map_key in weights.shapes:
+        extra[map_key] = (prod(weights.shapes[map_key]),)
+    elif isinstance(stated, int) and stated < _stated_vocab_size(config):
+        extra[map_key] = (stated,)  # without it nobody knows which tokens the rows are
+    if shared_key is not None:
+        extra[shared_key] = (stored.vocab_size, stored.hidden_size)
+    tensors = read_tensors(weights, names.table(stored), stored, extra=extra)
+    others = weights.fetch(extra)
+    shared = others.get(shared_key or "")
+    _warn(name, config, stored, has_map=map_key in others)
+    if map_key in others:
+        full = _with_token_map(name, config, stored, tensors, others[map_key], shared)
+    elif shared is not None:
+        full = _with_shared_lm_head(name, stored, tensors, shared, target)
+    else:
+        full = stored
+    return finished(name, config, full, tensors, target)
+
+
+def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+    """Writes heads; where they share the target's LM head, it is written once beside them.
+
+    Raises:
+        ConfigError: When the format has no room for the head, or the target's LM head is needed and not at hand.
+    """
+    what = "format 'vllm_medusa'"
+    expect_method(checkpoint, "medusa", what=what)
+    sizes = checkpoint.config
+    assert isinstance(sizes, MedusaConfig), "the method says so"
+    tensors = scatter(checkpoint.weights, NAMES.table(sizes))
+    if "token_map" in checkpoint.weights:
+        tensors["token_map"] = checkpoint.weights["token_map"].clone()
+    if not sizes.own_lm_head:
+        lm_head, _ = options.target.copy_of_lm_head(what, with_bias=False)
+        tensors[_SHARED] = lm_head.to("cpu", checkpoint.weights["weight"].dtype, copy=True)
+    config = {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": sizes.hidden_size,
+        "vocab_size": sizes.vocab_size,
+        "num_heads": sizes.num_heads,
+        "num_hidden_layers": sizes.num_layers,
+        "max_paths": 64,
+        "topk": 10,
+        "truncated_vocab_size": sizes.draft_vocab_size,
+        "medusa_fc_bias": sizes.has_bias and sizes.num_layers > 0,
+        "original_lm_head": not sizes.own_lm_head,
+        "torch_dtype": str(next(iter(tensors.values())).dtype).removeprefix("torch."),
+        **own_entries(checkpoint),
+    }
+    save(directory, "model.safetensors", tensors, config)
+
+
+def _shared_key(files: HeadFiles, prefix: str) -> str | None:
+    """The LM head that all heads share, or None where each has its own."""
+    shapes = files.weights.shapes
+    if not files.config.get("original_lm_head") and prefix + _SHARED not in shapes:
+        return None
+    return next((key for key in (f"{prefix}lm_heads.0.weight",) if key in shapes), prefix + _SHARED)
+
+
+def _stated_vocab_size(config: Mapping[str, Any]) -> Any:
+    """What the configuration says, or what vLLM takes where it does not."""
+    return config.get("vocab_size", _DEFAULT_VOCAB_SIZE)
+
+
+def _checked(name: str, sizes: dict[str, Any]) -> MedusaConfig:
+    """The configuration from the tensors' sizes."""
+    config: MedusaConfig = make_config(MedusaConfig, name, **{key: sizes[key] for key in sizes if key != "rows"})
+    return config
+
+
+def _with_token_map(
+    name: str,
+    config: Mapping[str, Any],
+    stored: MedusaConfig,
+    tensors: dict[str, Tensor],
+    token_map: Tensor,
+    shared: Tensor | None,
+) -> MedusaConfig:
+    """Puts LM heads over part of the vocabulary in their place; those over all of it are cut, as vLLM does."""
+    drafted, rows = token_map.numel(), stored.vocab_size
+    full: MedusaConfig = make_config(
+        MedusaConfig,
+        name,
+        **stored.model_dump()
+        | {"vocab_size": _stated_vocab_size(config), "own_lm_head": True, "draft_vocab_size": drafted},
+    )
+    vocab = full.vocab_size
+    token_map = token_map.to(torch.int64)
+    if bool((token_map < 0).any()) or bool((token_map >= vocab).any()) or token_map.unique().numel() != drafted:
+        raise ModelError(f"the token_map of '{name}' is no map. Expected different tokens in 0..{vocab - 1}.")
+    if rows not in (drafted, vocab):
+        raise ModelError(
+            f"the LM heads of '{name}' have {rows} rows. Expected {drafted}, as its token_map, or {vocab}."
+        )
+    lm_head = tensors["lm_head"] if shared is None else shared.expand(stored.num_heads, -1, -1)
+    tensors["lm_head"] = (lm_head if rows == drafted else lm_head[:, token_map]).contiguous()
+    tensors["token_map"] = token_map
+    return full
+
+
+def _with_shared_lm_head(
+    name: str, stored: MedusaConfig, tensors: dict[str, Tensor], shared: Tensor, target: Surroundings
+) -> MedusaConfig:
+    """Shares the target's LM head when this is it, and copies it into each head when it is another one."""
+    known = target.weights
+    if known is None:
+        logging.getLogger(__name__).warning("%s: its LM head is taken to be the target's", name)
+        return stored
+    if known.is_plain and known.lm_head_bias is None and torch.equal(known.lm_head.to("cpu", shared.dtype), shared):
+        return stored
+    tensors["lm_head"] = shared.expand(stored.num_heads, -1, -1).contiguous()
+    return stored.model_copy(update={"own_lm_head": True})
+
+
+def _warn(name: str, config: Mapping[str, Any], found: MedusaConfig, *, has_map: bool) -> None:
+    """Warns where the configuration says other than the tensors."""
+    counts = {"num_heads": "num_heads", "num_layers": "num_hidden_layers"}
+    warn_of_counts(name, config, counts, found)
+    # vLLM also takes other names that hold these words.
+    warn_of_counts(name, config, {"num_heads": "medusa_num_heads", "num_layers": "medusa_num_layers"}, found)
+    if not has_map and found.own_lm_head:
+        warn_of_counts(name, config, {"vocab_size": "vocab_size"}, found)
+    if found.has_bias and found.num_layers and config.get("medusa_fc_bias") is not True:
+        logging.getLogger(__name__).warning("%s: it has biases, which vLLM drops: medusa_fc_bias is not set", name)

@@ -1,0 +1,248 @@
+"""`foretoken convert` and `foretoken inspect` on heads: what they print, and that errors leave nothing behind."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from command_line import MODEL, ROOT, Finished, run
+
+from foretoken.formats import native
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+from foretoken.formats.mapping import head_shapes
+from foretoken.formats.registry import read_head
+from foretoken.heads.base import HeadConfig
+from foretoken.heads.hydra import HydraConfig
+from foretoken.heads.medusa import MedusaConfig
+from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
+from foretoken.heads.prefix_layer import PrefixConfig
+
+MEDUSA = MedusaConfig(hidden_size=8, vocab_size=13, num_heads=4, num_layers=1, own_lm_head=True)
+HYDRA = HydraConfig(
+    hidden_size=8,
+    vocab_size=13,
+    num_heads=3,
+    num_layers=4,
+    tied_blocks=True,
+    own_lm_head=True,
+    prefix=PrefixConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=2, intermediate_size=12),
+)
+SPECULATOR = MlpSpeculatorConfig(hidden_size=8, vocab_size=13, inner_dim=6)
+
+
+def written(path: Path, config: HeadConfig, **more: object) -> HeadCheckpoint:
+    """A random head in our own format."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {key: torch.randn(shape, generator=generator) for key, shape in head_shapes(config).items()}
+    target = TargetFingerprint(name="some/target", hidden_size=config.hidden_size, vocab_size=config.vocab_size)
+    checkpoint = HeadCheckpoint(config=config, weights=weights, target=target, **more)  # type: ignore[arg-type]
+    native.write(checkpoint, path)
+    return checkpoint
+
+
+def assert_equal(one: HeadCheckpoint, other: HeadCheckpoint) -> None:
+    assert other.config == one.config
+    assert all(torch.equal(other.weights[key], tensor) for key, tensor in one.weights.items())
+
+
+def assert_refused(result: Finished, *parts: str) -> None:
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    for part in parts:
+        assert part in result.stderr
+
+
+def succeeded(*arguments: str) -> str:
+    result = run(*arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize(
+    ("config", "to", "options"),
+    [
+        (MEDUSA, "medusa", ["--safetensors"]),
+        (MEDUSA, "vllm-medusa", []),
+        (MEDUSA, "tensorrt_llm", ["--tp_size", "4", "--num_medusa_heads", "4"]),
+        (HYDRA, "hydra", ["--num_hydra_heads", "3", "--num_hydra_layers", "4"]),
+        (HYDRA, "tensorrt_llm", ["--tp-size", "2"]),
+        (SPECULATOR, "mlp_speculator", []),
+    ],
+)
+def test_there_and_back(tmp_path: Path, config: HeadConfig, to: str, options: list[str]) -> None:
+    head = written(tmp_path / "head", config)
+    text = succeeded("convert", str(tmp_path / "head"), str(tmp_path / "out"), "--to", to, *options)
+    assert "(native) ->" in text
+    assert config.method in text
+    report = json.loads(succeeded("convert", str(tmp_path / "out"), str(tmp_path / "back"), "--json"))
+    assert (report["source_format"], report["format"]) == (to.replace("-", "_"), "native")
+    assert_equal(head, read_head(tmp_path / "back")[1])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["back", "head", "out"]
+
+
+def test_fewer_heads_and_another_dtype(tmp_path: Path) -> None:
+    head = written(tmp_path / "head", MEDUSA, acceptance=[[0.5], [0.3], [0.2], [0.1]], choices=[[0], [0, 0, 0], [1]])
+    options = ["--fixed_num_medusa_heads", "2", "--dtype", "bfloat16"]
+    succeeded("convert", str(tmp_path / "head"), str(tmp_path / "out"), "--to", "medusa", *options)
+    cut = read_head(tmp_path / "out")[1]
+    assert cut.config == MEDUSA.model_copy(update={"num_heads": 2})
+    assert torch.equal(cut.weights["lm_head"], head.weights["lm_head"][:2].bfloat16())
+    assert (cut.acceptance, cut.choices) == ([[0.5], [0.3]], [[0], [1]])
+
+    written(tmp_path / "hydra", HYDRA)
+    succeeded("convert", str(tmp_path / "hydra"), str(tmp_path / "one"), "--num-hydra-heads", "1")
+    assert read_head(tmp_path / "one")[1].config.num_heads == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "parts"),
+    [
+        (MEDUSA, ["--to", "medsua"], ("in format 'medsua'", "Did you mean 'medusa'?")),
+        (MEDUSA, ["--to", "gorgon"], ("cannot be written in format 'gorgon'",)),
+        (MEDUSA, ["--to", "hydra"], ("cannot hold a head of method 'medusa'",)),
+        (MEDUSA, ["--to", "medusa", "--num_medusa_heads", "5"], ("5 heads are asked for. Expected 1 to 4",)),
+        (MEDUSA, ["--to", "medusa", "--num_medusa_layers", "2"], ("2 layers are asked for", "have 1")),
+        (MEDUSA, ["--to", "medusa", "--num_hydra_heads", "2"], ("holds a head of method 'medusa'",)),
+        (MEDUSA, ["--to", "medusa", "--dtype", "float12"], ("dtype 'float12' does not exist here", "float16")),
+        (MEDUSA, ["--to", "medusa", "--tp-size", "2"], ("tp_size is 2. Expected 1",)),
+        (MEDUSA, ["--to", "tensorrt_llm", "--tp-size", "3"], ("tp_size is 3. Expected a divisor of 8",)),
+        (MEDUSA, ["--to", "medusa", "--target", "models/tinycod"], ("Did you mean 'models/tinycode'?",)),
+        (MEDUSA.model_copy(update={"own_lm_head": False}), ["--to", "medusa"], ("LM head", "Pass --target")),
+    ],
+)
+@pytest.mark.parametrize("force", [False, True])
+def test_errors_leave_the_output_alone(
+    tmp_path: Path, config: HeadConfig, options: list[str], parts: tuple[str, ...], force: bool
+) -> None:
+    written(tmp_path / "head", config)
+    if force:
+        written(tmp_path / "out", SPECULATOR)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    arguments = ["convert", str(tmp_path / "head"), str(tmp_path / "out"), *options, *(["--force"] if force else [])]
+    assert_refused(run(*arguments), *parts)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert (tmp_path / "out").exists() == force
+
+
+def test_nothing_is_written_over(tmp_path: Path) -> None:
+    written(tmp_path / "head", MEDUSA)
+    out = tmp_path / "out"
+    out.mkdir()
+    arguments = ["convert", str(tmp_path / "head"), str(out), "--to", "medusa"]
+    succeeded(*arguments)  # an empty directory is nothing
+    assert_refused(run(*arguments), "is not empty", "Pass --force")
+    succeeded(*arguments[:-1], "vllm_medusa", "--force")
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    (out / "precious").mkdir()
+    assert_refused(run(*arguments, "--force"), "is no checkpoint of a head")
+    assert (out / "precious").is_dir()
+    file = tmp_path / "file"
+    file.touch()
+    assert_refused(run("convert", str(tmp_path / "head"), str(file), "--force"), "is no directory")
+
+
+def test_a_head_may_replace_itself(tmp_path: Path) -> None:
+    head = written(tmp_path / "head", MEDUSA)
+    succeeded("convert", str(tmp_path / "head"), str(tmp_path / "head"), "--to", "medusa", "--force")
+    name, back = read_head(tmp_path / "head")
+    assert name == "medusa"
+    assert_equal(head, back)
+
+
+def test_lm_head_and_embedding_come_from_the_target(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    tensors = load_file(ROOT / MODEL / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"].float()
+    lm_head = tensors.get("lm_head.weight", embedding).float()
+    vocab, width = lm_head.shape
+    written(tmp_path / "head", HydraConfig(hidden_size=width, vocab_size=vocab, num_heads=1, num_layers=1))
+    arguments = ["convert", str(tmp_path / "head"), str(tmp_path / "out"), "--to", "hydra", "--target", MODEL]
+    succeeded(*arguments)
+    stored = torch.load(tmp_path / "out" / "hydra_lm_head.pt", weights_only=True)
+    assert torch.equal(stored["hydra_lm_head.0.weight"], lm_head)
+    assert torch.equal(stored["input_embed_fn.weight"], embedding)
+    written(tmp_path / "other", MEDUSA)
+    other = ["convert", str(tmp_path / "other"), str(tmp_path / "m"), "--to", "medusa"]
+    succeeded(*other)
+    assert_refused(run("convert", str(tmp_path / "m"), str(tmp_path / "no"), "--target", MODEL), "hidden_size 8")
+
+
+def test_sources_that_are_no_heads(tmp_path: Path) -> None:
+    assert_refused(run("convert", MODEL, str(tmp_path / "out")), "holds no draft head of a known format")
+    assert_refused(run("convert", str(tmp_path / "none"), str(tmp_path / "out")), "there is no head")
+    assert not (tmp_path / "out").exists()
+
+
+def test_inspect_of_a_head(tmp_path: Path) -> None:
+    written(tmp_path / "head", HYDRA, acceptance=[[0.5], [0.25], [0.125]])
+    succeeded("convert", str(tmp_path / "head"), str(tmp_path / "out"), "--to", "tensorrt_llm", "--dtype", "float16")
+    facts = json.loads(succeeded("inspect", str(tmp_path / "out"), "--json"))
+    expected = {
+        "format": "tensorrt_llm",
+        "method": "hydra",
+        "heads": 3,
+        "layers": 4,
+        "hidden_size": 8,
+        "vocabulary": 13,
+        "lm_head": "own",
+        "tied_blocks": True,
+        "dtypes": ["float16"],
+        "target": {"name": "some/target", "hidden_size": 8, "vocab_size": 13},
+        "acceptance": [[0.5], [0.25], [0.125]],
+    }
+    assert {key: facts[key] for key in expected} == expected
+    assert facts["weight_bytes"] == 2 * facts["parameters"]
+    text = succeeded("inspect", str(tmp_path / "head"))
+    assert "hydra" in text
+    assert "native" in text
+
+
+def test_inspect_verify(tmp_path: Path) -> None:
+    """0: in order; 1: readable and suspicious; 2: cannot be read."""
+    head = written(tmp_path / "head", MEDUSA)
+    text = succeeded("inspect", str(tmp_path / "head"), "--verify")
+    assert "no findings" in text
+    assert "lm_head  [4, 13, 8]  float32" in text
+    head.weights["weight"].zero_()
+    native.write(head, tmp_path / "head")
+    result = run("inspect", str(tmp_path / "head"), "--verify", "--json")
+    assert result.returncode == 1
+    assert json.loads(result.stdout)["findings"] == ["weight is zero everywhere"]
+    head.weights["weight"][0] = float("nan")
+    native.write(head, tmp_path / "head")
+    assert_refused(run("inspect", str(tmp_path / "head"), "--verify"), "not finite: weight")
+
+
+def test_inspect_verify_reports_what_readers_warn_about(tmp_path: Path) -> None:
+    written(tmp_path / "head", MEDUSA)
+    succeeded("convert", str(tmp_path / "head"), str(tmp_path / "out"), "--to", "medusa")
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config | {"medusa_num_heads": 2}))
+    result = run("inspect", str(tmp_path / "out"), "--verify")
+    assert result.returncode == 1
+    assert "medusa_num_heads 2, the tensors say 4" in result.stdout
+    assert run("inspect", str(tmp_path / "out")).returncode == 0
+
+
+def test_inspect_of_damaged_heads(tmp_path: Path) -> None:
+    written(tmp_path / "head", MEDUSA)
+    for to, file in (("medusa", "medusa_lm_head.pt"), ("vllm_medusa", "model.safetensors")):
+        succeeded("convert", str(tmp_path / "head"), str(tmp_path / to), "--to", to)
+        whole = (tmp_path / to / file).read_bytes()
+        (tmp_path / to / file).write_bytes(whole[: len(whole) // 2])
+        assert_refused(run("inspect", str(tmp_path / to)), f"{file} is damaged")
+
+
+def test_help_names_the_formats() -> None:
+    from foretoken.formats.registry import known_formats
+
+    text = succeeded("convert", "--help")
+    assert all(name in text for name in known_formats(writable=True)), text
+    assert "torch" in sys.modules

@@ -1,0 +1,72 @@
+"""Nonsense in a configuration or in a tensor's shape: a head, or one of our errors; never another exception."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from test_hydra import HYDRA_HEADS
+from tiny_heads import E, V, random_head
+
+from foretoken.core.errors import ForetokenError
+from foretoken.formats.registry import read_head, write_head
+from foretoken.heads.base import HeadConfig
+from foretoken.heads.medusa import MedusaConfig
+from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
+
+MEDUSA = MedusaConfig(hidden_size=E, vocab_size=V, num_heads=2, own_lm_head=True)
+HEADS = {
+    "medusa": MEDUSA,
+    "medusa_v2": MEDUSA.model_copy(update={"own_lm_head": False}),
+    "vllm_medusa": MEDUSA.model_copy(update={"draft_vocab_size": 5}),
+    "hydra": HYDRA_HEADS,
+    "tensorrt_llm": HYDRA_HEADS,
+    "mlp_speculator": MlpSpeculatorConfig(hidden_size=E, vocab_size=V, inner_dim=6),
+}
+NONSENSE = (None, "x", "7", -1, 0, 1.5, 10**12, True, [], [[1]], {}, {"a": []})
+
+
+def written(name: str, config: HeadConfig, directory: Path) -> None:
+    write_head(name, random_head(config), directory, as_safetensors=True)
+    read_head(directory)
+
+
+@pytest.mark.parametrize(("name", "config"), HEADS.items())
+def test_values_of_config_json(tmp_path: Path, name: str, config: HeadConfig) -> None:
+    written(name, config, tmp_path)
+    path = tmp_path / "config.json"
+    whole = json.loads(path.read_text())
+    for extra in ("original_lm_head", "logit_scale", "quantization", "grounded_heads", "hidden_state_offset", "medusa"):
+        whole.setdefault(extra, None) if extra != "grounded_heads" else whole.setdefault(extra, True)
+    refused = 0
+    for key in whole:
+        for value in NONSENSE:
+            path.write_text(json.dumps(whole | {key: value}))
+            try:
+                read_head(tmp_path)
+            except ForetokenError:
+                refused += 1
+    assert refused or name == "medusa"  # all that it says is said by its tensors too
+
+
+@pytest.mark.parametrize(("name", "config"), HEADS.items())
+def test_shapes(tmp_path: Path, name: str, config: HeadConfig) -> None:
+    written(name, config, tmp_path)
+    (path,) = tmp_path.glob("*.safetensors")
+    whole = load_file(path)
+    for key, tensor in whole.items():
+        for shape in ((), (0,), (3,), (0, 0), (3, 5), (1, 1, 1)):
+            if shape == tuple(tensor.shape):
+                continue
+            save_file(whole | {key: torch.zeros(shape, dtype=tensor.dtype)}, path)
+            with pytest.raises(ForetokenError):
+                read_head(tmp_path)
+        save_file({other: whole[other] for other in whole if other != key}, path)
+        try:
+            read_head(tmp_path)
+        except ForetokenError:
+            continue
+        assert name == "mlp_speculator", key  # tied weights are there several times
