@@ -7,11 +7,14 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from foretoken.bench.setups import PLAIN, Setup
 from foretoken.bench.workload import Workload, no_progress
 from foretoken.core.results import GenerationMetrics
 from foretoken.engine.costs import WIDTHS, measure_costs
 from foretoken.engine.llm import LLM
+from foretoken.target.plain import run_plain
 from foretoken.target.runner import Runner
 
 if TYPE_CHECKING:
@@ -40,6 +43,8 @@ class Measurement:
         num_identical: Entries of `texts` that equal plain decoding's; None for plain itself.
         speed_up: Median over rounds of this setup's tokens per second over plain's in the same round.
         speed_up_spread: Smallest and largest of these ratios.
+        nats_per_token: Mean surprise of the target at temperature 1 over the output, in nats; what a lossy rule costs
+            shows against plain decoding's. None where all setups are lossless.
     """
 
     setup: str
@@ -54,6 +59,7 @@ class Measurement:
     num_identical: int | None = None
     speed_up: float = 1.0
     speed_up_spread: tuple[float, float] = (1.0, 1.0)
+    nats_per_token: float | None = None
 
     @property
     def tokens_per_s(self) -> float:
@@ -109,6 +115,7 @@ class Measurement:
             "shares": self.shares,
             "num_identical": self.num_identical,
             "num_texts": len(self.texts),
+            "nats_per_token": self.nats_per_token,
             "metrics": self.metrics.as_dict(),
         }
 
@@ -174,6 +181,9 @@ def compare_setups(
         for row in rows:
             on_step[row.setup] = _ignore
         _relate(rows)
+        if any(engine.is_lossy for engine in engines.values()):
+            for row in rows:
+                row.nats_per_token = _surprise(model, tokenizer, prompts, row.texts)
         measurements.extend(rows)
     return measurements
 
@@ -194,6 +204,19 @@ def _plain_texts(plain: LLM, workload: Workload) -> list[RequestOutput]:
     return [
         output for t in workload.temperatures for output in plain.generate(list(workload.prompts), workload.params(t))
     ]
+
+
+def _surprise(model: LoadedModel, tokenizer: Any, prompts: Sequence[str], texts: list[list[int]]) -> float:
+    """Nats a token of outputs under the target at temperature 1; texts come prompt by prompt, once a repeat."""
+    total, count = 0.0, 0
+    for index, text in enumerate(texts):
+        prompt = list(tokenizer(prompts[index % len(prompts)])["input_ids"])
+        ids = torch.tensor([[*prompt, *text]])
+        logits = run_plain(model.module, ids).logits[0, len(prompt) - 1 : -1].float()
+        own = torch.tensor(text, device=logits.device).unsqueeze(1)
+        total -= float(logits.log_softmax(1).gather(1, own).sum())
+        count += len(text)
+    return total / max(count, 1)
 
 
 def _ignore(record: StepRecord) -> None:

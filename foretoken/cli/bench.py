@@ -38,7 +38,9 @@ def bench(
 
     Every batch of prompts is decoded by all setups in turn; speed-up is the median ratio to plain decoding of the same
     batch by the same runner. tau counts the target's own token of each pass; efficiency is speed-up / tau. The drafter
-    `oracle` knows the text and is right as often as its `pattern` says: it shows what the engine costs by itself.
+    `oracle` knows the text and is right as often as its `pattern` says: it shows what the engine costs by itself. A
+    second table says how many drafted nodes were used and how often each depth was accepted; beside a lossy acceptance
+    rule it has the target's surprise at what was written, in nats a token: what the rule's speed was bought with.
     """
     from foretoken.bench.compare import compare_setups, verify_costs
     from foretoken.bench.prompt_sets import load_prompts
@@ -76,6 +78,7 @@ def bench(
         return
     print(" ".join(f"{key}={value}" for key, value in header.items() if key != "command"))
     _print_table(measurements)
+    _print_acceptance(measurements)
     if costs:
         _print_costs(costs)
 
@@ -106,6 +109,37 @@ def _print_table(measurements: list[Measurement]) -> None:
             f"{row.verify_ms:.2f}",
             f"{row.host_ms:.2f}",
             identical,
+        )
+    Console(width=148).print(table)
+
+
+def _print_acceptance(measurements: list[Measurement]) -> None:
+    """What became of the drafts: one line a setup and temperature, and the price of lossy rules."""
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = [row for row in measurements if row.metrics.num_drafted]
+    is_lossy = any(row.nats_per_token is not None for row in measurements)
+    if is_lossy:
+        rows = measurements
+    if not rows:
+        return
+    deepest = min(max(len(row.metrics.acceptance_by_depth) for row in rows), 8)
+    table = Table(title="accepted, depth by depth: of the passes whose tree reached it")
+    for column in ("drafter", "T", "nodes", "used", *(f"depth {d}" for d in range(1, deepest + 1)),
+                   *(["nats/token"] if is_lossy else [])):  # fmt: skip
+        is_name = column == "drafter"
+        table.add_column(column, justify="left" if is_name else "right", no_wrap=not is_name)
+    for row in rows:
+        shares = [f"{share:.0%}" for share in row.metrics.acceptance_by_depth[:deepest]]
+        table.add_row(
+            row.setup,
+            f"{row.temperature:g}",
+            f"{row.metrics.tree_nodes:.1f}",
+            f"{row.metrics.tree_utilisation:.0%}",
+            *shares,
+            *[""] * (deepest - len(shares)),
+            *([f"{row.nats_per_token:.3f}"] if is_lossy else []),
         )
     Console(width=148).print(table)
 

@@ -56,6 +56,16 @@ class GenerationMetrics:
         """P(accepted at depth d | the tree reached depth d), from depth 1."""
         return [self.accepted_at_depth[d] / n for d, n in sorted(self.drafted_at_depth.items())]
 
+    @property
+    def tree_nodes(self) -> float:
+        """Drafted nodes per target pass."""
+        return self.num_drafted / self.steps if self.steps else 0.0
+
+    @property
+    def tree_utilisation(self) -> float:
+        """Part of the drafted nodes that was accepted."""
+        return self.num_accepted / self.num_drafted if self.num_drafted else 0.0
+
     def add_step(self, step: SequenceStep, record: StepRecord) -> None:
         """Counts one iteration. Changes this object."""
         self.add_sequence(step)
@@ -90,6 +100,8 @@ class GenerationMetrics:
             "num_drafted": self.num_drafted,
             "num_accepted": self.num_accepted,
             "mean_acceptance_length": self.mean_acceptance_length,
+            "tree_nodes": self.tree_nodes,
+            "tree_utilisation": self.tree_utilisation,
             "acceptance_by_depth": self.acceptance_by_depth,
             "accepted_by": dict(self.accepted_by),
             "draft_errors": self.draft_errors,

@@ -119,7 +119,7 @@ class LLM:
             dtype=loaded.dtype,
             runner=runner,
             tree_nodes=lambda: costs().tree_nodes(),
-            pass_seconds=lambda tokens: costs()(tokens),
+            pass_seconds=lambda tokens: costs()(tokens),  # noqa: PLW0108 - not measured unless asked for
             tokenizer=self.tokenizer,
             model=loaded,
         )
@@ -147,6 +147,11 @@ class LLM:
         )
         self._is_seeded = seed is not None
         self._seeds = random.Random(seed)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether its acceptance rule may change what the target would have written."""
+        return self._engine.policy.is_lossy
 
     def generate(
         self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
