@@ -36,8 +36,8 @@ def train(
         list[str] | None,
         typer.Option(
             "--objective",
-            help="A weight of the objective as KEY=NUMBER: ce_weight, kl_weight, tv_weight, feature_weight, head_decay, "
-            "noise; repeatable.",
+            help="A weight of the objective as KEY=NUMBER: ce_weight, kl_weight, tv_weight, feature_weight, "
+            "head_decay, noise; repeatable.",
             rich_help_panel=_LEARNING,
         ),
     ] = None,
@@ -60,6 +60,18 @@ def train(
         str, typer.Option(help="float32, or bfloat16 by autocast.", rich_help_panel=_LEARNING)
     ] = "float32",
     seed: Annotated[int, typer.Option(min=0, rich_help_panel=_LEARNING)] = 0,
+    joint: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--joint",
+            help="Let the target learn along (Medusa-2), KEY=VALUE: backbone=lora or full, head_weight, head_warmup, "
+            "warmup_part, rate_factor, self_distillation, lora_rank, lora_alpha, lora_dropout; repeatable.",
+            rich_help_panel=_LEARNING,
+        ),
+    ] = None,
+    target_out: Annotated[
+        Path | None, typer.Option(help="With --joint: directory of the new target.", rich_help_panel=_RUN)
+    ] = None,
     run_dir: Annotated[
         Path | None, typer.Option(help="Checkpoints and curves. Default: OUT-run.", rich_help_panel=_RUN)
     ] = None,
@@ -84,11 +96,14 @@ def train(
     launch` all processes share the batch. At the end the head decodes held-out prompts through the engine, and its
     acceptance is stored with it: drafting chooses its tree by that.
     """
-    if out.exists():
-        raise ConfigError(f"'{out}' exists already. Expected a new directory. Choose another --out or remove it.")
-    from foretoken.training.config import head_config, objective_config, train_config
+    for place in (out, target_out):
+        if place is not None and place.exists():
+            raise ConfigError(f"'{place}' exists already. Expected a new directory. Choose another or remove it.")
+    if (joint is None) != (target_out is None):
+        raise ConfigError("--joint and --target-out go together: the target that learns along is a new one. Pass both.")
+    from foretoken.training.config import head_config, joint_config, objective_config, train_config
     from foretoken.training.data.packed import PackedTokens
-    from foretoken.training.run import Interrupted, RunSettings, train_head
+    from foretoken.training.run import Interrupted, RunSettings, train_head, train_jointly
 
     objective = objective_config(method, _pairs(weights, "--objective"))
     settings = train_config({
@@ -112,17 +127,23 @@ def train(
         save_every_s=save_every_s,
         cache=cache,
         cache_bytes=int(cache_gib * 2**30),
+        joint=None if joint is None else joint_config(_pairs(joint, "--joint")),
     )
     if initial is not None:
         _check_initial(initial, method, loaded, str(init))
     with step_progress(steps) as on_step:
         try:
-            checkpoint = train_head(loaded, packed, run, initial=initial, on_step=on_step)
+            if run.joint is None:
+                checkpoint = train_head(loaded, packed, run, initial=initial, on_step=on_step)
+            else:
+                checkpoint, loaded = train_jointly(loaded, packed, run, initial=initial, on_step=on_step)
         except Interrupted as err:
             print(f"stopped; the same command goes on from '{run.directory}'", file=sys.stderr)
             raise typer.Exit(128 + err.number) from err
-    from foretoken.training.report import saved_head
+    from foretoken.training.report import save_target, saved_head
 
+    if target_out is not None:
+        loaded = save_target(loaded, target_out, tokenizer=tokenizer, like=model)
     facts = saved_head(
         checkpoint, out, target=loaded, tokenizer=tokenizer, dtype=save_dtype, prompts=prompts, num_prompts=num_prompts
     )

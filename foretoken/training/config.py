@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, Literal
@@ -48,6 +49,40 @@ class TrainConfig(BaseModel):
     seed: int = Field(default=0, ge=0)
 
 
+class JointConfig(BaseModel):
+    """How the backbone learns along.
+
+    Attributes:
+        backbone: "lora" for low-rank adapters on every projection and an untied LM head, "full" for all weights.
+        head_weight: lambda, at its greatest.
+        head_warmup: How lambda gets there: "constant" at once, "linear" or "sine" over `warmup_part` of the steps.
+        warmup_part: Part of the steps until lambda is greatest.
+        rate_factor: Learning rate of the backbone as a part of the heads'.
+        self_distillation: Keep the backbone at the original's distributions instead of at the text.
+        lora_rank: Of the adapters.
+        lora_alpha: Their scale times the rank.
+        lora_dropout: Before them, while training.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    backbone: Literal["lora", "full"] = "lora"
+    head_weight: float = Field(default=0.2, gt=0)
+    head_warmup: Literal["constant", "linear", "sine"] = "constant"
+    warmup_part: float = Field(default=1.0, gt=0, le=1)
+    rate_factor: float = Field(default=0.25, gt=0)
+    self_distillation: bool = True
+    lora_rank: int = Field(default=32, ge=1)
+    lora_alpha: int = Field(default=16, ge=1)
+    lora_dropout: float = Field(default=0.05, ge=0, lt=1)
+
+    def weight(self, step: int, num_steps: int) -> float:
+        """The heads' weight in a step, counted from 0."""
+        progress = min((step + 1) / (self.warmup_part * num_steps), 1.0)
+        shape = {"constant": 1.0, "linear": progress, "sine": math.sin(math.pi / 2 * progress)}
+        return self.head_weight * shape[self.head_warmup]
+
+
 def trainable_methods() -> list[str]:
     """Methods with an objective."""
     modules = iter_modules(foretoken.training.objectives.__path__)
@@ -85,6 +120,12 @@ def objective_config(method: str, weights: Mapping[str, Any]) -> Objective:
 def train_config(values: Mapping[str, Any]) -> TrainConfig:
     """Checked settings of a run. Raises as `head_config`."""
     result: TrainConfig = _validated(TrainConfig, values, "training")
+    return result
+
+
+def joint_config(values: Mapping[str, Any]) -> JointConfig:
+    """How the target learns along. Raises as `head_config`."""
+    result: JointConfig = _validated(JointConfig, values, "joint training")
     return result
 
 

@@ -1,0 +1,186 @@
+"""From trained weights to a head that can be served: what it will bring is measured first and stored with it.
+
+Acceptance is counted on texts that the target itself wrote to held-out prompts, half of them greedily and half at a
+temperature; the acceptance length comes from drafting through the real engine.
+
+Letters: S positions, K heads, R ranks, E hidden size.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from foretoken.bench.prompt_sets import load_prompts
+from foretoken.bench.workload import Workload
+from foretoken.core.results import GenerationMetrics
+from foretoken.engine.llm import LLM
+from foretoken.formats import native
+from foretoken.target.loading import DTYPES, load_config
+from foretoken.target.parts import target_parts
+from foretoken.training.processes import training_processes
+from foretoken.training.teacher import Teacher
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.heads.base import Head
+    from foretoken.target.loading import LoadedModel
+
+_NUM_RANKS = 10
+_MAX_TOKENS = 128
+_TEMPERATURES = (0.0, 0.8)
+_AT_ONCE = 4
+_QUOTED_TREE = "mc_sim_7b_63"  # the one published figures have, so that they compare across machines
+
+
+def saved_head(
+    checkpoint: HeadCheckpoint,
+    out: Path,
+    *,
+    target: LoadedModel,
+    tokenizer: Any,
+    dtype: str,
+    prompts: str,
+    num_prompts: int,
+) -> dict[str, Any] | None:
+    """Measures a trained head on held-out prompts and writes it.
+
+    Args:
+        checkpoint: The head.
+        out: Where it goes; appears whole or not at all.
+        target: Its target.
+        tokenizer: The target's.
+        dtype: Of the weights; "auto" for that of the target's checkpoint.
+        prompts: See `load_prompts`.
+        num_prompts: How many of them; 0 measures nothing.
+
+    Returns:
+        What was found, JSON-ready; None in every process but the first.
+    """
+    if training_processes().process_index:
+        return None
+    kind = getattr(target.config, "dtype", None) if dtype == "auto" else DTYPES[dtype]
+    weights = {
+        key: value.to(kind or target.dtype) if value.is_floating_point() else value
+        for key, value in checkpoint.weights.items()
+    }
+    head = replace(checkpoint, weights=weights)
+    facts: dict[str, Any] = {
+        "method": head.config.method,
+        "parameters": sum(value.numel() for value in weights.values()),
+        "bytes": sum(value.numel() * value.itemsize for value in weights.values()),
+        **{key: value for key, value in checkpoint.notes.items() if key != "settings"},
+    }
+    out.parent.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+    place.chmod(0o755)
+    try:
+        if num_prompts:
+            workload = Workload(
+                prompts=load_prompts(prompts, limit=num_prompts), temperatures=_TEMPERATURES, max_tokens=_MAX_TOKENS
+            )
+            head = replace(head, acceptance=measured_acceptance(head.module(dtype=torch.float32), target, tokenizer,
+                                                                workload))  # fmt: skip
+            native.write(head, place)
+            facts |= _drafting(place, head.config.method, target, tokenizer, workload)
+            assert head.acceptance is not None, "it was just measured"
+            facts["acceptance_of_first_candidate"] = [row[0] for row in head.acceptance]
+        native.write(replace(head, notes={**checkpoint.notes, **facts}), place)
+        place.replace(out)
+    except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
+        raise
+    return {**facts, "directory": str(out)}
+
+
+def save_target(target: LoadedModel, out: Path, *, tokenizer: Any, like: str) -> LoadedModel:
+    """Writes a target that learned along with heads as a transformers model directory.
+
+    Args:
+        target: The new target.
+        out: Where it goes; appears whole or not at all.
+        tokenizer: Its tokenizer, the old one's.
+        like: The old target, for its dtype.
+
+    Returns:
+        The target under its new name. Every process gets it; the first one writes.
+    """
+    if training_processes().process_index == 0:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        place = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
+        place.chmod(0o755)
+        try:
+            module: Any = target.module
+            stored = getattr(load_config(like).get_text_config(), "dtype", None) or target.dtype
+            module.to(stored).save_pretrained(place)
+            tokenizer.save_pretrained(place)
+            place.replace(out)
+        except BaseException:
+            shutil.rmtree(place, ignore_errors=True)
+            raise
+        module.to(target.dtype)  # with the rounding of what was written
+    return replace(target, name=str(out))
+
+
+def measured_acceptance(head: Head, target: LoadedModel, tokenizer: Any, workload: Workload) -> list[list[float]]:
+    """How often each candidate of each head is what the target wrote.
+
+    Args:
+        head: In float32.
+        target: Its target.
+        tokenizer: The target's.
+        workload: Prompts and how to continue them.
+
+    Returns:
+        K rows of R shares: entry i, r is P(candidate r of head i is the token | the tokens before were given).
+    """
+    llm = LLM(target, tokenizer=tokenizer, max_num_seqs=_AT_ONCE)
+    texts = []
+    for temperature in workload.temperatures:
+        for output in llm.generate(list(workload.prompts), workload.params(temperature)):
+            texts.append((len(output.prompt_token_ids), [*output.prompt_token_ids, *output.outputs[0].token_ids]))
+    hits = torch.zeros(head.config.num_heads, _NUM_RANKS, dtype=torch.float64)
+    counts = torch.zeros(head.config.num_heads, 1, dtype=torch.float64)
+    head = head.to(target.device)
+    parts, teacher = target_parts(target, dtype=torch.float32), Teacher(target)
+    for num_prompt, text in texts:
+        tokens = torch.tensor([text], device=target.device)
+        features = teacher.features(tokens).float()
+        with torch.inference_mode():
+            for index, hidden in enumerate(head.teacher_forced(features, tokens, parts)):
+                # The first draft is made when the last prompt token is the root: head i then guesses position
+                # num_prompt + i from the feature of position num_prompt - 2.
+                first = max(num_prompt - 2, 0)
+                labels = tokens[0, first + 2 + index :]
+                logits = head.logits(index, hidden[0, first : first + len(labels)], parts)
+                ranks = (logits > logits.gather(1, labels.unsqueeze(1))).sum(1).cpu()
+                hits[index] += torch.bincount(ranks, minlength=_NUM_RANKS)[:_NUM_RANKS]
+                counts[index] += len(labels)
+    shares: list[list[float]] = (hits / counts.clamp_min(1)).tolist()
+    return [[round(share, 5) for share in row] for row in shares]
+
+
+def _drafting(directory: Path, method: str, target: LoadedModel, tokenizer: Any, workload: Workload) -> dict[str, Any]:
+    """What the engine makes of the head: tokens a target pass and acceptance by depth, at every temperature."""
+    llm = LLM(
+        target,
+        tokenizer=tokenizer,
+        max_num_seqs=_AT_ONCE,
+        speculative_config={"method": method, "model": str(directory), "tree": _QUOTED_TREE},
+    )
+    facts: dict[str, Any] = {"tree_nodes": llm.target.max_nodes}
+    for temperature in workload.temperatures:
+        outputs: Sequence[Any] = llm.generate(list(workload.prompts), workload.params(temperature))
+        metrics = GenerationMetrics.total(output.metrics for output in outputs)
+        facts[f"tau_at_temperature_{temperature:g}"] = round(metrics.mean_acceptance_length, 4)
+        facts[f"acceptance_by_depth_at_temperature_{temperature:g}"] = [
+            round(share, 4) for share in metrics.acceptance_by_depth
+        ]
+    return facts

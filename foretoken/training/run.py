@@ -18,7 +18,9 @@ import torch
 from foretoken.core.errors import ConfigError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
-from foretoken.target.parts import target_parts
+from foretoken.target.loading import wrap_model
+from foretoken.target.parts import TargetParts, target_parts
+from foretoken.training.joint import JointTrainer
 from foretoken.training.processes import training_processes
 from foretoken.training.teacher import FeatureCache, Teacher
 from foretoken.training.trainer import MetricsLog, StepReport, Trainer
@@ -29,11 +31,11 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.heads.base import HeadConfig
+    from foretoken.heads.base import Head, HeadConfig
     from foretoken.target.loading import LoadedModel
-    from foretoken.training.config import TrainConfig
+    from foretoken.training.config import JointConfig, TrainConfig
     from foretoken.training.objectives.base import Objective
-    from foretoken.training.trainer import Batches
+    from foretoken.training.trainer import Batches, Processes
 
 _SETTINGS = "settings.json"
 
@@ -51,6 +53,7 @@ class RunSettings:
         save_every_s: Seconds between checkpoints.
         cache: Where features are kept between steps and runs, or None to compute them every time.
         cache_bytes: Most bytes of it.
+        joint: How the target learns along, for `train_jointly`.
     """
 
     head: HeadConfig
@@ -61,6 +64,7 @@ class RunSettings:
     save_every_s: float = 120.0
     cache: Path | None = None
     cache_bytes: int = 8 << 30
+    joint: JointConfig | None = None
 
     def as_dict(self, target: TargetFingerprint) -> dict[str, Any]:
         """What must stay the same when a run goes on, JSON-ready."""
@@ -70,6 +74,7 @@ class RunSettings:
             "objective": self.objective.model_dump(mode="json"),
             "train": self.train.model_dump(mode="json"),
             "data": self.data,
+            "joint": None if self.joint is None else self.joint.model_dump(mode="json"),
             "target": target.model_dump(mode="json", exclude={"name"}),
         }
 
@@ -110,22 +115,62 @@ def train_head(
     processes = training_processes()
     fingerprint = TargetFingerprint.of(target)
     _claim(settings, fingerprint)
+    head, parts = _new_head(target, settings, initial)
+    features = _features(target, settings, fingerprint, processes.process_index, processes.num_processes)
+    trainer = Trainer(head, parts, settings.objective, settings.train, batches, features, processes=processes)
+    notes = _run(trainer, settings, fingerprint, processes, on_step)
+    return HeadCheckpoint.of(head, target=fingerprint, notes=notes)
+
+
+def train_jointly(
+    target: LoadedModel,
+    batches: Batches,
+    settings: RunSettings,
+    *,
+    initial: HeadCheckpoint | None = None,
+    on_step: Callable[[StepReport], None] | None = None,
+) -> tuple[HeadCheckpoint, LoadedModel]:
+    """Trains a head and its target together; see `train_head`. The target given is used up.
+
+    Returns:
+        The trained head, and the new target that it belongs to.
+    """
+    assert settings.joint is not None, "the settings say how the target learns along"
+    processes = training_processes()
+    fingerprint = TargetFingerprint.of(target)
+    _claim(settings, fingerprint)
+    head, _ = _new_head(target, settings, initial)
+    trainer = JointTrainer(
+        head, target, settings.objective, settings.train, batches, settings.joint, processes=processes
+    )
+    notes = _run(trainer, settings, fingerprint, processes, on_step)
+    changed = wrap_model(trainer.merged_target(), name=f"{target.name} trained with {settings.head.method} heads")
+    return HeadCheckpoint.of(head, target=TargetFingerprint.of(changed), notes=notes), changed
+
+
+def _new_head(target: LoadedModel, settings: RunSettings, initial: HeadCheckpoint | None) -> tuple[Head, TargetParts]:
+    """A head with the weights that training begins from, and what it shares with the target."""
     torch.manual_seed(settings.train.seed)
     head = build_head(settings.head, device=target.device, dtype=torch.float32)
     parts = target_parts(target, dtype=torch.float32)
     head.initialize(parts)
     if initial is not None:
         head.load_state_dict({key: value.to(target.device) for key, value in initial.weights.items()})
-    trainer = Trainer(
-        head, parts, settings.objective, settings.train, batches,
-        _features(target, settings, fingerprint, processes.process_index, processes.num_processes),
-        processes=processes,
-    )  # fmt: skip
-    # Every process has its own stream of dropout; the weights above are the same in all.
+    return head, parts
+
+
+def _run(
+    trainer: Trainer,
+    settings: RunSettings,
+    fingerprint: TargetFingerprint,
+    processes: Processes,
+    on_step: Callable[[StepReport], None] | None,
+) -> dict[str, Any]:
+    """Trains from the last checkpoint, or from the beginning, to the last step; gives what a head's notes say of it."""
+    # Every process has its own stream of dropout; weights are the same in all.
     torch.manual_seed(settings.train.seed + 1 + processes.process_index)
     trainer.resume(settings.directory)
-    is_first = processes.process_index == 0
-    log = MetricsLog(settings.directory, trainer.progress.step) if is_first else None
+    log = MetricsLog(settings.directory, trainer.progress.step) if processes.process_index == 0 else None
     saved = time.monotonic()
     try:
         with _signals() as received:
@@ -147,14 +192,14 @@ def train_head(
     finally:
         if log is not None:
             log.close()
-    notes = {
+    return {
         "settings": settings.as_dict(fingerprint),
         "steps": trainer.progress.step,
         "tokens": trainer.progress.tokens,
         "seconds": round(trainer.progress.seconds, 1),
+        "skipped_steps": trainer.progress.skipped,
         "torch": torch.__version__,
     }
-    return HeadCheckpoint.of(head, target=fingerprint, notes=notes)
 
 
 def _claim(settings: RunSettings, fingerprint: TargetFingerprint) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foretoken.core.errors import ModelError
 from foretoken.training.objectives.base import Examples, HeadSums, accumulate, label_counts, mean_by_head
@@ -119,13 +119,8 @@ class Trainer:
         self.head, self._parts, self._objective, self._config = head, parts, objective, config
         self._batches, self._features = batches, features
         self._processes = processes or OneProcess()
-        matrices = [p for p in head.parameters() if p.dim() > 1]
-        others = [p for p in head.parameters() if p.dim() <= 1]
-        self._optimizer = torch.optim.AdamW(
-            [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
-            lr=config.schedule.peak,
-            betas=config.betas,
-        )
+        self._module = self._trained()
+        self._optimizer = torch.optim.AdamW(self._groups(), lr=config.schedule.peak, betas=config.betas)
         self.progress = Progress()
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)
         self._bad_steps = 0
@@ -133,7 +128,7 @@ class Trainer:
     def save(self, run: Path) -> None:
         """Writes a checkpoint; only the first process does."""
         if self._processes.process_index == 0:
-            save_state(run, self.head, self._optimizer, self.progress)
+            save_state(run, self._module, self._optimizer, self.progress)
 
     def resume(self, run: Path) -> bool:
         """Goes back to the last checkpoint of a run; False when it has none.
@@ -144,7 +139,7 @@ class Trainer:
         states = saved_states(run)
         if not states:
             return False
-        self.progress = load_state(states[-1], self.head, self._optimizer)
+        self.progress = load_state(states[-1], self._module, self._optimizer)
         return True
 
     def steps(self) -> Iterator[StepReport]:
@@ -164,16 +159,15 @@ class Trainer:
         tokens, supervised = self._batches.batch(
             step, batch_size=config.batch_size, length=config.length, seed=config.seed
         )
-        counts = label_counts(supervised, self.head.config.num_heads)
+        counts = self._counts(supervised)
         sums = self._gradients(step, tokens, supervised, counts)
-        grad_norm = float(torch.nn.utils.clip_grad_norm_(self.head.parameters(), config.clip_norm))
+        grad_norm = float(torch.nn.utils.clip_grad_norm_(self._module.parameters(), config.clip_norm))
         rate = config.schedule.rate(step)
         losses = mean_by_head(sums.loss, counts)
-        decay = self._objective.head_decay
-        loss = math.fsum(value * decay**index for index, value in enumerate(losses))
+        loss = math.fsum(value * weight for value, weight in zip(losses, self._weights(step), strict=True))
         if math.isfinite(grad_norm) and math.isfinite(loss):
             for group in self._optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group["rate_factor"]
             self._optimizer.step()
             self._bad_steps = 0
         else:
@@ -196,23 +190,45 @@ class Trainer:
             seconds_left=(config.schedule.num_steps - step - 1) * recent_s / len(self._recent),
         )
 
+    def _trained(self) -> nn.Module:
+        """What is optimised and saved; by default the head alone."""
+        return self.head
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Parameters for the optimiser, each group with the factor of its learning rate."""
+        return parameter_groups(self.head, self._config.weight_decay)
+
+    def _counts(self, supervised: Tensor) -> Tensor:
+        """(K,) positions of the global batch over which each loss is a mean; supervised: (B, S) bool."""
+        return label_counts(supervised, self.head.config.num_heads)
+
+    def _weights(self, step: int) -> list[float]:
+        """What each of these losses counts in a step."""
+        del step
+        return [self._objective.head_decay**index for index in range(self.head.config.num_heads)]
+
+    def _learn(self, step: int, tokens: Tensor, supervised: Tensor, features: Tensor, counts: Tensor) -> HeadSums:
+        """Adds the gradient of one micro-batch to the parameters; features: (B, S, E), the target's."""
+        del step
+        examples = Examples(tokens, supervised, features)
+        return accumulate(self._objective, self.head, examples, self._parts, counts=counts)
+
     def _gradients(self, step: int, tokens: Tensor, supervised: Tensor, counts: Tensor) -> HeadSums:
         """Leaves the gradient of the global batch's loss in the parameters; gives the global sums."""
         world, rank = self._processes.num_processes, self._processes.process_index
         device = next(self.head.parameters()).device
         own_tokens, own_supervised = tokens[rank::world].to(device), supervised[rank::world].to(device)
         features = self._features(step, own_tokens).to(device)
-        self.head.train()
+        self._module.train()
         total: HeadSums | None = None
         size = self._config.micro_batch_size or max(len(own_tokens), 1)
         for begin in range(0, len(own_tokens), size):
             part = slice(begin, begin + size)
-            examples = Examples(own_tokens[part], own_supervised[part], features[part])
             with torch.autocast(device.type, torch.bfloat16, enabled=self._config.precision == "bfloat16"):
-                sums = accumulate(self._objective, self.head, examples, self._parts, counts=counts)
+                sums = self._learn(step, own_tokens[part], own_supervised[part], features[part], counts)
             total = sums if total is None else total + sums
         if total is None:  # more processes than windows
-            zeros = torch.zeros(self.head.config.num_heads, dtype=torch.float64, device=device)
+            zeros = torch.zeros_like(counts, device=device)
             total = HeadSums(zeros, zeros, zeros)
         return self._shared(total)
 
@@ -220,7 +236,7 @@ class Trainer:
         """Adds gradients and sums over all processes."""
         if self._processes.num_processes == 1:
             return HeadSums(sums.loss.cpu(), sums.matches.cpu(), sums.count.cpu())
-        parameters = [p for p in self.head.parameters() if p.requires_grad]
+        parameters = [p for p in self._module.parameters() if p.requires_grad]
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         flat = self._processes.sum(torch.cat([grad.reshape(-1) for grad in grads]))
         offset = 0
@@ -240,6 +256,22 @@ class Trainer:
                 "numbers. Lower the learning rate, or check the target's features with `foretoken doctor`; the last "
                 "checkpoint is untouched."
             )
+
+
+def parameter_groups(module: nn.Module, weight_decay: float, rate_factor: float = 1.0) -> list[dict[str, Any]]:
+    """Trainable parameters of a module for AdamW: matrices decay, vectors do not.
+
+    Args:
+        module: What is trained.
+        weight_decay: Of the matrices.
+        rate_factor: Of the learning rate.
+    """
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    matrices, others = [p for p in trainable if p.dim() > 1], [p for p in trainable if p.dim() <= 1]
+    return [
+        {"params": matrices, "weight_decay": weight_decay, "rate_factor": rate_factor},
+        {"params": others, "weight_decay": 0.0, "rate_factor": rate_factor},
+    ]
 
 
 class MetricsLog:

@@ -100,7 +100,7 @@ def accumulate(
     parts: TargetParts,
     *,
     counts: Tensor,
-    teacher: TargetParts | None = None,
+    weight: float = 1.0,
 ) -> HeadSums:
     """Adds the gradients of one micro-batch to the head's, in place.
 
@@ -110,19 +110,19 @@ def accumulate(
         examples: The micro-batch.
         parts: What the head shares with the target.
         counts: (K,) positions of the whole batch: each head's loss is a mean over them.
-        teacher: Whose distributions are learned; `parts` when None.
+        weight: Of the whole objective beside others.
 
     Returns:
         Sums for reports.
     """
     features = _noisy(examples.features, objective.noise)
-    taught = _TeacherLaws(examples.features, teacher or parts)
+    taught = _TeacherLaws(examples.features.detach(), parts)
     sums = []
     outputs: list[tuple[Tensor, Tensor]] = []
     for index, hidden in enumerate(head.teacher_forced(features, examples.tokens, parts)):
         leaf = hidden.detach().requires_grad_(hidden.requires_grad)
         where = examples.supervised[:, index + 2 :].nonzero()
-        scale = objective.head_decay**index / float(counts[index].clamp_min(1))
+        scale = weight * objective.head_decay**index / float(counts[index].clamp_min(1))
         sums.append(_one_head(objective, head, index, leaf, where, examples, parts, taught, scale))
         if leaf.grad is not None:
             outputs.append((hidden, leaf.grad))
@@ -158,7 +158,7 @@ def _one_head(  # noqa: PLR0913, PLR0917 - one step of the loop above
         if objective.tv_weight:
             loss = loss + objective.tv_weight * tv_loss(logits, law.probs)
         if objective.feature_weight:
-            aim = examples.features[sequence, position + index + 1]
+            aim = examples.features[sequence, position + index + 1].detach()
             loss = loss + objective.feature_weight * smooth_l1_loss(hidden, aim, reduction="none").mean(1)
         if loss.requires_grad:
             (loss.sum() * scale).backward()
