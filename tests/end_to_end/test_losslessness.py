@@ -18,6 +18,7 @@ PAIRS = [(name, batch) for index, name in enumerate(NAMES) for batch in (8, (1, 
 AT_LEAST = {
     "draft": 1.75, "draft itself": 2.9, "draft tree": 2.1, "draft itself tree": 4.0, "draft choices": 2.0,
     "draft widths": 2.1, "oracle [2]": 2.2, "oracle [3, 0, 5]": 2.5, "oracle tree": 2.5, "ngram tree": 1.02,
+    "medusa": 2.2, "hydra": 3.0, "hydra++": 3.6, "mlp_speculator": 3.0,
 }  # fmt: skip
 
 

@@ -1,0 +1,80 @@
+"""Draft heads for the tiny targets: trained for a moment on what plain decoding wrote, so that drafts get accepted."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from tiny_models import tiny_model
+
+from foretoken.formats import native
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+from foretoken.heads.base import build_head
+from foretoken.target.loading import wrap_model
+from foretoken.target.parts import target_parts
+from foretoken.training.config import head_config, objective_config
+from foretoken.training.objectives.base import Examples, accumulate, label_counts
+from foretoken.training.teacher import Teacher
+
+# Name of the head to its method and sizes; Hydra with a prefix layer is Hydra++.
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "medusa": ("medusa", {"num_heads": 3}),
+    "hydra": ("hydra", {"num_heads": 3, "num_layers": 2, "prefix": None, "own_lm_head": True}),
+    "hydra++": ("hydra", {"num_heads": 4, "num_layers": 2}),
+    "mlp_speculator": ("mlp_speculator", {"num_heads": 3, "inner_dim": 48}),
+}
+_STEPS = 150
+_Text = tuple[int, ...]
+_texts: dict[str, list[_Text]] = {}  # the first texts an architecture's heads were asked for
+
+
+def head(
+    name: str, architecture: str = "llama", *, steps: int = _STEPS, **options: Any
+) -> Callable[[Any], dict[str, Any]]:
+    """A drafter over a tiny head: references (prompt and plain output) to arguments of `LLM`.
+
+    Args:
+        name: A key of `HEADS`.
+        architecture: Of the target.
+        steps: Of training; 0 leaves the weights random.
+        options: Further keys of `speculative_config`.
+    """
+
+    def arguments(references: Sequence[Sequence[int]]) -> dict[str, Any]:
+        texts = _texts.setdefault(architecture, [tuple(text) for text in references])
+        directory = _trained(name, architecture, steps, tuple(texts))
+        return {"speculative_config": {"method": HEADS[name][0], "model": str(directory), **options}}
+
+    return arguments
+
+
+@cache
+def _trained(name: str, architecture: str, steps: int, texts: tuple[_Text, ...]) -> Path:
+    """The directory of a head."""
+    method, sizes = HEADS[name]
+    target = wrap_model(tiny_model(architecture), name=architecture)
+    parts, teacher = target_parts(target), Teacher(target)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        made = build_head(head_config(method, target, sizes), dtype=torch.float32)
+        made.initialize(parts)
+        if not steps:
+            for parameter in made.parameters():
+                torch.nn.init.normal_(parameter, std=0.3)
+        objective = objective_config(method, {"ce_weight": 1.0, "kl_weight": 0.2, "head_decay": 1.0})
+        optimizer = torch.optim.AdamW(made.parameters(), lr=1e-2)
+        longest = max(map(len, texts))
+        tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
+        supervised = torch.tensor([[place < len(text) for place in range(longest)] for text in texts])
+        examples = Examples(tokens, supervised, teacher.features(tokens))
+        for _ in range(steps):
+            accumulate(objective, made, examples, parts, counts=label_counts(supervised, made.config.num_heads))
+            optimizer.step()
+            optimizer.zero_grad()
+    directory = Path(tempfile.mkdtemp(prefix=f"foretoken-{method}-"))
+    native.write(HeadCheckpoint.of(made, target=TargetFingerprint.of(target)), directory)
+    return directory
