@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -116,7 +117,9 @@ def train(
     _check_data(packed, tokenizer, loaded.vocab_size, data=str(data), model=model)
     packed.batch(0, batch_size=batch_size, length=length, seed=seed)  # too little data: said before the work
     from foretoken.formats.registry import read_head
+    from foretoken.training.report import held_out_workload, save_target, saved_head
 
+    workload = held_out_workload(prompts, num_prompts)
     initial = None if init is None else read_head(init)[1]
     run = RunSettings(
         head=initial.config if initial is not None else head_config(method, loaded, _pairs(sizes, "--set")),
@@ -140,12 +143,17 @@ def train(
         except Interrupted as err:
             print(f"stopped; the same command goes on from '{run.directory}'", file=sys.stderr)
             raise typer.Exit(128 + err.number) from err
-    from foretoken.training.report import save_target, saved_head
-
     if target_out is not None:
         loaded = save_target(loaded, target_out, tokenizer=tokenizer, like=model)
     facts = saved_head(
-        checkpoint, out, target=loaded, tokenizer=tokenizer, dtype=save_dtype, prompts=prompts, num_prompts=num_prompts
+        checkpoint,
+        out,
+        target=loaded,
+        tokenizer=tokenizer,
+        dtype=save_dtype,
+        workload=workload,
+        run=run.directory,
+        command=shlex.join(["foretoken", *sys.argv[1:]]),
     )
     if facts is None:  # another process saves
         return

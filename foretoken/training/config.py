@@ -101,6 +101,9 @@ def head_config(method: str, target: LoadedModel, sizes: Mapping[str, Any]) -> H
         ConfigError: For an unknown method or key, with the nearest name, or a value out of range.
     """
     module = _objective_module(method)
+    fixed = sorted({"hidden_size", "vocab_size"} & sizes.keys())
+    if fixed:
+        raise ConfigError(f"'{fixed[0]}' of a {method} head is the target's. Expected other keys. Leave it out.")
     given = {
         "hidden_size": int(target.config.hidden_size),
         "vocab_size": target.vocab_size,
@@ -146,5 +149,5 @@ def _validated(kind: type[BaseModel], values: Mapping[str, Any], what: str) -> A
     except ValidationError as err:
         first = err.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        given = f" is {first['input']!r}" if first["loc"] else ""
-        raise ConfigError(f"'{key}' of {what}{given}. {first['msg']}.") from err
+        where = f"'{key}' of {what} is {first['input']!r}" if key else f"{what} does not fit together"
+        raise ConfigError(f"{where}. {first['msg']}.") from err

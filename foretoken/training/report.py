@@ -23,6 +23,7 @@ from foretoken.engine.llm import LLM
 from foretoken.formats import native
 from foretoken.target.loading import DTYPES, load_config
 from foretoken.target.parts import target_parts
+from foretoken.training.card import head_card, read_curve
 from foretoken.training.processes import training_processes
 from foretoken.training.teacher import Teacher
 
@@ -47,8 +48,9 @@ def saved_head(
     target: LoadedModel,
     tokenizer: Any,
     dtype: str,
-    prompts: str,
-    num_prompts: int,
+    workload: Workload | None,
+    run: Path,
+    command: str,
 ) -> dict[str, Any] | None:
     """Measures a trained head on held-out prompts and writes it.
 
@@ -58,19 +60,17 @@ def saved_head(
         target: Its target.
         tokenizer: The target's.
         dtype: Of the weights; "auto" for that of the target's checkpoint.
-        prompts: See `load_prompts`.
-        num_prompts: How many of them; 0 measures nothing.
+        workload: Held-out prompts and how they are continued; None measures nothing.
+        run: The run's directory, for the curve on the card.
+        command: What trained it, for the card.
 
     Returns:
         What was found, JSON-ready; None in every process but the first.
     """
     if training_processes().process_index:
         return None
-    kind = getattr(target.config, "dtype", None) if dtype == "auto" else DTYPES[dtype]
-    weights = {
-        key: value.to(kind or target.dtype) if value.is_floating_point() else value
-        for key, value in checkpoint.weights.items()
-    }
+    kind = _stored_dtype(target.config, target.dtype) if dtype == "auto" else DTYPES[dtype]
+    weights = {key: value.to(kind) if value.is_floating_point() else value for key, value in checkpoint.weights.items()}
     head = replace(checkpoint, weights=weights)
     facts: dict[str, Any] = {
         "method": head.config.method,
@@ -82,10 +82,7 @@ def saved_head(
     place = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     place.chmod(0o755)
     try:
-        if num_prompts:
-            workload = Workload(
-                prompts=load_prompts(prompts, limit=num_prompts), temperatures=_TEMPERATURES, max_tokens=_MAX_TOKENS
-            )
+        if workload is not None:
             head = replace(head, acceptance=measured_acceptance(head.module(dtype=torch.float32), target, tokenizer,
                                                                 workload))  # fmt: skip
             native.write(head, place)
@@ -93,11 +90,20 @@ def saved_head(
             assert head.acceptance is not None, "it was just measured"
             facts["acceptance_of_first_candidate"] = [row[0] for row in head.acceptance]
         native.write(replace(head, notes={**checkpoint.notes, **facts}), place)
+        (place / "README.md").write_text(head_card(head, facts, read_curve(run), command), encoding="utf-8")
         place.replace(out)
     except BaseException:
         shutil.rmtree(place, ignore_errors=True)
         raise
     return {**facts, "directory": str(out)}
+
+
+def held_out_workload(prompts: str, num_prompts: int) -> Workload | None:
+    """What a head is measured on; None for no prompts. Raises as `load_prompts`."""
+    if not num_prompts:
+        return None
+    texts = load_prompts(prompts, limit=num_prompts)
+    return Workload(prompts=texts, temperatures=_TEMPERATURES, max_tokens=_MAX_TOKENS)
 
 
 def save_target(target: LoadedModel, out: Path, *, tokenizer: Any, like: str) -> LoadedModel:
@@ -118,8 +124,7 @@ def save_target(target: LoadedModel, out: Path, *, tokenizer: Any, like: str) ->
         place.chmod(0o755)
         try:
             module: Any = target.module
-            stored = getattr(load_config(like).get_text_config(), "dtype", None) or target.dtype
-            module.to(stored).save_pretrained(place)
+            module.to(_stored_dtype(load_config(like).get_text_config(), target.dtype)).save_pretrained(place)
             tokenizer.save_pretrained(place)
             place.replace(out)
         except BaseException:
@@ -165,6 +170,12 @@ def measured_acceptance(head: Head, target: LoadedModel, tokenizer: Any, workloa
                 counts[index] += len(labels)
     shares: list[list[float]] = (hits / counts.clamp_min(1)).tolist()
     return [[round(share, 5) for share in row] for row in shares]
+
+
+def _stored_dtype(config: Any, default: torch.dtype) -> torch.dtype:
+    """The dtype of a model's files by its configuration, which may name it or hold it."""
+    stored = getattr(config, "dtype", None)
+    return stored if isinstance(stored, torch.dtype) else DTYPES.get(str(stored), default)
 
 
 def _drafting(directory: Path, method: str, target: LoadedModel, tokenizer: Any, workload: Workload) -> dict[str, Any]:
