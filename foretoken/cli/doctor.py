@@ -1,0 +1,107 @@
+"""`foretoken doctor`: why a head does not draft, or whether one can be trained on this target."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli import options
+from foretoken.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foretoken.training.doctor.checks import Check
+
+_COLOURS = {"ok": "green", "warning": "yellow", "fault": "red", "skipped": "dim"}
+
+
+def doctor(
+    model: options.Model,
+    head: Annotated[Path | None, typer.Argument(help="A trained head, in any format that can be read.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="Try the training of a fresh head: medusa, hydra or mlp_speculator.")
+    ] = None,
+    train_check: Annotated[
+        bool, typer.Option("--train-check", help="Try training with the sizes of HEAD too; HEAD stays as it is.")
+    ] = False,
+    data: Annotated[
+        Path | None, typer.Option(help="Packed tokens to try training on. Default: the target's own texts.")
+    ] = None,
+    prompts: options.Prompts = "heldout",
+    num_prompts: options.NumPrompts = 16,
+    max_tokens: options.MaxTokens = 64,
+    allow_other_target: Annotated[
+        bool, typer.Option("--allow-other-target", help="Go on with a head for another target of the same sizes.")
+    ] = False,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    runner: options.RunnerName = "auto",
+    threads: options.Threads = None,
+    as_json: options.AsJson = False,
+) -> None:
+    """Find out why a head does not draft: each check names a cause and what to do about it.
+
+    The target goes on with prompts, and the head is held against what it writes: with the right feature and with
+    those that are taken for it, at the right token and at its neighbours, and through the engine. Exit code 0: all is
+    well, though there may be warnings; 1: some fault; 2: it cannot be examined.
+    """
+    if head is None and method is None:
+        raise ConfigError("there is nothing to examine. Expected a head, or --method for one that is to be trained.")
+    if train_check and head is None:
+        raise ConfigError("--train-check takes the sizes of a head. Expected one. Pass HEAD, or --method alone.")
+    from foretoken.bench.prompt_sets import load_prompts
+    from foretoken.formats.registry import holds_head
+    from foretoken.training.data.packed import PackedTokens
+    from foretoken.training.doctor.examine import Examination, examine
+
+    if head is not None and not holds_head(head):
+        raise ConfigError(f"'{head}' holds no draft head. Expected a directory or file of weights with one.")
+    texts = load_prompts(prompts, limit=num_prompts)
+    packed = None if data is None else PackedTokens.open(data)
+    loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    case = Examination(
+        head=head,
+        method=method,
+        train_check=train_check,
+        prompts=texts,
+        max_tokens=max_tokens,
+        data=packed,
+        runner=runner,
+        allow_other_target=allow_other_target,
+    )
+    checks = examine(loaded, tokenizer, case)
+    header = options.run_header(loaded, head=None if head is None else str(head), prompts=len(texts))
+    if as_json:
+        options.print_json({**header, "checks": [asdict(check) for check in checks]})
+    else:
+        print(" ".join(f"{key}={value}" for key, value in header.items() if value is not None))
+        _print_table(checks)
+    if any(check.verdict == "fault" for check in checks):
+        raise typer.Exit(1)
+
+
+def _print_table(checks: list[Check]) -> None:
+    """One row a check."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("check", "verdict", "found", "what it means", show_lines=True)
+    for check in checks:
+        verdict = Text(check.verdict, style=_COLOURS[check.verdict])
+        table.add_row(check.name, verdict, Text(_shown(check.value)), Text(check.message))
+    Console(width=120).print(table)
+
+
+def _shown(value: Any) -> str:
+    """A value in a few characters a number."""
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    if isinstance(value, dict):
+        return "\n".join(f"{key}: {_shown(part)}" for key, part in value.items())
+    if isinstance(value, list | tuple):
+        is_nested = any(isinstance(part, list) for part in value)
+        return ("\n" if is_nested else " ").join(_shown(part) for part in value)
+    return "" if value is None else str(value)

@@ -1,0 +1,224 @@
+"""Single checks of a target and of a head's weights: a verdict and a sentence each; nothing is run longer than needed.
+
+Letters: B texts, S positions, E hidden size, K heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import ModelError
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+from foretoken.heads.base import build_head
+from foretoken.target.parts import target_parts
+from foretoken.target.plain import run_plain
+from foretoken.target.runner import Runner
+from foretoken.training.teacher import Teacher
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from foretoken.heads.base import Head, HeadConfig
+    from foretoken.target.loading import LoadedModel
+    from foretoken.target.parts import TargetParts
+
+Verdict = Literal["ok", "warning", "fault", "skipped"]
+_LARGEST = 1e4
+_PROBE_LEN = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """What one check found.
+
+    Attributes:
+        name: Of the check.
+        verdict: "fault" where drafting suffers for sure, "warning" where it may, "skipped" where nothing can be said.
+        value: What was found: a share, an error, names; None where there is nothing to show.
+        expected: What it should be, in words.
+        message: A sentence: the cause and what to do where something is wrong.
+    """
+
+    name: str
+    verdict: Verdict
+    value: Any
+    expected: str
+    message: str
+
+
+def skipped(name: str, reason: str) -> Check:
+    """A check that could not be made."""
+    return Check(name=name, verdict="skipped", value=None, expected="", message=reason)
+
+
+def check_logits(target: LoadedModel, tokens: Tensor) -> Check:
+    """LM head on the training feature against the target's own logits; tokens: (1, S) int64."""
+    features = Teacher(target).features(tokens)
+    with torch.no_grad():
+        ours = target_parts(target).lm_head(features).float()
+    error = _relative_error(ours, run_plain(target.module, tokens).logits.float())
+    return _close(
+        "target logits", error, target,
+        "The LM head makes the target's own logits of the training feature.",
+        "the LM head on the feature that heads are trained on does not give the target's logits: the feature is not "
+        "what the LM head reads (taken before the final norm, or normed twice), or the logits are scaled or capped in "
+        "a way that is not known. Do not train heads on this target; report its architecture.",
+    )  # fmt: skip
+
+
+def check_serving(target: LoadedModel, tokens: Tensor, runner: str) -> list[Check]:
+    """The feature through the serving runner against the training feature; tokens: (1, S) int64.
+
+    The runner proves at load that logits of a tree are those of its paths, so that is reported along with it.
+    """
+    names = ("tree logits", "target served")
+    ids = tokens[0, :_PROBE_LEN].tolist()
+    try:
+        serving = Runner(target, num_slots=1, context_len=len(ids) + 1, max_nodes=8, taps=("final",), runner=runner)
+    except ModelError as err:
+        proof = "logits of every node as after its path alone"
+        return [
+            Check(
+                name=names[0], verdict="fault", value=None, expected=proof, message=f"The target cannot draft: {err}"
+            ),
+            skipped(names[1], "The target cannot be served."),
+        ]
+    served = serving.prefill(0, ids, 0)
+    assert served is not None, "there is a tap"
+    error = _relative_error(served[0, :, 0].float(), Teacher(target).features(tokens[:, : len(ids)])[0].float())
+    return [
+        Check(
+            name=names[0], verdict="ok", value=serving.name, expected="logits of every node as after its path alone",
+            message=f"The self-test of runner {serving.name} passed.",
+        ),
+        _close(
+            names[1], error, target,
+            "Serving reads the feature that training reads.",
+            f"runner {serving.name} reads another feature than training does: heads are trained on one thing and "
+            "served another. Draft with `--runner generic`, and report the architecture.",
+        ),
+    ]  # fmt: skip
+
+
+def check_fit(
+    checkpoint: HeadCheckpoint, fingerprint: TargetFingerprint, *, what: str, allow_other_target: bool
+) -> Check:
+    """Hidden size, vocabulary and fingerprint; what: names the head."""
+    own = checkpoint.target or TargetFingerprint(
+        hidden_size=checkpoint.config.hidden_size, vocab_size=checkpoint.config.vocab_size
+    )
+    differences = own.differences(fingerprint)
+    name, expected = "head fits", "sizes and weights of this target"
+    if not differences:
+        known = "weights" if own.weights else "sizes (its format tells no more)"
+        return Check(name=name, verdict="ok", value=[], expected=expected, message=f"The {known} agree.")
+    is_same_size = (own.hidden_size, own.vocab_size) == (fingerprint.hidden_size, fingerprint.vocab_size)
+    return Check(
+        name=name,
+        verdict="warning" if is_same_size and allow_other_target else "fault",
+        value=differences,
+        expected=expected,
+        message=f"head '{what}' was trained for another target ({own.name or 'not named'}): it has "
+        f"{', '.join(differences)}. Name that target, or train a head for this one.",
+    )
+
+
+def check_values(checkpoint: HeadCheckpoint, untrained: set[str]) -> Check:
+    """Finite, not zero, not huge; untrained: parts whose zeros are those that training starts from."""
+    found = []
+    for part, tensors in _parts(checkpoint.weights, checkpoint.config.num_heads).items():
+        for key, tensor in tensors.items():
+            if not bool(torch.isfinite(tensor).all()):
+                found.append(f"{key} holds numbers that are not finite")
+            elif float(tensor.abs().max()) > _LARGEST:
+                found.append(f"{key} reaches {float(tensor.abs().max()):.1e}")
+            elif tensor.dim() > 1 and part not in untrained and not bool(tensor.any()):
+                found.append(f"{key} is zero everywhere")
+    message = "Every tensor is finite, of sensible size and not empty."
+    if found:
+        message = f"{'; '.join(found)}: training broke off badly, or a conversion lost it. Train or convert it again."
+    return Check(
+        name="head values", verdict="fault" if found else "ok", value=found,
+        expected=f"finite, not all zero, at most {_LARGEST:.0e}", message=message,
+    )  # fmt: skip
+
+
+def check_trained(checkpoint: HeadCheckpoint, parts: TargetParts) -> tuple[Check, set[str]]:
+    """Against the weights that training starts from; also gives the parts that are equal to them."""
+    settings = checkpoint.notes.get("settings")
+    seed = settings["train"]["seed"] if isinstance(settings, dict) and "train" in settings else 0
+    fresh = fresh_head(checkpoint.config, parts, seed=seed)
+    reference = {key: value.to(checkpoint.weights[key].dtype).cpu() for key, value in fresh.state_dict().items()}
+    ours = _parts(checkpoint.weights, checkpoint.config.num_heads)
+    theirs = _parts(reference, checkpoint.config.num_heads)
+    same = {
+        part for part, tensors in ours.items()
+        if all(torch.equal(tensor.cpu(), theirs[part][key]) for key, tensor in tensors.items())
+    }  # fmt: skip
+    message = "Its weights are not those that training starts from."
+    if same:
+        who = "the head" if len(same) == len(ours) else ", ".join(sorted(same))
+        message = (
+            f"{who} still has the weights that training starts from: it was never trained, its checkpoint was not "
+            "loaded, or a conversion lost it. Train it, or convert it again."
+        )
+    verdict: Verdict = "fault" if same else "ok"
+    check = Check(
+        name="head trained", verdict=verdict, value=sorted(same), expected="unlike fresh weights", message=message
+    )
+    return check, same
+
+
+def fresh_head(config: HeadConfig, parts: TargetParts, *, seed: int) -> Head:
+    """A head as training starts with it, in float32 where the target is; the generator is left as it was."""
+    device = parts.lm_head_weight.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        head = build_head(config, device=device, dtype=torch.float32)
+        head.initialize(parts)
+    return head
+
+
+def _parts(weights: Mapping[str, Tensor], num_heads: int) -> dict[str, dict[str, Tensor]]:
+    """Floating-point tensors by the head they belong to, stacked ones taken apart; "shared" for the rest."""
+    numbered = {key: re.match(r"(\w+)\.(\d+)\.", key) for key in weights}
+    counts: dict[str, set[str]] = {}
+    for match in filter(None, numbered.values()):
+        counts.setdefault(match[1], set()).add(match[2])
+    found: dict[str, dict[str, Tensor]] = {}
+
+    def own(key: str, tensor: Tensor) -> Iterator[tuple[str, str, Tensor]]:
+        match = numbered[key]
+        if match is None and "." not in key and tensor.dim() > 1 and len(tensor) == num_heads:
+            yield from ((f"head {i}", f"{key}[{i}]", tensor[i]) for i in range(num_heads))
+        elif match is not None and len(counts[match[1]]) == num_heads:
+            yield f"head {match[2]}", key, tensor
+        else:
+            yield "shared", key, tensor
+
+    for key, tensor in weights.items():
+        if tensor.is_floating_point() and tensor.numel():
+            for part, name, piece in own(key, tensor):
+                found.setdefault(part, {})[name] = piece
+    return found
+
+
+def _relative_error(ours: Tensor, theirs: Tensor) -> float:
+    """Norm of the difference over the norm; entries by which a model forbids tokens are left out."""
+    is_real = theirs > -_LARGEST
+    return float((ours - theirs)[is_real].norm() / theirs[is_real].norm().clamp_min(1e-9))
+
+
+def _close(name: str, error: float, target: LoadedModel, fine: str, wrong: str) -> Check:
+    """A check that an error is no more than rounding, by the bounds of the runner's self-test."""
+    bound = 2e-4 if target.dtype in (torch.float32, torch.float64) else 5e-2
+    is_close = error <= bound  # false where the error is no number
+    return Check(
+        name=name, verdict="ok" if is_close else "fault", value=error, expected=f"relative error at most {bound:.0e}",
+        message=fine if is_close else wrong[0].upper() + wrong[1:],
+    )  # fmt: skip

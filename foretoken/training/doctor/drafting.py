@@ -1,0 +1,110 @@
+"""Drafting with a head through the engine, held pass by pass against what the head says when it is fed the text.
+
+Letters: K heads, B texts, S positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from foretoken.engine.llm import LLM
+from foretoken.training.doctor.readings import AT_ONCE, Texts, greedy
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from torch import Tensor
+
+    from foretoken.core.records import StepRecord
+    from foretoken.core.results import RequestOutput
+    from foretoken.target.loading import LoadedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drafting:
+    """What the engine accepted, and what it should have by what the head says at the very same positions.
+
+    Attributes:
+        accepted: Share of passes that accepted at least d drafted tokens, from d = 1.
+        expected: The same, from the head fed the text.
+        num_passes: Passes after prefill.
+        num_errors: Passes whose draft was dropped because the drafter failed.
+    """
+
+    accepted: Sequence[float]
+    expected: Sequence[float]
+    num_passes: int
+    num_errors: int
+
+    @property
+    def drop(self) -> float:
+        """Greatest difference of the two at any depth."""
+        return max((want - got for want, got in zip(self.expected, self.accepted, strict=True)), default=0.0)
+
+
+def draft(
+    target: LoadedModel, config: Mapping[str, Any], texts: Texts, said: Tensor, *, tokenizer: Any, runner: str
+) -> Drafting:
+    """Lets the engine draft the continuations with chains and compares pass by pass.
+
+    Args:
+        target: The target.
+        config: `speculative_config` with the head.
+        texts: What plain decoding wrote.
+        said: (K, B, S), the head's predictions with the feature in place.
+        tokenizer: The target's.
+        runner: See `LLM`.
+
+    Raises:
+        ForetokenError: When the head cannot be loaded as a drafter.
+    """
+    records: list[StepRecord] = []
+    lengths = {len(text) - len(prompt) for prompt, text in zip(texts.prompts, texts.texts, strict=True)}
+    llm = LLM(
+        target,
+        speculative_config={**config, "tree": "chain", "num_speculative_tokens": len(said)},
+        tokenizer=tokenizer,
+        max_num_seqs=AT_ONCE,
+        max_model_len=min(max(map(len, texts.texts)) + 1, target.context_len),
+        runner=runner,
+        on_step=records.append,
+    )
+    outputs = llm.generate([list(prompt) for prompt in texts.prompts], greedy(max(lengths)))
+    accepted, expected = _by_depth(records, _followed(outputs, texts), texts, said.tolist())
+    passes = sum(len(record.sequences) for record in records)
+    errors = sum(record.draft_error is not None for record in records)
+    return Drafting(accepted=accepted, expected=expected, num_passes=passes, num_errors=errors)
+
+
+def _followed(outputs: Sequence[RequestOutput], texts: Texts) -> list[int]:
+    """How far each text was written again; less than all of it only where two tokens tie within rounding."""
+    found = []
+    for output, prompt, text in zip(outputs, texts.prompts, texts.texts, strict=True):
+        pairs = zip(output.outputs[0].token_ids, text[len(prompt) :], strict=False)
+        same = next((index for index, (got, want) in enumerate(pairs) if got != want), len(text) - len(prompt))
+        found.append(len(prompt) + same)
+    return found
+
+
+def _by_depth(
+    records: Sequence[StepRecord], followed: Sequence[int], texts: Texts, said: list[list[list[int]]]
+) -> tuple[list[float], list[float]]:
+    """Shares of passes by depth: accepted by the engine, and expected from predictions (K, B, S)."""
+    accepted, expected, counts = ([0] * len(said) for _ in range(3))
+    roots = [len(prompt) - 1 for prompt in texts.prompts]
+    for record in records:
+        for step in record.sequences:
+            row, root = step.request_id, roots[step.request_id]
+            roots[row] += step.num_emitted
+            depth = min(step.tree_depth, len(said))
+            if root + depth >= followed[row]:
+                continue
+            hits = [said[d][row][root - 1] == texts.texts[row][root + 1 + d] for d in range(depth)]
+            right = next((d for d, hit in enumerate(hits) if not hit), depth)
+            for d in range(depth):
+                counts[d] += 1
+                accepted[d] += step.num_accepted > d
+                expected[d] += right > d
+    kept = [d for d, count in enumerate(counts) if count]
+    return [accepted[d] / counts[d] for d in kept], [expected[d] / counts[d] for d in kept]

@@ -1,0 +1,250 @@
+"""How often a head says what the target says: in its place, and in every place that is known to be mistaken for it.
+
+The texts are prompts that the target itself went on with, greedily: there the target's choice, the text and the label
+are the same token, and a head that is fed the text is in the very situation in which it drafts.
+
+Letters: B texts, S positions, E hidden size, K heads, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import ModelError, RequestError
+from foretoken.core.sampling_params import SamplingParams
+from foretoken.engine.llm import LLM
+from foretoken.target.taps import find_blocks, find_final_norm
+from foretoken.training.teacher import Teacher
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from foretoken.heads.base import Head
+    from foretoken.target.loading import LoadedModel
+    from foretoken.target.parts import TargetParts
+
+SHIFTS = (0, -1, 1, 2)  # tokens later than head i's own label; the first is where it belongs
+AT_ONCE = 8  # sequences decoded together
+_LONGEST_PROMPT = 128
+_PORTION_VALUES = 1 << 24  # logits made at once
+IN_PLACE, PRE_NORM, NORMED_TWICE = "final", "pre-norm", "normed twice"
+EARLIER, LATER = "one position earlier", "one position later"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Texts:
+    """Prompts and what the target wrote after them.
+
+    Attributes:
+        prompts: Token ids of each prompt.
+        texts: Token ids of each prompt with its continuation.
+        device: Where tensors go.
+    """
+
+    prompts: Sequence[Sequence[int]]
+    texts: Sequence[Sequence[int]]
+    device: torch.device
+
+    @property
+    def tokens(self) -> Tensor:
+        """(B, S) int64, padded on the right, where no causal model looks."""
+        rows = [torch.tensor(list(text), device=self.device) for text in self.texts]
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+    def judged(self, *, last: int = 0) -> Tensor:
+        """(B, S) bool: positions from which drafts start, without the last ones of each text.
+
+        The first draft is made when the last token of the prompt is the root, from the feature before it.
+
+        Raises:
+            RequestError: When none is left.
+        """
+        mask = torch.zeros(self.tokens.shape, dtype=torch.bool)
+        for row, (prompt, text) in enumerate(zip(self.prompts, self.texts, strict=True)):
+            mask[row, len(prompt) - 2 : max(len(text) - last, 0)] = True
+        if not bool(mask.any()):
+            raise RequestError("the target wrote too little to look as far ahead as the heads do. Raise --max-tokens.")
+        return mask.to(self.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreement:
+    """How often head i's first candidate is the target's choice, by what it is fed and whose label it is held against.
+
+    Attributes:
+        table: By reading of the feature: (K, shifts) shares, shifts as in `SHIFTS`; "final" is the reading in place.
+        own_next: (K,) shares of answers that are the target's own next token, which heads know before any training.
+        most_frequent: Share of the label that is most frequent: what one gets without looking at the text.
+        num_positions: From which the deepest head was judged.
+        reads_tokens: Whether heads look at the tokens between the feature and their own.
+    """
+
+    table: Mapping[str, Sequence[Sequence[float]]]
+    own_next: Sequence[float]
+    most_frequent: float
+    num_positions: int
+    reads_tokens: bool
+
+    @property
+    def margin(self) -> float:
+        """Differences below are chance: three standard deviations of a share, and never less than 0.05."""
+        return max(0.05, 1.5 / math.sqrt(max(self.num_positions, 1)))
+
+    def score(self, reading: str) -> float:
+        """Mean over heads of the share at the shift that suits each best: says how right the feature is."""
+        return sum(max(row) for row in self.table[reading]) / len(self.table[reading])
+
+    @property
+    def best_reading(self) -> str:
+        """The reading that suits the head best; the one in place where that could be chance."""
+        best = max(self.table, key=self.score)
+        return best if self.score(best) > self.score(IN_PLACE) + self.margin else IN_PLACE
+
+    @property
+    def best_shifts(self) -> list[int]:
+        """The shift that suits each head best with the best reading; 0 where that could be chance."""
+        found = []
+        for row in self.table[self.best_reading]:
+            best = max(range(len(SHIFTS)), key=lambda index: row[index])
+            found.append(SHIFTS[best] if row[best] > row[0] + self.margin else 0)
+        return found
+
+
+def greedy_texts(target: LoadedModel, tokenizer: Any, prompts: Sequence[str], *, max_tokens: int, runner: str) -> Texts:
+    """Has the target go on with prompts; long ones are cut.
+
+    Args:
+        target: The target.
+        tokenizer: Its tokenizer.
+        prompts: Texts; those of fewer than two tokens are left out.
+        max_tokens: Tokens to write, fewer where the context is short.
+        runner: See `LLM`.
+
+    Raises:
+        RequestError: When no prompt is long enough.
+    """
+    max_tokens = min(max_tokens, target.context_len // 2)
+    longest = min(_LONGEST_PROMPT, target.context_len - max_tokens - 1)
+    encoded = [list(tokenizer(prompt)["input_ids"])[:longest] for prompt in prompts]
+    encoded = [ids for ids in encoded if len(ids) > 1]
+    if not encoded:
+        raise RequestError("no prompt has two tokens. Expected text to try a head on. Pass other --prompts.")
+    llm = LLM(target, tokenizer=tokenizer, max_num_seqs=AT_ONCE, max_model_len=longest + max_tokens + 1, runner=runner)
+    outputs = llm.generate(encoded, greedy(max_tokens))
+    texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+    return Texts(prompts=encoded, texts=texts, device=target.device)
+
+
+def greedy(max_tokens: int) -> SamplingParams:
+    """Greedy decoding that no end-of-sequence token stops."""
+    return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def read_features(target: LoadedModel, tokens: Tensor) -> dict[str, Tensor]:
+    """The feature and what is taken for it.
+
+    Args:
+        target: The target.
+        tokens: (B, S) int64.
+
+    Returns:
+        (B, S, E) float32 by reading, that in place first; readings around the norm only where a norm is found.
+    """
+    teacher, inputs = Teacher(target), []
+    try:
+        norm = find_final_norm(target.module, find_blocks(target.module, target.num_layers))
+    except ModelError:
+        norm = None
+    handle = None if norm is None else norm.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    try:
+        features = teacher.features(tokens)
+    finally:
+        if handle is not None:
+            handle.remove()
+    readings = {IN_PLACE: features}
+    if norm is not None and inputs:
+        with torch.no_grad():
+            readings |= {PRE_NORM: inputs[-1], NORMED_TWICE: norm(features)}
+    readings[EARLIER] = torch.cat([features[:, :1], features[:, :-1]], dim=1)
+    readings[LATER] = torch.cat([features[:, 1:], features[:, -1:]], dim=1)
+    return {name: reading.float() for name, reading in readings.items()}
+
+
+@torch.no_grad()
+def predictions(head: Head, parts: TargetParts, features: Tensor, texts: Texts) -> Tensor:
+    """What every head says at the judged positions, fed the text itself.
+
+    Args:
+        head: In float32.
+        parts: What it shares with the target, in float32.
+        features: (B, S, E) float32.
+        texts: The texts.
+
+    Returns:
+        (K, B, S) int64, first candidates; -1 at positions that are not judged.
+    """
+    tokens, where = texts.tokens, texts.judged()
+    said = torch.full((head.config.num_heads, *tokens.shape), -1, device=tokens.device)
+    for index, hidden in enumerate(head.teacher_forced(features, tokens, parts)):
+        said[index, where] = _argmax(lambda rows, i=index: head.logits(i, rows, parts), hidden[where], parts)  # type: ignore[misc]
+    return said
+
+
+@torch.no_grad()
+def target_choices(parts: TargetParts, features: Tensor, texts: Texts) -> Tensor:
+    """(B, S) int64, the target's most probable next token at the judged positions; -1 elsewhere."""
+    where = texts.judged()
+    said = torch.full(where.shape, -1, device=where.device)
+    said[where] = _argmax(parts.lm_head, features[where], parts)
+    return said
+
+
+def measure(head: Head, parts: TargetParts, readings: Mapping[str, Tensor], texts: Texts) -> Agreement:
+    """Holds a head against the target, reading by reading and shift by shift.
+
+    Args:
+        head: In float32.
+        parts: What it shares with the target, in float32.
+        readings: As `read_features` gives them.
+        texts: The texts.
+    """
+    choices = target_choices(parts, readings[IN_PLACE], texts)
+    # From a feature alone, one position off is the same as a label one position off: that is the shifts' matter.
+    looks = reads_tokens(head, parts, readings[IN_PLACE])
+    tried = [name for name in readings if looks or name not in (EARLIER, LATER)]
+    said = {name: predictions(head, parts, readings[name], texts) for name in tried}
+    heads = range(head.config.num_heads)
+    where = [texts.judged(last=2 + index + max(SHIFTS)) for index in heads]
+
+    def share(name: str, index: int, offset: int) -> float:
+        labels = choices.roll(-offset, dims=1)
+        return float((said[name][index] == labels)[where[index]].float().mean())
+
+    labels = choices.roll(-1, dims=1)[where[0]]
+    return Agreement(
+        table={name: [[share(name, i, 1 + i + shift) for shift in SHIFTS] for i in heads] for name in tried},
+        own_next=[share(IN_PLACE, i, 0) for i in heads],
+        most_frequent=float(labels.bincount().max() / labels.numel()),
+        num_positions=int(where[-1].sum()),
+        reads_tokens=looks,
+    )
+
+
+@torch.no_grad()
+def reads_tokens(head: Head, parts: TargetParts, features: Tensor) -> bool:
+    """Whether a head looks at the tokens after the feature; features: (B, S, E) to try it with."""
+    few = features[:1, :4]
+    zeros = torch.zeros(few.shape[:2], dtype=torch.int64, device=few.device)
+    with_zeros, with_ones = (next(iter(head.teacher_forced(few, zeros + token, parts))) for token in (0, 1))
+    return not torch.equal(with_zeros, with_ones)
+
+
+def _argmax(logits: Callable[[Tensor], Tensor], rows: Tensor, parts: TargetParts) -> Tensor:
+    """(M,) first candidates from (M, W), a portion at a time."""
+    size = max(1, _PORTION_VALUES // parts.lm_head_weight.shape[0])
+    return torch.cat([logits(part).argmax(-1) for part in rows.split(size)])

@@ -1,0 +1,117 @@
+"""A trial of training: a fresh head starts where it should, and a few steps on one batch teach it something.
+
+Letters: B texts, S positions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import ModelError
+from foretoken.target.parts import target_parts
+from foretoken.training.config import objective_config, train_config
+from foretoken.training.doctor.checks import Check, fresh_head, skipped
+from foretoken.training.doctor.readings import IN_PLACE, Texts, predictions, read_features, target_choices
+from foretoken.training.trainer import Trainer
+
+if TYPE_CHECKING:
+    from foretoken.heads.base import HeadConfig
+    from foretoken.target.loading import LoadedModel
+    from foretoken.target.parts import TargetParts
+    from foretoken.training.trainer import Batches
+
+_STEPS, _WINDOWS, _LENGTH = 100, 2, 16
+
+
+def examine_training(
+    target: LoadedModel, config: HeadConfig, texts: Texts, *, data: Batches | None = None
+) -> list[Check]:
+    """Before training: a fresh head starts where it should, and a few steps on one batch teach it something.
+
+    Args:
+        target: The frozen target.
+        config: Sizes of the head.
+        texts: To look at, and to learn from without data.
+        data: Training data.
+    """
+    parts = target_parts(target, dtype=torch.float32)
+    return [_check_start(target, config, parts, texts), _check_learning(target, config, parts, texts, data)]
+
+
+def _check_start(target: LoadedModel, config: HeadConfig, parts: TargetParts, texts: Texts) -> Check:
+    """Whether every fresh head says the target's own next token, for methods that start there."""
+    features = read_features(target, texts.tokens)[IN_PLACE]
+    one, other = (predictions(fresh_head(config, parts, seed=seed), parts, features, texts) for seed in (0, 1))
+    if not torch.equal(one, other):
+        return skipped("fresh head", f"A fresh {config.method} head is random.")
+    where = texts.judged(last=config.num_heads)
+    choices = target_choices(parts, features, texts)
+    share = min(float((row == choices)[where].float().mean()) for row in one)
+    message = "Every fresh head says the target's own next token."
+    if share < 0.99:
+        message = (
+            "A fresh head does not say the target's own next token, though it only hands the feature on to the LM "
+            "head: the feature is not what the LM head reads, or the LM head is not the target's. Look at the checks "
+            "of the target above; do not train yet."
+        )
+    return Check(
+        name="fresh head", verdict="ok" if share >= 0.99 else "warning" if share >= 0.5 else "fault", value=share,
+        expected="at least 0.99 of the positions", message=message,
+    )  # fmt: skip
+
+
+def _check_learning(
+    target: LoadedModel, config: HeadConfig, parts: TargetParts, texts: Texts, data: Batches | None
+) -> Check:
+    """Whether 100 steps on one small batch lower the loss."""
+    tokens, supervised = _training_batch(texts, data)
+    features = read_features(target, tokens.to(target.device))[IN_PLACE]
+    settings = train_config({
+        "schedule": {"num_steps": _STEPS, "warmup_steps": 10}, "batch_size": len(tokens),
+        "length": tokens.shape[1],
+    })  # fmt: skip
+    head = fresh_head(config, parts, seed=0)
+    objective = objective_config(config.method, {})
+    name, expected = "learning", "below 0.9 times the first loss"
+    trainer = Trainer(head, parts, objective, settings, _OneBatch(tokens, supervised), lambda *_: features)
+    try:
+        losses = [report.loss for report in trainer.steps()]
+    except ModelError as err:
+        return Check(name=name, verdict="fault", value=None, expected=expected, message=str(err))
+    has_learnt = losses[-1] < 0.9 * losses[0]
+    message = f"The loss goes from {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps on one batch"
+    if not has_learnt:
+        message += (
+            ": the head learns nothing even by heart. Expected it to fall clearly. No label may count (look at "
+            "`supervised` of the data), features may not be finite, or the rate may be too low"
+        )
+    return Check(
+        name=name, verdict="ok" if has_learnt else "fault", value=[losses[0], losses[-1]], expected=expected,
+        message=f"{message}.",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _OneBatch:
+    """The same (B, S) tokens and flags at every step; see `Batches`."""
+
+    tokens: Tensor
+    supervised: Tensor
+
+    def batch(self, step: int, *, batch_size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+        """See `Batches`."""
+        del step, batch_size, length, seed
+        return self.tokens, self.supervised
+
+
+def _training_batch(texts: Texts, data: Batches | None) -> tuple[Tensor, Tensor]:
+    """(B, S) tokens and flags: of the data, or the ends of the texts."""
+    if data is not None:
+        return data.batch(0, batch_size=_WINDOWS, length=_LENGTH, seed=0)
+    length = min(_LENGTH, *map(len, texts.texts))
+    tokens = torch.tensor([list(text[-length:]) for text in texts.texts[:_WINDOWS]])
+    return tokens, torch.ones_like(tokens, dtype=torch.bool)

@@ -1,0 +1,80 @@
+"""`foretoken doctor`: exit codes, the table, JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import Finished, run
+
+sys.path.append(str(Path(__file__).parents[1] / "training"))
+from trained_heads import MAX_TOKENS, PROMPTS, trained, write_target
+
+from foretoken.formats import native
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, a head that was trained for it and for its texts, one that was not, and the prompts."""
+    directory = tmp_path_factory.mktemp("doctor")
+    write_target(directory / "target")
+    native.write(trained(), directory / "head")
+    native.write(trained(late=1), directory / "late")
+    lines = "".join(json.dumps({"prompt": prompt}) + "\n" for prompt in PROMPTS)
+    (directory / "prompts.jsonl").write_text(lines)
+    return directory
+
+
+def doctor(place: Path, *arguments: str) -> Finished:
+    """`foretoken doctor TARGET …` on the prompts."""
+    prompts = str(place / "prompts.jsonl")
+    sizes = ("--num-prompts", str(len(PROMPTS)), "--max-tokens", str(MAX_TOKENS))
+    return run("doctor", str(place / "target"), "--prompts", prompts, *sizes, *arguments)
+
+
+def test_a_good_head(place: Path) -> None:
+    before = {path.name: path.read_bytes() for path in (place / "head").iterdir()}
+    result = doctor(place, str(place / "head"), "--train-check", "--json")
+    assert result.returncode == 0, result.stdout + result.stderr
+    facts = json.loads(result.stdout)
+    assert facts["head"] == str(place / "head")
+    assert {check["verdict"] for check in facts["checks"]} == {"ok"}
+    names = [check["name"] for check in facts["checks"]]
+    assert names[:3] == ["target logits", "tree logits", "target served"]
+    assert names[-3:] == ["drafting", "fresh head", "learning"]
+    assert facts["checks"][0].keys() == {"name", "verdict", "value", "expected", "message"}
+    assert {path.name: path.read_bytes() for path in (place / "head").iterdir()} == before
+
+
+def test_a_fault(place: Path) -> None:
+    result = doctor(place, str(place / "late"))
+    assert result.returncode == 1, result.stdout + result.stderr
+    words = " ".join(result.stdout.split())
+    assert "labels" in words
+    assert "fault" in words
+    assert "head 0 looks like head 1" in words
+
+
+def test_before_there_is_a_head(place: Path) -> None:
+    result = doctor(place, "--method", "medusa")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "fresh head" in result.stdout
+    assert "drafting" not in result.stdout
+
+
+def test_what_cannot_be_examined(place: Path, tmp_path: Path) -> None:
+    for arguments, sentence in (
+        ((), "there is nothing to examine"),
+        (("--train-check", "--method", "medusa"), "--train-check takes the sizes of a head"),
+        ((str(tmp_path),), "holds no draft head"),
+        ((str(tmp_path / "none"),), "holds no draft head"),
+        (("--method", "medsa"), "Did you mean 'medusa'?"),
+        (("--method", "medusa", "--data", str(tmp_path)), "holds no packed tokens"),
+        ((str(place / "head"), "--max-tokens", "1"), "the target wrote too little"),
+    ):
+        result = doctor(place, *arguments)
+        assert result.returncode == 2, result.stdout + result.stderr
+        assert sentence in result.stderr
+        assert "Traceback" not in result.stderr

@@ -1,0 +1,309 @@
+"""A trained head passes every guard rail; broken in one way, exactly the right one finds it and names the cause."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from trained_heads import MAX_TOKENS, PROMPTS, SIZES, target, texts, tokenizer, trained
+
+from foretoken.core.errors import ConfigError, RequestError
+from foretoken.drafters.base import Committed
+from foretoken.drafters.heads import LastFeatures
+from foretoken.formats import native
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+from foretoken.target.parts import target_parts
+from foretoken.target.runner import Runner
+from foretoken.training.config import head_config
+from foretoken.training.doctor.checks import Check, check_trained, check_values, fresh_head
+from foretoken.training.doctor.drafting import Drafting
+from foretoken.training.doctor.examine import Examination, check_agreement, check_drafting, examine
+from foretoken.training.doctor.readings import EARLIER, LATER, NORMED_TWICE, PRE_NORM, SHIFTS, Agreement
+from foretoken.training.doctor.trial import examine_training
+from foretoken.training.teacher import Teacher
+
+good = cache(trained)
+
+
+def faults(checks: list[Check]) -> dict[str, str]:
+    """Messages of faults and warnings by name."""
+    return {check.name: check.message for check in checks if check.verdict in ("fault", "warning")}
+
+
+def examined(checkpoint: HeadCheckpoint, directory: Path, **more: Any) -> list[Check]:
+    native.write(checkpoint, directory)
+    case = Examination(head=directory, prompts=PROMPTS, max_tokens=MAX_TOKENS, runner="generic", **more)
+    return examine(target(), tokenizer(), case)
+
+
+def with_weights(change: Callable[[dict[str, Tensor]], object]) -> HeadCheckpoint:
+    """The good head with some weights changed."""
+    weights = {key: value.clone() for key, value in good().weights.items()}
+    change(weights)
+    return replace(good(), weights=weights)
+
+
+@pytest.mark.parametrize("method", sorted(SIZES))
+def test_a_trained_head_passes_all(method: str, tmp_path: Path) -> None:
+    checks = examined(good(method), tmp_path)
+    assert faults(checks) == {}
+    assert [check.name for check in checks] == [
+        "target logits", "tree logits", "target served", "head loads", "head fits", "head trained", "head values",
+        "feature", "labels", "knowledge", "depth", "drafting",
+    ]  # fmt: skip
+    assert [check.name for check in checks if check.verdict == "skipped"] == ["depth"] * (method != "medusa")
+    drafting = next(check for check in checks if check.name == "drafting")
+    # Pass by pass at the same positions: not merely near.
+    assert drafting.expected == f"accepted by depth {drafting.value['accepted']}"
+    assert drafting.value["accepted"][0] > 0.2
+
+
+@pytest.mark.parametrize(
+    ("reading", "sentence"),
+    [(PRE_NORM, "was trained on pre-norm features"), (NORMED_TWICE, "went through the final norm twice")],
+)
+def test_another_place_of_the_feature(reading: str, sentence: str, tmp_path: Path) -> None:
+    found = faults(examined(trained(feature=lambda readings: readings[reading]), tmp_path))
+    assert found.keys() == {"feature"}
+    assert sentence in found["feature"]
+
+
+@pytest.mark.parametrize(
+    ("reading", "sentence"),
+    [(EARLIER, "wants the feature of the position before"), (LATER, "wants the feature of the position after")],
+)
+def test_a_feature_of_another_position(reading: str, sentence: str, tmp_path: Path) -> None:
+    found = faults(examined(trained("hydra", feature=lambda readings: readings[reading]), tmp_path))
+    assert found.keys() == {"feature"}
+    assert "features one position off" in found["feature"]
+    assert sentence in found["feature"]
+
+
+@pytest.mark.parametrize(
+    ("late", "sentence"),
+    [
+        (1, "head 0 looks like head 1; head 1 looks like head 2"),
+        (-1, "head 0 says the target's own next token; head 1 looks like head 0"),
+    ],
+)
+def test_shifted_labels(late: int, sentence: str, tmp_path: Path) -> None:
+    found = faults(examined(trained(late=late), tmp_path))
+    assert found.keys() == {"labels"}
+    assert sentence in found["labels"]
+    assert f"shifted once {'more' if late > 0 else 'less'} than they should" in found["labels"]
+
+
+def test_heads_in_another_order(tmp_path: Path) -> None:
+    def swap(weights: dict[str, Tensor]) -> None:
+        for key in weights:
+            weights[key] = weights[key][[1, 0, 2]].contiguous()
+
+    found = faults(examined(with_weights(swap), tmp_path))
+    assert found.keys() == {"labels"}
+    assert "head 0 looks like head 1; head 1 looks like head 0: the heads are in another order" in found["labels"]
+
+
+def test_the_head_of_another_target(tmp_path: Path) -> None:
+    checks = examined(trained(seed=1, steps=5), tmp_path)
+    found = faults(checks)
+    assert found.keys() == {"head fits"}
+    assert "trained for another target (tiny-1): it has weights" in found["head fits"]
+    assert "skipped" in {check.verdict for check in checks if check.name == "feature"}
+    allowed = examined(trained(seed=1, steps=300), tmp_path, allow_other_target=True)
+    assert {check.name: check.verdict for check in allowed}["head fits"] == "warning"
+    assert faults(allowed).keys() == {"head fits", "knowledge"}
+
+
+def test_a_random_head(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(3)
+
+    def scramble(weights: dict[str, Tensor]) -> None:
+        for value in weights.values():
+            value.copy_(torch.randn(value.shape, generator=generator) * value.std())
+
+    found = faults(examined(with_weights(scramble), tmp_path))
+    assert found.keys() == {"knowledge"}
+    assert "Heads say the same whatever the text" in found["knowledge"]
+
+
+@pytest.mark.parametrize("method", sorted(SIZES))
+def test_an_untrained_head(method: str, tmp_path: Path) -> None:
+    parts = target_parts(target(), dtype=torch.float32)
+    head = fresh_head(head_config(method, target(), SIZES[method]), parts, seed=0)
+    checkpoint = HeadCheckpoint.of(head, target=TargetFingerprint.of(target()))
+    found = faults(examined(checkpoint, tmp_path))
+    assert found.keys() == {"head trained"}
+    assert "the head still has the weights that training starts from: it was never trained" in found["head trained"]
+
+
+def test_nearly_untrained_heads_say_the_next_token(tmp_path: Path) -> None:
+    parts = target_parts(target(), dtype=torch.float32)
+    head = fresh_head(head_config("medusa", target(), SIZES["medusa"]), parts, seed=0)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(1e-6)
+    checkpoint = HeadCheckpoint.of(head, target=TargetFingerprint.of(target()))
+    found = faults(examined(checkpoint, tmp_path))
+    assert found.keys() == {"labels"}
+    assert "Every head says the target's own next token, as untrained heads do" in found["labels"]
+
+
+def test_one_untrained_head(tmp_path: Path) -> None:
+    parts = target_parts(target(), dtype=torch.float32)
+    fresh = fresh_head(good().config, parts, seed=0).state_dict()
+    found = faults(examined(with_weights(lambda w: [w[key][1].copy_(fresh[key][1]) for key in w]), tmp_path))
+    assert found.keys() == {"head trained"}
+    assert "head 1 still has the weights that training starts from" in found["head trained"]
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda weights: weights["weight"][1].zero_(), "weight[1] is zero everywhere"),
+        (lambda weights: weights["lm_head"][2].mul_(1e7), "lm_head[2] reaches"),
+    ],
+)
+def test_spoilt_values(change: Callable[[dict[str, Tensor]], object], sentence: str, tmp_path: Path) -> None:
+    found = faults(examined(with_weights(change), tmp_path))
+    assert found.keys() == {"head values"}
+    assert sentence in found["head values"]
+
+
+def test_not_finite(tmp_path: Path) -> None:
+    spoilt = with_weights(lambda weights: weights["lm_head"][0, 0, :1].fill_(torch.nan))
+    found = faults(examined(spoilt, tmp_path))
+    assert found.keys() == {"head loads"}
+    assert "not finite: lm_head" in found["head loads"]
+    in_memory = check_values(spoilt, set())
+    assert in_memory.verdict == "fault"
+    assert "lm_head[0] holds numbers that are not finite" in in_memory.message
+    assert check_trained(spoilt, target_parts(target()))[0].verdict == "ok"
+
+
+def test_a_missing_tensor(tmp_path: Path) -> None:
+    native.write(good(), tmp_path)
+    tensors = load_file(tmp_path / native.WEIGHTS)
+    del tensors["bias"]
+    save_file(tensors, tmp_path / native.WEIGHTS)
+    case = Examination(head=tmp_path, prompts=PROMPTS, max_tokens=MAX_TOKENS, train_check=True)
+    checks = examine(target(), tokenizer(), case)
+    found = faults(checks)
+    assert found.keys() == {"head loads"}
+    assert checks[-1].verdict == "skipped"
+    assert "missing: bias" in found["head loads"]
+
+
+def test_drafting_from_the_wrong_position(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learn = LastFeatures.learn
+
+    def one_early(self: LastFeatures, committed: Committed) -> None:
+        assert committed.features is not None
+        learn(self, replace(committed, features=committed.features.roll(1, dims=1)))
+
+    monkeypatch.setattr(LastFeatures, "learn", one_early)
+    found = faults(examined(good(), tmp_path))
+    assert found.keys() == {"drafting"}
+    assert "Drafting does not do what training did" in found["drafting"]
+
+
+def test_a_drafter_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: LastFeatures, slots: object) -> Tensor:
+        raise RuntimeError("no features")
+
+    monkeypatch.setattr(LastFeatures, "of", fail)
+    assert "drafting" in faults(examined(good("mlp_speculator"), tmp_path))
+
+
+def test_serving_reads_another_feature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = Runner.prefill
+
+    def shifted(self: Runner, slot: int, tokens: Any, start: int) -> Tensor | None:
+        features = prefill(self, slot, tokens, start)
+        return None if features is None else features.roll(1, dims=1)
+
+    monkeypatch.setattr(Runner, "prefill", shifted)
+    case = Examination(method="medusa", prompts=PROMPTS, max_tokens=MAX_TOKENS, runner="generic")
+    found = faults(examine(target(), tokenizer(), case))
+    assert found.keys() == {"target served"}
+    assert "trained on one thing and served another" in found["target served"]
+
+
+def test_a_teacher_with_the_wrong_feature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    features = Teacher.features
+
+    def normed_twice(self: Teacher, tokens: Tensor) -> Tensor:
+        module: Any = target().module
+        with torch.no_grad():
+            twice: Tensor = module.model.norm(features(self, tokens))
+        return twice
+
+    monkeypatch.setattr(Teacher, "features", normed_twice)
+    found = faults(examine(target(), tokenizer(), Examination(method="medusa", prompts=PROMPTS, max_tokens=MAX_TOKENS)))
+    assert {"target logits", "target served"} <= found.keys()
+    assert "normed twice" in found["target logits"]
+
+
+def test_before_training() -> None:
+    verdicts = {}
+    for method, sizes in SIZES.items():
+        checks = examine_training(target(), head_config(method, target(), sizes), texts())
+        verdicts[method] = {check.name: check.verdict for check in checks}
+        first, last = checks[1].value
+        assert last < 0.9 * first
+        assert f"from {first:.4f} to {last:.4f}" in checks[1].message
+    assert verdicts["medusa"] == verdicts["hydra"] == {"fresh head": "ok", "learning": "ok"}
+    assert verdicts["mlp_speculator"] == {"fresh head": "skipped", "learning": "ok"}
+
+
+def test_data_without_labels() -> None:
+    class NoLabels:
+        def batch(self, step: int, *, batch_size: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+            return torch.ones(batch_size, length, dtype=torch.int64), torch.zeros(batch_size, length, dtype=torch.bool)
+
+    checks = examine_training(target(), head_config("medusa", target(), {}), texts(), data=NoLabels())
+    found = faults(checks)
+    assert found.keys() == {"learning"}
+    assert "No label may count" in found["learning"]
+
+
+def table(*rows: list[float], frequent: float = 0.1, own_next: float = 0.3) -> Agreement:
+    """Shares at the shifts 0, -1, 1, 2 of each head, with the feature in place."""
+    assert all(len(row) == len(SHIFTS) for row in rows)
+    own = [own_next] * len(rows)
+    return Agreement(
+        table={"final": rows}, own_next=own, most_frequent=frequent, num_positions=1000, reads_tokens=False
+    )
+
+
+def test_agreement_that_rises_with_depth() -> None:
+    rising = table([0.4, 0.2, 0.2, 0.2], [0.6, 0.2, 0.2, 0.2], [0.5, 0.2, 0.2, 0.2])
+    found = faults(check_agreement(rising))
+    assert found.keys() == {"depth"}
+    assert "head 1 is right more often than head 0" in found["depth"]
+    assert faults(check_agreement(replace(rising, reads_tokens=True))) == {}
+
+
+def test_differences_within_chance_are_no_faults() -> None:
+    assert faults(check_agreement(table([0.5, 0.53, 0.2, 0.2], [0.53, 0.2, 0.55, 0.2]))) == {}
+    assert faults(check_agreement(table([0.95, 0.5, 0.5, 0.5], frequent=0.9))) == {}
+    assert faults(check_agreement(table([0.9, 0.5, 0.5, 0.5], frequent=0.9))).keys() == {"knowledge"}
+
+
+@pytest.mark.parametrize(("drop", "verdict"), [(0.0, "ok"), (0.1, "warning"), (0.2, "fault")])
+def test_how_much_less_is_accepted(drop: float, verdict: str) -> None:
+    drafting = Drafting(accepted=[0.7, 0.5 - drop], expected=[0.7, 0.5], num_passes=100, num_errors=0)
+    assert check_drafting(drafting).verdict == verdict
+
+
+def test_what_cannot_be_examined() -> None:
+    with pytest.raises(RequestError, match="no prompt has two tokens"):
+        examine(target(), tokenizer(), Examination(method="medusa", prompts=["t5", ""]))
+    with pytest.raises(ConfigError, match="there is no head 'medsa' to train"):
+        examine(target(), tokenizer(), Examination(method="medsa", prompts=PROMPTS))
