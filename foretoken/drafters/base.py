@@ -88,6 +88,14 @@ class Drafter(Protocol):
         """The slot's sequence is over; its state may be forgotten."""
 
 
+def nodes_by_depth(drafter: Drafter) -> Sequence[int]:
+    """Nodes, root included, of a drafter's trees that are 0, 1, 2, … deep: of its `shape`, or of chains without one."""
+    shape: TreeShape | None = getattr(drafter, "shape", None)
+    if shape is None:
+        return range(1, drafter.max_nodes + 1)
+    return [shape.truncated(depth).num_nodes for depth in range(shape.depth + 1)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFacts:
     """What a drafter may know of the target when it is made.
@@ -147,6 +155,7 @@ class DrafterOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
     can_adapt_depth: ClassVar[bool] = True
+    can_adapt_tree: ClassVar[bool] = False  # whether "tree" is a fixed shape that the drafter shows as `shape`
 
     method: str
     model: str | None = None
@@ -156,8 +165,9 @@ class DrafterOptions(BaseModel):
 
     @property
     def adapts_depth(self) -> bool:
-        """Whether the engine chooses the depth of each draft: for chains whose length nobody fixed."""
-        return self.can_adapt_depth and self.tree == "chain" and self.num_speculative_tokens is None
+        """Whether the engine chooses the depth of each draft: for chains and own trees whose depth nobody fixed."""
+        is_own = self.tree == "chain" or (self.can_adapt_tree and self.tree == "tree")
+        return self.can_adapt_depth and is_own and self.num_speculative_tokens is None
 
     @property
     def chain_len(self) -> int:

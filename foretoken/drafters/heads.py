@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,11 +40,14 @@ class HeadOptions(DrafterOptions):
     Attributes:
         model: Directory of the head, in any format that `foretoken convert` knows.
         tree: As for every method; "tree" is the static tree that pays most on this machine by the acceptance stored
-            with the head, or the head's published one where none is stored.
+            with the head, or the head's published one where none is stored; as deep in each iteration as pays, down to
+            no draft at all.
         draft_sample_method: "probabilistic" draws drafts from the head's warped distribution for sampled requests
             without a seed; "greedy" always takes its most probable tokens.
         allow_other_target: Accept a head that was trained for another target of the same sizes.
     """
+
+    can_adapt_tree: ClassVar[bool] = True
 
     tree: TreeOption = "tree"
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
@@ -82,7 +85,7 @@ def load_head(options: HeadOptions, target: TargetFacts, method: str) -> LoadedH
     checkpoint.check_target(fingerprint, what=options.model)
     dtype = _drafting_dtype(target)
     head = checkpoint.module(device=target.device, dtype=dtype)
-    return LoadedHead(head, target_parts(target.model, dtype=dtype), checkpoint)
+    return LoadedHead(head, target_parts(target.model, dtype=dtype, is_inference=True), checkpoint)
 
 
 def head_shape(

@@ -63,13 +63,13 @@ class HydraDrafter:
         else:
             self._features = PrefixFeatures(head.prefix, target, dtype)
         start = torch.zeros(1, size, device=target.device, dtype=dtype)
-        self._shape = head_shape(options, loaded, target, lambda shape: chain_seconds(shape, loaded, start))
-        self.max_nodes = self._shape.num_nodes
+        self.shape = head_shape(options, loaded, target, lambda shape: chain_seconds(shape, loaded, start))
+        self.max_nodes = self.shape.num_nodes
 
     @torch.inference_mode()
     def propose(self, context: DraftContext) -> TokenTree:
         """See `Drafter`."""
-        proposal = Proposal(context, self._shape, self._features.is_known, self._options, self._device)
+        proposal = Proposal(context, self.shape, self._features.is_known, self._options, self._device)
         if proposal.rows:
             grow(proposal.growth, self._head, self._features.of(proposal.slots), self._parts)
         return proposal.finish()

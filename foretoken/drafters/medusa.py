@@ -36,13 +36,13 @@ class MedusaDrafter:
         self._features = LastFeatures(
             target.num_slots, head.config.hidden_size, device=target.device, dtype=head.weight.dtype
         )
-        self._shape = head_shape(options, loaded, target, self._draft_seconds)
-        self.max_nodes = self._shape.num_nodes
+        self.shape = head_shape(options, loaded, target, self._draft_seconds)
+        self.max_nodes = self.shape.num_nodes
 
     @torch.inference_mode()
     def propose(self, context: DraftContext) -> TokenTree:
         """See `Drafter`."""
-        proposal = Proposal(context, self._shape, self._features.is_known, self._options, self._device)
+        proposal = Proposal(context, self.shape, self._features.is_known, self._options, self._device)
         if proposal.rows:
             growth = proposal.growth
             logits = self._head.all_logits(self._features.of(proposal.slots), self._parts, growth.shape.depth).float()

@@ -44,15 +44,15 @@ class MlpSpeculatorDrafter:
             device=target.device,
             dtype=next(loaded.head.parameters()).dtype,
         )
-        self._shape = head_shape(
+        self.shape = head_shape(
             options, loaded, target, lambda shape: chain_seconds(shape, loaded, self._features.of([0]))
         )
-        self.max_nodes = self._shape.num_nodes
+        self.max_nodes = self.shape.num_nodes
 
     @torch.inference_mode()
     def propose(self, context: DraftContext) -> TokenTree:
         """See `Drafter`."""
-        proposal = Proposal(context, self._shape, self._features.is_known, self._options, self._device)
+        proposal = Proposal(context, self.shape, self._features.is_known, self._options, self._device)
         if proposal.rows:
             state = self._head.encode(self._features.of(proposal.slots))
             grow(proposal.growth, self._head, state, self._parts)

@@ -1,9 +1,9 @@
 """How deep a draft pays: expected tokens per second from measured costs and measured acceptance.
 
 With c(T) the seconds of a target pass over T tokens, d(K) those of drafting K levels, h(n) those of the host for n
-tokens, q the probability that the drafter has anything to say and A_k the probability that at least k of its tokens
-survive, asking for a chain of depth K earns n = 1 + A_1 + … + A_K tokens in c(1 + K) + d(K) + h(n) seconds with
-probability q, and else one token in c(1) + d(0) + h(1).
+tokens, w(K) the nodes of a draft of depth K, q the probability that the drafter has anything to say and A_k the
+probability that at least k of its tokens survive, asking for a draft of depth K earns n = 1 + A_1 + … + A_K tokens in
+c(w(K)) + d(K) + h(n) seconds with probability q, and else one token in c(1) + d(0) + h(1).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from foretoken.core.records import StepRecord
     from foretoken.engine.costs import CostCurve
 
@@ -27,8 +29,16 @@ _FADE = 0.5 ** (1.0 / _HALF_LIFE)
 class DepthBudget:
     """Chooses the depth of the next draft from what recent drafts brought."""
 
-    def __init__(self, cost: CostCurve, max_depth: int) -> None:
+    def __init__(self, cost: CostCurve, nodes_by_depth: Sequence[int]) -> None:
+        """A budget that knows nothing of the drafter yet.
+
+        Args:
+            cost: Seconds of a pass.
+            nodes_by_depth: Nodes, root included, of a draft that is 0, 1, 2, … deep; 1, 2, 3, … for a chain.
+        """
+        max_depth = len(nodes_by_depth) - 1
         self._cost, self._max_depth = cost, max_depth
+        self._nodes = np.array(nodes_by_depth)
         self._depths = np.arange(1, max_depth + 1)
         self._reached = np.zeros(max_depth)  # drafts whose first d tokens were tested or accepted, fading
         self._accepted = np.zeros(max_depth)  # of these, the ones that accepted token d
@@ -92,7 +102,7 @@ class DepthBudget:
     def _pass_seconds(self, batch_size: int) -> np.ndarray:
         """Seconds of passes at depths 0, 1, …; read off the curve anew now and then, as it hardly moves."""
         if self._table is None or self._table[0] != batch_size or self._age >= _REFRESH_EVERY:
-            widths = batch_size * np.arange(1, self._max_depth + 2)
+            widths = batch_size * self._nodes
             self._table, self._age = (batch_size, self._cost.seconds(widths)), 0
         self._age += 1
         return self._table[1]

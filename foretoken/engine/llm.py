@@ -14,7 +14,7 @@ from foretoken.acceptance.select import AcceptancePolicy
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.core.results import GenerationMetrics, RequestOutput
 from foretoken.core.sampling_params import SamplingParams
-from foretoken.drafters.base import Drafter, TargetFacts
+from foretoken.drafters.base import Drafter, TargetFacts, nodes_by_depth
 from foretoken.drafters.registry import create_drafter
 from foretoken.engine.budget import DepthBudget
 from foretoken.engine.config import parse_speculative_config
@@ -141,7 +141,7 @@ class LLM:
                 f"max_model_len {max_model_len} needs more memory than there is. Expected at most "
                 f"{self.target.context_len} with max_num_seqs {max_num_seqs}. Lower one of them."
             )
-        budget = DepthBudget(costs(), made.max_nodes - 1) if made is not None and adapts else None
+        budget = DepthBudget(costs(), nodes_by_depth(made)) if made is not None and adapts else None
         self._engine = Engine(
             self.target, made, policy=policy, max_num_seqs=max_num_seqs, budget=budget, on_step=on_step
         )

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from foretoken.target.lean.products import fast_linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,17 +31,20 @@ class TargetParts:
     lm_head_weight: Tensor
 
 
-def target_parts(model: LoadedModel, *, dtype: torch.dtype | None = None) -> TargetParts:
+def target_parts(model: LoadedModel, *, dtype: torch.dtype | None = None, is_inference: bool = False) -> TargetParts:
     """The parts of a loaded target.
 
     Args:
         model: The target.
         dtype: Of copies to compute with; None takes the target's modules themselves.
+        is_inference: Whether no gradient is wanted: the LM head may then run on native kernels and give float32.
     """
     module: Any = model.module
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     if dtype is not None and dtype != model.dtype:
         embedding, head = _converted(embedding, head, dtype)
+    if is_inference:
+        head = fast_linear(head)
     shape_logits = _logits_shape(model.config)
     return TargetParts(
         embed=embedding,
@@ -48,20 +53,22 @@ def target_parts(model: LoadedModel, *, dtype: torch.dtype | None = None) -> Tar
     )
 
 
-def _converted(embedding: Any, head: Any, dtype: torch.dtype) -> tuple[Any, Any]:
+def _converted(embedding: Any, head: Any, dtype: torch.dtype) -> tuple[Any, nn.Linear]:
     """Copies in another dtype; tied weights stay one copy."""
     is_tied = embedding.weight is head.weight
-    weight = head.weight.detach().to(dtype)
-    bias = None if head.bias is None else head.bias.detach().to(dtype)
-    rows = weight if is_tied else embedding.weight.detach().to(dtype)
+    copy = nn.Linear(head.weight.shape[1], head.weight.shape[0], bias=head.bias is not None, device="meta")
+    copy.weight = nn.Parameter(head.weight.detach().to(dtype), requires_grad=False)
+    if head.bias is not None:
+        copy.bias = nn.Parameter(head.bias.detach().to(dtype), requires_grad=False)
+    rows = copy.weight if is_tied else embedding.weight.detach().to(dtype)
     # An embedding module may scale what it looks up, as Gemma's does.
     scale = getattr(embedding, "embed_scale", None)
     factor = 1.0 if scale is None else float(scale)
 
     def embed(tokens: Tensor) -> Tensor:
-        return torch.nn.functional.embedding(tokens, rows) * factor
+        return nn.functional.embedding(tokens, rows) * factor
 
-    return embed, lambda features: torch.nn.functional.linear(features, weight, bias)
+    return embed, copy
 
 
 def _logits_shape(config: Any) -> Callable[[Tensor], Tensor]:

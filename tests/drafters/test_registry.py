@@ -17,6 +17,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.drafters.base import LONGEST_CHAIN, DrafterOptions, TreeWidths
 from foretoken.drafters.registry import create_drafter, drafter_options, known_methods
 from foretoken.trees.choices import TreeShape
+from foretoken.trees.published import PUBLISHED
 
 REPEAT = """
 from foretoken.core.token_tree import TokenTree, TreeRow
@@ -78,6 +79,9 @@ def test_a_new_file_is_a_new_method(folder: Path) -> None:
         llm({"speculative_config": {"method": "repeat", "time": 3}})
 
 
+NEEDS_MODEL = ("draft_model", "medusa", "hydra", "mlp_speculator")
+
+
 def test_every_method_has_the_two_names_and_sound_options() -> None:
     """What the registry relies on, for each file there is."""
     for method in known_methods():
@@ -85,8 +89,10 @@ def test_every_method_has_the_two_names_and_sound_options() -> None:
         options = drafter_options({"method": method, **keys})
         assert isinstance(options, DrafterOptions)
         assert options.method == method
-        if method == "draft_model":
-            continue  # it needs a model
+        if method in NEEDS_MODEL:
+            with pytest.raises(ConfigError, match=f"method '{method}' needs a"):
+                create_drafter(options, facts())
+            continue
         drafter = create_drafter(options, facts())
         assert 2 <= drafter.max_nodes <= 512
         assert isinstance(drafter.name, str)
@@ -104,6 +110,7 @@ def test_every_method_has_the_two_names_and_sound_options() -> None:
         ({"tree": "tree", "num_speculative_tokens": 1}, TreeShape.cartesian((2,))),
         ({"tree": [[0], [1], [0, 0]]}, TreeShape.from_choices([(0,), (1,), (0, 0)])),
         ({"tree": {"widths": [3, 1]}}, TreeShape.cartesian((3, 1))),
+        ({"tree": "zephyr_stage2"}, TreeShape.from_choices(PUBLISHED["zephyr_stage2"])),
     ],
 )
 def test_shapes_that_options_ask_for(keys: dict[str, Any], shape: TreeShape) -> None:

@@ -19,6 +19,11 @@ from foretoken.engine.costs import CostCurve
 FLAT = (1, 64), (1.0, 1.0)
 
 
+def chain(depth: int) -> range:
+    """Nodes of chains by their depth."""
+    return range(1, depth + 2)
+
+
 def speed_up(alpha: float, depth: int, cost: float) -> float:
     """Theorem 3.8."""
     return (1 - alpha ** (depth + 1)) / ((1 - alpha) * (depth * cost + 1))
@@ -60,14 +65,14 @@ def live(budget: DepthBudget, alpha: float, level: float, iterations: int, *, ba
 def test_depth_is_the_closed_forms_optimum(alpha: float, level: float, best: int, gain: float) -> None:
     assert max(range(40), key=lambda depth: speed_up(alpha, depth, level)) == best
     assert speed_up(alpha, best, level) == pytest.approx(gain, abs=0.006)
-    depths = live(DepthBudget(CostCurve(*FLAT), 40), alpha, level, 1200)[-300:]
+    depths = live(DepthBudget(CostCurve(*FLAT), chain(40)), alpha, level, 1200)[-300:]
     # Acceptance is estimated from recent drafts: the optimum is flat, so what counts is the speed lost.
     mean = sum(speed_up(alpha, depth, level) for depth in depths) / len(depths)
     assert mean >= 0.98 * gain
 
 
 def test_nothing_is_drafted_where_nothing_pays_but_probes_go_on() -> None:
-    depths = live(DepthBudget(CostCurve(*FLAT), 8), 0.3, 2.0, 2000)[100:]
+    depths = live(DepthBudget(CostCurve(*FLAT), chain(8)), 0.3, 2.0, 2000)[100:]
     assert set(depths) == {0, 1}
     probes = [i for i, depth in enumerate(depths) if depth]
     gaps = [b - a for a, b in itertools.pairwise(probes)]
@@ -80,7 +85,7 @@ def test_asking_in_vain_is_part_of_the_price() -> None:
     """A drafter that is right but seldom has anything to say must not be asked when asking is dear."""
 
     def asked(seconds: float) -> int:
-        budget = DepthBudget(CostCurve(*FLAT), 4)
+        budget = DepthBudget(CostCurve(*FLAT), chain(4))
         count = 0
         for i in range(1000):
             depth = budget.depth(1)
@@ -110,7 +115,7 @@ def test_what_the_host_takes_is_a_line_by_tokens() -> None:
 
 
 def test_drafting_comes_back_when_it_pays_again() -> None:
-    budget = DepthBudget(CostCurve(*FLAT), 8)
+    budget = DepthBudget(CostCurve(*FLAT), chain(8))
     live(budget, 0.05, 0.3, 300)
     assert live(budget, 0.05, 0.3, 1)[0] == 0
     assert min(live(budget, 0.95, 0.05, 3000)[-100:]) >= 4
@@ -118,7 +123,7 @@ def test_drafting_comes_back_when_it_pays_again() -> None:
 
 def test_one_slow_draft_is_forgiven() -> None:
     """The first draft of a draft model reads the whole prompt: its time says nothing of the next one's."""
-    budget = DepthBudget(CostCurve(*FLAT), 8)
+    budget = DepthBudget(CostCurve(*FLAT), chain(8))
     depth = budget.depth(1)
     budget.learn(record(depth, [depth], level=0.05, seconds=500.0))
     assert min(live(budget, 0.8, 0.05, 100)[-40:]) >= 4
@@ -126,8 +131,8 @@ def test_one_slow_draft_is_forgiven() -> None:
 
 def test_wide_passes_and_large_batches_cost() -> None:
     """Where every token costs as much as a pass nothing pays; a batch reaches the end of a cheap step sooner."""
-    linear = DepthBudget(CostCurve((1, 2), (1.0, 2.0)), 8)
-    stairs = DepthBudget(CostCurve((1, 8, 9, 64), (1.0, 1.0, 2.0, 14.0)), 16)
+    linear = DepthBudget(CostCurve((1, 2), (1.0, 2.0)), chain(8))
+    stairs = DepthBudget(CostCurve((1, 8, 9, 64), (1.0, 1.0, 2.0, 14.0)), chain(16))
     for _ in range(200):
         linear.learn(record(1, [0], level=0.0, verify=2.0))
         stairs.learn(record(7, [6], level=0.0))
@@ -138,15 +143,26 @@ def test_wide_passes_and_large_batches_cost() -> None:
 
 def test_an_untested_depth_is_judged_by_the_others() -> None:
     """Drafts of depth 2 that are always accepted say that deeper ones are worth a try."""
-    budget = DepthBudget(CostCurve(*FLAT), 16)
+    budget = DepthBudget(CostCurve(*FLAT), chain(16))
     for _ in range(50):
         budget.learn(record(2, [2], level=0.02))
     assert budget.depth(1) > 4
 
 
 def test_plain_iterations_teach_no_acceptance() -> None:
-    budget = DepthBudget(CostCurve(*FLAT), 8)
+    budget = DepthBudget(CostCurve(*FLAT), chain(8))
     before = budget.depth(1)
     for _ in range(100):
         budget.learn(record(0, [0], level=0.0))
     assert budget.depth(1) == before
+
+
+def test_the_nodes_of_a_tree_are_paid_for() -> None:
+    """A second level of 30 nodes is bought where 32 tokens cost what one does, not where each costs a pass."""
+    tree = [1, 3, 33]
+    flat, linear = DepthBudget(CostCurve(*FLAT), tree), DepthBudget(CostCurve((1, 2), (1.0, 1.1)), tree)
+    for budget in (flat, linear):
+        for _ in range(100):
+            budget.learn(replace(record(2, [2], level=0.01), width=33))
+    assert flat.depth(1) == 2
+    assert linear.depth(1) == 1

@@ -19,6 +19,7 @@ from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.core.user_cache import cache_directory
 from foretoken.target.lean import build
 from foretoken.target.lean.native import Matrix
+from foretoken.target.lean.products import NativeLinear, fast_linear
 from foretoken.target.loading import wrap_model
 from foretoken.target.runner import Runner
 
@@ -117,6 +118,32 @@ def test_products(rows: int, cols: int, num_tokens: int, dtype: torch.dtype) -> 
     exact = x.double() @ weight.double().T + bias
     scale = x.double().abs() @ weight.double().abs().T + bias.abs()
     assert ((got - exact).abs() / scale).max() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lead", [(1,), (2,), (3, 4), (0,)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_linear_layer(lead: tuple[int, ...], has_bias: bool, dtype: torch.dtype) -> None:
+    layer = torch.nn.Linear(33, 50, bias=has_bias, dtype=dtype)
+    x = torch.randn(*lead, 33).to(dtype)
+    got = fast_linear(layer)(x)
+    assert isinstance(fast_linear(layer), NativeLinear)
+    assert got.dtype == torch.float32
+    bias = 0.0 if layer.bias is None else layer.bias.double()
+    torch.testing.assert_close(got.double(), x.double() @ layer.weight.double().T + bias, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_are_not_for_native_products() -> None:
+    """Other dtypes, transposed weights and subclasses stay what they are."""
+    transposed = torch.nn.Linear(4, 6)
+    transposed.weight = torch.nn.Parameter(torch.randn(4, 6).T)
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    for layer in (torch.nn.Linear(4, 6, dtype=torch.float64), transposed, Scaled(4, 6), torch.nn.Identity()):
+        assert fast_linear(layer) is layer
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names a generation of x86 processors")

@@ -16,6 +16,7 @@
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
+#include <vector>
 
 #include <omp.h>
 #if defined(__x86_64__)
@@ -793,6 +794,23 @@ int64_t foretoken_workspace_bytes(const Model* model, int64_t num_tokens, int64_
 
 void foretoken_decode(const Model* model, const Pass* pass) {
   model->is_bfloat16 ? decode<Bfloat16>(*model, *pass) : decode<float>(*model, *pass);
+}
+
+// y (M, rows) = x (M, cols) times the transposed matrix, and its bias; x and y row-major.
+void foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* x, int64_t M, float* y, int64_t num_threads) {
+  const auto run = [&](auto type) {
+    using T = decltype(type);
+    std::vector<T> data(size_t(M == 1 ? Inputs<T>::padded(matrix->cols) : Inputs<T>::size(M, matrix->cols)));
+    const Inputs<T> inputs(data.data(), matrix->cols, M == 1);
+    for (int64_t m = 0; m < M; ++m) {
+      for (int64_t k = 0; k < matrix->cols; ++k) assign(*inputs.at(m, k), x[m * matrix->cols + k]);
+    }
+#pragma omp parallel num_threads(int(num_threads))
+    multiply(*matrix, inputs, M, [&](int64_t m, int64_t n, auto count, const float* values) {
+      for (int i = 0; i < count; ++i) y[m * matrix->rows + n + i] = values[i];
+    });
+  };
+  is_bfloat16 ? run(Bfloat16{}) : run(float{});
 }
 
 // How `Inputs` lie, for tests and benchmarks.
