@@ -112,7 +112,7 @@ def head_shape(
 
     shape = options.shape(branching)
     depth = loaded.head.config.num_heads
-    if shape.depth > depth and options.tree not in ("chain", "tree"):
+    if shape.depth > depth and not isinstance(options.tree, str):
         raise ConfigError(
             f"the tree is {shape.depth} deep, but '{options.model}' has {depth} heads. Expected choices no longer "
             "than that."

@@ -10,13 +10,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from foretoken.heads.base import Head, HeadConfig
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from foretoken.target.parts import TargetParts
 
 
@@ -39,6 +41,12 @@ class MedusaConfig(HeadConfig):
     tied_blocks: bool = False
     own_lm_head: bool = False
     draft_vocab_size: int | None = Field(default=None, ge=1)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.draft_vocab_size or 0) > self.vocab_size:
+            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}. Expected at most {self.vocab_size}")
+        return self
 
 
 class MedusaHeads(Head):

@@ -13,12 +13,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import Self
 
 
 class PrefixConfig(BaseModel):
@@ -41,6 +42,13 @@ class PrefixConfig(BaseModel):
     intermediate_size: int = Field(ge=1)
     rms_norm_eps: float = Field(default=1e-6, gt=0)
     rope_theta: float = Field(default=10000.0, gt=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if heads % groups:
+            raise ValueError(f"{heads} query heads cannot share {groups} key heads. Expected a divisor")
+        return self
 
 
 class PrefixLayer(nn.Module):

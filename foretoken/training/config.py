@@ -36,7 +36,7 @@ class TrainConfig(BaseModel):
         seed: Of weights, order of the data and dropout.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     schedule: Schedule = Schedule()
     batch_size: int = Field(default=8, ge=1)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+import torch
+
 from foretoken.core.errors import ConfigError
 from foretoken.training.trainer import OneProcess, Processes
 
@@ -22,7 +24,10 @@ class _Launched:
             raise ConfigError(
                 'training in several processes needs accelerate. Install it: pip install "foretoken[train]".'
             ) from err
-        state = PartialState(cpu=os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"))
+        # Without being told, accelerate takes processes that torchrun started without an accelerator for single ones,
+        # and each would train alone and write into the same directory.
+        wants_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+        state = PartialState(cpu=wants_cpu or not torch.accelerator.is_available())
         self.num_processes, self.process_index = state.num_processes, state.process_index
 
     def sum(self, tensor: Tensor) -> Tensor:

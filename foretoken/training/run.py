@@ -6,6 +6,7 @@ only when the run is over.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import signal
 import time
@@ -22,6 +23,7 @@ from foretoken.target.loading import wrap_model
 from foretoken.target.parts import TargetParts, target_parts
 from foretoken.training.joint import JointTrainer
 from foretoken.training.processes import training_processes
+from foretoken.training.run_state import write_whole
 from foretoken.training.teacher import FeatureCache, Teacher
 from foretoken.training.trainer import MetricsLog, StepReport, Trainer
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from foretoken.training.trainer import Batches, Processes
 
 _SETTINGS = "settings.json"
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +70,7 @@ class RunSettings:
     joint: JointConfig | None = None
 
     def as_dict(self, target: TargetFingerprint) -> dict[str, Any]:
-        """What must stay the same when a run goes on, JSON-ready."""
+        """What must stay the same when a run goes on, JSON-ready; null is the same as nothing at all."""
         return {
             "method": self.head.method,
             "head": self.head.model_dump(mode="json"),
@@ -114,7 +117,7 @@ def train_head(
     """
     processes = training_processes()
     fingerprint = TargetFingerprint.of(target)
-    _claim(settings, fingerprint)
+    _claim(settings, fingerprint, initial, processes)
     head, parts = _new_head(target, settings, initial)
     features = _features(target, settings, fingerprint, processes.process_index, processes.num_processes)
     trainer = Trainer(head, parts, settings.objective, settings.train, batches, features, processes=processes)
@@ -138,7 +141,7 @@ def train_jointly(
     assert settings.joint is not None, "the settings say how the target learns along"
     processes = training_processes()
     fingerprint = TargetFingerprint.of(target)
-    _claim(settings, fingerprint)
+    _claim(settings, fingerprint, initial, processes)
     head, _ = _new_head(target, settings, initial)
     trainer = JointTrainer(
         head, target, settings.objective, settings.train, batches, settings.joint, processes=processes
@@ -182,9 +185,10 @@ def _run(
                     log.write(report.step, values)
                 if on_step is not None:
                     on_step(report)
-                if received:
+                number = _told_to_stop(received, processes, next(trainer.head.parameters()).device)
+                if number is not None:
                     trainer.save(settings.directory)
-                    raise Interrupted(received[0])
+                    raise Interrupted(number)
                 if time.monotonic() - saved > settings.save_every_s:
                     trainer.save(settings.directory)
                     saved = time.monotonic()
@@ -202,19 +206,36 @@ def _run(
     }
 
 
-def _claim(settings: RunSettings, fingerprint: TargetFingerprint) -> None:
+def _claim(
+    settings: RunSettings, fingerprint: TargetFingerprint, initial: HeadCheckpoint | None, processes: Processes
+) -> None:
     """Writes the settings into a new run's directory, or compares them with those of the run that is there.
 
     Raises:
-        ConfigError: When they differ, naming how.
+        ConfigError: When they differ, naming how; when they cannot be read; or when a head could never learn.
     """
-    settings.directory.mkdir(parents=True, exist_ok=True)
+    heads, length = settings.head.num_heads, settings.train.length
+    if length < heads + 2:
+        raise ConfigError(
+            f"windows of {length} tokens have nothing to learn for the last of {heads} heads. "
+            f"Expected at least {heads + 2}."
+        )
+    if getattr(settings.head, "draft_vocab_size", None) is not None:
+        raise ConfigError(
+            "heads over a part of the vocabulary cannot be trained: they have no distance to a target that says more. "
+            "Expected the whole. Leave 'draft_vocab_size' out."
+        )
     path = settings.directory / _SETTINGS
-    ours = settings.as_dict(fingerprint)
+    ours = {**settings.as_dict(fingerprint), "initial": None if initial is None else _weights_sha(initial)}
     if not path.is_file():
-        path.write_text(json.dumps(ours, indent=1) + "\n", encoding="utf-8")
+        if processes.process_index == 0:
+            settings.directory.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(ours, indent=1) + "\n")
         return
-    theirs = json.loads(path.read_text(encoding="utf-8"))
+    try:
+        theirs = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as err:
+        raise ConfigError(f"'{path}' cannot be read: {err}. Expected the settings of a run. Remove the run.") from err
     differing = sorted(_flat(ours).items() ^ _flat(theirs).items())
     if differing:
         names = ", ".join(dict.fromkeys(key for key, _ in differing))
@@ -224,10 +245,19 @@ def _claim(settings: RunSettings, fingerprint: TargetFingerprint) -> None:
         )
 
 
+def _weights_sha(head: HeadCheckpoint) -> str:
+    """Which weights a run begins from."""
+    digest = hashlib.sha256()
+    for key, value in sorted(head.weights.items()):
+        digest.update(key.encode())
+        digest.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def _flat(value: Any, prefix: str = "") -> dict[str, str]:
-    """Nested settings as dotted names and JSON text."""
+    """Nested settings as dotted names and JSON text, without what is null."""
     if not isinstance(value, dict):
-        return {prefix: json.dumps(value)}
+        return {} if value is None else {prefix or _SETTINGS: json.dumps(value)}
     return {k: v for key, part in value.items() for k, v in _flat(part, f"{prefix}.{key}" if prefix else key).items()}
 
 
@@ -260,15 +290,19 @@ def _features(
     return cached
 
 
+def _told_to_stop(received: list[int], processes: Processes, device: torch.device) -> int | None:
+    """The signal that any process got: all stop after the same step, or the others would wait for those that did."""
+    told = torch.tensor([float(number in received) for number in _SIGNALS], device=device)
+    counts = processes.sum(told).tolist()
+    return next((number for number, count in zip(_SIGNALS, counts, strict=True) if count), None)
+
+
 @contextmanager
 def _signals() -> Iterator[list[int]]:
     """Collects SIGTERM and SIGINT instead of dying of them, in the main thread."""
     received: list[int] = []
     try:
-        before = {
-            number: signal.signal(number, lambda got, _: received.append(got))
-            for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        before = {number: signal.signal(number, lambda got, _: received.append(got)) for number in _SIGNALS}
     except ValueError:  # another thread: whoever runs it deals with signals
         before = {}
     try:

@@ -34,7 +34,7 @@ class Progress:
         step: Optimiser steps done.
         tokens: Tokens seen.
         seconds: Seconds spent in steps.
-        skipped: Steps skipped for a loss or gradient that was not finite.
+        skipped: Steps that changed nothing: loss or gradient was not finite, or the batch had no label.
     """
 
     step: int = 0
@@ -51,26 +51,45 @@ def save_state(run: Path, module: nn.Module, optimizer: torch.optim.Optimizer, p
         module: What is trained.
         optimizer: Its optimiser, over the module's parameters.
         progress: How far it has come.
+
+    Raises:
+        ModelError: When it cannot be written, as on a full disk; the checkpoints before stay.
     """
     final = run / f"checkpoint-{progress.step:08d}"
     if final.is_dir():
         return
+    for left in run.glob(".checkpoint-*"):  # by a crash while saving
+        shutil.rmtree(left, ignore_errors=True)
     temporary = run / f".{final.name}-{os.getpid()}"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
     tensors = {f"module.{key}": value for key, value in module.state_dict().items()}
     names = _parameter_names(module, optimizer)
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{names[index]}.{key}": torch.as_tensor(value) for key, value in state.items()}
     tensors |= {f"random.{key}": value for key, value in _random_state().items()}
-    save_file({key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}, temporary / _STATE)
-    (temporary / _PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
-    for path in temporary.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    temporary.replace(final)
+    tensors = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
+    try:
+        temporary.mkdir(parents=True)
+        save_file(tensors, temporary / _STATE)
+        (temporary / _PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
+        for path in temporary.iterdir():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+        temporary.replace(final)
+    except (OSError, SafetensorError) as err:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise ModelError(
+            f"the training checkpoint '{final}' cannot be written: {str(err).splitlines()[0]}. Expected room for it. "
+            "Make some; the same command goes on from the checkpoint before."
+        ) from err
     for old in saved_states(run)[:-_KEPT]:
         shutil.rmtree(old, ignore_errors=True)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a text file that appears whole or not at all."""
+    temporary = path.with_name(f".{path.name}-{os.getpid()}")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def saved_states(run: Path) -> list[Path]:

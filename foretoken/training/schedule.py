@@ -17,7 +17,7 @@ class Schedule(BaseModel):
         floor: Last learning rate as a part of `peak`; never 0, or a resumed or extended run stops learning unnoticed.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     peak: float = Field(default=1e-3, gt=0)
     num_steps: int = Field(default=1000, ge=1)

@@ -73,12 +73,14 @@ class FeatureCache:
         size = features.numel() * features.itemsize
         if self._size + size > self._max_bytes:
             return
-        handle, temporary = tempfile.mkstemp(dir=self._directory)
-        os.close(handle)
+        temporary = None
         try:
+            handle, temporary = tempfile.mkstemp(dir=self._directory)
+            os.close(handle)
             save_file({"features": features.detach().cpu().contiguous()}, temporary)
             Path(temporary).replace(self._directory / f"{name}.safetensors")
             self._size += size
         except (OSError, SafetensorError):  # a full disk: go on without
-            Path(temporary).unlink(missing_ok=True)
+            if temporary is not None:
+                Path(temporary).unlink(missing_ok=True)
             self._max_bytes = 0

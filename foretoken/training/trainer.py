@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.core.errors import ModelError
+from foretoken.sampling.noise import derive_seed
 from foretoken.training.objectives.base import Examples, HeadSums, accumulate, label_counts, mean_by_head
-from foretoken.training.run_state import Progress, load_state, save_state, saved_states
+from foretoken.training.run_state import Progress, load_state, save_state, saved_states, write_whole
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -126,7 +127,16 @@ class Trainer:
         self._bad_steps = 0
 
     def save(self, run: Path) -> None:
-        """Writes a checkpoint; only the first process does."""
+        """Writes a checkpoint; only the first process does.
+
+        Raises:
+            ModelError: When weights are not finite, which would replace good checkpoints, or it cannot be written.
+        """
+        if not all(bool(p.isfinite().all()) for p in self._module.parameters()):
+            raise ModelError(
+                f"weights are not finite after step {self.progress.step}. Expected finite numbers. Lower the learning "
+                "rate; the last checkpoint is untouched."
+            )
         if self._processes.process_index == 0:
             save_state(run, self._module, self._optimizer, self.progress)
 
@@ -151,11 +161,20 @@ class Trainer:
         """
         while self.progress.step < self._config.schedule.num_steps:
             yield self._step()
+        if self.progress.skipped >= self.progress.step:
+            raise ModelError(
+                "no step changed anything: no loss was finite, or no batch had a label. Expected training. Check data "
+                "and target with `foretoken doctor`."
+            )
 
     def _step(self) -> StepReport:
         """One optimiser step."""
         begin = time.perf_counter()
         config, step = self._config, self.progress.step
+        world = self._processes.num_processes
+        if world > 1:
+            # Every process drops units of its own, the same ones after a resume: a checkpoint knows one stream alone.
+            torch.manual_seed(derive_seed(config.seed, 1 + step * world + self._processes.process_index))
         tokens, supervised = self._batches.batch(
             step, batch_size=config.batch_size, length=config.length, seed=config.seed
         )
@@ -165,7 +184,9 @@ class Trainer:
         rate = config.schedule.rate(step)
         losses = mean_by_head(sums.loss, counts)
         loss = math.fsum(value * weight for value, weight in zip(losses, self._weights(step), strict=True))
-        if math.isfinite(grad_norm) and math.isfinite(loss):
+        if not counts.any():  # nothing to learn: momentum alone must not move the weights
+            self.progress.skipped += 1
+        elif math.isfinite(grad_norm) and math.isfinite(loss):
             for group in self._optimizer.param_groups:
                 group["lr"] = rate * group["rate_factor"]
             self._optimizer.step()
@@ -218,7 +239,8 @@ class Trainer:
         world, rank = self._processes.num_processes, self._processes.process_index
         device = next(self.head.parameters()).device
         own_tokens, own_supervised = tokens[rank::world].to(device), supervised[rank::world].to(device)
-        features = self._features(step, own_tokens).to(device)
+        # With more processes than windows some have none, and targets cannot run on nothing.
+        features = self._features(step, own_tokens).to(device) if len(own_tokens) else own_tokens
         self._module.train()
         total: HeadSums | None = None
         size = self._config.micro_batch_size or max(len(own_tokens), 1)
@@ -284,7 +306,7 @@ class MetricsLog:
         if path.is_file():
             lines = path.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= first_step]
-        path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        write_whole(path, "".join(f"{line}\n" for line in kept))
         self._file = path.open("a", buffering=1, encoding="utf-8")
         self._board = _board(run / "tensorboard", first_step)
 

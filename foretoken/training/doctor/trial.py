@@ -86,8 +86,8 @@ def _check_learning(
     message = f"The loss goes from {losses[0]:.4f} to {losses[-1]:.4f} in {len(losses)} steps on one batch"
     if not has_learnt:
         message += (
-            ": the head learns nothing even by heart. Expected it to fall clearly. No label may count (look at "
-            "`supervised` of the data), features may not be finite, or the rate may be too low"
+            ": the head learns nothing even by heart. Expected it to fall clearly. Features may not be finite, or "
+            "the rate may be too low"
         )
     return Check(
         name=name, verdict="ok" if has_learnt else "fault", value=[losses[0], losses[-1]], expected=expected,

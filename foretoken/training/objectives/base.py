@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
@@ -21,6 +21,7 @@ from foretoken.training.losses import kl_loss, token_loss, tv_loss
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from typing import Self
 
     from foretoken.heads.base import Head
     from foretoken.target.parts import TargetParts
@@ -40,7 +41,7 @@ class Objective(BaseModel):
         noise: Uniform noise on features, within noise / sqrt(S E) (after NEFTune 2310.05914); 0 for none.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     ce_weight: float = Field(default=0.0, ge=0)
     kl_weight: float = Field(default=1.0, ge=0)
@@ -48,6 +49,12 @@ class Objective(BaseModel):
     feature_weight: float = Field(default=0.0, ge=0)
     head_decay: float = Field(default=1.0, gt=0, le=1)
     noise: float = Field(default=0.0, ge=0)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not (self.ce_weight or self.kl_weight or self.tv_weight or self.feature_weight):
+            raise ValueError("With all weights 0 there is nothing to learn. Expected one above 0")
+        return self
 
 
 @dataclass(frozen=True, slots=True)

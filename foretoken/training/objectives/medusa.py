@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from pydantic import Field
+
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.training.objectives.base import Objective
 
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
 class MedusaObjective(Objective):
     """The published decay with distillation from the target."""
 
-    head_decay: float = 0.8
+    head_decay: float = Field(default=0.8, gt=0, le=1)
 
 
 def default_sizes(target: LoadedModel) -> dict[str, Any]:

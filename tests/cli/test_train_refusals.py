@@ -1,0 +1,256 @@
+"""Bad input to `foretoken train`: exit code 2, one sentence, and no head."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command_line import ROOT, Finished, run
+from tiny_models import VOCAB_SIZE, tiny_model
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from foretoken.formats import native
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+from foretoken.heads.base import build_head
+from foretoken.target.loading import load_model
+from foretoken.target.parts import target_parts
+from foretoken.training.config import head_config
+from foretoken.training.data.packed import Document, write_packed
+
+QUICK = ("--steps", "2", "--batch-size", "2", "--length", "16", "--num-prompts", "0")
+
+
+def tokenizer(first: str = "a") -> Any:
+    """One word for each token; with another first word, another tokenizer."""
+    words = ["<pad>", "<s>", "</s>", first, *(f"w{index}" for index in range(4, VOCAB_SIZE))]
+    inner = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+
+
+def saved_model(directory: Path, **changes: Any) -> str:
+    """A tiny target on disk."""
+    tiny_model("llama", num_hidden_layers=2, **changes).save_pretrained(directory)
+    tokenizer().save_pretrained(directory)
+    return str(directory)
+
+
+def packed(directory: Path, size: int = 600, first: str = "a") -> str:
+    """Random text of a number of tokens, EOS included."""
+    tokens = np.random.default_rng(1).integers(4, VOCAB_SIZE, size - 1)
+    write_packed(directory, [Document(tokens.tolist())], tokenizer=tokenizer(first))
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target, another one half as wide, and packed text."""
+    directory = tmp_path_factory.mktemp("shared")
+    saved_model(directory / "target")
+    saved_model(directory / "narrow", hidden_size=16)
+    saved_model(directory / "relative", seed=5)
+    packed(directory / "data")
+    return directory
+
+
+@pytest.fixture
+def refuse(shared: Path, tmp_path: Path) -> Callable[..., str]:
+    """Runs `foretoken train`, which must refuse; gives what it says."""
+
+    def call(*arguments: str, method: str = "medusa", data: str | None = None, model: str | None = None) -> str:
+        out = tmp_path / "head"
+        model, data = model or str(shared / "target"), data or str(shared / "data")
+        result = run("train", method, model, "--data", data, "--out", str(out), *QUICK, *arguments)
+        assert_one_sentence(result)
+        assert not out.exists()
+        return result.stderr
+
+    return call
+
+
+def assert_one_sentence(result: Finished) -> None:
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, result.stderr
+    assert result.stderr.rstrip().splitlines()[-1] == errors[0], "the sentence goes on in further lines"
+
+
+def test_unknown_names_get_the_nearest(refuse: Callable[..., str]) -> None:
+    text = refuse(method="medsa")
+    assert "no head 'medsa' to train" in text
+    assert "Did you mean 'medusa'?" in text
+    text = refuse("--set", "num_hads=3")
+    assert "a medusa head has no 'num_hads'" in text
+    assert "Did you mean 'num_heads'?" in text
+    text = refuse("--objective", "kl_wight=1")
+    assert "the objective of medusa has no 'kl_wight'" in text
+    assert "Did you mean 'kl_weight'?" in text
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments", "parts"),
+    [
+        ("medusa", ("--set", "num_heads=0"), ("'num_heads' of a medusa head is 0", "greater than or equal to 1")),
+        ("medusa", ("--set", "num_layers=-1"), ("'num_layers' of a medusa head is -1",)),
+        ("medusa", ("--set", "num_heads=many"), ("'num_heads' of a medusa head is 'many'", "valid integer")),
+        ("medusa", ("--set", "num_heads"), ("--set 'num_heads' is not KEY=VALUE",)),
+        ("medusa", ("--set", "hidden_size=8"), ("'hidden_size' of a medusa head is the target's",)),
+        ("medusa", ("--set", "vocab_size=8"), ("'vocab_size' of a medusa head is the target's",)),
+        ("medusa", ("--set", "draft_vocab_size=0"), ("'draft_vocab_size' of a medusa head is 0",)),
+        ("hydra", ("--set", "dropout=1"), ("'dropout' of a hydra head is 1", "less than 1")),
+        ("hydra", ("--set", 'prefix={"num_attention_heads": 4}'), ("'prefix.", "of a hydra head")),
+        (
+            "mlp_speculator",
+            ("--set", "top_k=[5, 3]"),
+            ("a mlp_speculator head does not fit together", "top_k has 2 entries"),
+        ),
+        (
+            "hydra",
+            (
+                "--set",
+                'prefix={"num_attention_heads": 4, "num_key_value_heads": 3, "head_dim": 8, "intermediate_size": 8}',
+            ),
+            ("4 query heads", "3 key heads"),
+        ),
+        ("medusa", ("--set", "draft_vocab_size=68", "--set", "own_lm_head=true"), ("68", "67")),
+        ("medusa", ("--set", "draft_vocab_size=60", "--set", "own_lm_head=true"), ("cannot be trained",)),
+        ("medusa", ("--lr", "inf"), ("'schedule.peak' of training is inf", "finite")),
+        ("medusa", ("--objective", "head_decay=2"), ("'head_decay' of the objective of medusa is 2",)),
+        ("hydra", ("--objective", "head_decay=0"), ("'head_decay' of the objective of hydra is 0",)),
+        ("medusa", ("--objective", "kl_weight=inf"), ("'kl_weight' of the objective of medusa is", "finite")),
+        ("medusa", ("--objective", "kl_weight=0"), ("nothing to learn",)),
+        ("medusa", ("--objective", "kl_weight=-1"), ("'kl_weight' of the objective of medusa is -1",)),
+        ("medusa", ("--lr", "0"), ("'schedule.peak' of training is 0.0", "greater than 0")),
+        ("medusa", ("--lr", "nan"), ("'schedule.peak' of training is nan",)),
+        ("medusa", ("--lr-floor", "0"), ("'schedule.floor' of training is 0.0",)),
+        ("medusa", ("--clip-norm", "0"), ("'clip_norm' of training is 0.0",)),
+        ("medusa", ("--precision", "float8"), ("'precision' of training is 'float8'", "'bfloat16'")),
+        ("medusa", ("--length", "5"), ("windows of 5 tokens", "last of 4 heads", "at least 6")),
+    ],
+)
+def test_values(refuse: Callable[..., str], method: str, arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
+    text = refuse(*arguments, method=method)
+    for part in parts:
+        assert part in text
+
+
+def a_head(directory: Path, model: str, method: str = "medusa") -> str:
+    """An untrained head of a target."""
+    target = load_model(model)
+    head = build_head(head_config(method, target, {"num_heads": 2}), dtype=torch.float32)
+    head.initialize(target_parts(target))
+    native.write(HeadCheckpoint.of(head, target=TargetFingerprint.of(target)), directory)
+    return str(directory)
+
+
+def test_heads_to_begin_from(refuse: Callable[..., str], shared: Path, tmp_path: Path) -> None:
+    text = refuse("--init", a_head(tmp_path / "narrow", str(shared / "narrow")))
+    assert "was trained for" in text
+    assert "hidden_size 16 instead of 32" in text
+    text = refuse("--init", a_head(tmp_path / "relative", str(shared / "relative")))
+    assert "was trained for" in text
+    assert "weights" in text
+    text = refuse("--init", a_head(tmp_path / "hydra", str(shared / "target"), "hydra"))
+    assert "is a hydra head. Expected a medusa head" in text
+    text = refuse("--init", str(tmp_path / "none"))
+    assert str(tmp_path / "none") in text
+
+
+def test_data(refuse: Callable[..., str], shared: Path, tmp_path: Path) -> None:
+    text = refuse(data=packed(tmp_path / "foreign", first="b"))
+    assert "was not packed with the tokenizer of" in text
+    assert "`foretoken data" in text
+    text = refuse(data=packed(tmp_path / "short", 15))
+    assert "the data has 15 tokens and a window 16" in text
+    assert "holds no packed tokens" in refuse(data=str(tmp_path / "none"))
+    (tmp_path / "empty").mkdir()
+    assert "holds no packed tokens" in refuse(data=str(tmp_path / "empty"))
+    shutil.copytree(shared / "data", tmp_path / "cut")
+    (tmp_path / "cut" / "tokens.bin").write_bytes((tmp_path / "cut" / "tokens.bin").read_bytes()[:-1])
+    assert "It is damaged" in refuse(data=str(tmp_path / "cut"))
+
+
+def test_no_model(refuse: Callable[..., str], tmp_path: Path) -> None:
+    assert "there is no model directory" in refuse(model=str(tmp_path / "none"))
+
+
+def test_an_existing_output_is_left_alone(shared: Path, tmp_path: Path) -> None:
+    for kind in ("file", "directory"):
+        out = tmp_path / kind
+        if kind == "file":
+            out.write_text("mine")
+        else:
+            out.mkdir()
+            (out / "config.json").write_text("mine")
+        result = run(
+            "train", "medusa", str(shared / "target"), "--data", str(shared / "data"), "--out", str(out), *QUICK
+        )
+        assert_one_sentence(result)
+        assert "exists already" in result.stderr
+        kept = out if kind == "file" else out / "config.json"
+        assert kept.read_text() == "mine"
+        assert not out.with_name(f"{out.name}-run").exists()
+
+
+def test_a_run_with_other_settings(refuse: Callable[..., str], shared: Path, tmp_path: Path) -> None:
+    refuse("--lr", "1e30", "--steps", "30", "--warmup-steps", "0")  # leaves a run behind
+    text = refuse("--lr", "1e-3", "--steps", "30", "--warmup-steps", "0")
+    assert "holds a run with other settings; they differ in train.schedule.peak." in text
+
+
+def test_loss_that_is_no_number(refuse: Callable[..., str], tmp_path: Path) -> None:
+    text = refuse("--lr", "1e30", "--steps", "30", "--warmup-steps", "0")
+    assert "5 steps in a row" in text
+    assert "Lower the learning rate" in text
+    module = tiny_model("llama", num_hidden_layers=2)
+    with torch.no_grad():
+        module.model.norm.weight[0] = float("nan")
+    module.save_pretrained(tmp_path / "broken")
+    tokenizer().save_pretrained(tmp_path / "broken")
+    text = refuse("--steps", "30", "--run-dir", str(tmp_path / "other"), model=str(tmp_path / "broken"))
+    assert "the loss is nan for 5 steps in a row, up to step 5" in text
+
+
+def test_told_to_stop(shared: Path, tmp_path: Path) -> None:
+    """The exit code says which signal; the state is there, the head is not."""
+    out = tmp_path / "head"
+    process = subprocess.Popen(
+        [sys.executable, "-m", "foretoken", "train", "medusa", str(shared / "target"), "--data", str(shared / "data"),
+         "--out", str(out), "--steps", "1000000", "--batch-size", "2", "--length", "16", "--threads", "1"],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    curves, end = tmp_path / "head-run" / "metrics.jsonl", time.monotonic() + 90
+    while time.monotonic() < end and process.poll() is None and not (curves.is_file() and curves.stat().st_size):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGTERM)
+    stderr = process.communicate(timeout=60)[1]
+    assert process.returncode == 143, stderr
+    assert "Traceback" not in stderr
+    assert "the same command goes on" in stderr
+    last = json.loads(curves.read_text().splitlines()[-1])["step"]
+    assert (tmp_path / "head-run" / f"checkpoint-{last:08d}" / "progress.json").is_file()
+    assert not out.exists()
+
+
+@pytest.mark.parametrize("method", ["medusa", "hydra", "mlp_speculator"])
+def test_a_good_run_for_comparison(shared: Path, tmp_path: Path, method: str) -> None:
+    """The same command with nothing wrong gives a head."""
+    out = tmp_path / "head"
+    result = run(
+        "train", method, str(shared / "target"), "--data", str(shared / "data"), "--out", str(out), *QUICK,
+        "--set", "num_heads=2", "--json",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)
+    assert (out / "model.safetensors").is_file()

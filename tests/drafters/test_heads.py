@@ -1,0 +1,151 @@
+"""Drafters over heads: what they accept, which trees they draft, and what they know of every slot."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafters.drafting_contexts import context, facts
+from tiny_models import tiny_model
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.errors import ConfigError, ModelError
+from foretoken.core.token_tree import DrawKind
+from foretoken.drafters.base import Committed, nodes_by_depth
+from foretoken.drafters.registry import create_drafter, drafter_options
+from foretoken.formats import native
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+from foretoken.heads.base import build_head
+from foretoken.target.loading import wrap_model
+from foretoken.target.parts import target_parts
+from foretoken.training.config import head_config
+from foretoken.trees.published import PUBLISHED
+
+METHODS = ("medusa", "hydra", "mlp_speculator")
+TABLE = [[0.6, 0.2, 0.05], [0.5, 0.1, 0.02]]
+
+
+def saved(directory: Path, method: str, *, architecture: str = "llama", seed: int = 0, **more: Any) -> Path:
+    """A random head for a tiny target."""
+    target = wrap_model(tiny_model(architecture), name=architecture)
+    torch.manual_seed(seed)
+    head = build_head(head_config(method, target, {"num_heads": 2}), dtype=torch.float32)
+    head.initialize(target_parts(target))
+    for parameter in head.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    native.write(HeadCheckpoint.of(head, target=TargetFingerprint.of(target), **more), directory)
+    return directory
+
+
+def drafter(directory: Path, method: str, architecture: str = "llama", facts_: Any = None, **keys: Any) -> Any:
+    target = wrap_model(tiny_model(architecture), name=architecture)
+    options = drafter_options({"method": method, "model": str(directory), **keys})
+    return create_drafter(options, facts(model=target, vocab_size=target.vocab_size, **(facts_ or {})))
+
+
+def commit(made: Any, slot: int, start: int, length: int, seed: int = 0) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(1, length, 1, 32, generator=generator)
+    made.commit(Committed(slots=[slot], starts=[start], lengths=[length], features=features))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_tree_is_bought_by_acceptance_and_cost(method: str, tmp_path: Path) -> None:
+    """Where width is free the whole table is drafted; where each token costs a pass, the best candidate alone."""
+    directory = saved(tmp_path / "head", method, acceptance=TABLE)
+    free = drafter(directory, method, facts_={"pass_seconds": lambda tokens: 1.0 + 1e-9 * tokens})
+    dear = drafter(directory, method, facts_={"pass_seconds": lambda tokens: 1.0 * tokens})
+    assert free.max_nodes == 1 + 3 + 9
+    assert dear.shape.choices == ((0,),)
+    assert nodes_by_depth(free) == [1, 4, 13]
+    assert drafter(directory, method, num_speculative_tokens=1).shape.depth == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_without_a_table_the_published_tree(method: str, tmp_path: Path) -> None:
+    made = drafter(saved(tmp_path / "head", method), method)
+    assert set(made.shape.choices) == {choice for choice in PUBLISHED["mc_sim_7b_63"] if len(choice) <= 2}
+    own = drafter(saved(tmp_path / "own", method, choices=[[0], [1], [0, 2]]), method)
+    assert own.shape.choices == ((0,), (1,), (0, 2))
+    chain = drafter(tmp_path / "head", method, tree="chain")
+    assert chain.shape.choices == ((0,), (0, 0)), "no deeper than there are heads"
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_only_slots_whose_features_came_in_are_drafted_for(method: str, tmp_path: Path) -> None:
+    made = drafter(saved(tmp_path / "head", method), method, tree=[[0], [0, 0]])
+    commit(made, 0, 0, 4)
+    commit(made, 2, 0, 2)
+    tokens = [[5, 6, 7, 8, 9], [5, 6, 7], [5, 6, 7, 8]]  # slot 1 has nothing, slot 2 is one position behind
+    tree = made.propose(context(tokens, slots=[0, 1, 2]))
+    assert tree.num_nodes.tolist() == [3, 1, 1]
+    commit(made, 2, 2, 1)
+    assert made.propose(context(tokens, slots=[0, 1, 2])).num_nodes.tolist() == [3, 1, 3]
+    made.release(0)
+    assert made.propose(context(tokens, slots=[0, 1, 2])).num_nodes.tolist() == [1, 1, 3]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_sequence_is_drafted_for_as_if_alone(method: str, tmp_path: Path) -> None:
+    """Neighbours, their depths and proposals that were thrown away change nothing."""
+    directory = saved(tmp_path / "head", method)
+    double = {"dtype": torch.float64}  # products of several rows round differently, and candidates may be close
+    texts = [[5, 6, 7, 8, 9], [11, 12, 13], [20, 21, 22, 23]]
+    alone = []
+    for slot, text in enumerate(texts):
+        made = drafter(directory, method, tree="mc_sim_7b_63", facts_=double)
+        commit(made, slot, 0, len(text) - 1, seed=slot)
+        alone.append(made.propose(context([text], slots=[slot])).tokens[0])
+    together = drafter(directory, method, tree="mc_sim_7b_63", facts_=double)
+    for slot, text in enumerate(texts):
+        commit(together, slot, 0, len(text) - 1, seed=slot)
+    for _ in range(2):
+        tree = together.propose(context(texts))
+        assert all(torch.equal(row, expected) for row, expected in zip(tree.tokens, alone, strict=True))
+    cut = together.propose(context(texts, max_depth=[0, 1, 2]))
+    assert cut.depths.amax(1).tolist() == [0, 1, 2]
+    assert torch.equal(cut.tokens[2], alone[2])
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_sampled_requests_draft_by_a_law(method: str, tmp_path: Path) -> None:
+    """Without a seed children are drawn, and the tree says from what; "greedy" takes the best and needs no law."""
+    directory = saved(tmp_path / "head", method)
+    params = [SamplingParams(temperature=0.9)]
+    for how, has_law in (("probabilistic", True), ("greedy", False)):
+        made = drafter(directory, method, tree=[[0], [1], [0, 0]], draft_sample_method=how)
+        commit(made, 0, 0, 2)
+        tree = made.propose(context([[5, 6, 7]], params=params))
+        assert (tree.law is not None) == has_law
+        if tree.law is not None:
+            kinds = tree.law.kinds[0, 1:].tolist()
+            assert kinds == [DrawKind.WITHOUT_REPLACEMENT, DrawKind.WITHOUT_REPLACEMENT, DrawKind.INDEPENDENT]
+
+
+def test_heads_for_others_are_refused(tmp_path: Path) -> None:
+    directory = saved(tmp_path / "head", "medusa")
+    with pytest.raises(ConfigError, match=r"weights \w+ instead of"):
+        drafter(saved(tmp_path / "qwen", "medusa", architecture="qwen2"), "medusa")
+    with pytest.raises(ConfigError, match=r"holds a medusa head\. Expected a hydra head"):
+        drafter(directory, "hydra")
+    with pytest.raises(ConfigError, match=r"the tree is 3 deep, but .* has 2 heads"):
+        drafter(directory, "medusa", tree=[[0], [0, 0], [0, 0, 0]])
+    nameless = drafter_options({"method": "medusa"})
+    with pytest.raises(ConfigError, match="needs a trained head"):
+        create_drafter(nameless, facts())
+    assert drafter(tmp_path / "qwen", "medusa", allow_other_target=True).max_nodes > 2
+    config = json.loads((directory / "config.json").read_text())
+    config["config"]["hidden_size"] = 16
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=r"wrong shape: bias \[2, 1, 32\] instead of \[2, 1, 16\], weight"):
+        drafter(directory, "medusa")
+
+
+def test_a_head_of_another_vocabulary(tmp_path: Path) -> None:
+    target = wrap_model(tiny_model("llama", vocab_size=71), name="larger")
+    directory = saved(tmp_path / "head", "medusa")
+    with pytest.raises(ConfigError, match="vocab_size 67 instead of 71"):
+        LLM(target, speculative_config={"method": "medusa", "model": str(directory)})

@@ -1,0 +1,190 @@
+"""The decoder block of Hydra++ against a slow formula, against transformers' Llama, and fed piece by piece."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from unittest import mock
+
+import pytest
+import torch
+from head_formulas import SAME, E, numbers, prefix_layer
+from torch import Tensor
+from transformers import LlamaConfig, LlamaModel
+
+from foretoken.drafters import hydra as hydra_drafter
+from foretoken.drafters.base import Committed, TargetFacts
+from foretoken.drafters.hydra import PrefixFeatures
+from foretoken.heads.prefix_layer import PrefixConfig, PrefixLayer
+
+GROUPS = {"one key head each": (4, 4), "grouped": (4, 2), "one key head": (4, 1)}
+
+
+def block(heads: int = 4, groups: int = 2, width: int = E, theta: float = 10000.0) -> PrefixLayer:
+    config = PrefixConfig(
+        num_attention_heads=heads, num_key_value_heads=groups, head_dim=8, intermediate_size=10, rms_norm_eps=1e-5,
+        rope_theta=theta,
+    )  # fmt: skip
+    layer = PrefixLayer(config, width, dtype=torch.float64)
+    with torch.no_grad():
+        for seed, parameter in enumerate(layer.parameters()):
+            parameter.copy_(0.6 * numbers(*parameter.shape, seed=200 + seed))
+    return layer.requires_grad_(requires_grad=False)
+
+
+@pytest.mark.parametrize("theta", [10000.0, 50.0])
+@pytest.mark.parametrize("name", GROUPS)
+def test_formula(name: str, theta: float) -> None:
+    layer = block(*GROUPS[name], theta=theta)
+    features = numbers(2, 7, E, seed=9)
+    found = layer(features)
+    for b in range(2):
+        torch.testing.assert_close(found[b], prefix_layer(layer.state_dict(), layer.config, features[b]), **SAME)
+
+
+@pytest.mark.parametrize("theta", [10000.0, 50.0])
+@pytest.mark.parametrize("name", GROUPS)
+def test_one_layer_of_llama(name: str, theta: float) -> None:
+    heads, groups = GROUPS[name]
+    width = 12  # a multiple of the heads, as Llama demands, yet not heads times their size
+    layer = block(heads, groups, width, theta)
+    config = LlamaConfig(
+        vocab_size=4, hidden_size=width, intermediate_size=10, num_hidden_layers=1, num_attention_heads=heads,
+        num_key_value_heads=groups, head_dim=8, rms_norm_eps=1e-5, attn_implementation="eager",
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+    )  # fmt: skip
+    model = LlamaModel(config).to(torch.float64).eval()
+    names = {
+        "layers.0.self_attn.": ("q_proj", "k_proj", "v_proj", "o_proj"),
+        "layers.0.mlp.": ("gate_proj", "up_proj", "down_proj"),
+    }
+    own = layer.state_dict()
+    theirs = {f"{prefix}{part}.weight": own[f"{part}.weight"] for prefix, parts in names.items() for part in parts}
+    theirs["layers.0.input_layernorm.weight"] = own["input_norm"]
+    theirs["layers.0.post_attention_layernorm.weight"] = own["post_attention_norm"]
+    theirs["norm.weight"] = own["norm"]
+    missing, unexpected = model.load_state_dict(theirs, strict=False)
+    assert (missing, unexpected) == (["embed_tokens.weight"], [])
+    features = numbers(2, 11, width, seed=9)
+    with torch.no_grad():
+        expected = model(inputs_embeds=features, use_cache=False).last_hidden_state
+    # Llama's norms, rotations and softmax are float32 whatever the weights are.
+    torch.testing.assert_close(layer(features), expected, rtol=2e-6, atol=2e-6)
+
+
+class Fed:
+    """A `PrefixFeatures` beside the whole texts that it is fed with."""
+
+    def __init__(self, layer: PrefixLayer, num_slots: int = 3, context_len: int = 96) -> None:
+        facts = TargetFacts(
+            name="target", vocab_size=4, context_len=context_len, num_slots=num_slots, device=torch.device("cpu"),
+            dtype=torch.float64,
+        )  # fmt: skip
+        self.layer, self.features = layer, PrefixFeatures(layer, facts, torch.float64)
+        self.texts: list[Tensor] = [torch.empty(0)] * num_slots
+        self.encoded: list[Tensor] = [torch.empty(0)] * num_slots
+        self.length = [0] * num_slots
+
+    def begin(self, slot: int, seed: int, size: int = 90) -> None:
+        """Another text in a slot."""
+        self.texts[slot] = numbers(size, E, seed=seed)
+        self.encoded[slot] = self.layer(self.texts[slot][None])[0]
+        self.length[slot] = 0
+
+    def commit(self, counts: dict[int, int]) -> None:
+        """Commits further positions of some slots in one call; rows past a slot's own are NaN."""
+        rows = torch.full((len(counts), max(counts.values()), 1, E), float("nan"), dtype=torch.float64)
+        starts = [self.length[slot] for slot in counts]
+        for row, (slot, count) in enumerate(counts.items()):
+            rows[row, :count, 0] = self.texts[slot][self.length[slot] :][:count]
+            self.length[slot] += count
+        self.features.learn(Committed(slots=list(counts), starts=starts, lengths=list(counts.values()), features=rows))
+
+    def check(self, slots: Sequence[int]) -> None:
+        """What drafting would read is the whole pass's; then all rows that are not committed become NaN."""
+        assert all(self.features.is_known(slot, self.length[slot]) for slot in slots)
+        found = self.features.of(slots)
+        for row, slot in enumerate(slots):
+            torch.testing.assert_close(found[row], self.encoded[slot][self.length[slot] - 1], **SAME)
+            self.features.cache.poison(slot, self.length[slot])
+
+
+@pytest.mark.parametrize("name", GROUPS)
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5])
+def test_chunks_of_one_size(chunk: int, name: str) -> None:
+    fed = Fed(block(*GROUPS[name]))
+    fed.begin(0, seed=1, size=25)
+    for _ in range(25 // chunk):
+        fed.commit({0: chunk})
+        fed.check([0])
+
+
+@pytest.mark.parametrize("prompt", [1, 31, 32, 33, 40, 80])
+def test_prompt_before_chunks(prompt: int) -> None:
+    """Prompts on both sides of what is fed beside other slots, and of the size of a chunk."""
+    fed = Fed(block())
+    with mock.patch.object(hydra_drafter, "_CHUNK", 16):
+        for slot in (0, 1):
+            fed.begin(slot, seed=slot)
+        fed.commit({0: prompt, 1: 3})
+        fed.check([1, 0])
+        fed.commit({0: 4, 1: 2})
+        fed.check([0, 1])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ragged_slots_that_come_and_go(seed: int) -> None:
+    """Any interleaving of commits, proposals over some slots and new sequences; NaN in whatever is not committed."""
+    dice = random.Random(seed)
+    fed = Fed(block())
+    for slot in range(3):
+        fed.begin(slot, seed=10 * seed + slot)
+    for turn in range(40):
+        slots = dice.sample(range(3), dice.randint(1, 3))
+        counts = {}
+        for slot in slots:
+            if fed.length[slot] > 60 or dice.random() < 0.1:
+                if dice.random() < 0.5:  # the engine may also begin a slot anew without another word
+                    fed.features.forget(slot)
+                fed.begin(slot, seed=1000 * seed + 10 * turn + slot)
+            is_prompt = fed.length[slot] == 0
+            counts[slot] = dice.randint(1, 50 if is_prompt else 5)
+        fed.commit(counts)
+        known = [slot for slot in range(3) if fed.length[slot]]
+        if dice.random() < 0.7:
+            fed.check(dice.sample(known, dice.randint(1, len(known))))
+
+
+def test_a_slot_used_again_equals_a_fresh_one() -> None:
+    used, fresh = Fed(block()), Fed(block())
+    used.begin(0, seed=1)
+    used.commit({0: 60})
+    used.check([0])
+    used.features.forget(0)
+    assert not used.features.is_known(0, 60)
+    for fed in (used, fresh):
+        fed.begin(0, seed=2)
+        fed.commit({0: 7})
+    assert torch.equal(used.features.of([0]), fresh.features.of([0]))
+
+
+def test_a_slot_that_missed_a_part_is_not_drafted_for() -> None:
+    fed = Fed(block())
+    fed.begin(0, seed=1)
+    fed.commit({0: 5})
+    fed.length[0] += 2  # positions that the drafter was never told of
+    fed.commit({0: 3})
+    assert not fed.features.is_known(0, 10)
+    assert not fed.features.is_known(0, 8)
+    assert not fed.features.is_known(1, 0)
+
+
+def test_a_full_slot() -> None:
+    """The last positions of the context, beside a slot that pads them further."""
+    fed = Fed(block(), context_len=40)
+    fed.begin(0, seed=1)
+    fed.begin(1, seed=2)
+    fed.commit({0: 38})
+    fed.check([0])
+    fed.commit({0: 2, 1: 32})
+    fed.check([0, 1])

@@ -1,0 +1,189 @@
+"""The training loop: micro-batches, steps that are not finite, and heads with parts that learn nothing."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import training_runs
+from torch import Tensor
+
+from foretoken.core.errors import ConfigError, ModelError
+from foretoken.heads.base import build_head
+from foretoken.target.parts import target_parts
+from foretoken.training.data.packed import PackedTokens
+from foretoken.training.run_state import saved_states
+from foretoken.training.teacher import Teacher
+from foretoken.training.trainer import Trainer
+
+
+@pytest.mark.parametrize("method", training_runs.SIZES)
+@pytest.mark.parametrize("size", [1, 3])
+def test_micro_batches_change_nothing(tmp_path: Path, method: str, size: int) -> None:
+    sizes = {"dropout": 0.0} if method == "hydra" else {}
+    whole = training_runs.trained(tmp_path / "whole", method, sizes=sizes)
+    parted = training_runs.trained(tmp_path / "parted", method, sizes=sizes, micro_batch_size=size)
+    # AdamW divides by a gradient's size: rounding of tiny gradients grows, within a small part of the rate of 1e-2.
+    training_runs.same_weights(parted.weights, whole.weights, atol=2e-4)
+    losses = [[line["loss"] for line in training_runs.metrics(tmp_path / name)] for name in ("whole", "parted")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+@pytest.mark.parametrize("method", training_runs.SIZES)
+def test_learns(tmp_path: Path, method: str) -> None:
+    """On one text over and over, every head's loss goes down; the target itself is untouched."""
+    before = {key: value.clone() for key, value in training_runs.target().module.state_dict().items()}
+    text = training_runs.batches(64, is_partial=False)
+    training_runs.trained(tmp_path, method, text=text, schedule={"num_steps": 30}, sizes={"num_heads": 2})
+    lines = training_runs.metrics(tmp_path)
+    for index in range(2):
+        assert lines[-1]["head_losses"][index] < 0.95 * lines[0]["head_losses"][index]
+    training_runs.same_weights(training_runs.target().module.state_dict(), before)
+
+
+def trainer(bad: set[int], num_steps: int = 20) -> Trainer:
+    """A Hydra head, and features that are NaN at some steps (counted from 0)."""
+    settings = training_runs.settings(Path("unused"), "hydra", schedule={"num_steps": num_steps})
+    parts = target_parts(training_runs.target())
+    torch.manual_seed(0)
+    head = build_head(settings.head)
+    head.initialize(parts)
+
+    def features(step: int, tokens: Tensor) -> Tensor:
+        result = training_runs.no_grad_features(tokens)
+        return result * math.nan if step in bad else result
+
+    return Trainer(head, parts, settings.objective, settings.train, training_runs.batches(), features)
+
+
+def everything(of: Trainer) -> dict[str, Tensor]:
+    """Weights and the optimiser's moments."""
+    moments = of._optimizer.state_dict()["state"]
+    return {key: value.clone() for key, value in of.head.state_dict().items()} | {
+        f"{index}.{key}": torch.as_tensor(value).clone()
+        for index, state in moments.items()
+        for key, value in state.items()
+    }
+
+
+def test_a_bad_step_is_left_out_and_counted() -> None:
+    run = trainer({3, 5})
+    for report in run.steps():
+        is_bad = report.step - 1 in (3, 5)
+        assert math.isfinite(report.loss) == (not is_bad)
+        now = everything(run)
+        if is_bad:
+            training_runs.same_weights(now, before)  # noqa: F821 - the step before set it
+        before = now
+    assert run.progress.skipped == 2
+    assert run.progress.step == 20
+    assert all(value.isfinite().all() for value in before.values())
+
+
+@pytest.mark.parametrize("bad", [{2, 3, 4, 5}, {0, 1, 2, 3, 5, 6, 7, 8}])
+def test_four_in_a_row_are_no_end(bad: set[int]) -> None:
+    run = trainer(bad)
+    assert len(list(run.steps())) == 20
+    assert run.progress.skipped == len(bad)
+
+
+def test_five_in_a_row_end_the_run(tmp_path: Path) -> None:
+    run = trainer({7, 8, 9, 10, 11, 12})
+    reports = run.steps()
+    for _ in range(7):
+        next(reports)
+    run.save(tmp_path)
+    before, (checkpoint,) = everything(run), saved_states(tmp_path)
+    files = {path: path.read_bytes() for path in checkpoint.iterdir()}
+    with pytest.raises(ModelError, match=r"the loss is nan for 5 steps in a row, up to step 12\. Expected"):
+        list(reports)
+    training_runs.same_weights(everything(run), before)
+    assert {path: path.read_bytes() for path in saved_states(tmp_path)[-1].iterdir()} == files
+
+
+def test_a_run_whose_target_gives_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last checkpoint of a real run stays as it was when its target breaks."""
+    calls, features = [], Teacher.features
+
+    def breaks(self: Teacher, tokens: Tensor) -> Tensor:
+        calls.append(tokens)
+        return features(self, tokens) * (math.nan if len(calls) > 2 else 1.0)
+
+    monkeypatch.setattr(Teacher, "features", breaks)
+    with pytest.raises(ModelError, match="is nan for 5 steps in a row, up to step 7"):
+        training_runs.trained(tmp_path, schedule={"num_steps": 20}, save_every_s=-1.0)
+    monkeypatch.undo()
+    good = training_runs.trained(tmp_path.with_name("two steps"), schedule={"num_steps": 20}, save_every_s=-1.0)
+    resumed = training_runs.trained(tmp_path, schedule={"num_steps": 20}, save_every_s=-1.0)
+    assert {key: bool(value.isfinite().all()) for key, value in resumed.weights.items()} == dict.fromkeys(
+        good.weights, True
+    )
+
+
+def test_batches_without_a_label_change_nothing() -> None:
+    """Not even by the momentum of the steps before, and the loss is no NaN."""
+    run = trainer(set())
+    reports = run.steps()
+    for _ in range(3):
+        next(reports)
+    before = everything(run)
+    packed = training_runs.batches()
+    assert packed.supervised is not None
+    run._batches = PackedTokens(packed.tokens, packed.supervised & False, {})
+    report = next(reports)
+    assert report.loss == 0.0
+    training_runs.same_weights(everything(run), before)
+
+
+def test_windows_too_short_for_the_last_head(tmp_path: Path) -> None:
+    """The last head would learn nothing and say so nowhere."""
+    with pytest.raises(ConfigError, match="4 tokens"):
+        training_runs.trained(tmp_path, length=4)
+    training_runs.trained(tmp_path, length=5)
+
+
+@pytest.mark.parametrize("sizes", [{"num_layers": 0, "own_lm_head": True}, {"num_layers": 3, "tied_blocks": True}])
+def test_medusa_of_other_sizes_goes_on(tmp_path: Path, sizes: dict[str, Any]) -> None:
+    whole = training_runs.trained(tmp_path / "whole", sizes=sizes)
+    training_runs.trained(tmp_path / "parts", sizes=sizes, save_every_s=-1.0)
+    for path in saved_states(tmp_path / "parts")[-1:]:
+        path.rename(tmp_path / path.name)
+    parts = training_runs.trained(tmp_path / "parts", sizes=sizes, save_every_s=-1.0)
+    training_runs.same_weights(parts.weights, whole.weights)
+
+
+@pytest.mark.parametrize("method", training_runs.SIZES)
+def test_bfloat16_is_near_float32(tmp_path: Path, method: str) -> None:
+    """The same run in autocast: another rounding, not another loss; weights stay float32."""
+    exact = training_runs.trained(tmp_path / "float32", method, sizes={"num_heads": 2})
+    rounded = training_runs.trained(tmp_path / "bfloat16", method, sizes={"num_heads": 2}, precision="bfloat16")
+    assert {value.dtype for value in rounded.weights.values()} == {torch.float32}
+    assert any(not torch.equal(value, exact.weights[key]) for key, value in rounded.weights.items())
+    losses = [[line["loss"] for line in training_runs.metrics(tmp_path / name)] for name in ("float32", "bfloat16")]
+    assert losses[1] == pytest.approx(losses[0], rel=0.03)  # 8 bits of mantissa through a few layers
+
+
+def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path: Path) -> None:
+    run = trainer(set())
+    reports = run.steps()
+    next(reports)
+    run.save(tmp_path)
+    next(reports)
+    with torch.no_grad():
+        next(run.head.parameters())[0, 0] = math.inf
+    with pytest.raises(ModelError, match="weights are not finite after step 2"):
+        run.save(tmp_path)
+    assert [path.name for path in saved_states(tmp_path)] == ["checkpoint-00000001"]
+
+
+def test_a_run_that_learned_nothing_is_no_success(tmp_path: Path) -> None:
+    """Fewer steps than it takes to give up, and none of them counted: the head would be the one it began from."""
+    with pytest.raises(ModelError, match="no step changed anything"):
+        list(trainer(set(range(20)), num_steps=3).steps())
+    silent = training_runs.batches()
+    assert silent.supervised is not None
+    with pytest.raises(ModelError, match="no batch had a label"):
+        training_runs.trained(tmp_path, text=PackedTokens(silent.tokens, silent.supervised & False, {}))

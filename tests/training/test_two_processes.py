@@ -1,0 +1,91 @@
+"""Two processes with one global batch train the same head as one process does."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import together
+import torch
+import training_runs
+from safetensors.torch import load_file
+
+pytest.importorskip("accelerate", reason="training in several processes needs accelerate")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where two processes, started as torchrun and accelerate start them, left their runs."""
+    out = tmp_path_factory.mktemp("together")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shared = {
+        **os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
+        "HF_HOME": str(out / "home"),
+    }  # fmt: skip
+    processes = [
+        subprocess.Popen(
+            [sys.executable, together.__file__, str(out)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        texts = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0, 0], "\n".join(texts)
+    return out
+
+
+@pytest.mark.parametrize("name", together.SCENARIOS)
+def test_the_same_losses_and_weights_as_one(finished: Path, tmp_path: Path, name: str) -> None:
+    alone = training_runs.trained(tmp_path, **together.SCENARIOS[name])
+    pair, one = (training_runs.metrics(run) for run in (finished / "runs" / name, tmp_path))
+    assert [line["step"] for line in pair] == [line["step"] for line in one] == list(range(1, 7))
+    for ours, theirs in zip(pair, one, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], abs=1e-5)
+        assert ours["head_losses"] == pytest.approx(theirs["head_losses"], abs=1e-5)
+        assert ours["head_matches"] == theirs["head_matches"]
+        assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=1e-4)
+    for rank in range(2):
+        # Sums of float32 in another order, through six steps of at most 1e-2.
+        training_runs.same_weights(load_file(finished / f"{name}-{rank}.safetensors"), alone.weights, atol=1e-5)
+
+
+def test_both_have_the_same_bits(finished: Path) -> None:
+    for name in (*together.SCENARIOS, "straight", "resumed"):
+        first, second = (load_file(finished / f"{name}-{rank}.safetensors") for rank in range(2))
+        training_runs.same_weights(first, second)
+
+
+def test_only_the_first_writes(finished: Path) -> None:
+    facts = [json.loads((finished / f"facts-{rank}.json").read_text()) for rank in range(2)]
+    assert any("metrics.jsonl" in path for path in facts[0]["written"])
+    assert any("state.safetensors" in path or "progress.json" in path for path in facts[0]["written"])
+    assert facts[1]["written"] == []
+
+
+def test_a_signal_to_one_stops_both_and_dropout_goes_on_as_it_was(finished: Path) -> None:
+    """The second alone was told to stop after step 3; both did, and both resumed to the bits of an undisturbed run."""
+    facts = [json.loads((finished / f"facts-{rank}.json").read_text()) for rank in range(2)]
+    assert [fact["stopped"] for fact in facts] == [15, 15]
+    straight, resumed = (load_file(finished / f"{name}-0.safetensors") for name in ("straight", "resumed"))
+    training_runs.same_weights(resumed, straight)
+    assert [line["step"] for line in training_runs.metrics(finished / "runs" / "r")] == list(range(1, 9))
+
+
+def test_processes_drop_different_units(finished: Path, tmp_path: Path) -> None:
+    """With one stream of dropout in both, the pair would be one process that drops the same units twice."""
+    pair = load_file(finished / "straight-0.safetensors")
+    alone = training_runs.trained(tmp_path, **together.DROPOUT).weights
+    assert any(not torch.allclose(value, alone[key], atol=1e-4) for key, value in pair.items())

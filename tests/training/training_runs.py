@@ -1,0 +1,122 @@
+"""Tiny targets, texts and runs for tests of training; also what their child processes run.
+
+As a program it warms up once and then forks a child for every line of standard input, a JSON object of arguments of
+`child`: each child is a process of its own that starts at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from foretoken.formats.checkpoint import HeadCheckpoint
+from foretoken.target.loading import LoadedModel, wrap_model
+from foretoken.training.config import head_config, objective_config, train_config
+from foretoken.training.data.packed import PackedTokens
+from foretoken.training.run import Interrupted, RunSettings, train_head
+from foretoken.training.teacher import Teacher
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tiny_models import VOCAB_SIZE, tiny_model
+
+TINY = {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 24}
+SIZES: dict[str, dict[str, Any]] = {
+    "medusa": {"num_heads": 3},
+    "hydra": {"num_heads": 3, "num_layers": 2, "dropout": 0.2},
+    "mlp_speculator": {"num_heads": 3, "inner_dim": 12},
+}
+
+
+@cache
+def target() -> LoadedModel:
+    """A tiny Llama."""
+    return wrap_model(tiny_model("llama", **TINY), name="tiny")
+
+
+def batches(size: int = 1500, *, is_partial: bool = True) -> PackedTokens:
+    """Random text of which, if partial, about two thirds count as labels."""
+    generator = np.random.default_rng(5)
+    tokens = generator.integers(3, VOCAB_SIZE, size).astype(np.uint16)
+    return PackedTokens(tokens, generator.random(size) < 0.67 if is_partial else None, {})
+
+
+def settings(directory: Path, method: str = "medusa", **changes: Any) -> RunSettings:
+    """A short run. Changes: keys of the training, of the schedule as `schedule`, of the head as `sizes`, of the
+    objective as `weights`, and `save_every_s`, `cache`, `cache_bytes` and `data`.
+    """
+    more = {key: changes.pop(key) for key in ("save_every_s", "cache", "cache_bytes") if key in changes}
+    schedule = {"peak": 1e-2, "num_steps": 6, "warmup_steps": 2, **changes.pop("schedule", {})}
+    return RunSettings(
+        head=head_config(method, target(), {**SIZES[method], **changes.pop("sizes", {})}),
+        objective=objective_config(method, changes.pop("weights", {})),
+        data=changes.pop("data", "text"),
+        train=train_config({"batch_size": 4, "length": 16, **changes, "schedule": schedule}),
+        directory=directory,
+        **more,
+    )
+
+
+def trained(directory: Path, method: str = "medusa", *, text: Any = None, **changes: Any) -> HeadCheckpoint:
+    """The head of a whole run."""
+    return train_head(target(), batches() if text is None else text, settings(directory, method, **changes))
+
+
+def metrics(directory: Path) -> list[dict[str, Any]]:
+    """The lines of a run's curves."""
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def same_weights(one: Any, two: Any, *, atol: float = 0.0) -> None:
+    """Asserts that two heads have the same weights, bit for bit by default."""
+    assert one.keys() == two.keys()
+    for key, value in one.items():
+        torch.testing.assert_close(value, two[key], rtol=0, atol=atol, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def child(directory: str, weights: str, method: str, pause_s: float, **changes: Any) -> int:
+    """Runs or goes on with a run and writes the head's weights into a file; gives what the command line exits with."""
+
+    def pause(report: object) -> None:
+        time.sleep(pause_s)
+
+    try:
+        head = train_head(target(), batches(), settings(Path(directory), method, **changes), on_step=pause)
+    except Interrupted as err:
+        return 128 + err.number
+    save_file({key: value.clone() for key, value in head.weights.items()}, weights)
+    return 0
+
+
+def _serve() -> None:
+    """Forks a child for every line of standard input; says its process id, and how it ended."""
+    torch.set_num_threads(1)
+    Teacher(target()).features(torch.tensor([[1, 2, 3]]))
+    for line in sys.stdin:
+        arguments = json.loads(line)
+        process = os.fork()
+        if process == 0:
+            os._exit(child(**arguments))
+        sys.stdout.write(f"{process}\n")
+        sys.stdout.flush()
+        sys.stdout.write(f"{os.waitstatus_to_exitcode(os.waitpid(process, 0)[1])}\n")
+        sys.stdout.flush()
+
+
+def no_grad_features(tokens: Tensor, width: int = 16, seed: int = 0) -> Tensor:
+    """Features that depend on the tokens alone, for tests that need no target."""
+    table = torch.randn(VOCAB_SIZE, width, generator=torch.Generator().manual_seed(seed))
+    return table[tokens].cumsum(1) / torch.arange(1, tokens.shape[1] + 1).sqrt().unsqueeze(1)
+
+
+if __name__ == "__main__":
+    _serve()
