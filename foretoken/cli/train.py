@@ -94,12 +94,15 @@ def train(
     """Train a draft head on a frozen target.
 
     The same command goes on where it was stopped, by a signal or a crash; the result is the same. Under `accelerate
-    launch` all processes share the batch. At the end the head decodes held-out prompts through the engine, and its
+    launch` or `torchrun` all processes share the batch (on CPUs: ACCELERATE_USE_CPU=true accelerate launch --multi_gpu
+    --num_processes 2 -m foretoken train ...). At the end the head decodes held-out prompts through the engine, and its
     acceptance is stored with it: drafting chooses its tree by that.
     """
     for place in (out, target_out):
         if place is not None and place.exists():
             raise ConfigError(f"'{place}' exists already. Expected a new directory. Choose another or remove it.")
+    if init is not None and sizes:
+        raise ConfigError("--init brings the sizes of its head, so --set cannot change them. Leave one of them out.")
     if (joint is None) != (target_out is None):
         raise ConfigError("--joint and --target-out go together: the target that learns along is a new one. Pass both.")
     from foretoken.training.config import head_config, joint_config, objective_config, train_config

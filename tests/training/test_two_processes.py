@@ -20,30 +20,25 @@ pytest.importorskip("accelerate", reason="training in several processes needs ac
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where two processes, started as torchrun and accelerate start them, left their runs."""
+    """Where two processes, started by `accelerate launch`, left their runs."""
     out = tmp_path_factory.mktemp("together")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {
-        **os.environ, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
-        "HF_HOME": str(out / "home"),
+    settings = {
+        **os.environ, "ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "HF_HOME": str(out / "home"),
     }  # fmt: skip
-    processes = [
-        subprocess.Popen(
-            [sys.executable, together.__file__, str(out)], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-            env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-        )
-        for rank in range(2)
+    # On a CPU accelerate starts several processes only under the name of its launcher for many devices.
+    launch = [
+        sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--num_machines",
+        "1",
+        "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", str(port),
     ]  # fmt: skip
-    try:
-        texts = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0, 0], "\n".join(texts)
+    result = subprocess.run(
+        [*launch, together.__file__, str(out)], capture_output=True, text=True, timeout=200, env=settings, check=False
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
     return out
 
 
