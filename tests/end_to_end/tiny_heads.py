@@ -32,6 +32,11 @@ _Text = tuple[int, ...]
 _texts: dict[str, list[_Text]] = {}  # the first texts an architecture's heads were asked for
 
 
+def depth(name: str) -> int:
+    """How many tokens deep a head drafts."""
+    return HEADS[name][1]["num_heads"]
+
+
 def head(
     name: str, architecture: str = "llama", *, steps: int = _STEPS, **options: Any
 ) -> Callable[[Any], dict[str, Any]]:

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from end_to_end.tiny_heads import HEADS, head
+from end_to_end.tiny_heads import HEADS, depth, head
 from tiny_models import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -133,19 +133,18 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "oracle [2]": oracle([2]),
         "oracle [3, 0, 5]": oracle([3, 0, 5]),
         "oracle tree": oracle([3, 0, 5], "tree"),
-        "medusa": head("medusa", architecture),
+        # Depths that are named do not follow the clock.
+        **{name: head(name, architecture, num_speculative_tokens=depth(name)) for name in HEADS},
+        **{f"{name} adaptive": head(name, architecture) for name in HEADS},
         "medusa chain": head("medusa", architecture, tree="chain"),
         "medusa choices": head("medusa", architecture, tree=GAPPED_CHOICES),
         "medusa widths": head("medusa", architecture, tree=WIDTHS, draft_sample_method="greedy"),
-        "hydra": head("hydra", architecture),
         "hydra chain": head("hydra", architecture, tree="chain", num_speculative_tokens=3),
-        "hydra++": head("hydra++", architecture),
         "hydra++ choices": head("hydra++", architecture, tree=MEDUSA_CHOICES),
         "hydra++ chain": head("hydra++", architecture, tree="chain"),
-        "mlp_speculator": head("mlp_speculator", architecture),
         "mlp_speculator widths": head("mlp_speculator", architecture, tree=WIDTHS),
         "mlp_speculator chain": head("mlp_speculator", architecture, tree="chain", num_speculative_tokens=2),
-        **{f"random {name}": head(name, architecture, steps=0) for name in HEADS},
+        **{f"random {name}": head(name, architecture, steps=0, num_speculative_tokens=depth(name)) for name in HEADS},
         **{name: config("adversarial", behaviour=name) for name in BEHAVIOURS},
         # Deep enough a shape that the 40 levels of "too_deep" fit the width and are cut by depth.
         "too_deep, 64 nodes": config("adversarial", behaviour="too_deep", num_speculative_tokens=63),
