@@ -119,7 +119,7 @@ def train_head(
     fingerprint = TargetFingerprint.of(target)
     _claim(settings, fingerprint, initial, processes)
     head, parts = _new_head(target, settings, initial)
-    features = _features(target, settings, fingerprint, processes.process_index, processes.num_processes)
+    features = _features(target, settings, processes.process_index, processes.num_processes)
     trainer = Trainer(head, parts, settings.objective, settings.train, batches, features, processes=processes)
     notes = _run(trainer, settings, fingerprint, processes, on_step)
     return HeadCheckpoint.of(head, target=fingerprint, notes=notes)
@@ -261,9 +261,7 @@ def _flat(value: Any, prefix: str = "") -> dict[str, str]:
     return {k: v for key, part in value.items() for k, v in _flat(part, f"{prefix}.{key}" if prefix else key).items()}
 
 
-def _features(
-    target: LoadedModel, settings: RunSettings, fingerprint: TargetFingerprint, rank: int, world: int
-) -> Callable[[int, Tensor], Tensor]:
+def _features(target: LoadedModel, settings: RunSettings, rank: int, world: int) -> Callable[[int, Tensor], Tensor]:
     """The teacher, with a cache in front of it where one is wanted."""
     teacher, train = Teacher(target), settings.train
 
@@ -274,9 +272,8 @@ def _features(
     if settings.cache is None:
         return lambda _, tokens: compute(tokens)
     key = json.dumps(
-        [fingerprint.model_dump(mode="json", exclude={"name"}), settings.data, train.batch_size, train.length,
-         train.seed, str(target.dtype), rank, world]
-    )  # fmt: skip
+        [teacher.digest(), settings.data, train.batch_size, train.length, train.seed, str(target.dtype), rank, world]
+    )
     cache = FeatureCache(settings.cache, key=key, max_bytes=settings.cache_bytes)
 
     def cached(step: int, tokens: Tensor) -> Tensor:

@@ -18,6 +18,8 @@ from foretoken.target.plain import own_attention
 if TYPE_CHECKING:
     from foretoken.target.loading import LoadedModel
 
+_SAMPLED = 4096  # values of each weight that tell targets apart
+
 
 class Teacher:
     """Gives the feature `final` at every position: the output of the target's last norm, what its LM head reads."""
@@ -39,6 +41,14 @@ class Teacher:
             output = backbone(input_ids=tokens.to(self._model.device), use_cache=False)
         features: Tensor = output.last_hidden_state
         return features
+
+    def digest(self) -> str:
+        """Hash of a sample of every weight: a target that learnt anything since has another one."""
+        found = hashlib.sha256()
+        for name, parameter in sorted(self._model.module.named_parameters()):
+            sample = parameter.detach().flatten()[:_SAMPLED].to("cpu", torch.float32)
+            found.update(name.encode() + sample.numpy().tobytes())
+        return found.hexdigest()
 
 
 class FeatureCache:
