@@ -209,16 +209,23 @@ class TokenTree:
         return mask[:, :, :width]
 
     def ancestor_words(self) -> Tensor:
-        """The ancestor mask as bit sets, for kernels.
+        """The ancestor mask as bit sets, for kernels; made without the mask itself.
 
         Returns:
             (B, N, ceil(N / 64)) int64; bit j % 64 of word j // 64 of node i is set when j is i or an ancestor of i.
         """
-        mask = self.ancestor_mask()
-        words = -(-self.width // 64)
-        mask = torch.nn.functional.pad(mask, (0, words * 64 - self.width))
-        bits = mask.view(*mask.shape[:2], words, 64).to(torch.int64)
-        return (bits << torch.arange(64, device=mask.device)).sum(-1)  # distinct bits: the sum is the union
+        batch, width = self.tokens.shape
+        node = torch.arange(width, device=self.tokens.device)
+        words = torch.zeros(batch, width, -(-width // 64), dtype=torch.int64, device=node.device)
+        words.scatter_(
+            2, (node // 64).expand(batch, width).unsqueeze(2), (1 << node % 64).expand(batch, -1).unsqueeze(2)
+        )
+        # Each node takes what its ancestor so far has seen, and that ancestor's ancestor as its next: distances double.
+        ancestor = torch.where(self.parents < 0, node, self.parents)
+        for _ in range(self.max_depth.bit_length()):
+            words = words | words.gather(1, ancestor.unsqueeze(2).expand_as(words))
+            ancestor = ancestor.gather(1, ancestor)
+        return words
 
     def path_nodes(self, nodes: Tensor) -> Tensor:
         """The nodes from below the root down to a node of each sequence.
