@@ -16,7 +16,7 @@ $(VENV)/.base: $(BIN)/python pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	$(PIP) --editable '.[test,train]'
+	$(PIP) --editable '.[test,train,kernels]'
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.base

@@ -1,4 +1,4 @@
-"""Tree attention over the slot cache, sequence by sequence.
+"""Tree attention over the slot cache: the Triton kernel on GPUs, stock kernels elsewhere.
 
 Each sequence attends to exactly its own rows of the cache. Nothing past them is read, so whatever stands in uncommitted
 rows, NaN included, cannot matter, and a sequence's result does not depend on its neighbours' lengths.
@@ -6,7 +6,9 @@ rows, NaN included, cannot matter, and a sequence's result does not depend on it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +18,10 @@ from foretoken.attention.reference import reference_attention
 
 if TYPE_CHECKING:
     from foretoken.attention.layout import AttentionLayout
+
+_KERNEL_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_WIDEST_HEAD = 256
+_log = logging.getLogger(__name__)
 
 
 def tree_attention(
@@ -44,6 +50,14 @@ def tree_attention(
     Returns:
         (B, T, H, Dv).
     """
+    if layout.is_recorded or query.is_cuda:
+        kernel = _triton_kernel(query.dtype, max(query.shape[-1], values.shape[-1]))
+        if kernel is not None:
+            output: Tensor = kernel(
+                query, keys, values, layout.tables(), scale=scale, window=window, softcap=softcap, sinks=sinks
+            )
+            return output
+        assert not layout.is_recorded, "passes are recorded only where the kernel runs, see `has_kernel`"
     outputs = []
     for row, slot in enumerate(layout.slots):
         end = layout.num_keys(row)
@@ -63,3 +77,26 @@ def tree_attention(
         outputs.append(output)
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
     return joined.transpose(1, 2)
+
+
+def has_kernel(dtype: torch.dtype, head_width: int) -> bool:
+    """Whether attention of this dtype and head size can be recorded: whether the Triton kernel runs it."""
+    return _triton_kernel(dtype, head_width) is not None
+
+
+@cache
+def _triton_kernel(dtype: torch.dtype, head_width: int) -> Any:
+    """The kernel, or None with the reason said once."""
+    if dtype not in _KERNEL_DTYPES or head_width > _WIDEST_HEAD:
+        reason = (
+            f"it takes heads of at most {_WIDEST_HEAD} in float32, float16 and bfloat16, not {head_width} in {dtype}"
+        )
+    else:
+        try:
+            from foretoken.attention.triton_tree import tree_attention_triton
+        except ImportError:
+            reason = 'triton is not installed: pip install "foretoken[kernels]"'
+        else:
+            return tree_attention_triton
+    _log.warning("attention runs on stock kernels, sequence by sequence, instead of the Triton kernel: %s.", reason)
+    return None

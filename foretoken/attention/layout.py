@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from foretoken.attention.tables import PassTables
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -35,6 +37,9 @@ class AttentionLayout:
         scratch_positions: (B, W) int64, positions of all scratch rows; given with `visible`.
 
     With neither `tree` nor `visible` the tokens are causal, with no earlier scratch rows.
+
+    A recorded pass (`for_recording`) is run again with other contents of the same tensors: it has tables alone, and
+    what would have to be known on the host is a bound.
     """
 
     slots: Sequence[int]
@@ -44,6 +49,8 @@ class AttentionLayout:
     tree: TokenTree | None = None
     visible: Tensor | None = None
     scratch_positions: Tensor | None = None
+    is_recorded: bool = False
+    _tables: list[PassTables] = field(default_factory=list, init=False, repr=False)
     _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict, init=False, repr=False)
     _ancestors: list[Tensor] = field(default_factory=list, init=False, repr=False)
 
@@ -51,6 +58,19 @@ class AttentionLayout:
         """Checks what the masks rely on."""
         assert self.offset == 0 or self.visible is not None, "earlier scratch rows are seen only as `visible` says"
         assert self.tree is None or self.visible is None, "a tree says what is visible"
+
+    @classmethod
+    def for_recording(cls, tables: PassTables, positions: Tensor) -> AttentionLayout:
+        """A pass whose slots, lengths and visibility are read on the device, whenever it runs.
+
+        Args:
+            tables: Filled anew before every run.
+            positions: (B, T) int64, likewise.
+        """
+        batch = positions.shape[0]
+        layout = cls(slots=range(batch), prefix=[tables.max_prefix] * batch, positions=positions, is_recorded=True)
+        layout._tables.append(tables)
+        return layout
 
     @property
     def num_queries(self) -> int:
@@ -65,6 +85,12 @@ class AttentionLayout:
     def num_keys(self, row: int) -> int:
         """Cache rows that a sequence's queries may see: prefix, earlier scratch rows and this pass's own."""
         return self.prefix[row] + self.offset + self.num_queries
+
+    def tables(self) -> PassTables:
+        """The same for kernels; made once per pass."""
+        if not self._tables:
+            self._tables.append(PassTables.of(self))
+        return self._tables[0]
 
     def mask(self, row: int, window: int | None) -> Tensor | None:
         """What one sequence's queries see; computed once per pass and window.

@@ -29,6 +29,8 @@ class PassTables:
         scratch_positions: (B, W) int32, of the scratch rows.
         words: (B, T, N32) int32, bit j % 32 of word j // 32 is set where the query sees scratch row j; None where the
             T tokens are causal: query t sees scratch rows 0 … t.
+        written_slots: (B, 1) int64, `slots` once more, as indexing wants them.
+        written_rows: (B, T) int64, cache rows of the tokens that are fed.
         max_prefix: Upper bound of `prefix`, known on the host: launches depend on it, results do not.
     """
 
@@ -37,14 +39,16 @@ class PassTables:
     positions: Tensor
     scratch_positions: Tensor
     words: Tensor | None
+    written_slots: Tensor
+    written_rows: Tensor
     max_prefix: int
 
     @classmethod
     def of(cls, layout: AttentionLayout) -> PassTables:
         """The tables of a pass."""
         device = layout.positions.device
-        slots, prefix = (torch.tensor(list(each), dtype=torch.int32, device=device)
-                         for each in (layout.slots, layout.prefix))  # fmt: skip
+        slots, prefix = torch.tensor([list(layout.slots), list(layout.prefix)], device=device)
+        rows = torch.arange(layout.offset, layout.offset + layout.num_queries, device=device)
         scratch = layout.positions if layout.scratch_positions is None else layout.scratch_positions
         words = None
         if layout.visible is not None:
@@ -52,8 +56,9 @@ class PassTables:
         elif layout.tree is not None and layout.tree.width > 1:
             words = layout.tree.ancestor_words().view(torch.int32)  # little-endian: the low half comes first
         return cls(
-            slots=slots, prefix=prefix, positions=layout.positions.to(torch.int32),
-            scratch_positions=scratch.to(torch.int32), words=words, max_prefix=max(layout.prefix),
+            slots=slots.to(torch.int32), prefix=prefix.to(torch.int32), positions=layout.positions.to(torch.int32),
+            scratch_positions=scratch.to(torch.int32), words=words, written_slots=slots.unsqueeze(1),
+            written_rows=prefix.unsqueeze(1) + rows, max_prefix=max(layout.prefix),
         )  # fmt: skip
 
 

@@ -154,7 +154,7 @@ class PrefixFeatures:
         layout = AttentionLayout(slots=slots, prefix=prefix, positions=positions)
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = self.cache.write(0, slots, prefix, key, value)
+            keys, values = self.cache.write(0, layout, key, value)
             return tree_attention(query, keys, values, layout, scale=query.shape[-1] ** -0.5)
 
         encoded: Tensor = self._layer(features, positions, attend)

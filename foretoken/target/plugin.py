@@ -86,8 +86,7 @@ class SlotCacheLayer(CacheLayerMixin):
         """Writes (B, Hk, T, D) where the current pass says; returns (slots, Hk, capacity, D) for `tree_attention`."""
         forward_pass = current_pass()
         assert forward_pass is not None, "the cache is written only inside a pass"
-        layout = forward_pass.layout
-        return self._store.write(self._layer, layout.slots, layout.starts, key_states, value_states)
+        return self._store.write(self._layer, forward_pass.layout, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 - the base class's signature
         """Unused: no mask is built by transformers."""

@@ -15,6 +15,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from foretoken.attention.layout import AttentionLayout
+
 
 class LayerShape(NamedTuple):
     """Sizes of one layer's keys and values; K and V may differ in width (multi-head latent attention)."""
@@ -55,15 +57,12 @@ class SlotCache:
             taken[size] += 1
         self.keys, self.values = views[0::2], views[1::2]
 
-    def write(
-        self, layer: int, slots: Sequence[int], starts: Sequence[int], key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def write(self, layer: int, layout: AttentionLayout, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Writes one layer's new rows in place.
 
         Args:
             layer: Layer index.
-            slots: B slots.
-            starts: First row to write in each.
+            layout: Slots and rows of the pass.
             key: (B, Hk, T, Dk).
             value: (B, Hk, T, Dv).
 
@@ -71,10 +70,15 @@ class SlotCache:
             The layer's whole keys and values, (slots, Hk, capacity, D).
         """
         keys, values = self.keys[layer], self.values[layer]
-        width = key.shape[2]
-        for row, (slot, start) in enumerate(zip(slots, starts, strict=True)):
-            keys[slot, :, start : start + width] = key[row]
-            values[slot, :, start : start + width] = value[row]
+        if keys.device.type == "cpu" and not layout.is_recorded:
+            width = key.shape[2]
+            for row, (slot, start) in enumerate(zip(layout.slots, layout.starts, strict=True)):
+                keys[slot, :, start : start + width] = key[row]
+                values[slot, :, start : start + width] = value[row]
+        else:  # one launch for all sequences
+            tables = layout.tables()
+            keys[tables.written_slots, :, tables.written_rows] = key.transpose(1, 2)
+            values[tables.written_slots, :, tables.written_rows] = value.transpose(1, 2)
         return keys, values
 
     def move_rows(self, slot: int, source: Sequence[int], start: int) -> None:

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foretoken.attention.layout import AttentionLayout
 from foretoken.target.slot_cache import LayerShape, SlotCache
 
 SLOTS, CAPACITY = 3, 10
@@ -74,8 +75,9 @@ def test_rows_move_anywhere(data: st.DataObject) -> None:
     assert_equal(cache, expected)
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
 @pytest.mark.parametrize("layer", range(len(SHAPES)))
-def test_writing_changes_its_own_rows_only(layer: int) -> None:
+def test_writing_changes_its_own_rows_only(layer: int, *, is_recorded: bool) -> None:
     cache, width = filled(), 3
     expected = snapshot(cache)
     shape = SHAPES[layer]
@@ -86,7 +88,10 @@ def test_writing_changes_its_own_rows_only(layer: int) -> None:
     for row, (slot, start) in enumerate([(2, 7), (0, 1)]):  # slots out of order, one of them to the very end
         expected[layer][slot][:, start : start + width] = key[row].numpy()
         expected[layer + len(SHAPES)][slot][:, start : start + width] = value[row].numpy()
-    keys, values = cache.write(layer, [2, 0], [7, 1], key, value)
+    layout = AttentionLayout(slots=[2, 0], prefix=[7, 1], positions=torch.zeros(2, width, dtype=torch.int64))
+    if is_recorded:
+        layout = AttentionLayout.for_recording(layout.tables(), layout.positions)
+    keys, values = cache.write(layer, layout, key, value)
     assert keys is cache.keys[layer]
     assert values is cache.values[layer]
     assert_equal(cache, expected)
@@ -112,8 +117,7 @@ def test_nothing_moves_in_memory() -> None:
         shape = SHAPES[layer]
         cache.write(
             layer,
-            [step % SLOTS],
-            [start],
+            AttentionLayout(slots=[step % SLOTS], prefix=[start], positions=torch.zeros(1, 4, dtype=torch.int64)),
             torch.ones(1, shape.num_heads, 4, shape.key_width, dtype=torch.float64),
             torch.ones(1, shape.num_heads, 4, shape.value_width, dtype=torch.float64),
         )

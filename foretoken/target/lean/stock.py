@@ -97,7 +97,7 @@ class StockDecoder:
         if block.query_norm is not None and block.key_norm is not None:
             query, key = self._normed(query, block.query_norm), self._normed(key, block.key_norm)
         query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
-        keys, values = self._cache.write(index, layout.slots, layout.starts, key.transpose(1, 2), value.transpose(1, 2))
+        keys, values = self._cache.write(index, layout, key.transpose(1, 2), value.transpose(1, 2))
         mixed = tree_attention(query.transpose(1, 2), keys, values, layout, scale=weights.scale, window=block.window)
         return mixed.reshape(batch, width, -1)
 
