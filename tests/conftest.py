@@ -1,4 +1,10 @@
-"""What holds for every test: one thread, and the same examples in every run."""
+"""What holds for every test: one thread, the same examples in every run, and Triton's interpreter for its kernels."""
+
+import os
+
+# Read when a kernel is defined, and some libraries bring triton in: so before anything else is imported.
+if os.environ.get("FORETOKEN_TEST_DEVICE") != "cuda":
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import torch
 from hypothesis import settings

@@ -1,0 +1,404 @@
+"""Tree attention without a mask: one Triton pass over the slot cache, and one that merges its parts.
+
+The queries of a pass that share a KV head are the rows of one matrix, so a key is read once for all of them. Key tiles
+that hold nothing but prefix need no comparison, unless there is a sliding window: every node of the tree sees them.
+They are dealt out to as many programs as keep the GPU busy. What follows them in the cache, the end of the prefix and
+then the scratch rows, is the share of one more program, which looks up in the bit sets of `PassTables` who sees what.
+Each program leaves its weighted mean of values and the log-sum-exp of its scores; a second kernel merges them. Short
+contexts have one program do it all, without the second kernel.
+
+Lengths are read on the device: the shape of a launch depends on shapes and on `max_prefix` alone, nothing waits for the
+host, and a captured launch stays right whatever the lengths become.
+
+Letters: B sequences, T tokens fed, W scratch rows, H query heads, Hk KV heads, G = H / Hk, Dk and Dv widths of keys and
+values. Logarithms are of base 2.
+"""
+# The kernels are in Triton's language: its values have no Python types, and what a kernel reads are its arguments.
+# ruff: noqa: PLR0912, PLR0913, PLR0915, PLR0917
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from foretoken.attention.tables import PassTables
+
+DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
+LOG2E = tl.constexpr(math.log2(math.e))
+
+
+def tree_attention_triton(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: PassTables,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Tensor:
+    """Attention of every query of a pass; never synchronises with the host.
+
+    Cache rows past prefix + W of a sequence's slot, and slots of no sequence, are not read.
+
+    Args:
+        query: (B, H, T, Dk) bfloat16, float16 or float32, of any strides; fastest as the transpose of (B, T, H, Dk).
+        keys: (slots, Hk, capacity, Dk) in the query's dtype, last stride 1, this pass's rows already written.
+        values: (slots, Hk, capacity, Dv), likewise.
+        tables: Who sees what, on the query's device.
+        scale: Factor of the dot products, above 0.
+        window: Sliding window of the layer, or None.
+        softcap: Soft cap of the scores, or None.
+        sinks: (H,) attention sinks, or None.
+        num_splits: Programs that share a tile of rows: 1, or one for the scratch rows and the others for the prefix.
+            None for the fastest.
+
+    Returns:
+        (B, T, H, Dv) in the query's dtype. A query that sees nothing gets 0.
+    """
+    batch, heads, queries, key_width = query.shape
+    kv_heads, value_width = keys.shape[1], values.shape[3]
+    assert query.dtype in DTYPES, f"the dtype is {query.dtype}"
+    assert query.dtype == keys.dtype == values.dtype, "queries and cache have one dtype"
+    assert keys.stride(3) == values.stride(3) == 1, "rows of the cache are contiguous"
+    assert scale > 0, "the greatest dot product must give the greatest score"
+    group = heads // kv_heads
+    tiling = choose_tiling(key_width, value_width, queries * group, query.dtype)
+    tiles = triton.cdiv(queries * group, tiling.rows)
+    num_scratch = tables.scratch_positions.shape[1]
+    if num_splits is None:
+        prefix_tiles = tables.max_prefix // tiling.keys
+        if window is not None:
+            prefix_tiles = min(prefix_tiles, window // tiling.keys + 1)
+        num_splits = choose_num_splits(
+            batch * kv_heads * tiles,
+            prefix_tiles,
+            triton.cdiv(num_scratch, tiling.keys) + 1,
+            multiprocessors(query.device) * tiling.resident,
+        )
+    is_split = num_splits > 1
+    output = query.new_empty(batch, queries, heads, value_width)
+    means = log_sums = output  # not touched where nothing is split
+    if is_split:
+        means = output.new_empty((*output.shape[:3], num_splits, value_width), dtype=torch.float32)
+        log_sums = means.new_empty(means.shape[:4])
+    has_words = tables.words is not None
+    words = tables.words.contiguous() if tables.words is not None else tables.prefix
+    with torch.cuda.device_of(query):
+        _attend_kernel[tiles, num_splits, batch * kv_heads](
+            query, keys, values, query if sinks is None else sinks,
+            tables.slots, tables.prefix, tables.positions.contiguous(), tables.scratch_positions.contiguous(), words,
+            output, means, log_sums,
+            *query.stride(), *keys.stride()[:2], *values.stride()[:2],
+            queries, num_scratch, words.shape[-1], num_splits, window or 0,
+            # With a soft cap the scores are scaled before it, on the way to its tanh, and again after it.
+            (scale if softcap is None else softcap) * LOG2E.value,
+            0.0 if softcap is None else 2 * scale / softcap * LOG2E.value,
+            KV_HEADS=kv_heads, GROUP=group,
+            KEY_WIDTH=key_width, KEY_BLOCK=_padded(key_width), KEY_STRIDE=keys.stride(2),
+            VALUE_WIDTH=value_width, VALUE_BLOCK=_padded(value_width), VALUE_STRIDE=values.stride(2),
+            BLOCK_M=tiling.rows, BLOCK_N=tiling.keys,
+            IS_SPLIT=is_split, HAS_WORDS=has_words, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
+            HAS_SINKS=sinks is not None, num_warps=tiling.warps, num_stages=tiling.stages,
+            # Where this leaves registers to memory, it is around the loop over the prefix, not in it.
+            maxnreg=65536 // (32 * tiling.warps * tiling.resident) // 8 * 8 if tiling.warps == 8 else None,
+        )  # fmt: skip
+        if is_split:
+            all_splits = triton.next_power_of_2(num_splits)
+            _merge_kernel[(batch * queries * heads,)](
+                means, log_sums, query if sinks is None else sinks, output, num_splits,
+                HEADS=heads, VALUE_WIDTH=value_width, VALUE_BLOCK=_padded(value_width), ALL_SPLITS=all_splits,
+                BLOCK_SPLITS=min(all_splits, max(4096 // _padded(value_width), 1)), HAS_SINKS=sinks is not None,
+                num_warps=4,
+            )  # fmt: skip
+    return output
+
+
+class Tiling(NamedTuple):
+    """The shape of a program's work.
+
+    Attributes:
+        rows: Packed queries of a tile; `tl.dot` takes 16 or more, the widest tensor-core instructions 64 or more.
+        keys: Keys of a tile, a multiple of 32.
+        warps: Warps of a program.
+        stages: Depth of the pipeline of key tiles.
+        resident: Programs that should share a multiprocessor; no more than its shared memory and registers hold.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+    resident: int
+
+
+def choose_tiling(key_width: int, value_width: int, num_rows: int, dtype: torch.dtype) -> Tiling:
+    """The tiling for a Hopper multiprocessor: 227 KiB of shared memory, 65536 registers.
+
+    Few rows are bound by memory: two programs a multiprocessor with their next key tiles on the way. Many rows are
+    bound by arithmetic: 128 of them, and again two programs, one multiplying while the other exponentiates.
+
+    Args:
+        key_width: Dk.
+        value_width: Dv.
+        num_rows: T G, the packed queries of a KV head.
+        dtype: Of queries and cache.
+    """
+    width = max(_padded(key_width), _padded(value_width))
+    if dtype == torch.float32:  # exact products run outside the tensor cores and hold their operands in registers
+        return Tiling(rows=16, keys=32, warps=4, stages=2 if width <= 64 else 1, resident=2)
+    rows = min(max(triton.next_power_of_2(num_rows), 16), 128)
+    warps = 8 if rows == 128 else 4
+    if width <= 64:
+        return Tiling(rows=rows, keys=64, warps=warps, stages=4 if rows <= 64 else 3, resident=2)
+    if width <= 128:
+        return Tiling(rows=rows, keys=64, warps=warps, stages=3 if rows <= 32 else 2, resident=2)
+    if rows <= 64:
+        return Tiling(rows=rows, keys=32, warps=4, stages=3 if rows <= 32 else 2, resident=2)
+    return Tiling(rows=rows, keys=64, warps=8, stages=2, resident=1)
+
+
+@lru_cache(maxsize=4096)
+def choose_num_splits(programs: int, prefix_tiles: int, scratch_tiles: int, places: int) -> int:
+    """Programs that should share a tile of rows: those that end first, told from what is known on the host.
+
+    Time is counted in key tiles. A program costs about two more to begin and to end, merging about three and a little
+    for each part.
+
+    Args:
+        programs: Programs that there are without splits.
+        prefix_tiles: Most key tiles of prefix that one may have to read.
+        scratch_tiles: Key tiles of scratch rows.
+        places: Programs that the GPU runs at a time.
+
+    Returns:
+        1, or 2 and more: the last for the scratch rows.
+    """
+
+    def time(splits: int) -> float:
+        rounds = -(-programs * splits // places)
+        if splits == 1:
+            return rounds * (prefix_tiles + scratch_tiles + 2)
+        return rounds * (max(-(-prefix_tiles // (splits - 1)), scratch_tiles) + 2) + 3 + splits / 32
+
+    return min(range(1, min(prefix_tiles, 127) + 2), key=time)
+
+
+@lru_cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; those of an H200 where the device is none."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132
+
+
+def _padded(width: int) -> int:
+    """The block that holds a head's width: a power of two, at least what `tl.dot` takes."""
+    return max(1 << (width - 1).bit_length(), 16)
+
+
+@triton.jit
+def _load_rows(base, STRIDE: tl.constexpr, rows, end, WIDTH: tl.constexpr, BLOCK: tl.constexpr, IS_FULL: tl.constexpr):
+    """(rows, BLOCK) cache rows below `end`, and 0 in place of the others, whose content may be NaN."""
+    columns = tl.arange(0, BLOCK)
+    pointers = base + rows[:, None] * STRIDE + columns[None, :]
+    if IS_FULL and WIDTH == BLOCK:
+        tile = tl.load(pointers)
+    elif IS_FULL:
+        tile = tl.load(pointers, mask=columns[None, :] < WIDTH, other=0.0)
+    else:
+        tile = tl.load(pointers, mask=(rows < end)[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _add_tile(
+    sums, weight, top, query, key, value, visible, score_scale, bend,
+    IS_MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
+    """Takes one key tile into the running softmax: weighted values, sum of weights, greatest score so far."""
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    if HAS_SOFTCAP:
+        scores = 1.0 - 2.0 / (tl.exp2(scores * bend) + 1.0)  # tanh
+    if IS_MASKED:
+        scores = tl.where(visible, scores, float("-inf"))
+    new_top = tl.maximum(top, tl.max(scores, 1) * score_scale)
+    zero = new_top
+    if IS_MASKED:
+        zero = tl.where(new_top == float("-inf"), 0.0, new_top)  # a row that has seen nothing yet
+    weights = tl.exp2(scores * score_scale - zero[:, None])
+    decay = tl.exp2(top - zero)
+    weight = weight * decay + tl.sum(weights, 1)
+    sums = tl.dot(weights.to(value.dtype), value, sums * decay[:, None], input_precision="ieee")
+    return sums, weight, new_top
+
+
+@triton.jit
+def _seen_in_words(
+    words, num_words, is_row, first, scratch, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):  # fmt: skip
+    """(BLOCK_M, BLOCK_N) whether queries see scratch rows `first`, first + 1, …; `words` are each query's first."""
+    bits = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
+    for place in tl.static_range(BLOCK_N // 32 + 1):
+        index = (first >> 5) + place
+        word = tl.load(words + index, mask=is_row & (index >= 0) & (index < num_words), other=0)
+        bits = tl.where((scratch >> 5 == index)[None, :], word[:, None], bits)
+    return ((bits >> (scratch & 31)[None, :]) & 1) != 0
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_scratch", "num_words", "num_splits", "window"])
+def _attend_kernel(
+    query, keys, values, sinks, slots, prefix, positions, scratch_positions, all_words, output, means, log_sums,
+    query_batch_stride, query_head_stride, query_row_stride, query_column_stride,
+    key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
+    num_queries, num_scratch, num_words, num_splits, window, score_scale, bend,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
+    KEY_WIDTH: tl.constexpr, KEY_BLOCK: tl.constexpr, KEY_STRIDE: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_WORDS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """One tile of rows of one KV head over one split of the keys.
+
+    The grid is (row tiles, splits, B Hk): neighbours read the same keys.
+    """
+    split = tl.program_id(1)
+    batch = (tl.program_id(2) // KV_HEADS).to(tl.int64)
+    kv_head = (tl.program_id(2) % KV_HEADS).to(tl.int64)
+    slot = tl.load(slots + batch).to(tl.int64)
+    length = tl.load(prefix + batch)
+    keys += slot * key_slot_stride + kv_head * key_head_stride
+    values += slot * value_slot_stride + kv_head * value_head_stride
+
+    # Row r is query r // G at head r % G: the memory of a pass's queries runs through rows in order.
+    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    node = rows // GROUP
+    is_row = node < num_queries
+    at = batch * num_queries + node
+    head = kv_head * GROUP + rows % GROUP
+    columns = tl.arange(0, KEY_BLOCK)
+    query_rows = query + batch * query_batch_stride + node * query_row_stride + head * query_head_stride
+    query_tile = tl.load(
+        query_rows[:, None] + columns[None, :] * query_column_stride,
+        mask=is_row[:, None] & (columns < KEY_WIDTH)[None, :], other=0.0,
+    )  # fmt: skip
+
+    # Tiles 0 … full - 1 hold prefix alone. The last split's share of them comes out empty.
+    full = length // BLOCK_N
+    first = 0
+    if HAS_WINDOW:
+        position = tl.load(positions + at, mask=is_row, other=2147483647)
+        first = tl.minimum(tl.maximum(tl.min(position, 0) - window + 1, 0) // BLOCK_N, full)
+    begin, end = first, full
+    if IS_SPLIT:
+        share = tl.cdiv(full - first, num_splits - 1)
+        begin = first + split * share
+        end = tl.minimum(begin + share, full)
+
+    sums = tl.zeros((BLOCK_M, VALUE_BLOCK), dtype=tl.float32)
+    weight = tl.zeros((BLOCK_M,), dtype=tl.float32)
+    top = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)
+    for start in tl.range(begin * BLOCK_N, end * BLOCK_N, BLOCK_N):
+        key_rows = start + tl.arange(0, BLOCK_N)
+        key = _load_rows(keys, KEY_STRIDE, key_rows, length, KEY_WIDTH, KEY_BLOCK, IS_FULL=True)
+        value = _load_rows(values, VALUE_STRIDE, key_rows, length, VALUE_WIDTH, VALUE_BLOCK, IS_FULL=True)
+        visible = is_row[:, None]
+        if HAS_WINDOW:
+            visible = position[:, None] - key_rows[None, :] < window
+        sums, weight, top = _add_tile(
+            sums, weight, top, query_tile, key, value, visible, score_scale, bend, HAS_WINDOW, HAS_SOFTCAP
+        )  # fmt: skip
+
+    # The end of the prefix and the scratch rows, which follow it: those of negative number are prefix.
+    limit = length + num_scratch
+    if not HAS_WORDS:
+        limit = length + tl.minimum((tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // GROUP + 1, num_queries)
+    stop = limit
+    if IS_SPLIT:
+        stop = tl.where(split == num_splits - 1, limit, 0)
+    for start in tl.range(full * BLOCK_N, stop, BLOCK_N):
+        key_rows = start + tl.arange(0, BLOCK_N)
+        scratch = key_rows - length
+        key = _load_rows(keys, KEY_STRIDE, key_rows, limit, KEY_WIDTH, KEY_BLOCK, IS_FULL=False)
+        value = _load_rows(values, VALUE_STRIDE, key_rows, limit, VALUE_WIDTH, VALUE_BLOCK, IS_FULL=False)
+        if HAS_WORDS:
+            visible = _seen_in_words(
+                all_words + at * num_words, num_words, is_row, start - length, scratch, BLOCK_M, BLOCK_N
+            ) | (scratch < 0)[None, :]  # fmt: skip
+        else:
+            visible = scratch[None, :] <= node[:, None]
+        visible &= (key_rows < limit)[None, :]
+        if HAS_WINDOW:
+            is_scratch = (scratch >= 0) & (key_rows < limit)
+            key_position = tl.load(scratch_positions + batch * num_scratch + scratch, mask=is_scratch, other=0)
+            key_position = tl.where(is_scratch, key_position, key_rows)
+            visible &= position[:, None] - key_position[None, :] < window
+        sums, weight, top = _add_tile(
+            sums, weight, top, query_tile, key, value, visible, score_scale, bend, True, HAS_SOFTCAP
+        )  # fmt: skip
+
+    if HAS_SINKS and not IS_SPLIT:
+        sink = tl.load(sinks + head, mask=is_row, other=0.0).to(tl.float32) * LOG2E
+        new_top = tl.maximum(top, sink)
+        zero = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weight = weight * tl.exp2(top - zero) + tl.exp2(sink - zero)
+        sums *= tl.exp2(top - zero)[:, None]
+    has_seen = weight != 0  # NaN of the model's own is not nothing
+    weight = tl.where(has_seen, weight, 1.0)
+    sums /= weight[:, None]
+    out_columns = tl.arange(0, VALUE_BLOCK)
+    is_out = is_row[:, None] & (out_columns < VALUE_WIDTH)[None, :]
+    target = at * (KV_HEADS * GROUP) + head
+    if IS_SPLIT:
+        target = target * num_splits + split
+        tl.store(log_sums + target, tl.where(has_seen, top + tl.log2(weight), float("-inf")), mask=is_row)
+        tl.store(means + target[:, None] * VALUE_WIDTH + out_columns[None, :], sums, mask=is_out & has_seen[:, None])
+    else:
+        tl.store(output + target[:, None] * VALUE_WIDTH + out_columns[None, :], sums, mask=is_out)
+
+
+@triton.jit(do_not_specialize=["num_splits"])
+def _merge_kernel(
+    means, log_sums, sinks, output, num_splits,
+    HEADS: tl.constexpr, VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr,
+    ALL_SPLITS: tl.constexpr, BLOCK_SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr,
+):  # fmt: skip
+    """One query head of one query: the means of its splits, each weighted by its sum of exponentials."""
+    row = tl.program_id(0).to(tl.int64)
+    log_sums += row * num_splits
+    means += row * num_splits * VALUE_WIDTH
+    every = tl.arange(0, ALL_SPLITS)
+    log_sum = tl.load(log_sums + every, mask=every < num_splits, other=float("-inf"))
+    top = tl.max(log_sum, 0)
+    sink = float("-inf")
+    if HAS_SINKS:
+        sink = tl.load(sinks + row % HEADS).to(tl.float32) * LOG2E
+        top = tl.maximum(top, sink)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    weight = tl.sum(tl.exp2(log_sum - top), 0)
+    if HAS_SINKS:
+        weight += tl.exp2(sink - top)
+
+    columns = tl.arange(0, VALUE_BLOCK)
+    result = tl.zeros((VALUE_BLOCK,), dtype=tl.float32)
+    for first in tl.range(0, num_splits, BLOCK_SPLITS):
+        split = first + tl.arange(0, BLOCK_SPLITS)
+        is_split = split < num_splits
+        part = tl.load(log_sums + split, mask=is_split, other=float("-inf"))
+        # A split that saw nothing wrote no mean. It is read all the same, so that the load need not wait for `part`.
+        mean = tl.load(
+            means + split[:, None] * VALUE_WIDTH + columns[None, :],
+            mask=is_split[:, None] & (columns < VALUE_WIDTH)[None, :], other=0.0,
+        )  # fmt: skip
+        mean = tl.where((part == float("-inf"))[:, None], 0.0, mean)
+        result += tl.sum(mean * tl.exp2(part - top)[:, None], 0)
+    result /= tl.where(weight == 0, 1.0, weight)
+    tl.store(output + row * VALUE_WIDTH + columns, result, mask=columns < VALUE_WIDTH)

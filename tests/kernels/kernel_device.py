@@ -1,0 +1,43 @@
+"""Where tests of kernels run: under Triton's interpreter, or compiled on a GPU if FORETOKEN_TEST_DEVICE=cuda asks."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DEVICE = "cuda" if os.environ.get("FORETOKEN_TEST_DEVICE") == "cuda" else "cpu"
+
+
+class OnDevice(TorchDispatchMode):
+    """Refuses whatever reads a tensor on the host, and notes down the shapes of what is allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocated: list[tuple[int, ...]] = []
+
+    def __enter__(self):
+        if DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
+        return super().__enter__()
+
+    def __exit__(self, *details):
+        if DEVICE == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+        return super().__exit__(*details)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero}, func
+        result = func(*args, **(kwargs or {}))
+        known = [arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)]
+        is_new = isinstance(result, torch.Tensor) and result.untyped_storage().data_ptr() not in known
+        if is_new and result.numel() and result.dtype is not torch.uint8:  # the interpreter copies storages as bytes
+            self.allocated.append(tuple(result.shape))
+        return result
+
+
+def random_parents(nodes: int, reach: int, generator: torch.Generator) -> list[int]:
+    """A tree whose nodes have a parent at most `reach` before them: 1 makes a chain, large numbers make stars."""
+    draws = torch.rand(nodes, generator=generator).tolist()
+    return [-1, *(i - 1 - int(draws[i] * min(i, reach)) for i in range(1, nodes))]
