@@ -64,7 +64,9 @@ class AcceptancePolicy:
         """Whether drafts for a request may share the target's noise: exactly when its rule is `coupled`."""
         return self.rule == "coupled" or (self.rule == "auto" and is_seeded)
 
-    def rule_for(self, tree: TokenTree, *, is_greedy: bool, is_seeded: bool, row: int | None = None) -> str:
+    def rule_for(
+        self, tree: TokenTree, *, is_greedy: bool, is_seeded: bool, row: int | None = None, is_plain: bool = False
+    ) -> str:
         """The rule for one request.
 
         Args:
@@ -73,6 +75,8 @@ class AcceptancePolicy:
             is_seeded: Whether it has a seed.
             row: Its place in the batch, so that the rule cannot depend on its neighbours; None asks for one rule that
                 fits all rows.
+            is_plain: Whether temperature is all that changes its law, on a device with kernels for that: what would be
+                "coupled" is then "drawn", the same with the tokens after all nodes drawn at once.
 
         Seeded requests are coupled, so that their text depends on nothing but the seed. Without a seed, a chain with
         draft distributions is verified as a block, a tree with them by the sequential test, and one-hot drafts by
@@ -85,7 +89,7 @@ class AcceptancePolicy:
         if is_greedy:
             return "greedy"
         if self.is_coupled(is_seeded=is_seeded) or (self.rule == "auto" and tree.law is None):
-            return "coupled"
+            return "drawn" if is_plain else "coupled"
         return "block" if self.rule in ("auto", "block") and _is_sampled_chain(tree, rows) else "sequential"
 
 
@@ -118,8 +122,8 @@ def _accept_with(rule: str, scores: NodeScores, policy: AcceptancePolicy, root_p
     """One rule over all sequences given."""
     tree, decisions = scores.tree, KeyedDecisions(scores.batch.noise, root_positions)
     match rule:
-        case "greedy":
-            chosen = scores.argmax_everywhere()
+        case "greedy" | "drawn":
+            chosen = scores.argmax_everywhere() if rule == "greedy" else scores.drawn_everywhere(root_positions)
             return accept_greedy(tree, scores.argmax) if chosen is None else accept_chosen(tree, chosen)
         case "coupled":
             return accept_coupled(tree, scores.log_probs, decisions)

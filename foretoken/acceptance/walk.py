@@ -6,6 +6,7 @@ pick. The emitted text is by construction the text of plain decoding, whatever t
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -96,6 +97,11 @@ def accept_chosen(tree: TokenTree, chosen: Tensor) -> Acceptance:
         chosen: (B, N) int64, the target's token after each node.
     """
     batch, width = tree.tokens.shape
+    if chosen.is_cuda and find_spec("triton") is not None:
+        from foretoken.acceptance.triton_walk import walk_chosen
+
+        walked = walk_chosen(tree.tokens.contiguous(), tree.parents.contiguous(), chosen.contiguous(), tree.max_depth)
+        return Acceptance(**walked._asdict(), lossy_tv=torch.zeros(batch, device=chosen.device))
     if tree.max_depth == 0:  # plain decoding, the baseline, is spared what follows
         return Acceptance(
             path=chosen[:, :0],

@@ -101,6 +101,14 @@ class SamplingParams:
         return self.temperature < GREEDY_BELOW
 
     @property
+    def is_plain(self) -> bool:
+        """Whether temperature is all that changes the target's law."""
+        return not (
+            self.has_penalties or self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.logit_bias
+            or self.bad_words or self.min_tokens
+        )  # fmt: skip
+
+    @property
     def has_penalties(self) -> bool:
         """Whether any processor reads the token history's counts."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)

@@ -141,12 +141,16 @@ class Engine:
         times.append(time.perf_counter())
         scores = NodeScores(tree=tree, logits=verified.logits, batch=batch, history=self._histories(sequences, batch))
         rules = [
-            self.policy.rule_for(tree, is_greedy=s.params.is_greedy, is_seeded=s.is_seeded, row=row)
+            self.policy.rule_for(
+                tree, is_greedy=s.params.is_greedy, is_seeded=s.is_seeded, row=row,
+                is_plain=s.params.is_plain and scores.has_kernels,
+            )
             for row, s in enumerate(sequences)
-        ]
+        ]  # fmt: skip
         acceptance = accept(scores, rules, self.policy, torch.tensor(lengths, device=tree.tokens.device))
         outcomes = _to_host(tree, verified.logits, acceptance)
         times.append(time.perf_counter())
+        self.target.commit(slots, lengths, acceptance.path, acceptance.num_accepted)
         self._add_logprobs(sequences, outcomes, verified.logits)
         emitted = [self._commit(*pair) for pair in zip(sequences, outcomes, strict=True)]
         self._guard.commit(_committed(slots, lengths, outcomes, verified))
@@ -224,14 +228,12 @@ class Engine:
         )  # fmt: skip
 
     def _commit(self, sequence: Sequence, outcome: Outcome) -> int:
-        """Emits tokens and makes their rows permanent; gives the number of tokens kept."""
-        length = len(sequence.tokens) - 1
+        """Emits tokens; gives the number of tokens kept."""
         kept = sequence.emit(outcome.tokens[: outcome.num_sound])
         self._history.append(_slot(sequence), outcome.tokens[:kept])
         if sequence.finish_reason is None and outcome.num_sound < len(outcome.tokens):
             sequence.fail("error")
         if sequence.finish_reason is None:
-            self.target.commit(_slot(sequence), length, outcome.path)
             sequence.num_cached = len(sequence.tokens) - 1
         return kept
 

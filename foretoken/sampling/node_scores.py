@@ -6,6 +6,7 @@ Top-down acceptance visits one node a sequence and depth, so processors run on a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -86,6 +87,29 @@ class NodeScores:
         if self.logits.device.type == "cpu":  # numpy's argmax is vectorised along a row, torch's is not
             return torch.from_numpy(self.logits.numpy().argmax(-1))
         return self.logits.argmax(-1)
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether `drawn_everywhere` runs here."""
+        return self.logits.is_cuda and find_spec("triton") is not None
+
+    def drawn_everywhere(self, root_positions: Tensor) -> Tensor:
+        """The target's draw after every node: argmax of logits / temperature plus the noise of its position.
+
+        For requests whose law nothing but temperature changes. A request is always served by this or never: where it
+        and the walk node by node round differently, two tokens as good as equal could swap.
+
+        Args:
+            root_positions: (B,) int64, absolute position of each root.
+
+        Returns:
+            (B, N) int64.
+        """
+        from foretoken.sampling.triton_choice import chosen_tokens
+
+        positions = root_positions.unsqueeze(1) + self.tree.depths + 1
+        inverse = torch.where(self.batch.greedy, 0.0, 1 / self.batch.temperature[:, 0])
+        return chosen_tokens(self.logits, inverse, self.batch.noise.seeds, positions).tokens
 
     def unwarped_log_probs(self, nodes: Tensor) -> Tensor:
         """Processed, at temperature 1, nothing cut off; (B, V) float32."""

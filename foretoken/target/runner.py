@@ -22,6 +22,7 @@ from foretoken.target.generic import GenericDecoder
 from foretoken.target.lean.native import NativeDecoder
 from foretoken.target.lean.stock import StockDecoder
 from foretoken.target.memory import affordable_rows
+from foretoken.target.recorded import RecordedDecoder
 from foretoken.target.self_test import NUM_ROWS, check_tree_attention, probe_layer_shapes
 from foretoken.target.slot_cache import SlotCache
 
@@ -32,9 +33,10 @@ if TYPE_CHECKING:
     from foretoken.target.loading import LoadedModel
     from foretoken.target.taps import Tap
 
-RUNNERS = ("auto", "generic", "lean", "lean-native", "lean-stock")
+RUNNERS = ("auto", "generic", "lean", "lean-native", "lean-recorded", "lean-stock")
 _DECODERS: dict[str, Callable[[LoadedModel, SlotCache, Sequence[Tap]], Decoder]] = {
     "lean-native": NativeDecoder,
+    "lean-recorded": RecordedDecoder,
     "lean-stock": StockDecoder,
     "generic": GenericDecoder,
 }
@@ -106,7 +108,7 @@ class Runner:
 
     @property
     def name(self) -> str:
-        """How passes are computed, named in reports: "generic", "lean-native" or "lean-stock"."""
+        """How passes are computed, named in reports: one of `RUNNERS` that names a decoder."""
         return self._decoder.name
 
     @property
@@ -163,16 +165,17 @@ class Runner:
         positions = (prefix + tree.depths).clamp(0, self.model.context_len - 1)
         return self.forward(tree.tokens, AttentionLayout(slots=slots, prefix=lengths, positions=positions, tree=tree))
 
-    def commit(self, slot: int, length: int, path: Sequence[int]) -> None:
-        """Makes the accepted path's rows permanent: root and path follow the committed rows.
+    def commit(self, slots: Sequence[int], lengths: Sequence[int], path: Tensor, num_accepted: Tensor) -> None:
+        """Makes the accepted paths' rows permanent: root and path follow the committed rows.
 
         Args:
-            slot: Which sequence.
-            length: Its committed rows before this iteration; the root's row is `length`.
-            path: Accepted nodes in order, without the root.
+            slots: B slots.
+            lengths: Committed rows of each before this iteration; the root's row is `lengths[b]`.
+            path: (B, D) int64, accepted nodes in order, without the root; -1 past the last.
+            num_accepted: (B,) int64, how many.
         """
-        if path:
-            self.cache.move_rows(slot, [length + node for node in path], length + 1)
+        if path.shape[1]:
+            self.cache.move_paths(slots, lengths, path, num_accepted)
 
     def _proven_decoder(self, runner: str, taps: Sequence[Tap]) -> Decoder:
         """The first decoder of those asked for that knows the model and passes the self-test; says why others did not.
@@ -182,8 +185,9 @@ class Runner:
         """
         if runner not in RUNNERS:
             raise ConfigError(f"runner '{runner}' does not exist. {nearest_name_hint(runner, RUNNERS)}")
-        lean = ["lean-native", "lean-stock"] if NativeDecoder.runs(self.model) else ["lean-stock"]
-        if self.model.dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16"):
+        own = "lean-recorded" if self.device.type == "cuda" else "lean-native"
+        lean = [own, "lean-stock"] if own == "lean-recorded" or NativeDecoder.runs(self.model) else ["lean-stock"]
+        if own == "lean-native" and self.model.dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16"):
             lean.reverse()  # the matrix units, which only the stock kernels use, verify 16 tokens at the price of one
         kinds = {"auto": [*lean, "generic"], "lean": lean}.get(runner, [runner])
         refusals: dict[str, list[str]] = {}  # reason to kinds

@@ -7,6 +7,8 @@ moves the accepted rows into place; rejecting does nothing. The cache does not k
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -16,6 +18,12 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.attention.layout import AttentionLayout
+
+
+@cache
+def _has_triton() -> bool:
+    """Whether its kernels can be had."""
+    return find_spec("triton") is not None
 
 
 class LayerShape(NamedTuple):
@@ -80,6 +88,27 @@ class SlotCache:
             keys[tables.written_slots, :, tables.written_rows] = key.transpose(1, 2)
             values[tables.written_slots, :, tables.written_rows] = value.transpose(1, 2)
         return keys, values
+
+    def move_paths(self, slots: Sequence[int], prefix: Sequence[int], path: Tensor, num_accepted: Tensor) -> None:
+        """Moves the rows of accepted nodes behind the root's, in every layer at once; without a look at them on GPUs.
+
+        Args:
+            slots: B slots, all different.
+            prefix: The row of each root.
+            path: (B, D) int64, accepted nodes in order; -1 past the last.
+            num_accepted: (B,) int64, how many.
+        """
+        if path.is_cuda and _has_triton():
+            from foretoken.target.triton_commit import commit_rows
+
+            places = torch.tensor([list(slots), list(prefix)], device=path.device)
+            for store in self._stores.values():
+                commit_rows(store, places[0], places[1], path.contiguous(), num_accepted)
+            return
+        for slot, root, nodes in zip(slots, prefix, path.tolist(), strict=True):
+            accepted = [root + node for node in nodes if node >= 0]
+            if accepted:
+                self.move_rows(slot, accepted, root + 1)
 
     def move_rows(self, slot: int, source: Sequence[int], start: int) -> None:
         """Moves rows of a slot to consecutive places, in every layer at once.

@@ -1,0 +1,90 @@
+"""Commit of accepted rows in the slot cache, one launch a store: `SlotCache.move_rows` for a batch, without the host.
+
+Letters: L layers, S slots, H heads, C rows a slot, W width of a row, B sequences, D greatest depth.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_BLOCK_ROWS = 8  # paths are rarely longer
+_TILE_BYTES = 256
+
+
+def commit_rows(store: Tensor, slots: Tensor, prefix: Tensor, path: Tensor, num_accepted: Tensor) -> None:
+    """Moves row prefix + path[i] of each sequence's slot to row prefix + 1 + i, for i below num_accepted, in place.
+
+    The root's row stands where it belongs. Rows that are no destination keep their bits, whatever those mean as
+    numbers. One launch, no synchronisation with the host, no memory of its own.
+
+    Args:
+        store: (L, S, H, C, W), any dtype, rows contiguous; one store of a slot cache.
+        slots: (B,) int32 or int64, contiguous, all different; where nothing was accepted the slot is not touched.
+        prefix: (B,) int32 or int64, contiguous, the row of each root.
+        path: (B, D) int64, contiguous, accepted nodes at depth 1.., each above the one before.
+        num_accepted: (B,) int32 or int64, contiguous, 0..D.
+    """
+    batch, max_depth = path.shape
+    if not max_depth:
+        return
+    words = store.view(_INTEGERS[store.element_size()])  # bits are moved, not numbers
+    layers, _, heads, _, width = words.shape
+    assert words.stride(4) == 1, "a row is moved as one piece"
+    block = min(triton.next_power_of_2(width), _TILE_BYTES // words.element_size())
+    _commit_kernel[(layers * heads, batch, triton.cdiv(width, block))](
+        words, slots, prefix, path, num_accepted, max_depth, heads, width, *words.stride()[:4],
+        BLOCK_ROWS=_BLOCK_ROWS, BLOCK_W=block, num_warps=4,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["max_depth", "heads"])
+def _commit_kernel(  # noqa: PLR0913, PLR0917 - a kernel takes all that it reads
+    store: tl.tensor,
+    slots: tl.tensor,
+    prefix: tl.tensor,
+    path: tl.tensor,
+    num_accepted: tl.tensor,
+    max_depth: tl.tensor,
+    heads: tl.tensor,
+    width: tl.tensor,
+    stride_l: tl.tensor,
+    stride_s: tl.tensor,
+    stride_h: tl.tensor,
+    stride_c: tl.tensor,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_W: tl.constexpr,
+) -> None:
+    """Some columns of the rows of one head and sequence, a block of rows at a time, in order.
+
+    Write s(i) = path[i] and d(i) = 1 + i, rows after the root's. A path ascends from at least 1, so s(i) >= d(i).
+    - A later block's sources are no destinations of an earlier one: for j > i, s(j) >= d(j) > d(i). What was stored is
+      never loaded again, so no store has to be waited for.
+    - A destination may be an earlier source, d(j) = s(i) for some i <= j. If i is in an earlier block or in the same,
+      its load comes before the barrier of j's block and the store after it, whichever threads do them.
+    - Destinations are all different. Rows in place already, s(i) = d(i), are left alone.
+    Programs share nothing: they differ in layer and head, in slot or in columns.
+    """
+    layer, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    sequence = tl.program_id(1)
+    count = tl.load(num_accepted + sequence).to(tl.int32)
+    root = tl.load(prefix + sequence).to(tl.int64)
+    slot = tl.load(slots + sequence).to(tl.int64)
+    column = tl.program_id(2) * BLOCK_W + tl.arange(0, BLOCK_W)
+    is_column = (column < width)[None, :]
+    # 64-bit: a store has more than 2^31 elements.
+    rows = store + layer.to(tl.int64) * stride_l + slot * stride_s + head.to(tl.int64) * stride_h + root * stride_c
+    first = tl.full((), 0, tl.int32)
+    while first < count:
+        index = first + tl.arange(0, BLOCK_ROWS)
+        node = tl.load(path + sequence.to(tl.int64) * max_depth + index, mask=index < count, other=0)
+        place = index.to(tl.int64) + 1
+        is_moved = ((index < count) & (node != place))[:, None] & is_column
+        values = tl.load(rows + node[:, None] * stride_c + column[None, :], mask=is_moved)
+        tl.debug_barrier()
+        tl.store(rows + place[:, None] * stride_c + column[None, :], values, mask=is_moved)
+        first += BLOCK_ROWS
