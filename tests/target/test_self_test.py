@@ -79,8 +79,8 @@ def test_broken_attention_is_refused(
 def test_rows_written_to_the_wrong_place_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = SlotCache.write
 
-    def shifted(cache: SlotCache, layer: int, slots: Any, starts: list[int], key: Tensor, value: Tensor) -> Any:
-        return whole(cache, layer, slots, [start + 1 for start in starts], key, value)
+    def shifted(cache: SlotCache, layer: int, layout: AttentionLayout, key: Tensor, value: Tensor) -> Any:
+        return whole(cache, layer, replace(layout, prefix=[start + 1 for start in layout.prefix]), key, value)
 
     monkeypatch.setattr(SlotCache, "write", shifted)
     with pytest.raises(ModelError, match="gives wrong logits for a token tree"):

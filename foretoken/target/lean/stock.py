@@ -1,4 +1,7 @@
-"""The lean decoder on torch's own kernels: any device, and the CPUs whose matrix units oneDNN knows how to use."""
+"""The lean decoder on torch's own matrix products: any device, and CPUs whose matrix units oneDNN knows how to use.
+
+On GPUs what stands between the products are kernels of our own (`triton_block`).
+"""
 
 from __future__ import annotations
 
@@ -23,13 +26,24 @@ if TYPE_CHECKING:
 
 
 class _Layer(NamedTuple):
-    """A block and its fused projections."""
+    """A block: fused projections, norms in the model's dtype."""
 
-    block: Block
     query_key_value: FusedLinear
     output: FusedLinear
     gate_up: FusedLinear
     down: FusedLinear
+    attention_norm: Tensor
+    mlp_norm: Tensor
+    query_key_norms: tuple[Tensor, Tensor] | None
+    window: int | None
+
+
+class Steps(NamedTuple):
+    """What stands between the matrix products; see `triton_block` for what each takes and gives."""
+
+    add_and_norm: Callable[[Tensor, Tensor | None, Tensor, float], tuple[Tensor, Tensor]]
+    gated_silu: Callable[[Tensor], Tensor]
+    rotate_and_write: Callable[..., Tensor] | None
 
 
 class StockDecoder:
@@ -37,8 +51,16 @@ class StockDecoder:
 
     name = "lean-stock"
 
-    def __init__(self, model: LoadedModel, cache: SlotCache, taps: Sequence[Tap]) -> None:
+    def __init__(
+        self, model: LoadedModel, cache: SlotCache, taps: Sequence[Tap], *, steps: Steps | None = None
+    ) -> None:
         """Fuses the projections.
+
+        Args:
+            model: The target.
+            cache: Its KV rows.
+            taps: Features to read.
+            steps: What computes the rest; None for the fastest here.
 
         Raises:
             UnsuitableError: When the architecture is not known.
@@ -46,16 +68,9 @@ class StockDecoder:
         self._weights = read_weights(model, cache.capacity)
         self._cache, self._dtype = cache, model.dtype
         self._taps = tap_indices(taps, len(self._weights.blocks))
-        self._layers = [
-            _Layer(
-                block,
-                fuse(block.attention, "q_proj", "k_proj", "v_proj"),
-                fuse(block.attention, "o_proj"),
-                fuse(block.mlp, "gate_proj", "up_proj"),
-                fuse(block.mlp, "down_proj"),
-            )
-            for block in self._weights.blocks
-        ]
+        self._steps = _steps_for(model.dtype, model.device) if steps is None else steps
+        self._final_norm = self._weights.final_norm.to(self._dtype)
+        self._layers = [self._layer(block) for block in self._weights.blocks]
         self._head: Callable[[Tensor], Tensor] = _head(model.module)
 
     def run(self, tokens: Tensor, layout: AttentionLayout) -> PassOutput:
@@ -69,41 +84,100 @@ class StockDecoder:
         with torch.inference_mode():
             return self._hidden(tokens, layout)[1]
 
+    def _layer(self, block: Block) -> _Layer:
+        """Fuses one block."""
+        norms = None
+        if block.query_norm is not None and block.key_norm is not None:
+            norms = (block.query_norm.to(self._dtype), block.key_norm.to(self._dtype))
+        return _Layer(
+            query_key_value=fuse(block.attention, "q_proj", "k_proj", "v_proj"),
+            output=fuse(block.attention, "o_proj"),
+            gate_up=fuse(block.mlp, "gate_proj", "up_proj"),
+            down=fuse(block.mlp, "down_proj"),
+            attention_norm=block.attention_norm.to(self._dtype),
+            mlp_norm=block.mlp_norm.to(self._dtype),
+            query_key_norms=norms,
+            window=block.window,
+        )
+
     def _hidden(self, tokens: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor | None]:
         """(B, T, D) what the LM head reads, and the (B, T, F, D) tapped features."""
-        weights = self._weights
-        x = functional.embedding(tokens, weights.embedding)
-        cos = weights.cos[layout.positions].to(self._dtype).unsqueeze(2)
-        sin = weights.sin[layout.positions].to(self._dtype).unsqueeze(2)
+        weights, steps = self._weights, self._steps
+        x, delta = functional.embedding(tokens, weights.embedding), None
+        rotation = None
+        if steps.rotate_and_write is None:
+            cos, sin = (table[layout.positions].to(self._dtype).unsqueeze(2) for table in (weights.cos, weights.sin))
+            rotation = (cos, sin)
         boundaries = []
         for index, layer in enumerate(self._layers):
+            x, normed = steps.add_and_norm(x, delta, layer.attention_norm, weights.epsilon)
             boundaries.append(x)
-            x = x + layer.output(self._attend(index, layer, x, cos, sin, layout))
-            gate, up = layer.gate_up(self._normed(x, layer.block.mlp_norm)).chunk(2, dim=-1)
-            x = x + layer.down(functional.silu(gate) * up)
-        final = self._normed(x, weights.final_norm)
+            joined = layer.query_key_value(normed)
+            query = self._rotated_query(index, layer, joined, layout, rotation)
+            mixed = tree_attention(
+                query.transpose(1, 2), self._cache.keys[index], self._cache.values[index], layout,
+                scale=weights.scale, window=layer.window,
+            )  # fmt: skip
+            x, normed = steps.add_and_norm(x, layer.output(mixed.flatten(2)), layer.mlp_norm, weights.epsilon)
+            delta = layer.down(steps.gated_silu(layer.gate_up(normed)))
+        x, final = steps.add_and_norm(x, delta, self._final_norm, weights.epsilon)
         boundaries += [x, final]
         return final, torch.stack([boundaries[tap] for tap in self._taps], dim=2) if self._taps else None
 
-    def _attend(
-        self, index: int, layer: _Layer, x: Tensor, cos: Tensor, sin: Tensor, layout: AttentionLayout
+    def _rotated_query(
+        self, index: int, layer: _Layer, joined: Tensor, layout: AttentionLayout, rotation: tuple[Tensor, Tensor] | None
     ) -> Tensor:
-        """(B, T, heads * E) mixed values of one layer; writes its keys and values."""
-        weights, block = self._weights, layer.block
-        batch, width, _ = x.shape
+        """(B, T, H, E) queries with their positions; writes the layer's keys and values."""
+        weights, size = self._weights, self._weights.head_dim
+        if rotation is None:
+            assert self._steps.rotate_and_write is not None, "one of both rotates"
+            return self._steps.rotate_and_write(
+                joined, weights.cos, weights.sin, layout.positions, self._cache.keys[index], self._cache.values[index],
+                layout.tables(), layer.query_key_norms, weights.epsilon,
+            )  # fmt: skip
         heads, kv_heads = weights.num_heads, weights.num_kv_heads
-        joined = layer.query_key_value(self._normed(x, block.attention_norm)).view(batch, width, -1, weights.head_dim)
-        query, key, value = joined.split([heads, kv_heads, kv_heads], dim=2)
-        if block.query_norm is not None and block.key_norm is not None:
-            query, key = self._normed(query, block.query_norm), self._normed(key, block.key_norm)
-        query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
-        keys, values = self._cache.write(index, layout, key.transpose(1, 2), value.transpose(1, 2))
-        mixed = tree_attention(query.transpose(1, 2), keys, values, layout, scale=weights.scale, window=block.window)
-        return mixed.reshape(batch, width, -1)
+        query, key, value = joined.unflatten(2, (-1, size)).split([heads, kv_heads, kv_heads], dim=2)
+        if layer.query_key_norms is not None:
+            query, key = (
+                functional.rms_norm(part, norm.shape, norm, weights.epsilon)
+                for part, norm in zip((query, key), layer.query_key_norms, strict=True)
+            )
+        query, key = _rotated(query, *rotation), _rotated(key, *rotation)
+        self._cache.write(index, layout, key.transpose(1, 2), value.transpose(1, 2))
+        return query
 
-    def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMS norm over the last dimension."""
-        return functional.rms_norm(x, weight.shape, weight.to(self._dtype), self._weights.epsilon)
+
+def _steps_for(dtype: torch.dtype, device: torch.device) -> Steps:
+    """The kernels where they run, else torch's operations."""
+    if device.type == "cuda" and dtype in (torch.float32, torch.float16, torch.bfloat16):
+        try:
+            return fused_steps()
+        except ImportError:
+            pass  # attention says so
+    return Steps(_add_and_norm, _gated_silu, None)
+
+
+def fused_steps() -> Steps:
+    """The kernels of `triton_block`.
+
+    Raises:
+        ImportError: When triton is not installed.
+    """
+    from foretoken.target.lean import triton_block
+
+    return Steps(triton_block.add_and_norm, triton_block.gated_silu, triton_block.rotate_and_write)
+
+
+def _add_and_norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Residual addition and RMS norm over the last dimension."""
+    total = x if delta is None else x + delta
+    return total, functional.rms_norm(total, weight.shape, weight, epsilon)
+
+
+def _gated_silu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of (..., 2 I)."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
 
 
 def _head(module: Any) -> Any:

@@ -1,0 +1,168 @@
+"""What stands between the matrix products of a decoder block, in one launch each, for GPUs.
+
+In a recorded pass the host costs nothing, but every kernel still has a beginning and an end of some microseconds; torch
+takes about thirty of them a layer, these three and attention take six. Rows are computed alone: what a token gets does
+not depend on the width of the pass.
+
+Letters: R tokens of a pass (B T), D hidden size, H query heads, Hk KV heads, E head size, I width of the gated layer.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from foretoken.attention.tables import PassTables
+
+
+def add_and_norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+    """Residual addition and RMS norm.
+
+    Args:
+        x: (..., D), contiguous.
+        delta: (..., D), contiguous, what is added; None for nothing.
+        weight: (D,) of the norm.
+        epsilon: Of the norm.
+
+    Returns:
+        x + delta, and its norm, both in the dtype of `x`.
+    """
+    width = x.shape[-1]
+    total = x if delta is None else torch.empty_like(x)
+    normed = torch.empty_like(x)
+    block = triton.next_power_of_2(width)
+    _norm_kernel[(x.numel() // width,)](
+        x, x if delta is None else delta, weight, total, normed, width, epsilon,
+        HAS_DELTA=delta is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16),
+    )  # fmt: skip
+    return total, normed
+
+
+def gated_silu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up; gate_up: (..., 2 I), contiguous, gate first; gives (..., I)."""
+    width = gate_up.shape[-1] // 2
+    out = gate_up.new_empty(*gate_up.shape[:-1], width)
+    block = min(triton.next_power_of_2(width), 1024)
+    _gate_kernel[(gate_up.numel() // (2 * width), triton.cdiv(width, block))](
+        gate_up, out, width, BLOCK=block, num_warps=4
+    )
+    return out
+
+
+def rotate_and_write(  # noqa: PLR0913, PLR0917 - one launch reads all of it
+    joined: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    positions: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    tables: PassTables,
+    norms: tuple[Tensor, Tensor] | None,
+    epsilon: float,
+) -> Tensor:
+    """Rotary positions for queries and keys, after their norms where there are such; keys and values into the cache.
+
+    Args:
+        joined: (B, T, (H + 2 Hk) E), contiguous: queries, keys, values.
+        cos: (P, E / 2) float32, contiguous.
+        sin: Likewise.
+        positions: (B, T) int64, contiguous.
+        keys: (slots, Hk, capacity, E), one layer of the cache; written.
+        values: Likewise.
+        tables: Says which rows.
+        norms: (E,) weights of the queries' and the keys' RMS norm, or None.
+        epsilon: Of these norms.
+
+    Returns:
+        (B, T, H, E) queries.
+    """
+    batch, width, _ = joined.shape
+    kv_heads, size = keys.shape[1], keys.shape[3]
+    heads = joined.shape[2] // size - 2 * kv_heads
+    query = joined.new_empty(batch, width, heads, size)
+    query_norm, key_norm = norms or (cos, cos)
+    _rotate_kernel[(batch * width, heads + 2 * kv_heads)](
+        joined, cos, sin, positions, query, keys, values, tables.written_slots, tables.written_rows,
+        query_norm, key_norm, width, epsilon, *keys.stride()[:3], *values.stride()[:3],
+        HEADS=heads, KV_HEADS=kv_heads, SIZE=size, BLOCK=triton.next_power_of_2(size // 2), HAS_NORMS=norms is not None,
+        num_warps=1,
+    )  # fmt: skip
+    return query
+
+
+@triton.jit
+def _norm_kernel(  # noqa: PLR0913, PLR0917 - a kernel takes all that it reads
+    x, delta, weight, total, normed, width, epsilon, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One token."""
+    first = tl.program_id(0).to(tl.int64) * width
+    column = tl.arange(0, BLOCK)
+    is_column = column < width
+    value = tl.load(x + first + column, mask=is_column, other=0.0)
+    if HAS_DELTA:
+        value = (value.to(tl.float32) + tl.load(delta + first + column, mask=is_column, other=0.0).to(tl.float32)).to(
+            value.dtype
+        )
+        tl.store(total + first + column, value, mask=is_column)
+    exact = value.to(tl.float32)
+    factor = tl.rsqrt(tl.sum(exact * exact, 0) / width + epsilon)
+    scaled = exact * factor * tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)
+    tl.store(normed + first + column, scaled.to(value.dtype), mask=is_column)
+
+
+@triton.jit
+def _gate_kernel(gate_up, out, width, BLOCK: tl.constexpr):
+    """Some columns of one token."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_column = column < width
+    gate = tl.load(gate_up + row * 2 * width + column, mask=is_column, other=0.0)
+    up = tl.load(gate_up + row * 2 * width + width + column, mask=is_column, other=0.0)
+    exact = gate.to(tl.float32)
+    silu = (exact / (1.0 + tl.exp(-exact))).to(gate.dtype)  # rounded as torch's silu is before the product
+    tl.store(out + row * width + column, (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=is_column)
+
+
+@triton.jit
+def _rotate_kernel(  # noqa: PLR0913, PLR0917 - a kernel takes all that it reads
+    joined, cos, sin, positions, query, keys, values, slots, rows, query_norm, key_norm, width, epsilon,
+    key_slot_stride, key_head_stride, key_row_stride, value_slot_stride, value_head_stride, value_row_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_NORMS: tl.constexpr,
+):  # fmt: skip
+    """One head of one token: `head` counts queries, then keys, then values. Halves are paired."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    half: tl.constexpr = SIZE // 2
+    column = tl.arange(0, BLOCK)
+    is_column = column < half
+    source = joined + (token * (HEADS + 2 * KV_HEADS) + head) * SIZE + column
+    a = tl.load(source, mask=is_column, other=0.0)
+    b = tl.load(source + half, mask=is_column, other=0.0)
+    slot, row = tl.load(slots + token // width), tl.load(rows + token)
+    if head >= HEADS + KV_HEADS:
+        kv_head = head - HEADS - KV_HEADS
+        target = values + slot * value_slot_stride + kv_head * value_head_stride + row * value_row_stride + column
+        tl.store(target, a, mask=is_column)
+        tl.store(target + half, b, mask=is_column)
+    else:
+        if HAS_NORMS:
+            x, y = a.to(tl.float32), b.to(tl.float32)
+            factor = tl.rsqrt((tl.sum(x * x, 0) + tl.sum(y * y, 0)) / SIZE + epsilon)
+            weight = query_norm if head < HEADS else key_norm
+            a = (x * factor * tl.load(weight + column, mask=is_column, other=0.0).to(tl.float32)).to(a.dtype)
+            b = (y * factor * tl.load(weight + half + column, mask=is_column, other=0.0).to(tl.float32)).to(b.dtype)
+        place = tl.load(positions + token) * half + column
+        c = tl.load(cos + place, mask=is_column, other=0.0)
+        s = tl.load(sin + place, mask=is_column, other=0.0)
+        x, y = a.to(tl.float32), b.to(tl.float32)
+        if head < HEADS:
+            target = query + (token * HEADS + head) * SIZE + column
+        else:
+            target = keys + slot * key_slot_stride + (head - HEADS) * key_head_stride + row * key_row_stride + column
+        tl.store(target, (x * c - y * s).to(a.dtype), mask=is_column)
+        tl.store(target + half, (y * c + x * s).to(a.dtype), mask=is_column)

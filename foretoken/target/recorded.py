@@ -1,0 +1,221 @@
+"""Passes recorded once and run again: on a GPU the host then starts one graph instead of hundreds of kernels.
+
+A recording belongs to a shape: batch, width of the tree, bound of the prefix. What differs between passes of a shape
+lies in tensors that are filled before it runs: tokens, parents, slots, prefix lengths. Everything else, positions and
+who sees what included, is computed within. Trees are padded to few widths. Passes that are no trees, wider than memory
+allows or too near the end of the cache run as they would without recordings.
+
+Letters: B sequences, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from foretoken.attention.dispatch import has_kernel
+from foretoken.attention.layout import AttentionLayout
+from foretoken.attention.tables import PassTables
+from foretoken.target.decoder import PassOutput, UnsuitableError
+from foretoken.target.lean.stock import StockDecoder
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from foretoken.target.lean.stock import Steps
+    from foretoken.target.loading import LoadedModel
+    from foretoken.target.slot_cache import SlotCache
+    from foretoken.target.taps import Tap
+
+MAX_RECORDINGS = 48
+_LARGEST_LOGITS = 1 << 28  # bytes of one recording's logits
+_SHORTEST_PREFIX = 512  # bounds of the prefix are this, doubled until it fits
+_log = logging.getLogger(__name__)
+
+
+class Recorder(Protocol):
+    """Makes something that can be run again out of a function over tensors that stay where they are."""
+
+    def record(self, run: Callable[[], PassOutput]) -> tuple[PassOutput, Callable[[], None]]:
+        """Gives what a run fills, and what runs it again."""
+        ...
+
+
+class GraphRecorder:
+    """CUDA graphs, all in one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+
+    def record(self, run: Callable[[], PassOutput]) -> tuple[PassOutput, Callable[[], None]]:
+        """See `Recorder`."""
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            for _ in range(2):  # compiles kernels and lets libraries choose theirs, neither of which can be recorded
+                run()
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = run()
+        return output, graph.replay
+
+
+class _Shape(NamedTuple):
+    """What a recording is made for.
+
+    Attributes:
+        batch: B.
+        width: N, padded.
+        max_prefix: Bound of the prefix lengths.
+    """
+
+    batch: int
+    width: int
+    max_prefix: int
+
+
+class _Recording(NamedTuple):
+    """One recorded pass.
+
+    Attributes:
+        trees: (2, B, N) int64: tokens and parents.
+        places: (2, B) int64: slots and prefix lengths.
+        output: Filled by a run.
+        run: Runs it.
+    """
+
+    trees: Tensor
+    places: Tensor
+    output: PassOutput
+    run: Callable[[], None]
+
+
+class RecordedDecoder:
+    """See `Decoder`.
+
+    Attributes:
+        memory_bytes: What recordings have taken so far, on the device.
+    """
+
+    name = "lean-recorded"
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        cache: SlotCache,
+        taps: Sequence[Tap],
+        *,
+        recorder: Recorder | None = None,
+        steps: Steps | None = None,
+    ) -> None:
+        """Prepares; recordings are made when a shape is first met.
+
+        Args:
+            model: The target.
+            cache: Its KV rows.
+            taps: Features to read.
+            recorder: Makes recordings; None for CUDA graphs.
+            steps: See `StockDecoder`.
+
+        Raises:
+            UnsuitableError: When the architecture is not known, or passes cannot be recorded here.
+        """
+        if recorder is None:
+            if model.device.type != "cuda":
+                raise UnsuitableError("passes are recorded on NVIDIA GPUs only.")
+            recorder = GraphRecorder(model.device)
+        widest = max(part.shape[-1] for part in (*cache.keys, *cache.values))
+        if not has_kernel(model.dtype, widest):
+            raise UnsuitableError("passes are recorded only where the attention kernel runs.")
+        self._stock = StockDecoder(model, cache, taps, steps=steps)
+        self._recorder, self._cache = recorder, cache
+        self._vocab_size, self._last_position, self._device = model.vocab_size, model.context_len - 1, model.device
+        self._recordings: OrderedDict[_Shape, _Recording] = OrderedDict()
+        self.memory_bytes = 0
+
+    def run(self, tokens: Tensor, layout: AttentionLayout) -> PassOutput:
+        """See `Decoder`."""
+        shape = self._shape(layout)
+        if shape is None:
+            return self._stock.run(tokens, layout)
+        assert layout.tree is not None, "only trees have a shape"
+        with torch.inference_mode():
+            recording = self._recordings.get(shape)
+            if recording is None:
+                recording = self._record(shape)
+            self._recordings.move_to_end(shape)
+            width = layout.tree.width
+            recording.trees[0, :, :width] = tokens
+            recording.trees[1, :, :width] = layout.tree.parents
+            recording.trees[1, :, width:] = -1  # padding; what tokens stand there does not matter
+            recording.places.copy_(torch.tensor([list(layout.slots), list(layout.prefix)]), non_blocking=True)
+            recording.run()
+            logits, features = recording.output.logits, recording.output.features
+            # The next run fills the same tensors; callers may keep what they got.
+            return PassOutput(
+                logits=logits[:, :width].clone(), features=None if features is None else features[:, :width].clone()
+            )
+
+    def fill(self, tokens: Tensor, layout: AttentionLayout) -> Tensor | None:
+        """See `Decoder`."""
+        return self._stock.fill(tokens, layout)
+
+    def _shape(self, layout: AttentionLayout) -> _Shape | None:
+        """The recording that serves a pass, or None where none does."""
+        if layout.tree is None or layout.visible is not None or layout.offset:
+            return None
+        batch, width = layout.tree.tokens.shape
+        padded, longest = 1 << (width - 1).bit_length(), max(layout.prefix)
+        bound = _SHORTEST_PREFIX
+        while bound < longest:
+            bound *= 2
+        if longest + padded > self._cache.capacity or batch * padded * self._vocab_size * 4 > _LARGEST_LOGITS:
+            return None
+        return _Shape(batch, padded, bound)
+
+    def _record(self, shape: _Shape) -> _Recording:
+        """Records a shape, and forgets the one that was not used for longest where there are too many."""
+        if len(self._recordings) >= MAX_RECORDINGS:
+            self._recordings.popitem(last=False)
+        before = _allocated(self._device)
+        trees = torch.full((2, *shape[:2]), -1, dtype=torch.int64, device=self._device)
+        trees[0] = 0
+        # Rows that the runs before the first real one write: the end of slot 0 … B - 1, which holds nothing then.
+        places = torch.zeros(2, shape.batch, dtype=torch.int64, device=self._device)
+        places[0] = torch.arange(shape.batch, device=self._device)
+        places[1] = self._cache.capacity - shape.width
+        output, run = self._recorder.record(lambda: self._pass(trees, places, shape))
+        self.memory_bytes += _allocated(self._device) - before
+        _log.info(
+            "recorded a pass of %d trees of %d nodes behind up to %d tokens; recordings hold %.0f MiB.",
+            *shape, self.memory_bytes / 2**20,
+        )  # fmt: skip
+        self._recordings[shape] = recording = _Recording(trees, places, output, run)
+        return recording
+
+    def _pass(self, trees: Tensor, places: Tensor, shape: _Shape) -> PassOutput:
+        """What is recorded: from trees and places to logits, all on the device."""
+        from foretoken.attention.triton_tables import tree_tables
+
+        tokens, parents = trees
+        slots, prefix = places
+        starts = prefix.to(torch.int32)
+        made = tree_tables(parents, starts, self._last_position)
+        tables = PassTables(
+            slots=slots.to(torch.int32), prefix=starts, positions=made.positions, scratch_positions=made.positions,
+            words=made.words, written_slots=slots.unsqueeze(1),
+            written_rows=prefix.unsqueeze(1) + torch.arange(shape.width, device=self._device),
+            max_prefix=shape.max_prefix,
+        )  # fmt: skip
+        positions = made.positions.to(torch.int64)
+        return self._stock.run(tokens, AttentionLayout.for_recording(tables, positions))
+
+
+def _allocated(device: torch.device) -> int:
+    """Bytes in use on a GPU; 0 elsewhere."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

@@ -1,0 +1,92 @@
+"""What stands between the products of a block, against torch's operations in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn.functional import rms_norm, silu
+
+pytest.importorskip("triton")
+
+from kernel_device import DEVICE
+
+from foretoken.attention.layout import AttentionLayout
+from foretoken.target.lean.triton_block import add_and_norm, gated_silu, rotate_and_write
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+EPSILON = 1e-5
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def assert_rounded(ours, exact, roundings=3):
+    """Equal but for a few roundings to the dtype of `ours`."""
+    step = torch.finfo(ours.dtype).eps
+    torch.testing.assert_close(ours.double(), exact, rtol=roundings * step, atol=roundings * step)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [32, 44, 600])
+@pytest.mark.parametrize("has_delta", [True, False])
+def test_add_and_norm(width, dtype, *, has_delta) -> None:
+    x, delta = random(2, 3, width, dtype=dtype), random(2, 3, width, dtype=dtype, seed=1) if has_delta else None
+    weight = random(width, dtype=dtype, seed=2)
+    total, normed = add_and_norm(x, delta, weight, EPSILON)
+    expected = x if delta is None else x + delta
+    if dtype == torch.bfloat16 and DEVICE == "cpu":  # the interpreter cuts where the compiler rounds
+        assert_rounded(total, x.double() + (0 if delta is None else delta.double()), 1)
+    else:
+        assert torch.equal(total, expected)
+    assert_rounded(normed, rms_norm(total.double(), (width,), weight.double(), EPSILON))
+    alone = add_and_norm(
+        x[1:, 1:2].contiguous(), None if delta is None else delta[1:, 1:2].contiguous(), weight, EPSILON
+    )
+    assert torch.equal(alone[1][0, 0], normed[1, 1]), "a row does not depend on its neighbours"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("width", [16, 101, 1030])
+def test_gated_silu(width, dtype) -> None:
+    gate_up = 4 * random(2, 2, 2 * width, dtype=dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_rounded(gated_silu(gate_up), silu(gate) * up)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 8), (3, 1, 80), (2, 2, 6)])
+@pytest.mark.parametrize("has_norms", [True, False])
+def test_rotate_and_write(heads, kv_heads, size, dtype, *, has_norms) -> None:
+    """Queries come back rotated, keys and values stand in the rows of the pass, and no other row is touched."""
+    batch, width, slots, capacity = 2, 3, 4, 11
+    joined = random(batch, width, (heads + 2 * kv_heads) * size, dtype=dtype)
+    angles = random(20, size // 2, seed=3)
+    cos, sin = angles.cos(), angles.sin()
+    positions = torch.tensor([[5, 6, 6], [0, 1, 19]], device=DEVICE)
+    layout = AttentionLayout(slots=[3, 1], prefix=[5, 0], positions=positions)
+    keys, values = (random(slots, kv_heads, capacity, size, dtype=dtype, seed=seed) for seed in (4, 5))
+    expected_keys, expected_values = keys.double(), values.double()
+    norms = (random(size, dtype=dtype, seed=6), random(size, dtype=dtype, seed=7)) if has_norms else None
+    query = rotate_and_write(joined, cos, sin, positions, keys, values, layout.tables(), norms, EPSILON)
+
+    parts = joined.double().unflatten(2, (-1, size)).split([heads, kv_heads, kv_heads], dim=2)
+    exact, new_keys, new_values = parts
+    if norms is not None:
+        exact, new_keys = (
+            rms_norm(part, (size,), norm.double(), EPSILON).to(dtype).double()
+            for part, norm in zip((exact, new_keys), norms, strict=True)
+        )
+    c, s = (table.double()[positions].unsqueeze(2) for table in (cos, sin))
+
+    def rotated(part):
+        a, b = part.chunk(2, dim=-1)
+        return torch.cat([a * c - b * s, b * c + a * s], dim=-1)
+
+    new_keys = rotated(new_keys)
+    for row, (slot, start) in enumerate([(3, 5), (1, 0)]):
+        expected_keys[slot, :, start : start + width] = new_keys[row].transpose(0, 1)
+        expected_values[slot, :, start : start + width] = new_values[row].transpose(0, 1)
+    assert_rounded(query, rotated(exact), 4)
+    assert_rounded(keys, expected_keys, 4)
+    assert torch.equal(values.double(), expected_values)
