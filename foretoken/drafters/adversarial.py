@@ -55,7 +55,7 @@ class AdversarialDrafter:
         shape = TreeShape.chain(depth) if behaviour == "too_deep" else self._shape.truncated(depth)
         if behaviour == "too_wide":
             shape = TreeShape.cartesian((500,))
-        batch, nodes = len(context.slots), shape.num_nodes
+        batch, nodes, device = len(context.slots), shape.num_nodes, self._target.device
         tokens = torch.randint(self._target.vocab_size, (batch, nodes), generator=self._generator)
         if behaviour == "out_of_vocabulary":
             tokens += self._target.vocab_size - 2
@@ -75,12 +75,13 @@ class AdversarialDrafter:
         if behaviour == "nan":
             rows = torch.full((batch, 1, self._target.vocab_size), float("nan"))
             kinds = torch.full((batch, nodes), DrawKind.INDEPENDENT.value)
+            kinds, rows = kinds.to(device), rows.to(device)
             law = DraftLaw(kinds=kinds, rows=rows, row_of=torch.zeros_like(kinds), max_siblings=3)
         return TokenTree(
-            tokens=tokens,
-            parents=parents,
-            depths=depths,
-            num_nodes=torch.full((batch,), nodes),
+            tokens=tokens.to(device),
+            parents=parents.to(device),
+            depths=depths.to(device),
+            num_nodes=torch.full((batch,), nodes, device=device),
             max_depth=int(depths.max()),
             law=law,
         )

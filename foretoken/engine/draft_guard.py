@@ -60,7 +60,7 @@ class DraftGuard:
         if self._drafter is not None and max(context.max_depth) > 0:
             try:
                 draft = self._drafter.propose(context)
-                error = find_fault(draft, context.roots, self._max_nodes)
+                error = find_fault(draft, context.roots, self._max_nodes, self._device)
                 if error is None:
                     tree = make_legal(draft, self._vocab_size, context.max_depth)
             except Exception as err:  # noqa: BLE001 - a drafter is foreign code: whatever it raises must not cost text
@@ -101,13 +101,14 @@ class DraftGuard:
             self._drafter = None
 
 
-def find_fault(tree: TokenTree, roots: Sequence[int], max_nodes: int) -> str | None:
+def find_fault(tree: TokenTree, roots: Sequence[int], max_nodes: int, device: torch.device | None = None) -> str | None:
     """What makes a tree unusable as a whole, or None.
 
     Args:
         tree: As the drafter returned it.
         roots: The root tokens it must start from.
         max_nodes: Widest tree the cache has room for.
+        device: Where it must lie; None for anywhere.
     """
     batch, width = len(roots), tree.tokens.shape[-1]
     if tree.tokens.shape != (batch, width) or width > max_nodes:
@@ -116,8 +117,10 @@ def find_fault(tree: TokenTree, roots: Sequence[int], max_nodes: int) -> str | N
         if getattr(tree, name).shape != shape:
             return f"{name} of shape {tuple(getattr(tree, name).shape)}; expected {shape}"
     for name in ("tokens", "parents", "depths", "num_nodes"):
-        if getattr(tree, name).dtype != torch.int64:
-            return f"{name} of type {getattr(tree, name).dtype}; expected int64"
+        part: Tensor = getattr(tree, name)
+        if part.dtype != torch.int64 or (device is not None and part.device.type != device.type):
+            place = "" if device is None else f" on {device}"
+            return f"{name} of type {part.dtype} on {part.device}; expected int64{place}"
     if tree.is_sound:
         return None if tree.tokens[:, 0].tolist() == list(roots) else "tree with wrong root"
     if not 0 <= tree.max_depth < width:

@@ -66,6 +66,11 @@ def test_faults_are_found_and_named(message: str) -> None:
     assert message in str(find_fault(FAULTS[message](good_tree()), ROOTS, 8))
 
 
+def test_trees_on_another_device_are_refused() -> None:
+    assert "expected int64 on meta" in str(find_fault(good_tree(), ROOTS, 8, torch.device("meta")))
+    assert find_fault(good_tree(), ROOTS, 8, torch.device("cpu")) is None
+
+
 def test_nodes_that_cannot_be_accepted_are_cut_with_their_subtree() -> None:
     tree = replace(good_tree(), tokens=torch.tensor([[7, VOCAB_SIZE, 2, 3], [9, -1, 0, 0]]))
     legal = make_legal(tree, VOCAB_SIZE, [2, 2])
