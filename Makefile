@@ -5,7 +5,10 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test lint clean
+GPU_PYTHON ?= python3
+NAME ?= h200
+
+.PHONY: demo test lint clean gpu-suite gpu-rehearsal
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -37,6 +40,13 @@ lint: $(VENV)/.lint
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+
+# On the GPU machine itself, with the torch that is there; writes benchmarks/results/gpu-$(NAME).{json,md}.
+gpu-suite:
+	$(GPU_PYTHON) -m benchmarks.gpu_suite --out benchmarks/results/gpu-$(NAME)
+
+gpu-rehearsal: $(VENV)/.test
+	$(BIN)/python -m benchmarks.gpu_suite --out build/gpu-rehearsal --rehearse
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

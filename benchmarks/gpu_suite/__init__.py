@@ -1,0 +1,1 @@
+"""Everything that only a GPU can tell, measured and proven by one command in under nine minutes."""

@@ -1,0 +1,117 @@
+"""What the device can do at most: bandwidth of copying and of reading, matrix products, and who it is."""
+
+from __future__ import annotations
+
+import subprocess
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.gpu_suite.timing import interleave, prepare
+
+if TYPE_CHECKING:
+    from benchmarks.gpu_suite.work import Work
+
+_GIB = 2**30
+_QUERIED = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "temperature.gpu")
+# Products of one layer of an 8B-shaped Llama and its LM head, (outputs, inputs).
+_LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
+_HEAD = (128256, 4096)
+_WIDTHS = (1, 8, 16, 32, 64, 128)
+
+
+def run(work: Work) -> None:
+    """Emits `device`, `ceilings` and `linears`."""
+    work.emit("device", describe(work.device))
+    _bandwidths(work)
+    _matmul(work)
+    work.emit("device", {"after": _queried(work.device)})
+    _linears(work)
+
+
+def describe(device: torch.device) -> dict[str, Any]:
+    """Names, sizes and versions, JSON-ready."""
+    versions = {}
+    for package in ("torch", "triton", "transformers", "numpy"):
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    facts: dict[str, Any] = {"versions": versions, "cuda": torch.version.cuda, "queried": _queried(device)}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts |= {
+            "name": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "memory_gib": round(properties.total_memory / _GIB, 1),
+            "l2_mib": round(properties.L2_cache_size / 2**20),
+        }
+    return facts
+
+
+def _queried(device: torch.device) -> dict[str, str]:
+    """What nvidia-smi says, nothing where there is none."""
+    if device.type != "cuda":
+        return {}
+    command = ["nvidia-smi", f"--query-gpu={','.join(_QUERIED)}", "--format=csv,noheader"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    return dict(zip(_QUERIED, (part.strip() for part in answer.splitlines()[0].split(",")), strict=False))
+
+
+def _bandwidths(work: Work) -> None:
+    """Copying and reading of memory far larger than any cache."""
+    count = 2**18 if work.is_rehearsal else 2**30  # of 4 bytes: 4 GiB
+    source = torch.randn(count, device=work.device)
+    target = torch.empty_like(source)
+    programs = {
+        "copy": prepare([lambda: target.copy_(source)], work.device),
+        "read, sum": prepare([source.sum], work.device),
+        "read, max": prepare([source.amax], work.device),
+        "read, dot": prepare([partial(torch.dot, source, source)], work.device),
+    }
+    for name, times in interleave(programs, work.device, seconds=1.0, max_rounds=30).items():
+        moved = 4 * count * (2 if name == "copy" else 1)
+        work.emit("ceilings", {"what": name, "gb_per_s": moved / times.median / 1e3, "bytes": moved, **times.as_dict()})
+
+
+def _matmul(work: Work) -> None:
+    """A large product of random matrices."""
+    size = 128 if work.is_rehearsal else 8192
+    a, b = (torch.randn(size, size, device=work.device).to(torch.bfloat16) for _ in range(2))
+    times = interleave({"matmul": prepare([lambda: a @ b], work.device)}, work.device, seconds=1.0, max_rounds=30)
+    row = times["matmul"]
+    work.emit(
+        "ceilings",
+        {"what": "matmul", "tflop_per_s": 2 * size**3 / row.median / 1e6, "size": size, "dtype": "bfloat16"}
+        | row.as_dict(),
+    )
+
+
+def _linears(work: Work) -> None:
+    """The products of a decoding pass as torch makes them, on weights that no cache holds."""
+    layers = {"square": (128, 64)} if work.is_rehearsal else {**_LAYERS, "lm_head": _HEAD}
+    copies = 2 if work.is_rehearsal else 8
+    for name, (outputs, inputs) in layers.items():
+        weights = [
+            torch.randn(outputs, inputs, device=work.device).to(torch.bfloat16)
+            for _ in range(2 if (outputs, inputs) == _HEAD else copies)
+        ]
+        programs = {}
+        for width in _WIDTHS[:2] if work.is_rehearsal else _WIDTHS:
+            x = torch.randn(width, inputs, device=work.device).to(torch.bfloat16)
+            calls = [partial(torch.nn.functional.linear, x, weight) for weight in weights]
+            programs[str(width)] = prepare(calls, work.device)
+        for width_name, times in interleave(programs, work.device, seconds=0.5, max_rounds=30).items():
+            work.emit(
+                "linears",
+                {
+                    "layer": name, "outputs": outputs, "inputs": inputs, "width": int(width_name),
+                    "gb_per_s": 2 * outputs * inputs / times.median / 1e3, **times.as_dict(),
+                },
+            )  # fmt: skip

@@ -1,0 +1,166 @@
+"""Times by device events: candidates in turns, calls queued so that the host's launches do not count.
+
+In a rehearsal there is no device and everything is wall-clock time.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+_CYCLES_PER_S = 2.0e9  # of the counter that `_sleep` waits by, at most
+_QUEUE_S = 100e-6  # what a replay takes to be launched, and more
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Microseconds of one call.
+
+    Attributes:
+        median: Over rounds.
+        min: Fastest round.
+        max: Slowest round.
+        rounds: How many.
+    """
+
+    median: float
+    min: float
+    max: float
+    rounds: int
+
+    @classmethod
+    def of(cls, microseconds: Sequence[float]) -> Times:
+        """The times of some rounds."""
+        return cls(median(microseconds), min(microseconds), max(microseconds), len(microseconds))
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """Some calls that are timed together, so that each meets inputs that have left the caches.
+
+    Attributes:
+        run: Makes them all.
+        calls: They themselves: a replay reads their tensors, which must live as long as it.
+        is_replayed: Whether they were captured into a CUDA graph, so that launching costs the host nothing.
+        launch_s: Seconds that the host takes to launch them.
+    """
+
+    run: Callable[[], object]
+    calls: Sequence[Callable[[], object]]
+    is_replayed: bool
+    launch_s: float
+
+
+def prepare(calls: Sequence[Callable[[], object]], device: torch.device) -> Program:
+    """Warms calls up and captures them where that is possible.
+
+    Args:
+        calls: The same work on different inputs.
+        device: Where they run.
+
+    Raises:
+        torch.OutOfMemoryError: When a call does not fit.
+    """
+
+    def run_all() -> None:
+        for call in calls:
+            call()
+
+    if device.type != "cuda":
+        calls[0]()
+        return Program(run_all, calls, is_replayed=False, launch_s=0.0)
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph):
+            run_all()
+    except RuntimeError:  # something in it waits for the host
+        torch.cuda.synchronize(device)
+        begin = time.perf_counter()
+        run_all()
+        launch_s = time.perf_counter() - begin
+        torch.cuda.synchronize(device)
+        return Program(run_all, calls, is_replayed=False, launch_s=launch_s)
+    graph.replay()
+    torch.cuda.synchronize(device)
+    return Program(graph.replay, calls, is_replayed=True, launch_s=_QUEUE_S)
+
+
+def interleave(
+    programs: Mapping[str, Program], device: torch.device, *, seconds: float, min_rounds: int = 5, max_rounds: int = 60
+) -> dict[str, Times]:
+    """Runs programs in turns, each round starting with another one; gives the times of one call of each.
+
+    A rehearsal has one round.
+
+    Args:
+        programs: By name.
+        device: Where they run.
+        seconds: No round begins after that long, once there are enough.
+        min_rounds: Rounds at least.
+        max_rounds: Rounds at most.
+    """
+    if device.type != "cuda":
+        min_rounds = max_rounds = 1
+    names = list(programs)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    begin = time.monotonic()
+    for number in range(max_rounds):
+        if number >= min_rounds and time.monotonic() - begin > seconds:
+            break
+        shift = number % len(names)
+        for name in names[shift:] + names[:shift]:
+            program = programs[name]
+            spent = queued_seconds(program.run, device, launch_s=program.launch_s)
+            taken[name].append(spent / len(program.calls) * 1e6)
+    return {name: Times.of(values) for name, values in taken.items()}
+
+
+def queued_seconds(run: Callable[[], object], device: torch.device, *, launch_s: float) -> float:
+    """Seconds that the device takes for something whose launches are all queued before it begins.
+
+    Args:
+        run: Launches; must not wait for the device.
+        device: Where it runs.
+        launch_s: About how long the host takes to launch it.
+    """
+    if device.type != "cuda":
+        return waited_seconds(run, device)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda._sleep(int((1.5 * launch_s + _QUEUE_S) * _CYCLES_PER_S))
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize(device)
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def waited_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """Seconds from an idle device to the end of something, the host's launches included."""
+    if device.type != "cuda":
+        start = time.perf_counter()
+        run()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    begin.record()
+    run()
+    end.record()
+    torch.cuda.synchronize(device)
+    return float(begin.elapsed_time(end)) / 1e3

@@ -1,0 +1,425 @@
+"""The GPU suite: a rehearsal of it all, wrong kernels that must fail, processes that break down, known figures."""
+
+import json
+import subprocess
+import sys
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_suite import lossless
+from benchmarks.gpu_suite.__main__ import chosen_sections, limits
+from benchmarks.gpu_suite.attention_inputs import (
+    LEVELS,
+    REHEARSAL_LEVELS,
+    covering_cases,
+    make_problem,
+    pairs_of,
+    visible_rows,
+)
+from benchmarks.gpu_suite.goals import Ceilings, is_proven, proofs, speeds
+from benchmarks.gpu_suite.parity import check_case
+from benchmarks.gpu_suite.processes import SectionRun
+from benchmarks.gpu_suite.report import as_markdown
+from benchmarks.gpu_suite.scripted import scripted
+from benchmarks.gpu_suite.step import PATTERNS, covered
+from benchmarks.gpu_suite.successor_model import prompt_ids, successor_model, text_after, toy
+from benchmarks.gpu_suite.work import SECTIONS, Section, Work
+from foretoken import LLM, SamplingParams
+from foretoken.attention.layout import AttentionLayout
+from foretoken.attention.reference import reference_attention
+from foretoken.bench.setups import Setup
+from foretoken.bench.verify import Check
+from foretoken.core.token_tree import TokenTree, TreeRow
+
+ROOT = Path(__file__).resolve().parents[2]
+CPU = torch.device("cpu")
+CASE = {
+    "head": (16, 16), "group": 2, "dtype": "float32", "nodes": 7, "batch": 2, "prefix": "short", "structure": "tree",
+    "window": None, "softcap": None, "sinks": False, "splits": None,
+}  # fmt: skip
+
+
+def test_rehearsal(tmp_path: Path) -> None:
+    """Everything runs at toy sizes, is proven, and says on every line that it is no result."""
+    pytest.importorskip("triton")
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu_suite",
+        "--out",
+        str(tmp_path / "gpu"),
+        "--rehearse",
+        "--seed",
+        "3",
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    record = json.loads((tmp_path / "gpu.json").read_text())
+    assert record["rehearsal"]
+    assert list(record["sections"]) == [section.name for section in SECTIONS]
+    for name, section in record["sections"].items():
+        assert section["rehearsal"], name
+        assert section["errors"] == []
+        assert section["status"] == ("parts left out" if name == "parity" else "complete")
+        assert all(row["rehearsal"] for rows in section["tables"].values() for row in rows), name
+    tables = {key: rows for section in record["sections"].values() for key, rows in section["tables"].items()}
+    assert [row["what"] for row in tables["left_out"]] == ["the CUDA kernel"]
+    met = {
+        frozenset((key, tuple(value) if isinstance(value, list) else value) for key, value in pair)
+        for row in tables["cases"] for pair in pairs_of_json(row["case"])
+    }  # fmt: skip
+    assert met == {frozenset(pair) for case in covering_cases(REHEARSAL_LEVELS, 3) for pair in pairs_of(case)}
+    assert {kernel for row in tables["attention"] for kernel in row["kernels"]} == {
+        "mask-free", "masked", "sdpa", "sdpa-packed",
+    }  # fmt: skip
+    assert all("median" in cell for row in tables["attention"] for cell in row["kernels"].values())
+    assert {row["pattern"] for row in tables["efficiency"]} == {"plain", *PATTERNS}
+    assert all(row["bugs"] == 0 for row in tables["setups"])
+    report = (tmp_path / "gpu.md").read_text()
+    headings = [line for line in report.splitlines() if line.startswith("#")]
+    assert all("rehearsal" in line.lower() for line in headings)
+    assert len(headings) == 9, "title, goals, seven tables' sections and what each section did"
+
+
+def pairs_of_json(case: dict[str, Any]) -> list[tuple[tuple[str, Any], ...]]:
+    """Pairs of levels of a case that went through JSON."""
+    return list(combinations(case.items(), 2))
+
+
+def test_without_a_gpu_it_says_so(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    command = [sys.executable, "-m", "benchmarks.gpu_suite", "--out", str(tmp_path / "gpu")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    assert "no GPU" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("levels", [LEVELS, REHEARSAL_LEVELS], ids=["full", "rehearsal"])
+def test_cases_cover_every_two_levels(levels: Any) -> None:
+    cases = covering_cases(levels, seed=1)
+    wanted = {frozenset([(a, x), (b, y)]) for a, b in combinations(levels, 2) for x in levels[a] for y in levels[b]}
+    assert set().union(*(pairs_of(case) for case in cases)) == wanted
+    assert len(cases) < 50, "each costs compilations"
+    assert cases != covering_cases(levels, seed=2)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_visible_rows_are_the_layouts(window: int | None) -> None:
+    """Two ways to say who sees what, written apart from each other."""
+    parents = [-1, 0, 0, 1, 1, 3, -1, -1]
+    tree = TokenTree.from_rows([TreeRow([0] * 6, parents[:6]), TreeRow([0] * 8, [-1, 0, 1, 2, 3, 4, 5, 6])])
+    prefix = 4
+    layout = AttentionLayout(slots=[0, 1], prefix=[prefix] * 2, positions=prefix + tree.depths, tree=tree)
+    mask = layout.mask(0, window)
+    assert mask is not None
+    assert torch.equal(visible_rows(parents, prefix, 0, window), mask)
+    assert torch.equal(visible_rows(parents, prefix, 5, window), mask[5:])
+
+
+@pytest.mark.parametrize("structure", ["causal", "chain", "tree", "levels"])
+@pytest.mark.parametrize("window", [None, 5])
+def test_problems_describe_the_same_to_kernels(structure: str, window: int | None) -> None:
+    """The layout's mask is what the problem's own loop finds, and rows outside of it are NaN."""
+    problem = make_problem({**CASE, "structure": structure, "window": window, "prefix": "ragged"}, CPU, seed=4)
+    for row, mask in enumerate(problem.visible):
+        theirs = problem.layout.mask(row, window)
+        assert theirs is None or torch.equal(mask, theirs)
+        slot, end = problem.layout.slots[row], mask.shape[1]
+        assert problem.keys[slot, :, end:].isnan().all()
+        assert not problem.keys[slot, :, :end].isnan().any()
+    unused = [slot for slot in range(problem.keys.shape[0]) if slot not in problem.layout.slots]
+    assert unused
+    assert problem.values[unused].isnan().all()
+
+
+def in_dtype(problem: Any, case: Any, *, lose: bool = False, read_on: bool = False) -> torch.Tensor:
+    """The definition in float32, perhaps with one thing wrong in it, rounded to the dtype."""
+    outputs = []
+    for row, (slot, mask) in enumerate(zip(problem.layout.slots, problem.visible, strict=True)):
+        end = mask.shape[1]
+        seen = mask.clone()
+        if lose:
+            seen[-1, end - len(mask)] = False  # the root, which the last real node sees
+        if read_on:
+            seen = torch.nn.functional.pad(seen, (0, 1), value=True)
+        key, value = (store[slot, :, : seen.shape[1]].float() for store in (problem.keys, problem.values))
+        output = reference_attention(
+            problem.query[row].float(), key, value, seen, scale=problem.scale, softcap=case["softcap"],
+            sinks=None if problem.sinks is None else problem.sinks.float(),
+        )  # fmt: skip
+        outputs.append(output.transpose(0, 1).to(problem.query.dtype))
+    return torch.stack(outputs)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("seed", range(3))
+def test_parity_accepts_rounding_and_nothing_else(dtype: str, seed: int) -> None:
+    calls = []
+
+    def unsteady(problem: Any, case: Any) -> torch.Tensor:
+        calls.append(0)
+        output = in_dtype(problem, case)
+        if len(calls) % 2:
+            output[0, 0, 0, 0] = torch.nextafter(output[0, 0, 0, 0], output.new_tensor(9.0))
+        return output
+
+    def broken(problem: Any, case: Any) -> torch.Tensor:
+        raise RuntimeError("out of resource: shared memory")
+
+    kernels = {
+        "right": in_dtype,
+        "loses the root": lambda problem, case: in_dtype(problem, case, lose=True),
+        "reads too far": lambda problem, case: in_dtype(problem, case, read_on=True),
+        "unsteady": unsteady,
+        "broken": broken,
+    }
+    # The last node is real in a chain, and sees the root.
+    verdicts = check_case({**CASE, "dtype": dtype, "structure": "chain"}, kernels, CPU, seed)
+    assert {name for name in kernels if verdicts[name]["passes"]} == {"right"}
+    assert 0 < verdicts["right"]["error"] < 1
+    assert verdicts["loses the root"]["error"] > 1
+    assert verdicts["reads too far"]["error"] == 1e30
+    assert not verdicts["unsteady"]["is_repeatable"]
+    assert "shared memory" in verdicts["broken"]["failure"]
+    assert verdicts["one lost key"] > 10
+
+
+def test_a_drafter_that_stops_the_engine_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its neighbours are checked without it."""
+    rows: list[tuple[str, Any]] = []
+
+    def verify(model: Any, tokenizer: Any, setups: Any, workload: Any, *, batch_sizes: Any) -> list[Check]:
+        if any(setup.name == "bad" for setup in setups):
+            raise RuntimeError("tensors on two devices\nand more")
+        return [
+            Check(
+                setup=setup.name, runner="lean", temperature=temperature, batch_size=batch_sizes[0], prompt=0,
+                num_tokens=6, mean_acceptance_length=1.0, divergence=None, gap=None, verdict="identical",
+            )
+            for setup in setups for temperature in workload.temperatures
+        ]  # fmt: skip
+
+    monkeypatch.setattr(lossless, "verify_setups", verify)
+    work = Work(device=CPU, is_rehearsal=True, seed=1, emit=lambda table, row: rows.append((table, row)))
+    model = SimpleNamespace(dtype=torch.float32)
+    lossless._check(work, model, None, [Setup("good", {}), Setup("bad", {}), Setup("better", {})], 2, 6)
+    assert [row["setup"] for table, row in rows if table == "setups"] == ["good"] * 2 + ["better"] * 2
+    assert [row for table, row in rows if table == "broken"] == [
+        {"setup": "bad", "batch": 2, "failure": "RuntimeError: tensors on two devices"}
+    ]
+
+
+MODULES = {
+    "works": "def run(work):\n    print('chatter')\n    work.emit('rows', {'seed': work.seed, 'shard': work.shard})",
+    "raises": "def run(work):\n    work.emit('rows', {'n': 1})\n    raise ValueError('a bad day')",
+    "dies": "import os, sys\ndef run(work):\n    print('last words', file=sys.stderr, flush=True)\n    os._exit(9)",
+    "hangs": "import time\ndef run(work):\n    work.emit('rows', {'n': 1})\n    time.sleep(100)",
+}
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in MODULES.items():
+        (tmp_path / f"section_that_{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return tmp_path
+
+
+def test_sections_that_break_down(modules: Path) -> None:
+    """What they had found is kept, and why they broke down is said; the next one runs."""
+    runs = {
+        name: SectionRun(Section(name, f"section_that_{name}", 1.0), is_rehearsal=True, seed=7, logs=modules)
+        for name in MODULES
+    }
+    seen: list[int] = []
+    try:
+        records = {
+            name: run.finish(
+                1.0 if name == "hangs" else 60.0, lambda found: seen.append(len(found["tables"])), grace_s=0.5
+            )
+            for name, run in reversed(runs.items())
+        }  # fmt: skip
+    finally:
+        for run in runs.values():
+            run.close()
+    assert {name: record["status"] for name, record in records.items()} == {
+        "hangs": "failed", "dies": "failed", "raises": "failed", "works": "complete",
+    }  # fmt: skip
+    assert records["works"]["tables"]["rows"] == [{"seed": 7, "shard": 0, "rehearsal": True}]
+    assert records["raises"]["tables"]["rows"] == [{"n": 1, "rehearsal": True}]
+    assert records["raises"]["errors"][0]["lines"][-1] == "ValueError: a bad day"
+    assert records["dies"]["errors"][0]["lines"][-2:] == ["last words", "ended with status 9"]
+    assert "killed" in records["hangs"]["errors"][0]["lines"][-1]
+    assert max(seen) == 1, "the record can be written while a section is at work"
+
+
+def test_time_is_shared_by_what_is_left() -> None:
+    sections = chosen_sections(None)
+    whole = sum(section.seconds for section in sections)
+    assert limits(sections, whole, is_rehearsal=False) == sections[0].seconds
+    assert limits(sections, whole + 10, is_rehearsal=False) > sections[0].seconds
+    assert limits(sections, whole / 2, is_rehearsal=False) == pytest.approx(sections[0].seconds / 2)
+    assert limits(sections[-1:], 200.0, is_rehearsal=False) == pytest.approx(200.0), "the last one gets all"
+    assert whole < 515
+
+
+def test_sections_are_chosen_with_what_they_need() -> None:
+    assert [section.name for section in chosen_sections("step,parity")] == ["parity", "ceilings", "step"]
+    with pytest.raises(ValueError, match="lossles"):
+        chosen_sections("lossles")
+
+
+def test_union_of_intervals() -> None:
+    assert covered([(0, 2), (1, 3), (1, 2), (5, 6)]) == 4
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_scripts_are_kept_to_the_letter(pattern: str) -> None:
+    """The model writes the successors, and accepts of every draft what the script says."""
+    right = PATTERNS[pattern].right
+    model = successor_model(toy(128), dtype=torch.float32, device=CPU, seed=1)
+    accepted: list[int] = []
+    engine = LLM(
+        model, drafter=scripted(PATTERNS[pattern].shape, right), max_num_seqs=1, max_model_len=100,
+        runner="lean-stock", on_step=lambda record: accepted.append(record.sequences[0].num_accepted),
+    )  # fmt: skip
+    prompt = list(prompt_ids(9, 512))
+    for _ in range(2):
+        accepted.clear()
+        output = engine.generate(prompt, SamplingParams(temperature=0.0, max_tokens=60))[0]
+        assert output.outputs[0].token_ids == text_after(prompt[-1], 60, 512)
+        wanted = [right[number % len(right)] for number in range(len(accepted))]
+        assert accepted[:-2] == wanted[:-2], "the last drafts may be cut by the length of the text"
+
+
+def record(**sections: Any) -> dict[str, Any]:
+    """A record with the given tables by section."""
+    return {
+        "rehearsal": False, "commit": "abc", "seed": 1, "begun": "now", "seconds": 1.0, "command": "it",
+        "device": {"name": "Some GPU"},
+        "sections": {
+            name: {"status": "complete", "errors": [], "limit_s": 1.0, "seconds": 1.0, "tables": tables}
+            for name, tables in sections.items()
+        },
+    }  # fmt: skip
+
+
+def times(median: float) -> dict[str, Any]:
+    return {"median": median, "min": median, "max": median, "rounds": 5, "is_replayed": True}
+
+
+def attention_row(prefix: int, nodes: int, us: float, sdpa_us: float) -> dict[str, Any]:
+    return {
+        "batch": 1, "prefix": prefix, "nodes": nodes, "heads": [32, 8, 128], "dtype": "bfloat16",
+        "sdpa_backend": "math",
+        "kv_bytes": 4096 * (prefix + nodes), "flop": 16384 * nodes * (prefix + nodes),
+        "kernels": {
+            "mask-free": times(us), "masked": {"left_out": "out of memory"}, "sdpa": times(sdpa_us),
+            "sdpa-packed": times(sdpa_us / 2),
+        },
+    }  # fmt: skip
+
+
+def pass_row(width: int, ms: float) -> dict[str, Any]:
+    both = {"waited": times(ms * 1e3), "queued": times(ms * 1e3)}
+    return {"context": 2048, "width": width, "runner": "recorded", "launch_us": 1.0, **both}
+
+
+def measured() -> dict[str, Any]:
+    """Figures whose ratios are known: copy and read 4000 GB/s, product 800 TFLOP/s, 14 GB of weights."""
+    ceilings = [
+        {"what": "copy", "gb_per_s": 4000.0, "bytes": 2**33, **times(2000.0)},
+        {"what": "read, sum", "gb_per_s": 3900.0, "bytes": 2**32, **times(1000.0)},
+        {"what": "read, max", "gb_per_s": 4000.0, "bytes": 2**32, **times(1000.0)},
+        {"what": "matmul", "tflop_per_s": 800.0, "size": 8192, "dtype": "bfloat16", **times(1400.0)},
+    ]
+    model = {
+        "layers": 32, "hidden": 4096, "heads": 32, "kv_heads": 8, "intermediate": 14336, "vocabulary": 128256,
+        "dtype": "bfloat16", "weight_bytes": 14 * 10**9, "kv_bytes_a_token": 0,
+    }  # fmt: skip
+    return record(
+        ceilings={"ceilings": ceilings},
+        attention={
+            "attention": [
+                attention_row(32768, 8, 4096 * 32776 / 4000e3 / 0.7, 1000.0),  # 70 % of copying
+                attention_row(2048, 64, 30.0, 50.0),  # 1.67 times SDPA
+                attention_row(512, 64, 30.0, 30.0),  # too short a context to count
+            ]
+        },
+        step={"model": [model], "passes": [pass_row(1, 4.0), pass_row(64, 4.2), pass_row(16, 4.4)]},
+    )
+
+
+def test_goals_of_known_figures() -> None:
+    found = {(goal.what, goal.wanted): goal for goal in speeds(measured())}
+    assert Ceilings.of(measured()) == Ceilings(4000.0, 4000.0, 800.0)
+    over_sdpa = found["attention, mask-free over dense SDPA, L >= 2048", ">= 2"]
+    assert over_sdpa.verdict == "MISSED"
+    assert over_sdpa.measured.startswith("1 of 2 cases; 1.67 to ")
+    bandwidth = {wanted: goal for (what, wanted), goal in found.items() if "K+V bytes" in what}
+    assert (bandwidth[">= 0.6"].verdict, bandwidth[">= 0.8"].verdict) == ("met", "MISSED")
+    assert bandwidth[">= 0.6"].measured == "1 of 1 cases; 0.70 to 0.70, median 0.70"
+    roofline = found["plain pass, share of the read roofline, L = 2048", ">= 0.85"]
+    assert (roofline.measured, roofline.verdict) == ("0.875", "met")
+    assert found["pass of 64 over a plain one, L = 2048", "<= 1.1"].verdict == "met"
+    assert found["pass of 16 over a plain one, L = 2048", "<= 1.05"].verdict == "MISSED"
+
+
+def test_nothing_measured_is_nothing_met() -> None:
+    assert {goal.verdict for goal in proofs(record())} == {"not measured"}
+    assert {goal.verdict for goal in speeds(record())} == {"not measured"}
+
+
+def test_report_of_known_figures() -> None:
+    report = as_markdown(measured())
+    assert "rehearsal" not in report.lower()
+    assert (
+        "| 1 | 2048 | 64 | 30.0 | 288 | 7% | 73.8 | 9% | out of memory | 50.0 (1.67x) | 25.0 (0.83x) | math |" in report
+    )
+    assert "| 2048 | waited | 0.88 | 4.000 (1.00x) | 4.400 (1.10x) | 4.200 (1.05x) |" in report
+
+
+@pytest.mark.parametrize("fault", ["parity", "attention", "bug", "broken", "text", "section"])
+def test_faults_are_loud(fault: str) -> None:
+    verdict = {"error": 7.0 if fault == "parity" else 0.5, "is_repeatable": True, "passes": fault != "parity"}
+    row = attention_row(2048, 8, 1.0, 1.0)
+    row["kernels"]["masked"] = {"failure": "WrongResultError: it differs"} if fault == "attention" else times(1.0)
+    whole = record(
+        attention={"attention": [row]},
+        parity={
+            "cases": [
+                {"round": 0, "input_seed": 1, "case": CASE, "kernels": {"mask-free": verdict, "one lost key": 99.0}}
+            ]
+        },
+        lossless={
+            "setups": [
+                {
+                    "setup": "ngram", "batch": 3, "temperature": 0.0, "runner": "lean", "dtype": "float32",
+                    "prompts": 5, "tokens": 50, "tau": 2.0, "identical": 5, "near_ties": 0, "bugs": int(fault == "bug"),
+                    "differences": [],
+                }
+            ],
+            "broken": [{"setup": "it", "batch": 3, "failure": "RuntimeError: no"}] if fault == "broken" else [],
+        },
+        step={
+            "generate": [
+                {"who": "transformers", "tokens_per_s": 9.0, "attention": "sdpa", "is_expected_text": fault != "text"}
+            ]
+        },
+    )  # fmt: skip
+    assert not any("FAILED" in line for line in as_markdown(record()).splitlines())
+    assert is_proven(whole) == (fault == "section")
+    if fault == "section":
+        whole["sections"]["step"]["errors"] = [{"process": "step-0", "lines": ["RuntimeError: an illegal access"]}]
+    assert not is_proven(whole)
+    top = as_markdown(whole).split("## Goals")[0]
+    assert "**BROKE DOWN: step, step-0**" in top if fault == "section" else "**FAILED" in top
+    assert ("input seed 1" in top) == (fault == "parity")
+    assert ("stopped the engine: RuntimeError" in top) == (fault == "broken")
