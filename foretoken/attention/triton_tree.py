@@ -74,6 +74,7 @@ def tree_attention_triton(
     assert scale > 0, "the greatest dot product must give the greatest score"
     group = heads // kv_heads
     tiling = choose_tiling(key_width, value_width, queries * group, query.dtype)
+    tiling = tiling.fitted(_padded(key_width) + _padded(value_width), query.element_size(), shared_memory(query.device))
     tiles = triton.cdiv(queries * group, tiling.rows)
     num_scratch = tables.scratch_positions.shape[1]
     if num_splits is None:
@@ -141,6 +142,26 @@ class Tiling(NamedTuple):
     stages: int
     resident: int
 
+    def fitted(self, widths: int, item_size: int, limit: int) -> Tiling:
+        """The tiling with fewer stages, then fewer rows, where the shared memory of a GPU is below Hopper's.
+
+        Args:
+            widths: Of a key and a value together.
+            item_size: Bytes of a number.
+            limit: Bytes of shared memory that a program may have.
+        """
+        tiling = self
+        while tiling._shared_bytes(widths, item_size) > limit and (tiling.stages > 1 or tiling.rows > 16):
+            if tiling.stages > 1:
+                tiling = tiling._replace(stages=tiling.stages - 1)
+            else:
+                tiling = tiling._replace(rows=tiling.rows // 2, warps=4)
+        return tiling
+
+    def _shared_bytes(self, widths: int, item_size: int) -> int:
+        """What a program takes: its queries and the key and value tiles on the way, and a little beside them."""
+        return (self.rows * widths // 2 + self.stages * self.keys * widths) * item_size + 4096
+
 
 def choose_tiling(key_width: int, value_width: int, num_rows: int, dtype: torch.dtype) -> Tiling:
     """The tiling for a Hopper multiprocessor: 227 KiB of shared memory, 65536 registers.
@@ -192,6 +213,13 @@ def choose_num_splits(programs: int, prefix_tiles: int, scratch_tiles: int, plac
         return rounds * (max(-(-prefix_tiles // (splits - 1)), scratch_tiles) + 2) + 3 + splits / 32
 
     return min(range(1, min(prefix_tiles, 127) + 2), key=time)
+
+
+@lru_cache
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that a program may have; those of an H200 where the device is none."""
+    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return int(getattr(properties, "shared_memory_per_block_optin", 232_448))
 
 
 @lru_cache

@@ -145,17 +145,15 @@ class RecordedDecoder:
             return self._stock.run(tokens, layout)
         assert layout.tree is not None, "only trees have a shape"
         with torch.inference_mode():
+            places = torch.tensor([list(layout.slots), list(layout.prefix)])
             recording = self._recordings.get(shape)
             if recording is None:
-                recording = self._record(shape)
+                recording = self._record(shape, tokens, layout.tree.parents, places)
             self._recordings.move_to_end(shape)
-            width = layout.tree.width
-            recording.trees[0, :, :width] = tokens
-            recording.trees[1, :, :width] = layout.tree.parents
-            recording.trees[1, :, width:] = -1  # padding; what tokens stand there does not matter
-            recording.places.copy_(torch.tensor([list(layout.slots), list(layout.prefix)]), non_blocking=True)
+            _fill(recording.trees, tokens, layout.tree.parents)
+            recording.places.copy_(places, non_blocking=True)
             recording.run()
-            logits, features = recording.output.logits, recording.output.features
+            width, logits, features = layout.tree.width, recording.output.logits, recording.output.features
             # The next run fills the same tensors; callers may keep what they got.
             return PassOutput(
                 logits=logits[:, :width].clone(), features=None if features is None else features[:, :width].clone()
@@ -178,17 +176,17 @@ class RecordedDecoder:
             return None
         return _Shape(batch, padded, bound)
 
-    def _record(self, shape: _Shape) -> _Recording:
-        """Records a shape, and forgets the one that was not used for longest where there are too many."""
+    def _record(self, shape: _Shape, tokens: Tensor, parents: Tensor, places: Tensor) -> _Recording:
+        """Records a shape, and forgets the one that was not used for longest where there are too many.
+
+        What runs before the recording is the pass itself, so it writes the rows that are to be written anyway.
+        """
         if len(self._recordings) >= MAX_RECORDINGS:
             self._recordings.popitem(last=False)
         before = _allocated(self._device)
-        trees = torch.full((2, *shape[:2]), -1, dtype=torch.int64, device=self._device)
-        trees[0] = 0
-        # Rows that the runs before the first real one write: the end of slot 0 … B - 1, which holds nothing then.
-        places = torch.zeros(2, shape.batch, dtype=torch.int64, device=self._device)
-        places[0] = torch.arange(shape.batch, device=self._device)
-        places[1] = self._cache.capacity - shape.width
+        trees = torch.zeros(2, *shape[:2], dtype=torch.int64, device=self._device)
+        _fill(trees, tokens, parents)
+        places = places.to(self._device)
         output, run = self._recorder.record(lambda: self._pass(trees, places, shape))
         self.memory_bytes += _allocated(self._device) - before
         _log.info(
@@ -214,6 +212,14 @@ class RecordedDecoder:
         )  # fmt: skip
         positions = made.positions.to(torch.int64)
         return self._stock.run(tokens, AttentionLayout.for_recording(tables, positions))
+
+
+def _fill(trees: Tensor, tokens: Tensor, parents: Tensor) -> None:
+    """Writes trees into (2, B, N), as wide or wider; what tokens stand at padding does not matter."""
+    width = tokens.shape[1]
+    trees[0, :, :width] = tokens
+    trees[1, :, :width] = parents
+    trees[1, :, width:] = -1
 
 
 def _allocated(device: torch.device) -> int:

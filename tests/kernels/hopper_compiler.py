@@ -1,0 +1,130 @@
+"""Compiles every Triton kernel for Hopper with the arguments that its wrapper gives it; run as a script.
+
+Neither a GPU nor a driver is needed to compile. The interpreter takes much that the compiler refuses.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import triton
+from torch import Tensor
+
+from foretoken.acceptance import triton_walk
+from foretoken.attention import triton_masked, triton_tables, triton_tree
+from foretoken.attention.layout import AttentionLayout
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.sampling import triton_choice
+from foretoken.target import triton_commit
+from foretoken.target.lean import triton_block
+
+BF16 = torch.bfloat16
+POINTERS = {
+    BF16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.bool: "*i1", torch.int8: "*i8",
+    torch.int16: "*i16", torch.int32: "*i32", torch.int64: "*i64",
+}  # fmt: skip
+KERNELS = {
+    triton_tree: ["_attend_kernel", "_merge_kernel"],
+    triton_masked: ["_masked_kernel"],
+    triton_tables: ["_tables_kernel"],
+    triton_choice: ["_part_kernel", "_merge_kernel"],
+    triton_walk: ["_walk_kernel"],
+    triton_commit: ["_commit_kernel"],
+    triton_block: ["_norm_kernel", "_gate_kernel", "_rotate_kernel"],
+}
+
+
+class ForHopper:
+    """Stands for a kernel: compiles what it is launched with for compute capability 9.0, and does not run it."""
+
+    def __init__(self, kernel) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid):
+        return self.compile
+
+    def compile(self, *args, **kwargs) -> None:
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        options = {
+            name: kwargs.pop(name)
+            for name in ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
+            if name in kwargs
+        }
+        signature, constants, attributes = {}, {}, {}
+        for param in self.kernel.params:
+            value = args[param.num] if param.num < len(args) else kwargs[param.name]
+            is_special = isinstance(value, int) and not param.do_not_specialize
+            if param.is_constexpr or (is_special and value == 1):
+                signature[param.name], constants[(param.num,)] = "constexpr", value
+                continue
+            is_pointer = isinstance(value, Tensor)
+            signature[param.name] = POINTERS[value.dtype] if is_pointer else {int: "i32", float: "fp32"}[type(value)]
+            if is_pointer or (is_special and value % 16 == 0):
+                attributes[(param.num,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self.kernel, signature, constants, attributes)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert compiled.metadata.shared <= 227 * 1024, compiled.metadata.shared
+        has_products = "wgmma.mma_async" in compiled.asm["ptx"] or "mma.sync" in compiled.asm["ptx"]
+        assert has_products or compiled.metadata.name not in ("_attend_kernel", "_masked_kernel")
+        sys.stdout.write(compiled.metadata.name + "\n")
+
+
+def compile_attention(*, heads: int, size: int, nodes: int, **options) -> None:
+    """Attention over a tree behind a long prefix."""
+    layout = layout_of(nodes)
+    keys = torch.zeros(2, 8, 600, size, dtype=BF16)
+    query = torch.zeros(1, nodes, heads, size, dtype=BF16).transpose(1, 2)
+    triton_tree.tree_attention_triton(query, keys, keys, layout.tables(), scale=1.0, **options)
+    if "window" not in options and "num_splits" not in options:
+        mask = layout.mask(0, None)[None]
+        counts = torch.tensor([mask.shape[2]], dtype=torch.int32)
+        triton_masked.masked_attention_triton(
+            query, keys, keys, layout.tables().slots, counts, mask, scale=1.0, **options
+        )
+
+
+def layout_of(nodes: int) -> AttentionLayout:
+    """A chain behind 500 tokens."""
+    tree = TokenTree.from_rows([TreeRow([0] * nodes, range(-1, nodes - 1))])
+    return AttentionLayout(slots=[1], prefix=[500], positions=500 + tree.depths, tree=tree)
+
+
+def compile_all() -> None:
+    """Every kernel, some in several variants."""
+    for module, names in KERNELS.items():
+        for name in names:
+            setattr(module, name, ForHopper(getattr(module, name)))
+    for size, nodes in ((64, 1), (96, 40), (128, 1), (128, 64), (256, 130)):
+        compile_attention(heads=32, size=size, nodes=nodes, num_splits=1)
+        compile_attention(heads=32, size=size, nodes=nodes, num_splits=5)
+    compile_attention(heads=32, size=128, nodes=33, softcap=2.0, sinks=torch.zeros(32, dtype=BF16))
+    compile_attention(heads=32, size=128, nodes=33, window=40)
+
+    parents = torch.zeros(3, 64, dtype=torch.int64)
+    places = torch.zeros(3, dtype=torch.int32)
+    triton_tables.tree_tables(parents, places, 1000)
+    for kind in (torch.float32, BF16):
+        triton_choice.chosen_tokens(torch.zeros(3, 64, 32_000, dtype=kind), torch.zeros(3), parents[:, 0], parents)
+    walked = triton_walk.walk_chosen(parents, parents, parents, 8)
+    for kind in (torch.float32, BF16):
+        store = torch.zeros(4, 3, 8, 40, 128, dtype=kind)
+        triton_commit.commit_rows(store, parents[:, 0], parents[:, 0], walked.path, walked.num_accepted)
+
+    for kind in (torch.float32, BF16):
+        x = torch.zeros(1, 5, 4096, dtype=kind)
+        for delta in (None, x):
+            triton_block.add_and_norm(x, delta, x[0, 0], 1e-5)
+        triton_block.gated_silu(torch.zeros(1, 5, 28_672, dtype=kind))
+        cache, layout, table = torch.zeros(2, 8, 600, 128, dtype=kind), layout_of(5), torch.zeros(600, 64)
+        joined = torch.zeros(1, 5, 48 * 128, dtype=kind)
+        for norms in (None, (x[0, 0, :128], x[0, 0, :128])):
+            triton_block.rotate_and_write(
+                joined, table, table, layout.positions, cache, cache, layout.tables(), norms, 1e-5
+            )
+
+
+if __name__ == "__main__":
+    compile_all()
