@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from foretoken.attention.layout import AttentionLayout
 
 
@@ -42,6 +44,23 @@ class PassTables:
     written_slots: Tensor
     written_rows: Tensor
     max_prefix: int
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors, `words` last and left out where there are none."""
+        return [
+            self.slots, self.prefix, self.positions, self.scratch_positions, self.written_slots, self.written_rows,
+            *([] if self.words is None else [self.words]),
+        ]  # fmt: skip
+
+    @classmethod
+    def from_tensors(cls, tensors: Sequence[Tensor], *, max_prefix: int) -> PassTables:
+        """What `tensors` took apart."""
+        slots, prefix, positions, scratch_positions, written_slots, written_rows, *words = tensors
+        return cls(
+            slots=slots, prefix=prefix, positions=positions, scratch_positions=scratch_positions,
+            words=words[0] if words else None, written_slots=written_slots, written_rows=written_rows,
+            max_prefix=max_prefix,
+        )  # fmt: skip
 
     @classmethod
     def of(cls, layout: AttentionLayout) -> PassTables:

@@ -1,21 +1,24 @@
 """Passes recorded once and run again: on a GPU the host then starts one graph instead of hundreds of kernels.
 
-A recording belongs to a shape: batch, width of the tree, bound of the prefix. What differs between passes of a shape
-lies in tensors that are filled before it runs: tokens, parents, slots, prefix lengths. Everything else, positions and
-who sees what included, is computed within. Trees are padded to few widths. Passes that are no trees, wider than memory
-allows or too near the end of the cache run as they would without recordings.
+A recording belongs to a shape: batch, tokens, bound of the prefix, and what else shapes a launch. What differs between
+passes of a shape lies in tensors that are filled before it runs. A tree brings its tokens and parents, padded to few
+widths, with slots and prefix lengths; positions and who sees what are made within. Other short passes, by which draft
+models grow trees and catch up, bring their tables. Long passes, and those too near the end of the cache to be padded,
+run as they would without recordings.
 
-Letters: B sequences, N nodes, V vocabulary.
+Letters: B sequences, T tokens fed, N nodes of a padded tree, V vocabulary.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from foretoken.attention.dispatch import has_kernel
 from foretoken.attention.layout import AttentionLayout
@@ -33,6 +36,7 @@ if TYPE_CHECKING:
 
 MAX_RECORDINGS = 48
 _LARGEST_LOGITS = 1 << 28  # bytes of one recording's logits
+_WIDEST_CHAIN = 64  # tokens of a pass that is no tree
 _SHORTEST_PREFIX = 512  # bounds of the prefix are this, doubled until it fits
 _log = logging.getLogger(__name__)
 
@@ -70,27 +74,29 @@ class _Shape(NamedTuple):
 
     Attributes:
         batch: B.
-        width: N, padded.
+        width: T, or N for a tree.
         max_prefix: Bound of the prefix lengths.
+        num_scratch: Scratch rows; 0 for a tree.
+        has_words: Whether tables say who sees what; without them the pass is causal. False for a tree.
     """
 
     batch: int
     width: int
     max_prefix: int
+    num_scratch: int = 0
+    has_words: bool = False
 
 
 class _Recording(NamedTuple):
     """One recorded pass.
 
     Attributes:
-        trees: (2, B, N) int64: tokens and parents.
-        places: (2, B) int64: slots and prefix lengths.
+        inputs: Filled before a run.
         output: Filled by a run.
         run: Runs it.
     """
 
-    trees: Tensor
-    places: Tensor
+    inputs: list[Tensor]
     output: PassOutput
     run: Callable[[], None]
 
@@ -143,17 +149,14 @@ class RecordedDecoder:
         shape = self._shape(layout)
         if shape is None:
             return self._stock.run(tokens, layout)
-        assert layout.tree is not None, "only trees have a shape"
         with torch.inference_mode():
-            places = torch.tensor([list(layout.slots), list(layout.prefix)])
-            recording = self._recordings.get(shape)
-            if recording is None:
-                recording = self._record(shape, tokens, layout.tree.parents, places)
+            inputs = _inputs(tokens, layout, shape)
+            recording = self._recordings.get(shape) or self._record(shape, inputs)
             self._recordings.move_to_end(shape)
-            _fill(recording.trees, tokens, layout.tree.parents)
-            recording.places.copy_(places, non_blocking=True)
+            for place, content in zip(recording.inputs, inputs, strict=True):
+                place.copy_(content, non_blocking=True)
             recording.run()
-            width, logits, features = layout.tree.width, recording.output.logits, recording.output.features
+            width, logits, features = layout.num_queries, recording.output.logits, recording.output.features
             # The next run fills the same tensors; callers may keep what they got.
             return PassOutput(
                 logits=logits[:, :width].clone(), features=None if features is None else features[:, :width].clone()
@@ -165,18 +168,22 @@ class RecordedDecoder:
 
     def _shape(self, layout: AttentionLayout) -> _Shape | None:
         """The recording that serves a pass, or None where none does."""
-        if layout.tree is None or layout.visible is not None or layout.offset:
+        batch, width = layout.positions.shape
+        if layout.tree is not None:
+            width = 1 << (width - 1).bit_length()
+        elif width > _WIDEST_CHAIN:
             return None
-        batch, width = layout.tree.tokens.shape
-        padded, longest = 1 << (width - 1).bit_length(), max(layout.prefix)
-        bound = _SHORTEST_PREFIX
+        longest, bound = max(layout.prefix), _SHORTEST_PREFIX
         while bound < longest:
             bound *= 2
-        if longest + padded > self._cache.capacity or batch * padded * self._vocab_size * 4 > _LARGEST_LOGITS:
+        is_too_large = batch * width * self._vocab_size * 4 > _LARGEST_LOGITS
+        if is_too_large or longest + layout.offset + width > self._cache.capacity:
             return None
-        return _Shape(batch, padded, bound)
+        if layout.tree is not None:
+            return _Shape(batch, width, bound)
+        return _Shape(batch, width, bound, layout.offset + width, layout.visible is not None)
 
-    def _record(self, shape: _Shape, tokens: Tensor, parents: Tensor, places: Tensor) -> _Recording:
+    def _record(self, shape: _Shape, inputs: Sequence[Tensor]) -> _Recording:
         """Records a shape, and forgets the one that was not used for longest where there are too many.
 
         What runs before the recording is the pass itself, so it writes the rows that are to be written anyway.
@@ -184,23 +191,18 @@ class RecordedDecoder:
         if len(self._recordings) >= MAX_RECORDINGS:
             self._recordings.popitem(last=False)
         before = _allocated(self._device)
-        trees = torch.zeros(2, *shape[:2], dtype=torch.int64, device=self._device)
-        _fill(trees, tokens, parents)
-        places = places.to(self._device)
-        output, run = self._recorder.record(lambda: self._pass(trees, places, shape))
+        places = [torch.empty_like(content, device=self._device).copy_(content) for content in inputs]
+        run_tree = partial(self._run_tree, shape, *places)
+        output, run = self._recorder.record(partial(self._run_chain, shape, *places) if shape.num_scratch else run_tree)
         self.memory_bytes += _allocated(self._device) - before
-        _log.info(
-            "recorded a pass of %d trees of %d nodes behind up to %d tokens; recordings hold %.0f MiB.",
-            *shape, self.memory_bytes / 2**20,
-        )  # fmt: skip
-        self._recordings[shape] = recording = _Recording(trees, places, output, run)
+        _log.info("recorded a pass of %s; recordings hold %.0f MiB.", shape, self.memory_bytes / 2**20)
+        self._recordings[shape] = recording = _Recording(places, output, run)
         return recording
 
-    def _pass(self, trees: Tensor, places: Tensor, shape: _Shape) -> PassOutput:
-        """What is recorded: from trees and places to logits, all on the device."""
+    def _run_tree(self, shape: _Shape, tokens: Tensor, parents: Tensor, places: Tensor) -> PassOutput:
+        """What is recorded of a tree; places: (2, B) int64, slots and prefix lengths."""
         from foretoken.attention.triton_tables import tree_tables
 
-        tokens, parents = trees
         slots, prefix = places
         starts = prefix.to(torch.int32)
         made = tree_tables(parents, starts, self._last_position)
@@ -213,13 +215,19 @@ class RecordedDecoder:
         positions = made.positions.to(torch.int64)
         return self._stock.run(tokens, AttentionLayout.for_recording(tables, positions))
 
+    def _run_chain(self, shape: _Shape, tokens: Tensor, positions: Tensor, *contents: Tensor) -> PassOutput:
+        """What is recorded of another pass; contents: as `PassTables.tensors` gives them."""
+        tables = PassTables.from_tensors(contents, max_prefix=shape.max_prefix)
+        return self._stock.run(tokens, AttentionLayout.for_recording(tables, positions))
 
-def _fill(trees: Tensor, tokens: Tensor, parents: Tensor) -> None:
-    """Writes trees into (2, B, N), as wide or wider; what tokens stand at padding does not matter."""
-    width = tokens.shape[1]
-    trees[0, :, :width] = tokens
-    trees[1, :, :width] = parents
-    trees[1, :, width:] = -1
+
+def _inputs(tokens: Tensor, layout: AttentionLayout, shape: _Shape) -> list[Tensor]:
+    """What has to be filled in before a recording runs."""
+    if layout.tree is None:
+        return [tokens, layout.positions, *layout.tables().tensors()]
+    padding = (0, shape.width - tokens.shape[1])
+    trees = [pad(part, padding, value=value) for part, value in ((tokens, 0), (layout.tree.parents, -1))]
+    return [*trees, torch.tensor([list(layout.slots), list(layout.prefix)])]
 
 
 def _allocated(device: torch.device) -> int:

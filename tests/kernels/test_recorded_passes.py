@@ -98,26 +98,42 @@ def test_passes_of_one_shape(architecture, recorder) -> None:
         assert recorder.num_recorded == before + 1, "all four are passes of one shape"
 
 
+def test_passes_that_are_no_trees(recorder) -> None:
+    """Levels of a draft model's tree behind earlier scratch rows, and chains; each shape is recorded once."""
+    module = model("llama")
+    plain, recorded = runner("lean-stock", module), runner("lean-recorded", module)
+    for each in (plain, recorded):
+        for slot in (0, 1):
+            each.prefill(slot, [slot + 3 * i for i in range(6)], 0)
+    count = recorder.num_recorded if DEVICE == "cpu" else 0
+    visible = [[True, False, True, False], [True, True, False, True]]
+    for slot, prefix, rows in ((0, 5, visible), (1, 4, visible[::-1])):
+        layout = AttentionLayout(
+            slots=[slot], prefix=[prefix], positions=torch.tensor([[prefix + 1, prefix + 2]], device=DEVICE), offset=2,
+            visible=torch.tensor([rows], device=DEVICE) | torch.eye(4, dtype=torch.bool, device=DEVICE)[2:],
+            scratch_positions=prefix + torch.tensor([[0, 1, 1, 2]], device=DEVICE),
+        )  # fmt: skip
+        scratch = AttentionLayout(
+            slots=[slot], prefix=[prefix], positions=prefix + torch.tensor([[0, 1]], device=DEVICE)
+        )
+        for tokens, given in (([[1, 2]], scratch), ([[3, 4]], layout)):
+            fed = torch.tensor(tokens, device=DEVICE)
+            outputs = [each.forward(fed, given).logits for each in (plain, recorded)]
+            torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+    if DEVICE == "cpu":
+        assert recorder.num_recorded == count + 2
+
+
 def test_what_is_not_recorded(recorder) -> None:
-    """Chains of a draft model over earlier scratch rows, and trees at the very end of the cache."""
+    """Trees at the very end of the cache, which could not be padded."""
     module = model("llama")
     plain, recorded = runner("lean-stock", module, 5), runner("lean-recorded", module, 5)
+    end = recorded.context_len - 1
+    for each in (plain, recorded):
+        each.prefill(1, [i % 60 for i in range(end)], 0)
     if DEVICE == "cpu":
         assert recorder.num_runs, "the self-test was recorded"
         recorder.num_runs = 0
-    tokens = torch.tensor([[3, 4]], device=DEVICE)
-    visible = torch.tensor([[[True, False, True, False], [True, True, False, True]]], device=DEVICE)
-    positions = torch.tensor([[6, 7]], device=DEVICE)
-    end = recorded.context_len - 1
-    for each in (plain, recorded):
-        each.prefill(0, list(range(5)), 0)
-        each.prefill(1, [i % 60 for i in range(end)], 0)
-    layout = AttentionLayout(
-        slots=[0], prefix=[5], positions=positions, offset=2, visible=visible,
-        scratch_positions=torch.tensor([[5, 6, 6, 7]], device=DEVICE),
-    )  # fmt: skip
-    outputs = [each.forward(tokens, layout).logits for each in (plain, recorded)]
-    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
     tree = random_tree([5], 0)  # padded to 8 it would not fit
     outputs = [each.verify([1], [end], tree).logits for each in (plain, recorded)]
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
