@@ -136,15 +136,17 @@ def chain_seconds(shape: TreeShape, loaded: LoadedHead, state: Tensor) -> float:
             states, hidden = loaded.head.step(depth, states, tokens, loaded.parts)
             tokens = loaded.head.logits(depth, hidden, loaded.parts).float().topk(10, dim=2).indices[:, :, 0]
 
-    return timed(draft)
+    return timed(draft, state.device)
 
 
-def timed(draft: Callable[[], object]) -> float:
-    """Seconds of the fastest of a few calls: the first ones warm up."""
+def timed(draft: Callable[[], object], device: torch.device) -> float:
+    """Seconds of the fastest of a few calls, until the device is done: the first ones warm up."""
     best = float("inf")
     for _ in range(5):
         begin = time.perf_counter()
         draft()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - begin)
     return best
 

@@ -62,7 +62,8 @@ class MedusaDrafter:
     def _draft_seconds(self, shape: TreeShape) -> float:
         """Seconds of the heads for one sequence."""
         return timed(
-            lambda: self._head.all_logits(self._features.of([0]), self._parts, shape.depth).float().topk(10, dim=2)
+            lambda: self._head.all_logits(self._features.of([0]), self._parts, shape.depth).float().topk(10, dim=2),
+            self._features.of([0]).device,
         )
 
 

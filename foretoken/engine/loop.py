@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from foretoken.acceptance.select import AcceptancePolicy, accept
-from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
+from foretoken.core.records import SequenceStep, StepRecord
 from foretoken.core.results import TokenLogprob
 from foretoken.drafters.base import Committed, DraftContext, Drafter
 from foretoken.engine.draft_guard import DraftGuard
+from foretoken.engine.stage_clock import StageClock
 from foretoken.sampling.batch import SamplingBatch
 from foretoken.sampling.history import History, HistoryTable
 from foretoken.sampling.node_scores import NodeScores
@@ -131,14 +132,14 @@ class Engine:
 
     def _decode(self, sequences: list[Sequence]) -> StepRecord:
         """Propose, verify, accept, commit for sequences whose prompt is in the cache."""
-        times = [time.perf_counter()]
+        clock = StageClock(self.target.device)
         batch = self._sampling_batch(sequences)
         draft = self._guard.propose(self._draft_context(sequences, batch))
         tree = draft.tree
-        times.append(time.perf_counter())
+        clock.mark()
         slots, lengths = [_slot(s) for s in sequences], [len(s.tokens) - 1 for s in sequences]
         verified = self.target.verify(slots, lengths, tree)
-        times.append(time.perf_counter())
+        clock.mark()
         scores = NodeScores(tree=tree, logits=verified.logits, batch=batch, history=self._histories(sequences, batch))
         rules = [
             self.policy.rule_for(
@@ -149,21 +150,18 @@ class Engine:
         ]  # fmt: skip
         acceptance = accept(scores, rules, self.policy, torch.tensor(lengths, device=tree.tokens.device))
         outcomes = _to_host(tree, verified.logits, acceptance)
-        times.append(time.perf_counter())
+        clock.mark()
         self.target.commit(slots, lengths, acceptance.path, acceptance.num_accepted)
         self._add_logprobs(sequences, outcomes, verified.logits)
         emitted = [self._commit(*pair) for pair in zip(sequences, outcomes, strict=True)]
         self._guard.commit(_committed(slots, lengths, outcomes, verified))
-        times.append(time.perf_counter())
+        clock.mark()
         record = StepRecord(
             sequences=[
                 _sequence_step(self._guard.name, *each) for each in zip(sequences, outcomes, emitted, strict=True)
             ],
             width=tree.width,
-            seconds=StageSeconds(
-                draft=times[1] - times[0], verify=times[2] - times[1], accept=times[3] - times[2],
-                commit=times[4] - times[3],
-            ),
+            seconds=clock.seconds(),
             draft_error=draft.error,
             lossy_tv=float(acceptance.lossy_tv.mean()) if self.policy.is_lossy else 0.0,
         )  # fmt: skip

@@ -1,0 +1,45 @@
+"""How long the stages of an iteration took: by the host's clock, and on GPUs, where it runs ahead, by the device's.
+
+A GPU works through what it was given later than the host gives it; the host's clock would find that verifying takes as
+long as starting it. Events stand between the stages instead and are read once the host has waited anyway.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from foretoken.core.records import StageSeconds
+
+
+class StageClock:
+    """One iteration's clock; starts when it is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type == "cuda"
+        self._marks: list[float] = []
+        self._events: list[torch.cuda.Event] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """A stage is over: draft, verify, accept, which waits for the device, then commit."""
+        self._marks.append(time.perf_counter())
+        if self._is_gpu and len(self._marks) <= 3:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+
+    def seconds(self) -> StageSeconds:
+        """What each of the four stages took, seconds; they add up to the host's time."""
+        marks = self._marks
+        draft, verify = marks[1] - marks[0], marks[2] - marks[1]
+        if self._is_gpu:
+            begin, drafted, verified = self._events
+            draft, verify = begin.elapsed_time(drafted) / 1000, drafted.elapsed_time(verified) / 1000
+        return StageSeconds(
+            draft=draft,
+            verify=verify,
+            accept=max(marks[3] - marks[0] - draft - verify, 0.0),
+            commit=marks[4] - marks[3],
+        )
