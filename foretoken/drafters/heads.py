@@ -20,7 +20,6 @@ from foretoken.formats.registry import read_head
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.target.parts import TargetParts, target_parts
 from foretoken.trees.choices import TreeShape
-from foretoken.trees.growth import TreeGrowth
 from foretoken.trees.published import PUBLISHED
 from foretoken.trees.search import best_shape
 
@@ -28,7 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.drafters.base import Committed, DraftContext
+    from foretoken.drafters.recorded_growth import RecordedGrowth
     from foretoken.heads.base import Head
+    from foretoken.trees.growth import TreeGrowth
 
 
 _FALLBACK_TREE = "mc_sim_7b_63"
@@ -152,11 +153,10 @@ def timed(draft: Callable[[], object], device: torch.device) -> float:
 
 
 class Proposal:
-    """One call of `propose` in the making: for which sequences of the batch, and the tree that grows for them.
+    """One call of `propose` in the making: for which sequences of the batch, and how their trees are to grow.
 
     Attributes:
         rows: The sequences that are drafted for, by their place in the batch; none when the tree is roots alone.
-        growth: Their trees.
     """
 
     def __init__(
@@ -180,35 +180,43 @@ class Proposal:
         self.rows = [row for row, depth in enumerate(self._room) if depth > 0]
         if not self.rows:
             return
-        draws = DraftDraws.build(
+        self._draws = DraftDraws.build(
             context.sampling.select(torch.tensor(self.rows, device=device)),
             [context.is_coupled[row] for row in self.rows],
             torch.tensor([len(context.tokens[row]) - 1 for row in self.rows], device=device),
             greedy=options.draft_sample_method == "greedy",
         )
-        roots = torch.tensor([context.roots[row] for row in self.rows], device=device)
-        self.growth = TreeGrowth(shape.truncated(max(self._room)), roots, draws)
+        self._roots = torch.tensor([context.roots[row] for row in self.rows], device=device)
+        self._shape = shape.truncated(max(self._room))
 
     @property
     def slots(self) -> list[int]:
         """Slots of the sequences that are drafted for."""
         return [self._context.slots[row] for row in self.rows]
 
-    def finish(self) -> TokenTree:
-        """The trees of the whole batch."""
-        if not self.rows:
-            return TokenTree.roots(self._context.roots, device=self._device)
-        return self.growth.finish(self.rows, self._room, self._context.roots)
+    def without_drafts(self) -> TokenTree:
+        """Roots alone."""
+        return TokenTree.roots(self._context.roots, device=self._device)
+
+    def grown(self, grower: RecordedGrowth, state: Tensor) -> TokenTree:
+        """The trees of the whole batch.
+
+        Args:
+            grower: Grows them.
+            state: (rows, W), what its steps start from.
+        """
+        growth = grower.grow(self._shape, self._roots, self._draws, state)
+        return growth.finish(self.rows, self._room, self._context.roots)
 
 
-def grow(growth: TreeGrowth, head: Head, state: Tensor, parts: TargetParts) -> None:
+def grow(head: Head, parts: TargetParts, growth: TreeGrowth, state: Tensor) -> None:
     """Fills a tree with a head that is evaluated at every node that has children.
 
     Args:
-        growth: A tree of roots; changed.
         head: Takes a token a step.
-        state: (B, W), what its steps start from.
         parts: What it shares with the target.
+        growth: A tree of roots; changed.
+        state: (B, W), what its steps start from.
     """
     level, states = [0], state.unsqueeze(1)
     for depth in range(growth.shape.depth):

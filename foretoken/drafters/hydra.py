@@ -10,6 +10,7 @@ Letters: B sequences, T positions, E hidden size.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +28,7 @@ from foretoken.drafters.heads import (
     head_shape,
     load_head,
 )
+from foretoken.drafters.recorded_growth import RecordedGrowth
 from foretoken.heads.hydra import HydraHeads
 from foretoken.target.slot_cache import LayerShape, SlotCache
 
@@ -55,8 +57,9 @@ class HydraDrafter:
     def __init__(self, options: Options, target: TargetFacts, loaded: LoadedHead) -> None:
         head = loaded.head
         assert isinstance(head, HydraHeads), "`load_head` checks the method"
-        self._options, self._head, self._parts, self._device = options, head, loaded.parts, target.device
+        self._options, self._device = options, target.device
         size, dtype = head.config.hidden_size, head.weight.dtype
+        self._grower = RecordedGrowth(partial(grow, head, loaded.parts), target.device)
         self._features: LastFeatures | PrefixFeatures
         if head.prefix is None:
             self._features = LastFeatures(target.num_slots, size, device=target.device, dtype=dtype)
@@ -70,9 +73,9 @@ class HydraDrafter:
     def propose(self, context: DraftContext) -> TokenTree:
         """See `Drafter`."""
         proposal = Proposal(context, self.shape, self._features.is_known, self._options, self._device)
-        if proposal.rows:
-            grow(proposal.growth, self._head, self._features.of(proposal.slots), self._parts)
-        return proposal.finish()
+        if not proposal.rows:
+            return proposal.without_drafts()
+        return proposal.grown(self._grower, self._features.of(proposal.slots))
 
     def commit(self, committed: Committed) -> None:
         """See `Drafter`."""

@@ -10,13 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 
 from foretoken.drafters.heads import HeadOptions, LastFeatures, LoadedHead, Proposal, head_shape, load_head, timed
+from foretoken.drafters.recorded_growth import RecordedGrowth
 from foretoken.heads.medusa import MedusaHeads
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from foretoken.core.token_tree import TokenTree
     from foretoken.drafters.base import Committed, DraftContext, Drafter, TargetFacts
     from foretoken.target.taps import Tap
     from foretoken.trees.choices import TreeShape
+    from foretoken.trees.growth import TreeGrowth
 
 
 class Options(HeadOptions):
@@ -33,6 +37,7 @@ class MedusaDrafter:
         head = loaded.head
         assert isinstance(head, MedusaHeads), "`load_head` checks the method"
         self._options, self._head, self._parts, self._device = options, head, loaded.parts, target.device
+        self._grower = RecordedGrowth(self._fill, target.device)
         self._features = LastFeatures(
             target.num_slots, head.config.hidden_size, device=target.device, dtype=head.weight.dtype
         )
@@ -43,12 +48,9 @@ class MedusaDrafter:
     def propose(self, context: DraftContext) -> TokenTree:
         """See `Drafter`."""
         proposal = Proposal(context, self.shape, self._features.is_known, self._options, self._device)
-        if proposal.rows:
-            growth = proposal.growth
-            logits = self._head.all_logits(self._features.of(proposal.slots), self._parts, growth.shape.depth).float()
-            for depth in range(growth.shape.depth):
-                growth.expand(growth.parents_at(depth), logits[:, depth : depth + 1])
-        return proposal.finish()
+        if not proposal.rows:
+            return proposal.without_drafts()
+        return proposal.grown(self._grower, self._features.of(proposal.slots))
 
     def commit(self, committed: Committed) -> None:
         """See `Drafter`."""
@@ -57,6 +59,12 @@ class MedusaDrafter:
     def release(self, slot: int) -> None:
         """See `Drafter`."""
         self._features.forget(slot)
+
+    def _fill(self, growth: TreeGrowth, features: Tensor) -> None:
+        """Fills a tree from (B, E) features: a level is drafted by one head, whatever node it is after."""
+        logits = self._head.all_logits(features, self._parts, growth.shape.depth).float()
+        for depth in range(growth.shape.depth):
+            growth.expand(growth.parents_at(depth), logits[:, depth : depth + 1])
 
     @torch.inference_mode()
     def _draft_seconds(self, shape: TreeShape) -> float:

@@ -5,6 +5,7 @@ Source: Wertheimer et al. 2024 (arXiv 2404.19124).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from foretoken.drafters.heads import (
     head_shape,
     load_head,
 )
+from foretoken.drafters.recorded_growth import RecordedGrowth
 
 if TYPE_CHECKING:
     from foretoken.core.token_tree import TokenTree
@@ -37,7 +39,8 @@ class MlpSpeculatorDrafter:
     taps: tuple[Tap, ...] = ("final",)
 
     def __init__(self, options: Options, target: TargetFacts, loaded: LoadedHead) -> None:
-        self._options, self._head, self._parts, self._device = options, loaded.head, loaded.parts, target.device
+        self._options, self._head, self._device = options, loaded.head, target.device
+        self._grower = RecordedGrowth(partial(grow, loaded.head, loaded.parts), target.device)
         self._features = LastFeatures(
             target.num_slots,
             loaded.head.config.hidden_size,
@@ -53,10 +56,9 @@ class MlpSpeculatorDrafter:
     def propose(self, context: DraftContext) -> TokenTree:
         """See `Drafter`."""
         proposal = Proposal(context, self.shape, self._features.is_known, self._options, self._device)
-        if proposal.rows:
-            state = self._head.encode(self._features.of(proposal.slots))
-            grow(proposal.growth, self._head, state, self._parts)
-        return proposal.finish()
+        if not proposal.rows:
+            return proposal.without_drafts()
+        return proposal.grown(self._grower, self._head.encode(self._features.of(proposal.slots)))
 
     def commit(self, committed: Committed) -> None:
         """See `Drafter`."""

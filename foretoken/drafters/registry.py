@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from foretoken.drafters.base import Drafter, DrafterOptions, TargetFacts
 
-_NOT_METHODS = {"base", "heads", "registry"}
+_NOT_METHODS = {"base", "heads", "recorded_growth", "registry"}
 
 
 def known_methods() -> list[str]:

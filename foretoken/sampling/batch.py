@@ -84,6 +84,11 @@ class SamplingBatch:
         return 0 if self.bad_words is None else self.bad_words.shape[2] - 1
 
     @property
+    def has_truncation(self) -> bool:
+        """Whether any request cuts off part of its law."""
+        return any(field is not None for field in (self.top_k, self.top_p, self.min_p))
+
+    @property
     def has_processors(self) -> bool:
         """Whether anything changes the logits before temperature and truncation."""
         fields = (self.bias, self.terminators, self.bad_words)

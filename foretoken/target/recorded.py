@@ -1,4 +1,4 @@
-"""Passes recorded once and run again: on a GPU the host then starts one graph instead of hundreds of kernels.
+"""Passes of the lean decoder, recorded once and run again.
 
 A recording belongs to a shape: batch, tokens, bound of the prefix, and what else shapes a launch. What differs between
 passes of a shape lies in tensors that are filled before it runs. A tree brings its tokens and parents, padded to few
@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,12 +25,14 @@ from foretoken.attention.layout import AttentionLayout
 from foretoken.attention.tables import PassTables
 from foretoken.target.decoder import PassOutput, UnsuitableError
 from foretoken.target.lean.stock import StockDecoder
+from foretoken.target.recorder import GraphRecorder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.target.lean.stock import Steps
     from foretoken.target.loading import LoadedModel
+    from foretoken.target.recorder import Recorder
     from foretoken.target.slot_cache import SlotCache
     from foretoken.target.taps import Tap
 
@@ -39,34 +41,6 @@ _LARGEST_LOGITS = 1 << 28  # bytes of one recording's logits
 _WIDEST_CHAIN = 64  # tokens of a pass that is no tree
 _SHORTEST_PREFIX = 512  # bounds of the prefix are this, doubled until it fits
 _log = logging.getLogger(__name__)
-
-
-class Recorder(Protocol):
-    """Makes something that can be run again out of a function over tensors that stay where they are."""
-
-    def record(self, run: Callable[[], PassOutput]) -> tuple[PassOutput, Callable[[], None]]:
-        """Gives what a run fills, and what runs it again."""
-        ...
-
-
-class GraphRecorder:
-    """CUDA graphs, all in one memory pool."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._pool = device, torch.cuda.graph_pool_handle()
-
-    def record(self, run: Callable[[], PassOutput]) -> tuple[PassOutput, Callable[[], None]]:
-        """See `Recorder`."""
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles kernels and lets libraries choose theirs, neither of which can be recorded
-                run()
-        torch.cuda.current_stream(self._device).wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = run()
-        return output, graph.replay
 
 
 class _Shape(NamedTuple):

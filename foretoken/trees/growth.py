@@ -49,6 +49,7 @@ class TreeGrowth:
         self._kinds = torch.zeros_like(self.tokens)
         self._row_of = torch.full_like(self.tokens, -1)
         self._rows: list[Tensor] = []  # (B, rows of one level, V)
+        self._families: list[_Family] = []  # kept alive for recordings of this growth, which read their tensors
 
     def level(self, depth: int) -> list[int]:
         """Nodes of one depth, in order."""
@@ -84,6 +85,7 @@ class TreeGrowth:
             nodes = [nodes[place] for place in has_children]
             logits = logits if logits.shape[1] == 1 else logits[:, has_children]
         family = _family(self._relations, tuple(nodes))
+        self._families.append(family)
         log_probs, keys = self._draws.keys(logits, nodes, self._relations.depths[nodes[0]])
         best = keys.topk(family.num_candidates, dim=2)
         # Draws are taken in order: one that follows a draw left out, as a shape with gaps in its ranks would have it,

@@ -16,7 +16,8 @@ from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.target import runner as runner_module
 from foretoken.target.lean.stock import fused_steps
 from foretoken.target.loading import wrap_model
-from foretoken.target.recorded import MAX_RECORDINGS, GraphRecorder, RecordedDecoder
+from foretoken.target.recorded import MAX_RECORDINGS, RecordedDecoder
+from foretoken.target.recorder import GraphRecorder
 from foretoken.target.runner import Runner
 
 CONTEXT_LEN, SLOTS = 32, 3
