@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from foretoken.attention.tables import PassTables
+from foretoken.attention.tables import PassTables, packed_bits
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -89,7 +89,7 @@ class AttentionLayout:
     def tables(self) -> PassTables:
         """The same for kernels; made once per pass."""
         if not self._tables:
-            self._tables.append(PassTables.of(self))
+            self._tables.append(self._build_tables())
         return self._tables[0]
 
     def mask(self, row: int, window: int | None) -> Tensor | None:
@@ -108,6 +108,23 @@ class AttentionLayout:
         if key not in self._masks:
             self._masks[key] = self._build_mask(row, window)
         return self._masks[key]
+
+    def _build_tables(self) -> PassTables:
+        """See `tables`."""
+        device = self.positions.device
+        slots, prefix = torch.tensor([list(self.slots), list(self.prefix)], device=device)
+        rows = torch.arange(self.offset, self.offset + self.num_queries, device=device)
+        scratch = self.positions if self.scratch_positions is None else self.scratch_positions
+        words = None
+        if self.visible is not None:
+            words = packed_bits(self.visible)
+        elif self.tree is not None and self.tree.width > 1:
+            words = self.tree.ancestor_words().view(torch.int32)  # little-endian: the low half comes first
+        return PassTables(
+            slots=slots.to(torch.int32), prefix=prefix.to(torch.int32), positions=self.positions.to(torch.int32),
+            scratch_positions=scratch.to(torch.int32), words=words, written_slots=slots.unsqueeze(1),
+            written_rows=prefix.unsqueeze(1) + rows, max_prefix=max(self.prefix),
+        )  # fmt: skip
 
     def _visible(self) -> Tensor | None:
         """`visible`, worked out from the tree when it is first asked for."""

@@ -14,8 +14,6 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.attention.layout import AttentionLayout
-
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PassTables:
@@ -60,24 +58,6 @@ class PassTables:
             slots=slots, prefix=prefix, positions=positions, scratch_positions=scratch_positions,
             words=words[0] if words else None, written_slots=written_slots, written_rows=written_rows,
             max_prefix=max_prefix,
-        )  # fmt: skip
-
-    @classmethod
-    def of(cls, layout: AttentionLayout) -> PassTables:
-        """The tables of a pass."""
-        device = layout.positions.device
-        slots, prefix = torch.tensor([list(layout.slots), list(layout.prefix)], device=device)
-        rows = torch.arange(layout.offset, layout.offset + layout.num_queries, device=device)
-        scratch = layout.positions if layout.scratch_positions is None else layout.scratch_positions
-        words = None
-        if layout.visible is not None:
-            words = packed_bits(layout.visible)
-        elif layout.tree is not None and layout.tree.width > 1:
-            words = layout.tree.ancestor_words().view(torch.int32)  # little-endian: the low half comes first
-        return cls(
-            slots=slots.to(torch.int32), prefix=prefix.to(torch.int32), positions=layout.positions.to(torch.int32),
-            scratch_positions=scratch.to(torch.int32), words=words, written_slots=slots.unsqueeze(1),
-            written_rows=prefix.unsqueeze(1) + rows, max_prefix=max(layout.prefix),
         )  # fmt: skip
 
 

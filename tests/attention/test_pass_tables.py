@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from foretoken.attention.layout import AttentionLayout
-from foretoken.attention.tables import PassTables, packed_bits
+from foretoken.attention.tables import packed_bits
 from foretoken.core.token_tree import TokenTree, TreeRow
 
 
@@ -30,7 +30,7 @@ def test_tables_of_trees_are_their_masks() -> None:
     layout = AttentionLayout(
         slots=[4, 1], prefix=[5, 900], positions=tree.depths + torch.tensor([[5], [900]]), tree=tree
     )
-    tables = PassTables.of(layout)
+    tables = layout.tables()
     assert tables.words is not None
     assert torch.equal(unpacked(tables.words, tree.width), tree.ancestor_mask())
     assert (tables.slots.tolist(), tables.prefix.tolist(), tables.max_prefix) == ([4, 1], [5, 900], 900)
@@ -39,4 +39,4 @@ def test_tables_of_trees_are_their_masks() -> None:
 
 def test_chains_need_no_words() -> None:
     layout = AttentionLayout(slots=[0], prefix=[3], positions=torch.tensor([[3, 4, 5]]))
-    assert PassTables.of(layout).words is None
+    assert layout.tables().words is None

@@ -170,7 +170,7 @@ def prepare(case: Case, seed: int = 0) -> Pass:
     shape = dict(zip("BHTD", (batch, case.heads, case.queries, key_width), strict=True))
     query = normal(*(shape[name] for name in case.query_order)).permute([case.query_order.index(n) for n in "BHTD"])
     sinks = normal(case.heads) + 1 if case.sinks else None
-    tables = PassTables.of(layout)
+    tables = layout.tables()
     on_device = {
         name: table.to(DEVICE) for name in ("slots", "prefix", "positions", "scratch_positions", "words")
         if (table := getattr(tables, name)) is not None
@@ -294,7 +294,7 @@ def test_queries_that_see_nothing_give_zero(sinks: bool, num_splits: int) -> Non
     positions = given.layout.positions.clone()
     positions[0, 1] = 1000  # past the window of every row
     layout = replace(given.layout, visible=visible, positions=positions)
-    tables = replace(PassTables.of(layout), max_prefix=40)
+    tables = replace(layout.tables(), max_prefix=40)
     on_device = {name: getattr(tables, name).to(DEVICE) for name in ("slots", "prefix", "positions")}
     on_device |= {name: getattr(tables, name).to(DEVICE) for name in ("scratch_positions", "words")}
     blind = replace(given, layout=layout, tables=replace(tables, **on_device))
