@@ -72,7 +72,8 @@ class TokenTree:
         scores: (B, N) float32 or None, the drafter's path log-probability at each node.
         source: (B, N) int64 or None, a bit set of the drafters that proposed the node (bit i = drafter i).
         law: How the nodes were drawn, or None when all are one-hot.
-        is_sound: Whether `from_rows` made it, which checks the structure; lost with any change.
+        sound_roots: The root tokens on the host, where whoever made the tree answers for its structure: `from_rows`,
+            which checks it, and `vouched`. Lost with any change.
     """
 
     tokens: Tensor
@@ -83,7 +84,7 @@ class TokenTree:
     scores: Tensor | None = None
     source: Tensor | None = None
     law: DraftLaw | None = None
-    is_sound: bool = field(default=False, init=False, repr=False, compare=False)
+    sound_roots: tuple[int, ...] | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def batch_size(self) -> int:
@@ -126,7 +127,16 @@ class TokenTree:
             num_nodes=torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64, device=device),
             max_depth=max(max(row) for row in depths),
         )
-        object.__setattr__(tree, "is_sound", True)
+        return tree.vouched([row.tokens[0] for row in rows])
+
+    def vouched(self, roots: Sequence[int]) -> TokenTree:
+        """The same tree, for whose structure the caller answers: nobody has to look at it on the device.
+
+        Args:
+            roots: Root tokens of the B sequences.
+        """
+        tree = replace(self)
+        object.__setattr__(tree, "sound_roots", tuple(roots))
         return tree
 
     @classmethod

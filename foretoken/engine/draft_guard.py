@@ -121,8 +121,8 @@ def find_fault(tree: TokenTree, roots: Sequence[int], max_nodes: int, device: to
         if part.dtype != torch.int64 or (device is not None and part.device.type != device.type):
             place = "" if device is None else f" on {device}"
             return f"{name} of type {part.dtype} on {part.device}; expected int64{place}"
-    if tree.is_sound:
-        return None if tree.tokens[:, 0].tolist() == list(roots) else "tree with wrong root"
+    if tree.sound_roots is not None:
+        return None if tree.sound_roots == tuple(roots) else "tree with wrong root"
     if not 0 <= tree.max_depth < width:
         return f"max_depth {tree.max_depth}; expected at least 0 and below the width, {width}"
     node = torch.arange(width, device=tree.tokens.device)

@@ -30,8 +30,8 @@ class DraftDraws:
         root_positions: (B,) int64, absolute position of each root.
         is_coupled: (B,) bool.
         is_sampled: (B,) bool.
-        has_coupled: Host copy of `is_coupled.any()`.
-        has_sampled: Host copy of `is_sampled.any()`.
+        has_coupled: False only where `is_coupled` is nowhere true; known on the host.
+        has_sampled: Likewise of `is_sampled`.
     """
 
     batch: SamplingBatch
@@ -55,13 +55,16 @@ class DraftDraws:
         """
         draws = ~batch.greedy & (not greedy)
         coupled = torch.tensor(is_coupled, device=root_positions.device)
+        has_coupled, has_sampled = possible_draws(batch, is_coupled, greedy=greedy)
+        if root_positions.device.type == "cpu":  # elsewhere an exact answer would cost a synchronisation
+            has_coupled, has_sampled = bool((draws & coupled).any()), bool((draws & ~coupled).any())
         return cls(
             batch=batch,
             root_positions=root_positions,
             is_coupled=draws & coupled,
             is_sampled=draws & ~coupled,
-            has_coupled=bool((draws & coupled).any()),
-            has_sampled=bool((draws & ~coupled).any()),
+            has_coupled=has_coupled,
+            has_sampled=has_sampled,
         )
 
     def keys(self, logits: Tensor, nodes: Sequence[int], depth: int) -> tuple[Tensor, Tensor]:
@@ -99,6 +102,20 @@ class DraftDraws:
         # Without what warping does not read but would be as large as the logits.
         batch = replace(self.batch, bias=None, terminators=None, bad_words=None).select(rows)
         return warp(logits.flatten(0, 1), batch).view_as(logits)
+
+
+def possible_draws(batch: SamplingBatch, is_coupled: Sequence[bool], *, greedy: bool) -> tuple[bool, bool]:
+    """Whether there may be coupled and sampled requests, told without a look at the device.
+
+    Greedy requests among others may count as either: work for nothing, and no other result.
+
+    Args:
+        batch: Sampling parameters.
+        is_coupled: Whether each is verified by coupling.
+        greedy: Whether all are drafted greedily.
+    """
+    may_draw = not (greedy or batch.is_all_greedy)
+    return may_draw and any(is_coupled), may_draw and not all(is_coupled)
 
 
 def _by_sequence(flags: Tensor) -> Tensor:

@@ -134,7 +134,7 @@ class TreeGrowth:
             law = DraftLaw(
                 kinds=spread(self._kinds, 0), rows=probs, row_of=spread(self._row_of, -1), max_siblings=siblings
             )
-        return TokenTree(
+        tree = TokenTree(
             tokens=tokens,
             parents=torch.where(is_kept, torch.tensor(self._relations.parents, device=device), -1),
             depths=torch.where(is_kept, depths, 0),
@@ -143,6 +143,7 @@ class TreeGrowth:
             scores=spread(self._scores, 0.0),
             law=law,
         )
+        return tree.vouched(roots)  # the shape is a tree, and what is cut off are whole levels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

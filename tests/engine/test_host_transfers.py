@@ -1,8 +1,8 @@
 """How often an iteration waits for the device, counted where our own code asks a tensor for its values.
 
-A greedy iteration over one-hot drafts asks twice: the guard, whether the tree is one (a drafter is not believed), and
-for the packed outcome. On a CPU the walk down the tree may also look whether it is over, numpy finds the best tokens
-and rows are moved one sequence after another, all of which is free there.
+A greedy iteration asks once, for the packed outcome, where the drafter's tree is vouched for; the guard asks once more
+where a drafter made a tree of its own, and a draft model looks at each level that it feeds. On a CPU the walk down the tree may also look whether it is over, numpy finds
+the best tokens, rows are moved one sequence after another and kinds of draws are looked up, all of which is free there.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def callers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
-@pytest.mark.parametrize("drafter", ["none", "oracle [3, 0, 5]", "oracle tree", "ngram tree"])
-def test_a_greedy_iteration_waits_twice(drafter: str, callers: Counter[str]) -> None:
+@pytest.mark.parametrize("drafter", ["none", "oracle [3, 0, 5]", "oracle tree", "ngram tree", "medusa", "hydra++"])
+def test_a_greedy_iteration_waits_once(drafter: str, callers: Counter[str]) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=22)
     plain = llm({}).generate([[5], [6]], params)
     engine = llm(drafters()[drafter]([[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in plain]))
@@ -51,10 +51,18 @@ def test_a_greedy_iteration_waits_twice(drafter: str, callers: Counter[str]) -> 
     records: list[Any] = []
     engine._engine._on_step = records.append
     engine.generate([[5], [6]], params)
-    for free_on_cpu in ("descend", "argmax_everywhere", "move_paths"):
+    for free_on_cpu in ("descend", "argmax_everywhere", "move_paths", "build"):
         callers.pop(free_on_cpu, None)
-    # The last pass, where there is room for one token only, is not drafted for.
-    most = 0 if drafter == "none" else len(records)
     assert callers.pop("_to_host") == len(records)
-    assert max(0, most - 1) <= callers.pop("find_fault", 0) <= most
     assert not callers
+
+
+def test_foreign_trees_cost_one_look_more(callers: Counter[str]) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=22)
+    engine = llm(drafters()["random"]([]))
+    callers.clear()
+    records: list[Any] = []
+    engine._engine._on_step = records.append
+    engine.generate([[5], [6]], params)
+    # The last pass, where there is room for one token only, is not drafted for.
+    assert len(records) - 1 <= callers["find_fault"] <= len(records)
