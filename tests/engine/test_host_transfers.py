@@ -1,8 +1,9 @@
 """How often an iteration waits for the device, counted where our own code asks a tensor for its values.
 
 A greedy iteration asks once, for the packed outcome, where the drafter's tree is vouched for; the guard asks once more
-where a drafter made a tree of its own, and a draft model looks at each level that it feeds. On a CPU the walk down the tree may also look whether it is over, numpy finds
-the best tokens, rows are moved one sequence after another and kinds of draws are looked up, all of which is free there.
+where a drafter made a tree of its own, and a draft model looks at each level that it feeds. On a CPU the walk down the
+tree may also look whether it is over, numpy finds the best tokens, rows are moved one sequence after another and kinds
+of draws are looked up, all of which is free there.
 """
 
 from __future__ import annotations
