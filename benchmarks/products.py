@@ -11,13 +11,12 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from ctypes import byref, c_int64, c_void_p
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from foretoken.target.lean.build import native_library
-from foretoken.target.lean.native import Matrix
+from foretoken.target.lean.products import NativeLinear
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -30,51 +29,32 @@ _ROTATED_BYTES = 150 * 2**20
 _TOKENS = (1, 4, 8, 16, 64)
 
 
-def blocked(x: Tensor) -> Tensor:
-    """Tokens in the order of `Inputs` in `decoder.cpp`: some side by side, a register's worth of each at a time.
-
-    Args:
-        x: (M, K), float32 or bfloat16.
-    """
-    library = native_library()
-    step, together = library.foretoken_register_bytes() // x.itemsize, library.foretoken_tokens_side_by_side()
-    num_tokens, cols = x.shape
-    if num_tokens == 1:
-        return torch.nn.functional.pad(x, (0, -cols % step))
-    padded = torch.nn.functional.pad(x, (0, -cols % step, 0, -num_tokens % together))
-    return padded.view(-1, together, padded.shape[1] // step, step).transpose(1, 2).contiguous()
+def layer_of(weight: Tensor) -> torch.nn.Linear:
+    """A linear layer without bias on a weight where it is."""
+    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+    return layer
 
 
-def native_product(weight: Tensor, x: Tensor, inputs: Tensor, threads: int) -> Product:
-    """A call of our kernel; `inputs` are the blocked tokens of x."""
-    matrix = Matrix(weight=weight.data_ptr(), bias=None, rows=weight.shape[0], cols=weight.shape[1])
-    out = torch.empty(x.shape[0], weight.shape[0])
-    call = native_library().foretoken_multiply
-    is_bfloat16, count, number = c_int64(weight.dtype == torch.bfloat16), c_int64(len(x)), c_int64(threads)
-    return lambda: call(
-        byref(matrix), is_bfloat16, c_void_p(inputs.data_ptr()), count, c_void_p(out.data_ptr()), number
-    )
-
-
-def products(weights: Sequence[Tensor], num_tokens: int, threads: int) -> dict[str, list[Product]]:
+def products(weights: Sequence[Tensor], num_tokens: int) -> dict[str, list[Product]]:
     """Every kernel's calls, one a weight."""
     x = torch.randn(num_tokens, weights[0].shape[1]).to(weights[0].dtype)
-    inputs = blocked(x)
-    onednn = [torch.ops.mkldnn._reorder_linear_weight(weight, 16) for weight in weights]
     calls: dict[str, list[Product]] = {
         "torch `linear`": [lambda w=w: torch.nn.functional.linear(x, w) for w in weights],  # type: ignore[misc]
-        "oneDNN, packed": [
+    }
+    if x.dtype == torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        onednn = [torch.ops.mkldnn._reorder_linear_weight(weight, 16) for weight in weights]
+        calls["oneDNN, packed"] = [
             lambda p=p: torch.ops.mkldnn._linear_pointwise(x, p, None, "none", [], "")  # type: ignore[misc]
             for p in onednn
-        ],
-    }
+        ]
     if x.dtype == torch.float32 and torch.backends.mkl.is_available():
         packed = [torch.ops.mkl._mkl_reorder_linear_weight(weight, num_tokens) for weight in weights]
         calls["MKL, packed"] = [
             lambda w=w, p=p: torch.ops.mkl._mkl_linear(x, p, w, None, num_tokens)  # type: ignore[misc]
             for w, p in zip(weights, packed, strict=True)
         ]
-    calls["`decoder.cpp`"] = [native_product(weight, x, inputs, threads) for weight in weights]
+    calls["`decoder.cpp`"] = [partial(NativeLinear(layer_of(weight)), x) for weight in weights]
     return calls
 
 
@@ -107,7 +87,7 @@ def main() -> None:
         for dtype in (torch.bfloat16, torch.float32):
             total = 10 * 2**20 if size < 512 else _ROTATED_BYTES  # small layers stay in the cache when decoding too
             weights = [torch.randn(size, size).to(dtype) for _ in range(total // (size * size * dtype.itemsize))]
-            columns = [microseconds(products(weights, count, options.threads), options.rounds) for count in _TOKENS]
+            columns = [microseconds(products(weights, count), options.rounds) for count in _TOKENS]
             for row, name in enumerate(columns[0]):
                 label = f"{size}, {'bf16' if dtype == torch.bfloat16 else 'fp32'}" if row == 0 else ""
                 print(f"| {label} | {name} | {' | '.join(f'{column[name]:.0f}' for column in columns)} |", flush=True)

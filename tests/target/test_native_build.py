@@ -6,19 +6,16 @@ import os
 import platform
 import stat
 from collections.abc import Iterator
-from ctypes import byref, c_int64, c_void_p
 from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import tiny_model
 
-from benchmarks.products import blocked
 from foretoken.core.errors import ModelError
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.core.user_cache import cache_directory
 from foretoken.target.lean import build
-from foretoken.target.lean.native import Matrix
 from foretoken.target.lean.products import NativeLinear, fast_linear
 from foretoken.target.loading import wrap_model
 from foretoken.target.runner import Runner
@@ -107,16 +104,12 @@ def test_products(rows: int, cols: int, num_tokens: int, dtype: torch.dtype) -> 
     generator = torch.Generator().manual_seed(rows + cols)
     weight = torch.randn(rows, cols, generator=generator).to(dtype)
     x = torch.randn(num_tokens, cols, generator=generator).to(dtype)
-    bias = torch.randn(rows, generator=generator)
-    inputs = blocked(x)
-    got = torch.full((num_tokens, rows), torch.nan)
-    matrix = Matrix(weight=weight.data_ptr(), bias=bias.data_ptr(), rows=rows, cols=cols)
-    build.native_library().foretoken_multiply(
-        byref(matrix), c_int64(dtype == torch.bfloat16), c_void_p(inputs.data_ptr()), c_int64(num_tokens),
-        c_void_p(got.data_ptr()), c_int64(2),
-    )  # fmt: skip
-    exact = x.double() @ weight.double().T + bias
-    scale = x.double().abs() @ weight.double().abs().T + bias.abs()
+    bias = torch.randn(rows, generator=generator).to(dtype)
+    layer = torch.nn.Linear(cols, rows, dtype=dtype)
+    layer.weight.data, layer.bias.data = weight, bias
+    got = NativeLinear(layer)(x)
+    exact = x.double() @ weight.double().T + bias.double()
+    scale = x.double().abs() @ weight.double().abs().T + bias.double().abs()
     assert ((got - exact).abs() / scale).max() < 1e-6
 
 

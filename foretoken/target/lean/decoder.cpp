@@ -71,9 +71,11 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int kBytes = 64;        // of a vector register
 constexpr int kTokens = 4;        // tokens that meet a weight while it is in a register
+constexpr int kKeys = 6;          // keys that meet as many queries likewise
 #else
 constexpr int kBytes = 32;
 constexpr int kTokens = 2;
+constexpr int kKeys = 4;
 #endif
 constexpr int kLanes = kBytes / int(sizeof(float));
 typedef float Lanes __attribute__((vector_size(kBytes), aligned(4), may_alias));
@@ -128,17 +130,20 @@ inline Lanes multiply_add(Lanes a, Lanes b, Lanes sum) {
 #endif
 }
 
-// As many elements of a row as a register holds, and sums of products of two of them.
+// As many weights as a register holds, the same elements of a token, and sums of their products. Tokens are kept in the
+// model's dtype where the processor multiplies that, else in float32, and in the order in which weights are widened.
 template <class T>
 constexpr int kStep = kBytes / int(sizeof(T));
 template <class T>
 struct Fragment;
 template <>
 struct Fragment<float> {
+  using Token = float;
   Lanes lanes;
+  static constexpr int64_t place(int64_t k) { return k; }  // of an element of a token among those of a step
   static Fragment load(const float* p) {
     Lanes lanes = load_lanes(p);
-#if defined(__AVX512F__)
+#if defined(__AVX2__)
     __asm__("" : "+v"(lanes));  // or the compiler loads it anew for every use, and loads are what the loop waits for
 #endif
     return {lanes};
@@ -148,7 +153,9 @@ struct Fragment<float> {
 #if defined(__AVX512BF16__)
 template <>
 struct Fragment<Bfloat16> {
+  using Token = Bfloat16;
   __m512bh pairs;
+  static constexpr int64_t place(int64_t k) { return k; }
   static Fragment load(const Bfloat16* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
   Lanes add_product(const Fragment& other, Lanes sum) const {
     return (Lanes)_mm512_dpbf16_ps((__m512)sum, pairs, other.pairs);
@@ -157,8 +164,28 @@ struct Fragment<Bfloat16> {
 #else
 template <>
 struct Fragment<Bfloat16> {
-  Lanes low, high;
-  static Fragment load(const Bfloat16* p) { return {load_lanes(p), load_lanes(p + kLanes)}; }
+  using Token = float;
+  Lanes low, high;  // the first and the last four of every eight elements: what processors widen in one instruction each
+  static constexpr int64_t place(int64_t k) { return k % 8 / 4 * kLanes + k / 8 * 4 + k % 4; }
+  static Fragment load(const Bfloat16* p) {
+    typedef uint16_t Halves __attribute__((vector_size(kBytes), aligned(2), may_alias));
+    const Halves halves = *reinterpret_cast<const Halves*>(p), zeros{};
+#if defined(__AVX512BW__)
+    return {(Lanes)_mm512_unpacklo_epi16((__m512i)zeros, (__m512i)halves),
+            (Lanes)_mm512_unpackhi_epi16((__m512i)zeros, (__m512i)halves)};
+#elif defined(__AVX2__)
+    return {(Lanes)_mm256_unpacklo_epi16((__m256i)zeros, (__m256i)halves),
+            (Lanes)_mm256_unpackhi_epi16((__m256i)zeros, (__m256i)halves)};
+#else
+    Fragment result;
+    for (int i = 0; i < kLanes; ++i) {
+      result.low[i] = to_float(p[i / 4 * 8 + i % 4]);
+      result.high[i] = to_float(p[i / 4 * 8 + 4 + i % 4]);
+    }
+    return result;
+#endif
+  }
+  static Fragment load(const float* p) { return {load_lanes(p), load_lanes(p + kLanes)}; }
   Lanes add_product(const Fragment& other, Lanes sum) const {
     return multiply_add(high, other.high, multiply_add(low, other.low, sum));
   }
@@ -192,19 +219,19 @@ inline Lanes sums_over_lanes(const Lanes* v) {
 template <int kCount>
 inline Lanes sums_over_lanes(const Lanes* v) {
   const auto pairs = [](Lanes a, Lanes b) {
-    return __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14) +
-           __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
-  };
-  const auto quads = [](Lanes a, Lanes b) {
-    return __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
-           __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+    return __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) +
+           __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
   };
   const auto halves = [](Lanes a, Lanes b) {
     return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
            __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
   };
-  const Lanes lower = quads(pairs(v[0], v[1]), pairs(v[2], v[3]));
-  return halves(lower, kCount > 4 ? quads(pairs(v[4], v[5]), pairs(v[6], v[7])) : Lanes{});
+  const Lanes lower = pairs(pairs(v[0], v[1]), pairs(v[2], v[3]));
+  if constexpr (kCount <= 4) {
+    return halves(lower, lower);
+  } else {
+    return halves(lower, pairs(pairs(v[4], v[5]), pairs(v[6], v[7])));
+  }
 }
 #endif
 
@@ -235,17 +262,26 @@ inline float sum_of_lanes(Lanes x) {
   return sums_over_lanes<4>(v)[0];
 }
 
-// Inputs of a matrix in the order in which they are read. Four tokens' registers stand side by side, then come the next
-// elements of the four; a single token is a plain row.
+// Inputs of a matrix in the order in which they are read. A step's elements of kTokens tokens stand side by side, then come
+// the next elements of these tokens; a single token is one step after another.
 template <class T>
 struct Inputs {
-  T* data;
-  int64_t block, step;  // from one block of tokens, one register's worth of elements, to the next
+  using Token = typename Fragment<T>::Token;
+  Token* data;
+  int64_t block, step;  // from one block of tokens, one step, to the next
 
-  Inputs(T* data, int64_t K, bool is_single)
+  Inputs(Token* data, int64_t K, bool is_single)
       : data(data), block(kTokens * padded(K)), step(is_single ? kStep<T> : kTokens * kStep<T>) {}
-  T* at(int64_t m, int64_t k) const {
-    return data + m / kTokens * block + k / kStep<T> * step + m % kTokens * kStep<T> + k % kStep<T>;
+  Token* at(int64_t m, int64_t k) const {
+    return data + m / kTokens * block + k / kStep<T> * step + m % kTokens * kStep<T> + Fragment<T>::place(k % kStep<T>);
+  }
+  void put(int64_t m, int64_t k, float value) const { assign(*at(m, k), value); }
+  void put(int64_t m, int64_t k, Lanes values) const {  // k: a multiple of kLanes
+    if constexpr (std::is_same_v<Token, T>) {
+      store_lanes(at(m, k), values);
+    } else {
+      for (int i = 0; i < kLanes; i += 4) std::memcpy(at(m, k + i), reinterpret_cast<const float*>(&values) + i, 16);
+    }
   }
   static int64_t padded(int64_t K) { return (K + kStep<T> - 1) / kStep<T> * kStep<T>; }
   static int64_t size(int64_t M, int64_t K) { return (M + kTokens - 1) / kTokens * kTokens * padded(K); }
@@ -253,7 +289,7 @@ struct Inputs {
 
 // Dot products of R rows of weights with C tokens, (C, R). Fetches `lines` cache lines from `ahead` on a step meanwhile.
 template <class T, int R, int C>
-inline void dot_block(const T* const* w, const T* x, int64_t K, const char* ahead, int lines, float* out) {
+inline void dot_block(const T* const* w, const typename Fragment<T>::Token* x, int64_t K, const char* ahead, int lines, float* out) {
   static_assert(R * C % 4 == 0 && R * C <= 2 * kLanes);
   Lanes sums[R * C] = {};
   int64_t k = 0;
@@ -274,7 +310,7 @@ inline void dot_block(const T* const* w, const T* x, int64_t K, const char* ahea
   for (int i = 0; k + i < K; ++i) {
     for (int c = 0; c < C; ++c) {
       for (int r = 0; r < R; ++r) {
-        out[c * R + r] = std::fma(to_float(w[r][k + i]), to_float(x[c * kStep<T> + i]), out[c * R + r]);
+        out[c * R + r] = std::fma(to_float(w[r][k + i]), to_float(x[c * kStep<T> + Fragment<T>::place(i)]), out[c * R + r]);
       }
     }
   }
@@ -392,31 +428,31 @@ class SharedAttention {
   }
 
   // Scores of all queries, `queries` being in the order of `Inputs`; then what exp leaves of them, and 1 / its sum.
-  void score(const T* queries, float scale) {
+  void score(const typename Fragment<T>::Token* queries, float scale) {
     const int64_t prefix = views_[0].prefix;
     float out[2 * kLanes];
-    for (int64_t row = first_; row < prefix; row += kRows) {
+    for (int64_t row = first_; row < prefix; row += kKeys) {
       dot(queries, row, prefix, out);
-      const bool is_shared = row >= common_ && row + kRows <= prefix;
+      const bool is_shared = row >= common_ && row + kKeys <= prefix;
       for (int c = 0; c < count_; ++c) {
         float* scores = of(c) + row - views_[c].low;
         if (is_shared) {
-          std::copy_n(out + c * kRows, kRows, scores);
+          std::copy_n(out + c * kKeys, kKeys, scores);
         } else {
-          for (int r = 0; r < kRows; ++r) {
-            if (row + r >= views_[c].low && row + r < prefix) scores[r] = out[c * kRows + r];
+          for (int r = 0; r < kKeys; ++r) {
+            if (row + r >= views_[c].low && row + r < prefix) scores[r] = out[c * kKeys + r];
           }
         }
       }
     }
     int64_t next[kTokens] = {};
-    for (int64_t row = 0; row < scratch_; row += kRows) {
+    for (int64_t row = 0; row < scratch_; row += kKeys) {
       dot(queries, prefix + row, prefix + scratch_, out);
       for (int c = 0; c < count_; ++c) {
         const View& view = views_[c];
         float* scores = of(c) + prefix - view.low;
-        for (; next[c] < view.count && view.scratch[next[c]] < row + kRows; ++next[c]) {
-          scores[next[c]] = out[c * kRows + view.scratch[next[c]] - row];
+        for (; next[c] < view.count && view.scratch[next[c]] < row + kKeys; ++next[c]) {
+          scores[next[c]] = out[c * kKeys + view.scratch[next[c]] - row];
         }
       }
     }
@@ -444,11 +480,11 @@ class SharedAttention {
  private:
   float* of(int c) const { return scores_ + c * stride_; }
 
-  // Dot products of the queries with kRows keys from `row` on; keys from `end` on repeat the last one.
-  void dot(const T* queries, int64_t row, int64_t end, float* out) const {
-    const T* rows[kRows];
-    for (int r = 0; r < kRows; ++r) rows[r] = keys_ + std::min(row + r, end - 1) * D_;
-    dot_block<T, kRows, kTokens>(rows, queries, D_, nullptr, 0, out);
+  // Dot products of the queries with kKeys keys from `row` on; keys from `end` on repeat the last one.
+  void dot(const typename Fragment<T>::Token* queries, int64_t row, int64_t end, float* out) const {
+    const T* rows[kKeys];
+    for (int r = 0; r < kKeys; ++r) rows[r] = keys_ + std::min(row + r, end - 1) * D_;
+    dot_block<T, kKeys, kTokens>(rows, queries, D_, nullptr, 0, out);
   }
 
   // Turns scores into the numerators of a softmax and gives the denominator.
@@ -549,7 +585,7 @@ int64_t group_size(const Model& model) { return model.heads / model.kv_heads; }
 template <class T>
 struct Workspace {
   float *residual, *query, *key, *value, *gate, *up;
-  T *normed, *rotated, *mixed, *inner;
+  typename Fragment<T>::Token *normed, *rotated, *mixed, *inner;
   float* scores;     // kTokens rows a thread
   int32_t* scratch;  // likewise
   int64_t size = 0;
@@ -641,8 +677,8 @@ class Decoder {
       const int64_t m = unit / portions, begin = unit % portions * kPortion, end = std::min(begin + kPortion, I);
       const float *gate = space_.gate + m * I, *up = space_.up + m * I;
       int64_t k = begin;
-      for (; k + kLanes <= end; k += kLanes) store_lanes(inner_.at(m, k), silu(load_lanes(gate + k)) * load_lanes(up + k));
-      for (; k < end; ++k) assign(*inner_.at(m, k), silu(Lanes{} + gate[k])[0] * up[k]);
+      for (; k + kLanes <= end; k += kLanes) inner_.put(m, k, silu(load_lanes(gate + k)) * load_lanes(up + k));
+      for (; k < end; ++k) inner_.put(m, k, silu(Lanes{} + gate[k])[0] * up[k]);
     });
 #pragma omp barrier
     add(layer.down, inner_);
@@ -652,12 +688,11 @@ class Decoder {
     share(rows_, [&](int64_t m) {
       const float* x = space_.residual + m * model_.hidden;
       const float factor = norm_factor(x, model_.hidden, model_.epsilon);
-      for (int64_t k = 0; k < model_.hidden; k += kStep<T>) {
-        T* out = normed_.at(m, k);
-        for (int64_t i = 0; i < std::min<int64_t>(kStep<T>, model_.hidden - k); ++i) {
-          assign(out[i], x[k + i] * factor * weight[k + i]);
-        }
+      int64_t k = 0;
+      for (; k + kLanes <= model_.hidden; k += kLanes) {
+        normed_.put(m, k, load_lanes(x + k) * factor * load_lanes(weight + k));
       }
+      for (; k < model_.hidden; ++k) normed_.put(m, k, x[k] * factor * weight[k]);
     });
 #pragma omp barrier
   }
@@ -684,7 +719,7 @@ class Decoder {
       float* query = space_.query + (m * model_.heads + h) * D;
       rotate(query, layer.query_norm, m);
       const Inputs<T> queries = queries_of(b, h / group_);
-      for (int64_t i = 0; i < D; ++i) assign(*queries.at(m % pass_.width * group_ + h % group_, i), query[i]);
+      for (int64_t i = 0; i < D; ++i) queries.put(m % pass_.width * group_ + h % group_, i, query[i]);
     }
     for (int64_t h = 0; h < model_.kv_heads; ++h) {
       float *key = space_.key + (m * model_.kv_heads + h) * D, *value = space_.value + (m * model_.kv_heads + h) * D;
@@ -727,11 +762,11 @@ class Decoder {
     attention.mix([&](int c, int64_t d, auto values) {
       const int64_t m = b * pass_.width + (first + c) / group_, k = (kv_head * group_ + (first + c) % group_) * D + d;
       if constexpr (std::is_same_v<decltype(values), float>) {
-        assign(*mixed_.at(m, k), values);
+        mixed_.put(m, k, values);
       } else if (k % kLanes == 0) {
-        store_lanes(mixed_.at(m, k), values);
+        mixed_.put(m, k, values);
       } else {
-        for (int i = 0; i < kLanes; ++i) assign(*mixed_.at(m, k + i), values[i]);
+        for (int i = 0; i < kLanes; ++i) mixed_.put(m, k + i, values[i]);
       }
     });
   }
@@ -800,33 +835,16 @@ void foretoken_decode(const Model* model, const Pass* pass) {
 void foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* x, int64_t M, float* y, int64_t num_threads) {
   const auto run = [&](auto type) {
     using T = decltype(type);
-    std::vector<T> data(size_t(M == 1 ? Inputs<T>::padded(matrix->cols) : Inputs<T>::size(M, matrix->cols)));
+    std::vector<typename Inputs<T>::Token> data(size_t(M == 1 ? Inputs<T>::padded(matrix->cols) : Inputs<T>::size(M, matrix->cols)));
     const Inputs<T> inputs(data.data(), matrix->cols, M == 1);
     for (int64_t m = 0; m < M; ++m) {
-      for (int64_t k = 0; k < matrix->cols; ++k) assign(*inputs.at(m, k), x[m * matrix->cols + k]);
+      for (int64_t k = 0; k < matrix->cols; ++k) inputs.put(m, k, x[m * matrix->cols + k]);
     }
 #pragma omp parallel num_threads(int(num_threads))
     multiply(*matrix, inputs, M, [&](int64_t m, int64_t n, auto count, const float* values) {
       for (int i = 0; i < count; ++i) y[m * matrix->rows + n + i] = values[i];
     });
   };
-  is_bfloat16 ? run(Bfloat16{}) : run(float{});
-}
-
-// How `Inputs` lie, for tests and benchmarks.
-int64_t foretoken_register_bytes() { return kBytes; }
-int64_t foretoken_tokens_side_by_side() { return kTokens; }
-
-// For tests and benchmarks: y (M, rows) = x times the transposed matrix, x in the order of `Inputs`.
-void foretoken_multiply(const Matrix* matrix, int64_t is_bfloat16, const void* x, int64_t M, float* y, int64_t num_threads) {
-  const auto run = [&](auto type) {
-    using T = decltype(type);
-    const Inputs<T> inputs(static_cast<T*>(const_cast<void*>(x)), matrix->cols, M == 1);
-    multiply(*matrix, inputs, M, [&](int64_t m, int64_t n, auto count, const float* values) {
-      for (int i = 0; i < count; ++i) y[m * matrix->rows + n + i] = values[i];
-    });
-  };
-#pragma omp parallel num_threads(int(num_threads))
   is_bfloat16 ? run(Bfloat16{}) : run(float{});
 }
 
