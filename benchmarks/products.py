@@ -29,13 +29,6 @@ _ROTATED_BYTES = 150 * 2**20
 _TOKENS = (1, 4, 8, 16, 64)
 
 
-def layer_of(weight: Tensor) -> torch.nn.Linear:
-    """A linear layer without bias on a weight where it is."""
-    layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-    return layer
-
-
 def products(weights: Sequence[Tensor], num_tokens: int) -> dict[str, list[Product]]:
     """Every kernel's calls, one a weight."""
     x = torch.randn(num_tokens, weights[0].shape[1]).to(weights[0].dtype)
@@ -54,7 +47,7 @@ def products(weights: Sequence[Tensor], num_tokens: int) -> dict[str, list[Produ
             lambda w=w, p=p: torch.ops.mkl._mkl_linear(x, p, w, None, num_tokens)  # type: ignore[misc]
             for w, p in zip(weights, packed, strict=True)
         ]
-    calls["`decoder.cpp`"] = [partial(NativeLinear(layer_of(weight)), x) for weight in weights]
+    calls["`decoder.cpp`"] = [partial(NativeLinear(weight), x) for weight in weights]
     return calls
 
 

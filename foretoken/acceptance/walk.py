@@ -96,37 +96,35 @@ def accept_chosen(tree: TokenTree, chosen: Tensor) -> Acceptance:
         tree: (B, N) candidates drawn in any way.
         chosen: (B, N) int64, the target's token after each node.
     """
-    batch, width = tree.tokens.shape
     if chosen.is_cuda and find_spec("triton") is not None:
         from foretoken.acceptance.triton_walk import walk_chosen
 
         walked = walk_chosen(tree.tokens.contiguous(), tree.parents.contiguous(), chosen.contiguous(), tree.max_depth)
-        return Acceptance(**walked._asdict(), lossy_tv=torch.zeros(batch, device=chosen.device))
+        return Acceptance(**walked._asdict(), lossy_tv=torch.zeros(len(chosen), device=chosen.device))
     if tree.max_depth == 0:  # plain decoding, the baseline, is spared what follows
         return Acceptance(
             path=chosen[:, :0],
             num_accepted=torch.zeros_like(tree.num_nodes),
             next_token=chosen[:, 0],
-            lossy_tv=torch.zeros(batch, device=chosen.device),
+            lossy_tv=torch.zeros(len(chosen), device=chosen.device),
         )
-    node = torch.arange(width, device=chosen.device).expand(batch, width)
-    parent = tree.parents.clamp_min(0)
-    is_match = (tree.tokens == chosen.gather(1, parent)) & (tree.parents >= 0)
-    # Where each node leads: to its first matching child, or to `width`, which leads to itself.
-    leads_to = torch.full((batch, width + 1), width, device=chosen.device)
-    leads_to.scatter_reduce_(1, torch.where(is_match, parent, width), node, "amin")
-    leads_to[:, width] = width
-    steps = [torch.zeros_like(tree.num_nodes).unsqueeze(1)]
-    for _ in range(tree.max_depth):
-        steps.append(leads_to.gather(1, steps[-1]))
-    path = torch.cat(steps, dim=1)
-    num_accepted = (path < width).sum(1) - 1
-    last = path.gather(1, num_accepted.unsqueeze(1))
+    if chosen.device.type == "cpu":
+        return _walk_on_host(tree, chosen)
+    return walk(tree, lambda node, _: chosen.gather(1, node.unsqueeze(1))[:, 0])
+
+
+def _walk_on_host(tree: TokenTree, chosen: Tensor) -> Acceptance:
+    """`accept_chosen` in plain Python: on a CPU a look into a tensor is cheaper than an operation on it."""
+    outcomes, room = [], tree.max_depth + 1
+    for tokens, parents, best in zip(tree.tokens.tolist(), tree.parents.tolist(), chosen.tolist(), strict=True):
+        path = [0]
+        for node in range(1, len(tokens)):  # parents come before their children, and siblings in draw order
+            if parents[node] == path[-1] and tokens[node] == best[path[-1]] and len(path) < room:
+                path.append(node)
+        outcomes.append([len(path) - 1, best[path[-1]], *path[1:], *[-1] * (room - len(path))])
+    packed = torch.tensor(outcomes)
     return Acceptance(
-        path=torch.where(path < width, path, -1)[:, 1:],
-        num_accepted=num_accepted,
-        next_token=chosen.gather(1, last)[:, 0],
-        lossy_tv=torch.zeros(batch, device=chosen.device),
+        path=packed[:, 2:], num_accepted=packed[:, 0], next_token=packed[:, 1], lossy_tv=torch.zeros(len(outcomes))
     )
 
 

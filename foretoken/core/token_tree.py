@@ -56,6 +56,20 @@ class TreeRow(NamedTuple):
     parents: Sequence[int]
 
 
+class Vouched(NamedTuple):
+    """What whoever made a batch of trees answers for, besides their structure; known on the host.
+
+    Attributes:
+        roots: Root token of each sequence.
+        depths: Greatest depth of each tree.
+        num_tokens: All tokens are at least 0 and below this.
+    """
+
+    roots: tuple[int, ...]
+    depths: tuple[int, ...]
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenTree:
     """A batch of token trees, padded to the widest and topologically sorted.
@@ -72,8 +86,7 @@ class TokenTree:
         scores: (B, N) float32 or None, the drafter's path log-probability at each node.
         source: (B, N) int64 or None, a bit set of the drafters that proposed the node (bit i = drafter i).
         law: How the nodes were drawn, or None when all are one-hot.
-        sound_roots: The root tokens on the host, where whoever made the tree answers for its structure: `from_rows`,
-            which checks it, and `vouched`. Lost with any change.
+        vouched: What whoever made the tree answers for: `from_rows`, which checks it, and `vouch`. Lost with a change.
     """
 
     tokens: Tensor
@@ -84,7 +97,7 @@ class TokenTree:
     scores: Tensor | None = None
     source: Tensor | None = None
     law: DraftLaw | None = None
-    sound_roots: tuple[int, ...] | None = field(default=None, init=False, repr=False, compare=False)
+    vouched: Vouched | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def batch_size(self) -> int:
@@ -127,16 +140,22 @@ class TokenTree:
             num_nodes=torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64, device=device),
             max_depth=max(max(row) for row in depths),
         )
-        return tree.vouched([row.tokens[0] for row in rows])
+        if min(map(min, tokens)) < 0:
+            return tree
+        return tree.vouch(
+            roots=[row.tokens[0] for row in rows], depths=list(map(max, depths)), num_tokens=max(map(max, tokens)) + 1
+        )
 
-    def vouched(self, roots: Sequence[int]) -> TokenTree:
-        """The same tree, for whose structure the caller answers: nobody has to look at it on the device.
+    def vouch(self, *, roots: Sequence[int], depths: Sequence[int], num_tokens: int) -> TokenTree:
+        """The same tree, for which the caller answers, law included: nobody has to look at it on the device.
 
         Args:
-            roots: Root tokens of the B sequences.
+            roots: See `Vouched`.
+            depths: Likewise.
+            num_tokens: Likewise.
         """
         tree = replace(self)
-        object.__setattr__(tree, "sound_roots", tuple(roots))
+        object.__setattr__(tree, "vouched", Vouched(tuple(roots), tuple(depths), num_tokens))
         return tree
 
     @classmethod

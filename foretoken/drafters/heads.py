@@ -84,8 +84,11 @@ def load_head(options: HeadOptions, target: TargetFacts, method: str) -> LoadedH
     if options.allow_other_target:
         fingerprint = fingerprint.model_copy(update={"weights": None, "architecture": None, "num_layers": None})
     checkpoint.check_target(fingerprint, what=options.model)
-    dtype = _drafting_dtype(target)
+    is_on_cpu = target.device.type == "cpu"
+    dtype = torch.float32 if is_on_cpu else target.dtype  # drafts need no exactness: neither does it widen any weight
     head = checkpoint.module(device=target.device, dtype=dtype)
+    if is_on_cpu:
+        head.quicken()
     return LoadedHead(head, target_parts(target.model, dtype=dtype, is_inference=True), checkpoint)
 
 
@@ -180,8 +183,9 @@ class Proposal:
         self.rows = [row for row, depth in enumerate(self._room) if depth > 0]
         if not self.rows:
             return
+        is_everyone = len(self.rows) == len(self._room)
         self._draws = DraftDraws.build(
-            context.sampling.select(torch.tensor(self.rows, device=device)),
+            context.sampling if is_everyone else context.sampling.select(torch.tensor(self.rows, device=device)),
             [context.is_coupled[row] for row in self.rows],
             torch.tensor([len(context.tokens[row]) - 1 for row in self.rows], device=device),
             greedy=options.draft_sample_method == "greedy",
@@ -255,12 +259,3 @@ class LastFeatures:
     def forget(self, slot: int) -> None:
         """The slot's sequence is over."""
         self._known[slot] = 0
-
-
-def _drafting_dtype(target: TargetFacts) -> torch.dtype:
-    """The target's, unless the processor has no arithmetic for it: drafts need no exactness."""
-    if target.device.type == "cpu" and target.dtype in (torch.bfloat16, torch.float16):
-        can = torch.cpu.get_capabilities()
-        if not (can.get("avx512_bf16") or can.get("amx_bf16")):
-            return torch.float32
-    return target.dtype

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import replace
+from operator import le
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -121,8 +122,8 @@ def find_fault(tree: TokenTree, roots: Sequence[int], max_nodes: int, device: to
         if part.dtype != torch.int64 or (device is not None and part.device.type != device.type):
             place = "" if device is None else f" on {device}"
             return f"{name} of type {part.dtype} on {part.device}; expected int64{place}"
-    if tree.sound_roots is not None:
-        return None if tree.sound_roots == tuple(roots) else "tree with wrong root"
+    if tree.vouched is not None:
+        return None if tree.vouched.roots == tuple(roots) else "tree with wrong root"
     if not 0 <= tree.max_depth < width:
         return f"max_depth {tree.max_depth}; expected at least 0 and below the width, {width}"
     node = torch.arange(width, device=tree.tokens.device)
@@ -156,6 +157,9 @@ def make_legal(tree: TokenTree, vocab_size: int, max_depth: Sequence[int]) -> To
         vocab_size: V.
         max_depth: Deepest node allowed in each sequence.
     """
+    vouched = tree.vouched
+    if vouched is not None and vouched.num_tokens <= vocab_size and all(map(le, vouched.depths, max_depth)):
+        return tree
     limit = torch.tensor(max_depth, device=tree.tokens.device).unsqueeze(1)
     is_cut = (tree.tokens < 0) | (tree.tokens >= vocab_size) | (tree.depths > limit)
     scores, source = (

@@ -268,27 +268,25 @@ def _to_host(tree: TokenTree, logits: Tensor, acceptance: Acceptance) -> list[Ou
         logits: (B, N, V), to tell whether the rows on the path are finite.
         acceptance: What survived.
     """
-    path = acceptance.path
-    nodes = path.clamp_min(0)
+    path, nodes = acceptance.path, acceptance.path.clamp_min(0)
     is_finite = torch.isfinite(logits.amax(2))
-    # One token rests on the root's row and on each row of the path; the first bad row ends what plain decoding emits.
-    rows = torch.cat([is_finite[:, :1], is_finite.gather(1, nodes) & (path >= 0)], dim=1)
-    header = torch.stack([
-        acceptance.num_accepted, acceptance.next_token, rows.cumprod(1).sum(1), tree.num_nodes - 1,
-        tree.depths.amax(1),
+    packed = torch.cat([
+        acceptance.num_accepted.unsqueeze(1), acceptance.next_token.unsqueeze(1), tree.num_nodes.unsqueeze(1),
+        tree.depths.amax(1, keepdim=True), path, tree.tokens.gather(1, nodes), is_finite[:, :1],
+        is_finite.gather(1, nodes),
     ], dim=1)  # fmt: skip
-    packed = torch.cat([header, path, tree.tokens.gather(1, nodes)], dim=1)
     outcomes = []
     depth = path.shape[1]
     for row in packed.tolist():  # the synchronisation
-        accepted, next_token, num_sound, num_drafted, tree_depth = row[:5]
-        on_path, tokens = row[5 : 5 + depth], row[5 + depth :]
+        accepted, next_token, num_nodes, tree_depth = row[:4]
+        on_path, tokens, is_sound = row[4 : 4 + depth], row[4 + depth : 4 + 2 * depth], row[4 + 2 * depth :]
+        # One token rests on the root's row and on each row of the path; the first bad row ends plain decoding.
         outcomes.append(
             Outcome(
                 path=on_path[:accepted],
                 tokens=[*tokens[:accepted], next_token],
-                num_sound=num_sound,
-                num_drafted=num_drafted,
+                num_sound=[*is_sound[: accepted + 1], 0].index(0),
+                num_drafted=num_nodes - 1,
                 tree_depth=tree_depth,
             )
         )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from foretoken.heads.base import Head, HeadConfig
+from foretoken.target.lean.products import fast_linear
 
 if TYPE_CHECKING:
     from typing import Self
@@ -80,6 +81,7 @@ class MedusaHeads(Head):
         rows = config.draft_vocab_size or config.vocab_size
         self.lm_head = empty(heads, rows, width) if config.own_lm_head else None
         self.token_map: Tensor | None
+        self._quick_lm_heads: list[nn.Module] = []
         is_partial = config.draft_vocab_size is not None
         self.register_buffer("token_map", torch.arange(rows, device=device) if is_partial else None)
 
@@ -104,9 +106,19 @@ class MedusaHeads(Head):
 
     def logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
         """See `Head`."""
+        if self._quick_lm_heads:
+            return self._whole_vocabulary(self._quick_lm_heads[index](hidden))
         if self.lm_head is None:
             return parts.lm_head(hidden)
         return self._whole_vocabulary(nn.functional.linear(hidden, self.lm_head[index]))
+
+    def quicken(self) -> None:
+        """See `Head`; the stacked LM heads are taken apart."""
+        for weight in [] if self.lm_head is None else self.lm_head.detach():
+            layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+            layer.weight = nn.Parameter(weight, requires_grad=False)
+            self._quick_lm_heads.append(fast_linear(layer, is_compact=True))
+        self.lm_head = None
 
     def all_logits(self, features: Tensor, parts: TargetParts, count: int) -> Tensor:
         """What the first heads say after one position: as that many steps, in a few batched products.
@@ -124,6 +136,9 @@ class MedusaHeads(Head):
             kept = 0 if self.config.tied_blocks else layer
             product = hidden @ self.weight[:count, kept].transpose(1, 2)
             hidden = hidden + silu(product if self.bias is None else product + self.bias[:count, kept].unsqueeze(1))
+        if self._quick_lm_heads:
+            quick = zip(self._quick_lm_heads, hidden, strict=False)
+            return self._whole_vocabulary(torch.stack([lm_head(rows) for lm_head, rows in quick], dim=1))
         if self.lm_head is None:
             return parts.lm_head(hidden.transpose(0, 1))
         return self._whole_vocabulary((hidden @ self.lm_head[:count].transpose(1, 2)).transpose(0, 1))

@@ -53,9 +53,15 @@ class DraftDraws:
             root_positions: (B,) int64.
             greedy: Draft all requests greedily.
         """
-        draws = ~batch.greedy & (not greedy)
-        coupled = torch.tensor(is_coupled, device=root_positions.device)
         has_coupled, has_sampled = possible_draws(batch, is_coupled, greedy=greedy)
+        if not (has_coupled or has_sampled):
+            nobody = torch.zeros_like(batch.greedy)
+            return cls(
+                batch=batch, root_positions=root_positions, is_coupled=nobody, is_sampled=nobody, has_coupled=False,
+                has_sampled=False,
+            )  # fmt: skip
+        draws = ~batch.greedy
+        coupled = torch.tensor(is_coupled, device=root_positions.device)
         if root_positions.device.type == "cpu":  # elsewhere an exact answer would cost a synchronisation
             has_coupled, has_sampled = bool((draws & coupled).any()), bool((draws & ~coupled).any())
         return cls(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from foretoken.target.lean.products import fast_linear
+from foretoken.target.lean.products import NativeLinear, fast_linear
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -36,21 +36,30 @@ def target_parts(model: LoadedModel, *, dtype: torch.dtype | None = None, is_inf
 
     Args:
         model: The target.
-        dtype: Of copies to compute with; None takes the target's modules themselves.
-        is_inference: Whether no gradient is wanted: the LM head may then run on native kernels and give float32.
+        dtype: What the caller computes in; None for the target's own.
+        is_inference: Whether no gradient is wanted: nothing is copied then, and the LM head may run on native kernels
+            and give float32.
     """
     module: Any = model.module
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    if dtype is not None and dtype != model.dtype:
-        embedding, head = _converted(embedding, head, dtype)
-    if is_inference:
-        head = fast_linear(head)
     shape_logits = _logits_shape(model.config)
+    if is_inference:
+        embed, product = _casting(embedding, fast_linear(head), head.weight.dtype, dtype or model.dtype)
+    elif dtype is not None and dtype != model.dtype:
+        embed, product = _converted(embedding, head, dtype)
+    else:
+        embed, product = embedding, head
     return TargetParts(
-        embed=embedding,
-        lm_head=lambda features: shape_logits(head(features)),
-        lm_head_weight=module.get_output_embeddings().weight.detach(),
+        embed=embed,
+        lm_head=lambda features: shape_logits(product(features)),
+        lm_head_weight=head.weight.detach(),
     )
+
+
+def _casting(embedding: Any, head: Any, own: torch.dtype, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The modules themselves for a caller that computes in another dtype; native products take any."""
+    takes_any = own == dtype or isinstance(head, NativeLinear)
+    return lambda tokens: embedding(tokens).to(dtype), head if takes_any else lambda x: head(x.to(own))
 
 
 def _converted(embedding: Any, head: Any, dtype: torch.dtype) -> tuple[Any, nn.Linear]:

@@ -46,9 +46,11 @@ class TreeGrowth:
         self.tokens = torch.zeros(batch, shape.num_nodes, dtype=torch.int64, device=roots.device)
         self.tokens[:, 0] = roots
         self._scores = torch.zeros(batch, shape.num_nodes, device=roots.device)
-        self._kinds = torch.zeros_like(self.tokens)
-        self._row_of = torch.full_like(self.tokens, -1)
-        self._rows: list[Tensor] = []  # (B, rows of one level, V)
+        self._rows: list[Tensor] = []  # (B, rows of one level, V), of sampled drafts
+        if draws.has_sampled:
+            self._kinds = torch.zeros_like(self.tokens)
+            self._row_of = torch.full_like(self.tokens, -1)
+        self._num_tokens = 0
         self._families: list[_Family] = []  # kept alive for recordings of this growth, which read their tensors
 
     def level(self, depth: int) -> list[int]:
@@ -86,11 +88,15 @@ class TreeGrowth:
             logits = logits if logits.shape[1] == 1 else logits[:, has_children]
         family = _family(self._relations, tuple(nodes))
         self._families.append(family)
+        self._num_tokens = max(self._num_tokens, logits.shape[2])
         log_probs, keys = self._draws.keys(logits, nodes, self._relations.depths[nodes[0]])
         best = keys.topk(family.num_candidates, dim=2)
-        # Draws are taken in order: one that follows a draw left out, as a shape with gaps in its ranks would have it,
-        # has a law that nobody states.
-        candidate = torch.where(self._draws.is_sampled.unsqueeze(1), family.order, family.rank)
+        if self._draws.has_sampled:
+            # Draws are taken in order: one that follows a draw left out, as a shape with gaps in its ranks would have
+            # it, has a law that nobody states.
+            candidate = torch.where(self._draws.is_sampled.unsqueeze(1), family.order, family.rank)
+        else:
+            candidate = family.rank.expand(logits.shape[0], -1)
         chosen = _entries(best.indices, family.place, candidate)
         children = family.children
         self.tokens[:, children] = chosen
@@ -113,10 +119,13 @@ class TreeGrowth:
             roots: Root tokens of the whole batch.
         """
         total, width, device = len(room), self.shape.num_nodes, self.tokens.device
+        deepest = [min(max(depth, 0), self.shape.depth) for depth in room]
+        bound = max(self._num_tokens, max(roots) + 1)
+        if len(rows) == total and min(deepest) == self.shape.depth:
+            return self._whole().vouch(roots=roots, depths=deepest, num_tokens=bound)
         index = torch.tensor(list(rows), device=device)
-        limit = torch.tensor([max(depth, 0) for depth in room], device=device).unsqueeze(1)
-        depths = torch.tensor(self._relations.depths, device=device).expand(total, -1)
-        is_kept = depths <= limit
+        depths = self._relations.places[1].expand(total, -1)
+        is_kept = depths <= torch.tensor(deepest, device=device).unsqueeze(1)
 
         def spread(part: Tensor, empty: float) -> Tensor:
             whole = torch.full((total, width), empty, dtype=part.dtype, device=device)
@@ -130,20 +139,41 @@ class TreeGrowth:
             stated = torch.cat(self._rows, dim=1)
             probs = torch.zeros(total, *stated.shape[1:], device=device)
             probs[index] = stated
-            siblings = max(map(len, self._relations.children))
             law = DraftLaw(
-                kinds=spread(self._kinds, 0), rows=probs, row_of=spread(self._row_of, -1), max_siblings=siblings
-            )
+                kinds=spread(self._kinds, 0), rows=probs, row_of=spread(self._row_of, -1),
+                max_siblings=self._relations.max_siblings,
+            )  # fmt: skip
         tree = TokenTree(
             tokens=tokens,
-            parents=torch.where(is_kept, torch.tensor(self._relations.parents, device=device), -1),
+            parents=torch.where(is_kept, self._relations.places[0], -1),
             depths=torch.where(is_kept, depths, 0),
             num_nodes=is_kept.sum(1),
             max_depth=self.shape.depth,
             scores=spread(self._scores, 0.0),
             law=law,
         )
-        return tree.vouched(roots)  # the shape is a tree, and what is cut off are whole levels
+        # The shape is a tree, and what is cut off are whole levels.
+        return tree.vouch(roots=roots, depths=deepest, num_tokens=bound)
+
+    def _whole(self) -> TokenTree:
+        """The trees as they are, where every sequence has one."""
+        batch, width = self.tokens.shape
+        parents, depths = (place.expand(batch, -1) for place in self._relations.places)
+        law = None
+        if self._rows:
+            law = DraftLaw(
+                kinds=self._kinds, rows=torch.cat(self._rows, dim=1), row_of=self._row_of,
+                max_siblings=self._relations.max_siblings,
+            )  # fmt: skip
+        return TokenTree(
+            tokens=self.tokens,
+            parents=parents,
+            depths=depths,
+            num_nodes=torch.full((batch,), width, device=self.tokens.device),
+            max_depth=self.shape.depth,
+            scores=self._scores,
+            law=law,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -156,6 +186,8 @@ class _Relations:
         ranks: Rank of every node among the candidates after its parent.
         children: Children of every node, in order of rank.
         mask: (N, N) bool, ancestor or self.
+        places: (2, N) int64, parents and depths.
+        max_siblings: Most children of a node.
     """
 
     parents: list[int]
@@ -163,6 +195,8 @@ class _Relations:
     ranks: list[int]
     children: list[list[int]]
     mask: Tensor
+    places: Tensor
+    max_siblings: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -199,8 +233,14 @@ def _relations(shape: TreeShape, device: torch.device) -> _Relations:
             children[parent].append(node)
             mask[node] |= mask[parent]
     return _Relations(
-        parents=parents, depths=shape.depths, ranks=shape.ranks, children=children, mask=mask.to(device)
-    )  # fmt: skip
+        parents=parents,
+        depths=shape.depths,
+        ranks=shape.ranks,
+        children=children,
+        mask=mask.to(device),
+        places=torch.tensor([parents, shape.depths], device=device),
+        max_siblings=max(map(len, children)),
+    )
 
 
 @lru_cache(maxsize=512)

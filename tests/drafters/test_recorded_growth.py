@@ -44,7 +44,7 @@ class Rerun:
         def again() -> None:
             with BlindRun():
                 second = run()
-            for name in ("tokens", "_scores", "_kinds", "_row_of"):
+            for name in {"tokens", "_scores", "_kinds", "_row_of"} & vars(first).keys():
                 getattr(first, name).copy_(getattr(second, name))
             for place, rows in zip(first._rows, second._rows, strict=True):
                 place.copy_(rows)

@@ -2,8 +2,8 @@
 
 A greedy iteration asks once, for the packed outcome, where the drafter's tree is vouched for; the guard asks once more
 where a drafter made a tree of its own, and a draft model looks at each level that it feeds. On a CPU the walk down the
-tree may also look whether it is over, numpy finds the best tokens, rows are moved one sequence after another and kinds
-of draws are looked up, all of which is free there.
+tree is plain Python, numpy finds the best tokens, rows are moved one sequence after another and kinds of draws are
+looked up: there a look costs less than an operation on tensors.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def test_a_greedy_iteration_waits_once(drafter: str, callers: Counter[str]) -> N
     records: list[Any] = []
     engine._engine._on_step = records.append
     engine.generate([[5], [6]], params)
-    for free_on_cpu in ("descend", "argmax_everywhere", "move_paths", "build"):
+    for free_on_cpu in ("_walk_on_host", "argmax_everywhere", "move_paths", "build"):
         callers.pop(free_on_cpu, None)
     assert callers.pop("_to_host") == len(records)
     assert not callers

@@ -3,61 +3,84 @@
 from __future__ import annotations
 
 from ctypes import byref, c_int64, c_void_p
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from foretoken.target.decoder import UnsuitableError
 from foretoken.target.lean.build import native_library
 from foretoken.target.lean.native import Matrix
 
-if TYPE_CHECKING:
-    from torch import nn
+_ALONE = 1 << 17  # products of so few multiplications are over before a second thread has begun
 
 
-class NativeLinear:
+class NativeLinear(nn.Module):
     """A linear layer for inference, on the weights where they are."""
 
-    def __init__(self, layer: nn.Linear) -> None:
-        """Takes a layer.
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Takes weights.
 
         Args:
-            layer: On a CPU, with a contiguous weight in float32 or bfloat16.
+            weight: (N, K), on a CPU, contiguous, in float32 or bfloat16.
+            bias: (N,), or None.
 
         Raises:
-            UnsuitableError: When it is anything else, or the kernels cannot be compiled here.
+            UnsuitableError: When the weight is anything else, or the kernels cannot be compiled here.
         """
-        weight = layer.weight.detach()
+        super().__init__()
         if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
             raise UnsuitableError(f"native products take float32 and bfloat16 on CPUs, not {weight.dtype}.")
         if not weight.is_contiguous():
             raise UnsuitableError("native products take rows that lie one after another.")
-        self._weight = weight
-        self._bias = None if layer.bias is None else layer.bias.detach().float().contiguous()
+        self._weight = weight.detach()
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        self._rows, self._cols = weight.shape
         self._matrix = Matrix(
             weight=weight.data_ptr(), bias=None if self._bias is None else self._bias.data_ptr(),
-            rows=weight.shape[0], cols=weight.shape[1],
+            rows=self._rows, cols=self._cols,
         )  # fmt: skip
+        self._is_bfloat16 = c_int64(weight.dtype == torch.bfloat16)
         self._multiply: Any = native_library().foretoken_linear
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """(..., K) of any dtype to (..., N) float32."""
-        rows = x.reshape(-1, x.shape[-1]).to(torch.float32).contiguous()
-        out = torch.empty(rows.shape[0], self._weight.shape[0])
-        if len(rows):
+        rows = x.reshape(-1, self._cols).float().contiguous()
+        count = rows.shape[0]
+        out = torch.empty(count, self._rows)
+        if count:
+            threads = 1 if count * self._rows * self._cols <= _ALONE else torch.get_num_threads()
             self._multiply(
-                byref(self._matrix), c_int64(self._weight.dtype == torch.bfloat16), c_void_p(rows.data_ptr()),
-                c_int64(len(rows)), c_void_p(out.data_ptr()), c_int64(torch.get_num_threads()),
+                byref(self._matrix), self._is_bfloat16, c_void_p(rows.data_ptr()), c_int64(count),
+                c_void_p(out.data_ptr()), c_int64(threads),
             )  # fmt: skip
-        return out.view(*x.shape[:-1], out.shape[1])
+        return out.view(*x.shape[:-1], self._rows)
 
 
-def fast_linear(layer: Any) -> Any:
-    """A native layer where it can be one, else the layer itself."""
-    if not isinstance(layer, torch.nn.Linear) or type(layer).forward is not torch.nn.Linear.forward:
+def fast_linear(layer: nn.Module, *, is_compact: bool = False) -> nn.Module:
+    """A native layer where it can be one, else the layer itself.
+
+    Args:
+        layer: Any module.
+        is_compact: Take a copy of the weight in bfloat16 where that holds it exactly: half the bytes to read. Else the
+            layer's own weight is used where it is.
+    """
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
         return layer
     try:
-        return NativeLinear(layer)
+        return NativeLinear(_compact(layer.weight) if is_compact else layer.weight, layer.bias)
     except UnsuitableError:
         return layer
+
+
+def quicken(module: nn.Module) -> None:
+    """Puts native layers, compact ones, in the place of all linear layers within a module that can be such."""
+    for name, child in module.named_children():
+        setattr(module, name, fast_linear(child, is_compact=True))
+        quicken(child)
+
+
+def _compact(weight: Tensor) -> Tensor:
+    """The same numbers in bfloat16 where that holds them exactly."""
+    half = weight.detach().to(torch.bfloat16)
+    return half if torch.equal(half.to(weight.dtype), weight) else weight
