@@ -224,10 +224,12 @@ def grow(head: Head, parts: TargetParts, growth: TreeGrowth, state: Tensor) -> N
     """
     level, states = [0], state.unsqueeze(1)
     for depth in range(growth.shape.depth):
-        states, hidden = head.step(depth, states, growth.tokens[:, level], parts)
+        states, hidden = head.step(depth, states, growth.tokens_at(level), parts)
         growth.expand(level, head.logits(depth, hidden, parts).float())
         following = growth.parents_at(depth + 1)
-        states = states[:, [level.index(parent) for parent in growth.parents_of(following)]]
+        origins = [level.index(parent) for parent in growth.parents_of(following)]
+        if origins != list(range(len(level))):
+            states = states[:, origins]
         level = following
 
 

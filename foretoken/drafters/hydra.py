@@ -10,6 +10,7 @@ Letters: B sequences, T positions, E hidden size.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ from foretoken.drafters.heads import (
 )
 from foretoken.drafters.recorded_growth import RecordedGrowth
 from foretoken.heads.hydra import HydraHeads
+from foretoken.target.decoder import UnsuitableError
+from foretoken.target.lean.native import NativeBlocks
 from foretoken.target.slot_cache import LayerShape, SlotCache
 
 if TYPE_CHECKING:
@@ -42,6 +45,7 @@ if TYPE_CHECKING:
 
 _TOGETHER = 32  # positions of a sequence that are fed beside others; longer parts are fed alone
 _CHUNK = 512  # positions of a long part fed at once
+_AFTER_ITS_NORM = 2  # the tap of a model of one block
 
 
 class Options(HeadOptions):
@@ -104,6 +108,10 @@ class PrefixFeatures:
             device=target.device,
         )  # fmt: skip
         self._layer, self._dtype = layer, dtype
+        self._native: NativeBlocks | None = None
+        if target.device.type == "cpu":
+            with suppress(UnsuitableError):
+                self._native = NativeBlocks(layer.as_blocks(self.cache.capacity), self.cache, dtype, [_AFTER_ITS_NORM])
         self._fed = [0] * target.num_slots  # positions in the cache
         self._waiting: list[list[Tensor]] = [[] for _ in range(target.num_slots)]  # (T, E) each, committed after those
         self._known = [0] * target.num_slots  # positions in the cache or waiting
@@ -160,7 +168,8 @@ class PrefixFeatures:
             keys, values = self.cache.write(0, layout, key, value)
             return tree_attention(query, keys, values, layout, scale=query.shape[-1] ** -0.5)
 
-        encoded: Tensor = self._layer(features, positions, attend)
+        tapped = None if self._native is None else self._native.decode(features, layout, None)
+        encoded: Tensor = self._layer(features, positions, attend) if tapped is None else tapped[:, :, 0]
         last = torch.tensor([length - 1 for length in lengths], device=device)
         self._last[torch.tensor(slots, device=device)] = encoded[torch.arange(len(slots), device=device), last]
         for slot, length in zip(slots, lengths, strict=True):

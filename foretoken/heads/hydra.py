@@ -20,6 +20,7 @@ from torch.nn.functional import dropout, linear, silu
 
 from foretoken.heads.base import Head, HeadConfig
 from foretoken.heads.prefix_layer import PrefixConfig, PrefixLayer
+from foretoken.target.lean.products import fast_linear, linear_layer, quicken
 
 if TYPE_CHECKING:
     from foretoken.target.parts import TargetParts
@@ -70,6 +71,7 @@ class HydraHeads(Head):
         self.first = nn.ModuleList(FirstBlock((i + 2) * width, width, device=device, dtype=dtype) for i in range(heads))
         self.weight = nn.Parameter(torch.empty(heads, kept, width, width, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(heads, kept, width, device=device, dtype=dtype))
+        self._further: list[list[nn.Module]] = []  # the same as layers, once it is quickened
         own = heads if config.own_lm_head else 0
         self.lm_heads = nn.ModuleList(
             nn.Linear(width, config.vocab_size, device=device, dtype=dtype) for _ in range(own)
@@ -98,7 +100,10 @@ class HydraHeads(Head):
         hidden = self.first[index](self._dropped(state))
         for layer in range(self.config.num_layers - 1):
             kept = 0 if self.config.tied_blocks else layer
-            hidden = hidden + silu(linear(self._dropped(hidden), self.weight[index, kept], self.bias[index, kept]))
+            if self._further:
+                hidden = hidden + silu(self._further[index][kept](hidden))
+            else:
+                hidden = hidden + silu(linear(self._dropped(hidden), self.weight[index, kept], self.bias[index, kept]))
         return state, hidden
 
     def logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
@@ -106,6 +111,18 @@ class HydraHeads(Head):
         hidden = self._dropped(hidden)
         logits: Tensor = self.lm_heads[index](hidden) if self.lm_heads else parts.lm_head(hidden)
         return logits
+
+    def quicken(self) -> None:
+        """See `Head`; the decoder block of Hydra++ runs as a whole, see `PrefixLayer.as_blocks`."""
+        for block in self._first_blocks():
+            block.stack()
+        quicken(self.first)
+        quicken(self.lm_heads)
+        more = len(self.weight[0])
+        self._further = [
+            [fast_linear(linear_layer(self.weight[index, kept], self.bias[index, kept])) for kept in range(more)]
+            for index in range(self.config.num_heads)
+        ]
 
     def _first_blocks(self) -> list[FirstBlock]:
         """The first blocks by their type."""
@@ -122,6 +139,7 @@ class FirstBlock(nn.Module):
     Attributes:
         linear: W and b.
         residual: R and c.
+        both: R above W and c above b, in the place of the two others; or None.
     """
 
     def __init__(
@@ -130,6 +148,7 @@ class FirstBlock(nn.Module):
         super().__init__()
         self.linear = nn.Linear(inputs, outputs, device=device, dtype=dtype)
         self.residual = nn.Linear(inputs, outputs, device=device, dtype=dtype)
+        self.both: nn.Module | None = None
 
     def initialize(self) -> None:
         """W is zero and R hands on the feature."""
@@ -140,9 +159,16 @@ class FirstBlock(nn.Module):
         self.residual.weight.zero_()
         self.residual.weight[:, :outputs].copy_(torch.eye(outputs))
 
+    def stack(self) -> None:
+        """Makes one product of the two, for drafting."""
+        weight = torch.cat([self.residual.weight, self.linear.weight])
+        self.both = linear_layer(weight, torch.cat([self.residual.bias, self.linear.bias]))
+        del self.residual, self.linear
+
     def forward(self, u: Tensor) -> Tensor:
         """(..., inputs) to (..., outputs)."""
-        result: Tensor = self.residual(u) + silu(self.linear(u))
+        residual, gated = (self.residual(u), self.linear(u)) if self.both is None else self.both(u).chunk(2, dim=-1)
+        result: Tensor = residual + silu(gated)
         return result
 
 

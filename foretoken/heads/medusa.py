@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from foretoken.heads.base import Head, HeadConfig
-from foretoken.target.lean.products import fast_linear
+from foretoken.target.lean.products import fast_linear, linear_layer
 
 if TYPE_CHECKING:
     from typing import Self
@@ -115,9 +115,7 @@ class MedusaHeads(Head):
     def quicken(self) -> None:
         """See `Head`; the stacked LM heads are taken apart."""
         for weight in [] if self.lm_head is None else self.lm_head.detach():
-            layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-            layer.weight = nn.Parameter(weight, requires_grad=False)
-            self._quick_lm_heads.append(fast_linear(layer, is_compact=True))
+            self._quick_lm_heads.append(fast_linear(linear_layer(weight)))
         self.lm_head = None
 
     def all_logits(self, features: Tensor, parts: TargetParts, count: int) -> Tensor:

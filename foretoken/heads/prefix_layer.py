@@ -17,6 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
+from foretoken.target.lean.weights import Block, LeanWeights
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Self
@@ -122,6 +124,32 @@ class PrefixLayer(nn.Module):
         inner = self._normed(x, self.post_attention_norm)
         x = x + self.down_proj(silu(self.gate_proj(inner)) * self.up_proj(inner))
         return self._normed(x, self.norm)
+
+    def as_blocks(self, num_positions: int) -> LeanWeights:
+        """The block as a lean decoder knows it; num_positions: how many may be fed."""
+        config, size = self.config, self.norm.shape[0]
+        device = self.norm.device
+        cos, sin = self._rotation(torch.arange(num_positions, device=device).unsqueeze(0), torch.float32)
+        input_norm, post_attention_norm, norm = (
+            weight.detach().float().contiguous() for weight in (self.input_norm, self.post_attention_norm, self.norm)
+        )
+        block = Block(
+            attention=self, mlp=self, attention_norm=input_norm, mlp_norm=post_attention_norm, query_norm=None,
+            key_norm=None, window=None,
+        )  # fmt: skip
+        return LeanWeights(
+            embedding=norm.new_empty(0, size),
+            blocks=[block],
+            final_norm=norm,
+            head=nn.Identity(),
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            epsilon=config.rms_norm_eps,
+            scale=config.head_dim**-0.5,
+            cos=cos[0, 0].contiguous(),
+            sin=sin[0, 0].contiguous(),
+        )
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMS norm over the last dimension."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from foretoken.target.lean.products import NativeLinear, fast_linear
+from foretoken.target.lean.products import NativeLinear, fast_linear, linear_layer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +44,7 @@ def target_parts(model: LoadedModel, *, dtype: torch.dtype | None = None, is_inf
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     shape_logits = _logits_shape(model.config)
     if is_inference:
-        embed, product = _casting(embedding, fast_linear(head), head.weight.dtype, dtype or model.dtype)
+        embed, product = _casting(embedding, fast_linear(head, is_shared=True), head.weight.dtype, dtype or model.dtype)
     elif dtype is not None and dtype != model.dtype:
         embed, product = _converted(embedding, head, dtype)
     else:
@@ -65,10 +65,8 @@ def _casting(embedding: Any, head: Any, own: torch.dtype, dtype: torch.dtype) ->
 def _converted(embedding: Any, head: Any, dtype: torch.dtype) -> tuple[Any, nn.Linear]:
     """Copies in another dtype; tied weights stay one copy."""
     is_tied = embedding.weight is head.weight
-    copy = nn.Linear(head.weight.shape[1], head.weight.shape[0], bias=head.bias is not None, device="meta")
-    copy.weight = nn.Parameter(head.weight.detach().to(dtype), requires_grad=False)
-    if head.bias is not None:
-        copy.bias = nn.Parameter(head.bias.detach().to(dtype), requires_grad=False)
+    bias = None if head.bias is None else head.bias.to(dtype)
+    copy = linear_layer(head.weight.to(dtype), bias)
     rows = copy.weight if is_tied else embedding.weight.detach().to(dtype)
     # An embedding module may scale what it looks up, as Gemma's does.
     scale = getattr(embedding, "embed_scale", None)

@@ -65,6 +65,11 @@ class TreeGrowth:
         """The parent of each node."""
         return [self._relations.parents[node] for node in nodes]
 
+    def tokens_at(self, nodes: Sequence[int]) -> Tensor:
+        """(B, P) int64, the tokens of nodes in ascending order."""
+        first, last = nodes[0], nodes[-1]
+        return self.tokens[:, first : last + 1] if last - first + 1 == len(nodes) else self.tokens[:, list(nodes)]
+
     def visible(self, nodes: Sequence[int]) -> Tensor:
         """(B, P, W) bool, which of the W drafted nodes up to the last of `nodes` each of them sees; no root."""
         mask = self._relations.mask[list(nodes), 1 : nodes[-1] + 1]

@@ -53,6 +53,7 @@ struct Model {
 struct Pass {
   int64_t num_threads, batch, width, offset, num_scratch;
   const int64_t *tokens, *positions;   // (B, T)
+  const float* inputs;                 // (M, hidden) in the place of the tokens' embeddings; or null
   const int64_t *slots, *prefix;       // (B,)
   const int64_t* parents;              // (B, T), -1 at the root: a token sees its ancestors; or null
   const uint8_t* visible;              // (B, T, W) of the scratch rows; or null. Neither of the two: causal
@@ -646,8 +647,13 @@ class Decoder {
  private:
   void embed() {
     share(rows_, [&](int64_t m) {
+      float* out = space_.residual + m * model_.hidden;
+      if (pass_.inputs != nullptr) {
+        std::copy_n(pass_.inputs + m * model_.hidden, model_.hidden, out);
+        return;
+      }
       const T* row = static_cast<const T*>(model_.embedding) + pass_.tokens[m] * model_.hidden;
-      for (int64_t i = 0; i < model_.hidden; ++i) space_.residual[m * model_.hidden + i] = to_float(row[i]);
+      for (int64_t i = 0; i < model_.hidden; ++i) out[i] = to_float(row[i]);
     });
 #pragma omp barrier
   }

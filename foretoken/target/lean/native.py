@@ -59,7 +59,8 @@ class _Pass(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_threads", "batch", "width", "offset", "num_scratch")),
         *((name, c_void_p) for name in (
-            "tokens", "positions", "slots", "prefix", "parents", "visible", "scratch_positions", "logits", "taps",
+            "tokens", "positions", "inputs", "slots", "prefix", "parents", "visible", "scratch_positions", "logits",
+            "taps",
         )),
         ("num_taps", c_int64),
         ("features", c_void_p),
@@ -81,16 +82,9 @@ class NativeDecoder:
         """
         if not self.runs(model):
             raise UnsuitableError(f"it runs float32 and bfloat16 on CPUs, not {model.dtype} on {model.device}.")
-        self._weights = weights = read_weights(model, cache.capacity)
-        self._library = native_library()
-        self._library.foretoken_workspace_bytes.restype = c_int64
-        self._dtype, self._cache, self._vocab = model.dtype, cache, model.vocab_size
-        self._taps = tap_indices(taps, len(weights.blocks))
-        self._tap_order = torch.tensor(sorted(set(self._taps)), dtype=torch.int64)
-        self._kept: list[Tensor] = []  # what the structures below point to and nobody else holds
-        self._layers = (_Layer * len(weights.blocks))(*(self._layer(i, b) for i, b in enumerate(weights.blocks)))
-        self._model = self._describe(weights)
-        self._workspace, self._room = torch.empty(0, dtype=torch.uint8), (0, 0)
+        weights = read_weights(model, cache.capacity)
+        self._vocab = model.vocab_size
+        self._blocks = NativeBlocks(weights, cache, model.dtype, tap_indices(taps, len(weights.blocks)))
 
     @staticmethod
     def runs(model: LoadedModel) -> bool:
@@ -100,15 +94,51 @@ class NativeDecoder:
     def run(self, tokens: Tensor, layout: AttentionLayout) -> PassOutput:
         """See `Decoder`."""
         logits = torch.empty(*tokens.shape, self._vocab)
-        return PassOutput(logits=logits, features=self._decode(tokens, layout, logits))
+        return PassOutput(logits=logits, features=self._blocks.decode(tokens, layout, logits))
 
     def fill(self, tokens: Tensor, layout: AttentionLayout) -> Tensor | None:
         """See `Decoder`."""
-        return self._decode(tokens, layout, None)
+        return self._blocks.decode(tokens, layout, None)
 
-    def _decode(self, tokens: Tensor, layout: AttentionLayout, logits: Tensor | None) -> Tensor | None:
-        """One call of the kernels; gives the (B, T, F, D) features."""
-        batch, width = tokens.shape
+
+class NativeBlocks:
+    """The blocks of a model on a slot cache, with whatever stands before and after them."""
+
+    def __init__(self, weights: LeanWeights, cache: SlotCache, dtype: torch.dtype, taps: Sequence[int]) -> None:
+        """Compiles the kernels where that has not been done yet.
+
+        Args:
+            weights: On a CPU.
+            cache: In the same dtype.
+            dtype: float32 or bfloat16.
+            taps: Boundary indices of the features that passes give.
+
+        Raises:
+            UnsuitableError: When the kernels cannot be compiled, or a weight has been packed by others.
+        """
+        self._weights = weights
+        self._library = native_library()
+        self._library.foretoken_workspace_bytes.restype = c_int64
+        self._dtype, self._cache = dtype, cache
+        self._taps = list(taps)
+        self._tap_order = torch.tensor(sorted(set(self._taps)), dtype=torch.int64)
+        self._kept: list[Tensor] = []  # what the structures below point to and nobody else holds
+        self._layers = (_Layer * len(weights.blocks))(*(self._layer(i, b) for i, b in enumerate(weights.blocks)))
+        self._model = self._describe(weights)
+        self._workspace, self._room = torch.empty(0, dtype=torch.uint8), (0, 0)
+
+    def decode(self, tokens: Tensor, layout: AttentionLayout, logits: Tensor | None) -> Tensor | None:
+        """One call of the kernels.
+
+        Args:
+            tokens: (B, T) int64; or (B, T, D) float32, what stands in the place of their embeddings.
+            layout: Positions, slots and who sees what.
+            logits: (B, T, V) float32, filled; or None.
+
+        Returns:
+            The (B, T, F, D) features.
+        """
+        batch, width = tokens.shape[:2]
         threads = torch.get_num_threads()
         visible = None if layout.visible is None else layout.visible.contiguous()
         scratch_positions = None if layout.scratch_positions is None else layout.scratch_positions.contiguous()
@@ -128,8 +158,9 @@ class NativeDecoder:
                     width=width,
                     offset=layout.offset,
                     num_scratch=0 if visible is None else visible.shape[2],
-                    tokens=tokens.data_ptr(),
+                    tokens=None if tokens.is_floating_point() else tokens.data_ptr(),
                     positions=positions.data_ptr(),
+                    inputs=tokens.data_ptr() if tokens.is_floating_point() else None,
                     slots=ctypes.addressof(slots),
                     prefix=ctypes.addressof(prefix),
                     parents=_address(parents),
@@ -145,6 +176,8 @@ class NativeDecoder:
         )
         if features is None:
             return None
+        if len(self._taps) == 1:
+            return features[0].unsqueeze(2).to(self._dtype)
         order = torch.searchsorted(self._tap_order, torch.tensor(self._taps))
         return features[order].permute(1, 2, 0, 3).to(self._dtype)
 
@@ -166,7 +199,7 @@ class NativeDecoder:
             kv_heads=weights.num_kv_heads,
             head_dim=weights.head_dim,
             intermediate=mlp.down_proj.in_features,
-            vocab=self._vocab,
+            vocab=weights.embedding.shape[0],
             capacity=self._cache.capacity,
             epsilon=weights.epsilon,
             scale=weights.scale,
@@ -174,7 +207,7 @@ class NativeDecoder:
             cos=self._hold(weights.cos),
             sin=self._hold(weights.sin),
             final_norm=self._hold(weights.final_norm),
-            head=self._matrix(weights.head),
+            head=self._matrix(weights.head) if len(weights.embedding) else Matrix(),
             layers=self._layers,
         )
 

@@ -57,27 +57,36 @@ class NativeLinear(nn.Module):
         return out.view(*x.shape[:-1], self._rows)
 
 
-def fast_linear(layer: nn.Module, *, is_compact: bool = False) -> nn.Module:
+def fast_linear(layer: nn.Module, *, is_shared: bool = False) -> nn.Module:
     """A native layer where it can be one, else the layer itself.
 
     Args:
         layer: Any module.
-        is_compact: Take a copy of the weight in bfloat16 where that holds it exactly: half the bytes to read. Else the
-            layer's own weight is used where it is.
+        is_shared: The layer's own weight stays in use, so take it where it is. Else a weight in float32 becomes one in
+            bfloat16 where that holds it exactly: half the bytes to read.
     """
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
         return layer
     try:
-        return NativeLinear(_compact(layer.weight) if is_compact else layer.weight, layer.bias)
+        return NativeLinear(layer.weight if is_shared else _compact(layer.weight), layer.bias)
     except UnsuitableError:
         return layer
 
 
 def quicken(module: nn.Module) -> None:
-    """Puts native layers, compact ones, in the place of all linear layers within a module that can be such."""
+    """Puts native layers in the place of all linear layers within a module that can be such."""
     for name, child in module.named_children():
-        setattr(module, name, fast_linear(child, is_compact=True))
+        setattr(module, name, fast_linear(child))
         quicken(child)
+
+
+def linear_layer(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A layer on weights that exist, without gradients; weight (N, K), bias (N,) or None."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return layer
 
 
 def _compact(weight: Tensor) -> Tensor:

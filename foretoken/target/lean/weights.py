@@ -55,10 +55,10 @@ class LeanWeights:
     """A model that a lean decoder knows.
 
     Attributes:
-        embedding: (V, D).
+        embedding: (V, D); of no rows where blocks stand alone.
         blocks: In order.
         final_norm: (D,) float32.
-        head: The LM head module; its weight is the embedding where they are tied.
+        head: The LM head module; its weight is the embedding where they are tied. Not read without an embedding.
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
         head_dim: E.
