@@ -71,12 +71,52 @@ def child_with_token(tree: TokenTree, node: Tensor, token: Tensor) -> Tensor:
 
 def walk(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) -> Acceptance:
     """Descends while a child holds the chosen token; choose: (nodes (B,), depth) -> (B,) tokens."""
+    if tree.tokens.device.type == "cpu":
+        return _walk_on_host(tree, lambda nodes, depth: choose(torch.tensor(nodes), depth).tolist())
+    return _walk_on_device(tree, choose)
+
+
+def _walk_on_device(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) -> Acceptance:
+    """`walk` without a look at any tensor."""
 
     def step(node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         chosen = choose(node, depth)
         return child_with_token(tree, node, chosen), chosen
 
     return descend(tree, step)
+
+
+def _walk_on_host(tree: TokenTree, choose: Callable[[list[int], int], list[int]]) -> Acceptance:
+    """`walk` in plain Python: on a CPU a look into a tensor is cheaper than an operation on it."""
+    rows = list(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True))
+    nodes, next_token = [0] * len(rows), [0] * len(rows)
+    paths: list[list[int]] = [[] for _ in rows]
+    walking = list(range(len(rows)))
+    for depth in range(tree.max_depth + 1):
+        chosen = choose(nodes, depth)
+        for row in list(walking):
+            next_token[row] = token = chosen[row]
+            child = _child_of(*rows[row], nodes[row], token) if depth < tree.max_depth else None
+            if child is None:
+                walking.remove(row)
+            else:
+                nodes[row] = child
+                paths[row].append(child)
+        if not walking:
+            break
+    packed = torch.tensor([
+        [len(path), token, *path, *[-1] * (tree.max_depth - len(path))]
+        for path, token in zip(paths, next_token, strict=True)
+    ])  # fmt: skip
+    return Acceptance(
+        path=packed[:, 2:], num_accepted=packed[:, 0], next_token=packed[:, 1], lossy_tv=torch.zeros(len(rows))
+    )
+
+
+def _child_of(tokens: list[int], parents: list[int], node: int, token: int) -> int | None:
+    """The first child of a node that holds a token."""
+    later = range(node + 1, len(tokens))  # parents come before their children
+    return next((child for child in later if parents[child] == node and tokens[child] == token), None)
 
 
 def accept_greedy(tree: TokenTree, argmax: Callable[[Tensor], Tensor]) -> Acceptance:
@@ -109,23 +149,9 @@ def accept_chosen(tree: TokenTree, chosen: Tensor) -> Acceptance:
             lossy_tv=torch.zeros(len(chosen), device=chosen.device),
         )
     if chosen.device.type == "cpu":
-        return _walk_on_host(tree, chosen)
-    return walk(tree, lambda node, _: chosen.gather(1, node.unsqueeze(1))[:, 0])
-
-
-def _walk_on_host(tree: TokenTree, chosen: Tensor) -> Acceptance:
-    """`accept_chosen` in plain Python: on a CPU a look into a tensor is cheaper than an operation on it."""
-    outcomes, room = [], tree.max_depth + 1
-    for tokens, parents, best in zip(tree.tokens.tolist(), tree.parents.tolist(), chosen.tolist(), strict=True):
-        path = [0]
-        for node in range(1, len(tokens)):  # parents come before their children, and siblings in draw order
-            if parents[node] == path[-1] and tokens[node] == best[path[-1]] and len(path) < room:
-                path.append(node)
-        outcomes.append([len(path) - 1, best[path[-1]], *path[1:], *[-1] * (room - len(path))])
-    packed = torch.tensor(outcomes)
-    return Acceptance(
-        path=packed[:, 2:], num_accepted=packed[:, 0], next_token=packed[:, 1], lossy_tv=torch.zeros(len(outcomes))
-    )
+        rows = chosen.tolist()
+        return _walk_on_host(tree, lambda nodes, _: [row[node] for row, node in zip(rows, nodes, strict=True)])
+    return _walk_on_device(tree, lambda nodes, _: chosen.gather(1, nodes.unsqueeze(1))[:, 0])
 
 
 def accept_coupled(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from foretoken.trees.choices import TreeShape
 
 _MAX_RECORDINGS = 32
+_Key = tuple["TreeShape", int, bool, bool, bool]  # shape, batch and which kinds of draws
 
 
 class _Recording(NamedTuple):
@@ -59,7 +60,7 @@ class RecordedGrowth:
         """
         self._fill = fill
         self._recorder = GraphRecorder(device) if recorder is None and device.type == "cuda" else recorder
-        self._recordings: OrderedDict[tuple[TreeShape, int, bool, bool], _Recording] = OrderedDict()
+        self._recordings: OrderedDict[_Key, _Recording] = OrderedDict()
 
     def grow(self, shape: TreeShape, roots: Tensor, draws: DraftDraws, state: Tensor) -> TreeGrowth:
         """A filled tree; what an earlier call gave is not valid any more.
@@ -78,7 +79,7 @@ class RecordedGrowth:
             roots, state, draws.root_positions, draws.is_coupled, draws.is_sampled, draws.batch.noise.seeds,
             draws.batch.temperature, draws.batch.greedy,
         ]  # fmt: skip
-        key = (shape, len(roots), draws.has_coupled, draws.has_sampled)
+        key = (shape, len(roots), draws.has_coupled, draws.has_sampled, draws.is_drawn_for_all)
         recording = self._recordings.get(key) or self._record(self._recorder, key, inputs, draws)
         self._recordings.move_to_end(key)
         for place, content in zip(recording.inputs, inputs, strict=True):
@@ -86,9 +87,7 @@ class RecordedGrowth:
         recording.run()
         return recording.growth
 
-    def _record(
-        self, recorder: Recorder, key: tuple[TreeShape, int, bool, bool], inputs: list[Tensor], draws: DraftDraws
-    ) -> _Recording:
+    def _record(self, recorder: Recorder, key: _Key, inputs: list[Tensor], draws: DraftDraws) -> _Recording:
         """Records a shape, and forgets the one that was not used for longest where there are too many."""
         if len(self._recordings) >= _MAX_RECORDINGS:
             self._recordings.popitem(last=False)

@@ -32,6 +32,7 @@ class DraftDraws:
         is_sampled: (B,) bool.
         has_coupled: False only where `is_coupled` is nowhere true; known on the host.
         has_sampled: Likewise of `is_sampled`.
+        is_drawn_for_all: True only where no sequence is drafted greedily; known on the host.
     """
 
     batch: SamplingBatch
@@ -40,6 +41,7 @@ class DraftDraws:
     is_sampled: Tensor
     has_coupled: bool
     has_sampled: bool
+    is_drawn_for_all: bool
 
     @classmethod
     def build(
@@ -58,7 +60,7 @@ class DraftDraws:
             nobody = torch.zeros_like(batch.greedy)
             return cls(
                 batch=batch, root_positions=root_positions, is_coupled=nobody, is_sampled=nobody, has_coupled=False,
-                has_sampled=False,
+                has_sampled=False, is_drawn_for_all=False,
             )  # fmt: skip
         draws = ~batch.greedy
         coupled = torch.tensor(is_coupled, device=root_positions.device)
@@ -71,6 +73,7 @@ class DraftDraws:
             is_sampled=draws & ~coupled,
             has_coupled=has_coupled,
             has_sampled=has_sampled,
+            is_drawn_for_all=not batch.is_any_greedy,
         )
 
     def keys(self, logits: Tensor, nodes: Sequence[int], depth: int) -> tuple[Tensor, Tensor]:
@@ -86,14 +89,19 @@ class DraftDraws:
             noise added, (B, P, V) or, where every request's keys are the same after all nodes, (B, 1, V).
             The largest keys are draws without replacement, in order (Gumbel top-k).
         """
-        log_probs = logits.log_softmax(2)
         if not (self.has_coupled or self.has_sampled):
+            log_probs = logits.log_softmax(2)
             return log_probs, log_probs
-        log_probs = torch.where(_by_sequence(self.is_coupled | self.is_sampled), self._warped(logits), log_probs)
+        log_probs = self._warped(logits)
+        if not self.is_drawn_for_all:
+            is_drawn = _by_sequence(self.is_coupled | self.is_sampled)
+            log_probs = torch.where(is_drawn, log_probs, logits.log_softmax(2))
         keys, noise, vocab_size = log_probs, self.batch.noise, logits.shape[2]
         if self.has_coupled:
             shared = noise.gumbel(self.root_positions + depth + 1, Purpose.TARGET, vocab_size)
-            keys = torch.where(_by_sequence(self.is_coupled), keys + shared.unsqueeze(1), keys)
+            noisy = keys + shared.unsqueeze(1)
+            is_everyone = self.is_drawn_for_all and not self.has_sampled
+            keys = noisy if is_everyone else torch.where(_by_sequence(self.is_coupled), noisy, keys)
         if self.has_sampled:
             own = [noise.gumbel(self.root_positions, Purpose.DRAFT, vocab_size, lane=node) for node in nodes]
             keys = torch.where(_by_sequence(self.is_sampled), keys + torch.stack(own, dim=1), keys)

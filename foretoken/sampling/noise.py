@@ -11,10 +11,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cache
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Words = NDArray[np.uint64]
 
 
 class Purpose(IntEnum):
@@ -37,7 +43,8 @@ _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
 
 
-_U27, _U30, _U31, _UMIX_1, _UMIX_2 = (np.uint64(n) for n in (27, 30, 31, _MIX_1 & _WORD, _MIX_2 & _WORD))
+_U11, _U27, _U30, _U31 = (np.uint64(bits) for bits in (11, 27, 30, 31))
+_UGAMMA, _UMIX_1, _UMIX_2 = (np.uint64(word & _WORD) for word in (_GAMMA, _MIX_1, _MIX_2))
 
 
 def _shift(z: Tensor, bits: int) -> Tensor:
@@ -59,10 +66,19 @@ def _mix_signed(z: Tensor) -> Tensor:
 
 def _mix_unsigned(z: Tensor) -> Tensor:
     """`mix` in numpy's unsigned words: a third of the operations."""
-    words = z.numpy().view(np.uint64).reshape(-1)
+    return torch.from_numpy(_mixed(_words(z)).view(np.int64)).view(z.shape)
+
+
+def _words(z: Tensor) -> Words:
+    """(n,) unsigned words of a CPU tensor."""
+    return z.numpy().view(np.uint64).reshape(-1)
+
+
+def _mixed(words: Words) -> Words:
+    """`mix` of unsigned words."""
     words = (words ^ (words >> _U30)) * _UMIX_1
     words = (words ^ (words >> _U27)) * _UMIX_2
-    return torch.from_numpy((words ^ (words >> _U31)).view(np.int64)).view(z.shape)
+    return words ^ (words >> _U31)
 
 
 def derive_seed(seed: int, index: int) -> int:
@@ -112,6 +128,9 @@ class KeyedNoise:
         Returns:
             (B,) float64, multiples of 2^-53.
         """
+        if self.seeds.device.type == "cpu":
+            words = _mixed(self._unsigned_keys(positions, purpose, lane) + _UGAMMA)
+            return torch.from_numpy((words >> _U11).astype(np.float64) * 2.0**-53)
         bits = mix(self._keys(positions, purpose, lane) + _GAMMA)
         return _shift(bits, 11).to(torch.float64) * 2.0**-53
 
@@ -129,8 +148,14 @@ class KeyedNoise:
         Returns:
             (B, V) float32, finite.
         """
-        bits = mix(self._keys(positions, purpose, lane).unsqueeze(1) + _counters(vocab_size, self.seeds.device))
-        v = (_shift(bits, 11).to(torch.float32) + 0.5) * 2.0**-53
+        counters = _counters(vocab_size, self.seeds.device)
+        if self.seeds.device.type == "cpu":
+            words = _mixed(self._unsigned_keys(positions, purpose, lane)[:, None] + _words(counters))
+            integers = torch.from_numpy((words >> _U11).astype(np.float32))
+        else:
+            bits = mix(self._keys(positions, purpose, lane).unsqueeze(1) + counters)
+            integers = _shift(bits, 11).to(torch.float32)
+        v = (integers + 0.5) * 2.0**-53
         v = v.clamp_max(1 - 2.0**-24)  # float32 rounds the top 2^-25 to 1, whose noise would rule the token out
         return -torch.log(-torch.log1p(-v))
 
@@ -138,5 +163,15 @@ class KeyedNoise:
         """(B,) int64: each component passes through the mixer before the next is added."""
         key = mix(self.seeds + _GAMMA)
         key = mix(key ^ (positions * _GAMMA))
-        tag = (lane * 8 + int(purpose) + 1) * _MIX_2  # a Python integer: wrapped here, torch would refuse it
-        return mix(key ^ _signed(tag & _WORD))
+        return mix(key ^ _signed(_tag(purpose, lane)))
+
+    def _unsigned_keys(self, positions: Tensor, purpose: Purpose, lane: int) -> Words:
+        """`_keys` in numpy's unsigned words, on a CPU."""
+        key = _mixed(_words(self.seeds) + _UGAMMA)
+        key = _mixed(key ^ (_words(positions) * _UGAMMA))
+        return _mixed(key ^ np.uint64(_tag(purpose, lane)))
+
+
+def _tag(purpose: Purpose, lane: int) -> int:
+    """The last component of a key, an unsigned word."""
+    return (lane * 8 + int(purpose) + 1) * _MIX_2 & _WORD

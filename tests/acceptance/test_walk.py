@@ -1,4 +1,4 @@
-"""Matching all nodes at once against walking down from the root."""
+"""Walking down a tree in plain Python and by operations on tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.acceptance.walk import accept_chosen, accept_greedy
+from foretoken.acceptance.walk import _walk_on_device, accept_chosen, accept_greedy
 from foretoken.core.token_tree import TokenTree, TreeRow
 
 VOCAB = 3  # few tokens, so that siblings hold the same one and long paths survive
@@ -28,10 +28,14 @@ def batches(draw: st.DrawFn) -> tuple[TokenTree, torch.Tensor]:
 
 
 @given(case=batches())
-def test_all_nodes_at_once(case: tuple[TokenTree, torch.Tensor]) -> None:
+def test_every_walk_goes_the_same_way(case: tuple[TokenTree, torch.Tensor]) -> None:
     tree, chosen = case
-    walked = accept_greedy(tree, lambda nodes: chosen.gather(1, nodes.unsqueeze(1))[:, 0])
-    matched = accept_chosen(tree, chosen)
-    assert torch.equal(matched.path, walked.path)
-    assert torch.equal(matched.num_accepted, walked.num_accepted)
-    assert torch.equal(matched.next_token, walked.next_token)
+
+    def choose(nodes: torch.Tensor) -> torch.Tensor:
+        return chosen.gather(1, nodes.unsqueeze(1))[:, 0]
+
+    walked = _walk_on_device(tree, lambda nodes, _: choose(nodes))
+    for again in (accept_greedy(tree, choose), accept_chosen(tree, chosen)):
+        assert torch.equal(again.path, walked.path)
+        assert torch.equal(again.num_accepted, walked.num_accepted)
+        assert torch.equal(again.next_token, walked.next_token)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from copy import deepcopy
 from unittest import mock
 
 import pytest
@@ -75,12 +76,14 @@ def test_one_layer_of_llama(name: str, theta: float) -> None:
 class Fed:
     """A `PrefixFeatures` beside the whole texts that it is fed with."""
 
-    def __init__(self, layer: PrefixLayer, num_slots: int = 3, context_len: int = 96) -> None:
+    def __init__(self, layer: PrefixLayer, dtype: torch.dtype, num_slots: int = 3, context_len: int = 96) -> None:
         facts = TargetFacts(
             name="target", vocab_size=4, context_len=context_len, num_slots=num_slots, device=torch.device("cpu"),
-            dtype=torch.float64,
+            dtype=dtype,
         )  # fmt: skip
-        self.layer, self.features = layer, PrefixFeatures(layer, facts, torch.float64)
+        self.layer, self.features = layer, PrefixFeatures(deepcopy(layer).to(dtype), facts, dtype)
+        assert (self.features._native is None) == (dtype == torch.float64)
+        self.same = SAME if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
         self.texts: list[Tensor] = [torch.empty(0)] * num_slots
         self.encoded: list[Tensor] = [torch.empty(0)] * num_slots
         self.length = [0] * num_slots
@@ -105,14 +108,22 @@ class Fed:
         assert all(self.features.is_known(slot, self.length[slot]) for slot in slots)
         found = self.features.of(slots)
         for row, slot in enumerate(slots):
-            torch.testing.assert_close(found[row], self.encoded[slot][self.length[slot] - 1], **SAME)
+            expected = self.encoded[slot][self.length[slot] - 1]
+            torch.testing.assert_close(found[row].double(), expected, **self.same)
             self.features.cache.poison(slot, self.length[slot])
+
+
+@pytest.fixture(params=[torch.float64, torch.float32], ids=["torch", "native kernels"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """What the block is fed in, which decides what runs it."""
+    kind: torch.dtype = request.param
+    return kind
 
 
 @pytest.mark.parametrize("name", GROUPS)
 @pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5])
-def test_chunks_of_one_size(chunk: int, name: str) -> None:
-    fed = Fed(block(*GROUPS[name]))
+def test_chunks_of_one_size(chunk: int, name: str, dtype: torch.dtype) -> None:
+    fed = Fed(block(*GROUPS[name]), dtype)
     fed.begin(0, seed=1, size=25)
     for _ in range(25 // chunk):
         fed.commit({0: chunk})
@@ -120,9 +131,9 @@ def test_chunks_of_one_size(chunk: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("prompt", [1, 31, 32, 33, 40, 80])
-def test_prompt_before_chunks(prompt: int) -> None:
+def test_prompt_before_chunks(prompt: int, dtype: torch.dtype) -> None:
     """Prompts on both sides of what is fed beside other slots, and of the size of a chunk."""
-    fed = Fed(block())
+    fed = Fed(block(), dtype)
     with mock.patch.object(hydra_drafter, "_CHUNK", 16):
         for slot in (0, 1):
             fed.begin(slot, seed=slot)
@@ -133,10 +144,10 @@ def test_prompt_before_chunks(prompt: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_ragged_slots_that_come_and_go(seed: int) -> None:
+def test_ragged_slots_that_come_and_go(seed: int, dtype: torch.dtype) -> None:
     """Any interleaving of commits, proposals over some slots and new sequences; NaN in whatever is not committed."""
     dice = random.Random(seed)
-    fed = Fed(block())
+    fed = Fed(block(), dtype)
     for slot in range(3):
         fed.begin(slot, seed=10 * seed + slot)
     for turn in range(40):
@@ -155,8 +166,8 @@ def test_ragged_slots_that_come_and_go(seed: int) -> None:
             fed.check(dice.sample(known, dice.randint(1, len(known))))
 
 
-def test_a_slot_used_again_equals_a_fresh_one() -> None:
-    used, fresh = Fed(block()), Fed(block())
+def test_a_slot_used_again_equals_a_fresh_one(dtype: torch.dtype) -> None:
+    used, fresh = Fed(block(), dtype), Fed(block(), dtype)
     used.begin(0, seed=1)
     used.commit({0: 60})
     used.check([0])
@@ -168,8 +179,8 @@ def test_a_slot_used_again_equals_a_fresh_one() -> None:
     assert torch.equal(used.features.of([0]), fresh.features.of([0]))
 
 
-def test_a_slot_that_missed_a_part_is_not_drafted_for() -> None:
-    fed = Fed(block())
+def test_a_slot_that_missed_a_part_is_not_drafted_for(dtype: torch.dtype) -> None:
+    fed = Fed(block(), dtype)
     fed.begin(0, seed=1)
     fed.commit({0: 5})
     fed.length[0] += 2  # positions that the drafter was never told of
@@ -179,9 +190,9 @@ def test_a_slot_that_missed_a_part_is_not_drafted_for() -> None:
     assert not fed.features.is_known(1, 0)
 
 
-def test_a_full_slot() -> None:
+def test_a_full_slot(dtype: torch.dtype) -> None:
     """The last positions of the context, beside a slot that pads them further."""
-    fed = Fed(block(), context_len=40)
+    fed = Fed(block(), dtype, context_len=40)
     fed.begin(0, seed=1)
     fed.begin(1, seed=2)
     fed.commit({0: 38})

@@ -114,8 +114,10 @@ class NativeBlocks:
             taps: Boundary indices of the features that passes give.
 
         Raises:
-            UnsuitableError: When the kernels cannot be compiled, or a weight has been packed by others.
+            UnsuitableError: For another dtype, when the kernels cannot be compiled, or when a weight has been packed.
         """
+        if dtype not in _DTYPES:
+            raise UnsuitableError(f"it runs float32 and bfloat16, not {dtype}.")
         self._weights = weights
         self._library = native_library()
         self._library.foretoken_workspace_bytes.restype = c_int64
