@@ -247,10 +247,13 @@ class LastFeatures:
     def learn(self, committed: Committed) -> None:
         """Takes what entered the target's KV."""
         assert committed.features is not None, "the drafter taps features"
-        last = torch.tensor([length - 1 for length in committed.lengths], device=committed.features.device)
-        rows = torch.arange(len(committed.slots), device=last.device)
-        slots = torch.tensor(list(committed.slots), device=self._features.device)
-        self._features[slots] = committed.features[rows, last, 0].to(self._features.dtype)
+        features = committed.features[:, :, 0]
+        if features.shape[1] == 1:
+            latest = features[:, 0]
+        else:
+            last = torch.tensor([length - 1 for length in committed.lengths], device=features.device)
+            latest = features[torch.arange(len(last), device=last.device), last]
+        self._features[torch.tensor(list(committed.slots), device=features.device)] = latest.to(self._features.dtype)
         for slot, start, length in zip(committed.slots, committed.starts, committed.lengths, strict=True):
             self._known[slot] = start + length
 

@@ -57,6 +57,25 @@ class DepthBudget:
         Args:
             batch_size: Sequences in the pass.
         """
+        best = self._paying_depth(batch_size) if self._is_due(batch_size) else 0
+        self._is_asking = best > 0
+        if self._is_asking:
+            self._idle, self._next_probe = 0, _FIRST_PROBE
+            return best
+        self._idle += 1
+        if self._idle > self._next_probe + 1:  # in vain: what does not pay is tried less and less often
+            self._idle, self._next_probe = 1, min(2 * self._next_probe, _LAST_PROBE)
+        # Two in a row: the first catches up with what it missed, the second shows what a draft costs.
+        self._is_asking = self._idle >= self._next_probe
+        return int(self._is_asking)
+
+    def _is_due(self, batch_size: int) -> bool:
+        """Whether to decide anew: while nothing is drafted, an iteration teaches nothing that would change much."""
+        is_idle = self._idle > 1 and not self._is_asking
+        return not is_idle or self._idle % _REFRESH_EVERY == 0 or self._table is None or self._table[0] != batch_size
+
+    def _paying_depth(self, batch_size: int) -> int:
+        """The depth that earns most; 0 where plain decoding does."""
         # The fastest: a draft that also reads a prompt, or all that passed while nothing was drafted, takes many times
         # as long and says nothing of the next one.
         miss = min(self._misses, default=0.0)
@@ -67,17 +86,8 @@ class DepthBudget:
         tokens = 1.0 + self._conditional().cumprod().cumsum()
         seconds = hit * (passes[1:] + drafts + self._host(batch_size * tokens)) + (1 - hit) * (plain + miss)
         rates = (hit * tokens + 1 - hit) / seconds
-        best = int(rates.argmax()) + 1
-        self._is_asking = bool(rates[best - 1] > 1.0 / plain)
-        if self._is_asking:
-            self._idle, self._next_probe = 0, _FIRST_PROBE
-            return best
-        self._idle += 1
-        if self._idle > self._next_probe + 1:  # in vain: what does not pay is tried less and less often
-            self._idle, self._next_probe = 1, min(2 * self._next_probe, _LAST_PROBE)
-        # Two in a row: the first catches up with what it missed, the second shows what a draft costs.
-        self._is_asking = self._idle >= self._next_probe
-        return int(self._is_asking)
+        best = int(rates.argmax())
+        return best + 1 if rates[best] > 1.0 / plain else 0
 
     def learn(self, record: StepRecord) -> None:
         """Counts an iteration's drafts and their cost."""

@@ -299,6 +299,8 @@ def _committed(slots: list[int], lengths: list[int], outcomes: list[Outcome], ve
     features = None
     if verified.features is not None:
         longest = max(counts)
+        if longest == 1:
+            return Committed(slots=slots, starts=lengths, lengths=counts, features=verified.features[:, :1])
         nodes = torch.tensor(
             [[0, *o.path] + [0] * (longest - len(o.path) - 1) for o in outcomes], device=verified.features.device
         )
