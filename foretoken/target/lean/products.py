@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ctypes import byref, c_int64, c_void_p
+from ctypes import addressof, c_int64, c_void_p
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from foretoken.target.decoder import UnsuitableError
 from foretoken.target.lean.build import native_library
 from foretoken.target.lean.native import Matrix
 
-_ALONE = 1 << 17  # products of so few multiplications are over before a second thread has begun
+_ALONE = 1 << 15  # products of so few multiplications are over before a second thread has begun
 
 
 class NativeLinear(nn.Module):
@@ -40,8 +40,10 @@ class NativeLinear(nn.Module):
             weight=weight.data_ptr(), bias=None if self._bias is None else self._bias.data_ptr(),
             rows=self._rows, cols=self._cols,
         )  # fmt: skip
-        self._is_bfloat16 = c_int64(weight.dtype == torch.bfloat16)
+        self._is_bfloat16 = weight.dtype == torch.bfloat16
         self._multiply: Any = native_library().foretoken_linear
+        self._multiply.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64)
+        self._multiply.restype = None
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., K) of any dtype to (..., N) float32."""
@@ -50,10 +52,7 @@ class NativeLinear(nn.Module):
         out = torch.empty(count, self._rows)
         if count:
             threads = 1 if count * self._rows * self._cols <= _ALONE else torch.get_num_threads()
-            self._multiply(
-                byref(self._matrix), self._is_bfloat16, c_void_p(rows.data_ptr()), c_int64(count),
-                c_void_p(out.data_ptr()), c_int64(threads),
-            )  # fmt: skip
+            self._multiply(addressof(self._matrix), self._is_bfloat16, rows.data_ptr(), count, out.data_ptr(), threads)
         return out.view(*x.shape[:-1], self._rows)
 
 
