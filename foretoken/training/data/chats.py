@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ConfigError
 from foretoken.target.model_files import one_line
-from foretoken.training.data.packed import Document
+from foretoken.training.data.document import Document
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,13 +10,14 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol
 
 from foretoken.core.errors import ConfigError, RequestError
-from foretoken.training.data.packed import DataProgress, Document, PackedTokens
+from foretoken.training.data.packed import DataProgress, PackedTokens
 from foretoken.training.data.writer import PackedWriter, new_directory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
+    from foretoken.training.data.document import Document
     from foretoken.training.data.records import Record
     from foretoken.training.data.sources import Source
 

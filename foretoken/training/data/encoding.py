@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from foretoken.training.data.chats import ChatEncoder
-from foretoken.training.data.packed import Document
+from foretoken.training.data.document import Document
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

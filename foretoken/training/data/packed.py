@@ -24,25 +24,7 @@ from foretoken.training.data.writer import FORMAT, META, SUPERVISED, TOKENS, VER
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-
-@dataclass(frozen=True, slots=True)
-class Document:
-    """One document as tokens.
-
-    Attributes:
-        tokens: Token ids, special ones included.
-        supervised: Which of them count as labels, as many as tokens; None for all.
-    """
-
-    tokens: Sequence[int]
-    supervised: Sequence[bool] | None = None
-
-    def __post_init__(self) -> None:
-        """Checks that flags and tokens go together."""
-        if self.supervised is not None and len(self.supervised) != len(self.tokens):
-            raise RequestError(
-                f"a document has {len(self.tokens)} tokens and {len(self.supervised)} flags. Expected one flag a token."
-            )
+    from foretoken.training.data.document import Document
 
 
 @dataclass(frozen=True)

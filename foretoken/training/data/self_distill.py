@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ConfigError, ModelError, RequestError
 from foretoken.core.sampling_params import SamplingParams
+from foretoken.training.data.document import Document
 from foretoken.training.data.encoding import NO_TOKENS, Encoder
-from foretoken.training.data.packed import Document
 from foretoken.training.data.writer import tokenizer_sha
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from types import TracebackType
 
-    from foretoken.training.data.packed import Document
+    from foretoken.training.data.document import Document
 
 FORMAT, VERSION = "foretoken-packed-tokens", 1
 META, TOKENS, SUPERVISED = "meta.json", "tokens.bin", "supervised.bin"

@@ -13,7 +13,8 @@ import torch
 from data_tokenizers import EOS, letter_tokenizer, letters
 
 from foretoken.core.errors import RequestError
-from foretoken.training.data.packed import DataProgress, Document, PackedTokens, write_packed
+from foretoken.training.data.document import Document
+from foretoken.training.data.packed import DataProgress, PackedTokens, write_packed
 from foretoken.training.data.shuffle import shuffled
 
 
