@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from filelock import FileLock, Timeout
 
 from foretoken.core.errors import ConfigError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
     from foretoken.training.objectives.base import Objective
     from foretoken.training.trainer import Batches, Processes
 
-_SETTINGS = "settings.json"
+_SETTINGS, _LOCK = "settings.json", "run.lock"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -117,11 +118,11 @@ def train_head(
     """
     processes = training_processes()
     fingerprint = TargetFingerprint.of(target)
-    _claim(settings, fingerprint, initial, processes)
-    head, parts = _new_head(target, settings, initial)
-    features = _features(target, settings, processes.process_index, processes.num_processes)
-    trainer = Trainer(head, parts, settings.objective, settings.train, batches, features, processes=processes)
-    notes = _run(trainer, settings, fingerprint, processes, on_step)
+    with _claimed(settings, target, initial, processes):
+        head, parts = _new_head(target, settings, initial)
+        features = _features(target, settings, processes.process_index, processes.num_processes)
+        trainer = Trainer(head, parts, settings.objective, settings.train, batches, features, processes=processes)
+        notes = _run(trainer, settings, fingerprint, processes, on_step)
     return HeadCheckpoint.of(head, target=fingerprint, notes=notes)
 
 
@@ -141,12 +142,12 @@ def train_jointly(
     assert settings.joint is not None, "the settings say how the target learns along"
     processes = training_processes()
     fingerprint = TargetFingerprint.of(target)
-    _claim(settings, fingerprint, initial, processes)
-    head, _ = _new_head(target, settings, initial)
-    trainer = JointTrainer(
-        head, target, settings.objective, settings.train, batches, settings.joint, processes=processes
-    )
-    notes = _run(trainer, settings, fingerprint, processes, on_step)
+    with _claimed(settings, target, initial, processes):
+        head, _ = _new_head(target, settings, initial)
+        trainer = JointTrainer(
+            head, target, settings.objective, settings.train, batches, settings.joint, processes=processes
+        )
+        notes = _run(trainer, settings, fingerprint, processes, on_step)
     changed = wrap_model(trainer.merged_target(), name=f"{target.name} trained with {settings.head.method} heads")
     return HeadCheckpoint.of(head, target=TargetFingerprint.of(changed), notes=notes), changed
 
@@ -206,13 +207,15 @@ def _run(
     }
 
 
-def _claim(
-    settings: RunSettings, fingerprint: TargetFingerprint, initial: HeadCheckpoint | None, processes: Processes
-) -> None:
-    """Writes the settings into a new run's directory, or compares them with those of the run that is there.
+@contextmanager
+def _claimed(
+    settings: RunSettings, target: LoadedModel, initial: HeadCheckpoint | None, processes: Processes
+) -> Iterator[None]:
+    """The run's directory for this run alone, for as long as it lasts; the system ends it with the process.
 
     Raises:
-        ConfigError: When they differ, naming how; when they cannot be read; or when a head could never learn.
+        ConfigError: When another run is at work there, when a run with other settings is there, or when a head could
+            never learn.
     """
     heads, length = settings.head.num_heads, settings.train.length
     if length < heads + 2:
@@ -225,12 +228,39 @@ def _claim(
             "heads over a part of the vocabulary cannot be trained: they have no distance to a target that says more. "
             "Expected the whole. Leave 'draft_vocab_size' out."
         )
-    path = settings.directory / _SETTINGS
-    ours = {**settings.as_dict(fingerprint), "initial": None if initial is None else _weights_sha(initial)}
+    dtype = str(target.dtype).removeprefix("torch.")
+    begun_from = None if initial is None else _weights_sha(initial)
+    ours = {**settings.as_dict(TargetFingerprint.of(target)), "target_dtype": dtype, "initial": begun_from}
+    if processes.process_index > 0:  # the first process holds the directory for all
+        if (settings.directory / _SETTINGS).is_file():
+            _compare(settings.directory, ours)
+        yield
+        return
+    settings.directory.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(settings.directory / _LOCK)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as err:
+        raise ConfigError(
+            f"another run is at work in '{settings.directory}'. Expected one at a time. Wait for it, or choose another "
+            "--run-dir."
+        ) from err
+    try:
+        _compare(settings.directory, ours)
+        yield
+    finally:
+        lock.release()
+
+
+def _compare(directory: Path, ours: dict[str, Any]) -> None:
+    """Writes the settings into a new run's directory, or compares them with those of the run that is there.
+
+    Raises:
+        ConfigError: When they differ, naming how, or cannot be read.
+    """
+    path = directory / _SETTINGS
     if not path.is_file():
-        if processes.process_index == 0:
-            settings.directory.mkdir(parents=True, exist_ok=True)
-            write_whole(path, json.dumps(ours, indent=1) + "\n")
+        write_whole(path, json.dumps(ours, indent=1) + "\n")
         return
     try:
         theirs = json.loads(path.read_text(encoding="utf-8"))
@@ -240,8 +270,8 @@ def _claim(
     if differing:
         names = ", ".join(dict.fromkeys(key for key, _ in differing))
         raise ConfigError(
-            f"'{settings.directory}' holds a run with other settings; they differ in {names}. Expected the same "
-            "command to go on. Choose another --run-dir, or remove this one."
+            f"'{directory}' holds a run with other settings; they differ in {names}. Expected the same command to go "
+            "on. Choose another --run-dir, or remove this one."
         )
 
 

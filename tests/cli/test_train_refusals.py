@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from command_line import ROOT, Finished, run
+from filelock import FileLock
 from tiny_models import VOCAB_SIZE, tiny_model
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -208,6 +209,20 @@ def test_a_run_with_other_settings(refuse: Callable[..., str], shared: Path, tmp
     refuse("--lr", "1e30", "--steps", "30", "--warmup-steps", "0")  # leaves a run behind
     text = refuse("--lr", "1e-3", "--steps", "30", "--warmup-steps", "0")
     assert "holds a run with other settings; they differ in train.schedule.peak." in text
+
+
+def test_a_run_that_is_at_work(refuse: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with FileLock(tmp_path / "run" / "run.lock"):
+        text = refuse("--run-dir", str(tmp_path / "run"))
+    assert f"another run is at work in '{tmp_path / 'run'}'. Expected one at a time." in text
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["run.lock"]
+
+
+def test_another_dtype_of_the_target(refuse: Callable[..., str], shared: Path, tmp_path: Path) -> None:
+    arguments = ("--lr", "1e30", "--steps", "30", "--warmup-steps", "0")
+    refuse(*arguments)  # leaves a run behind
+    assert "they differ in target_dtype." in refuse(*arguments, "--dtype", "bfloat16")
 
 
 def test_loss_that_is_no_number(refuse: Callable[..., str], tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def test_killed_at_random_moments(children: Children, undisturbed: dict[str, tor
     lines = training_runs.metrics(run)
     assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
     assert {path.name.split("-")[0] for path in run.iterdir()} <= {
-        "checkpoint", "settings.json", "metrics.jsonl", "tensorboard"
+        "checkpoint", "settings.json", "metrics.jsonl", "tensorboard", "run.lock"
     }  # fmt: skip
 
 
