@@ -9,12 +9,12 @@ Letters: B sequences, W width of a head's state.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from functools import partial
+from typing import TYPE_CHECKING
 
 from foretoken.sampling.noise import KeyedNoise
-from foretoken.target.recorder import GraphRecorder
+from foretoken.target.recorder import GraphRecorder, Recordings
 from foretoken.trees.growth import TreeGrowth
 
 if TYPE_CHECKING:
@@ -28,21 +28,6 @@ if TYPE_CHECKING:
     from foretoken.trees.choices import TreeShape
 
 _MAX_RECORDINGS = 32
-_Key = tuple["TreeShape", int, bool, bool, bool]  # shape, batch and which kinds of draws
-
-
-class _Recording(NamedTuple):
-    """One recorded tree.
-
-    Attributes:
-        inputs: Filled before a run.
-        growth: Filled by a run.
-        run: Runs it.
-    """
-
-    inputs: list[Tensor]
-    growth: TreeGrowth
-    run: Callable[[], None]
 
 
 class RecordedGrowth:
@@ -59,8 +44,11 @@ class RecordedGrowth:
             recorder: Makes recordings; None for CUDA graphs on GPUs and none elsewhere.
         """
         self._fill = fill
-        self._recorder = GraphRecorder(device) if recorder is None and device.type == "cuda" else recorder
-        self._recordings: OrderedDict[_Key, _Recording] = OrderedDict()
+        if recorder is None and device.type == "cuda":
+            recorder = GraphRecorder(device)
+        self._recordings: Recordings[TreeGrowth] | None = None
+        if recorder is not None:
+            self._recordings = Recordings(recorder, device, limit=_MAX_RECORDINGS, name="a tree")
 
     def grow(self, shape: TreeShape, roots: Tensor, draws: DraftDraws, state: Tensor) -> TreeGrowth:
         """A filled tree; what an earlier call gave is not valid any more.
@@ -71,7 +59,7 @@ class RecordedGrowth:
             draws: How tokens are chosen.
             state: (B, W), what steps start from.
         """
-        if self._recorder is None or draws.batch.has_truncation:
+        if self._recordings is None or draws.batch.has_truncation:
             growth = TreeGrowth(shape, roots, draws)
             self._fill(growth, state)
             return growth
@@ -79,19 +67,11 @@ class RecordedGrowth:
             roots, state, draws.root_positions, draws.is_coupled, draws.is_sampled, draws.batch.noise.seeds,
             draws.batch.temperature, draws.batch.greedy,
         ]  # fmt: skip
-        key = (shape, len(roots), draws.has_coupled, draws.has_sampled, draws.is_drawn_for_all)
-        recording = self._recordings.get(key) or self._record(self._recorder, key, inputs, draws)
-        self._recordings.move_to_end(key)
-        for place, content in zip(recording.inputs, inputs, strict=True):
-            place.copy_(content)
-        recording.run()
-        return recording.growth
+        kinds = (draws.has_coupled, draws.has_sampled, draws.is_drawn_for_all)
+        return self._recordings.run((shape, len(roots), *kinds), inputs, partial(self._grown, shape, draws))
 
-    def _record(self, recorder: Recorder, key: _Key, inputs: list[Tensor], draws: DraftDraws) -> _Recording:
-        """Records a shape, and forgets the one that was not used for longest where there are too many."""
-        if len(self._recordings) >= _MAX_RECORDINGS:
-            self._recordings.popitem(last=False)
-        places = [content.clone() for content in inputs]
+    def _grown(self, shape: TreeShape, draws: DraftDraws, *places: Tensor) -> TreeGrowth:
+        """What is recorded: a tree grown with draws whose parameters lie in tensors of the recording."""
         roots, state, root_positions, is_coupled, is_sampled, seeds, temperature, greedy = places
         # Nothing else of the batch is read, see `DraftDraws.keys`.
         batch = replace(
@@ -99,12 +79,6 @@ class RecordedGrowth:
             bad_words=None, repetition=None, presence=None, frequency=None, min_tokens=None,
         )  # fmt: skip
         own = replace(draws, batch=batch, root_positions=root_positions, is_coupled=is_coupled, is_sampled=is_sampled)
-
-        def run() -> TreeGrowth:
-            growth = TreeGrowth(key[0], roots, own)
-            self._fill(growth, state)
-            return growth
-
-        growth, again = recorder.record(run)
-        self._recordings[key] = recording = _Recording(places, growth, again)
-        return recording
+        growth = TreeGrowth(shape, roots, own)
+        self._fill(growth, state)
+        return growth

@@ -11,8 +11,6 @@ Letters: B sequences, T tokens fed, N nodes of a padded tree, V vocabulary.
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,10 +23,10 @@ from foretoken.attention.layout import AttentionLayout
 from foretoken.attention.tables import PassTables
 from foretoken.target.decoder import PassOutput, UnsuitableError
 from foretoken.target.lean.stock import StockDecoder
-from foretoken.target.recorder import GraphRecorder
+from foretoken.target.recorder import GraphRecorder, Recordings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from foretoken.target.lean.stock import Steps
     from foretoken.target.loading import LoadedModel
@@ -40,7 +38,6 @@ MAX_RECORDINGS = 48
 _LARGEST_LOGITS = 1 << 28  # bytes of one recording's logits
 _WIDEST_CHAIN = 64  # tokens of a pass that is no tree
 _SHORTEST_PREFIX = 512  # bounds of the prefix are this, doubled until it fits
-_log = logging.getLogger(__name__)
 
 
 class _Shape(NamedTuple):
@@ -61,26 +58,8 @@ class _Shape(NamedTuple):
     has_words: bool = False
 
 
-class _Recording(NamedTuple):
-    """One recorded pass.
-
-    Attributes:
-        inputs: Filled before a run.
-        output: Filled by a run.
-        run: Runs it.
-    """
-
-    inputs: list[Tensor]
-    output: PassOutput
-    run: Callable[[], None]
-
-
 class RecordedDecoder:
-    """See `Decoder`.
-
-    Attributes:
-        memory_bytes: What recordings have taken so far, on the device.
-    """
+    """See `Decoder`."""
 
     name = "lean-recorded"
 
@@ -113,10 +92,11 @@ class RecordedDecoder:
         if not has_kernel(model.dtype, widest):
             raise UnsuitableError("passes are recorded only where the attention kernel runs.")
         self._stock = StockDecoder(model, cache, taps, steps=steps)
-        self._recorder, self._cache = recorder, cache
+        self._cache = cache
         self._vocab_size, self._last_position, self._device = model.vocab_size, model.context_len - 1, model.device
-        self._recordings: OrderedDict[_Shape, _Recording] = OrderedDict()
-        self.memory_bytes = 0
+        self._recordings: Recordings[PassOutput] = Recordings(
+            recorder, model.device, limit=MAX_RECORDINGS, name="a pass"
+        )
 
     def run(self, tokens: Tensor, layout: AttentionLayout) -> PassOutput:
         """See `Decoder`."""
@@ -124,17 +104,18 @@ class RecordedDecoder:
         if shape is None:
             return self._stock.run(tokens, layout)
         with torch.inference_mode():
-            inputs = _inputs(tokens, layout, shape)
-            recording = self._recordings.get(shape) or self._record(shape, inputs)
-            self._recordings.move_to_end(shape)
-            for place, content in zip(recording.inputs, inputs, strict=True):
-                place.copy_(content, non_blocking=True)
-            recording.run()
-            width, logits, features = layout.num_queries, recording.output.logits, recording.output.features
+            work = partial(self._run_chain if shape.num_scratch else self._run_tree, shape)
+            output = self._recordings.run(shape, _inputs(tokens, layout, shape), work)
+            width, logits, features = layout.num_queries, output.logits, output.features
             # The next run fills the same tensors; callers may keep what they got.
             return PassOutput(
                 logits=logits[:, :width].clone(), features=None if features is None else features[:, :width].clone()
             )
+
+    @property
+    def memory_bytes(self) -> int:
+        """What recordings have taken so far, on the device."""
+        return self._recordings.memory_bytes
 
     def fill(self, tokens: Tensor, layout: AttentionLayout) -> Tensor | None:
         """See `Decoder`."""
@@ -156,22 +137,6 @@ class RecordedDecoder:
         if layout.tree is not None:
             return _Shape(batch, width, bound)
         return _Shape(batch, width, bound, layout.offset + width, layout.visible is not None)
-
-    def _record(self, shape: _Shape, inputs: Sequence[Tensor]) -> _Recording:
-        """Records a shape, and forgets the one that was not used for longest where there are too many.
-
-        What runs before the recording is the pass itself, so it writes the rows that are to be written anyway.
-        """
-        if len(self._recordings) >= MAX_RECORDINGS:
-            self._recordings.popitem(last=False)
-        before = _allocated(self._device)
-        places = [torch.empty_like(content, device=self._device).copy_(content) for content in inputs]
-        run_tree = partial(self._run_tree, shape, *places)
-        output, run = self._recorder.record(partial(self._run_chain, shape, *places) if shape.num_scratch else run_tree)
-        self.memory_bytes += _allocated(self._device) - before
-        _log.info("recorded a pass of %s; recordings hold %.0f MiB.", shape, self.memory_bytes / 2**20)
-        self._recordings[shape] = recording = _Recording(places, output, run)
-        return recording
 
     def _run_tree(self, shape: _Shape, tokens: Tensor, parents: Tensor, places: Tensor) -> PassOutput:
         """What is recorded of a tree; places: (2, B) int64, slots and prefix lengths."""
@@ -202,8 +167,3 @@ def _inputs(tokens: Tensor, layout: AttentionLayout, shape: _Shape) -> list[Tens
     padding = (0, shape.width - tokens.shape[1])
     trees = [pad(part, padding, value=value) for part, value in ((tokens, 0), (layout.tree.parents, -1))]
     return [*trees, torch.tensor([list(layout.slots), list(layout.prefix)])]
-
-
-def _allocated(device: torch.device) -> int:
-    """Bytes in use on a GPU; 0 elsewhere."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0

@@ -148,7 +148,7 @@ def test_recordings_are_bounded(recorder, monkeypatch) -> None:
     recorded = runner("lean-recorded", model("llama"))
     for size in (1, 2, 4, 2):
         recorded.verify([0], [3], random_tree([size], 0))
-    assert [shape.width for shape in recorded._decoder._recordings] == [4, 2]
+    assert [shape.width for shape in recorded._decoder._recordings.shapes] == [4, 2]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
