@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from foretoken.drafters.base import Drafter, DrafterOptions, TargetFacts
 
-_NOT_METHODS = {"base", "heads", "recorded_growth", "registry"}
+_NOT_METHODS = {"base", "heads", "prefix_features", "recorded_growth", "registry"}
 
 
 def known_methods() -> list[str]:

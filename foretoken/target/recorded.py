@@ -23,7 +23,7 @@ from foretoken.attention.layout import AttentionLayout
 from foretoken.attention.tables import PassTables
 from foretoken.target.decoder import PassOutput, UnsuitableError
 from foretoken.target.lean.stock import StockDecoder
-from foretoken.target.recorder import GraphRecorder, Recordings
+from foretoken.target.recorder import GraphRecorder, Recordings, bound_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 MAX_RECORDINGS = 48
 _LARGEST_LOGITS = 1 << 28  # bytes of one recording's logits
 _WIDEST_CHAIN = 64  # tokens of a pass that is no tree
-_SHORTEST_PREFIX = 512  # bounds of the prefix are this, doubled until it fits
 
 
 class _Shape(NamedTuple):
@@ -128,9 +127,8 @@ class RecordedDecoder:
             width = 1 << (width - 1).bit_length()
         elif width > _WIDEST_CHAIN:
             return None
-        longest, bound = max(layout.prefix), _SHORTEST_PREFIX
-        while bound < longest:
-            bound *= 2
+        longest = max(layout.prefix)
+        bound = bound_of(longest)
         is_too_large = batch * width * self._vocab_size * 4 > _LARGEST_LOGITS
         if is_too_large or longest + layout.offset + width > self._cache.capacity:
             return None

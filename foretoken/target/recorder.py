@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
 Output = TypeVar("Output")
+_LEAST_BOUND = 512
 _log = logging.getLogger(__name__)
 
 
@@ -57,6 +58,14 @@ class _Recording(NamedTuple, Generic[Output]):
     inputs: list[Tensor]
     output: Output
     run: Callable[[], None]
+
+
+def bound_of(longest: int) -> int:
+    """The bound that a recording is made for where lengths are at most `longest`: 512, doubled until it fits."""
+    bound = _LEAST_BOUND
+    while bound < longest:
+        bound *= 2
+    return bound
 
 
 class Recordings(Generic[Output]):

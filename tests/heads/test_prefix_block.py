@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from copy import deepcopy
 from unittest import mock
 
 import pytest
 import torch
 from head_formulas import SAME, E, numbers, prefix_layer
-from torch import Tensor
+from heads.fed_prefix import GROUPS, Fed, block
 from transformers import LlamaConfig, LlamaModel
 
-from foretoken.drafters import hydra as hydra_drafter
-from foretoken.drafters.base import Committed, TargetFacts
-from foretoken.drafters.hydra import PrefixFeatures
-from foretoken.heads.prefix_layer import PrefixConfig, PrefixLayer
-
-GROUPS = {"one key head each": (4, 4), "grouped": (4, 2), "one key head": (4, 1)}
-
-
-def block(heads: int = 4, groups: int = 2, width: int = E, theta: float = 10000.0) -> PrefixLayer:
-    config = PrefixConfig(
-        num_attention_heads=heads, num_key_value_heads=groups, head_dim=8, intermediate_size=10, rms_norm_eps=1e-5,
-        rope_theta=theta,
-    )  # fmt: skip
-    layer = PrefixLayer(config, width, dtype=torch.float64)
-    with torch.no_grad():
-        for seed, parameter in enumerate(layer.parameters()):
-            parameter.copy_(0.6 * numbers(*parameter.shape, seed=200 + seed))
-    return layer.requires_grad_(requires_grad=False)
+from foretoken.drafters import prefix_features
 
 
 @pytest.mark.parametrize("theta", [10000.0, 50.0])
@@ -73,46 +54,6 @@ def test_one_layer_of_llama(name: str, theta: float) -> None:
     torch.testing.assert_close(layer(features), expected, rtol=2e-6, atol=2e-6)
 
 
-class Fed:
-    """A `PrefixFeatures` beside the whole texts that it is fed with."""
-
-    def __init__(self, layer: PrefixLayer, dtype: torch.dtype, num_slots: int = 3, context_len: int = 96) -> None:
-        facts = TargetFacts(
-            name="target", vocab_size=4, context_len=context_len, num_slots=num_slots, device=torch.device("cpu"),
-            dtype=dtype,
-        )  # fmt: skip
-        self.layer, self.features = layer, PrefixFeatures(deepcopy(layer).to(dtype), facts, dtype)
-        assert (self.features._native is None) == (dtype == torch.float64)
-        self.same = SAME if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
-        self.texts: list[Tensor] = [torch.empty(0)] * num_slots
-        self.encoded: list[Tensor] = [torch.empty(0)] * num_slots
-        self.length = [0] * num_slots
-
-    def begin(self, slot: int, seed: int, size: int = 90) -> None:
-        """Another text in a slot."""
-        self.texts[slot] = numbers(size, E, seed=seed)
-        self.encoded[slot] = self.layer(self.texts[slot][None])[0]
-        self.length[slot] = 0
-
-    def commit(self, counts: dict[int, int]) -> None:
-        """Commits further positions of some slots in one call; rows past a slot's own are NaN."""
-        rows = torch.full((len(counts), max(counts.values()), 1, E), float("nan"), dtype=torch.float64)
-        starts = [self.length[slot] for slot in counts]
-        for row, (slot, count) in enumerate(counts.items()):
-            rows[row, :count, 0] = self.texts[slot][self.length[slot] :][:count]
-            self.length[slot] += count
-        self.features.learn(Committed(slots=list(counts), starts=starts, lengths=list(counts.values()), features=rows))
-
-    def check(self, slots: Sequence[int]) -> None:
-        """What drafting would read is the whole pass's; then all rows that are not committed become NaN."""
-        assert all(self.features.is_known(slot, self.length[slot]) for slot in slots)
-        found = self.features.of(slots)
-        for row, slot in enumerate(slots):
-            expected = self.encoded[slot][self.length[slot] - 1]
-            torch.testing.assert_close(found[row].double(), expected, **self.same)
-            self.features.cache.poison(slot, self.length[slot])
-
-
 @pytest.fixture(params=[torch.float64, torch.float32], ids=["torch", "native kernels"])
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     """What the block is fed in, which decides what runs it."""
@@ -134,7 +75,7 @@ def test_chunks_of_one_size(chunk: int, name: str, dtype: torch.dtype) -> None:
 def test_prompt_before_chunks(prompt: int, dtype: torch.dtype) -> None:
     """Prompts on both sides of what is fed beside other slots, and of the size of a chunk."""
     fed = Fed(block(), dtype)
-    with mock.patch.object(hydra_drafter, "_CHUNK", 16):
+    with mock.patch.object(prefix_features, "_CHUNK", 16):
         for slot in (0, 1):
             fed.begin(slot, seed=slot)
         fed.commit({0: prompt, 1: 3})
