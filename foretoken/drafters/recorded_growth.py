@@ -1,8 +1,7 @@
 """Trees grown by heads, recorded on GPUs: all levels of a tree are then one start of a graph.
 
 A recording belongs to a shape of tree, a batch and the kinds of draws in it. States, roots and the parameters of draws
-lie in tensors that are filled before it runs. Requests that cut off part of the law (top-k, top-p, min-p) are drafted
-for without recordings.
+lie in tensors that are filled before it runs.
 
 Letters: B sequences, W width of a head's state.
 """
@@ -11,14 +10,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from foretoken.sampling.noise import KeyedNoise
 from foretoken.target.recorder import GraphRecorder, Recordings
 from foretoken.trees.growth import TreeGrowth
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
     from torch import Tensor
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from foretoken.trees.choices import TreeShape
 
 _MAX_RECORDINGS = 32
+_TRUNCATION = ("top_k", "top_p", "min_p")
 
 
 class RecordedGrowth:
@@ -59,24 +59,30 @@ class RecordedGrowth:
             draws: How tokens are chosen.
             state: (B, W), what steps start from.
         """
-        if self._recordings is None or draws.batch.has_truncation:
+        if self._recordings is None:
             growth = TreeGrowth(shape, roots, draws)
             self._fill(growth, state)
             return growth
+        batch = draws.batch
+        truncation = {name: value for name in _TRUNCATION if (value := getattr(batch, name)) is not None}
         inputs = [
-            roots, state, draws.root_positions, draws.is_coupled, draws.is_sampled, draws.batch.noise.seeds,
-            draws.batch.temperature, draws.batch.greedy,
+            roots, state, draws.root_positions, draws.is_coupled, draws.is_sampled, batch.noise.seeds,
+            batch.temperature, batch.greedy, *truncation.values(),
         ]  # fmt: skip
         kinds = (draws.has_coupled, draws.has_sampled, draws.is_drawn_for_all)
-        return self._recordings.run((shape, len(roots), *kinds), inputs, partial(self._grown, shape, draws))
+        limits = (*truncation, batch.largest_top_k)
+        work = partial(self._grown, shape, draws, list(truncation))
+        return self._recordings.run((shape, len(roots), kinds, limits), inputs, work)
 
-    def _grown(self, shape: TreeShape, draws: DraftDraws, *places: Tensor) -> TreeGrowth:
-        """What is recorded: a tree grown with draws whose parameters lie in tensors of the recording."""
-        roots, state, root_positions, is_coupled, is_sampled, seeds, temperature, greedy = places
+    def _grown(self, shape: TreeShape, draws: DraftDraws, limits: Sequence[str], *places: Tensor) -> TreeGrowth:
+        """What is recorded: a tree grown with draws whose parameters, `limits` last, lie in tensors of its own."""
+        roots, state, root_positions, is_coupled, is_sampled, seeds, temperature, greedy, *truncation = places
+        own_limits: dict[str, Any] = dict(zip(limits, truncation, strict=True))
         # Nothing else of the batch is read, see `DraftDraws.keys`.
         batch = replace(
             draws.batch, noise=KeyedNoise(seeds), temperature=temperature, greedy=greedy, bias=None, terminators=None,
             bad_words=None, repetition=None, presence=None, frequency=None, min_tokens=None,
+            **own_limits,
         )  # fmt: skip
         own = replace(draws, batch=batch, root_positions=root_positions, is_coupled=is_coupled, is_sampled=is_sampled)
         growth = TreeGrowth(shape, roots, own)

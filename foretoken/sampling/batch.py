@@ -45,6 +45,7 @@ class SamplingBatch:
         is_any_greedy: Host copy of `greedy.any()`.
         temperature: (B, 1) float32, 1 for greedy rows.
         top_k: (B, 1) int64, V where unlimited.
+        largest_top_k: Upper bound of `top_k`, known on the host.
         top_p: (B, 1) float32.
         min_p: (B, 1) float32.
         repetition: (B, 1) float32.
@@ -63,6 +64,7 @@ class SamplingBatch:
     is_any_greedy: bool
     temperature: Tensor
     top_k: Tensor | None
+    largest_top_k: int
     top_p: Tensor | None
     min_p: Tensor | None
     repetition: Tensor | None
@@ -84,11 +86,6 @@ class SamplingBatch:
         return 0 if self.bad_words is None else self.bad_words.shape[2] - 1
 
     @property
-    def has_truncation(self) -> bool:
-        """Whether any request cuts off part of its law."""
-        return any(field is not None for field in (self.top_k, self.top_p, self.min_p))
-
-    @property
     def has_processors(self) -> bool:
         """Whether anything changes the logits before temperature and truncation."""
         fields = (self.bias, self.terminators, self.bad_words)
@@ -108,6 +105,7 @@ class SamplingBatch:
             is_any_greedy=self.is_any_greedy,
             temperature=self.temperature[rows],
             top_k=pick(self.top_k),
+            largest_top_k=self.largest_top_k,
             top_p=pick(self.top_p),
             min_p=pick(self.min_p),
             repetition=pick(self.repetition),
@@ -147,6 +145,7 @@ class SamplingBatch:
             is_any_greedy=any(greedy),
             temperature=torch.tensor([1.0 if p.is_greedy else p.temperature for p in params], device=device)[:, None],
             top_k=column(top_k, vocab_size, torch.int64),
+            largest_top_k=max(top_k),
             top_p=column([p.top_p for p in params], 1.0),
             min_p=column([p.min_p for p in params], 0.0),
             repetition=column([p.repetition_penalty for p in params], 1.0),

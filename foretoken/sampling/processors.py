@@ -61,7 +61,7 @@ def warp(logits: Tensor, batch: SamplingBatch) -> Tensor:
     """
     logits = logits / batch.temperature
     if batch.top_k is not None:
-        largest = logits.topk(int(batch.top_k.max()), dim=1).values
+        largest = logits.topk(batch.largest_top_k, dim=1).values
         logits = logits.masked_fill(logits < largest.gather(1, batch.top_k - 1), _NEVER)
     if batch.top_p is not None:
         ranked, order = logits.sort(dim=1, descending=True, stable=True)

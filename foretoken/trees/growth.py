@@ -107,13 +107,14 @@ class TreeGrowth:
         self.tokens[:, children] = chosen
         self._scores[:, children] = self._scores[:, family.parents] + _entries(log_probs, family.place, chosen)
         if self._draws.has_sampled:
-            # Past the support of the draft distribution any token is a choice, not a draw.
-            is_finite = _entries(best.values, family.place, candidate) > float("-inf")
-            is_drawn = self._draws.is_sampled.unsqueeze(1) & is_finite
+            # A token that the stated law gives no chance is a choice, not a draw: past the support, where a probability
+            # underflows, and where the drafter's logits are no numbers.
+            law = log_probs.exp()
+            is_drawn = self._draws.is_sampled.unsqueeze(1) & (_entries(law, family.place, chosen) > 0)
             row = sum(rows.shape[1] for rows in self._rows) + (family.place if log_probs.shape[1] > 1 else 0)
             self._kinds[:, children] = torch.where(is_drawn, family.kind, DrawKind.ONE_HOT.value)
             self._row_of[:, children] = torch.where(is_drawn, row, -1)
-            self._rows.append(log_probs.exp())
+            self._rows.append(law)
 
     def finish(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
         """The trees of a whole batch of which only some sequences were drafted for.

@@ -83,6 +83,36 @@ def test_tokens_past_the_support_are_not_said_to_be_drawn() -> None:
     assert tree.law.kinds[0].tolist() == [0, 2, 0, 0]
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_logits_that_are_no_numbers_draw_nothing(value: float) -> None:
+    """Their children count as one-hot, which is true of any token; those of other nodes are drawn as ever."""
+    batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(), seed=1)], VOCAB)
+    draws = DraftDraws.build(batch, [False], torch.tensor([3]))
+    growth = TreeGrowth(TreeShape.cartesian((2, 2)), torch.tensor([7]), draws)
+    growth.expand([0], LAW.log().view(1, 1, VOCAB))
+    logits = LAW.log().repeat(1, 2, 1)
+    logits[0, 1, 2] = value
+    growth.expand([1, 2], logits)
+    tree = growth.finish([0], [2], [7])
+    assert tree.law is not None
+    assert tree.law.kinds[0].tolist() == [0, 2, 2, 2, 2, 0, 0]
+    assert tree.law.row_of[0].tolist() == [-1, 0, 0, 1, 1, -1, -1]
+    assert ((tree.tokens >= 0) & (tree.tokens < 8)).all()
+
+
+def test_probabilities_that_underflow_are_not_said_to_be_drawn() -> None:
+    """After a token with all of the probability that float32 can tell, a second one has none in the stated law."""
+    batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(temperature=0.1), seed=1)], VOCAB)
+    draws = DraftDraws.build(batch, [False], torch.tensor([3]))
+    growth = TreeGrowth(TreeShape.cartesian((2,)), torch.tensor([7]), draws)
+    growth.expand([0], torch.tensor([0.0, 30.0, 0.0, 0.0]).view(1, 1, VOCAB))
+    tree = growth.finish([0], [1], [7])
+    tree.validate()
+    assert tree.law is not None
+    assert tree.tokens[0, 1] == 1
+    assert tree.law.kinds[0].tolist() == [0, 2, 0]
+
+
 def test_sequences_without_room_keep_their_root() -> None:
     batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(), seed=seed) for seed in range(2)], VOCAB)
     shape = TreeShape.chain(2)
