@@ -9,6 +9,7 @@ Letters: B sequences, P parents of one level, V target vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -49,18 +50,42 @@ class Options(DrafterOptions):
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
 
 
+class _Drafted:
+    """What the last proposal fed, looked at when the next one asks: by then nobody has to wait for it.
+
+    Attributes:
+        parents: Of the nodes of the shape.
+        num_fed: Nodes 1 … `num_fed` were fed; the root is node 0.
+    """
+
+    def __init__(self, tokens: Tensor, parents: list[int], num_fed: int) -> None:
+        self.parents, self.num_fed = parents, num_fed
+        self._tokens = tokens
+
+    @cached_property
+    def rows(self) -> list[list[int]]:
+        """(B, N), the tokens of the nodes."""
+        rows: list[list[int]] = self._tokens.tolist()
+        return rows
+
+    def child(self, row: int, node: int, token: int) -> int | None:
+        """The first child of a node that was fed with a token."""
+        tokens, later = self.rows[row], range(node + 1, self.num_fed + 1)
+        return next((i for i in later if self.parents[i] == node and tokens[i] == token), None)
+
+
 @dataclass(slots=True)
 class _SlotState:
     """What the draft model's KV holds for one sequence.
 
     Attributes:
         tokens: Tokens whose rows are in place, positions 0 …
-        drafted: Nodes fed after them in the last proposal as (parent node, token); node i lies in row
-            `len(tokens) + i - 1`, parent 0 is the root.
+        drafted: What the last proposal fed after them, and which row of it is this sequence's; node i lies in cache row
+            `len(tokens) + i - 1`.
     """
 
     tokens: list[int]
-    drafted: list[tuple[int, int]]
+    drafted: tuple[_Drafted, int] | None = None
 
 
 class DraftModelDrafter:
@@ -87,9 +112,14 @@ class DraftModelDrafter:
         root_logits = self._catch_up([context.slots[row] for row in active], [context.tokens[row] for row in active])
         growth = self._growth(context, active, self._shape.truncated(max(room)))
         growth.expand([0], root_logits.unsqueeze(1))
+        slots, num_fed = [context.slots[row] for row in active], 0
         for depth in range(1, growth.shape.depth):  # the last level is chosen, not fed
             nodes = growth.level(depth)
-            growth.expand(nodes, self._feed_level([context.slots[row] for row in active], growth, nodes, depth))
+            growth.expand(nodes, self._feed_level(slots, growth, nodes, depth))
+            num_fed += len(nodes)
+        drafted = _Drafted(growth.tokens, growth.shape.parents, num_fed)
+        for row, slot in enumerate(slots):
+            self._slots[slot].drafted = drafted, row
         return growth.finish(active, room, context.roots)
 
     def commit(self, committed: Committed) -> None:
@@ -123,28 +153,30 @@ class DraftModelDrafter:
 
     def _keep_accepted(self, slot: int, tokens: Sequence[int]) -> _SlotState:
         """Moves the rows of drafted nodes that were accepted into place; forgets the others."""
-        state = self._slots.setdefault(slot, _SlotState([], []))
+        state = self._slots.setdefault(slot, _SlotState([]))
         del state.tokens[len(tokens) - 1 :]  # the last proposal was thrown away: its root is fed again for its logits
         path: list[int] = []
-        node = 0
-        for token in tokens[len(state.tokens) : -1]:
-            children = [i + 1 for i, child in enumerate(state.drafted) if child == (node, token)]
-            if not children:
-                break
-            node = children[0]
-            path.append(node)
+        if state.drafted is not None:
+            drafted, row = state.drafted
+            for token in tokens[len(state.tokens) : -1]:
+                child = drafted.child(row, path[-1] if path else 0, token)
+                if child is None:
+                    break
+                path.append(child)
         start = len(state.tokens)
         if path:
             self._runner.cache.move_rows(slot, [start + node - 1 for node in path], start)
             state.tokens.extend(tokens[start : start + len(path)])
-        state.drafted = []
+        state.drafted = None
         return state
 
     def _growth(self, context: DraftContext, active: Sequence[int], shape: TreeShape) -> TreeGrowth:
         """An empty proposal for some sequences of the batch."""
         device = self._runner.device
         draws = DraftDraws.build(
-            context.sampling.select(torch.tensor(active, device=device)),
+            context.sampling
+            if len(active) == len(context.slots)
+            else context.sampling.select(torch.tensor(active, device=device)),
             [context.is_coupled[row] for row in active],
             torch.tensor([len(context.tokens[row]) - 1 for row in active], device=device),
             greedy=self._options.draft_sample_method == "greedy",
@@ -172,8 +204,6 @@ class DraftModelDrafter:
             scratch_positions=(base + scratch_depths).clamp_max(last),
         )
         logits = self._runner.forward(tokens.clamp_max(self._runner.vocab_size - 1), layout).logits
-        for state, ids in zip(states, tokens.tolist(), strict=True):
-            state.drafted.extend(zip(growth.parents_of(nodes), ids, strict=True))
         return self._in_target_vocabulary(logits)
 
     def _embeddable(self, tokens: Sequence[int]) -> list[int]:
