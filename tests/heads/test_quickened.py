@@ -54,17 +54,19 @@ def test_the_same_logits(name: str, fits_bfloat16: bool) -> None:
     parts = target_parts(target)
     head, quick = pair(name, fits_bfloat16=fits_bfloat16)
     torch.manual_seed(1)
-    # Tokens are embedded in bfloat16 where the processor multiplies that, which rounds what a native product reads.
-    tolerance = {"rtol": 0.03, "atol": 0.1} if fits_bfloat16 else {"rtol": 1e-4, "atol": 1e-4}
+    # A product in bfloat16 rounds what it reads, where the processor multiplies that.
+    tolerance = 0.05 if fits_bfloat16 else 1e-4
     for batch, nodes in ((1, 1), (2, 5)):
         expected_state = found_state = torch.randn(batch, nodes, 32)
         for index in range(head.config.num_heads):
             tokens = torch.randint(61, (batch, nodes))
-            expected_state, expected = head.step(index, expected_state, tokens, parts)
-            found_state, found = quick.step(index, found_state, tokens, parts)
-            torch.testing.assert_close(
-                quick.logits(index, found, parts), head.logits(index, expected, parts), **tolerance
-            )
+            expected_state, hidden = head.step(index, expected_state, tokens, parts)
+            expected = head.logits(index, hidden, parts)
+            found_state, hidden = quick.step(index, found_state, tokens, parts)
+            found = quick.logits(index, hidden, parts)
+            is_known = expected > float("-inf")
+            assert torch.equal(found > float("-inf"), is_known)
+            assert (found - expected)[is_known].abs().max() < tolerance * expected[is_known].abs().max()
 
 
 @pytest.mark.parametrize("name", [name for name in HEADS if name.startswith("medusa")])
