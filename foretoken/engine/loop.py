@@ -1,8 +1,8 @@
 """The decoding loop: prefill → [ propose → verify → accept → commit ]* → finish, over a ragged batch.
 
 One iteration makes one target pass over all running sequences and one transfer to the host, the packed outcome of
-acceptance; before it, the guard asks once whether a drafter's tree is one. Sequences join when a slot is free and leave
-when they stop; nobody waits for anybody.
+acceptance; before it, the guard asks once about a tree that nobody vouches for. Sequences join when a slot is free and
+leave when they stop; nobody waits for anybody.
 """
 
 from __future__ import annotations
