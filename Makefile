@@ -40,6 +40,7 @@ lint: $(VENV)/.lint
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell
+	$(BIN)/python .ci/check_repository.py
 
 # On the GPU machine itself, with the torch that is there; writes benchmarks/results/gpu-$(NAME).{json,md}.
 gpu-suite:

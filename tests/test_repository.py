@@ -1,0 +1,33 @@
+"""What `make lint` refuses in the repository's own files."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+_CHECK = Path(__file__).parents[1] / ".ci" / "check_repository.py"
+
+
+def _check(directory: Path) -> subprocess.CompletedProcess[str]:
+    subprocess.run(["git", "init", "-q"], cwd=directory, check=True)
+    subprocess.run(["git", "add", "-A"], cwd=directory, check=True)
+    return subprocess.run([sys.executable, _CHECK, str(directory)], capture_output=True, text=True, check=False)
+
+
+def test_ordinary_files_pass(tmp_path):
+    (tmp_path / "a.md").write_text("a relative path, models/tinycode, and https://example.org/a\n")
+    assert _check(tmp_path).returncode == 0
+
+
+def test_symbolic_links_are_refused(tmp_path):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to("file")
+    result = _check(tmp_path)
+    assert result.returncode == 1
+    assert "link: a symbolic link" in result.stdout
+
+
+def test_paths_of_a_machine_are_refused(tmp_path):
+    (tmp_path / "notes.md").write_text("first\nsee " + "/home" + "/someone/runs\n")
+    result = _check(tmp_path)
+    assert result.returncode == 1
+    assert "notes.md:2: an absolute path" in result.stdout
