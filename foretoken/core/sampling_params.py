@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from functools import wraps
+from typing import Any, TypeVar
 
+from foretoken.core.checks import check_boolean, check_integer, check_number, check_sequence, check_text, shown
 from foretoken.core.errors import RequestError
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy decoding
+MOST_TOKENS = 2**31 - 1  # of min_tokens and max_tokens
+_Class = TypeVar("_Class", bound=type)
 
 
+def _none_is_unset(cls: _Class) -> _Class:
+    """Makes None at construction leave a field at its default; only `max_tokens` has a meaning of its own for None."""
+    construct = cls.__init__  # type: ignore[misc]  # of this very class, whose keywords these are
+
+    @wraps(construct)
+    def construct_from_set_fields(self: Any, **fields: Any) -> None:
+        construct(self, **{name: value for name, value in fields.items() if value is not None or name == "max_tokens"})
+
+    cls.__init__ = construct_from_set_fields  # type: ignore[misc]
+    return cls
+
+
+@_none_is_unset
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """How one request is sampled and when it stops.
+    """How one request is sampled and when it stops. None leaves a field at its default.
 
     Attributes:
         n: Independent completions of the prompt.
@@ -40,7 +54,7 @@ class SamplingParams:
         skip_special_tokens: Leaves special tokens out of the text.
 
     Raises:
-        RequestError: When a value is outside its range.
+        RequestError: When a value is of another type (booleans are no numbers) or outside its range.
     """
 
     n: int = 1
@@ -64,31 +78,66 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        """Checks ranges."""
-        _check_range("temperature", self.temperature, 0.0, 100.0)
-        _check_range("top_p", self.top_p, 0.0, 1.0, low_open=True)
-        _check_range("min_p", self.min_p, 0.0, 1.0)
-        _check_range("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
-        _check_range("presence_penalty", self.presence_penalty, -100.0, 100.0)
-        _check_range("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
-        _check_range("n", self.n, 1, 128)
-        _check_range("top_k", self.top_k, -1, math.inf)
-        _check_range("min_tokens", self.min_tokens, 0, math.inf)
+        """Checks types and ranges."""
+        check_number("temperature", self.temperature, 0.0, 100.0)
+        check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        check_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
+        check_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        check_integer("n", self.n, 1, 128)
+        check_integer("top_k", self.top_k, -1)
+        check_integer("min_tokens", self.min_tokens, 0, MOST_TOKENS)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            check_boolean(name, getattr(self, name))
+        if self.seed is not None:
+            check_integer("seed", self.seed)
+        if self.logprobs is not None:
+            check_integer("logprobs", self.logprobs, 0, 1024)
         if self.max_tokens is not None:
-            _check_range("max_tokens", self.max_tokens, 1, math.inf)
+            check_integer("max_tokens", self.max_tokens, 1, MOST_TOKENS)
             if self.min_tokens > self.max_tokens:
                 raise RequestError(
                     f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}. Expected at most as many."
                 )
-        if self.logprobs is not None:
-            _check_range("logprobs", self.logprobs, 0, 1024)
+        self._check_stops()
+        self._check_bias()
+        self._check_bad_words()
+
+    def _check_stops(self) -> None:
+        """Checks what ends the text."""
+        check_sequence("stop_token_ids", self.stop_token_ids, "a list of token ids")
+        for token in self.stop_token_ids:
+            check_integer("a token id of stop_token_ids", token, 0)
+        if not isinstance(self.stop, str):
+            check_sequence("stop", self.stop, "text or a list of texts")
+        for text in self.stop_strings:
+            check_text("a string of stop", text)
+            if not text:
+                raise RequestError("stop holds an empty string. Expected non-empty strings. Leave it out.")
+
+    def _check_bias(self) -> None:
+        """Checks what is added to logits."""
+        if not isinstance(self.logit_bias, Mapping):
+            raise RequestError(
+                f"logit_bias is {shown(self.logit_bias)}. Expected a mapping from token id to a number, -100..100."
+            )
         for token, bias in self.logit_bias.items():
-            _check_range("a token id of logit_bias", token, 0, math.inf)
-            _check_range(f"logit_bias[{token}]", bias, -100.0, 100.0)
-        if any(not text for text in self.stop_strings):
-            raise RequestError("stop holds an empty string. Expected non-empty strings. Leave it out.")
-        if any(len(word) == 0 for word in self.bad_words):
-            raise RequestError("bad_words holds an empty word. Expected at least one token each. Leave it out.")
+            check_integer("a token id of logit_bias", token, 0)
+            check_number(f"logit_bias[{token}]", bias, -100.0, 100.0)
+
+    def _check_bad_words(self) -> None:
+        """Checks what must not appear."""
+        check_sequence("bad_words", self.bad_words, "a list of texts or of lists of token ids")
+        for word in self.bad_words:
+            if isinstance(word, str):
+                check_text("a word of bad_words", word)
+            else:
+                check_sequence("a word of bad_words", word, "text or a list of token ids")
+                for token in word:
+                    check_integer("a token id of bad_words", token, 0)
+            if len(word) == 0:
+                raise RequestError("bad_words holds an empty word. Expected at least one token each. Leave it out.")
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -112,12 +161,3 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether any processor reads the token history's counts."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
-
-
-def _check_range(name: str, value: float, low: float, high: float, *, low_open: bool = False) -> None:
-    """Raises `RequestError` unless `value` lies in [low, high], or (low, high] when `low_open`; NaN never does."""
-    inside = (low < value if low_open else low <= value) and value <= high
-    if not inside:
-        below = "above" if low_open else "at least"
-        upper = "" if high == math.inf else f" and at most {high:g}"
-        raise RequestError(f"{name} is {value}. Expected {below} {low:g}{upper}.")

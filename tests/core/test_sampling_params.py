@@ -1,7 +1,9 @@
 """Sampling parameters: every range with its sentence, and what is derived from them."""
 
 import math
+from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 
 from foretoken.core.errors import ForetokenError, RequestError
@@ -21,8 +23,8 @@ NAN, INF = math.nan, math.inf
         ("frequency_penalty", [-100.5, 100.5, NAN, -INF], "at least -100 and at most 100."),
         ("n", [0, -1, 129], "at least 1 and at most 128."),
         ("top_k", [-2], "at least -1."),
-        ("min_tokens", [-1], "at least 0."),
-        ("max_tokens", [0, -5], "at least 1."),
+        ("min_tokens", [-1, 2**31], "at least 0 and at most 2147483647."),
+        ("max_tokens", [0, -5, 2**40], "at least 1 and at most 2147483647."),
         ("logprobs", [-1, 1025], "at least 0 and at most 1024."),
     ],
 )
@@ -78,6 +80,73 @@ def test_other_sentences(fields: dict[str, object], message: str) -> None:
     with pytest.raises(RequestError) as error:
         SamplingParams(**fields)
     assert str(error.value) == message
+
+
+NOT_NUMBERS = [True, "3", b"3", [3], {}, object()]
+NOT_INTEGERS = [*NOT_NUMBERS, 1.5, 1.0, INF]
+
+
+@pytest.mark.parametrize(
+    ("names", "values", "expected"),
+    [
+        (["n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs"], NOT_INTEGERS, "an integer"),
+        (
+            ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"],
+            [*NOT_NUMBERS, 1j],
+            "a number",
+        ),
+        (["ignore_eos", "include_stop_str_in_output", "skip_special_tokens"], [0, 1, "true", []], "True or False"),
+        (["stop_token_ids"], [5, "5", b"5", {5: 5}, 1.5], "a list of token ids"),
+        (["stop"], [5, b"a", {"a": 1}, True], "text or a list of texts"),
+        (["bad_words"], [5, "word", b"a", {"a": 1}], "a list of texts or of lists of token ids"),
+        (["logit_bias"], [5, "5", [5], [(5, 1.0)]], "a mapping from token id to a number"),
+    ],
+)
+def test_every_field_refuses_every_other_type(names: list[str], values: list[object], expected: str) -> None:
+    for name in names:
+        for value in values:
+            with pytest.raises(RequestError, match=f"^{name} is .*Expected {expected}"):
+                SamplingParams(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("stop_token_ids", [[True], [1.5], ["3"], [None], [-1], [[3]]]),
+        ("stop", [[5], [b"a"], [None], ["\ud800"], "half a character: \udfff"]),
+        ("bad_words", [[5], [None], [b"a"], [[True]], [[1.5]], [["a"]], [[-1]], ["\ud83d"], [["a", 5]]]),
+        ("logit_bias", [{"3": 1.0}, {True: 1.0}, {1.5: 1.0}, {3: "1"}, {3: True}, {3: None}, {3: INF}]),
+    ],
+)
+def test_what_lists_and_mappings_hold_is_checked_too(name: str, values: list[object]) -> None:
+    for value in values:
+        with pytest.raises(RequestError, match=name) as error:
+            SamplingParams(**{name: value})
+        str(error.value).encode()  # the message can be printed
+
+
+def test_refused_values_are_shown_shortly() -> None:
+    for value in ("x" * 10**6, [1] * 10**6, 10**10_000, object()):
+        with pytest.raises(RequestError) as error:
+            SamplingParams(temperature=value)
+        assert len(str(error.value)) < 200
+        assert "\n" not in str(error.value)
+
+
+def test_none_leaves_a_field_at_its_default() -> None:
+    """Clients that fill every field of a request say None for what nobody set. `max_tokens=None` means no limit."""
+    names = [field.name for field in fields(SamplingParams) if field.name != "max_tokens"]
+    assert SamplingParams(**dict.fromkeys(names)) == SamplingParams()
+    assert SamplingParams(max_tokens=None).max_tokens is None
+    assert replace(SamplingParams(top_k=5), top_k=None, seed=3) == SamplingParams(seed=3)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    params = SamplingParams(
+        top_k=np.int64(5), temperature=np.float32(0.5), seed=np.uint8(7), logit_bias={np.int32(3): np.float64(1.0)},
+        stop_token_ids=np.array([4, 5]),
+    )  # fmt: skip
+    assert (params.top_k, params.temperature, params.seed) == (5, 0.5, 7)
 
 
 def test_errors_are_the_projects() -> None:
