@@ -9,13 +9,13 @@ __version__ = "0.1.0"
 __all__ = ["LLM", "RequestOutput", "SamplingParams", "StreamChunk"]
 
 if TYPE_CHECKING:
-    from foretoken.core.results import RequestOutput
+    from foretoken.core.results import RequestOutput, StreamChunk
     from foretoken.core.sampling_params import SamplingParams
-    from foretoken.engine.llm import LLM, StreamChunk
+    from foretoken.engine.llm import LLM
 
 _HOMES = {
     "LLM": "foretoken.engine.llm",
-    "StreamChunk": "foretoken.engine.llm",
+    "StreamChunk": "foretoken.core.results",
     "SamplingParams": "foretoken.core.sampling_params",
     "RequestOutput": "foretoken.core.results",
 }

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.sampling.noise import KeyedNoise, Purpose
+from foretoken.sampling.processors import best_possible
 
 LogProbs = Callable[[Tensor], Tensor]
 """(B,) int64 nodes -> (B, V) log-probabilities of the token after each node, warped by the request."""
@@ -47,7 +48,7 @@ class Decisions(Protocol):
             depth: Depth of the node whose next token is drawn.
 
         Returns:
-            (B,) int64.
+            (B,) int64, -1 where no token is possible.
         """
 
     def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:
@@ -63,7 +64,7 @@ class Decisions(Protocol):
         """
 
     def token(self, probs: Tensor, lane: int) -> Tensor:
-        """A draw from a residual or bonus distribution; probs: (B, V) summing to 1; (B,) int64."""
+        """A draw from a residual or bonus distribution; probs: (B, V) summing to 1; (B,) int64, -1 as above."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class KeyedDecisions:
     def target_token(self, log_probs: Tensor, depth: int) -> Tensor:
         """See `Decisions`."""
         positions = self.root_positions + (depth + 1)
-        return (log_probs + self.noise.gumbel(positions, Purpose.TARGET, log_probs.shape[1])).argmax(1)
+        return best_possible(log_probs + self.noise.gumbel(positions, Purpose.TARGET, log_probs.shape[1]))
 
     def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:
         """See `Decisions`. Strict, in product form: u <= p/q would accept p = 0 at u = 0."""
@@ -93,7 +94,7 @@ class KeyedDecisions:
     def token(self, probs: Tensor, lane: int) -> Tensor:
         """See `Decisions`."""
         noise = self.noise.gumbel(self.root_positions, Purpose.RESIDUAL, probs.shape[1], lane)
-        return (probs.log() + noise).argmax(1)
+        return best_possible(probs.log() + noise)
 
 
 def residual(target_probs: Tensor, draft_probs: Tensor) -> Tensor:

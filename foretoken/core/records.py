@@ -37,7 +37,7 @@ class SequenceStep:
     """What one iteration did to one sequence.
 
     Attributes:
-        request_id: The sequence's request.
+        request_id: The sequence's request, unique in the life of an engine.
         num_drafted: Drafted nodes in its tree, root not counted.
         tree_depth: Greatest depth of its tree.
         num_accepted: Drafted tokens that survived verification, 0..tree_depth.
@@ -45,7 +45,7 @@ class SequenceStep:
         accepted_by: Accepted nodes per drafter name; a node proposed by two drafters counts for both.
     """
 
-    request_id: int
+    request_id: str
     num_drafted: int
     tree_depth: int
     num_accepted: int

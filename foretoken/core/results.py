@@ -115,18 +115,18 @@ class GenerationMetrics:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TokenLogprob:
-    """Log-probability of one output token under the target, before temperature and processors.
+class Logprob:
+    """How probable a token was under the target, before temperature and processors.
 
     Attributes:
-        token_id: The emitted token.
-        logprob: Its log-probability, natural logarithm.
-        top: The most probable tokens and their log-probabilities, best first.
+        logprob: Log-probability, natural logarithm.
+        rank: Place in the vocabulary by probability, from 1; tokens as probable as one another share the best.
+        decoded_token: The token alone as text, or None without a tokenizer.
     """
 
-    token_id: int
     logprob: float
-    top: dict[int, float]
+    rank: int
+    decoded_token: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,17 +137,44 @@ class CompletionOutput:
         index: 0..n-1.
         text: Decoded output, without the prompt and without the stop string or stop token.
         token_ids: Output tokens, the end-of-sequence token included where it was emitted.
-        logprobs: One entry an output token, or None when not asked for.
-        finish_reason: "stop", "length", "error" (a row of target logits was not finite), or "abort".
+        cumulative_logprob: Sum of the output tokens' log-probabilities, or None when `logprobs` were not asked for.
+        logprobs: For each output token a mapping from token id to `Logprob`: the output token first, then the most
+            probable ones, best first. None when not asked for.
+        finish_reason: "stop", "length", "error" (see `error`), or "abort" (the request was ended from outside).
         stop_reason: The stop string or token id that ended the text, or None.
+        error: Why it ended with "error": the target's logits were not finite, no token was possible, or decoding
+            failed. None otherwise.
     """
 
     index: int
     text: str
     token_ids: list[int]
-    logprobs: list[TokenLogprob] | None
+    cumulative_logprob: float | None
+    logprobs: list[dict[int, Logprob]] | None
     finish_reason: str | None
     stop_reason: int | str | None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamChunk:
+    """New text of one completion.
+
+    Attributes:
+        request_id: Unique in the life of the `LLM`.
+        prompt_index: Position of the prompt in the call.
+        index: Which of its n completions.
+        text: Text that became certain since the last chunk.
+        token_ids: Tokens emitted since the last chunk.
+        finish_reason: Set in the last chunk.
+    """
+
+    request_id: str
+    prompt_index: int
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,15 +182,20 @@ class RequestOutput:
     """Everything about one prompt.
 
     Attributes:
-        request_id: Position of the prompt in the call.
+        request_id: Unique in the life of the `LLM`.
         prompt: The prompt as text, or None when it came as token ids and there is no tokenizer.
         prompt_token_ids: The prompt as token ids.
         outputs: n completions.
         metrics: What generating them took, over all n.
     """
 
-    request_id: int
+    request_id: str
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: Sequence[CompletionOutput]
     metrics: GenerationMetrics
+
+    @property
+    def finished(self) -> bool:
+        """Whether all its completions are over."""
+        return all(output.finish_reason is not None for output in self.outputs)

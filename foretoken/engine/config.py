@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.acceptance.select import LOSSLESS_RULES, LOSSY_RULES, AcceptancePolicy
+from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.drafters.registry import drafter_options
+from foretoken.formats.registry import holds_head, method_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from foretoken.drafters.base import DrafterOptions
 
 _RULES = ("auto", *(rule for rule in LOSSLESS_RULES if rule != "greedy"), *LOSSY_RULES)
@@ -47,11 +49,12 @@ class SpeculativeConfig:
     policy: AcceptancePolicy
 
 
-def parse_speculative_config(config: Mapping[str, Any], *, target: str) -> SpeculativeConfig:
+def parse_speculative_config(config: Mapping[str, Any] | str, *, target: str) -> SpeculativeConfig:
     """Checks a configuration and fills in the bundled drafter where no model is named.
 
     Args:
-        config: vLLM's keys and ours; `method` is required.
+        config: vLLM's keys and ours, or the same as JSON text. Without a `method` it is told from the files of `model`,
+            or from keys that only prompt lookup has.
         target: The target's directory; a drafter without a model is looked for beside it, as `TARGET-METHOD`
             (`TARGET-draft` for a draft model).
 
@@ -59,8 +62,8 @@ def parse_speculative_config(config: Mapping[str, Any], *, target: str) -> Specu
         ConfigError: For unknown keys (the nearest one is named), values out of range or keys asking for what is not
             supported.
     """
-    if "method" not in config:
-        raise ConfigError("speculative_config has no 'method'. Expected for example {'method': 'ngram'}.")
+    config = _mapping(config)
+    config = {**config, "method": _method(config)}
     for key, values in _NEUTRAL.items():
         if key in config and config[key] not in values:
             raise ConfigError(f"'{key}' = {config[key]!r} is not supported. Leave it out.")
@@ -70,6 +73,31 @@ def parse_speculative_config(config: Mapping[str, Any], *, target: str) -> Specu
         if bundled.is_dir():
             own["model"] = str(bundled)
     return SpeculativeConfig(options=drafter_options(own, other_keys=ENGINE_KEYS), policy=_policy(config))
+
+
+def _mapping(config: Any) -> Mapping[str, Any]:
+    """A configuration that may be JSON text."""
+    example = 'Expected for example {"method": "ngram"}.'
+    if isinstance(config, str):
+        try:
+            config = json.loads(config)
+        except (ValueError, RecursionError) as err:
+            raise ConfigError(f"speculative_config is not valid JSON: {err}. {example}") from err
+    if not isinstance(config, Mapping) or not all(isinstance(key, str) for key in config):
+        raise ConfigError(f"speculative_config is {shown(config)}. {example}")
+    return config
+
+
+def _method(config: Mapping[str, Any]) -> Any:
+    """The method asked for, or told from what else is there."""
+    if config.get("method") is not None:
+        return config["method"]
+    if config.get("model") is not None:
+        model = Path(str(config["model"]))
+        return method_of(model) if model.is_dir() and holds_head(model) else "draft_model"
+    if any(key.startswith("prompt_lookup_") for key in config):
+        return "ngram"
+    raise ConfigError("speculative_config has no 'method'. Expected for example {'method': 'ngram'}.")
 
 
 def _policy(config: Mapping[str, Any]) -> AcceptancePolicy:

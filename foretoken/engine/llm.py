@@ -1,57 +1,53 @@
-"""The Python surface: `LLM(model, speculative_config=...).generate(prompts, params)`, in vLLM's shape."""
+"""The Python surface: `LLM(model, speculative_config=...).generate(prompts, sampling_params)`, in vLLM's shape.
+
+Any number of threads may call one `LLM`: iterations are made one at a time, in turn, each serving the requests of all.
+"""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Generator, Iterator, Mapping
-from collections.abc import Sequence as Seq
-from contextlib import closing
-from dataclasses import dataclass
+import os
+import warnings
+import weakref
+from collections import deque
+from contextlib import closing, contextmanager, nullcontext
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+import torch
+from tqdm.auto import tqdm
+
 from foretoken.acceptance.select import AcceptancePolicy
+from foretoken.core.checks import check_integer, shown
 from foretoken.core.errors import ConfigError, RequestError
-from foretoken.core.results import GenerationMetrics, RequestOutput
-from foretoken.core.sampling_params import SamplingParams
+from foretoken.core.results import StreamChunk
 from foretoken.drafters.base import Drafter, TargetFacts, nodes_by_depth
 from foretoken.drafters.registry import create_drafter
 from foretoken.engine.budget import DepthBudget
 from foretoken.engine.config import parse_speculative_config
 from foretoken.engine.costs import CostCurve, pass_costs
+from foretoken.engine.fair_lock import FairLock
 from foretoken.engine.loop import Engine
-from foretoken.engine.sequence import Sequence
-from foretoken.sampling.batch import SamplingRequest
-from foretoken.sampling.noise import derive_seed
+from foretoken.engine.requests import Request, RequestReader
+from foretoken.engine.vocabulary import ids_without_token
 from foretoken.target.loading import LoadedModel, load_model, load_tokenizer, wrap_model
 from foretoken.target.runner import Runner
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Callable, Generator, Iterator, Mapping
+    from collections.abc import Sequence as Seq
 
     from foretoken.core.records import StepRecord
+    from foretoken.core.results import RequestOutput
+    from foretoken.core.sampling_params import SamplingParams
+    from foretoken.engine.prompts import Prompt
+    from foretoken.engine.sequence import Sequence
 
-Prompt = str | Seq[int] | Mapping[str, Any]
 _SHORTEST_CONTEXT = 8  # tokens that the proof at load needs
+_MOST_SEQUENCES = 1 << 16
+_DTYPE_NAMES = {"half": "float16", "float": "float32", "double": "float64"}  # vLLM's and torch's other names
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StreamChunk:
-    """New text of one completion.
-
-    Attributes:
-        request_id: Position of the prompt in the call.
-        index: Which of its n completions.
-        text: Text that became certain since the last chunk.
-        token_ids: Tokens emitted since the last chunk.
-        finish_reason: Set in the last chunk.
-    """
-
-    request_id: int
-    index: int
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None
+_alive: weakref.WeakSet[LLM] = weakref.WeakSet()
 
 
 class LLM:
@@ -64,34 +60,38 @@ class LLM:
 
     def __init__(  # noqa: PLR0913 - vLLM's surface
         self,
-        model: str | LoadedModel | torch.nn.Module,
+        model: str | os.PathLike[str] | LoadedModel | torch.nn.Module,
         *,
-        speculative_config: Mapping[str, Any] | None = None,
+        speculative_config: Mapping[str, Any] | str | None = None,
         drafter: Callable[[TargetFacts], Drafter] | None = None,
-        dtype: str = "auto",
-        device: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         seed: int | None = None,
         tokenizer: Any = None,
         runner: str = "auto",
         on_step: Callable[[StepRecord], None] | None = None,
+        allow_unknown_ids: bool = False,
     ) -> None:
         """Loads models and allocates the cache.
 
         Args:
             model: Directory or hub id of the target, a model loaded before, or a transformers causal LM in memory.
-            speculative_config: `{"method": NAME, ...}` with vLLM's keys and ours; None for plain decoding.
+            speculative_config: `{"method": NAME, ...}` with vLLM's keys and ours, or the same as JSON text; None for
+                plain decoding. Where `model` names a drafter, the method may be left out.
             drafter: Makes a drafter of your own, instead of `speculative_config`.
-            dtype: "auto" (float32 on CPU), "float32", "bfloat16", "float16" or "float64".
+            dtype: "auto" (float32 on CPU), "float32", "bfloat16", "float16", "float64", or a torch dtype.
             device: "auto" or a torch device.
             max_num_seqs: Sequences decoded at once.
             max_model_len: Most tokens of a sequence; the model's limit when None.
-            seed: Makes requests without a seed of their own reproducible.
-            tokenizer: For a model in memory.
+            seed: Makes requests without a seed of their own reproducible, in the order in which they come.
+            tokenizer: A tokenizer, or the directory or hub id of one; None takes the model's own.
             runner: "auto", "generic" (the transformers model itself) or "lean" (a forward of our own, for the
                 architectures it knows; "lean-native" or "lean-stock" choose its kernels).
-            on_step: Called with every iteration's record.
+            on_step: Called with every iteration's record. It may not call this LLM.
+            allow_unknown_ids: Whether token ids that the tokenizer does not have, as the rows by which some models pad
+                their vocabulary, may be generated.
 
         Raises:
             ConfigError: When the configuration does not fit.
@@ -99,12 +99,13 @@ class LLM:
         """
         if speculative_config is not None and drafter is not None:
             raise ConfigError("speculative_config and drafter exclude each other. Pass one of them.")
-        if max_num_seqs < 1:
-            raise ConfigError(f"max_num_seqs is {max_num_seqs}. Expected at least 1.")
-        if max_model_len is not None and max_model_len < _SHORTEST_CONTEXT:
-            raise ConfigError(f"max_model_len is {max_model_len}. Expected at least {_SHORTEST_CONTEXT}.")
-        loaded = _loaded(model, dtype, device)
-        self.tokenizer = load_tokenizer(loaded.name) if tokenizer is None and isinstance(model, str) else tokenizer
+        check_integer("max_num_seqs", max_num_seqs, 1, _MOST_SEQUENCES, error=ConfigError)
+        if max_model_len is not None:
+            check_integer("max_model_len", max_model_len, _SHORTEST_CONTEXT, error=ConfigError)
+        if seed is not None:
+            check_integer("seed", seed, error=ConfigError)
+        loaded = _loaded(model, _dtype_name(dtype), str(device))
+        self.tokenizer = _tokenizer(tokenizer, model)
 
         @cache
         def costs() -> CostCurve:
@@ -141,12 +142,20 @@ class LLM:
                 f"max_model_len {max_model_len} needs more memory than there is. Expected at most "
                 f"{self.target.context_len} with max_num_seqs {max_num_seqs}. Lower one of them."
             )
-        budget = DepthBudget(costs(), nodes_by_depth(made)) if made is not None and adapts else None
         self._engine = Engine(
-            self.target, made, policy=policy, max_num_seqs=max_num_seqs, budget=budget, on_step=on_step
+            self.target,
+            made,
+            policy=policy,
+            max_num_seqs=max_num_seqs,
+            budget=DepthBudget(costs(), nodes_by_depth(made)) if made is not None and adapts else None,
+            on_step=on_step,
+            impossible_ids=None if allow_unknown_ids else ids_without_token(self.tokenizer, self.target),
         )
-        self._is_seeded = seed is not None
-        self._seeds = random.Random(seed)
+        self._requests = RequestReader(self.target, self.tokenizer, seed)
+        self._lock = FairLock()
+        self._given_up: deque[Sequence] = deque()  # of streams that were closed while another thread had the lock
+        self._is_inherited = False  # whether this is the copy of a forked process, with its parent's requests in it
+        _alive.add(self)
 
     @property
     def is_lossy(self) -> bool:
@@ -154,199 +163,182 @@ class LLM:
         return self._engine.policy.is_lossy
 
     def generate(
-        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams | None] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = False,
+        params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Completes prompts.
+        """Completes prompts. May be called from several threads at once.
 
         Args:
-            prompts: A string, a list of token ids, a mapping with `prompt` or `prompt_token_ids`, or several of these.
-            params: One for all prompts, or one each.
+            prompts: A string, a list of token ids, a mapping with `prompt` or `prompt_token_ids`, several of these, or
+                what a tokenizer returns.
+            sampling_params: One for all prompts, or one each; None for the defaults.
+            use_tqdm: Shows a progress bar on standard error; a callable takes the place of `tqdm`.
+            params: Former name of `sampling_params`.
 
         Returns:
-            One result a prompt, in order.
+            One result a prompt, in order. A request that fails on the way ends with `finish_reason` "error".
 
         Raises:
             RequestError: When a prompt cannot be served; nothing is generated then.
         """
-        items = _as_list(prompts)
-        requests = self._requests(items, params)
-        for _ in self._run([sequence for sequences in requests for sequence in sequences]):
-            pass
-        return [self._result(i, *each) for i, each in enumerate(zip(items, requests, strict=True))]
+        requests = self._read(prompts, sampling_params, params)
+        sequences = [sequence for request in requests for sequence in request.sequences]
+        with _progress(use_tqdm, len(sequences)) as bar:
+            for _ in self._run(sequences):
+                if bar is not None:
+                    bar.update(sum(s.finish_reason is not None for s in sequences) - bar.n)
+        with self._turn():
+            return [request.output() for request in requests]
 
     def stream(
-        self, prompts: Prompt | Seq[Prompt], params: SamplingParams | Seq[SamplingParams] | None = None
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams | None] | None = None,
+        *,
+        params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> Iterator[StreamChunk]:
         """Completes prompts, giving text as it becomes certain. Takes and raises what `generate` does.
 
-        Closing the iterator ends its requests. Other calls may be made while it is open; iterations serve all of them.
+        Closing the iterator ends its requests. Other calls may be made while it is open, from any thread; iterations
+        serve all of them.
         """
-        requests = self._requests(_as_list(prompts), params)
-        return self._chunks([sequence for sequences in requests for sequence in sequences])
+        return self._chunks(self._read(prompts, sampling_params, params))
 
-    def _chunks(self, sequences: list[Sequence]) -> Iterator[StreamChunk]:
-        """What every iteration brought to each of some sequences."""
-        given = {id(sequence): 0 for sequence in sequences}
-        unfinished = sequences
-        with closing(self._run(sequences)) as iterations:
+    def _read(self, prompts: Any, sampling_params: Any, params: Any) -> list[Request]:
+        """Checked requests."""
+        if params is not None:
+            if sampling_params is not None:
+                raise RequestError("sampling_params came twice, once as params. Pass sampling_params alone.")
+            warnings.warn("params is now called sampling_params, as in vLLM", DeprecationWarning, stacklevel=3)
+            sampling_params = params
+        with self._turn():
+            return self._requests.read(prompts, sampling_params)
+
+    def _chunks(self, requests: list[Request]) -> Iterator[StreamChunk]:
+        """What every iteration brought to each sequence of some requests."""
+        place = {id(sequence): index for index, request in enumerate(requests) for sequence in request.sequences}
+        unfinished = [sequence for request in requests for sequence in request.sequences]
+        given = dict.fromkeys(place, 0)
+        with closing(self._run(unfinished)) as iterations:
             for _ in iterations:
-                changed = [s for s in unfinished if s.finish_reason is not None or len(s.output_ids) > given[id(s)]]
-                unfinished = [s for s in unfinished if s.finish_reason is None]
-                for sequence in changed:
-                    tokens = sequence.output_ids[given[id(sequence)] :]
-                    given[id(sequence)] += len(tokens)
-                    yield StreamChunk(
-                        request_id=sequence.request_id,
-                        index=sequence.index,
-                        text=sequence.take_new_text(),
-                        token_ids=tokens,
-                        finish_reason=sequence.finish_reason,
-                    )
+                with self._turn():
+                    changed = [s for s in unfinished if s.finish_reason is not None or len(s.output_ids) > given[id(s)]]
+                    unfinished = [s for s in unfinished if s.finish_reason is None]
+                    chunks = [_chunk(s, place[id(s)], given[id(s)]) for s in changed]
+                    given.update((id(s), len(s.output_ids)) for s in changed)
+                yield from chunks
 
     def _run(self, sequences: list[Sequence]) -> Generator[None]:
         """Runs sequences to their end, pausing after every iteration, and once more for what other calls brought."""
-        for sequence in sequences:
-            self._engine.add(sequence)
         waiting_for = sequences[::-1]
         try:
+            with self._turn():
+                for sequence in sequences:
+                    self._engine.add(sequence)
             while waiting_for:
                 if waiting_for[-1].finish_reason is not None:
                     waiting_for.pop()
                     continue
-                self._engine.step()
+                with self._turn():
+                    self._step()
                 yield
             yield
-        except Exception:
-            self._engine.abort()  # an iteration that broke off may have left any sequence half committed
-            raise
         finally:
-            self._engine.abort(sequences)  # frees the slots when the caller stops early
+            self._give_up(sequences)
 
-    def _requests(
-        self, items: list[Prompt], params: SamplingParams | Seq[SamplingParams] | None
-    ) -> list[list[Sequence]]:
-        """Checks everything before anything is run: n sequences for each prompt."""
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(items)
-        else:
-            each = list(params)
-        if len(each) != len(items):
-            raise RequestError(f"{len(items)} prompts came with {len(each)} sampling parameters. Expected as many.")
-        return [self._sequences(i, item, p) for i, (item, p) in enumerate(zip(items, each, strict=True))]
+    def _step(self) -> None:
+        """One iteration; one that is broken off, as by Ctrl-C, may leave any sequence half committed and ends all."""
+        try:
+            self._engine.step()
+        except BaseException:
+            self._engine.abort()
+            raise
 
-    def _sequences(self, request_id: int, prompt: Prompt, params: SamplingParams) -> list[Sequence]:
-        """The n sequences of one prompt."""
-        ids = self._token_ids(prompt)
-        limit = self.target.context_len
-        if len(ids) >= limit:
-            raise RequestError(
-                f"prompt {request_id} has {len(ids)} tokens. Expected at most {limit - 1}, one less than the context "
-                "length. Shorten it."
-            )
-        if params.stop_strings and self.tokenizer is None:
-            raise RequestError("stop holds text but the model has no tokenizer. Use stop_token_ids.")
-        for token in [*params.logit_bias, *params.stop_token_ids]:
-            self._check_id(token, "logit_bias or stop_token_ids")
-        seed = self._seeds.getrandbits(63) if params.seed is None else params.seed
-        # The configuration of a model that was cut down may name tokens it no longer has.
-        eos_ids = [token for token in self.target.model.eos_ids if 0 <= token < self.target.vocab_size]
-        return [
-            Sequence(
-                request_id=request_id,
-                index=index,
-                prompt=ids,
-                sampling=SamplingRequest(
-                    params=params,
-                    seed=derive_seed(seed, index),
-                    terminators=[*eos_ids, *params.stop_token_ids],
-                    bad_words=self._bad_words(params),
-                ),
-                is_seeded=params.seed is not None or self._is_seeded,
-                eos_ids=eos_ids,
-                max_len=limit if params.max_tokens is None else min(limit, len(ids) + params.max_tokens),
-                tokenizer=self.tokenizer,
-            )
-            for index in range(params.n)
-        ]
+    def _give_up(self, sequences: list[Sequence]) -> None:
+        """Ends what is left of some sequences: at once, or at the next turn when another thread is at work.
 
-    def _token_ids(self, prompt: Prompt) -> list[int]:
-        """A prompt as checked token ids."""
-        if isinstance(prompt, Mapping):
-            if not {"prompt", "prompt_token_ids"} & set(prompt):
-                raise RequestError(f"the prompt has the keys {list(prompt)}. Expected 'prompt' or 'prompt_token_ids'.")
-            prompt = prompt["prompt_token_ids"] if "prompt_token_ids" in prompt else prompt["prompt"]
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise RequestError("the prompt is text but the model has no tokenizer. Pass token ids.")
-            ids = list(self.tokenizer(prompt)["input_ids"])
-        elif isinstance(prompt, Seq):
-            ids = list(prompt)
-        else:
-            raise RequestError(f"a prompt is {type(prompt).__name__}. Expected text, a list of token ids or a mapping.")
-        if not ids:
-            raise RequestError("the prompt is empty. Expected at least one token.")
-        for token in ids:
-            self._check_id(token, "the prompt")
-        return ids
+        Does not wait: the garbage collector closes forgotten streams wherever a thread happens to be.
+        """
+        self._given_up.extend(s for s in sequences if s.finish_reason is None)
+        if self._given_up and self._lock.try_enter():
+            try:
+                self._end_given_up()
+            finally:
+                self._lock.leave()
 
-    def _check_id(self, token: Any, where: str) -> None:
-        """Raises `RequestError` unless a token id is in the vocabulary."""
-        if not isinstance(token, int) or not 0 <= token < self.target.vocab_size:
-            raise RequestError(
-                f"{where} holds token id {token!r}. Expected integers in 0..{self.target.vocab_size - 1}."
-            )
+    def _end_given_up(self) -> None:
+        """Frees the slots of sequences that nobody waits for any more."""
+        given_up = []
+        while self._given_up:
+            given_up.append(self._given_up.popleft())
+        if given_up:
+            self._engine.abort(given_up)
 
-    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Forbidden sequences as token ids; a word given as text is forbidden with and without a space before it."""
-        words = []
-        for word in params.bad_words:
-            if not isinstance(word, str):
-                words.append(list(word))
-            elif self.tokenizer is None:
-                raise RequestError("bad_words holds text but the model has no tokenizer. Pass token ids.")
-            else:
-                words.extend(
-                    list(self.tokenizer(prefix + word.lstrip(), add_special_tokens=False)["input_ids"])
-                    for prefix in ("", " ")
-                )
-        for word in words:
-            if not word:
-                raise RequestError("bad_words holds an empty word. Leave it out.")
-            for token in word:
-                self._check_id(token, "bad_words")
-        return words
-
-    def _result(self, request_id: int, prompt: Prompt, sequences: list[Sequence]) -> RequestOutput:
-        """The result of one prompt."""
-        first = sequences[0]
-        prompt_ids = first.tokens[: first.num_prompt]
-        text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if not isinstance(text, str):
-            text = None if self.tokenizer is None else self.tokenizer.decode(prompt_ids)
-        return RequestOutput(
-            request_id=request_id,
-            prompt=text,
-            prompt_token_ids=prompt_ids,
-            outputs=[sequence.output() for sequence in sequences],
-            metrics=GenerationMetrics.total(sequence.metrics for sequence in sequences),
-        )
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        """The calling thread's turn with engine, sequences and tokenizer."""
+        with self._lock:
+            if self._is_inherited:
+                self._is_inherited = False
+                self._engine.abort()
+            self._end_given_up()
+            yield
 
 
-def _loaded(model: str | LoadedModel | torch.nn.Module, dtype: str, device: str) -> LoadedModel:
+def _after_fork() -> None:
+    """In a forked child: the parent's threads, which may have held locks, are gone, and its requests are not ours."""
+    for llm in _alive:
+        llm._lock, llm._is_inherited = FairLock(), True
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
+def _chunk(sequence: Sequence, prompt_index: int, given: int) -> StreamChunk:
+    """What a sequence has that was not given yet; given: output tokens that were."""
+    return StreamChunk(
+        request_id=sequence.request_id,
+        prompt_index=prompt_index,
+        index=sequence.index,
+        text=sequence.take_new_text(),
+        token_ids=sequence.output_ids[given:],
+        finish_reason=sequence.finish_reason,
+    )
+
+
+def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
+    """A progress bar over completions as a context manager, or one of None."""
+    if not use_tqdm:
+        return nullcontext()
+    make: Any = tqdm if isinstance(use_tqdm, bool) else use_tqdm
+    return make(total=total, desc="Processed prompts", dynamic_ncols=True)
+
+
+def _dtype_name(dtype: str | torch.dtype) -> str:
+    """The name by which a dtype is loaded."""
+    if isinstance(dtype, torch.dtype):
+        return str(dtype).removeprefix("torch.")
+    if not isinstance(dtype, str):
+        raise ConfigError(f"dtype is {shown(dtype)}. Expected a name such as 'bfloat16', or a torch dtype.")
+    return _DTYPE_NAMES.get(dtype, dtype)
+
+
+def _loaded(model: Any, dtype: str, device: str) -> LoadedModel:
     """The target, loaded where it is not yet."""
     if isinstance(model, LoadedModel):
         return model
-    if isinstance(model, str):
-        return load_model(model, dtype=dtype, device=device)
-    return wrap_model(model, name=type(model).__name__)
+    if isinstance(model, str | os.PathLike):
+        return load_model(os.fspath(model), dtype=dtype, device=device)
+    if isinstance(model, torch.nn.Module):
+        return wrap_model(model, name=type(model).__name__)
+    raise ConfigError(f"model is {shown(model)}. Expected a directory, a hub id, or a transformers causal LM.")
 
 
-def _as_list(prompts: Prompt | Seq[Prompt]) -> list[Prompt]:
-    """Several prompts, also where one was given; tensors and arrays count as lists."""
-    if hasattr(prompts, "tolist"):
-        prompts = prompts.tolist()
-    if not isinstance(prompts, str | Mapping | Seq):
-        raise RequestError(f"the prompts are {type(prompts).__name__}. Expected text, token ids or a list of these.")
-    if isinstance(prompts, str | Mapping) or (len(prompts) > 0 and isinstance(prompts[0], int)):
-        return [prompts]  # type: ignore[list-item]  # a sequence of integers is one prompt
-    return list(prompts)  # type: ignore[arg-type]
+def _tokenizer(given: Any, model: Any) -> Any:
+    """The tokenizer to use: as given, or loaded by path; else the model's own, which a model in memory has none of."""
+    name = model if given is None else given
+    return load_tokenizer(os.fspath(name)) if isinstance(name, str | os.PathLike) else given

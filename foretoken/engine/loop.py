@@ -2,23 +2,25 @@
 
 One iteration makes one target pass over all running sequences and one transfer to the host, the packed outcome of
 acceptance; before it, the guard asks once about a tree that nobody vouches for. Sequences join when a slot is free and
-leave when they stop; nobody waits for anybody.
+leave when they stop; nobody waits for anybody. What fails for one sequence ends that sequence alone: until something is
+committed an iteration changes nothing, so a batch that fails is decoded again one sequence at a time.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foretoken.acceptance.select import AcceptancePolicy, accept
 from foretoken.core.records import SequenceStep, StepRecord
-from foretoken.core.results import TokenLogprob
 from foretoken.drafters.base import Committed, DraftContext, Drafter
 from foretoken.engine.draft_guard import DraftGuard
+from foretoken.engine.sequence import TokenScores
 from foretoken.engine.stage_clock import StageClock
 from foretoken.sampling.batch import SamplingBatch
 from foretoken.sampling.history import History, HistoryTable
@@ -30,11 +32,14 @@ if TYPE_CHECKING:
     from foretoken.acceptance.decisions import Acceptance
     from foretoken.core.token_tree import TokenTree
     from foretoken.engine.budget import DepthBudget
+    from foretoken.engine.draft_guard import SafeDraft
     from foretoken.engine.sequence import Sequence
     from foretoken.target.decoder import PassOutput
     from foretoken.target.runner import Runner
 
 _UNBOUNDED = 1 << 20
+_NO_TOKEN = "no token is possible: the target's logits, or what the request's parameters make of them, are not finite."
+_log = logging.getLogger(__name__)
 
 
 class Outcome(NamedTuple):
@@ -43,7 +48,7 @@ class Outcome(NamedTuple):
     Attributes:
         path: Accepted nodes in order.
         tokens: Accepted tokens and the correction or bonus token.
-        num_sound: Leading tokens that rest on target rows free of NaN and infinity.
+        num_sound: Leading tokens that rest on finite target logits and are possible under the request's parameters.
         num_drafted: Drafted nodes of its tree.
         tree_depth: Greatest depth of its tree.
     """
@@ -53,6 +58,17 @@ class Outcome(NamedTuple):
     num_sound: int
     num_drafted: int
     tree_depth: int
+
+
+class Verified(NamedTuple):
+    """One iteration of some sequences up to acceptance, nothing committed yet."""
+
+    slots: list[int]
+    lengths: list[int]
+    draft: SafeDraft
+    output: PassOutput
+    acceptance: Acceptance
+    outcomes: list[Outcome]
 
 
 class Engine:
@@ -72,6 +88,7 @@ class Engine:
         max_num_seqs: int,
         budget: DepthBudget | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
+        impossible_ids: Tensor | None = None,
     ) -> None:
         """An idle engine.
 
@@ -82,8 +99,9 @@ class Engine:
             max_num_seqs: Sequences decoded at once.
             budget: Chooses the depth of drafts; None leaves it to the drafter.
             on_step: Called with every iteration's record.
+            impossible_ids: (U,) int64, token ids that are never generated; None for none.
         """
-        self.target, self.policy = target, policy
+        self.target, self.policy, self._impossible_ids = target, policy, impossible_ids
         self._guard = DraftGuard(
             drafter, vocab_size=target.vocab_size, max_nodes=target.max_nodes, device=target.device
         )
@@ -107,7 +125,7 @@ class Engine:
         """Ends sequences that are waiting or running, all of them when None, and frees their slots."""
         for sequence in [*self._waiting, *self._running] if sequences is None else sequences:
             if sequence.finish_reason is None:
-                sequence.fail("abort")
+                sequence.abort()
         self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
         self._leave()
 
@@ -119,28 +137,43 @@ class Engine:
         """
         self._join()
         for sequence in self._running:
-            self._prefill_chunk(sequence)
-        ready = [s for s in self._running if s.num_cached == len(s.tokens) - 1]
+            self._contained(sequence, self._prefill_chunk)
+        ready = [s for s in self._running if s.finish_reason is None and s.num_cached == len(s.tokens) - 1]
         if ready:
-            record = self._decode(ready)
-            if self._budget is not None:
-                self._budget.learn(record)
-            if self._on_step is not None:
-                self._on_step(record)
+            self._decode(ready)
         self._leave()
         return ready
 
-    def _decode(self, sequences: list[Sequence]) -> StepRecord:
-        """Propose, verify, accept, commit for sequences whose prompt is in the cache."""
+    def _decode(self, sequences: list[Sequence]) -> None:
+        """One iteration of sequences whose prompt is in the cache, alone where it fails for all of them together."""
         clock = StageClock(self.target.device)
+        try:
+            verified = self._verify(sequences, clock)
+        except Exception as err:  # noqa: BLE001 - one request's failure, whatever it is, must not end the others
+            if len(sequences) == 1:
+                _fail(sequences[0], err)
+                return
+            for sequence in sequences:
+                self._decode([sequence])
+            return
+        record = self._commit(sequences, verified, clock)
+        if self._budget is not None:
+            self._budget.learn(record)
+        if self._on_step is not None:
+            self._on_step(record)
+
+    def _verify(self, sequences: list[Sequence], clock: StageClock) -> Verified:
+        """Propose, verify, accept, and move accepted KV rows into place. The sequences themselves stay as they are."""
         batch = self._sampling_batch(sequences)
         draft = self._guard.propose(self._draft_context(sequences, batch))
         tree = draft.tree
         clock.mark()
         slots, lengths = [_slot(s) for s in sequences], [len(s.tokens) - 1 for s in sequences]
-        verified = self.target.verify(slots, lengths, tree)
+        output = self.target.verify(slots, lengths, tree)
+        if self._impossible_ids is not None:
+            output.logits[..., self._impossible_ids] = float("-inf")
         clock.mark()
-        scores = NodeScores(tree=tree, logits=verified.logits, batch=batch, history=self._histories(sequences, batch))
+        scores = NodeScores(tree=tree, logits=output.logits, batch=batch, history=self._histories(sequences, batch))
         rules = [
             self.policy.rule_for(
                 tree, is_greedy=s.params.is_greedy, is_seeded=s.is_seeded, row=row,
@@ -149,33 +182,51 @@ class Engine:
             for row, s in enumerate(sequences)
         ]  # fmt: skip
         acceptance = accept(scores, rules, self.policy, torch.tensor(lengths, device=tree.tokens.device))
-        outcomes = _to_host(tree, verified.logits, acceptance)
+        outcomes = _to_host(tree, output.logits, acceptance)
         clock.mark()
         self.target.commit(slots, lengths, acceptance.path, acceptance.num_accepted)
-        self._add_logprobs(sequences, outcomes, verified.logits)
-        emitted = [self._commit(*pair) for pair in zip(sequences, outcomes, strict=True)]
-        self._guard.commit(_committed(slots, lengths, outcomes, verified))
+        return Verified(slots, lengths, draft, output, acceptance, outcomes)
+
+    def _commit(self, sequences: list[Sequence], verified: Verified, clock: StageClock) -> StepRecord:
+        """Emits tokens, tells the drafter, and records the iteration."""
+        lengths = [len(sequence.tokens) for sequence in sequences]
+        for row, (sequence, outcome) in enumerate(zip(sequences, verified.outcomes, strict=True)):
+            self._contained(sequence, self._emit, outcome, verified.output.logits[row])
+        emitted = [len(sequence.tokens) - before for sequence, before in zip(sequences, lengths, strict=True)]
+        self._guard.commit(_committed(verified.slots, verified.lengths, verified.outcomes, verified.output))
         clock.mark()
         record = StepRecord(
             sequences=[
-                _sequence_step(self._guard.name, *each) for each in zip(sequences, outcomes, emitted, strict=True)
+                _sequence_step(self._guard.name, *each)
+                for each in zip(sequences, verified.outcomes, emitted, strict=True)
             ],
-            width=tree.width,
+            width=verified.draft.tree.width,
             seconds=clock.seconds(),
-            draft_error=draft.error,
-            lossy_tv=float(acceptance.lossy_tv.mean()) if self.policy.is_lossy else 0.0,
-        )  # fmt: skip
+            draft_error=verified.draft.error,
+            lossy_tv=float(verified.acceptance.lossy_tv.mean()) if self.policy.is_lossy else 0.0,
+        )
         for sequence, step in zip(sequences, record.sequences, strict=True):
             sequence.metrics.add_step(step, record)
         return record
+
+    def _contained(self, sequence: Sequence, work: Callable[..., None], *arguments: Any) -> None:
+        """Does one sequence's part of an iteration; whatever it raises ends that sequence."""
+        try:
+            work(sequence, *arguments)
+        except Exception as err:  # noqa: BLE001 - as in `_decode`
+            _fail(sequence, err)
 
     def _join(self) -> None:
         """Gives free slots to waiting sequences."""
         while self._waiting and self._free_slots:
             sequence = self._waiting.popleft()
             sequence.slot = self._free_slots.pop()
-            self._history.start(sequence.slot, sequence.tokens, needs_counts=sequence.params.has_penalties)
             self._running.append(sequence)
+            self._contained(sequence, self._start_history)
+
+    def _start_history(self, sequence: Sequence) -> None:
+        """Begins what processors read of a sequence."""
+        self._history.start(_slot(sequence), sequence.tokens, needs_counts=sequence.params.has_penalties)
 
     def _leave(self) -> None:
         """Frees the slots of sequences that are over."""
@@ -189,7 +240,7 @@ class Engine:
     def _prefill_chunk(self, sequence: Sequence) -> None:
         """Feeds the next chunk of a prompt, all of it but the root."""
         start, end = sequence.num_cached, len(sequence.tokens) - 1
-        if start >= end:
+        if start >= end or sequence.finish_reason is not None:
             return
         begin = time.perf_counter()
         chunk = sequence.tokens[start : min(end, start + self.target.prefill_chunk)]
@@ -225,38 +276,53 @@ class Engine:
             batch.tail_len,
         )  # fmt: skip
 
-    def _commit(self, sequence: Sequence, outcome: Outcome) -> int:
-        """Emits tokens; gives the number of tokens kept."""
-        kept = sequence.emit(outcome.tokens[: outcome.num_sound])
-        self._history.append(_slot(sequence), outcome.tokens[:kept])
+    def _emit(self, sequence: Sequence, outcome: Outcome, logits: Tensor) -> None:
+        """Emits one sequence's tokens; logits: (N, V) of its tree."""
+        before = len(sequence.tokens)
+        sound = outcome.tokens[: outcome.num_sound]
+        if sequence.params.logprobs is not None and sound:
+            nodes = torch.tensor([0, *outcome.path][: len(sound)], device=logits.device)
+            sequence.scores += _scores(logits[nodes], sound, sequence.params.logprobs)
+        sequence.emit(sound)
+        self._history.append(_slot(sequence), sequence.tokens[before:])
         if sequence.finish_reason is None and outcome.num_sound < len(outcome.tokens):
-            sequence.fail("error")
+            sequence.fail(_NO_TOKEN)
         if sequence.finish_reason is None:
             sequence.num_cached = len(sequence.tokens) - 1
-        return kept
 
-    def _add_logprobs(self, sequences: list[Sequence], outcomes: list[Outcome], logits: Tensor) -> None:
-        """Records log-probabilities for requests that asked: one more transfer to the host."""
-        for row, (sequence, outcome) in enumerate(zip(sequences, outcomes, strict=True)):
-            count = sequence.params.logprobs
-            if count is None or not outcome.num_sound:
-                continue
-            nodes = torch.tensor([0, *outcome.path][: outcome.num_sound], device=logits.device)
-            tokens = outcome.tokens[: outcome.num_sound]
-            log_probs = logits[row, nodes].log_softmax(1)
-            top = log_probs.topk(min(count, self.target.vocab_size), dim=1)
-            chosen = log_probs.gather(1, torch.tensor(tokens, device=logits.device).unsqueeze(1))[:, 0]
-            for token, value, ids, values in zip(
-                tokens, chosen.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
-            ):
-                sequence.logprobs.append(
-                    TokenLogprob(token_id=token, logprob=value, top=dict(zip(ids, values, strict=True)))
-                )
+
+def _scores(logits: Tensor, tokens: list[int], count: int) -> list[TokenScores]:
+    """Log-probabilities at emitted tokens: one transfer to the host.
+
+    Args:
+        logits: (K, V) float32, the rows that decided the tokens.
+        tokens: K tokens.
+        count: How many of the most probable tokens.
+    """
+    log_probs = logits.log_softmax(1)
+    top = log_probs.topk(min(count, logits.shape[1]), dim=1)
+    chosen = log_probs.gather(1, torch.tensor(tokens, dtype=torch.int64, device=logits.device).unsqueeze(1))
+    ranks = (log_probs > chosen).sum(1) + 1
+    return [
+        TokenScores(token=token, logprob=value, rank=rank, top=dict(zip(ids, values, strict=True)))
+        for token, value, rank, ids, values in zip(
+            tokens, chosen[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
+        )
+    ]
+
+
+def _fail(sequence: Sequence, error: Exception) -> None:
+    """Ends a sequence with what its part of an iteration raised."""
+    lines = str(error).strip().splitlines() or ["no message"]
+    sequence.fail(f"decoding failed: {type(error).__name__}: {lines[0]}")
+    _log.warning("request %s failed and was ended; others go on: %s", sequence.request_id, sequence.error)
+    _log.debug("where request %s failed", sequence.request_id, exc_info=error)
 
 
 def _slot(sequence: Sequence) -> int:
     """The slot of a running sequence."""
-    assert sequence.slot is not None, "only running sequences are decoded"
+    if sequence.slot is None:
+        raise RuntimeError(f"request {sequence.request_id} has no slot: only running sequences are decoded")
     return sequence.slot
 
 
@@ -280,12 +346,14 @@ def _to_host(tree: TokenTree, logits: Tensor, acceptance: Acceptance) -> list[Ou
     for row in packed.tolist():  # the synchronisation
         accepted, next_token, num_nodes, tree_depth = row[:4]
         on_path, tokens, is_sound = row[4 : 4 + depth], row[4 + depth : 4 + 2 * depth], row[4 + 2 * depth :]
-        # One token rests on the root's row and on each row of the path; the first bad row ends plain decoding.
+        # One token rests on the root's row and on each row of the path; the first bad row ends plain decoding. A row
+        # without a possible token, which finite logits may become under the request's parameters, draws -1.
+        num_sound = min([*is_sound[: accepted + 1], 0].index(0), accepted + (next_token >= 0))
         outcomes.append(
             Outcome(
                 path=on_path[:accepted],
                 tokens=[*tokens[:accepted], next_token],
-                num_sound=[*is_sound[: accepted + 1], 0].index(0),
+                num_sound=num_sound,
                 num_drafted=num_nodes - 1,
                 tree_depth=tree_depth,
             )

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from foretoken.core.results import CompletionOutput, GenerationMetrics, TokenLogprob
+from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob
 from foretoken.engine.detokenizer import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
@@ -12,6 +12,22 @@ if TYPE_CHECKING:
 
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.sampling.batch import SamplingRequest
+
+
+class TokenScores(NamedTuple):
+    """Log-probabilities at one output token.
+
+    Attributes:
+        token: The output token.
+        logprob: Its log-probability.
+        rank: Its place in the vocabulary, from 1.
+        top: The most probable tokens and their log-probabilities, best first.
+    """
+
+    token: int
+    logprob: float
+    rank: int
+    top: dict[int, float]
 
 
 class Sequence:
@@ -28,13 +44,14 @@ class Sequence:
         slot: Cache slot while running, else None.
         finish_reason: Set when it is over.
         stop_reason: What ended it, where something did.
+        error: Why it failed, where it did.
         metrics: What it took.
     """
 
     def __init__(
         self,
         *,
-        request_id: int,
+        request_id: str,
         index: int,
         prompt: Seq[int],
         sampling: SamplingRequest,
@@ -50,9 +67,10 @@ class Sequence:
         self.slot: int | None = None
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.error: str | None = None
         self.metrics = GenerationMetrics()
-        self.logprobs: list[TokenLogprob] = []
-        self._max_len = max_len
+        self.scores: list[TokenScores] = []
+        self._max_len, self._tokenizer = max_len, tokenizer
         self._eos_ids = set() if params.ignore_eos else set(eos_ids)
         self._stop_ids = self._eos_ids | set(params.stop_token_ids)
         self._detokenizer = (
@@ -109,20 +127,50 @@ class Sequence:
         self._shown = max(self._shown, end)
         return new
 
-    def fail(self, reason: str) -> None:
-        """Ends the sequence without a further token; reason: "error" or "abort"."""
-        self._finish(reason, None)
+    def abort(self) -> None:
+        """Ends the sequence from outside."""
+        self._finish("abort", None)
+
+    def fail(self, error: str) -> None:
+        """Ends the sequence because it cannot go on; error: why, in one sentence.
+
+        Its text stays what it was when even the rest of that cannot be decoded.
+        """
+        self.finish_reason, self.stop_reason, self.error = "error", None, error
+        try:
+            self._finish("error", None)
+        except Exception as err:  # noqa: BLE001 - what failed before may be the tokenizer itself
+            self._unread = []
+            self.error = f"{error} Its last tokens could not be decoded: {err}."
 
     def output(self) -> CompletionOutput:
         """The result so far."""
+        scores = None if self.params.logprobs is None else self.scores[: len(self.output_ids)]
         return CompletionOutput(
             index=self.index,
             text=self.text,
             token_ids=self.output_ids,
-            logprobs=self.logprobs[: len(self.output_ids)] if self.params.logprobs is not None else None,
+            cumulative_logprob=None if scores is None else sum(score.logprob for score in scores),
+            logprobs=None if scores is None else [self._logprobs(score) for score in scores],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            error=self.error,
         )
+
+    def _logprobs(self, scores: TokenScores) -> dict[int, Logprob]:
+        """What a caller gets of one token's scores: the token itself, then the most probable ones."""
+        ranked = {token: (value, rank) for rank, (token, value) in enumerate(scores.top.items(), start=1)}
+        tokens = {scores.token: (scores.logprob, scores.rank)} | {
+            token: entry for token, entry in ranked.items() if token != scores.token
+        }
+        return {
+            token: Logprob(logprob=value, rank=rank, decoded_token=self._decoded(token))
+            for token, (value, rank) in tokens.items()
+        }
+
+    def _decoded(self, token: int) -> str | None:
+        """One token as text."""
+        return None if self._tokenizer is None else str(self._tokenizer.decode([token]))
 
     def _check_stop(self, token: int) -> None:
         """Ends the sequence when the token just appended does."""

@@ -64,6 +64,15 @@ def holds_head(path: Path) -> bool:
         return False  # what is wrong with a model's files is the target's to say
 
 
+def method_of(path: Path) -> str:
+    """The method that a head is for, such as "medusa".
+
+    Raises:
+        ModelError: As `read_head` does.
+    """
+    return str(read_head(path)[1].config.method)
+
+
 def read_head(
     directory: Path,
     *,

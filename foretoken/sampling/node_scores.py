@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from foretoken.sampling.processors import one_hot_log_probs, process, warp
+from foretoken.sampling.processors import best_possible, one_hot_log_probs, process, warp
 
 if TYPE_CHECKING:
     from foretoken.core.token_tree import TokenTree
@@ -77,8 +77,8 @@ class NodeScores:
         return torch.where(self.batch.greedy.unsqueeze(1), one_hot_log_probs(logits), log_probs)
 
     def argmax(self, nodes: Tensor) -> Tensor:
-        """The most probable token after each node, lowest id first among equals; (B,) int64."""
-        return self.processed(nodes).argmax(1)
+        """The most probable token after each node, lowest id first among equals, -1 if none is possible; (B,) int64."""
+        return best_possible(self.processed(nodes))
 
     def argmax_everywhere(self) -> Tensor | None:
         """`argmax` of all nodes at once, (B, N) int64; None where processors read the history of each."""

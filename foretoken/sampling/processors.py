@@ -75,9 +75,27 @@ def warp(logits: Tensor, batch: SamplingBatch) -> Tensor:
 
 
 def one_hot_log_probs(logits: Tensor) -> Tensor:
-    """The law of greedy decoding: 0 at the first largest logit, -inf elsewhere; (B, V) float32."""
-    best = logits.argmax(1, keepdim=True)
-    return torch.full_like(logits, _NEVER).scatter(1, best, 0.0)
+    """The law of greedy decoding: 0 at the first largest logit, -inf elsewhere; (B, V) float32.
+
+    A row without a possible token is -inf throughout.
+    """
+    best = best_possible(logits).unsqueeze(1)
+    certain = torch.where(best < 0, _NEVER, 0.0)
+    return torch.full_like(logits, _NEVER).scatter(1, best.clamp_min(0), certain)
+
+
+def best_possible(scores: Tensor) -> Tensor:
+    """The place of the largest score of each row, or -1 where the row has none that is finite.
+
+    Args:
+        scores: (B, V) logits or noisy log-probabilities; -inf for impossible tokens. A NaN anywhere in a row makes the
+            whole row impossible, and so does +inf.
+
+    Returns:
+        (B,) int64, the lowest index among equals.
+    """
+    best = scores.max(1)
+    return torch.where(best.values.isfinite(), best.indices, -1)
 
 
 def _forbid_bad_words(logits: Tensor, bad_words: Tensor, tail: Tensor) -> Tensor:

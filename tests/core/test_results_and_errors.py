@@ -11,7 +11,7 @@ from foretoken.core.results import GenerationMetrics
 
 def step(num_accepted: int, *, depth: int = 3, num_emitted: int | None = None, **by: int) -> SequenceStep:
     return SequenceStep(
-        request_id=0,
+        request_id="0",
         num_drafted=5,
         tree_depth=depth,
         num_accepted=num_accepted,

@@ -30,7 +30,9 @@ def assert_same_text(
                 assert a.logprobs is None, where
                 continue
             assert a.logprobs is not None, where
-            assert [(p.token_id, list(p.top)) for p in a.logprobs] == [(p.token_id, list(p.top)) for p in b.logprobs]
-            for p, q in zip(a.logprobs, b.logprobs, strict=True):
-                assert p.logprob == pytest.approx(q.logprob, rel=tolerance, abs=tolerance), where
-                assert list(p.top.values()) == pytest.approx(list(q.top.values()), rel=tolerance, abs=tolerance), where
+            assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, rel=tolerance, abs=tolerance), where
+            for ours_at, theirs_at in zip(a.logprobs, b.logprobs, strict=True):
+                assert list(ours_at) == list(theirs_at), where
+                for p, q in zip(ours_at.values(), theirs_at.values(), strict=True):
+                    assert (p.rank, p.decoded_token) == (q.rank, q.decoded_token), where
+                    assert p.logprob == pytest.approx(q.logprob, rel=tolerance, abs=tolerance), where

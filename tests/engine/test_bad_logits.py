@@ -30,7 +30,7 @@ def spoil(
     def verify(slots: Any, lengths: Any, tree: Any) -> PassOutput:
         output = original(slots, lengths, tree)
         for row, sequence in enumerate(s for s in engine._engine._running if s.num_cached == len(s.tokens) - 1):
-            if sequence.request_id == victim:
+            if sequence.request_id == str(victim):
                 bad: Tensor = lengths[row] + tree.depths[row] == position
                 output.logits[row, bad.nonzero()[:, 0], tokens] = value
         return output

@@ -34,7 +34,12 @@ def record(depth: int, accepted: list[int], *, level: float, verify: float = 1.0
     return StepRecord(
         sequences=[
             SequenceStep(
-                request_id=i, num_drafted=depth, tree_depth=depth, num_accepted=n, num_emitted=n + 1, accepted_by={}
+                request_id=str(i),
+                num_drafted=depth,
+                tree_depth=depth,
+                num_accepted=n,
+                num_emitted=n + 1,
+                accepted_by={},
             )
             for i, n in enumerate(accepted)
         ],

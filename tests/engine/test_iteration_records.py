@@ -29,7 +29,7 @@ def run(drafter: str, batch: int) -> tuple[LLM, list[RequestOutput], list[StepRe
 @pytest.mark.parametrize("batch", [1, 4])
 def test_bounds_and_sums(drafter: str, batch: int) -> None:
     engine, outputs, records = run(drafter, batch)
-    steps: dict[int, list] = {output.request_id: [] for output in outputs}
+    steps: dict[str, list] = {output.request_id: [] for output in outputs}
     for record in records:
         assert 1 <= len(record.sequences) <= batch
         assert record.draft_error is None

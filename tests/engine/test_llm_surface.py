@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -60,9 +61,9 @@ def test_prompts_in_every_form(engine: LLM, prompts: Any, count: int) -> None:
 
     outputs = engine.generate(fill(prompts), GREEDY)
     want = llm({}).generate([ids], GREEDY)[0]
-    assert len(outputs) == count
-    for index, output in enumerate(outputs):
-        assert output.request_id == index
+    assert len(outputs) == len({output.request_id for output in outputs}) == count
+    for output in outputs:
+        assert output.finished
         assert output.prompt_token_ids == ids
         assert output.outputs[0] == want.outputs[0]
 
@@ -88,6 +89,31 @@ MISTAKES: list[tuple[Any, Any, str]] = [
     ([5, -1], GREEDY, "the prompt holds token id -1"),
     ([[5, 1.5]], GREEDY, "the prompt holds token id 1.5"),
     ([[5, "a"]], GREEDY, "the prompt holds token id 'a'"),
+    ([True, 5], GREEDY, "the prompt holds token id True"),
+    ([5, False], GREEDY, "the prompt holds token id False"),
+    (np.array([True, False]), GREEDY, "the prompt holds token id True"),
+    (torch.tensor([[True]]), GREEDY, "the prompt holds token id True"),
+    ([np.array([1.0, 2.0])], GREEDY, "the prompt holds token id 1.0"),
+    ([5, None], GREEDY, "the prompt holds token id None"),
+    ([[5, [6]]], GREEDY, "the prompt holds token id of type list"),
+    ([5, 2**70], GREEDY, "the prompt holds token id 1180591620717411303424"),
+    ([5, 10**5000], GREEDY, "the prompt holds token id an integer of"),
+    (b"abc", GREEDY, "the prompts are bytes. Expected text"),
+    ([b"abc"], GREEDY, "a prompt is bytes. Expected text"),
+    ([bytearray(b"abc")], GREEDY, "a prompt is bytearray"),
+    ({5, 6}, GREEDY, "the prompts are set"),
+    (iter([5, 6]), GREEDY, "the prompts are list_iterator"),
+    (torch.tensor(5), GREEDY, "the prompts are int"),
+    ("half \ud83d", GREEDY, "the prompt holds a lone surrogate"),
+    ({"prompt": 5}, GREEDY, "a prompt is int"),
+    ({"prompt": None}, GREEDY, "Expected 'prompt' or 'prompt_token_ids'"),
+    ({"prompt": "a", "multi_modal_data": 1}, GREEDY, r"the prompt has the keys \['prompt', 'multi_modal_data'\]"),
+    ({"input_ids": 5}, GREEDY, "input_ids are 5. Expected token ids"),
+    ({"input_ids": [[5, 6]], "attention_mask": [[1]]}, GREEDY, "attention_mask has another shape than input_ids"),
+    ({"input_ids": [[True]]}, GREEDY, "the prompt holds token id True"),
+    ([5], {"temperature": 0}, "sampling_params is of type dict. Expected SamplingParams"),
+    ([5], 0.8, "sampling_params is 0.8"),
+    ([[5]], [{}], "an entry of sampling_params is of type dict"),
     ([5] * CONTEXT_LEN, GREEDY, "prompt 0 has 96 tokens. Expected at most 95, one less than the context"),
     ([[5], [5] * 200], GREEDY, "prompt 1 has 200 tokens"),
     ({"text": "abc"}, GREEDY, r"the prompt has the keys \['text'\]. Expected 'prompt' or 'prompt_token_ids'"),
@@ -99,7 +125,7 @@ MISTAKES: list[tuple[Any, Any, str]] = [
     ([5], replace(GREEDY, logit_bias={VOCAB_SIZE: 1.0}), "logit_bias or stop_token_ids holds token id 67"),
     ([5], replace(GREEDY, stop_token_ids=[99]), "logit_bias or stop_token_ids holds token id 99"),
     ([5], replace(GREEDY, bad_words=[[3, 99]]), "bad_words holds token id 99"),
-    ([5], replace(GREEDY, bad_words=["日"]), "bad_words holds an empty word. Leave it out."),
+    ([5], replace(GREEDY, bad_words=["日"]), "the tokenizer has no token for '日' of bad_words. Pass token ids."),
 ]
 
 
@@ -129,8 +155,20 @@ def test_without_a_tokenizer_text_is_refused(prompt: Any, params: SamplingParams
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"max_num_seqs": 0}, "max_num_seqs is 0. Expected at least 1."),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0. Expected at least 1"),
+        ({"max_num_seqs": 1.5}, "max_num_seqs is 1.5. Expected an integer"),
+        ({"max_num_seqs": True}, "max_num_seqs is True. Expected an integer"),
+        ({"max_num_seqs": "8"}, "max_num_seqs is '8'. Expected an integer"),
+        ({"max_num_seqs": 10**12}, "max_num_seqs is 1000000000000. Expected at least 1 and at most 65536."),
         ({"max_model_len": 3}, "max_model_len is 3. Expected at least 8."),
+        ({"max_model_len": "96"}, "max_model_len is '96'. Expected an integer"),
+        ({"seed": "4"}, "seed is '4'. Expected an integer"),
+        ({"dtype": 32}, "dtype is 32. Expected a name"),
+        ({"speculative_config": 5}, "speculative_config is 5. Expected for example"),
+        ({"speculative_config": "ngram"}, "speculative_config is not valid JSON"),
+        ({"speculative_config": "[" * 100_000}, "speculative_config is not valid JSON"),
+        ({"speculative_config": "[1]"}, "speculative_config is of type list"),
+        ({"speculative_config": {5: "ngram"}}, "speculative_config is of type dict"),
     ],
 )
 def test_engines_that_cannot_work_are_refused(arguments: dict[str, Any], sentence: str) -> None:
@@ -151,10 +189,15 @@ def test_the_context_limit_is_exact() -> None:
 def test_logprobs_of_more_tokens_than_there_are() -> None:
     output = llm({}).generate([5], replace(GREEDY, logprobs=1000))[0].outputs[0]
     assert output.logprobs is not None
-    for token in output.logprobs:
-        assert len(token.top) == VOCAB_SIZE
-        assert sum(np.exp(list(token.top.values()))) == pytest.approx(1.0, abs=1e-5)
-        assert token.top[token.token_id] == token.logprob == max(token.top.values())
+    for token, scores in zip(output.token_ids, output.logprobs, strict=True):
+        assert len(scores) == VOCAB_SIZE
+        assert sum(np.exp([score.logprob for score in scores.values()])) == pytest.approx(1.0, abs=1e-5)
+        assert scores[token].logprob == max(score.logprob for score in scores.values())
+        assert sorted(score.rank for score in scores.values()) == list(range(1, VOCAB_SIZE + 1))
+        assert scores[token].decoded_token == tokenizer().decode([token])
+    assert output.cumulative_logprob == sum(
+        s[t].logprob for t, s in zip(output.token_ids, output.logprobs, strict=True)
+    )
 
 
 def test_text_ends_before_a_stop_token_unless_it_is_kept() -> None:
@@ -183,6 +226,90 @@ def test_end_of_sequence_ids_that_a_cut_down_model_no_longer_has() -> None:
     model = replace(wrap_model(target(), name="cut"), eos_ids=(50256, -1, EOS_ID))
     params = SamplingParams(temperature=0.0, max_tokens=9, min_tokens=3, logit_bias={EOS_ID: 50.0})
     assert len(LLM(model).generate([5], params)[0].outputs[0].token_ids) == 4
+
+
+def test_parameters_may_be_left_open_for_some_prompts(engine: LLM) -> None:
+    outputs = engine.generate([[5], [6]], [None, GREEDY])
+    assert [output.finished for output in outputs] == [True, True]
+
+
+def test_what_a_tokenizer_returns_is_a_prompt(engine: LLM) -> None:
+    """Rows are padded on either side; the mask tells what is real."""
+    texts_in = ["the abc", "abc"]
+    want = texts(engine.generate(texts_in, GREEDY))
+    encoding = tokenizer()
+    for side in ("left", "right"):
+        for kind in ("pt", "np", None):
+            encoding.padding_side = side
+            assert texts(engine.generate(encoding(texts_in, padding=True, return_tensors=kind), GREEDY)) == want
+    assert texts(engine.generate(encoding("the abc"), GREEDY)) == want[:1]
+    assert texts(engine.generate({"input_ids": [[5], [6, 7]]}, GREEDY)) == texts(engine.generate([[5], [6, 7]], GREEDY))
+
+
+def test_numpy_integers_are_token_ids(engine: LLM) -> None:
+    want = texts(engine.generate([5, 6], GREEDY))
+    assert texts(engine.generate([np.int32(5), np.uint8(6)], GREEDY)) == want
+    assert texts(engine.generate([torch.tensor([5, 6], dtype=torch.int16)], GREEDY)) == want
+
+
+def test_the_former_name_of_the_parameters_works_with_a_warning(engine: LLM) -> None:
+    want = texts(engine.generate([5], GREEDY))
+    with pytest.warns(DeprecationWarning, match="params is now called sampling_params"):
+        assert texts(engine.generate([5], params=GREEDY)) == want
+    with pytest.raises(RequestError, match="sampling_params came twice"):
+        engine.generate([5], GREEDY, params=GREEDY)
+
+
+def test_request_ids_are_unique_over_the_life_of_an_engine() -> None:
+    engine = llm({})
+    ids = [output.request_id for _ in range(3) for output in engine.generate([[5], [6]], GREEDY)]
+    ids += list({chunk.request_id for chunk in engine.stream([[5], [6]], GREEDY)})
+    assert len(set(ids)) == len(ids) == 8
+    assert all(isinstance(request_id, str) for request_id in ids)
+
+
+def test_a_progress_bar_counts_completions(capsys: pytest.CaptureFixture[str]) -> None:
+    bars = []
+
+    class Bar:
+        def __init__(self, *, total: int, **_: Any) -> None:
+            self.total, self.n = total, 0
+            bars.append(self)
+
+        def update(self, count: int) -> None:
+            self.n += count
+
+        def __enter__(self) -> Bar:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+    llm({}).generate([[5], [6]], replace(GREEDY, n=2), use_tqdm=Bar)
+    assert [(bar.n, bar.total) for bar in bars] == [(4, 4)]
+    llm({}).generate([[5], [6]], GREEDY, use_tqdm=True)
+    assert "Processed prompts: 100%" in capsys.readouterr().err
+
+
+def test_models_tokenizers_and_dtypes_in_the_forms_of_others(tmp_path: Path) -> None:
+    target("llama", torch.float32).save_pretrained(tmp_path / "model")
+    tokenizer().save_pretrained(tmp_path / "tokenizer")
+    want = texts(llm({}, module=target("llama", torch.float32)).generate(TEXT, GREEDY))
+    for dtype in (torch.float32, "float", "float32", "auto"):
+        made = LLM(tmp_path / "model", tokenizer=str(tmp_path / "tokenizer"), dtype=dtype, device=torch.device("cpu"))
+        assert texts(made.generate(TEXT, GREEDY)) == want
+    assert LLM(str(tmp_path / "model"), dtype="half").target.model.dtype is torch.float16
+    for nonsense in (5, None, ["a"], object()):
+        with pytest.raises(ConfigError, match="Expected a directory, a hub id, or a transformers causal LM"):
+            LLM(nonsense)
+
+
+@pytest.mark.parametrize("word", ["\n", " ", "b", " b", "\n\n"])
+def test_bad_words_as_text(engine: LLM, word: str) -> None:
+    """White space alone is a word too."""
+    ids = tokenizer()(word, add_special_tokens=False)["input_ids"]
+    params = replace(GREEDY, max_tokens=25, ignore_eos=True, logit_bias=dict.fromkeys(ids, 20.0))
+    assert word.strip(" ") in engine.generate([5], params)[0].outputs[0].text
+    assert word not in engine.generate([5], replace(params, bad_words=[word]))[0].outputs[0].text
 
 
 def test_an_engines_seed_makes_its_requests_reproducible() -> None:

@@ -71,7 +71,8 @@ def draft(
         on_step=records.append,
     )
     outputs = llm.generate([list(prompt) for prompt in texts.prompts], greedy(max(lengths)))
-    accepted, expected = _by_depth(records, _followed(outputs, texts), texts, said.tolist())
+    rows = {output.request_id: row for row, output in enumerate(outputs)}
+    accepted, expected = _by_depth(records, rows, _followed(outputs, texts), texts, said.tolist())
     passes = sum(len(record.sequences) for record in records)
     errors = sum(record.draft_error is not None for record in records)
     return Drafting(accepted=accepted, expected=expected, num_passes=passes, num_errors=errors)
@@ -88,14 +89,19 @@ def _followed(outputs: Sequence[RequestOutput], texts: Texts) -> list[int]:
 
 
 def _by_depth(
-    records: Sequence[StepRecord], followed: Sequence[int], texts: Texts, said: list[list[list[int]]]
+    records: Sequence[StepRecord],
+    rows: Mapping[str, int],
+    followed: Sequence[int],
+    texts: Texts,
+    said: list[list[list[int]]],
 ) -> tuple[list[float], list[float]]:
     """Shares of passes by depth: accepted by the engine, and expected from predictions (K, B, S)."""
     accepted, expected, counts = ([0] * len(said) for _ in range(3))
     roots = [len(prompt) - 1 for prompt in texts.prompts]
     for record in records:
         for step in record.sequences:
-            row, root = step.request_id, roots[step.request_id]
+            row = rows[step.request_id]
+            root = roots[row]
             roots[row] += step.num_emitted
             depth = min(step.tree_depth, len(said))
             if root + depth >= followed[row]:

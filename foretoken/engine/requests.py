@@ -1,0 +1,162 @@
+"""From what a caller asks to sequences that the engine runs: everything is checked before anything is generated."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from foretoken.core.checks import check_text, checked_token_ids, shown
+from foretoken.core.errors import RequestError
+from foretoken.core.results import GenerationMetrics, RequestOutput
+from foretoken.core.sampling_params import SamplingParams
+from foretoken.engine.prompts import PromptReader, split_prompts
+from foretoken.engine.sequence import Sequence
+from foretoken.sampling.batch import SamplingRequest
+from foretoken.sampling.noise import derive_seed
+
+if TYPE_CHECKING:
+    from foretoken.target.runner import Runner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt on its way through the engine.
+
+    Attributes:
+        request_id: Unique in the life of an `LLM`.
+        prompt: As it was given.
+        prompt_text: As text, or None.
+        sequences: Its n completions.
+    """
+
+    request_id: str
+    prompt_text: str | None
+    sequences: Seq[Sequence]
+
+    def output(self) -> RequestOutput:
+        """What it brought so far."""
+        first = self.sequences[0]
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt_text,
+            prompt_token_ids=first.tokens[: first.num_prompt],
+            outputs=[sequence.output() for sequence in self.sequences],
+            metrics=GenerationMetrics.total(sequence.metrics for sequence in self.sequences),
+        )
+
+
+class RequestReader:
+    """Makes requests for a target."""
+
+    def __init__(self, target: Runner, tokenizer: Any, seed: int | None) -> None:
+        """Reads prompts for a target.
+
+        Args:
+            target: The runner, for its limits.
+            tokenizer: Its tokenizer, or None.
+            seed: Makes requests without a seed of their own reproducible, in the order in which they come.
+        """
+        self._target, self._tokenizer = target, tokenizer
+        self._prompts = PromptReader(tokenizer, target.vocab_size)
+        self._is_seeded, self._seeds = seed is not None, random.Random(seed)
+        self._ids = itertools.count()
+
+    def read(self, prompts: Any, sampling_params: Any) -> list[Request]:
+        """Checks everything before anything is run.
+
+        Args:
+            prompts: In any of the forms of `split_prompts`.
+            sampling_params: `SamplingParams` for all, a list with one for each prompt, or None for the defaults.
+
+        Raises:
+            RequestError: When a prompt cannot be served, or there are not as many parameters as prompts.
+        """
+        items = split_prompts(prompts)
+        each = _params_for_each(sampling_params, len(items))
+        ids = [self._checked_prompt(i, item) for i, item in enumerate(items)]
+        return [self._request(*parts) for parts in zip(items, ids, each, strict=True)]
+
+    def _checked_prompt(self, index: int, prompt: Any) -> list[int]:
+        """Token ids of a prompt that leaves room for an answer."""
+        ids, limit = self._prompts.token_ids(prompt), self._target.context_len
+        if len(ids) >= limit:
+            raise RequestError(
+                f"prompt {index} has {len(ids)} tokens. Expected at most {limit - 1}, one less than the context "
+                "length. Shorten it."
+            )
+        return ids
+
+    def _request(self, prompt: Any, ids: list[int], params: SamplingParams) -> Request:
+        """The n sequences of one prompt."""
+        vocab_size, limit = self._target.vocab_size, self._target.context_len
+        if params.stop_strings and self._tokenizer is None:
+            raise RequestError("stop holds text but the model has no tokenizer. Use stop_token_ids.")
+        named = checked_token_ids(
+            [*params.logit_bias, *params.stop_token_ids], vocab_size, "logit_bias or stop_token_ids"
+        )
+        # The configuration of a model that was cut down may name tokens it no longer has.
+        eos_ids = [token for token in self._target.model.eos_ids if 0 <= token < vocab_size]
+        bad_words = self._bad_words(params)
+        request_id = str(next(self._ids))
+        seed = self._seeds.getrandbits(63) if params.seed is None else int(params.seed)
+        sequences = [
+            Sequence(
+                request_id=request_id,
+                index=index,
+                prompt=ids,
+                sampling=SamplingRequest(
+                    params=params,
+                    seed=derive_seed(seed, index),
+                    terminators=[*eos_ids, *named[len(params.logit_bias) :]],
+                    bad_words=bad_words,
+                ),
+                is_seeded=params.seed is not None or self._is_seeded,
+                eos_ids=eos_ids,
+                max_len=limit if params.max_tokens is None else min(limit, len(ids) + params.max_tokens),
+                tokenizer=self._tokenizer,
+            )
+            for index in range(params.n)
+        ]
+        return Request(request_id=request_id, prompt_text=self._prompts.text(prompt, ids), sequences=sequences)
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Forbidden sequences as token ids; a word given as text is forbidden with and without a space before it."""
+        words = []
+        for word in params.bad_words:
+            if isinstance(word, str):
+                words += [self._bad_word(text) for text in _spellings(word)]
+            else:
+                words.append(checked_token_ids(word, self._target.vocab_size, "bad_words"))
+        return words
+
+    def _bad_word(self, text: str) -> list[int]:
+        """A forbidden text as token ids."""
+        if self._tokenizer is None:
+            raise RequestError("bad_words holds text but the model has no tokenizer. Pass token ids.")
+        check_text("a word of bad_words", text)
+        ids: list[int] = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        if not ids:
+            raise RequestError(f"the tokenizer has no token for {shown(text)} of bad_words. Pass token ids.")
+        return checked_token_ids(ids, self._target.vocab_size, "bad_words")
+
+
+def _params_for_each(given: Any, count: int) -> list[SamplingParams]:
+    """Sampling parameters, one for each of `count` prompts."""
+    if given is None or isinstance(given, SamplingParams):
+        return [given or SamplingParams()] * count
+    if not isinstance(given, Seq) or isinstance(given, str | bytes):
+        raise RequestError(f"sampling_params is {shown(given)}. Expected SamplingParams, or one for each prompt.")
+    if len(given) != count:
+        raise RequestError(f"{count} prompts came with {len(given)} sampling parameters. Expected as many.")
+    for params in given:
+        if params is not None and not isinstance(params, SamplingParams):
+            raise RequestError(f"an entry of sampling_params is {shown(params)}. Expected SamplingParams or None.")
+    return [params or SamplingParams() for params in given]
+
+
+def _spellings(word: str) -> list[str]:
+    """A word at the beginning of a line and after a space; white space alone as it is."""
+    return [word] if word.isspace() else [word.lstrip(), f" {word.lstrip()}"]
