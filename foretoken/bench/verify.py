@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -84,7 +85,8 @@ def verify_setups(
         runner: Of the target and of draft models, see `LLM`.
         on_progress: Called with runs done and runs in all.
     """
-    plain = LLM(model, tokenizer=tokenizer, max_num_seqs=1, runner=runner)
+    engine = partial(LLM, model, tokenizer=tokenizer, runner=runner, allow_unknown_ids=True)  # as `generate` does
+    plain = engine(max_num_seqs=1)
     total = len(workload.temperatures) * (1 + len(setups) * len(batch_sizes))
     done = 0
     checks = []
@@ -102,7 +104,7 @@ def verify_setups(
         for setup in setups:
             config = setup.with_references(expected)
             for batch_size in batch_sizes:
-                llm = LLM(model, speculative_config=config, tokenizer=tokenizer, max_num_seqs=batch_size, runner=runner)
+                llm = engine(speculative_config=config, max_num_seqs=batch_size)
                 for index, (got, want) in enumerate(zip(llm.generate(prompts, params), expected, strict=True)):
                     tau = got.metrics.mean_acceptance_length
                     judge = _Judge(model, setup.name, llm.target.name, batch_size, params[index])
