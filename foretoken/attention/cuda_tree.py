@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from foretoken.attention.cuda_compile import KernelModule, compile_source
+from foretoken.core.checks import require
 from foretoken.core.errors import ConfigError
 
 _ENTRIES = {
@@ -40,8 +41,8 @@ class BlockShape:
 
     def __post_init__(self) -> None:
         """Checks what the kernel relies on."""
-        assert self.threads.bit_count() == 1, "sums over a block halve it"
-        assert self.chunk >= 1, "no progress without a key"
+        require(self.threads.bit_count() == 1, "sums over a block halve it")
+        require(self.chunk >= 1, "no progress without a key")
 
 
 class TreeAttentionArguments(ctypes.Structure):
@@ -108,7 +109,7 @@ def tree_attention_cuda(  # noqa: PLR0913 - the tables by name, as the kernel re
     if kernels is None and not query.is_cuda:
         raise ConfigError(f"the CUDA attention kernel was given tensors on '{query.device}'. Expected a CUDA device.")
     _check_shapes(query, keys, values, tables, sinks)
-    assert window is None or window >= 1, "a node sees itself"
+    require(window is None or window >= 1, "a node sees itself")
 
     # Bound to names, so that copies live until the launch.
     query, keys, values = (
@@ -166,16 +167,18 @@ def _check_shapes(
     batch, heads, nodes, key_width = query.shape
     slots, kv_heads, capacity, _ = values.shape
     table_shapes = {"slots": (batch,), "prefix": (batch,), "positions": (batch, nodes), "parents": (batch, nodes)}
-    assert keys.dtype == values.dtype == query.dtype, "query, keys and values share a dtype"
-    assert keys.shape == (slots, kv_heads, capacity, key_width), "keys fit neither query nor values"
-    assert heads % kv_heads == 0, "query heads are a multiple of KV heads"
+    require(keys.dtype == values.dtype == query.dtype, "query, keys and values share a dtype")
+    require(keys.shape == (slots, kv_heads, capacity, key_width), "keys fit neither query nor values")
+    require(heads % kv_heads == 0, "query heads are a multiple of KV heads")
     for name, table in tables.items():
         if table is not None:
-            assert table.dtype == torch.int32, f"{name} is {table.dtype}, not int32"
-            assert table.shape == table_shapes[name], f"{name} is {tuple(table.shape)}, not {table_shapes[name]}"
-    assert sinks is None or sinks.shape == (heads,), "one sink per query head"
+            require(table.dtype == torch.int32, f"{name} is {table.dtype}, not int32")
+            require(table.shape == table_shapes[name], f"{name} is {tuple(table.shape)}, not {table_shapes[name]}")
+    require(sinks is None or sinks.shape == (heads,), "one sink per query head")
     used = [query, keys, values, *tables.values(), sinks]
-    assert {tensor.device for tensor in used if tensor is not None} == {query.device}, "tensors are on several devices"
+    require(
+        {tensor.device for tensor in used if tensor is not None} == {query.device}, "tensors are on several devices"
+    )
 
 
 def kernel_source() -> str:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from foretoken.attention.reference import reference_attention
+from foretoken.core.checks import require
 
 if TYPE_CHECKING:
     from foretoken.attention.layout import AttentionLayout
@@ -57,7 +58,7 @@ def tree_attention(
                 query, keys, values, layout.tables(), scale=scale, window=window, softcap=softcap, sinks=sinks
             )
             return output
-        assert not layout.is_recorded, "passes are recorded only where the kernel runs, see `has_kernel`"
+        require(not layout.is_recorded, "passes are recorded only where the kernel runs, see `has_kernel`")
     outputs = []
     for row, slot in enumerate(layout.slots):
         end = layout.num_keys(row)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from foretoken.attention.tables import PassTables, packed_bits
+from foretoken.core.checks import require
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -56,8 +57,8 @@ class AttentionLayout:
 
     def __post_init__(self) -> None:
         """Checks what the masks rely on."""
-        assert self.offset == 0 or self.visible is not None, "earlier scratch rows are seen only as `visible` says"
-        assert self.tree is None or self.visible is None, "a tree says what is visible"
+        require(self.offset == 0 or self.visible is not None, "earlier scratch rows are seen only as `visible` says")
+        require(self.tree is None or self.visible is None, "a tree says what is visible")
 
     @classmethod
     def for_recording(cls, tables: PassTables, positions: Tensor) -> AttentionLayout:

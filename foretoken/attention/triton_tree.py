@@ -26,6 +26,8 @@ import torch
 import triton
 import triton.language as tl
 
+from foretoken.core.checks import require
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -68,10 +70,10 @@ def tree_attention_triton(
     """
     batch, heads, queries, key_width = query.shape
     kv_heads, value_width = keys.shape[1], values.shape[3]
-    assert query.dtype in DTYPES, f"the dtype is {query.dtype}"
-    assert query.dtype == keys.dtype == values.dtype, "queries and cache have one dtype"
-    assert keys.stride(3) == values.stride(3) == 1, "rows of the cache are contiguous"
-    assert scale > 0, "the greatest dot product must give the greatest score"
+    require(query.dtype in DTYPES, f"the dtype is {query.dtype}")
+    require(query.dtype == keys.dtype == values.dtype, "queries and cache have one dtype")
+    require(keys.stride(3) == values.stride(3) == 1, "rows of the cache are contiguous")
+    require(scale > 0, "the greatest dot product must give the greatest score")
     group = heads // kv_heads
     tiling = choose_tiling(key_width, value_width, queries * group, query.dtype)
     tiling = tiling.fitted(_padded(key_width) + _padded(value_width), query.element_size(), shared_memory(query.device))

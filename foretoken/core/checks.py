@@ -16,6 +16,12 @@ from foretoken.core.errors import ForetokenError, RequestError
 _LONGEST_SHOWN = 60  # characters of a refused value in a message
 
 
+def require(condition: bool, message: str) -> None:
+    """Raises `ValueError` unless a condition holds: guards memory where `python -O` would drop an `assert`."""
+    if not condition:
+        raise ValueError(message)
+
+
 def check_integer(
     name: str, value: Any, low: float = -math.inf, high: float = math.inf, *, error: type[ForetokenError] = RequestError
 ) -> None:

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foretoken.core.checks import require
 from foretoken.sampling.noise import _GAMMA as _SIGNED_GAMMA
 from foretoken.sampling.noise import _MIX_1 as _SIGNED_MIX_1
 from foretoken.sampling.noise import _MIX_2 as _SIGNED_MIX_2
@@ -112,7 +113,7 @@ def chosen_tokens(
     """
     batch, nodes, vocab_size = logits.shape
     rows = batch * nodes
-    assert logits.stride(2) == 1, "a row of logits is read as one piece"
+    require(logits.stride(2) == 1, "a row of logits is read as one piece")
     choices = out or Choices.empty(batch, nodes, device=logits.device)
     parts = parts or ChoiceParts.empty(rows, vocab_size, device=logits.device)
     count = parts.keys.shape[1]

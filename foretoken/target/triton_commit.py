@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from foretoken.core.checks import require
+
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _BLOCK_ROWS = 8  # paths are rarely longer
@@ -34,7 +36,7 @@ def commit_rows(store: Tensor, slots: Tensor, prefix: Tensor, path: Tensor, num_
         return
     words = store.view(_INTEGERS[store.element_size()])  # bits are moved, not numbers
     layers, _, heads, _, width = words.shape
-    assert words.stride(4) == 1, "a row is moved as one piece"
+    require(words.stride(4) == 1, "a row is moved as one piece")
     block = min(triton.next_power_of_2(width), _TILE_BYTES // words.element_size())
     _commit_kernel[(layers * heads, batch, triton.cdiv(width, block))](
         words, slots, prefix, path, num_accepted, max_depth, heads, width, *words.stride()[:4],

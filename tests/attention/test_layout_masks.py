@@ -136,5 +136,5 @@ def test_rows_of_a_batch_have_their_own_lengths() -> None:
 
 
 def test_earlier_rows_without_visibility_cannot_be() -> None:
-    with pytest.raises(AssertionError, match="scratch rows"):
+    with pytest.raises(ValueError, match="scratch rows"):
         AttentionLayout(slots=[0], prefix=[1], offset=2, positions=torch.tensor([[3]]))
