@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from foretoken.sampling.noise import KeyedNoise, Purpose
-from foretoken.sampling.processors import best_possible
+from foretoken.sampling.truncation import best_possible
 
 LogProbs = Callable[[Tensor], Tensor]
 """(B,) int64 nodes -> (B, V) log-probabilities of the token after each node, warped by the request."""

@@ -80,8 +80,7 @@ class RecordedGrowth:
         own_limits: dict[str, Any] = dict(zip(limits, truncation, strict=True))
         # Nothing else of the batch is read, see `DraftDraws.keys`.
         batch = replace(
-            draws.batch, noise=KeyedNoise(seeds), temperature=temperature, greedy=greedy, bias=None, terminators=None,
-            bad_words=None, repetition=None, presence=None, frequency=None, min_tokens=None,
+            draws.batch, noise=KeyedNoise(seeds), temperature=temperature, greedy=greedy, processors=(),
             **own_limits,
         )  # fmt: skip
         own = replace(draws, batch=batch, root_positions=root_positions, is_coupled=is_coupled, is_sampled=is_sampled)

@@ -269,7 +269,7 @@ class Engine:
 
     def _histories(self, sequences: list[Sequence], batch: SamplingBatch) -> History | None:
         """What processors read, or None when none is in use."""
-        if not batch.has_processors:
+        if not batch.processors:
             return None
         return self._history.view(
             [_slot(s) for s in sequences], [s.tokens for s in sequences], [s.num_prompt for s in sequences],

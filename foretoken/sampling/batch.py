@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from foretoken.sampling.noise import KeyedNoise
+from foretoken.sampling.processors import Processor, build_processors
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,13 +49,7 @@ class SamplingBatch:
         largest_top_k: Upper bound of `top_k`, known on the host.
         top_p: (B, 1) float32.
         min_p: (B, 1) float32.
-        repetition: (B, 1) float32.
-        presence: (B, 1) float32.
-        frequency: (B, 1) float32.
-        bias: (B, V) float32.
-        terminators: (B, V) bool, tokens held back before `min_tokens`.
-        min_tokens: (B,) int64.
-        bad_words: (B, W, L) int64, right-aligned, -1 where a word is shorter and throughout missing words.
+        processors: What changes logits before temperature and truncation, in order; each over the B rows.
     """
 
     noise: KeyedNoise
@@ -67,29 +62,17 @@ class SamplingBatch:
     largest_top_k: int
     top_p: Tensor | None
     min_p: Tensor | None
-    repetition: Tensor | None
-    presence: Tensor | None
-    frequency: Tensor | None
-    bias: Tensor | None
-    terminators: Tensor | None
-    min_tokens: Tensor | None
-    bad_words: Tensor | None
+    processors: tuple[Processor, ...]
 
     @property
     def needs_counts(self) -> bool:
         """Whether a processor reads how often tokens occurred."""
-        return self.repetition is not None or self.presence is not None or self.frequency is not None
+        return any(processor.reads_counts for processor in self.processors)
 
     @property
     def tail_len(self) -> int:
         """How many of the last tokens a processor reads."""
-        return 0 if self.bad_words is None else self.bad_words.shape[2] - 1
-
-    @property
-    def has_processors(self) -> bool:
-        """Whether anything changes the logits before temperature and truncation."""
-        fields = (self.bias, self.terminators, self.bad_words)
-        return self.needs_counts or any(field is not None for field in fields)
+        return max((processor.tail_len for processor in self.processors), default=0)
 
     def select(self, rows: Tensor) -> SamplingBatch:
         """The parameters of some requests; rows: (R,) int64."""
@@ -108,13 +91,7 @@ class SamplingBatch:
             largest_top_k=self.largest_top_k,
             top_p=pick(self.top_p),
             min_p=pick(self.min_p),
-            repetition=pick(self.repetition),
-            presence=pick(self.presence),
-            frequency=pick(self.frequency),
-            bias=pick(self.bias),
-            terminators=pick(self.terminators),
-            min_tokens=pick(self.min_tokens),
-            bad_words=pick(self.bad_words),
+            processors=tuple(processor.select(rows) for processor in self.processors),
         )
 
     @classmethod
@@ -148,45 +125,5 @@ class SamplingBatch:
             largest_top_k=max(top_k),
             top_p=column([p.top_p for p in params], 1.0),
             min_p=column([p.min_p for p in params], 0.0),
-            repetition=column([p.repetition_penalty for p in params], 1.0),
-            presence=column([p.presence_penalty for p in params], 0.0),
-            frequency=column([p.frequency_penalty for p in params], 0.0),
-            bias=_bias(params, vocab_size, device),
-            terminators=_terminators(requests, vocab_size, device),
-            min_tokens=torch.tensor([p.min_tokens for p in params], device=device),
-            bad_words=_bad_words(requests, device),
+            processors=build_processors(requests, vocab_size, device),
         )
-
-
-def _bias(params: Sequence[SamplingParams], vocab_size: int, device: torch.device | str) -> Tensor | None:
-    """(B, V) float32 of added logits, or None."""
-    if not any(p.logit_bias for p in params):
-        return None
-    bias = torch.zeros(len(params), vocab_size)
-    for row, p in enumerate(params):
-        for token, value in p.logit_bias.items():
-            bias[row, token] = value
-    return bias.to(device)
-
-
-def _terminators(requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device | str) -> Tensor | None:
-    """(B, V) bool of tokens that min_tokens holds back, or None when no request has min_tokens."""
-    if not any(r.params.min_tokens for r in requests):
-        return None
-    mask = torch.zeros(len(requests), vocab_size, dtype=torch.bool)
-    for row, request in enumerate(requests):
-        mask[row, list(request.terminators)] = True
-    return mask.to(device)
-
-
-def _bad_words(requests: Sequence[SamplingRequest], device: torch.device | str) -> Tensor | None:
-    """(B, W, L) int64 of forbidden sequences, right-aligned, or None."""
-    count = max(len(r.bad_words) for r in requests)
-    if not count:
-        return None
-    longest = max(len(word) for r in requests for word in r.bad_words)
-    table = torch.full((len(requests), count, longest), -1, dtype=torch.int64)
-    for row, request in enumerate(requests):
-        for index, word in enumerate(request.bad_words):
-            table[row, index, longest - len(word) :] = torch.tensor(list(word))
-    return table.to(device)

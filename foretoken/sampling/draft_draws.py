@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from foretoken.sampling.noise import Purpose
-from foretoken.sampling.processors import warp
+from foretoken.sampling.truncation import warp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -114,7 +114,7 @@ class DraftDraws:
             return warp(logits[:, 0], self.batch).unsqueeze(1)
         rows = torch.arange(batch_size, device=logits.device).repeat_interleave(num_nodes)
         # Without what warping does not read but would be as large as the logits.
-        batch = replace(self.batch, bias=None, terminators=None, bad_words=None).select(rows)
+        batch = replace(self.batch, processors=()).select(rows)
         return warp(logits.flatten(0, 1), batch).view_as(logits)
 
 

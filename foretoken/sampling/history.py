@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+
+class Counts(NamedTuple):
+    """Which tokens occurred where.
+
+    Attributes:
+        in_prompt: (B, V) bool, tokens of the prompt.
+        in_output: (B, V) int32, occurrences in the output.
+    """
+
+    in_prompt: Tensor
+    in_output: Tensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +39,17 @@ class History:
     output_counts: Tensor | None
     tail: Tensor
     num_output: Tensor
+
+    @property
+    def counts(self) -> Counts:
+        """Occurrences of every token, for processors that say that they read them."""
+        if self.prompt_seen is None or self.output_counts is None:
+            raise ValueError("a processor reads counts without saying so: nobody counted")
+        return Counts(self.prompt_seen, self.output_counts)
+
+    def last_tokens(self, count: int) -> Tensor:
+        """(B, count) int64, the last tokens, -1 before the beginning; count: at most the tail's length."""
+        return self.tail[:, self.tail.shape[1] - count :]
 
     def select(self, rows: Tensor) -> History:
         """The histories of some sequences; rows: (R,) int64."""
@@ -62,6 +85,18 @@ class History:
             tail=joined.gather(1, index),
             num_output=self.num_output + lengths,
         )
+
+
+class NodeView(NamedTuple):
+    """The tokens before R nodes of trees, as processors see them.
+
+    Attributes:
+        history: Committed tokens and the drafted path down to each node.
+        path: (R, D) int64, the drafted part alone, -1 past the end.
+    """
+
+    history: History
+    path: Tensor
 
 
 class HistoryTable:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from foretoken.sampling.processors import best_possible, one_hot_log_probs, process, warp
+from foretoken.sampling.history import NodeView
+from foretoken.sampling.processors import apply_processors
+from foretoken.sampling.truncation import best_possible, one_hot_log_probs, warp
 
 if TYPE_CHECKING:
     from foretoken.core.token_tree import TokenTree
@@ -55,9 +57,10 @@ class NodeScores:
             (B, V) float32.
         """
         rows = self.logits[torch.arange(nodes.shape[0], device=nodes.device), nodes]
-        if self.history is None or not self.batch.has_processors:
+        if self.history is None or not self.batch.processors:
             return rows
-        return process(rows, self.batch, self.history.extended(self.tree.path_tokens(nodes)))
+        path = self.tree.path_tokens(nodes)
+        return apply_processors(self.batch.processors, rows, NodeView(self.history.extended(path), path))
 
     def log_probs(self, nodes: Tensor) -> Tensor:
         """The law of the token after each node, warped; one-hot for greedy requests.
@@ -82,7 +85,7 @@ class NodeScores:
 
     def argmax_everywhere(self) -> Tensor | None:
         """`argmax` of all nodes at once, (B, N) int64; None where processors read the history of each."""
-        if self.history is not None and self.batch.has_processors:
+        if self.history is not None and self.batch.processors:
             return None
         if self.logits.device.type == "cpu":  # numpy's argmax is vectorised along a row, torch's is not
             return torch.from_numpy(self.logits.numpy().argmax(-1))

@@ -1,113 +1,243 @@
-"""Logits processors and warpers, row-wise.
+"""Logits processors: what a request forbids, adds or takes away, before temperature and truncation.
 
-Order: held-back and forbidden tokens, logit bias, repetition, presence and frequency penalties (all of which read the
-row's own history), then temperature, top-k, top-p, min-p. Everything is float32 and pure.
+A processor is a value over the rows that it serves, one request each. Everything is float32, row-wise and pure.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from foretoken.sampling.batch import SamplingBatch
-    from foretoken.sampling.history import History
+    from collections.abc import Sequence
+
+    from foretoken.core.sampling_params import SamplingParams
+    from foretoken.sampling.batch import SamplingRequest
+    from foretoken.sampling.history import NodeView
 
 _NEVER = float("-inf")
 
 
-def process(logits: Tensor, batch: SamplingBatch, history: History) -> Tensor:
-    """Applies every processor that reads the history or single tokens.
+class Processor(Protocol):
+    """Changes logits by what is known of the tokens before them.
+
+    Attributes:
+        reads_counts: Whether it reads how often tokens occurred.
+        tail_len: How many of the last tokens it reads.
+    """
+
+    @property
+    def reads_counts(self) -> bool: ...  # noqa: D102 - see the attributes above
+
+    @property
+    def tail_len(self) -> int: ...  # noqa: D102
+
+    def select(self, rows: Tensor) -> Processor:
+        """The same for some of its rows, which may repeat; rows: (R,) int64."""
+        ...
+
+    def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
+        """New logits.
+
+        Args:
+            logits: (R, V) float32, one row for each of its rows.
+            nodes: The tokens before each row.
+
+        Returns:
+            (R, V) float32; -inf for tokens that are forbidden.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MinTokens:
+    """Holds tokens that end the text back until there is enough of it.
+
+    Attributes:
+        terminators: (R, V) bool, end-of-sequence and stop tokens.
+        min_tokens: (R,) int64, output tokens before which they are impossible.
+    """
+
+    terminators: Tensor
+    min_tokens: Tensor
+    reads_counts = False
+    tail_len = 0
+
+    def select(self, rows: Tensor) -> MinTokens:
+        """See `Processor`."""
+        return MinTokens(self.terminators[rows], self.min_tokens[rows])
+
+    def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
+        """See `Processor`."""
+        is_early = (nodes.history.num_output < self.min_tokens).unsqueeze(1)
+        return logits.masked_fill(self.terminators & is_early, _NEVER)
+
+
+@dataclass(frozen=True, slots=True)
+class BadWords:
+    """Rules out the last token of every forbidden sequence whose beginning was just emitted.
+
+    Attributes:
+        words: (R, W, L) int64, right-aligned, -1 where a word is shorter and throughout missing words.
+    """
+
+    words: Tensor
+    reads_counts = False
+
+    @property
+    def tail_len(self) -> int:
+        """See `Processor`."""
+        return self.words.shape[2] - 1
+
+    def select(self, rows: Tensor) -> BadWords:
+        """See `Processor`."""
+        return BadWords(self.words[rows])
+
+    def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
+        """See `Processor`."""
+        beginnings, last = self.words[:, :, :-1], self.words[:, :, -1]
+        tail = nodes.history.last_tokens(self.tail_len)
+        matches = ((beginnings == tail.unsqueeze(1)) | (beginnings < 0)).all(2) & (last >= 0)
+        forbidden = torch.zeros_like(logits, dtype=torch.int32)
+        forbidden.scatter_add_(1, last.clamp_min(0), matches.to(torch.int32))
+        return logits.masked_fill(forbidden > 0, _NEVER)
+
+
+@dataclass(frozen=True, slots=True)
+class LogitBias:
+    """Adds a number to the logits of some tokens; bias: (R, V) float32."""
+
+    bias: Tensor
+    reads_counts = False
+    tail_len = 0
+
+    def select(self, rows: Tensor) -> LogitBias:
+        """See `Processor`."""
+        return LogitBias(self.bias[rows])
+
+    def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:  # noqa: ARG002 - the protocol's
+        """See `Processor`."""
+        return logits + self.bias
+
+
+@dataclass(frozen=True, slots=True)
+class RepetitionPenalty:
+    """Divides positive and multiplies negative logits of tokens seen in prompt or output; penalty: (R, 1) float32."""
+
+    penalty: Tensor
+    reads_counts = True
+    tail_len = 0
+
+    def select(self, rows: Tensor) -> RepetitionPenalty:
+        """See `Processor`."""
+        return RepetitionPenalty(self.penalty[rows])
+
+    def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
+        """See `Processor`."""
+        scaled = torch.where(logits > 0, logits / self.penalty, logits * self.penalty)
+        counts = nodes.history.counts
+        return torch.where(counts.in_prompt | (counts.in_output > 0), scaled, logits)
+
+
+@dataclass(frozen=True, slots=True)
+class PresencePenalty:
+    """Takes a number off the logit of every token already in the output; penalty: (R, 1) float32."""
+
+    penalty: Tensor
+    reads_counts = True
+    tail_len = 0
+
+    def select(self, rows: Tensor) -> PresencePenalty:
+        """See `Processor`."""
+        return PresencePenalty(self.penalty[rows])
+
+    def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
+        """See `Processor`."""
+        return logits - self.penalty * (nodes.history.counts.in_output > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class FrequencyPenalty:
+    """Takes a number off a token's logit for every time it occurred in the output; penalty: (R, 1) float32."""
+
+    penalty: Tensor
+    reads_counts = True
+    tail_len = 0
+
+    def select(self, rows: Tensor) -> FrequencyPenalty:
+        """See `Processor`."""
+        return FrequencyPenalty(self.penalty[rows])
+
+    def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
+        """See `Processor`."""
+        return logits - self.penalty * nodes.history.counts.in_output
+
+
+def build_processors(
+    requests: Sequence[SamplingRequest], vocab_size: int, device: torch.device | str
+) -> tuple[Processor, ...]:
+    """The processors that any of some requests uses, in the order in which they apply (vLLM's).
 
     Args:
-        logits: (B, V) float32, the target's.
-        batch: Parameters of the same B requests.
-        history: Tokens before the one that is decided, path included.
-
-    Returns:
-        (B, V) float32.
+        requests: B requests, a row each.
+        vocab_size: V.
+        device: Where their tensors go.
     """
-    if batch.terminators is not None and batch.min_tokens is not None:
-        is_early = (history.num_output < batch.min_tokens).unsqueeze(1)
-        logits = logits.masked_fill(batch.terminators & is_early, _NEVER)
-    if batch.bad_words is not None:
-        logits = _forbid_bad_words(logits, batch.bad_words, history.tail)
-    if batch.bias is not None:
-        logits = logits + batch.bias
-    if history.output_counts is None or history.prompt_seen is None:
-        return logits
-    counts = history.output_counts
-    if batch.repetition is not None:
-        scaled = torch.where(logits > 0, logits / batch.repetition, logits * batch.repetition)
-        logits = torch.where(history.prompt_seen | (counts > 0), scaled, logits)
-    if batch.presence is not None:
-        logits = logits - batch.presence * (counts > 0)
-    if batch.frequency is not None:
-        logits = logits - batch.frequency * counts
+    params = [request.params for request in requests]
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float32, device=device).unsqueeze(1)
+
+    found: list[Processor] = []
+    if any(p.min_tokens for p in params):
+        least = torch.tensor([p.min_tokens for p in params], dtype=torch.int64, device=device)
+        found.append(MinTokens(_terminators(requests, vocab_size).to(device), least))
+    if any(request.bad_words for request in requests):
+        found.append(BadWords(_bad_words(requests).to(device)))
+    if any(p.logit_bias for p in params):
+        found.append(LogitBias(_bias(params, vocab_size).to(device)))
+    if any(p.repetition_penalty != 1 for p in params):
+        found.append(RepetitionPenalty(column([p.repetition_penalty for p in params])))
+    if any(p.presence_penalty for p in params):
+        found.append(PresencePenalty(column([p.presence_penalty for p in params])))
+    if any(p.frequency_penalty for p in params):
+        found.append(FrequencyPenalty(column([p.frequency_penalty for p in params])))
+    return tuple(found)
+
+
+def apply_processors(processors: Sequence[Processor], logits: Tensor, nodes: NodeView) -> Tensor:
+    """Applies some processors in order; logits: (R, V) float32, left as they are; returns (R, V) float32."""
+    for processor in processors:
+        logits = processor.apply(logits, nodes)
     return logits
 
 
-def warp(logits: Tensor, batch: SamplingBatch) -> Tensor:
-    """Temperature and truncation, which read nothing but the row.
-
-    Args:
-        logits: (B, V) float32.
-        batch: Parameters of the same B requests; the temperature of greedy rows counts as 1.
-
-    Returns:
-        (B, V) float32 log-probabilities, -inf for tokens cut off.
-    """
-    logits = logits / batch.temperature
-    if batch.top_k is not None:
-        largest = logits.topk(batch.largest_top_k, dim=1).values
-        logits = logits.masked_fill(logits < largest.gather(1, batch.top_k - 1), _NEVER)
-    if batch.top_p is not None:
-        ranked, order = logits.sort(dim=1, descending=True, stable=True)
-        probs = ranked.softmax(1)
-        is_cut = (probs.cumsum(1) - probs >= batch.top_p) & (batch.top_p < 1.0)  # mass before the token
-        is_cut[:, 0] = False  # also where float32 rounds top_p to 0
-        logits = logits.masked_fill(torch.zeros_like(is_cut).scatter(1, order, is_cut), _NEVER)
-    if batch.min_p is not None:
-        logits = logits.masked_fill(logits < logits.amax(1, keepdim=True) + batch.min_p.log(), _NEVER)
-    return logits.log_softmax(1)
+def _bias(params: Sequence[SamplingParams], vocab_size: int) -> Tensor:
+    """(B, V) float32 of added logits."""
+    bias = torch.zeros(len(params), vocab_size)
+    for row, p in enumerate(params):
+        for token, value in p.logit_bias.items():
+            bias[row, token] = value
+    return bias
 
 
-def one_hot_log_probs(logits: Tensor) -> Tensor:
-    """The law of greedy decoding: 0 at the first largest logit, -inf elsewhere; (B, V) float32.
-
-    A row without a possible token is -inf throughout.
-    """
-    best = best_possible(logits).unsqueeze(1)
-    certain = torch.where(best < 0, _NEVER, 0.0)
-    return torch.full_like(logits, _NEVER).scatter(1, best.clamp_min(0), certain)
+def _terminators(requests: Sequence[SamplingRequest], vocab_size: int) -> Tensor:
+    """(B, V) bool of tokens that min_tokens holds back."""
+    mask = torch.zeros(len(requests), vocab_size, dtype=torch.bool)
+    for row, request in enumerate(requests):
+        mask[row, list(request.terminators)] = True
+    return mask
 
 
-def best_possible(scores: Tensor) -> Tensor:
-    """The place of the largest score of each row, or -1 where the row has none that is finite.
-
-    Args:
-        scores: (B, V) logits or noisy log-probabilities; -inf for impossible tokens. A NaN anywhere in a row makes the
-            whole row impossible, and so does +inf.
-
-    Returns:
-        (B,) int64, the lowest index among equals.
-    """
-    best = scores.max(1)
-    return torch.where(best.values.isfinite(), best.indices, -1)
-
-
-def _forbid_bad_words(logits: Tensor, bad_words: Tensor, tail: Tensor) -> Tensor:
-    """Rules out the last token of every forbidden sequence whose beginning was just emitted.
-
-    Args:
-        logits: (B, V) float32.
-        bad_words: (B, W, L) int64, right-aligned, -1 where a word is shorter.
-        tail: (B, L - 1) int64, the last tokens.
-    """
-    beginnings, last = bad_words[:, :, :-1], bad_words[:, :, -1]
-    matches = ((beginnings == tail.unsqueeze(1)) | (beginnings < 0)).all(2) & (last >= 0)
-    forbidden = torch.zeros_like(logits, dtype=torch.int32)
-    forbidden.scatter_add_(1, last.clamp_min(0), matches.to(torch.int32))
-    return logits.masked_fill(forbidden > 0, _NEVER)
+def _bad_words(requests: Sequence[SamplingRequest]) -> Tensor:
+    """(B, W, L) int64 of forbidden sequences, right-aligned."""
+    count = max(len(r.bad_words) for r in requests)
+    longest = max(len(word) for r in requests for word in r.bad_words)
+    table = torch.full((len(requests), count, longest), -1, dtype=torch.int64)
+    for row, request in enumerate(requests):
+        for index, word in enumerate(request.bad_words):
+            table[row, index, longest - len(word) :] = torch.tensor(list(word))
+    return table

@@ -14,10 +14,13 @@ from transformers import (
 
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
-from foretoken.sampling.history import HistoryTable
-from foretoken.sampling.processors import process, warp
+from foretoken.sampling.history import HistoryTable, NodeView
+from foretoken.sampling.processors import apply_processors
+from foretoken.sampling.truncation import warp
 
 VOCAB, ROWS = 101, 64
+
+NO_PATH = torch.empty(0, 0, dtype=torch.int64)
 
 
 def logits() -> torch.Tensor:
@@ -68,4 +71,4 @@ def test_repetition_and_bad_words() -> None:
         table.append(row, text[row, 5:].tolist())
     history = table.view(list(range(ROWS)), text.tolist(), [5] * ROWS, batch.tail_len)
     assert expected.isinf().sum() >= 2 * ROWS + 9
-    torch.testing.assert_close(process(logits(), batch, history), expected)
+    torch.testing.assert_close(apply_processors(batch.processors, logits(), NodeView(history, NO_PATH)), expected)

@@ -15,13 +15,15 @@ from slow_processors import (
     random_logits,
     situations,
 )
-from torch import Tensor
 
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
-from foretoken.sampling.processors import one_hot_log_probs, process, warp
+from foretoken.sampling.history import NodeView
+from foretoken.sampling.processors import LogitBias, apply_processors
+from foretoken.sampling.truncation import best_possible, one_hot_log_probs, warp
 
 NEVER = -math.inf
+NO_PATH = torch.empty(0, 0, dtype=torch.int64)  # nothing drafted: processors of today read the history alone
 thorough = settings(max_examples=200)
 
 
@@ -31,7 +33,7 @@ def test_mixed_batches_against_plain_python(batch: list[Situation], seed: int) -
     params, history = as_tensors(batch)
     logits = random_logits(seed, len(batch), VOCAB)
     before = logits.clone()
-    z = process(logits, params, history)
+    z = apply_processors(params.processors, logits, NodeView(history, NO_PATH))
     law = warp(z, params)
     law = torch.where(params.greedy.unsqueeze(1), one_hot_log_probs(z), law).exp()
     for row, now in enumerate(batch):
@@ -105,7 +107,9 @@ def after(logits: list[float], prompt: list[int], output: list[int], **request: 
     now = Situation(SamplingRequest(params=SamplingParams(**request), seed=0, **own), prompt, output)
     full = logits + [0.0] * (VOCAB - len(logits))
     params, history = as_tensors([now])
-    return process(torch.tensor([full]), params, history)[0, : len(logits)].tolist()
+    return apply_processors(params.processors, torch.tensor([full]), NodeView(history, NO_PATH))[
+        0, : len(logits)
+    ].tolist()
 
 
 def test_repetition_reads_prompt_and_output() -> None:
@@ -165,12 +169,34 @@ def test_min_tokens_holds_terminators_back(num_output: int) -> None:
 
 def test_unused_processors_cost_nothing() -> None:
     params = SamplingBatch.build([SamplingRequest(params=SamplingParams(), seed=0)] * 2, VOCAB)
-    unused: list[Tensor | None] = [params.top_k, params.top_p, params.min_p, params.bias, params.bad_words]
-    unused += [params.repetition, params.presence, params.frequency, params.terminators]
-    assert unused == [None] * 9
-    assert not params.has_processors
+    assert [params.top_k, params.top_p, params.min_p] == [None] * 3
+    assert params.processors == ()
     assert not params.needs_counts
     assert params.tail_len == 0
+
+
+def test_every_processor_can_be_selected_row_by_row() -> None:
+    """Rows chosen, repeated and reordered get what they get in the whole batch."""
+    request = SamplingParams(
+        min_tokens=2, logit_bias={1: 2.0}, repetition_penalty=1.5, presence_penalty=0.5, frequency_penalty=0.25
+    )
+    others = [Situation(SamplingRequest(params=SamplingParams(), seed=i), [0, 1], [2]) for i in range(2)]
+    busy = SamplingRequest(params=request, seed=3, terminators=[3], bad_words=[[2, 4], [0]])
+    batch, history = as_tensors([others[0], Situation(busy, [0, 1], [1, 2]), others[1]])
+    logits, rows = random_logits(5, 3, VOCAB), torch.tensor([1, 2, 1, 0])
+    assert len(batch.processors) == 6
+    whole = apply_processors(batch.processors, logits, NodeView(history, NO_PATH))
+    picked = apply_processors(batch.select(rows).processors, logits[rows], NodeView(history.select(rows), NO_PATH))
+    assert torch.equal(picked, whole[rows])
+    assert not torch.equal(whole[1], logits[1])
+
+
+def test_the_best_possible_token() -> None:
+    rows = torch.tensor(
+        [[1.0, 3.0, 3.0], [NEVER] * 3, [1.0, math.nan, 2.0], [1.0, math.inf, 2.0], [NEVER, NEVER, -9.0]]
+    )
+    assert best_possible(rows).tolist() == [1, -1, -1, -1, 2]
+    assert torch.isinf(one_hot_log_probs(rows)).all(1).tolist() == [False, True, True, True, False]
 
 
 def test_rows_of_a_batch_can_be_selected() -> None:
@@ -184,6 +210,7 @@ def test_rows_of_a_batch_can_be_selected() -> None:
     assert chosen.greedy.tolist() == [False, True]
     assert chosen.top_k is not None
     assert chosen.top_k[:, 0].tolist() == [2, VOCAB]
-    assert chosen.bias is not None
-    assert chosen.bias.nonzero().tolist() == [[0, 2], [1, 0]]
+    (bias,) = chosen.processors
+    assert isinstance(bias, LogitBias)
+    assert bias.bias.nonzero().tolist() == [[0, 2], [1, 0]]
     assert chosen.noise.seeds.tolist() == [2, 0]

@@ -9,7 +9,7 @@ from foretoken.core.token_tree import DrawKind, TokenTree
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.sampling.noise import Purpose
-from foretoken.sampling.processors import warp
+from foretoken.sampling.truncation import warp
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.growth import TreeGrowth
 
