@@ -34,12 +34,12 @@ class ForwardPass:
     """One pass of the model in progress.
 
     Attributes:
-        layout: Who sees what.
+        layout: Who sees what in the slot cache; None where the model runs by itself and features alone are read.
         features: Filled by taps while the pass runs: tap name to (B, T, D).
         windows: Filled by attention while the pass runs: layer index to sliding window.
     """
 
-    layout: AttentionLayout
+    layout: AttentionLayout | None
     features: dict[int | str, Tensor] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
 
@@ -60,6 +60,12 @@ def running(forward_pass: ForwardPass) -> Iterator[ForwardPass]:
 def current_pass() -> ForwardPass | None:
     """The pass in progress, or None outside one."""
     return _current.get()
+
+
+def current_layout() -> AttentionLayout | None:
+    """Who sees what in the pass in progress, or None outside a pass over the slot cache."""
+    forward_pass = current_pass()
+    return None if forward_pass is None else forward_pass.layout
 
 
 class SlotCacheLayer(CacheLayerMixin):
@@ -84,9 +90,9 @@ class SlotCacheLayer(CacheLayerMixin):
         **kwargs: Any,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor]:
         """Writes (B, Hk, T, D) where the current pass says; returns (slots, Hk, capacity, D) for `tree_attention`."""
-        forward_pass = current_pass()
-        assert forward_pass is not None, "the cache is written only inside a pass"
-        return self._store.write(self._layer, forward_pass.layout, key_states, value_states)
+        layout = current_layout()
+        assert layout is not None, "the cache is written only inside a pass"
+        return self._store.write(self._layer, layout, key_states, value_states)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 - the base class's signature
         """Unused: no mask is built by transformers."""
@@ -120,10 +126,15 @@ def _attention(
     """The function transformers calls in every attention layer; most models pass the window, some only hold it.
 
     Raises:
-        ModelError: When the layer brings a mask, a bias or a choice of keys of its own, which a tree would lose.
+        ModelError: When the layer brings a mask, a bias or a choice of keys of its own, which a tree would lose, or
+            when the model is called by somebody else.
     """
     forward_pass = current_pass()
-    assert forward_pass is not None, "tree attention runs only inside a pass"
+    if forward_pass is None or forward_pass.layout is None:
+        raise ModelError(
+            f"{type(module).__name__} belongs to a foretoken runner and attends only inside its passes. Call a model "
+            "of your own, or give this one its attention back: model.set_attn_implementation('sdpa')."
+        )
     own = ["attention_mask"] * (attention_mask is not None)
     own += [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _HARMLESS_TENSORS]
     if own:
@@ -143,7 +154,7 @@ def _attention(
         softcap=softcap,
         sinks=s_aux,
     )
-    return output, None
+    return output.contiguous(), None  # some models take a view of it, as they may of what transformers' own give
 
 
 # No mask function is registered under the name: transformers then builds no mask at all.

@@ -1,38 +1,47 @@
 """Proof at load that a model really attends as a tree demands.
 
-Some architectures only warn that they ignore the attention plug-in and then give wrong logits, so every model runs a
-small branching tree through the cache and is compared with ordinary forwards of each path.
+Some architectures only warn that they ignore the attention plug-in and then give wrong logits, and some take a single
+sequence but no ragged batch. So every model runs two different branching trees in one batch, after prompts of different
+lengths in slots out of order, and each node is compared with an ordinary forward of its path. It costs two forwards of
+a few tokens, two prompts and one pass, whatever the model.
 """
 
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from foretoken.core.errors import ModelError
+from foretoken.core.errors import ForetokenError, ModelError
 from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.target.model_files import one_line
 from foretoken.target.plain import run_plain
 from foretoken.target.plugin import current_pass
 from foretoken.target.slot_cache import LayerShape
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from foretoken.target.runner import Runner
 
-_PROMPT_LEN = 3
-_PARENTS = (-1, 0, 0, 1, 2, 2)  # two branches, one of which forks
-NUM_ROWS = _PROMPT_LEN + len(_PARENTS)  # cache rows that the self-test needs
+_PROMPT_LENS = (2, 5)
+_PARENTS = ((-1, 0, 0, 1, 2, 2), (-1, 0, 1, 1))  # two branches, one of which forks; one branch that forks late
+_PATHS = (((0, 1, 3), (0, 2, 4), (0, 2, 5)), ((0, 1, 2), (0, 1, 3)))  # from the root to every leaf: all three long
+_PATH_LEN = 3
+NUM_ROWS = max(_PROMPT_LENS) + max(map(len, _PARENTS))  # cache rows that the self-test needs
 
 
 def probe_layer_shapes(model: nn.Module) -> list[LayerShape]:
     """Sizes of every layer's keys and values, read off the cache that an ordinary forward makes.
 
     Raises:
-        ModelError: When some layer keeps anything else than keys and values.
+        ModelError: When the model cannot run, or some layer keeps anything else than keys and values.
     """
-    output = run_plain(model, torch.zeros(1, 2, dtype=torch.int64), use_cache=True)
+    with _refusing(model, "cannot run two tokens", "Check its config.json."):
+        output = run_plain(model, torch.zeros(1, 2, dtype=torch.int64), use_cache=True)
     layers = getattr(getattr(output, "past_key_values", None), "layers", None)
     if not layers:
         raise ModelError(
@@ -52,69 +61,82 @@ def probe_layer_shapes(model: nn.Module) -> list[LayerShape]:
 
 
 def check_tree_attention(runner: Runner) -> None:
-    """Compares a small tree with its paths; uses the first rows of slot 0.
+    """Compares a batch of small trees with their paths; uses the first rows of the first and the last slot.
 
     Raises:
         ModelError: When the logits differ by more than rounding, or sliding windows are lost on the way.
     """
+    if runner.model.context_len <= _PATH_LEN:
+        raise ModelError(
+            f"the context of '{runner.model.name}' is {runner.model.context_len} tokens. Expected at least "
+            f"{_PATH_LEN + 1}."
+        )
+    if runner.name == "generic":  # the others read windows from the configuration themselves
+        _check_windows(runner)
     # Measured on tiny random models: float32 reaches 4e-6, bfloat16 5e-2; a lost mask gives 1e-3 at the very least in
     # float32 (weights of scale 0.02) and 0.2 on the trained models here. In the narrow dtypes rounding may also send
     # one token of a mixture of experts to another expert (errors up to 0.7), but hardly with three sets of tokens.
     is_wide = runner.model.dtype in (torch.float32, torch.float64)
     tolerance, attempts = (2e-4, 1) if is_wide else (5e-2, 3)
-    worst = math.inf
+    least = [math.inf] * min(len(_PARENTS), runner.cache.num_slots)
     for attempt in range(attempts):
-        worst = min(worst, _worst_error(runner, first_token=3 + 11 * attempt))
-        if worst <= tolerance:
+        errors = _errors(runner, first_token=3 + 11 * attempt)
+        least = [min(pair) for pair in zip(least, errors, strict=True)]
+        if max(least) <= tolerance:
             break
     else:
         raise ModelError(
-            f"{type(runner.model.module).__name__} gives wrong logits for a token tree (relative error {worst:.1e}, "
-            f"expected at most {tolerance:.0e}): it ignores the attention plug-in or keeps state outside the KV cache. "
-            "It cannot be used as a target."
+            f"{type(runner.model.module).__name__} gives wrong logits for a token tree (relative error {max(least):.1e}"
+            f", expected at most {tolerance:.0e}): it ignores the attention plug-in or keeps state outside the KV "
+            "cache. It cannot be used as a target."
         )
-    if runner.name == "generic":  # the others read windows from the configuration themselves
-        _check_windows(runner)
 
 
-def _worst_error(runner: Runner, first_token: int) -> float:
-    """Greatest relative error of a node's logits against an ordinary forward of its path.
+def _errors(runner: Runner, first_token: int) -> list[float]:
+    """Greatest relative error of a node's logits against an ordinary forward of its path, for each sequence.
+
+    A runner with a single slot is never given a batch, and is tested with one sequence.
 
     Raises:
         ModelError: When some logits are not numbers.
     """
-    module, vocab = runner.model.module, runner.vocab_size
-    tokens = [(7 * i + first_token) % vocab for i in range(NUM_ROWS)]
-    prompt, nodes = tokens[: min(_PROMPT_LEN, runner.context_len)], tokens[_PROMPT_LEN:]
-    tree = TokenTree.from_rows([TreeRow(nodes, _PARENTS)], device=runner.device)
-    ours = _tree_logits(runner, prompt, tree)
+    module, slots = runner.model.module, [runner.cache.num_slots - 1, 0][: runner.cache.num_slots]
+    tokens = [(7 * i + first_token) % runner.vocab_size for i in range(2 * NUM_ROWS)]
+    prompts, rows = [], []
+    for row in range(len(slots)):
+        length = min(_PROMPT_LENS[row], runner.context_len, runner.model.context_len - _PATH_LEN)
+        own = tokens[row * NUM_ROWS :]
+        prompts.append(own[:length])
+        rows.append(TreeRow(own[length : length + len(_PARENTS[row])], _PARENTS[row]))
+    with _refusing(module, "cannot run a batch of token trees", "It cannot be used as a target."):
+        for slot, prompt in zip(slots, prompts, strict=True):
+            runner.prefill(slot, prompt, 0)
+        tree = TokenTree.from_rows(rows, device=runner.device)
+        ours = _comparable(runner.verify(slots, [len(prompt) for prompt in prompts], tree).logits)
     errors = []
-    for node in range(len(nodes)):
-        path = tree.path_tokens(torch.tensor([node], device=runner.device))[0]
-        ids = [*prompt, nodes[0], *(t for t in path.tolist() if t >= 0)]
-        theirs = _comparable(run_plain(module, torch.tensor([ids])).logits[0, -1].float())
-        errors.append((ours[node] - theirs).norm() / theirs.norm().clamp_min(1e-9))
-    worst = float(torch.stack(errors).max())  # NaN where any is, unlike Python's max
-    if math.isnan(worst):
+    for row, prompt in enumerate(prompts):
+        paths = [[*prompt, *(rows[row].tokens[node] for node in path)] for path in _PATHS[row]]
+        with _refusing(module, f"cannot run {len(paths[0])} tokens", "Check its config.json."):
+            theirs = _comparable(run_plain(module, torch.tensor(paths)).logits[:, len(prompt) :].float())
+        difference = (ours[row][torch.tensor(_PATHS[row])] - theirs).norm(dim=-1)
+        errors.append(float((difference / theirs.norm(dim=-1).clamp_min(1e-9)).max()))
+    if any(map(math.isnan, errors)):
         raise ModelError(
             f"{type(module).__name__} gives logits that are not numbers in {runner.model.dtype}. Expected finite "
             "logits. Its weights are damaged, or the dtype is too narrow for it: load it in float32."
         )
-    return worst
+    return errors
 
 
-def _tree_logits(runner: Runner, prompt: list[int], tree: TokenTree) -> Tensor:
-    """(N, V) logits of a tree after a prompt, or a `ModelError` where the model cannot even run on our cache."""
+@contextmanager
+def _refusing(model: nn.Module, what: str, advice: str) -> Iterator[None]:
+    """Turns whatever a model raises into a `ModelError` that says what it cannot do; memory errors go through."""
     try:
-        runner.prefill(0, prompt, 0)
-        return _comparable(runner.verify([0], [len(prompt)], tree).logits[0])
-    except torch.OutOfMemoryError:
+        yield
+    except (ForetokenError, torch.OutOfMemoryError, MemoryError):
         raise
-    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as err:
-        raise ModelError(
-            f"{type(runner.model.module).__name__} cannot run on a slot cache ({str(err).splitlines()[0]}): it ignores "
-            "the attention plug-in. It cannot be used as a target."
-        ) from err
+    except Exception as err:  # code of any architecture, on a configuration of anybody
+        raise ModelError(f"{type(model).__name__} {what} ({one_line(err)}). {advice}") from err
 
 
 def _comparable(logits: Tensor) -> Tensor:
@@ -125,7 +147,7 @@ def _comparable(logits: Tensor) -> Tensor:
 def _check_windows(runner: Runner) -> None:
     """Every layer that the configuration calls sliding must hand its window to attention.
 
-    The tree above is shorter than any real window, so a lost one does not show in its logits.
+    The trees of the self-test are shorter than any real window, so a lost one does not show in their logits.
     """
     config: Any = runner.model.config
     seen: dict[int, int | None] = {}
@@ -137,7 +159,8 @@ def _check_windows(runner: Runner) -> None:
 
     handle = runner.model.module.register_forward_hook(watch)
     try:
-        runner.verify([0], [0], TokenTree.roots([0], device=runner.device))
+        with _refusing(runner.model.module, "cannot run on a slot cache", "It cannot be used as a target."):
+            runner.verify([0], [0], TokenTree.roots([0], device=runner.device))
     finally:
         handle.remove()
     layer_types = getattr(config, "layer_types", None)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from foretoken.attention.layout import AttentionLayout
 from foretoken.core.errors import ModelError
 from foretoken.target.plain import run_plain
 from foretoken.target.plugin import ForwardPass, current_pass, running
@@ -107,8 +106,7 @@ def _prove(model: nn.Module, num_layers: int, wanted: Sequence[Tap]) -> None:
     Raises:
         ModelError: Naming the first tap that differs.
     """
-    layout = AttentionLayout(slots=[0], prefix=[0], positions=torch.arange(_PROBE.shape[1]).unsqueeze(0))
-    with running(ForwardPass(layout=layout)) as forward_pass:
+    with running(ForwardPass(layout=None)) as forward_pass:
         states = run_plain(model, _PROBE, output_hidden_states=True).hidden_states
     for tap in wanted:
         # The model reports L + 1 states: the input of block 1, the outputs of blocks 1..L-1, and the final norm's.

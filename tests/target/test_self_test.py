@@ -76,6 +76,64 @@ def test_broken_attention_is_refused(
         run(module)
 
 
+def first_sequence_twice(
+    query: Tensor, keys: Tensor, values: Tensor, layout: AttentionLayout, **options: Any
+) -> Tensor:
+    """Attention that is right for one sequence and takes the second for the first."""
+    output = tree_attention(query, keys, values, layout, **options)
+    return output[:1].expand_as(output)
+
+
+def same_length(query: Tensor, keys: Tensor, values: Tensor, layout: AttentionLayout, **options: Any) -> Tensor:
+    """Attention that takes the first prefix for everybody's."""
+    even = replace(layout, prefix=[layout.prefix[0]] * len(layout.prefix))
+    return tree_attention(query, keys, values, even, **options)
+
+
+def same_tree(query: Tensor, keys: Tensor, values: Tensor, layout: AttentionLayout, **options: Any) -> Tensor:
+    """Attention that takes the first tree for everybody's."""
+    if layout.tree is None or layout.tree.width == 1:
+        return tree_attention(query, keys, values, layout, **options)
+    visible = layout.tree.ancestor_mask()[:1].expand(len(layout.slots), -1, -1)
+    even = replace(layout, tree=None, visible=visible, scratch_positions=layout.positions)
+    return tree_attention(query, keys, values, even, **options)
+
+
+def in_order(query: Tensor, keys: Tensor, values: Tensor, layout: AttentionLayout, **options: Any) -> Tensor:
+    """Attention that takes the slots in order."""
+    even = replace(layout, slots=sorted(layout.slots))
+    return tree_attention(query, keys, values, even, **options)
+
+
+@pytest.mark.parametrize("broken", [first_sequence_twice, same_length, same_tree, in_order])
+def test_attention_that_is_right_for_one_sequence_only_is_refused(
+    broken: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("foretoken.target.plugin.tree_attention", broken)
+    run(tiny_model("llama"), num_slots=1)  # a single sequence shows nothing, and is all that a single slot ever sees
+    with pytest.raises(ModelError, match="gives wrong logits for a token tree"):
+        run(tiny_model("llama"), num_slots=2)
+
+
+def test_what_a_batch_makes_a_model_raise_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one_only(query: Tensor, *args: Any, **options: Any) -> Tensor:
+        if query.shape[0] > 1:
+            raise RuntimeError("view size is not compatible\nwith input tensor's size")
+        return tree_attention(query, *args, **options)
+
+    monkeypatch.setattr("foretoken.target.plugin.tree_attention", one_only)
+    match = r"^LlamaForCausalLM cannot run a batch of token trees \(view size is not compatible\)\. It cannot be used"
+    with pytest.raises(ModelError, match=match):
+        run(tiny_model("llama"))
+
+
+def test_a_context_too_short_for_any_tree() -> None:
+    with pytest.raises(ModelError, match=r"the context of 'tiny' is 3 tokens\. Expected at least 4"):
+        run(tiny_model("llama", max_position_embeddings=3))
+    assert run(tiny_model("llama", max_position_embeddings=4)).context_len == 4
+    assert run(tiny_model("gpt2", max_position_embeddings=4)).context_len == 4  # learned positions: none past the last
+
+
 def test_rows_written_to_the_wrong_place_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = SlotCache.write
 
