@@ -30,6 +30,7 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.requests import Request, RequestReader
 from foretoken.engine.vocabulary import ids_without_token
 from foretoken.target.loading import LoadedModel, load_model, load_tokenizer, wrap_model
+from foretoken.target.placement import check_placement
 from foretoken.target.runner import Runner
 
 if TYPE_CHECKING:
@@ -330,11 +331,12 @@ def _dtype_name(dtype: str | torch.dtype) -> str:
 def _loaded(model: Any, dtype: str, device: str) -> LoadedModel:
     """The target, loaded where it is not yet."""
     if isinstance(model, LoadedModel):
+        check_placement(model, dtype=dtype, device=device)
         return model
     if isinstance(model, str | os.PathLike):
-        return load_model(os.fspath(model), dtype=dtype, device=device)
+        return load_model(model, dtype=dtype, device=device)
     if isinstance(model, torch.nn.Module):
-        return wrap_model(model, name=type(model).__name__)
+        return wrap_model(model, name=type(model).__name__, dtype=dtype, device=device)
     raise ConfigError(f"model is {shown(model)}. Expected a directory, a hub id, or a transformers causal LM.")
 
 

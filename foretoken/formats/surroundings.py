@@ -11,9 +11,10 @@ from torch.nn.functional import linear
 
 from foretoken.core.errors import ConfigError
 from foretoken.formats.checkpoint import TargetFingerprint
-from foretoken.target.loading import DTYPES, load_config, load_model
+from foretoken.target.loading import load_config, load_model
 from foretoken.target.model_files import check_model_files
 from foretoken.target.parts import target_parts
+from foretoken.target.placement import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable

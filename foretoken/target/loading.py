@@ -3,29 +3,37 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors import safe_open
-from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from foretoken.core.errors import ModelError, nearest_name_hint
+from foretoken.core.errors import ModelError
+from foretoken.target.adapters import adapt_attention
+from foretoken.target.config_checks import check_quantization, check_sizes, end_tokens
 from foretoken.target.model_files import check_model_files, one_line
+from foretoken.target.placement import check_placement, resolve_device, resolve_dtype
 from foretoken.target.plugin import ATTENTION_NAME
+from foretoken.target.shared_copy import shared_copy
+from foretoken.target.weight_files import (
+    check_counts,
+    check_dtypes,
+    check_keys,
+    check_shapes,
+    check_total,
+    check_unused,
+    read_headers,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +50,7 @@ class LoadedModel:
         dtype: Of weights and cache.
         device: Of weights and cache.
         eos_ids: End-of-sequence tokens of its generation configuration.
+        is_borrowed: Whether the weights lie in the memory of a caller's model, which has to stay as it is.
     """
 
     module: nn.Module
@@ -53,6 +62,7 @@ class LoadedModel:
     dtype: torch.dtype
     device: torch.device
     eos_ids: tuple[int, ...]
+    is_borrowed: bool = False
 
     @property
     def backbone(self) -> nn.Module:
@@ -61,12 +71,14 @@ class LoadedModel:
         return backbone
 
 
-def load_model(name: str, *, dtype: str = "auto", device: str = "auto", revision: str | None = None) -> LoadedModel:
+def load_model(
+    name: str | os.PathLike[str], *, dtype: str = "auto", device: str = "auto", revision: str | None = None
+) -> LoadedModel:
     """Loads a causal LM.
 
     Args:
         name: A directory in Hugging Face layout, or a hub id.
-        dtype: "auto" (float32 on CPU, else the checkpoint's), or a key of `DTYPES`.
+        dtype: "auto" (float32 on CPU, else the checkpoint's), or a key of `placement.DTYPES`.
         device: "auto" (an accelerator where there is one), or a torch device.
         revision: Hub revision.
 
@@ -74,11 +86,17 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", revision
         ModelError: When the model is missing, damaged, incomplete, not safetensors, or of an architecture that cannot
             be rolled back.
     """
+    name = os.fspath(name)
     check_model_files(name)
-    place = _resolve_device(device)
-    kind = _resolve_dtype(dtype, place)
-    config = load_config(name, revision)
+    place = resolve_device(device)
+    kind = resolve_dtype(dtype, place)
+    config, headers = load_config(name, revision), read_headers(Path(name))
     check_architecture(config, name)
+    check_quantization(config, name)
+    check_counts(headers, config.get_text_config(), name)
+    is_quantised = getattr(config, "quantization_config", None) is not None
+    if not is_quantised:
+        check_total(name, config, headers)
     if not sys.stderr.isatty():
         disable_progress_bar()
     try:
@@ -87,44 +105,84 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", revision
             config=config,
             revision=revision,
             dtype=kind,
-            attn_implementation=ATTENTION_NAME,
+            attn_implementation="eager",  # the one that every architecture has; see `_plug_in`
             trust_remote_code=False,
             use_safetensors=True,
             output_loading_info=True,
         )
     except Exception as err:  # damaged files and configurations raise anything inside transformers
-        _check_shapes(name, config)
+        check_shapes(name, config, headers)
         raise ModelError(f"model '{name}' cannot be loaded: {one_line(err)}. Check that it is complete.") from err
     module, info = loaded
-    _check_keys(name, missing=info["missing_keys"], misshaped=[str(key) for key in info["mismatched_keys"]])
+    check_keys(name, missing=info["missing_keys"], misshaped=[str(key) for key in info["mismatched_keys"]])
+    check_unused(info["unexpected_keys"], config.get_text_config(), name)
+    if not is_quantised:
+        check_dtypes(headers, module, name)
     if info["unexpected_keys"]:
         # No error: published checkpoints carry extra heads and buffers that a plain causal LM has no use for.
         logging.getLogger(__name__).warning("%s: unused weights: %s", name, ", ".join(sorted(info["unexpected_keys"])))
-    return wrap_model(module.to(place), name=name)
+    return _ready(module.to(place), name)
 
 
-def wrap_model(module: Any, *, name: str) -> LoadedModel:
-    """The facts of a transformers causal LM that is already in memory; sets its attention to the plug-in."""
+def wrap_model(module: Any, *, name: str, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+    """Makes a target of a transformers causal LM in memory, which stays as it is and may be used meanwhile.
+
+    The target has modules of its own over the same weights, see `shared_copy`. Of weights that the caller changes in
+    place the generic decoder sees everything, `lean-native` everything but norms and biases, and the other lean
+    decoders what they have not joined or packed: they keep joined and packed projections beside the caller's.
+
+    Args:
+        module: The model. Its mode, attention, hooks and configuration are not changed.
+        name: Of the model, for messages.
+        dtype: "auto", or the name of the dtype that the model has.
+        device: "auto", or the device that the model is on.
+
+    Raises:
+        ModelError: When it is no causal LM, of an architecture that cannot be served, or has another dtype or device.
+    """
+    model = replace(_ready(shared_copy(module), name), is_borrowed=True)
+    check_placement(model, dtype=dtype, device=device)
+    return model
+
+
+def _ready(module: Any, name: str) -> LoadedModel:
+    """A model that is ours, set up for passes over a slot cache, in place; see `wrap_model` for what it raises."""
     config = module.config.get_text_config()
     check_architecture(module.config, name, is_stateful=bool(getattr(module, "_is_stateful", False)))
     module.eval()
-    if config._attn_implementation != ATTENTION_NAME:
-        module.set_attn_implementation(ATTENTION_NAME)
-    eos = module.generation_config.eos_token_id if module.generation_config is not None else None
-    eos = getattr(config, "eos_token_id", None) if eos is None else eos
-    eos_ids = () if eos is None else tuple(eos) if isinstance(eos, Sequence) else (eos,)
-    parameter = next(module.parameters())
+    _plug_in(module, name)
+    parameter = next((each for each in module.parameters() if each.is_floating_point()), None)
+    if parameter is None:
+        raise ModelError(f"'{name}' has no weights of real numbers. Expected a causal LM.")
+    vocab_size = module.get_output_embeddings().out_features
     return LoadedModel(
         module=module,
         config=config,
         name=name,
-        vocab_size=module.get_output_embeddings().out_features,
+        vocab_size=vocab_size,
         context_len=_context_len(config),
         num_layers=config.num_hidden_layers,
         dtype=parameter.dtype,
         device=parameter.device,
-        eos_ids=eos_ids,
+        eos_ids=end_tokens(module.generation_config, config, vocab_size=vocab_size, name=name),
     )
+
+
+def _plug_in(module: Any, name: str) -> None:
+    """Sends the model's attention to ours.
+
+    Raises:
+        ModelError: When its architecture knows no other attention than its own.
+    """
+    if adapt_attention(module):
+        module.config._attn_implementation = "eager"
+        return
+    module.set_attn_implementation(ATTENTION_NAME)
+    if module.config.get_text_config()._attn_implementation != ATTENTION_NAME:
+        raise ModelError(
+            f"'{name}' ({type(module).__name__}) ignores the attention plug-in: transformers computes attention inside "
+            "this architecture, where token trees cannot be shown to it. It cannot be used as a target."
+        )
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any | None:
@@ -154,6 +212,7 @@ def check_architecture(config: Any, name: str, *, is_stateful: bool = False) -> 
             f"'{name}' ({type(text).__name__}) has {kinds}, which cannot be rolled back to the accepted tokens after a "
             "rejected draft. Expected full or sliding-window attention in every layer."
         )
+    check_sizes(text, name)
 
 
 def load_config(name: str, revision: str | None = None) -> Any:
@@ -168,43 +227,6 @@ def load_config(name: str, revision: str | None = None) -> Any:
         raise ModelError(f"the configuration of '{name}' cannot be read: {one_line(err)}.") from err
 
 
-def _check_keys(name: str, *, missing: Iterable[str], misshaped: Iterable[str]) -> None:
-    """Raises `ModelError` naming all missing and mis-shaped weights at once."""
-    groups = {"missing": sorted(missing), "wrong shape": sorted(misshaped)}
-    parts = [f"{kind}: {', '.join(keys)}" for kind, keys in groups.items() if keys]
-    if parts:
-        raise ModelError(
-            f"the weights of '{name}' do not fit its config.json: {'; '.join(parts)}. "
-            "Expected every weight of the architecture. Copy or download the model again."
-        )
-
-
-def _check_shapes(name: str, config: Any) -> None:
-    """Names the weights behind a failed load, where file headers and architecture tell them; else does nothing.
-
-    transformers stops at a wrong shape without naming it, and would allocate whatever a damaged configuration asks
-    for if told to go on. It also renames some weights while loading: a name that only the files know says nothing.
-    """
-    try:
-        with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config)
-    except Exception:  # noqa: BLE001 - then the architecture was the error, and the caller says so
-        return
-    found: dict[str, tuple[int, ...]] = {}
-    for path in Path(name).glob("*.safetensors"):
-        with safe_open(path, framework="pt") as file:
-            found |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - no mapping
-    wanted = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
-    misshaped = [
-        f"{key} {list(found[key])} instead of {list(shape)}"
-        for key, shape in wanted.items()
-        if found.get(key, shape) != shape
-    ]
-    if misshaped:
-        missing = wanted.keys() - found.keys() - getattr(module, "all_tied_weights_keys", {}).keys()
-        _check_keys(name, missing=missing, misshaped=misshaped)
-
-
 def _context_len(config: Any) -> int:
     """Positions at which a token's embedding depends on nothing but its position.
 
@@ -217,28 +239,3 @@ def _context_len(config: Any) -> int:
         if part.get("rope_type") == "longrope":
             longest = min(longest, int(part["original_max_position_embeddings"]))
     return longest
-
-
-def _resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
-    """The dtype to load in; float32 on CPU by default, where it is exact and no slower for small models."""
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
-    if dtype not in DTYPES:
-        raise ModelError(f"dtype '{dtype}' does not exist. {nearest_name_hint(dtype, [*DTYPES, 'auto'])}")
-    return DTYPES[dtype]
-
-
-def _resolve_device(device: str) -> torch.device:
-    """The device to load on; with "auto" an accelerator where there is one."""
-    if device == "auto":
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return accelerator or torch.device("cpu")
-    try:
-        place = torch.device(device)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError, ImportError) as err:
-        raise ModelError(
-            f"device '{device}' cannot be used: {one_line(err)}. Expected 'auto', 'cpu' or an accelerator of this "
-            "machine, such as 'cuda'."
-        ) from err
-    return place

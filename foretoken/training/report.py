@@ -21,8 +21,9 @@ from foretoken.bench.workload import Workload
 from foretoken.core.results import GenerationMetrics
 from foretoken.engine.llm import LLM
 from foretoken.formats import native
-from foretoken.target.loading import DTYPES, load_config
+from foretoken.target.loading import load_config
 from foretoken.target.parts import target_parts
+from foretoken.target.placement import DTYPES
 from foretoken.training.card import head_card, read_curve
 from foretoken.training.processes import training_processes
 from foretoken.training.teacher import Teacher

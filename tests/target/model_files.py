@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
-from foretoken.core.errors import ModelError
+from foretoken.core.errors import ForetokenError, ModelError
 from foretoken.target.loading import load_model
 
 WEIGHTS = "model.safetensors"
@@ -65,3 +65,52 @@ def refusal(directory: Path | str) -> str:
     message = str(caught.value)
     assert len(message.splitlines()) == 1
     return message
+
+
+NONSENSE: dict[str, Any] = {
+    "null": None,
+    "negative": -1,
+    "zero": 0,
+    "large": 10**6,
+    "huge": 10**12,
+    "text": "x",
+    "list": [1, "a"],
+    "bool": True,
+    "not a number": float("nan"),
+    "infinite": float("inf"),
+    "fraction": 2.5,
+    "object": {"a": 1},
+}
+MISSING = "missing"
+_ELSEWHERE = ("architectures", "transformers_version", "model_type", "summary_")  # read by nobody, or tested alone
+
+
+def damages(config: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Every field of a configuration with every way to damage it, `MISSING` or a key of `NONSENSE`."""
+    for field in sorted(key for key in config if not key.startswith(_ELSEWHERE)):
+        for kind in (MISSING, *NONSENSE):
+            yield field, kind
+
+
+def damage(directory: Path, field: str, kind: str) -> None:
+    """Damages one field of config.json."""
+    edit_config(directory, **({} if kind == MISSING else {field: NONSENSE[kind]}), without=[field] * (kind == MISSING))
+
+
+def outcome(directory: Path, serve: Callable[[Path], Any]) -> str | None:
+    """Serves a damaged model: None when it works, else the message.
+
+    Anything but a `ForetokenError` of one line fails the test.
+
+    Args:
+        directory: Of the model.
+        serve: What is to work, or to refuse.
+    """
+    try:
+        serve(directory)
+    except ForetokenError as err:
+        message = str(err)
+        assert message, "a refusal says something"
+        assert "\n" not in message, message
+        return message
+    return None

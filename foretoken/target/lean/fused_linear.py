@@ -1,13 +1,19 @@
 """Linear layers that are one matrix product: joined side by side, and packed for the CPU's kernels where that pays.
 
-A fused layer takes the place of the originals inside the transformers module, which goes on working: no weight exists
-twice. oneDNN's packed order is worth two to four times torch's plain product at the widths of decoding
+oneDNN's packed order is worth two to four times torch's plain product at the widths of decoding
 (`benchmarks/NOTES.md`).
+The original layers stay usable: other decoders of the same model, and the model itself, run on them.
+
+- Packed weights (float32 and bfloat16 on CPUs) are in memory beside the originals, for as long as a decoder uses them.
+- Joined weights take the place of the originals, which become views of them, in a model that we loaded; beside a
+  caller's own model they are a copy.
+- A layer that is neither joined nor packed is the original's weight.
 """
 
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +25,16 @@ _PACKED_FOR_ROWS = 16  # width that oneDNN chooses its blocking for: a verify pa
 class FusedLinear(nn.Module):
     """Several linear layers of the same input as one."""
 
-    def __init__(self, parts: list[nn.Linear]) -> None:
+    def __init__(self, parts: list[nn.Linear], *, moves_weights: bool = False) -> None:
+        """Joins layers.
+
+        Args:
+            parts: In the order of the outputs.
+            moves_weights: Whether the parts' weights may become views of the joined one; see the module.
+        """
         super().__init__()
-        weight = torch.cat([part.weight.detach() for part in parts])
+        weights = [part.weight.detach() for part in parts]
+        weight = weights[0] if len(parts) == 1 else torch.cat(weights)
         biases = [part.bias for part in parts]
         bias = None
         if any(b is not None for b in biases):
@@ -30,11 +43,9 @@ class FusedLinear(nn.Module):
         self._is_packed = is_packable(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS) if self._is_packed else weight
         self._bias = bias
-
-    def part(self, start: int, end: int) -> tuple[Tensor, Tensor | None]:
-        """Weight (end - start, in_features) and bias of some outputs, in torch's order."""
-        weight = self._weight.to_dense() if self._is_packed else self._weight
-        return weight[start:end], None if self._bias is None else self._bias[start:end]
+        if moves_weights and len(parts) > 1 and not self._is_packed:
+            for part, rows in zip(parts, weight.split([part.out_features for part in parts]), strict=True):
+                part.weight.data = rows
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (…, in_features); gives (…, out_features)."""
@@ -45,27 +56,8 @@ class FusedLinear(nn.Module):
         return result
 
 
-class FusedPart(nn.Module):
-    """One of the layers that were fused, for whoever still calls it by its old name."""
-
-    is_fused_part = True
-
-    def __init__(self, whole: FusedLinear, start: int, end: int, *, has_bias: bool) -> None:
-        super().__init__()
-        self.whole, self._start, self._end, self._has_bias = whole, start, end, has_bias
-        self.in_features, self.out_features = whole.in_features, end - start
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: (…, in_features); gives (…, out_features)."""
-        result: Tensor = self.whole(x)
-        return result[..., self._start : self._end]
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:  # noqa: ARG002
-        """Saves what the original would: a model can be written to disk whatever runner it runs on."""
-        weight, bias = self.whole.part(self._start, self._end)
-        destination[f"{prefix}weight"] = weight
-        if bias is not None and self._has_bias:
-            destination[f"{prefix}bias"] = bias
+# Decoders of one model share what they fuse; it goes with the last of them.
+_fused: WeakKeyDictionary[nn.Module, WeakValueDictionary[tuple[str, ...], FusedLinear]] = WeakKeyDictionary()
 
 
 def is_packable(weight: Tensor) -> bool:
@@ -76,20 +68,16 @@ def is_packable(weight: Tensor) -> bool:
     return weight.device.type == "cpu" and torch.backends.mkldnn.is_available() and is_known
 
 
-def fuse(owner: Any, *names: str) -> FusedLinear:
-    """Fuses layers of a module in place, or finds them fused already.
+def fuse(owner: Any, *names: str, moves_weights: bool = False) -> FusedLinear:
+    """Fuses layers of a module, or finds them fused already.
 
     Args:
-        owner: The module that holds them.
+        owner: The module that holds them; its layers stay what they are.
         names: Their attribute names, in the order of the outputs.
+        moves_weights: See `FusedLinear`.
     """
-    parts = [getattr(owner, name) for name in names]
-    if isinstance(parts[0], FusedPart):
-        whole: FusedLinear = parts[0].whole
-        return whole
-    whole = FusedLinear(parts)
-    end = 0
-    for name, part in zip(names, parts, strict=True):
-        end += part.out_features
-        setattr(owner, name, FusedPart(whole, end - part.out_features, end, has_bias=part.bias is not None))
+    known = _fused.setdefault(owner, WeakValueDictionary())
+    whole = known.get(names)
+    if whole is None:
+        whole = known[names] = FusedLinear([getattr(owner, name) for name in names], moves_weights=moves_weights)
     return whole

@@ -47,9 +47,10 @@ class Steps(NamedTuple):
 
 
 class StockDecoder:
-    """See `Decoder`. Weights are fused in place: the transformers module goes on working with the same ones."""
+    """See `Decoder`. What fused weights take of memory is said in `fused_linear`."""
 
     name = "lean-stock"
+    is_exact = False
 
     def __init__(
         self, model: LoadedModel, cache: SlotCache, taps: Sequence[Tap], *, steps: Steps | None = None
@@ -66,6 +67,7 @@ class StockDecoder:
             UnsuitableError: When the architecture is not known.
         """
         self._weights = read_weights(model, cache.capacity)
+        self._moves_weights = not model.is_borrowed
         self._cache, self._dtype = cache, model.dtype
         self._taps = tap_indices(taps, len(self._weights.blocks))
         self._steps = _steps_for(model.dtype, model.device) if steps is None else steps
@@ -90,9 +92,9 @@ class StockDecoder:
         if block.query_norm is not None and block.key_norm is not None:
             norms = (block.query_norm.to(self._dtype), block.key_norm.to(self._dtype))
         return _Layer(
-            query_key_value=fuse(block.attention, "q_proj", "k_proj", "v_proj"),
+            query_key_value=fuse(block.attention, "q_proj", "k_proj", "v_proj", moves_weights=self._moves_weights),
             output=fuse(block.attention, "o_proj"),
-            gate_up=fuse(block.mlp, "gate_proj", "up_proj"),
+            gate_up=fuse(block.mlp, "gate_proj", "up_proj", moves_weights=self._moves_weights),
             down=fuse(block.mlp, "down_proj"),
             attention_norm=block.attention_norm.to(self._dtype),
             mlp_norm=block.mlp_norm.to(self._dtype),
@@ -181,7 +183,7 @@ def _gated_silu(gate_up: Tensor) -> Tensor:
 
 
 def _head(module: Any) -> Any:
-    """The LM head, packed where it can be: a tied one embeds tokens too, and packing would keep its weight twice."""
+    """The LM head, packed where it can be; a tied one is the embedding, and as large as all else in a small model."""
     head = module.lm_head
     if isinstance(head, nn.Linear) and (
         head.weight is module.get_input_embeddings().weight or not is_packable(head.weight)

@@ -144,9 +144,9 @@ def _check_known(module: Any, config: Any) -> None:
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """Whether a projection is a linear layer as transformers makes it, or one that we have fused."""
-    has_hooks = bool(part._forward_hooks or part._forward_pre_hooks)
-    return not has_hooks and (type(part) is nn.Linear or getattr(part, "is_fused_part", False))
+    """Whether a projection is a linear layer as transformers makes it."""
+    has_hooks = bool(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
+    return not has_hooks and type(part) is nn.Linear
 
 
 def _block(layer: Any, config: Any, index: int) -> Block:
