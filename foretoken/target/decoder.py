@@ -35,9 +35,13 @@ class Decoder(Protocol):
 
     Attributes:
         name: Named in reports.
+        is_exact: Whether a token gets the same bits whatever the width of its pass, the other sequences of the batch
+            and the number of threads. Speculative and plain decoding then agree bit for bit; without it they round
+            differently, and two tokens whose scores agree to the last bits can swap.
     """
 
     name: str
+    is_exact: bool
 
     def run(self, tokens: Tensor, layout: AttentionLayout) -> PassOutput:
         """Logits of every token; writes the tokens' rows after prefix and scratch rows.

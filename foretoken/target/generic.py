@@ -23,6 +23,7 @@ class GenericDecoder:
     """Calls the transformers model; see `Decoder`."""
 
     name = "generic"
+    is_exact = False
 
     def __init__(self, model: LoadedModel, cache: SlotCache, taps: Sequence[Tap]) -> None:
         """Places hooks for the taps.

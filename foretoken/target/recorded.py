@@ -61,6 +61,7 @@ class RecordedDecoder:
     """See `Decoder`."""
 
     name = "lean-recorded"
+    is_exact = False
 
     def __init__(
         self,

@@ -112,6 +112,11 @@ class Runner:
         return self._decoder.name
 
     @property
+    def is_exact(self) -> bool:
+        """Whether a token's logits have the same bits at any width, batch and number of threads; see `Decoder`."""
+        return self._decoder.is_exact
+
+    @property
     def device(self) -> torch.device:
         """Where inputs go and outputs come from."""
         return self.model.device
@@ -187,8 +192,6 @@ class Runner:
             raise ConfigError(f"runner '{runner}' does not exist. {nearest_name_hint(runner, RUNNERS)}")
         own = "lean-recorded" if self.device.type == "cuda" else "lean-native"
         lean = [own, "lean-stock"] if own == "lean-recorded" or NativeDecoder.runs(self.model) else ["lean-stock"]
-        if own == "lean-native" and self.model.dtype == torch.bfloat16 and torch.cpu.get_capabilities().get("amx_bf16"):
-            lean.reverse()  # the matrix units, which only the stock kernels use, verify 16 tokens at the price of one
         kinds = {"auto": [*lean, "generic"], "lean": lean}.get(runner, [runner])
         refusals: dict[str, list[str]] = {}  # reason to kinds
         for kind in kinds:

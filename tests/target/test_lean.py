@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
+import itertools
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from tree_decoding import SLOTS, decode
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.target import runner as runner_module
-from foretoken.target.lean.fused_linear import FusedPart
+from foretoken.target.lean.fused_linear import fuse
 from foretoken.target.loading import wrap_model
 from foretoken.target.plain import run_plain
 from foretoken.target.runner import Runner
@@ -145,17 +148,31 @@ def test_native_arithmetic_does_not_depend_on_company(variant: str, dtype: torch
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("kind", LEAN)
-def test_the_transformers_module_goes_on_working(kind: str) -> None:
-    """Native kernels share its weights; packed ones take their place."""
-    module = tiny_model("llama")
-    ids = torch.tensor([[5, 6, 7, 8]])
-    before = run_plain(module, ids).logits
-    first = Runner(wrap_model(module, name="tiny"), num_slots=1, runner=kind)
-    second = Runner(wrap_model(module, name="tiny"), num_slots=1, runner=kind)
-    torch.testing.assert_close(run_plain(module, ids).logits, before, rtol=1e-5, atol=1e-5)
+DECODERS = (*LEAN, "generic")
+
+
+@pytest.mark.parametrize("is_borrowed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_decoders_of_one_model_do_not_disturb_each_other(dtype: torch.dtype, is_borrowed: bool) -> None:
+    """Each gives what it gives alone, in any order, and the weights are the bits they were."""
     tree = TokenTree.from_rows([TreeRow([5, 6, 7], [-1, 0, 0])])
-    assert torch.equal(first.verify([0], [0], tree).logits, second.verify([0], [0], tree).logits)
+    kinds = [kind for kind in DECODERS if dtype != torch.float64 or kind != "lean-native"]
+
+    def logits(model: Any, kind: str) -> Tensor:
+        return Runner(model, num_slots=1, runner=kind).verify([0], [0], tree).logits
+
+    def loaded() -> Any:
+        return replace(wrap_model(tiny_model("qwen2", dtype=dtype), name="tiny"), is_borrowed=is_borrowed)
+
+    alone = {kind: logits(loaded(), kind) for kind in kinds}
+    for order in itertools.permutations(kinds):
+        model = loaded()
+        before = {key: value.clone() for key, value in model.module.state_dict().items()}
+        for kind in (*order, *order):
+            assert torch.equal(logits(model, kind), alone[kind])
+        after = model.module.state_dict()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(value, after[key]) for key, value in before.items())
 
 
 @pytest.mark.parametrize("kind", LEAN)
@@ -173,13 +190,35 @@ def test_positions_of_padding_do_no_harm(kind: str) -> None:
     assert torch.equal(logits[1, 0], expected[1, 0])
 
 
-def test_packing_keeps_no_weight_twice() -> None:
-    module = tiny_model("llama")
-    Runner(wrap_model(module, name="tiny"), num_slots=1, runner="lean-stock")
-    attention = module.model.layers[0].self_attn
-    assert isinstance(attention.q_proj, FusedPart)
-    assert attention.q_proj.whole is attention.k_proj.whole is attention.v_proj.whole
-    assert not [name for name, _ in module.named_parameters() if "_proj" in name]
+def test_decoders_share_what_they_pack_and_give_it_back() -> None:
+    model = wrap_model(tiny_model("llama"), name="tiny")
+    attention: Any = model.backbone.layers[0].self_attn
+    names = ("q_proj", "k_proj", "v_proj")
+    first, second = (Runner(model, num_slots=1, runner="lean-stock") for _ in range(2))
+    whole = weakref.ref(fuse(attention, *names))
+    assert whole() is fuse(attention, *names)
+    del first
+    gc.collect()
+    assert whole() is not None
+    del second
+    gc.collect()
+    assert whole() is None
+
+
+@pytest.mark.parametrize("is_borrowed", [True, False])
+def test_joined_weights_are_in_memory_once_in_a_model_of_ours(is_borrowed: bool) -> None:
+    """In float64 nothing is packed: joined projections are the memory of the originals, unless these are a caller's."""
+    module = tiny_model("llama", dtype=torch.float64)
+    before = [parameter.data_ptr() for parameter in module.parameters()]
+    model = replace(wrap_model(module, name="tiny"), is_borrowed=is_borrowed)
+    made = Runner(model, num_slots=1, runner="lean-stock")
+    layers: Any = [layer.self_attn for layer in model.backbone.layers]
+    for layer in layers:
+        parts = [layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight]
+        stores = {part.untyped_storage().data_ptr() for part in parts}
+        assert len(stores) == (3 if is_borrowed else 1)
+    assert [parameter.data_ptr() for parameter in module.parameters()] == before, "the caller's are left alone"
+    assert made.name == "lean-stock"
 
 
 @pytest.mark.parametrize(
@@ -190,10 +229,11 @@ def test_packing_keeps_no_weight_twice() -> None:
     ],
 )
 def test_a_model_that_runs_lean_can_still_be_saved(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    module = tiny_model("qwen2", dtype=dtype)
-    before = {key: value.clone() for key, value in module.state_dict().items()}
-    Runner(wrap_model(module, name="tiny"), num_slots=1, runner=kind)
-    module.save_pretrained(tmp_path)
+    model: Any = replace(wrap_model(tiny_model("qwen2", dtype=dtype), name="tiny"), is_borrowed=False)
+    before = {key: value.clone() for key, value in model.module.state_dict().items()}
+    made = Runner(model, num_slots=1, runner=kind)
+    model.module.save_pretrained(tmp_path)
+    assert made.name == kind
     again = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).state_dict()
     assert before.keys() == again.keys()
     assert all(torch.equal(value, again[key]) for key, value in before.items())
@@ -281,12 +321,23 @@ class TestWhatIsLeftToTheGenericRunner:
             Runner(wrap_model(tiny_model("llama"), name="tiny"), num_slots=1, runner="leen")
 
 
-def test_matrix_units_prefer_the_stock_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    capabilities = {**torch.cpu.get_capabilities(), "amx_bf16": True}
-    narrow, wide = (wrap_model(tiny_model("llama", dtype=d), name="tiny") for d in (torch.bfloat16, torch.float32))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_exact_decoder_is_the_default_on_every_processor(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrix units, which only the stock kernels use, are faster and not exact: they are taken when asked for."""
+    capabilities = {**torch.cpu.get_capabilities(), "amx_bf16": True, "amx_tile": True}
+    model = wrap_model(tiny_model("llama", dtype=dtype), name="tiny")
+    made = Runner(model, num_slots=1)  # compiled for the processor that there is
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
-    assert Runner(wide, num_slots=1).name == "lean-native"
-    assert Runner(narrow, num_slots=1).name == "lean-stock"
+    assert Runner(model, num_slots=1).name == made.name == "lean-native"
+    assert made.is_exact
+
+
+def test_only_the_native_decoder_is_exact() -> None:
+    model = wrap_model(tiny_model("llama"), name="tiny")
+    exact = {kind: Runner(model, num_slots=1, runner=kind).is_exact for kind in DECODERS}
+    assert exact == {"lean-native": True, "lean-stock": False, "generic": False}
 
 
 def test_deep_copies_are_independent() -> None:

@@ -72,6 +72,7 @@ class NativeDecoder:
     """See `Decoder`."""
 
     name = "lean-native"
+    is_exact = True
 
     def __init__(self, model: LoadedModel, cache: SlotCache, taps: Sequence[Tap]) -> None:
         """Compiles the kernels where that has not been done yet.
