@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,20 +74,17 @@ def convert(
     )
     checkpoint = _counted(checkpoint, "hydra", num_hydra_heads, num_hydra_layers)
     checkpoint = _counted(checkpoint, "medusa", num_medusa_heads, num_medusa_layers)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent, prefix=f".{out.name}.") as folder:
-        new = Path(folder) / "new"
-        write_head(
-            to.replace("-", "_"),
-            checkpoint,
-            new,
-            target=around,
-            dtype=None if dtype is None else getattr(torch, dtype),
-            tp_size=tp_size,
-            as_safetensors=safetensors,
-        )
-        files = {path.name: path.stat().st_size for path in sorted(new.iterdir())}
-        _move(new, out, Path(folder) / "old")
+    write_head(
+        to.replace("-", "_"),
+        checkpoint,
+        out,
+        target=around,
+        dtype=None if dtype is None else getattr(torch, dtype),
+        tp_size=tp_size,
+        as_safetensors=safetensors,
+        replaces=True,
+    )
+    files = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
     facts = {
         "source": str(source),
         "source_format": name,
@@ -138,20 +133,6 @@ def _check_out(out: Path, *, force: bool) -> None:
             )
     elif out.exists() or out.is_symlink():
         raise ConfigError(f"'{out}' is no directory. Expected a new one.")
-
-
-def _move(new: Path, out: Path, old: Path) -> None:
-    """Puts a directory in its place; what was there goes to `old`, and comes back when this fails."""
-    if not out.exists():
-        new.rename(out)
-        return
-    out.rename(old)
-    try:
-        new.rename(out)
-    except BaseException:
-        old.rename(out)
-        raise
-    shutil.rmtree(old)
 
 
 def _dtype_name(checkpoint: HeadCheckpoint) -> str:

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from foretoken.core.errors import ModelError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, check_keys
+from foretoken.formats.whole_files import whole_files, write_config, write_weights
 from foretoken.heads.base import HeadConfig, build_head
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
 KEY = "foretoken_head"
 WEIGHTS = "model.safetensors"
@@ -68,20 +65,30 @@ def read(directory: Path, config: Mapping[str, Any]) -> HeadCheckpoint:
     )
 
 
-def write(checkpoint: HeadCheckpoint, directory: Path) -> None:
-    """Writes a head; each file appears whole or not at all, the configuration last."""
-    directory.mkdir(parents=True, exist_ok=True)
-    _replace(directory / WEIGHTS, lambda path: save_file(dict(checkpoint.weights), path, metadata={"format": "pt"}))
-    config = {
-        KEY: checkpoint.config.method,
-        "config": checkpoint.config.model_dump(mode="json"),
-        "target": None if checkpoint.target is None else checkpoint.target.model_dump(mode="json"),
-        "acceptance": checkpoint.acceptance,
-        "choices": checkpoint.choices,
-        "notes": dict(checkpoint.notes),
-    }
-    text = json.dumps(config, indent=1) + "\n"
-    _replace(directory / "config.json", lambda path: Path(path).write_text(text, encoding="utf-8"))
+def write(checkpoint: HeadCheckpoint, directory: Path, *, replaces: bool = False) -> None:
+    """Writes a head; each file appears whole or not at all, the configuration last.
+
+    Args:
+        checkpoint: The head.
+        directory: Where to; made when it is not there.
+        replaces: Whether everything else in the directory goes.
+
+    Raises:
+        ConfigError: When it cannot be written.
+    """
+    with whole_files(directory, replaces=replaces) as new:
+        write_weights(new / WEIGHTS, checkpoint.weights)
+        write_config(
+            new,
+            {
+                KEY: checkpoint.config.method,
+                "config": checkpoint.config.model_dump(mode="json"),
+                "target": None if checkpoint.target is None else checkpoint.target.model_dump(mode="json"),
+                "acceptance": checkpoint.acceptance,
+                "choices": checkpoint.choices,
+                "notes": dict(checkpoint.notes),
+            },
+        )
 
 
 def config_type(method: str) -> type[HeadConfig]:
@@ -97,16 +104,3 @@ def config_type(method: str) -> type[HeadConfig]:
         raise KeyError(method)
     kind: type[HeadConfig] = import_module(f"foretoken.heads.{method}").CONFIG
     return kind
-
-
-def _replace(path: Path, save: Any) -> None:
-    """Writes a file beside its place and moves it there."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    os.close(handle)
-    try:
-        save(name)
-        Path(name).chmod(0o644)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise

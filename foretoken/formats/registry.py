@@ -16,6 +16,7 @@ from foretoken.formats.files import HeadFiles, holds_pickles, open_files
 from foretoken.formats.mapping import check_values
 from foretoken.formats.saving import WriteOptions
 from foretoken.formats.surroundings import Surroundings
+from foretoken.formats.whole_files import whole_files
 from foretoken.target.model_files import one_line
 
 if TYPE_CHECKING:
@@ -120,8 +121,9 @@ def write_head(
     dtype: torch.dtype | None = None,
     tp_size: int = 1,
     as_safetensors: bool = False,
+    replaces: bool = False,
 ) -> None:
-    """Writes a head; what lies in the directory is not looked at.
+    """Writes a head: all of its files, or none and an error.
 
     Args:
         name: The format.
@@ -131,9 +133,10 @@ def write_head(
         dtype: Of the weights; None keeps theirs.
         tp_size: Ranks, for formats that split tensors.
         as_safetensors: Whether to write safetensors where a format's own file is a pickle.
+        replaces: Whether everything else in the directory goes; otherwise only files of the same names do.
 
     Raises:
-        ConfigError: For an unknown format, or one that has no room for this head.
+        ConfigError: For an unknown format, one that has no room for this head, or files that cannot be written.
     """
     if name not in known_formats(writable=True):
         hint = nearest_name_hint(name, known_formats(writable=True))
@@ -143,10 +146,11 @@ def write_head(
     if dtype is not None:
         checkpoint = with_dtype(checkpoint, dtype)
     if name == NATIVE:
-        native.write(checkpoint, directory)
+        native.write(checkpoint, directory, replaces=replaces)
         return
     options = WriteOptions(target=target or Surroundings(), tp_size=tp_size, as_safetensors=as_safetensors)
-    _module(name).write(checkpoint, directory, options)
+    with whole_files(directory, replaces=replaces) as new:
+        _module(name).write(checkpoint, new, options)
 
 
 def _module(name: str) -> Any:

@@ -1,19 +1,17 @@
-"""What writers of foreign formats share: files, and a key of our own for what a configuration has no room for."""
+"""What writers of foreign formats share: options, and a key of our own for what a configuration has no room for."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
 from pydantic import TypeAdapter, ValidationError
-from safetensors.torch import save_file
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.mapping import with_ties
 from foretoken.formats.surroundings import Surroundings
+from foretoken.formats.whole_files import write_config, write_weights
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -124,18 +122,14 @@ def finished(
 
 
 def save(directory: Path, name: str, tensors: Mapping[str, Tensor], config: Mapping[str, Any] | None = None) -> None:
-    """Writes weights, as safetensors or as a pickle by the name's ending, and then a configuration.
+    """Writes weights and then a configuration into a directory of `write_head`.
 
     Args:
-        directory: Made where it is not there.
-        name: Of the weights.
+        directory: New and empty, see `whole_files`.
+        name: Of the weights, safetensors or a pickle by its ending.
         tensors: Each with memory of its own.
         config: For `config.json`; None leaves it out.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    if name.endswith(".safetensors"):
-        save_file(dict(tensors), directory / name, metadata={"format": "pt"})
-    else:
-        torch.save(dict(tensors), directory / name)
+    write_weights(directory / name, tensors)
     if config is not None:
-        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        write_config(directory, config)

@@ -246,3 +246,12 @@ def test_help_names_the_formats() -> None:
     text = succeeded("convert", "--help")
     assert all(name in text for name in known_formats(writable=True)), text
     assert "torch" in sys.modules
+
+
+def test_places_that_cannot_be_written_to(tmp_path: Path) -> None:
+    written(tmp_path / "head", MEDUSA)
+    (tmp_path / "file").touch()
+    out = tmp_path / "file" / "out"
+    result = run("convert", str(tmp_path / "head"), str(out), "--to", "medusa")
+    assert_refused(result, f"'{out}' cannot be written: Not a directory. Nothing was changed there.")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "head"]

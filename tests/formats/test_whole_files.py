@@ -1,0 +1,128 @@
+"""Writing that fails leaves nothing behind and nothing changed, whatever the format: a file-size limit stands for a full
+disk, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_heads import E, V, random_head
+
+from foretoken.core.errors import ConfigError
+from foretoken.formats import native
+from foretoken.formats.registry import read_head, write_head
+from foretoken.formats.whole_files import whole_files, write_config, write_weights
+from foretoken.heads.medusa import MedusaConfig
+
+HEAD = MedusaConfig(hidden_size=E, vocab_size=V, num_heads=2, own_lm_head=True)
+FORMATS = [
+    ("native", {}),
+    ("medusa", {}),
+    ("medusa", {"as_safetensors": True}),
+    ("vllm_medusa", {}),
+    ("tensorrt_llm", {"tp_size": 2}),
+]
+# Writes heads while files may have 4096 bytes, as on a disk with that much room, and prints what became of each.
+FULL_DISK = """
+import json, resource, sys
+from pathlib import Path
+from foretoken.core.errors import ConfigError
+from foretoken.formats.registry import read_head, write_head
+attempts = json.loads(sys.argv[1])
+heads = [read_head(Path(source))[1] for source, _, _, _ in attempts]
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+said = []
+for head, (_, out, name, options) in zip(heads, attempts):
+    try:
+        said.append(write_head(name, head, Path(out), **options))
+    except ConfigError as err:
+        said.append(str(err))
+print(json.dumps(said))
+"""
+
+
+def everything(directory: Path) -> dict[Path, bytes | None]:
+    """All that lies below, hidden files too."""
+    return {path: path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
+
+
+def test_full_disk(tmp_path: Path) -> None:
+    big = random_head(HEAD.model_copy(update={"hidden_size": 32, "vocab_size": 64}), target=None)  # some 30 kB
+    native.write(big, tmp_path / "big")
+    native.write(random_head(HEAD.model_copy(update={"hidden_size": 2}), target=None), tmp_path / "small")
+    write_head("medusa", random_head(HEAD), tmp_path / "old")
+    before = everything(tmp_path)
+    attempts = [
+        (str(tmp_path / "big"), str(tmp_path / place), name, {**options, "replaces": replaces})
+        for name, options in FORMATS
+        for place in ("new", "new/and/deeper", "old")
+        for replaces in (True, False)
+    ]
+    small = (str(tmp_path / "small"), str(tmp_path / "fits"), "native", {})
+    result = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, json.dumps([*attempts, small])],
+        capture_output=True, text=True, check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    *said, nothing = json.loads(result.stdout)
+    for (_, out, name, _), sentence in zip(attempts, said, strict=True):
+        assert sentence.startswith(f"'{out}' cannot be written: "), name
+        assert "File too large" in sentence
+        assert "Nothing was changed there. Expected a directory with enough room" in sentence
+    assert nothing is None, "what fits is written: it was the room that was missing"
+    assert read_head(tmp_path / "fits")[0] == "native"
+    after = everything(tmp_path)
+    assert {path: after[path] for path in after if path.relative_to(tmp_path).parts[0] != "fits"} == before
+
+
+@pytest.mark.parametrize(("name", "options"), FORMATS)
+def test_places_that_cannot_be_written_to(tmp_path: Path, name: str, options: dict[str, object]) -> None:
+    """A file where a directory is needed, and a file system that takes no files from anybody, root included."""
+    (tmp_path / "file").write_text("text")
+    for place in (tmp_path / "file" / "out", tmp_path / "file" / "a" / "b", Path("/proc/foretoken-head")):
+        with pytest.raises(ConfigError, match=rf"'{place}' cannot be written: .*Name another place, or make room\."):
+            write_head(name, random_head(HEAD), place, **options)
+    assert everything(tmp_path) == {tmp_path / "file": b"text"}
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_read_only_directory(tmp_path: Path) -> None:
+    (tmp_path / "closed").mkdir(mode=0o555)
+    with pytest.raises(ConfigError, match="cannot be written: Permission denied"):
+        write_head("medusa", random_head(HEAD), tmp_path / "closed" / "out")
+    assert not list((tmp_path / "closed").iterdir())
+
+
+@pytest.mark.parametrize("replaces", [True, False])
+def test_what_else_lies_there(tmp_path: Path, replaces: bool) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "README.md").write_text("a card")
+    (out / "config.json").write_text("old")
+    native.write(random_head(HEAD), out, replaces=replaces)
+    others = [] if replaces else ["README.md"]
+    assert sorted(path.name for path in out.iterdir()) == [*others, "config.json", "model.safetensors"]
+    assert read_head(out)[1].config == HEAD
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_any_other_error_leaves_nothing_and_stays_itself(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), whole_files(tmp_path / "a" / "b") as new:
+        write_config(new, {})
+        write_weights(new / "x.pt", {})
+        _ = 1 / 0
+    assert everything(tmp_path) == {}
+
+
+def test_files_may_be_read_by_others(tmp_path: Path) -> None:
+    """Not the rights of a private temporary file: those that any new file here gets."""
+    (tmp_path / "new").touch()
+    (tmp_path / "directory").mkdir()
+    write_head("medusa", random_head(HEAD), tmp_path / "out")
+    write_head("native", random_head(HEAD), tmp_path / "ours")
+    for path in (tmp_path / "out", tmp_path / "ours"):
+        assert path.stat().st_mode == (tmp_path / "directory").stat().st_mode
+        assert {file.stat().st_mode for file in path.iterdir()} == {(tmp_path / "new").stat().st_mode}
