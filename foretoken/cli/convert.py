@@ -55,11 +55,11 @@ def convert(
 ) -> None:
     """Convert a draft head between formats; its source format is found by what its files hold.
 
-    OUT appears whole or not at all.
+    OUT appears whole or not at all. Says who else reads it and how: the same weights can be another network elsewhere.
     """
     import torch
 
-    from foretoken.formats.registry import read_head, write_head
+    from foretoken.formats.registry import head_readers, read_head, write_head
     from foretoken.formats.surroundings import Surroundings
 
     _check_out(out, force=force)
@@ -74,26 +74,22 @@ def convert(
     )
     checkpoint = _counted(checkpoint, "hydra", num_hydra_heads, num_hydra_layers)
     checkpoint = _counted(checkpoint, "medusa", num_medusa_heads, num_medusa_layers)
-    write_head(
-        to.replace("-", "_"),
-        checkpoint,
-        out,
-        target=around,
-        dtype=None if dtype is None else getattr(torch, dtype),
-        tp_size=tp_size,
-        as_safetensors=safetensors,
-        replaces=True,
-    )
+    to = to.replace("-", "_")
+    how: dict[str, Any] = {"target": around, "tp_size": tp_size, "as_safetensors": safetensors}
+    kind = None if dtype is None else getattr(torch, dtype)
+    write_head(to, checkpoint, out, dtype=kind, replaces=True, **how)
+    readers = head_readers(to, checkpoint, **how)
     files = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
     facts = {
         "source": str(source),
         "source_format": name,
         "out": str(out),
-        "format": to.replace("-", "_"),
+        "format": to,
         "method": checkpoint.config.method,
         "heads": checkpoint.config.num_heads,
         "dtype": dtype or _dtype_name(checkpoint),
         "files": files,
+        "readers": [reader._asdict() for reader in readers],
     }
     if as_json:
         options.print_json(facts)
@@ -103,6 +99,8 @@ def convert(
     )
     for file, size in files.items():
         print(f"  {file}  {size} bytes")
+    for reader in readers:
+        print(f"  {reader}")
 
 
 def _counted(checkpoint: HeadCheckpoint, method: str, num_heads: int | None, num_layers: int | None) -> HeadCheckpoint:

@@ -2,6 +2,9 @@
 
 In Hydra++ a dropout module stands before each block and LM head, so that blocks are numbered 1, 3, 5, … instead of
 0, 1, 2, …; its decoder block is called `prefix_embeding_layer`, misspelt.
+
+The original code opens the pickle alone. It repeats one module for the blocks after a head's first, and its decoder
+block rotates by its own rules: a head that would be another network there is refused as a pickle.
 """
 
 from __future__ import annotations
@@ -12,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foretoken.core.errors import ModelError
+from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.hydra_names import UPSTREAM_ROPE_THETA, HydraNames, prefix_entries, with_own_lm_heads
 from foretoken.formats.mapping import read_tensors, scatter
+from foretoken.formats.readers import HYDRA_CODE, TRT_HYDRA, Reader, has_different_blocks, needs_target_name
 from foretoken.formats.saving import expect_method, finished, own_entries, save, target_name
 from foretoken.heads.hydra import HydraConfig
+from foretoken.target.rotary import target_scaling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -83,12 +88,15 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
     """Writes heads, each with an LM head; the target's embedding is added when it is at hand.
 
     Raises:
-        ConfigError: When the head is of another method, or the target's LM head is needed and not at hand.
+        ConfigError: When the head is of another method, the original code would load another network, or the target's
+            LM head is needed and not at hand.
     """
     what = "format 'hydra'"
     expect_method(checkpoint, "hydra", what=what)
     config = checkpoint.config
     assert isinstance(config, HydraConfig), "the method says so"
+    if not options.as_safetensors:
+        _refuse_other_networks(checkpoint, config, options.target)
     sizes, weights = with_own_lm_heads(config, checkpoint.weights, options, what=what)
     names = PLAIN if sizes.prefix is None else with_prefix(_SPELLINGS[0])
     tensors = scatter(weights, names.table(sizes))
@@ -105,15 +113,67 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
         **prefix_entries(sizes),
         **own_entries(checkpoint),
     }
-    if sizes.prefix is not None and sizes.prefix.rope_theta != UPSTREAM_ROPE_THETA:
-        logging.getLogger(__name__).warning(
-            "%s: the original code takes rope_theta %g, this head has %g",
-            directory,
-            UPSTREAM_ROPE_THETA,
-            sizes.prefix.rope_theta,
-        )
     file = "hydra_lm_head.safetensors" if options.as_safetensors else "hydra_lm_head.pt"
     save(directory, file, tensors, stored)
+
+
+def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
+    """Who reads what `write` writes."""
+    config, named = checkpoint.config, needs_target_name(checkpoint)
+    assert isinstance(config, HydraConfig), "the method says so"
+    scaling = None if options.target.config is None else target_scaling(options.target.config)
+    if options.as_safetensors:
+        official = Reader(HYDRA_CODE, False, "it opens hydra_lm_head.pt alone")
+    elif config.prefix is not None and config.prefix.num_key_value_heads != config.prefix.num_attention_heads:
+        official = Reader(HYDRA_CODE, False, "its KV cache has no room for grouped key heads, and it stops")
+    elif config.prefix is not None and scaling is not None and scaling["rope_type"] not in ("linear", "dynamic"):
+        how = f"it does not know the target's rotary scaling '{scaling['rope_type']}' and stops"
+        official = Reader(HYDRA_CODE, False, how)
+    else:
+        official = Reader(HYDRA_CODE, True, f"HydraModel.from_pretrained, for a Llama without grouped key heads{named}")
+    if config.prefix is None:
+        port = Reader(TRT_HYDRA, False, "it knows Hydra++ alone, with a prefix layer")
+    else:
+        heads, layers = config.num_heads, config.num_layers
+        options_given = f"--num_hydra_heads {heads} and --num_hydra_layers {layers}"
+        port = Reader(
+            TRT_HYDRA, True, f"its converter with {options_given}; it runs the prefix layer without a context"
+        )
+    return [official, port]
+
+
+def _refuse_other_networks(checkpoint: HeadCheckpoint, config: HydraConfig, target: Surroundings) -> None:
+    """Raises `ConfigError` for heads that the original code would load without a word and compute otherwise."""
+    elsewhere = "pass --safetensors, which that code does not open, or convert to 'tensorrt_llm' or 'native'."
+    if has_different_blocks(checkpoint, "weight", "bias"):
+        raise ConfigError(
+            f"the {config.num_layers - 1} blocks after the first of each head differ, and {HYDRA_CODE}, which opens "
+            "hydra_lm_head.pt, takes the last one in place of all: it would draft as another network. Train with "
+            f"tied_blocks=true or two layers, {elsewhere}"
+        )
+    prefix = config.prefix
+    if prefix is None:
+        return
+    if prefix.rope_theta != UPSTREAM_ROPE_THETA:
+        raise ConfigError(
+            f"the prefix layer rotates with rope_theta {prefix.rope_theta:g}, and {HYDRA_CODE}, which opens "
+            f"hydra_lm_head.pt, always with {UPSTREAM_ROPE_THETA:g}. Train with that, {elsewhere}"
+        )
+    theirs = prefix.rope_scaling if target.config is None else target_scaling(target.config)
+    kind = None if prefix.rope_scaling is None else prefix.rope_scaling.get("rope_type")
+    # A kind that it does not know makes it stop, which is not silent.
+    is_known = theirs is None or theirs["rope_type"] in ("linear", "dynamic")
+    if kind not in (None, "linear") or (is_known and _factor(theirs) != _factor(prefix.rope_scaling)):
+        raise ConfigError(
+            f"the prefix layer has rotary scaling {prefix.rope_scaling}, and {HYDRA_CODE}, which opens "
+            f"hydra_lm_head.pt, takes the target's, {theirs if target.config is not None else 'if it is linear'}. "
+            f"Train with the target's, {elsewhere}"
+        )
+
+
+def _factor(scaling: Mapping[str, Any] | None) -> tuple[Any, Any]:
+    """What the original code reads of a rotary scaling."""
+    return (None, None) if scaling is None else (scaling.get("rope_type"), scaling.get("factor"))
 
 
 def _check_architecture(name: str, config: Mapping[str, Any], weights: Weights) -> None:

@@ -11,6 +11,7 @@ from foretoken.core.errors import ModelError
 from foretoken.formats.mapping import Place, count, make_config, most_common
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.prefix_layer import PrefixConfig
+from foretoken.target.rotary import target_scaling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from foretoken.formats.surroundings import Surroundings
 
 _PREFIX_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
+_SCALING = "prefix_rope_scaling"
+TARGET_SCALING = "target_rope_scaling"  # for formats whose own configuration gives the target's
 UPSTREAM_ROPE_THETA = 10000.0  # the released code never reads the target's
 _LAYER_PARTS = {
     "q_proj": "self_attn.q_proj",
@@ -123,6 +126,7 @@ class HydraNames:
         if base is not None:
             found = _base_sizes(base) | found
         found = {"rope_theta": UPSTREAM_ROPE_THETA} | found
+        scaling = _rope_scaling(name, stated, base)
         missing = [key for key in _PREFIX_KEYS if found.get(key) is None]
         if missing:
             raise ModelError(
@@ -131,7 +135,8 @@ class HydraNames:
             )
         gates = [shape for key, shape in weights.shapes.items() if re.search(r"mlp\.(gate|up)_proj\.weight$", key)]
         inner = most_common((shape[0] for shape in gates if shape), name=name, what="prefix layer's inner width")
-        config: PrefixConfig = make_config(PrefixConfig, name, intermediate_size=inner, **found)  # type: ignore[arg-type]
+        sizes = {**found, "intermediate_size": inner, "rope_scaling": scaling}
+        config: PrefixConfig = make_config(PrefixConfig, name, **sizes)  # type: ignore[arg-type]
         return config
 
 
@@ -139,7 +144,8 @@ def prefix_entries(config: HydraConfig) -> dict[str, Any]:
     """Keys for `config.json` that say what the tensors do not; other readers pass over them."""
     if config.prefix is None:
         return {}
-    return {f"prefix_{key}": getattr(config.prefix, key) for key in _PREFIX_KEYS}
+    entries = {f"prefix_{key}": getattr(config.prefix, key) for key in _PREFIX_KEYS}
+    return entries | {_SCALING: config.prefix.rope_scaling}
 
 
 def with_own_lm_heads(
@@ -160,6 +166,24 @@ def with_own_lm_heads(
         copies[f"lm_heads.{head}.weight"] = lm_head.to("cpu", kind)
         copies[f"lm_heads.{head}.bias"] = bias.to("cpu", kind)
     return config.model_copy(update={"own_lm_head": True}), {**weights, **copies}
+
+
+def _rope_scaling(name: str, stated: Mapping[str, Any], base: Any | None) -> Any:
+    """The rotary scaling of a prefix layer: what the file says, else what the original code takes from the target.
+
+    Raises:
+        ModelError: When the file does not say, and the original code does not know the target's.
+    """
+    if _SCALING in stated or "prefix_rope_theta" in stated:
+        return stated.get(_SCALING)
+    scaling = stated.get(TARGET_SCALING) or (None if base is None else target_scaling(base))
+    if scaling is None or scaling.get("rope_type") == "linear":
+        return None if scaling is None else {"rope_type": "linear", "factor": scaling.get("factor")}
+    raise ModelError(
+        f"'{name}' does not say how its prefix layer rotates: its target's rotary scaling is "
+        f"{scaling.get('rope_type')!r}, which the original code does not know. Expected '{_SCALING}' (null, or "
+        "transformers' rope_parameters) and 'prefix_rope_theta' in its config.json, as it was trained. Add them."
+    )
 
 
 def _base_sizes(base: Any) -> dict[str, Any]:

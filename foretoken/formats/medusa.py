@@ -4,14 +4,27 @@ Three layouts are read: heads alone (`medusa_lm_head.pt` or safetensors), `medus
 (Medusa-1.0, Medusa-2), and `medusa_heads.*` inside one (ModelOpt). Heads alone are written.
 
 Counts come from the tensors: released configurations say two heads where files hold five.
+
+The original code repeats one module where a head has several blocks, so a head whose blocks differ is another network
+there: its pickle, the one file that this code opens, is refused.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from foretoken.core.errors import ConfigError
 from foretoken.formats.mapping import read_tensors, scatter
 from foretoken.formats.medusa_names import OFFICIAL, for_writing, warn_of_counts, without_added_biases
+from foretoken.formats.readers import (
+    MEDUSA_CODE,
+    TGI,
+    TRT_MEDUSA,
+    VLLM,
+    Reader,
+    has_different_blocks,
+    needs_target_name,
+)
 from foretoken.formats.saving import expect_method, finished, own_entries, save, target_name
 from foretoken.heads.medusa import MedusaConfig
 
@@ -25,6 +38,7 @@ if TYPE_CHECKING:
     from foretoken.formats.saving import WriteOptions
     from foretoken.formats.surroundings import Surroundings
 
+_OFFICIAL_HEADS = 5  # the number that the original code builds, whatever a configuration says
 _PREFIXES = ("", "medusa_head.", "medusa_heads.")
 
 
@@ -63,14 +77,36 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
     """Writes heads alone, each with an LM head.
 
     Raises:
-        ConfigError: When the format has no room for them, or the target's LM head is needed and not at hand.
+        ConfigError: When the format has no room for them, the original code would load another network, or the
+            target's LM head is needed and not at hand.
     """
     what = "format 'medusa'"
     expect_method(checkpoint, "medusa", what=what)
+    if not options.as_safetensors and has_different_blocks(checkpoint, "weight", "bias"):
+        raise ConfigError(
+            f"the {checkpoint.weights['weight'].shape[1]} blocks of each head differ, and {MEDUSA_CODE}, which opens "
+            "medusa_lm_head.pt, takes the last one in place of all: it would draft as another network. Train with "
+            "tied_blocks=true, pass --safetensors for readers that keep blocks apart, or convert to 'vllm_medusa', "
+            "'tensorrt_llm' or 'native'."
+        )
     config = checkpoint.config
     assert isinstance(config, MedusaConfig), "the method says so"
     sizes, weights = for_writing(config, checkpoint.weights, options, what=what)
     write_heads(checkpoint, sizes, scatter(weights, OFFICIAL.table(sizes)), directory, options)
+
+
+def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
+    """Who reads what `write` writes."""
+    named, heads = needs_target_name(checkpoint), checkpoint.config.num_heads
+    vllm = Reader(
+        VLLM, True, f"speculative_config with method 'medusa' named; a chain of the best token of {heads} heads"
+    )
+    converter = Reader(TRT_MEDUSA, True, f"its converter, with --medusa_model_dir and --num_medusa_heads {heads}")
+    if options.as_safetensors:
+        tgi = Reader(TGI, True, f"--model-id of this directory; a chain{named}")
+        return [Reader(MEDUSA_CODE, False, "it opens medusa_lm_head.pt alone"), tgi, vllm, converter]
+    official = Reader(MEDUSA_CODE, True, f"MedusaModel.from_pretrained{_other_count(heads)}{named}")
+    return [official, Reader(TGI, False, "it opens safetensors alone; pass --safetensors"), vllm, converter]
 
 
 def write_heads(
@@ -82,9 +118,18 @@ def write_heads(
         "medusa_num_heads": sizes.num_heads,
         "medusa_num_layers": sizes.num_layers,
         **({} if sizes.own_lm_head else {"version": "2"}),
+        "medusa_fc_bias": sizes.has_bias and sizes.num_layers > 0,  # vLLM drops biases without it
         "hidden_size": sizes.hidden_size,
         "vocab_size": sizes.vocab_size,
         **own_entries(checkpoint),
     }
     name = "medusa_lm_head.safetensors" if options.as_safetensors else "medusa_lm_head.pt"
     save(directory, name, tensors, config)
+
+
+def _other_count(heads: int) -> str:
+    """What the original code makes of a number of heads that is not its own."""
+    if heads == _OFFICIAL_HEADS:
+        return ""
+    rest = "leaves the others at random" if heads < _OFFICIAL_HEADS else "passes over the others"
+    return f", which builds {_OFFICIAL_HEADS} heads and {rest}: choose medusa_choices no deeper than {min(heads, 5)}"

@@ -1,7 +1,8 @@
 """MLP speculators as IBM publishes them and vLLM and TGI read them: `speculator.{emb,proj,head,ln}.{stage}`.
 
 Where weights are tied, files hold any of the repeated tensors, at least one of each kind. All are written, so that
-every reader finds those that it looks for.
+every reader finds those that it looks for. One stage has nothing to tie: it is written as untied, because readers look
+for a second projection where weights are tied.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ModelError
 from foretoken.formats.mapping import Place, make_config, most_common, read_tensors, scatter
-from foretoken.formats.saving import expect_method, finished, own_entries, own_entry, save
+from foretoken.formats.readers import TGI, VLLM, Reader, needs_target_name
+from foretoken.formats.saving import expect_method, finished, own_entries, own_entry, save, target_name
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 
 if TYPE_CHECKING:
@@ -62,19 +64,42 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
     config = {
         "architectures": ["MLPSpeculatorPreTrainedModel"],
         "model_type": "mlp_speculator",
+        **target_name(checkpoint),
         "vocab_size": sizes.vocab_size,
         "emb_dim": sizes.hidden_size,
         "inner_dim": sizes.inner_dim,
         "n_predict": sizes.num_heads,
         "top_k_tokens_per_head": list(sizes.top_k or default),
         "n_candidates": sizes.num_candidates,
-        "tie_weights": sizes.tie_weights,
+        "tie_weights": sizes.tie_weights and sizes.num_heads > 1,
         "scale_input": sizes.scale_input,
         "torch_dtype": str(next(iter(tensors.values())).dtype).removeprefix("torch."),
         # vLLM wants a list of that length in any case; ours knows no tree as well.
-        **own_entries(checkpoint, has_tree=sizes.top_k is not None),
+        **own_entries(checkpoint, has_tree=sizes.top_k is not None, tie_weights=sizes.tie_weights),
     }
     save(directory, "model.safetensors", tensors, config)
+
+
+def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:  # noqa: ARG001 - one interface
+    """Who reads what `write` writes."""
+    config, named = checkpoint.config, needs_target_name(checkpoint)
+    assert isinstance(config, MlpSpeculatorConfig), "the method says so"
+    old = "TGI 2.0.3 to 2.2"
+    if config.tie_weights and config.num_heads > 1:
+        tgi = Reader(TGI, True, f"--model-id of this directory, all {config.num_heads} stages (its factors follow "
+                     f"--speculate); from TGI 2.3 on{named}")  # fmt: skip
+        early = Reader(old, not config.scale_input, "as TGI 3.3" if not config.scale_input else
+                       "it passes over scale_input and drafts otherwise")  # fmt: skip
+    else:
+        tgi = Reader(TGI, False, "it fails while loading stages that are not tied; the same since TGI 2.3")
+        early = Reader(old, not config.scale_input, f"--model-id of this directory{named}" if not config.scale_input
+                       else "it passes over scale_input and drafts otherwise")  # fmt: skip
+    return [
+        Reader("fms-extras", True, "its MLPSpeculator, with the keys' 'speculator.' left out"),
+        tgi,
+        early,
+        Reader(VLLM, False, "it has no proposer for it any more"),
+    ]
 
 
 def table(config: MlpSpeculatorConfig, prefix: str) -> dict[str, Place]:
@@ -114,7 +139,7 @@ def _sizes(name: str, weights: Weights, config: Mapping[str, Any], prefix: str) 
             vocab_size=size("vocab_size", "emb", 0),
             num_heads=config["n_predict"],
             inner_dim=inner,
-            tie_weights=config.get("tie_weights", False),
+            tie_weights=own_entry(config, "tie_weights", default=config.get("tie_weights", False)),
             scale_input=config.get("scale_input", False),
             top_k=config["top_k_tokens_per_head"] if has_tree else None,
             num_candidates=config.get("n_candidates", 5),

@@ -1,7 +1,7 @@
 """Finding a format by what a checkpoint holds, or by name.
 
 A format is a module of this package with `recognises(files)`, `read(files, target)` and, unless it can only be read,
-`write(checkpoint, directory, options)`. Our own format is `native`.
+`write(checkpoint, directory, options)` and `readers(checkpoint, options)`, who reads that. Our own format is `native`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from foretoken.formats import native
 from foretoken.formats.changes import with_dtype
 from foretoken.formats.files import HeadFiles, holds_pickles, open_files
 from foretoken.formats.mapping import check_values
+from foretoken.formats.readers import Reader
 from foretoken.formats.saving import WriteOptions
 from foretoken.formats.surroundings import Surroundings
 from foretoken.formats.whole_files import whole_files
@@ -151,6 +152,22 @@ def write_head(
     options = WriteOptions(target=target or Surroundings(), tp_size=tp_size, as_safetensors=as_safetensors)
     with whole_files(directory, replaces=replaces) as new:
         _module(name).write(checkpoint, new, options)
+
+
+def head_readers(
+    name: str,
+    checkpoint: HeadCheckpoint,
+    *,
+    target: Surroundings | None = None,
+    tp_size: int = 1,
+    as_safetensors: bool = False,
+) -> list[Reader]:
+    """Who reads what `write_head` writes with the same arguments; foretoken, which reads it all, comes first."""
+    ours = Reader("foretoken", True, f"speculative_config with method '{checkpoint.config.method}' and its directory")
+    if name == NATIVE:
+        return [ours]
+    options = WriteOptions(target=target or Surroundings(), tp_size=tp_size, as_safetensors=as_safetensors)
+    return [ours, *_module(name).readers(checkpoint, options)]
 
 
 def _module(name: str) -> Any:

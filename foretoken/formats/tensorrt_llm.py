@@ -24,6 +24,7 @@ from foretoken.formats.hydra_names import HydraNames, prefix_entries
 from foretoken.formats.mapping import assemble, scatter, wanted_shapes
 from foretoken.formats.medusa_names import MedusaNames
 from foretoken.formats.ranks import Ranks, split
+from foretoken.formats.readers import TRT_HYDRA, TRT_MEDUSA, Reader
 from foretoken.formats.saving import expect_method, finished, own_entries, save
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
@@ -138,6 +139,21 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
         save(directory, f"rank{rank}.safetensors", parts, stored if rank == tp_size - 1 else None)
 
 
+def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
+    """Who reads what `write` writes."""
+    config = checkpoint.config
+    rest = "once each rank's file also holds the target's transformer.* and lm_head.weight, from its own conversion"
+    if isinstance(config, MedusaConfig):
+        return [Reader(TRT_MEDUSA, True, f"--speculative_decoding_mode medusa, {rest}")]
+    assert isinstance(config, HydraConfig), "the method says so"
+    if config.prefix is None:
+        return [Reader(TRT_HYDRA, False, "it knows Hydra++ alone and misses the prefix layer")]
+    if options.tp_size > 1:
+        return [Reader(TRT_HYDRA, False, f"its prefix layer cannot be split; tp_size is {options.tp_size}, it takes 1")]
+    how = f"--speculative_decoding_mode hydra, {rest}; it runs the prefix layer without a context"
+    return [Reader(TRT_HYDRA, True, how)]
+
+
 def _config(
     checkpoint: HeadCheckpoint, sizes: MedusaConfig | HydraConfig, options: WriteOptions, dtype: str
 ) -> dict[str, Any]:
@@ -183,6 +199,8 @@ def _prefix_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
         "prefix_head_dim": config.get("head_size") or (width // heads if width and heads else None),
         "prefix_rms_norm_eps": config.get("norm_epsilon"),
     }
+    if isinstance(scaling := config.get("rotary_scaling"), dict):
+        found[hydra_names.TARGET_SCALING] = {"rope_type": scaling.get("type", scaling.get("rope_type")), **scaling}
     return {key: value for key, value in found.items() if value is not None} | dict(config)
 
 

@@ -15,7 +15,8 @@ import torch
 from foretoken.core.errors import ModelError
 from foretoken.formats.mapping import make_config, read_tensors, scatter
 from foretoken.formats.medusa_names import MedusaNames, warn_of_counts
-from foretoken.formats.saving import expect_method, finished, own_entries, save
+from foretoken.formats.readers import VLLM, Reader
+from foretoken.formats.saving import expect_method, finished, own_entries, own_entry, save
 from foretoken.heads.medusa import MedusaConfig
 
 if TYPE_CHECKING:
@@ -36,8 +37,11 @@ _DEFAULT_VOCAB_SIZE = 32001
 
 
 def recognises(files: HeadFiles) -> bool:
-    """Whether there are keys of this family."""
-    return any(names.recognises(files.weights) for names in (NAMES, NAMES.prefixed(_PREFIX)))
+    """Whether there are keys of this family, or nothing but an LM head that heads without blocks share."""
+    if any(names.recognises(files.weights) for names in (NAMES, NAMES.prefixed(_PREFIX))):
+        return True
+    is_shared = files.config.get("original_lm_head") is True and files.config.get("model_type") == "medusa"
+    return is_shared and files.weights.shapes.keys() == {_SHARED}
 
 
 def read(files: HeadFiles, target: Surroundings) -> HeadCheckpoint:
@@ -55,9 +59,11 @@ def read(files: HeadFiles, target: Surroundings) -> HeadCheckpoint:
         raise ModelError(f"'{name}' scales its logits by {config['logit_scale']!r}. Expected heads without a scale.")
     prefix = _PREFIX if NAMES.prefixed(_PREFIX).recognises(weights) else ""
     names, map_key, shared_key = NAMES.prefixed(prefix), f"{prefix}token_map", _shared_key(files, prefix)
-    sizes = names.sizes(weights)
+    sizes = names.sizes(weights) if names.recognises(weights) else _sizes_without_blocks(files)
     rows = next(iter(weights.shapes.get(shared_key, ())), None) if shared_key else sizes["rows"]
     sizes |= {"rows": None, "own_lm_head": shared_key is None, "vocab_size": rows or _stated_vocab_size(config)}
+    if sizes["num_layers"] == 0:
+        sizes["has_bias"] = own_entry(config, "has_bias", default=True)
     sizes["has_bias"] |= config.get("medusa_fc_bias") is True
     stored = _checked(name, sizes)
     extra: dict[str, tuple[int, ...]] = {}
@@ -115,12 +121,49 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
     save(directory, "model.safetensors", tensors, config)
 
 
+def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:  # noqa: ARG001 - one interface
+    """Who reads what `write` writes."""
+    config = checkpoint.config
+    assert isinstance(config, MedusaConfig), "the method says so"
+    if config.draft_vocab_size is not None:
+        how = (
+            f"it fails while loading: it expects LM heads over all {config.vocab_size} tokens even where a token_map "
+            f"leaves {config.draft_vocab_size}; releases that build them by truncated_vocab_size read it"
+        )
+        return [Reader(VLLM, False, how)]
+    return [
+        Reader(
+            VLLM,
+            True,
+            f"speculative_config with method 'medusa'; a chain of the best token of {config.num_heads} heads",
+        )
+    ]
+
+
 def _shared_key(files: HeadFiles, prefix: str) -> str | None:
     """The LM head that all heads share, or None where each has its own."""
     shapes = files.weights.shapes
     if not files.config.get("original_lm_head") and prefix + _SHARED not in shapes:
         return None
     return next((key for key in (f"{prefix}lm_heads.0.weight",) if key in shapes), prefix + _SHARED)
+
+
+def _sizes_without_blocks(files: HeadFiles) -> dict[str, Any]:
+    """What `MedusaNames.sizes` gives, for heads that are the shared LM head alone: only the file's words count them."""
+    heads, shape = files.config.get("num_heads"), files.weights.shapes[_SHARED]
+    if not isinstance(heads, int) or isinstance(heads, bool) or files.config.get("num_hidden_layers") != 0:
+        raise ModelError(
+            f"'{files.path}' holds one LM head and no blocks. Expected num_heads and num_hidden_layers 0 in its "
+            "config.json. Copy or convert it again."
+        )
+    return {
+        "num_heads": heads,
+        "num_layers": 0,
+        "hidden_size": shape[1] if len(shape) == 2 else 0,
+        "has_bias": True,
+        "own_lm_head": False,
+        "rows": None,
+    }
 
 
 def _stated_vocab_size(config: Mapping[str, Any]) -> Any:

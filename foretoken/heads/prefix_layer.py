@@ -10,7 +10,7 @@ Letters: B sequences, T positions, E hidden size, H heads, Hk key and value head
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from foretoken.target.lean.weights import Block, LeanWeights
+from foretoken.target.rotary import scaled_frequencies
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +35,9 @@ class PrefixConfig(BaseModel):
         intermediate_size: Width of the gated layer.
         rms_norm_eps: Of all three norms.
         rope_theta: Base of the rotary frequencies. The released code always takes 10000, whatever the target's is.
+        rope_scaling: How they are scaled, in transformers' words without the base, as {"rope_type": "linear", "factor":
+            4.0}; "llama3" and "yarn" as well. None for plain ones. The released code knows "linear" of these, and takes
+            the target's.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -44,13 +48,23 @@ class PrefixConfig(BaseModel):
     intermediate_size: int = Field(ge=1)
     rms_norm_eps: float = Field(default=1e-6, gt=0)
     rope_theta: float = Field(default=10000.0, gt=0)
+    rope_scaling: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         if heads % groups:
             raise ValueError(f"{heads} query heads cannot share {groups} key heads. Expected a divisor")
+        if self.rope_scaling is not None:
+            frequencies, factor = self.scaled_frequencies(torch.device("cpu"))
+            if not (0 < factor < float("inf") and bool(((frequencies > 0) & frequencies.isfinite()).all())):
+                raise ValueError(f"rotary scaling {self.rope_scaling} gives frequencies that are not positive")
         return self
+
+    def scaled_frequencies(self, device: torch.device) -> tuple[Tensor, float]:
+        """(Dh / 2,) float32 angles of one step in position, and a factor of cosines and sines; with scaling only."""
+        assert self.rope_scaling is not None, "the caller looks"
+        return scaled_frequencies(self.rope_scaling, theta=self.rope_theta, head_dim=self.head_dim, device=device)
 
 
 class PrefixLayer(nn.Module):
@@ -81,6 +95,7 @@ class PrefixLayer(nn.Module):
         self.up_proj = linear(hidden_size, config.intermediate_size)
         self.down_proj = linear(config.intermediate_size, hidden_size)
         self.input_norm, self.post_attention_norm, self.norm = norm(), norm(), norm()
+        self._scaled: dict[torch.device, tuple[Tensor, float]] = {}  # frequencies by device, made when first needed
 
     def initialize(self) -> None:
         """Normal with standard deviation 0.02, no contribution of either branch at first, norms neutral."""
@@ -158,10 +173,16 @@ class PrefixLayer(nn.Module):
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(B, 1, T, Dh / 2) cosines and sines; angles in float64 where the features are, else float32."""
         kind = torch.float64 if dtype == torch.float64 else torch.float32
-        size = self.config.head_dim
-        steps = torch.arange(0, size, 2, device=positions.device, dtype=kind) / size
-        angles = positions.to(kind).unsqueeze(-1) * self.config.rope_theta**-steps
-        return angles.cos().to(dtype).unsqueeze(1), angles.sin().to(dtype).unsqueeze(1)
+        config, device = self.config, positions.device
+        if config.rope_scaling is None:
+            steps = torch.arange(0, config.head_dim, 2, device=device, dtype=kind) / config.head_dim
+            frequencies, factor = config.rope_theta**-steps, 1.0
+        else:
+            if device not in self._scaled:
+                self._scaled[device] = config.scaled_frequencies(device)
+            frequencies, factor = self._scaled[device]
+        angles = positions.to(kind).unsqueeze(-1) * frequencies.to(kind)
+        return (angles.cos() * factor).to(dtype).unsqueeze(1), (angles.sin() * factor).to(dtype).unsqueeze(1)
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

@@ -31,6 +31,11 @@ PREFIX = PrefixConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=2, 
 BASE = SimpleNamespace(
     num_attention_heads=4, num_key_value_heads=2, head_dim=2, hidden_size=E, rms_norm_eps=1e-5, vocab_size=V
 )
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}  # fmt: skip
 
 # Two heads of two blocks; the second head reads one token more.
 PLAIN = {
@@ -105,14 +110,20 @@ def hydra(**changes: object) -> HydraConfig:
 HYDRA_HEADS = hydra(prefix=PREFIX)
 
 
-@pytest.mark.parametrize("prefix", [None, PREFIX, PREFIX.model_copy(update={"rope_theta": 500000.0})])
-@pytest.mark.parametrize(("num_layers", "tied"), [(1, False), (2, False), (4, False), (4, True)])
+@pytest.mark.parametrize("prefix", [None, PREFIX, PREFIX.model_copy(update={"rope_scaling": LINEAR})])
+@pytest.mark.parametrize(("num_layers", "tied"), [(1, False), (2, False), (4, True)])
 @pytest.mark.parametrize("as_safetensors", [True, False])
 def test_round_trip(
     tmp_path: Path, prefix: PrefixConfig | None, num_layers: int, tied: bool, as_safetensors: bool
 ) -> None:
     head = random_head(hydra(num_heads=3, num_layers=num_layers, tied_blocks=tied, prefix=prefix))
     assert_same(head, round_trip("hydra", head, tmp_path, as_safetensors=as_safetensors))
+
+
+@pytest.mark.parametrize("change", [{}, {"rope_theta": 500000.0}, {"rope_scaling": LLAMA3}])
+def test_round_trip_of_what_the_original_code_cannot_compute(tmp_path: Path, change: dict[str, object]) -> None:
+    head = random_head(hydra(num_layers=4, prefix=PREFIX.model_copy(update=change)))
+    assert_same(head, round_trip("hydra", head, tmp_path, as_safetensors=True))
 
 
 def test_published_names(tmp_path: Path) -> None:
@@ -139,12 +150,28 @@ def test_published_names_with_prefix(tmp_path: Path, spelling: str) -> None:
     assert torch.equal(head.weights["weight"][0, 2], tensors["hydra_mlp.0.7.linear.weight"])
     key = f"{spelling}.layers.0.post_attention_layernorm.weight"
     assert torch.equal(head.weights["prefix.post_attention_norm"], tensors[key])
-    write_head("hydra", head, tmp_path / "again")
-    found = shapes_of(tmp_path / "again" / "hydra_lm_head.pt")
+    write_head("hydra", head, tmp_path / "again", as_safetensors=True)
+    found = shapes_of(tmp_path / "again" / "hydra_lm_head.safetensors")
     assert found == {key: shape for key, shape in WITH_PREFIX.items() if key not in UNUSED}
     assert_same(head, read_head(tmp_path / "again")[1])  # the sizes are in its config.json now
     config = json.loads((tmp_path / "again" / "config.json").read_text())
     assert CONFIG_PREFIX.items() <= config.items()
+
+
+@pytest.mark.parametrize("scaling", [None, LINEAR, LLAMA3, {"rope_type": "dynamic", "factor": 2.0}])
+def test_rotations_that_the_file_leaves_out_are_the_targets(tmp_path: Path, scaling: dict[str, object] | None) -> None:
+    """The original code takes its base never and its scaling always, and knows not all of them."""
+    base = SimpleNamespace(**vars(BASE), rope_parameters={"rope_type": "default", "rope_theta": 1e6, **(scaling or {})})
+    write_files(tmp_path, WITH_PREFIX, CONFIG_PREFIX, file="hydra_lm_head.pt")
+    if scaling in (None, LINEAR):
+        prefix = PREFIX.model_copy(update={"rope_scaling": scaling})
+        assert read_head(tmp_path, base_config=base)[1].config == hydra(num_heads=1, num_layers=4, prefix=prefix)
+        return
+    with pytest.raises(ModelError, match=r"does not say how its prefix layer rotates: .* 'prefix_rope_scaling'"):
+        read_head(tmp_path, base_config=base)
+    for stated in (None, LLAMA3):
+        (tmp_path / "config.json").write_text(json.dumps(CONFIG_PREFIX | {"prefix_rope_scaling": stated}))
+        assert read_head(tmp_path, base_config=base)[1].config.prefix.rope_scaling == stated
 
 
 def test_equal_blocks_are_tied(tmp_path: Path) -> None:

@@ -46,8 +46,13 @@ def medusa(**changes: object) -> MedusaConfig:
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
-@pytest.mark.parametrize(("num_layers", "tied"), [(0, False), (1, False), (3, False), (3, True)])
-@pytest.mark.parametrize("as_safetensors", [True, False])
+@pytest.mark.parametrize(
+    ("num_layers", "tied", "as_safetensors"),
+    [
+        (0, False, True), (0, False, False), (1, False, True), (1, False, False), (3, True, True), (3, True, False),
+        (3, False, True),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_round_trip(
     tmp_path: Path, num_layers: int, tied: bool, has_bias: bool, as_safetensors: bool, dtype: torch.dtype
@@ -56,10 +61,10 @@ def test_round_trip(
     assert_same(head, round_trip("medusa", head, tmp_path, as_safetensors=as_safetensors))
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("num_layers", "tied"), [(1, False), (2, True)])
 @pytest.mark.parametrize("has_bias", [True, False])
-def test_round_trip_without_lm_heads(tmp_path: Path, tied: bool, has_bias: bool) -> None:
-    head = random_head(medusa(num_layers=2, tied_blocks=tied, has_bias=has_bias, own_lm_head=False))
+def test_round_trip_without_lm_heads(tmp_path: Path, num_layers: int, tied: bool, has_bias: bool) -> None:
+    head = random_head(medusa(num_layers=num_layers, tied_blocks=tied, has_bias=has_bias, own_lm_head=False))
     assert_same(head, round_trip("medusa_v2", head, tmp_path))
 
 
@@ -80,8 +85,8 @@ def test_published_names(tmp_path: Path, file: str) -> None:
     assert torch.equal(head.weights["weight"][1, 0], tensors["1.0.linear.weight"])
     assert torch.equal(head.weights["bias"][0, 1], tensors["0.1.linear.bias"])
     assert torch.equal(head.weights["lm_head"][1], tensors["1.2.weight"])
-    write_head("medusa", head, tmp_path / "again")
-    assert shapes_of(tmp_path / "again" / "medusa_lm_head.pt") == OFFICIAL
+    write_head("medusa", head, tmp_path / "again", as_safetensors=True)
+    assert shapes_of(tmp_path / "again" / "medusa_lm_head.safetensors") == OFFICIAL
     config = json.loads((tmp_path / "again" / "config.json").read_text())
     assert COUNTS.items() <= config.items()
 

@@ -123,6 +123,22 @@ def test_hydra_names(tmp_path: Path) -> None:
     assert HYDRA_CONFIG.items() <= stored.items()
 
 
+@pytest.mark.parametrize(("kind", "is_known"), [("linear", True), ("llama3", False)])
+def test_rotations_of_the_prefix_layer(tmp_path: Path, kind: str, is_known: bool) -> None:
+    """The configuration gives the target's; our own says what the head was trained with."""
+    stored = HYDRA_CONFIG | {"rotary_scaling": {"type": kind, "factor": 4.0}}
+    write_files(tmp_path / "head", HYDRA_NAMES, stored, file="rank0.safetensors")
+    if is_known:
+        found = read_head(tmp_path / "head")[1].config.prefix
+        assert found.rope_scaling == {"rope_type": "linear", "factor": 4.0}
+    else:
+        with pytest.raises(ModelError, match="does not say how its prefix layer rotates"):
+            read_head(tmp_path / "head")
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    head = random_head(hydra(prefix=PREFIX.model_copy(update={"rope_scaling": scaling})))
+    assert_same(head, round_trip("tensorrt_llm", head, tmp_path / "ours", tp_size=2))
+
+
 def test_split(tmp_path: Path) -> None:
     """Which part of which tensor lies in which rank, biases included."""
     head = random_head(hydra(num_heads=1))

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from head_formulas import SAME, E, numbers, prefix_layer
 from heads.fed_prefix import GROUPS, Fed, block
+from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaModel
 
 from foretoken.drafters import prefix_features
@@ -24,16 +26,29 @@ def test_formula(name: str, theta: float) -> None:
         torch.testing.assert_close(found[b], prefix_layer(layer.state_dict(), layer.config, features[b]), **SAME)
 
 
+SCALINGS: dict[str, dict[str, Any] | None] = {
+    "plain": None,
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "llama3": {
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SCALINGS)
 @pytest.mark.parametrize("theta", [10000.0, 50.0])
 @pytest.mark.parametrize("name", GROUPS)
-def test_one_layer_of_llama(name: str, theta: float) -> None:
+def test_one_layer_of_llama(name: str, theta: float, kind: str) -> None:
     heads, groups = GROUPS[name]
     width = 12  # a multiple of the heads, as Llama demands, yet not heads times their size
-    layer = block(heads, groups, width, theta)
+    scaling = SCALINGS[kind]
+    layer = block(heads, groups, width, theta, scaling)
     config = LlamaConfig(
         vocab_size=4, hidden_size=width, intermediate_size=10, num_hidden_layers=1, num_attention_heads=heads,
         num_key_value_heads=groups, head_dim=8, rms_norm_eps=1e-5, attn_implementation="eager",
-        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        rope_parameters={**(scaling or {"rope_type": "default"}), "rope_theta": theta},
     )  # fmt: skip
     model = LlamaModel(config).to(torch.float64).eval()
     names = {
@@ -52,6 +67,27 @@ def test_one_layer_of_llama(name: str, theta: float) -> None:
         expected = model(inputs_embeds=features, use_cache=False).last_hidden_state
     # Llama's norms, rotations and softmax are float32 whatever the weights are.
     torch.testing.assert_close(layer(features), expected, rtol=2e-6, atol=2e-6)
+    if scaling is not None:
+        plain = block(heads, groups, width, theta)(features)
+        assert (plain - expected).abs().max() > 1e-3, "the scaling matters here"
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "dynamic", "factor": 2.0},
+        {"rope_type": "linear"},
+        {"rope_type": "linear", "factor": 0},
+        {"rope_type": "linear", "factor": "much"},
+        {"rope_type": "linear", "factor": float("nan")},
+        {"rope_type": "yarn", "factor": 2.0},
+        {"factor": 2.0},
+        {"rope_type": ["linear"], "factor": 2.0},
+    ],
+)
+def test_scalings_that_make_no_sense(scaling: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        block(scaling=scaling)
 
 
 @pytest.fixture(params=[torch.float64, torch.float32], ids=["torch", "native kernels"])
@@ -62,9 +98,9 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
 
 
 @pytest.mark.parametrize("name", GROUPS)
-@pytest.mark.parametrize("chunk", [1, 2, 3, 4, 5])
-def test_chunks_of_one_size(chunk: int, name: str, dtype: torch.dtype) -> None:
-    fed = Fed(block(*GROUPS[name]), dtype)
+@pytest.mark.parametrize(("chunk", "kind"), [(1, "yarn"), (2, "plain"), (3, "linear"), (4, "llama3"), (5, "plain")])
+def test_chunks_of_one_size(chunk: int, kind: str, name: str, dtype: torch.dtype) -> None:
+    fed = Fed(block(*GROUPS[name], scaling=SCALINGS[kind]), dtype)
     fed.begin(0, seed=1, size=25)
     for _ in range(25 // chunk):
         fed.commit({0: chunk})
