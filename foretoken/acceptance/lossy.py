@@ -70,11 +70,19 @@ def accept_lenient(
 
 
 def accept_typical(
-    tree: TokenTree, log_probs: LogProbs, decisions: Decisions, *, epsilon: float, delta: float
+    tree: TokenTree,
+    log_probs: LogProbs,
+    decisions: Decisions,
+    *,
+    epsilon: float,
+    delta: float,
+    is_end_drawn: bool = True,
 ) -> Acceptance:
     """Keeps the longest path of tokens that are typical: p(x) > min(epsilon, delta exp(-H(p))).
 
-    The token after the path is drawn from the target. Equal lengths are decided by the sum of log p.
+    Equal lengths are decided by the sum of log p. The token after the path is drawn here, so a text whose drafts are
+    all refused has the target's distribution. Medusa's code takes the argmax: nothing is drawn at all there, and such a
+    text is the greedy one at any temperature.
 
     Args:
         tree: Candidates drawn in any way.
@@ -82,6 +90,7 @@ def accept_typical(
         decisions: Source of the draw.
         epsilon: Posterior threshold, published 0.09.
         delta: Posterior alpha, published 0.3 (the square root of epsilon).
+        is_end_drawn: Whether the token after the path is drawn from the target's distribution; its argmax otherwise.
 
     `lossy_tv` is not known for this rule and reported as NaN.
 
@@ -105,10 +114,11 @@ def accept_typical(
     depths = torch.where(is_kept, tree.depths, -1)
     longest = depths == depths.amax(1, keepdim=True)
     best = torch.where(longest, path_score, float("-inf")).argmax(1)
+    end = log_probs(best)
     return Acceptance(
         path=tree.path_nodes(best),
         num_accepted=tree.depths[index, best],
-        next_token=decisions.token(log_probs(best).exp(), 0),
+        next_token=decisions.token(end.exp(), 0) if is_end_drawn else end.argmax(1),
         lossy_tv=torch.full((batch,), float("nan"), device=tree.tokens.device),
     )
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 LOSSLESS_RULES = ("greedy", "coupled", "sequential", "block")
 LOSSY_RULES = ("lenient", "typical")
+TYPICAL_ENDS = ("draw", "argmax")
 _SELECTABLE = ("auto", "coupled", "sequential", "block", *LOSSY_RULES)
 
 
@@ -35,6 +36,8 @@ class AcceptancePolicy:
         lenience: Factor l of the lenient rule, in (0, 1].
         epsilon: Posterior threshold of the typical rule, in [0, 1].
         delta: Posterior alpha of the typical rule, in [0, 1].
+        typical_end: The token after a path that the typical rule kept: "draw" from the target's distribution, or its
+            "argmax" as in Medusa's code.
 
     Raises:
         ConfigError: When the rule does not exist or a value is outside its range.
@@ -44,6 +47,7 @@ class AcceptancePolicy:
     lenience: float = 0.8
     epsilon: float = 0.09
     delta: float = 0.3
+    typical_end: str = "draw"
 
     def __post_init__(self) -> None:
         """Checks the rule's name and the ranges."""
@@ -54,6 +58,8 @@ class AcceptancePolicy:
         for name, value in (("epsilon", self.epsilon), ("delta", self.delta)):
             if not 0.0 <= value <= 1.0:
                 raise ConfigError(f"{name} is {value}. Expected at least 0 and at most 1.")
+        if self.typical_end not in TYPICAL_ENDS:
+            raise ConfigError(f"typical_end is {self.typical_end!r}. Expected 'draw' or 'argmax'.")
 
     @property
     def is_lossy(self) -> bool:
@@ -141,7 +147,14 @@ def _accept_with(rule: str, scores: NodeScores, policy: AcceptancePolicy, root_p
                 lenience=policy.lenience,
             )
         case "typical":
-            return accept_typical(tree, scores.log_probs, decisions, epsilon=policy.epsilon, delta=policy.delta)
+            return accept_typical(
+                tree,
+                scores.log_probs,
+                decisions,
+                epsilon=policy.epsilon,
+                delta=policy.delta,
+                is_end_drawn=policy.typical_end == "draw",
+            )
     raise AssertionError(f"no such rule: {rule}")
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, field_validator
 
+from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.published import PUBLISHED
 
@@ -128,32 +129,28 @@ class TargetFacts:
     model: LoadedModel | None = None
 
 
-class TreeWidths(BaseModel):
-    """A Cartesian tree: the best `widths[d]` candidates after every node of depth d."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-    widths: tuple[int, ...] = Field(min_length=1)
-
-
-PublishedTree = Literal[
-    "mc_sim_7b_63", "vicuna_7b_stage2", "vicuna_13b_stage2", "vicuna_33b_stage2", "zephyr_stage2"
-]  # fmt: skip
-TreeOption = Literal["chain", "tree"] | PublishedTree | tuple[tuple[int, ...], ...] | TreeWidths
+TreeOption = str | InstanceOf[TreeShape]
+_OWN_TREES = ("chain", "tree")
 
 
 class DrafterOptions(BaseModel):
     """Keys of `speculative_config` that every method takes; a method's own options derive from it.
+
+    Values have exactly the types that are written here: neither true nor "3" nor 3.0 is a number of tokens.
 
     Attributes:
         method: Name of the method.
         model: Directory or hub id of the drafter's weights, for methods that have some.
         num_speculative_tokens: Depth of a draft; None lets the engine choose it from measured costs and acceptance.
         tree: "chain", "tree" (the method's own branching shape), the name of a published tree (see
-            `foretoken.trees.published`), Medusa choices such as [[0], [1], [0, 0]], or {"widths": [3, 2, 1]}.
+            `foretoken.trees.published`), Medusa choices such as [[0], [1], [0, 0]], or {"widths": [3, 2, 1]}; both
+            become a `TreeShape` here.
         max_nodes: Most nodes of a tree, root included.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+    )  # fmt: skip
     can_adapt_depth: ClassVar[bool] = True
     can_adapt_tree: ClassVar[bool] = False  # whether "tree" is a fixed shape that the drafter shows as `shape`
 
@@ -162,6 +159,22 @@ class DrafterOptions(BaseModel):
     num_speculative_tokens: int | None = Field(default=None, ge=1, le=64)
     tree: TreeOption = "chain"
     max_nodes: int = Field(default=64, ge=2, le=512)
+
+    @field_validator("tree", mode="before")
+    @classmethod
+    def _tree(cls, value: Any) -> Any:
+        """A known name, or a shape.
+
+        Raises:
+            ConfigError: For anything else.
+        """
+        if isinstance(value, TreeShape):
+            return value
+        if not isinstance(value, str):
+            return TreeShape.parse(value)
+        if value not in (*_OWN_TREES, *PUBLISHED):
+            raise ConfigError(f"there is no tree '{value}'. {nearest_name_hint(value, (*_OWN_TREES, *PUBLISHED))}")
+        return value
 
     @property
     def adapts_depth(self) -> bool:
@@ -184,8 +197,4 @@ class DrafterOptions(BaseModel):
             return TreeShape.chain(self.chain_len)
         if self.tree == "tree":
             return branching() if self.num_speculative_tokens is None else branching().truncated(self.chain_len)
-        if isinstance(self.tree, TreeWidths):
-            return TreeShape.cartesian(self.tree.widths)
-        if isinstance(self.tree, str):
-            return TreeShape.from_choices(PUBLISHED[self.tree])
-        return TreeShape.from_choices(self.tree)
+        return TreeShape.from_choices(PUBLISHED[self.tree]) if isinstance(self.tree, str) else self.tree

@@ -43,10 +43,12 @@ class Options(DrafterOptions):
 
     Attributes:
         model: Directory or hub id of the draft model.
+        revision: Of the hub, where `model` is a hub id; None for its main branch.
         draft_sample_method: "probabilistic" draws drafts from the draft model's warped distribution for sampled
             requests; "greedy" always takes its most probable tokens.
     """
 
+    revision: str | None = None
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
 
 
@@ -230,8 +232,9 @@ def create(options: Options, target: TargetFacts) -> Drafter:
     """
     if options.model is None:
         raise ConfigError("method 'draft_model' needs a model. Expected the draft model's directory. Set 'model'.")
-    model = load_model(options.model, dtype=str(target.dtype).removeprefix("torch."), device=str(target.device))
-    tokenizer = load_tokenizer(options.model)
+    dtype, device = str(target.dtype).removeprefix("torch."), str(target.device)
+    model = load_model(options.model, dtype=dtype, device=device, revision=options.revision)
+    tokenizer = load_tokenizer(options.model, options.revision)
     if tokenizer is not None and target.tokenizer is not None:
         ours, theirs = target.tokenizer.get_vocab(), tokenizer.get_vocab()
         if ours != theirs:

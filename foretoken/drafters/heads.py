@@ -6,7 +6,6 @@ Letters: B sequences, E hidden size, W width of a head's state, K heads.
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import DrafterOptions, TargetFacts, TreeOption
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+from foretoken.formats.hub import local_head
 from foretoken.formats.registry import read_head
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.target.parts import TargetParts, target_parts
@@ -39,7 +39,8 @@ class HeadOptions(DrafterOptions):
     """Options of all drafters over heads.
 
     Attributes:
-        model: Directory of the head, in any format that `foretoken convert` knows.
+        model: Directory or hub id of the head, in any format that `foretoken convert` knows.
+        revision: Of the hub, where `model` is a hub id; None for its main branch.
         tree: As for every method; "tree" is the static tree that pays most on this machine by the acceptance stored
             with the head, or the head's published one where none is stored; as deep in each iteration as pays, down to
             no draft at all.
@@ -50,6 +51,7 @@ class HeadOptions(DrafterOptions):
 
     can_adapt_tree: ClassVar[bool] = True
 
+    revision: str | None = None
     tree: TreeOption = "tree"
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     allow_other_target: bool = False
@@ -68,14 +70,15 @@ def load_head(options: HeadOptions, target: TargetFacts, method: str) -> LoadedH
 
     Raises:
         ConfigError: Without a model, or when the head is of another method or for another target.
-        ModelError: When the checkpoint is damaged.
+        ModelError: When the checkpoint is missing or damaged, or cannot be downloaded.
     """
     if options.model is None:
-        raise ConfigError(f"method '{method}' needs a trained head. Expected its directory. Set 'model'.")
+        raise ConfigError(f"method '{method}' needs a trained head. Expected its directory or hub id. Set 'model'.")
     if target.model is None:
         raise ConfigError(f"method '{method}' reads the target's own weights. Expected a target that is loaded.")
     fingerprint = TargetFingerprint.of(target.model)
-    _, checkpoint = read_head(Path(options.model), target=fingerprint, base_config=target.model.config)
+    path = local_head(options.model, options.revision)
+    _, checkpoint = read_head(path, target=fingerprint, base_config=target.model.config)
     if checkpoint.config.method != method:
         raise ConfigError(
             f"'{options.model}' holds a {checkpoint.config.method} head. Expected a {method} head. "

@@ -6,6 +6,7 @@ pass. `pattern=[0]` is always wrong, `pattern=[5]` always right to depth 5.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
@@ -15,8 +16,6 @@ from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOpt
 from foretoken.trees.merge import Trie
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from foretoken.target.taps import Tap
 
 
@@ -30,8 +29,8 @@ class Options(DrafterOptions):
 
     can_adapt_depth: ClassVar[bool] = False
 
-    references: tuple[tuple[int, ...], ...]
-    pattern: tuple[int, ...] = Field(default=(4,), min_length=1)
+    references: Sequence[Sequence[int]]
+    pattern: Sequence[int] = Field(default=(4,), min_length=1)
 
 
 class OracleDrafter:

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 _RULES = ("auto", *(rule for rule in LOSSLESS_RULES if rule != "greedy"), *LOSSY_RULES)
 _REJECTION_METHODS = {"standard": "sequential", "block": "block"}  # vLLM's names
 _POLICY_KEYS = {"lenience": "lenience", "posterior_threshold": "epsilon", "posterior_alpha": "delta"}
+_TYPICAL_END = "typical_end"
 # Keys of vLLM that ask for nothing here as long as they hold one of these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "draft_tensor_parallel_size": (None, 1),
     "quantization": (None,),
     "max_model_len": (None,),
-    "revision": (None,),
     "code_revision": (None,),
     "parallel_drafting": (None, False),
     "use_heterogeneous_vocab": (None, False),
@@ -33,7 +33,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "enable_adaptive_verification": (None, False, True),
     "enforce_eager": (None, False, True),
 }
-ENGINE_KEYS = frozenset({"acceptance", "rejection_sample_method", *_POLICY_KEYS, *_NEUTRAL})
+_UNSET = ("revision",)  # keys of some methods that vLLM also gives to the others, as None
+ENGINE_KEYS = frozenset({"acceptance", "rejection_sample_method", _TYPICAL_END, *_POLICY_KEYS, *_NEUTRAL})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,9 @@ def parse_speculative_config(config: Mapping[str, Any] | str, *, target: str) ->
     for key, values in _NEUTRAL.items():
         if key in config and config[key] not in values:
             raise ConfigError(f"'{key}' = {config[key]!r} is not supported. Leave it out.")
-    own = {key: value for key, value in config.items() if key not in ENGINE_KEYS}
+    own = {
+        key: value for key, value in config.items() if key not in ENGINE_KEYS and not (key in _UNSET and value is None)
+    }
     if own.get("model") is None:
         bundled = Path(f"{target}-{'draft' if own['method'] == 'draft_model' else own['method']}")
         if bundled.is_dir():
@@ -113,11 +116,13 @@ def _policy(config: Mapping[str, Any]) -> AcceptancePolicy:
         rule = config.get("acceptance", _REJECTION_METHODS[method])
     if rule not in _RULES:
         raise ConfigError(f"acceptance rule {rule!r} does not exist. {nearest_name_hint(str(rule), _RULES)}")
-    numbers = {}
+    numbers: dict[str, Any] = {}
     for key, field in _POLICY_KEYS.items():
         if key in config:
             value = config[key]
-            if not isinstance(value, int | float) or not 0 < value <= 1:
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
                 raise ConfigError(f"'{key}' is {value!r}. Expected a number above 0 and at most 1.")
             numbers[field] = float(value)
+    if _TYPICAL_END in config:
+        numbers[_TYPICAL_END] = config[_TYPICAL_END]
     return AcceptancePolicy(rule=rule, **numbers)

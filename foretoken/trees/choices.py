@@ -6,9 +6,11 @@ after it. A shape is a prefix-closed set of choices. Chains, static trees and Ca
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
-from typing import TYPE_CHECKING
+from itertools import accumulate, product
+from operator import mul
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import MAX_NODES, TokenTree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from foretoken.core.lattice import DraftLattice
 
@@ -39,13 +41,13 @@ class TreeShape:
         """A static tree in Medusa's notation.
 
         Raises:
-            ConfigError: When a choice is empty, negative, repeated or lacks its prefix, or there are too many.
+            ConfigError: When a choice is empty, out of range, repeated or lacks its prefix, or there are too many.
         """
         ordered = sorted((tuple(choice) for choice in choices), key=lambda choice: (len(choice), choice))
         known: set[Choice] = {()}
         for choice in ordered:
-            if not choice or min(choice) < 0:
-                raise ConfigError(f"tree choice {list(choice)} is not valid. Expected ranks of at least 0.")
+            if not choice or min(choice) < 0 or max(choice) >= MAX_NODES:
+                raise ConfigError(f"tree choice {list(choice)} is not valid. Expected ranks of 0 to {MAX_NODES - 1}.")
             if choice in known:
                 raise ConfigError(f"tree choice {list(choice)} stands twice. Leave one out.")
             if choice[:-1] not in known:
@@ -75,10 +77,39 @@ class TreeShape:
 
     @classmethod
     def cartesian(cls, widths: Sequence[int]) -> TreeShape:
-        """Every combination of the best `widths[d]` candidates at depth d + 1."""
+        """Every combination of the best `widths[d]` candidates at depth d + 1.
+
+        Raises:
+            ConfigError: When a width is below 1, or they give too many nodes.
+        """
+        if not widths or min(widths) < 1:
+            raise ConfigError(f"tree widths {list(widths)} are not valid. Expected at least one, each of at least 1.")
+        num_nodes = sum(accumulate(widths, mul))
+        if num_nodes >= MAX_NODES:
+            raise ConfigError(f"tree widths {list(widths)} give {num_nodes} nodes. Expected fewer than {MAX_NODES}.")
         return cls.from_choices(
             choice for d in range(1, len(widths) + 1) for choice in product(*(range(w) for w in widths[:d]))
         )
+
+    @classmethod
+    def parse(cls, value: Any) -> TreeShape:
+        """A static tree as users write it.
+
+        Args:
+            value: Choices such as [[0], [1], [0, 0]], or {"widths": [3, 2, 1]}.
+
+        Raises:
+            ConfigError: When it is neither, a number is no integer, or the tree is none; see the functions above.
+        """
+        if isinstance(value, Mapping):
+            if value.keys() != {"widths"}:
+                raise ConfigError(f"tree {dict(value)} is not valid. Expected {{'widths': [3, 2, 1]}}.")
+            return cls.cartesian(_integers(value["widths"], what="tree widths"))
+        if isinstance(value, str) or not isinstance(value, Sequence):
+            raise ConfigError(f"tree {value!r} is not valid. Expected choices such as [[0], [1], [0, 0]].")
+        if not value:
+            raise ConfigError("the tree has no choices. Expected at least one, as [[0]].")
+        return cls.from_choices([_integers(choice, what="tree choice") for choice in value])
 
     @property
     def num_nodes(self) -> int:
@@ -109,6 +140,13 @@ class TreeShape:
     def truncated(self, max_depth: int) -> TreeShape:
         """The shape without nodes deeper than `max_depth`."""
         return TreeShape(tuple(choice for choice in self.choices if len(choice) <= max_depth))
+
+
+def _integers(value: Any, *, what: str) -> tuple[int, ...]:
+    """A list of integers, nothing that could pass for one."""
+    if isinstance(value, str) or not isinstance(value, Sequence) or any(type(number) is not int for number in value):
+        raise ConfigError(f"{what} {value!r} is not valid. Expected a list of integers.")
+    return tuple(value)
 
 
 def shape_lattice(lattice: DraftLattice, shape: TreeShape, roots: Tensor) -> TokenTree:

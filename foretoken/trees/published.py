@@ -21,14 +21,27 @@ def _choices(digits: str) -> tuple[Choice, ...]:
     return tuple(tuple(int(rank) for rank in choice) for choice in digits.split())
 
 
-# `mc_sim_7b_63` is what Medusa falls back to, and what Hydra and the examples of TensorRT-LLM use; the others are what
-# Medusa takes for targets of these names.
+# `mc_sim_7b_63` is what Medusa falls back to, and what Hydra and the examples of TensorRT-LLM use; those of stage 2 are
+# what Medusa takes for targets of these names; those of stage 1 belong to heads that were trained alone, on a target
+# that stayed as it was.
 PUBLISHED: Mapping[str, tuple[Choice, ...]] = MappingProxyType(
     {
         "mc_sim_7b_63": _choices(
             """
             0 00 1 01 2 000 10 02 3 03 4 04 20 05 001 5 06 6 07 010 11 7 08 002 30 09 8 9 100 020 12 003 40 21 004
             005 0000 011 006 030 50 13 007 008 009 60 040 14 70 012 200 31 22 80 050 15 101 021 90 060 0001 16 070
+            """
+        ),
+        "vicuna_7b_stage1_ablation": _choices(
+            """
+            0 00 1 000 01 10 2 02 001 3 03 010 20 002 04 4 0000 100 11 003 020 05 5 30 011 06 6 004 12 0001 40 005 07 08
+            030 0010 101 7 200 006 21 012 50 021 09 0002 040 8 13 007 0100 110 60 9 008 009 050 0020 102 013 0003 300 31
+            """
+        ),
+        "vicuna_7b_stage1": _choices(
+            """
+            0 00 1 2 01 10 3 02 4 000 03 5 20 04 6 05 11 001 7 30 06 8 9 010 07 08 40 002 12 09 21 50 100 003 13 020 011
+            004 60 14 005 22 030 31 006 70 15 101 200 007 80 0000 41 012 040 90 021 23 16 008 050 32 51
             """
         ),
         "vicuna_7b_stage2": _choices(
@@ -38,11 +51,23 @@ PUBLISHED: Mapping[str, tuple[Choice, ...]] = MappingProxyType(
             0020 70 14
             """
         ),
+        "vicuna_13b_stage1": _choices(
+            """
+            0 00 1 01 2 10 000 02 3 03 4 20 04 001 05 5 11 010 6 06 002 7 30 8 07 08 100 003 40 12 9 09 21 020 004 13
+            011 005 50 030 0000 006 60 14 200 012 31 040 101 22 007 15 70 008 80 050 009 021 110 013 41 23 16
+            """
+        ),
         "vicuna_13b_stage2": _choices(
             """
             0 00 1 000 01 10 2 02 001 010 3 03 20 002 0000 04 100 11 4 003 05 020 5 30 011 06 004 0001 07 005 12
             0010 030 101 40 006 08 200 09 6 7 21 50 012 0002 8 040 0100 021 007 110 13 0020 9 008 050 0003 009 013
             102 0011 300 1000
+            """
+        ),
+        "vicuna_33b_stage1": _choices(
+            """
+            0 1 00 2 01 3 10 4 02 5 03 000 6 04 20 7 11 05 30 8 9 06 07 001 12 40 010 08 09 21 002 50 13 003 100 14 60
+            020 31 22 004 70 011 15 41 005 030 90 80 16 006 23 012 32 040 200 17 101 007 51 24 008 021
             """
         ),
         "vicuna_33b_stage2": _choices(

@@ -26,6 +26,9 @@ TREE_RULES: dict[str, BatchRule] = {
     "coupled": lambda b, d: accept_coupled(b.tree, b.at(b.log_probs), d),
     "sequential": lambda b, d: accept_sequential(b.tree, b.at(b.log_probs), d),
     "typical": lambda b, d: accept_typical(b.tree, b.at(b.log_probs), d, epsilon=0.09, delta=0.3),
+    "typical, argmax": lambda b, d: accept_typical(
+        b.tree, b.at(b.log_probs), d, epsilon=0.09, delta=0.3, is_end_drawn=False
+    ),
 }
 CHAIN_RULES: dict[str, BatchRule] = {
     "block": lambda b, d: accept_block(b.tree, b.at(b.log_probs), d),

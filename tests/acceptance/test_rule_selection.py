@@ -87,6 +87,7 @@ def test_drafts_share_the_targets_noise_only_under_coupling(rule: str, is_seeded
         ({"lenience": float("nan")}, "lenience is nan. Expected"),
         ({"epsilon": -0.1}, "epsilon is -0.1. Expected at least 0 and at most 1."),
         ({"delta": 2.0}, "delta is 2.0. Expected at least 0 and at most 1."),
+        ({"typical_end": "sample"}, "typical_end is 'sample'. Expected 'draw' or 'argmax'."),
     ],
 )
 def test_policy_refuses(settings: dict[str, object], message: str) -> None:
@@ -101,6 +102,21 @@ def scores_of(batch: Batch, is_greedy: list[bool]) -> NodeScores:
         for greedy, seed in zip(is_greedy, batch.seeds, strict=True)
     ]
     return NodeScores(tree=batch.tree, logits=batch.log_probs, batch=SamplingBatch.build(requests, VOCAB), history=None)
+
+
+@given(batch=batches())
+@settings(max_examples=20)
+def test_a_policy_says_how_typical_paths_end(batch: Batch) -> None:
+    """With the argmax the last token is the target's most probable one after the path; the path is the same."""
+    rules, scores = ["typical"] * batch.tree.batch_size, scores_of(batch, [False] * batch.tree.batch_size)
+    drawn, best = (
+        accept(scores, rules, AcceptancePolicy(rule="typical", typical_end=end), batch.root_positions)
+        for end in ("draw", "argmax")
+    )
+    assert torch.equal(drawn.path, best.path)
+    last = torch.cat([torch.zeros_like(batch.root_positions).unsqueeze(1), best.path], dim=1).amax(1)
+    laws = scores.log_probs(last)
+    assert torch.equal(best.next_token, laws.argmax(1))
 
 
 def assert_each_row_gets_its_rule(batch: Batch, rules: list[str]) -> None:

@@ -14,7 +14,7 @@ from end_to_end.tiny_llms import llm
 import foretoken.drafters
 from foretoken import SamplingParams
 from foretoken.core.errors import ConfigError
-from foretoken.drafters.base import LONGEST_CHAIN, DrafterOptions, TreeWidths
+from foretoken.drafters.base import LONGEST_CHAIN, DrafterOptions
 from foretoken.drafters.registry import create_drafter, drafter_options, known_methods
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.published import PUBLISHED
@@ -121,5 +121,5 @@ def test_depth_adapts_only_for_chains_that_nobody_fixed() -> None:
     assert DrafterOptions(method="any").adapts_depth
     assert not DrafterOptions(method="any", num_speculative_tokens=3).adapts_depth
     assert not DrafterOptions(method="any", tree="tree").adapts_depth
-    assert not DrafterOptions(method="any", tree=TreeWidths(widths=(2,))).adapts_depth
+    assert not DrafterOptions(method="any", tree={"widths": [2]}).adapts_depth
     assert not drafter_options({"method": "adversarial"}).adapts_depth

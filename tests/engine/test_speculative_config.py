@@ -20,7 +20,6 @@ NEUTRAL_KEYS = {
     "draft_tensor_parallel_size": [None, 1],
     "quantization": [None],
     "max_model_len": [None],
-    "revision": [None],
     "code_revision": [None],
     "parallel_drafting": [None, False],
     "use_heterogeneous_vocab": [None, False],
@@ -43,6 +42,45 @@ def test_keys_of_vllm_that_ask_for_nothing_are_accepted(key: str) -> None:
         parse(method="ngram", **{key: "something"})
 
 
+def test_a_revision_is_for_methods_with_a_model() -> None:
+    """vLLM gives it to all methods, as None where it asks for nothing."""
+    assert parse(method="ngram", revision=None).options.method == "ngram"
+    for method in ("draft_model", "medusa", "hydra", "mlp_speculator"):
+        assert parse(method=method, model="/x", revision=None).options.revision is None
+        assert parse(method=method, model="/x", revision="v1").options.revision == "v1"
+
+
+WRONG_NUMBERS = (True, "3", 1.5, 3.0, float("nan"), [3], 10**30)
+WRONG_NAMES = (True, 3, 1.5, ["x"])
+OPTIONS = {
+    "num_speculative_tokens": WRONG_NUMBERS,
+    "max_nodes": (*WRONG_NUMBERS, None, 1, 513),
+    "prompt_lookup_max": (*WRONG_NUMBERS, None),
+    "prompt_lookup_min": (*WRONG_NUMBERS, None),
+    "seed": (True, "3", 1.5, [3], None),
+    "pattern": (True, "3", 1.5, [True], ["3"], [1.5], []),
+    "references": (True, "3", [3], [[True]], [["3"]], [[1.5]]),
+    "model": WRONG_NAMES,
+    "revision": WRONG_NAMES,
+    "draft_sample_method": (*WRONG_NAMES, None, "Greedy"),
+    "behaviour": (*WRONG_NAMES, None, "polite"),
+    "allow_other_target": (1, 0, "true", "yes", 1.0, None),
+}
+
+
+def test_every_option_of_every_method_has_exactly_its_type() -> None:
+    """Nothing is taken for a number, a name or a truth that only looks like one."""
+    from foretoken.drafters.registry import _module, known_methods
+
+    required = {"oracle": {"references": [[1, 2]]}}
+    for method in known_methods():
+        fields = _module(method).Options.model_fields
+        for key in fields.keys() - {"method", "tree"}:
+            for value in OPTIONS[key]:
+                with pytest.raises(ConfigError, match=rf"'{key}' of method '{method}' is "):
+                    parse(method=method, **{**required.get(method, {}), key: value})
+
+
 def test_keys_of_vllm_that_ask_for_something() -> None:
     ngram = parse(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=6).options
     assert (ngram.num_speculative_tokens, ngram.prompt_lookup_min, ngram.prompt_lookup_max) == (3, 1, 6)
@@ -60,6 +98,8 @@ def test_keys_of_vllm_that_ask_for_something() -> None:
         ({"acceptance": "coupled"}, "coupled"),
         ({"acceptance": "lenient", "lenience": 0.5}, "lenient"),
         ({"acceptance": "typical", "posterior_threshold": 0.1, "posterior_alpha": 0.4}, "typical"),
+        ({"acceptance": "typical", "typical_end": "argmax"}, "typical"),
+        ({"acceptance": "typical", "typical_end": "draw"}, "typical"),
     ],
 )
 def test_acceptance_rules(keys: dict[str, Any], rule: str) -> None:
@@ -69,6 +109,7 @@ def test_acceptance_rules(keys: dict[str, Any], rule: str) -> None:
     values = {"lenience": "lenience", "posterior_threshold": "epsilon", "posterior_alpha": "delta"}
     for key, field in values.items():
         assert key not in keys or getattr(policy, field) == keys[key]
+    assert policy.typical_end == keys.get("typical_end", "draw")
 
 
 @pytest.mark.parametrize(
@@ -83,8 +124,16 @@ def test_acceptance_rules(keys: dict[str, Any], rule: str) -> None:
         ({"method": "draft_model", "prompt_lookup_max": 3}, r"method 'draft_model' has no key 'prompt_lookup_max'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, r"'num_speculative_tokens' of method 'ngram' is 0. Input"),
         ({"method": "ngram", "prompt_lookup_min": 9}, r"options of method 'ngram': prompt_lookup_min must not be abo"),
-        ({"method": "ngram", "tree": "bush"}, r"'tree' of method 'ngram' is 'bush'. Input should be 'chain' or 'tree'"),
-        ({"method": "ngram", "tree": {"width": [2]}}, r"'tree' of method 'ngram' is {'width': \[2\]}"),
+        ({"method": "ngram", "tree": "bush"}, r"there is no tree 'bush'. Known: chain, mc_sim_7b_63, tree, vicuna"),
+        (
+            {"method": "ngram", "tree": "zephyr_stage1"},
+            r"there is no tree 'zephyr_stage1'. Did you mean 'zephyr_stage2'",
+        ),
+        ({"method": "ngram", "tree": {"width": [2]}}, r"tree {'width': \[2\]} is not valid. Expected {'widths'"),
+        ({"method": "ngram", "tree": [[0], [0]]}, r"tree choice \[0\] stands twice"),
+        ({"method": "medusa", "tree": {"widths": [0]}}, r"tree widths \[0\] are not valid"),
+        ({"method": "draft_model", "tree": [[True]]}, r"tree choice \[True\] is not valid"),
+        ({"method": "hydra", "tree": None}, r"tree None is not valid"),
         ({"method": "draft_model", "draft_sample_method": "x"}, r"'draft_sample_method' .* is 'x'. .*'probabilistic'"),
         ({"method": "oracle"}, r"'references' of method 'oracle' is None. Field required"),
         ({"method": "ngram", "acceptance": "blok"}, r"acceptance rule 'blok' does not exist. Did you mean 'block'\?"),
@@ -93,6 +142,11 @@ def test_acceptance_rules(keys: dict[str, Any], rule: str) -> None:
         ({"method": "ngram", "rejection_sample_method": "synthetic"}, r"'synthetic' is not supported. "),
         ({"method": "ngram", "lenience": 1.5}, r"'lenience' is 1.5. Expected a number above 0 and at most 1."),
         ({"method": "ngram", "posterior_alpha": "big"}, r"'posterior_alpha' is 'big'. Expected a number"),
+        ({"method": "ngram", "lenience": True}, r"'lenience' is True. Expected a number"),
+        ({"method": "ngram", "posterior_alpha": float("nan")}, r"'posterior_alpha' is nan. Expected a number"),
+        ({"method": "ngram", "typical_end": "sample"}, r"typical_end is 'sample'. Expected 'draw' or 'argmax'."),
+        ({"method": "ngram", "typical_end": ["draw"]}, r"typical_end is \['draw'\]. Expected 'draw' or 'argmax'."),
+        ({"method": "ngram", "revision": "main"}, r"method 'ngram' has no key 'revision'"),
         ({"method": "draft_model"}, r"needs a model"),
     ],
 )

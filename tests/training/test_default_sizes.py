@@ -26,7 +26,7 @@ LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "origi
 def test_rotary_scaling_of_the_decoder_block(
     scaling: dict[str, Any], kept: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The target's where it is the same at every length of text; else plain, and said so. The base is the head's own."""
+    """The target's where it is the same at every length of text; else plain, and said so. The base is not copied."""
     target = wrap_model(tiny_model("llama", rope_parameters={"rope_theta": 5e5, **scaling}), name="scaled")
     prefix = head_config("hydra", target, {}).prefix  # type: ignore[attr-defined]
     assert prefix.rope_theta == 10000.0

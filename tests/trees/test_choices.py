@@ -64,8 +64,8 @@ def test_truncated(shape: TreeShape, depth: int) -> None:
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ([[0], []], "tree choice [] is not valid. Expected ranks of at least 0."),
-        ([[0], [0, -1]], "tree choice [0, -1] is not valid. Expected ranks of at least 0."),
+        ([[0], []], "tree choice [] is not valid. Expected ranks of 0 to 511."),
+        ([[0], [0, -1]], "tree choice [0, -1] is not valid. Expected ranks of 0 to 511."),
         ([[0], [1], [0]], "tree choice [0] stands twice. Leave one out."),
         ([[0], [1, 0]], "tree choice [1, 0] has no parent. Add [1]."),
         ([[0], [0, 2, 1]], "tree choice [0, 2, 1] has no parent. Add [0, 2]."),
@@ -76,6 +76,53 @@ def test_choices_that_are_no_shape(choices: list[list[int]], message: str) -> No
     with pytest.raises(ConfigError) as error:
         TreeShape.from_choices(choices)
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([[0], [0]], "tree choice [0] stands twice. Leave one out."),
+        ([[0], [1, 0]], "tree choice [1, 0] has no parent. Add [1]."),
+        ([[-1]], "tree choice [-1] is not valid. Expected ranks of 0 to 511."),
+        ([[10**30]], f"tree choice [{10**30}] is not valid. Expected ranks of 0 to 511."),
+        ([[0] * 5000], "tree choice"),
+        ([[True]], "tree choice [True] is not valid. Expected a list of integers."),
+        ([[0], [0, 1.5]], "tree choice [0, 1.5] is not valid. Expected a list of integers."),
+        ([[0.0]], "tree choice [0.0] is not valid. Expected a list of integers."),
+        ([["0"]], "tree choice ['0'] is not valid. Expected a list of integers."),
+        ([[float("nan")]], "tree choice [nan] is not valid. Expected a list of integers."),
+        ([[None]], "tree choice [None] is not valid. Expected a list of integers."),
+        ([0, 1], "tree choice 0 is not valid. Expected a list of integers."),
+        (["00"], "tree choice '00' is not valid. Expected a list of integers."),
+        ([{"0": 1}], "tree choice {'0': 1} is not valid. Expected a list of integers."),
+        ([], "the tree has no choices. Expected at least one, as [[0]]."),
+        ([[]], "tree choice [] is not valid. Expected ranks of 0 to 511."),
+        (7, "tree 7 is not valid. Expected choices such as [[0], [1], [0, 0]]."),
+        (None, "tree None is not valid. Expected choices such as [[0], [1], [0, 0]]."),
+        ("[[0]]", "tree '[[0]]' is not valid. Expected choices such as [[0], [1], [0, 0]]."),
+        ({"widths": [0]}, "tree widths [0] are not valid. Expected at least one, each of at least 1."),
+        ({"widths": [2, -1]}, "tree widths [2, -1] are not valid. Expected at least one, each of at least 1."),
+        ({"widths": []}, "tree widths [] are not valid. Expected at least one, each of at least 1."),
+        ({"widths": [True, 2]}, "tree widths [True, 2] is not valid. Expected a list of integers."),
+        ({"widths": [1.5]}, "tree widths [1.5] is not valid. Expected a list of integers."),
+        ({"widths": 3}, "tree widths 3 is not valid. Expected a list of integers."),
+        ({"widths": "31"}, "tree widths '31' is not valid. Expected a list of integers."),
+        ({"widths": [10**9, 10**9]}, "give 1000000001000000000 nodes. Expected fewer than 512."),
+        ({"widths": [2] * 9}, "give 1022 nodes. Expected fewer than 512."),
+        ({"width": [2]}, "tree {'width': [2]} is not valid. Expected {'widths': [3, 2, 1]}."),
+        ({}, "tree {} is not valid. Expected {'widths': [3, 2, 1]}."),
+    ],
+)
+def test_what_users_write_that_is_no_tree(value: object, message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        TreeShape.parse(value)
+    assert message in str(error.value)
+
+
+def test_what_users_write() -> None:
+    assert TreeShape.parse([[0], (1,), [0, 0]]) == TreeShape.from_choices([(0,), (1,), (0, 0)])
+    assert TreeShape.parse({"widths": (3, 2)}) == TreeShape.cartesian([3, 2])
+    assert TreeShape.parse({"widths": [2] * 8}).num_nodes == 511
 
 
 def test_leaves_alone() -> None:
@@ -95,8 +142,8 @@ def test_leaves_with_or_without_some_prefixes(shape: TreeShape, keep: st.DataObj
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ([[0, 1], []], "tree choice [] is not valid. Expected ranks of at least 0."),
-        ([[0, -1, 2]], "tree choice [0, -1] is not valid. Expected ranks of at least 0."),
+        ([[0, 1], []], "tree choice [] is not valid. Expected ranks of 0 to 511."),
+        ([[0, -1, 2]], "tree choice [0, -1] is not valid. Expected ranks of 0 to 511."),
         ([[0, 1], [1], [0, 1]], "tree choice [0, 1] stands twice. Leave one out."),
         ([[rank, 0] for rank in range(256)], "the tree has 512 choices. Expected fewer than 512."),
     ],
