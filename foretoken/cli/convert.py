@@ -24,7 +24,9 @@ def _count(*names: str, text: str) -> Any:
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="A head of any known format: a directory, or its file of weights.")],
+    source: Annotated[
+        str, typer.Argument(help="A head of any known format: a directory, its file of weights, or a hub id.")
+    ],
     out: Annotated[Path, typer.Argument(help="Directory to write; it must not exist, or be empty.")],
     to: Annotated[
         str,
@@ -36,6 +38,9 @@ def convert(
     target: Annotated[
         str | None,
         typer.Option(help="Directory of the target, for formats that leave out its sizes or repeat its tensors."),
+    ] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Revision of SOURCE on the hub; its main branch if none.")
     ] = None,
     dtype: Annotated[str | None, typer.Option(help="float16, bfloat16 or float32; the source's when left out.")] = None,
     tp_size: Annotated[
@@ -59,6 +64,7 @@ def convert(
     """
     import torch
 
+    from foretoken.formats.hub import local_head
     from foretoken.formats.registry import head_readers, read_head, write_head
     from foretoken.formats.surroundings import Surroundings
 
@@ -67,7 +73,7 @@ def convert(
         raise ConfigError(f"dtype '{dtype}' does not exist here. {nearest_name_hint(dtype, _DTYPES)}")
     around = Surroundings() if target is None else Surroundings.of_directory(target)
     name, checkpoint = read_head(
-        source,
+        local_head(source, revision),
         target=around.fingerprint,
         base_config=around.config,
         weights=None if target is None else around.loaded,
@@ -81,7 +87,7 @@ def convert(
     readers = head_readers(to, checkpoint, **how)
     files = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
     facts = {
-        "source": str(source),
+        "source": source,
         "source_format": name,
         "out": str(out),
         "format": to,

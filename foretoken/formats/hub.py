@@ -29,7 +29,7 @@ def local_head(name: str, revision: str | None = None) -> Path:
             the cache.
     """
     path = Path(name)
-    is_here = path.exists()
+    is_here = bool(name) and path.exists()
     # A path that is misspelt is one whose directory exists.
     if is_here or not _HUB_ID.fullmatch(name) or path.parent.is_dir():
         if revision is not None:

@@ -255,3 +255,41 @@ def test_places_that_cannot_be_written_to(tmp_path: Path) -> None:
     result = run("convert", str(tmp_path / "head"), str(out), "--to", "medusa")
     assert_refused(result, f"'{out}' cannot be written: Not a directory. Nothing was changed there.")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "head"]
+
+
+def test_a_source_on_the_hub(tmp_path: Path) -> None:
+    from unittest import mock
+
+    from foretoken.formats import hub
+
+    written(tmp_path / "head", MEDUSA)
+    with mock.patch.object(hub, "snapshot_download", return_value=str(tmp_path / "head")) as download:
+        succeeded("convert", "some/head", str(tmp_path / "out"), "--to", "medusa", "--revision", "v1")
+    assert download.call_args.kwargs["revision"] == "v1"
+    assert read_head(tmp_path / "out")[0] == "medusa"
+    assert_refused(run("convert", str(tmp_path / "head"), str(tmp_path / "no"), "--revision", "v1"), "Leave it out")
+
+
+def test_convert_says_who_reads_the_result(tmp_path: Path) -> None:
+    written(tmp_path / "head", MEDUSA)
+    arguments = ["convert", str(tmp_path / "head")]
+    text = succeeded(*arguments, str(tmp_path / "a"), "--to", "medusa")
+    assert "\n  read by FasterDecoding/Medusa: MedusaModel.from_pretrained, which builds 5 heads" in text
+    assert "\n  not read by TGI 3.3: it opens safetensors alone" in text
+    report = json.loads(succeeded(*arguments, str(tmp_path / "b"), "--to", "medusa", "--safetensors", "--json"))
+    assert {reader["program"]: reader["reads"] for reader in report["readers"]} == {
+        "foretoken": True,
+        "FasterDecoding/Medusa": False,
+        "TGI 3.3": True,
+        "vLLM 0.32": True,
+        "TensorRT-LLM": True,
+    }
+    assert all(reader["how"] for reader in report["readers"])
+
+
+def test_blocks_that_others_hold_to_be_one_are_refused(tmp_path: Path) -> None:
+    written(tmp_path / "head", MEDUSA.model_copy(update={"num_layers": 2}))
+    arguments = ["convert", str(tmp_path / "head"), str(tmp_path / "out")]
+    assert_refused(run(*arguments, "--to", "medusa"), "the 2 blocks of each head differ", "tied_blocks=true")
+    assert not (tmp_path / "out").exists()
+    assert "not read by FasterDecoding/Medusa" in succeeded(*arguments, "--to", "medusa", "--safetensors")

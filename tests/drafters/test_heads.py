@@ -15,8 +15,9 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.token_tree import DrawKind
 from foretoken.drafters.base import Committed, nodes_by_depth
+from foretoken.drafters.heads import load_head
 from foretoken.drafters.registry import create_drafter, drafter_options
-from foretoken.formats import native
+from foretoken.formats import hub, native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
 from foretoken.target.loading import wrap_model
@@ -149,3 +150,19 @@ def test_a_head_of_another_vocabulary(tmp_path: Path) -> None:
     directory = saved(tmp_path / "head", "medusa")
     with pytest.raises(ConfigError, match="vocab_size 67 instead of 71"):
         LLM(target, speculative_config={"method": "medusa", "model": str(directory)})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_heads_by_hub_id(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The revision that the options name is the one that drafts."""
+    heads = {None: 0, "v1": 1}
+    places = {revision: saved(tmp_path / str(seed), method, seed=seed) for revision, seed in heads.items()}
+    monkeypatch.setattr(hub, "snapshot_download", lambda name, *, revision, **_: str(places[revision]))
+    target = wrap_model(tiny_model("llama"), name="llama")
+    loaded = [
+        load_head(drafter_options({"method": method, "model": "some/head", **keys}), facts(model=target), method)
+        for keys in ({}, {"revision": "v1"})
+    ]
+    first, second = (next(iter(one.head.state_dict().values())) for one in loaded)
+    assert not torch.equal(first, second)
+    assert drafter(Path("some/head"), method, revision="v1").shape.depth == 2
