@@ -17,6 +17,7 @@ from foretoken.formats.mapping import check_values
 from foretoken.formats.readers import Reader
 from foretoken.formats.saving import WriteOptions
 from foretoken.formats.surroundings import Surroundings
+from foretoken.formats.unserved import unserved_head
 from foretoken.formats.whole_files import whole_files
 from foretoken.target.model_files import one_line
 
@@ -33,6 +34,7 @@ NATIVE = "native"
 # Those that recognise part of what another one recognises come first.
 _FOREIGN = ("vllm_medusa", "tensorrt_llm", "hydra", "mlp_speculator", "gorgon", "medusa_v2", "medusa")
 
+_EXPECTED = f"Expected one of {', '.join(sorted([NATIVE, *_FOREIGN]))}."
 _NONSENSE = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError)
 
 
@@ -52,6 +54,8 @@ def head_format(files: HeadFiles) -> str | None:
 def holds_head(path: Path) -> bool:
     """Whether a directory or file is meant to hold a head, as far as its files can be looked at.
 
+    Heads of families that are not served count as well: `read_head` names them.
+
     Raises:
         ModelError: When they are damaged in a way that only a head's can be: a target is never read from pickles.
     """
@@ -59,7 +63,8 @@ def holds_head(path: Path) -> bool:
     if not path.is_file() and not any(directory.glob("*.safetensors")) and not holds_pickles(directory):
         return False
     try:
-        return head_format(open_files(path)) is not None
+        files = open_files(path)
+        return head_format(files) is not None or unserved_head(files) is not None
     except ModelError:
         if path.is_file() or not any(directory.glob("*.safetensors")):
             raise
@@ -98,11 +103,12 @@ def read_head(
         ConfigError: When it was made for another target.
     """
     files = open_files(directory)
+    other = None if native.recognises(files.config) else unserved_head(files)
+    if other is not None:
+        raise ModelError(f"'{directory}' holds {other}: foretoken does not serve it yet. {_EXPECTED}")
     name = head_format(files)
     if name is None:
-        raise ModelError(
-            f"'{directory}' holds no draft head of a known format. Expected one of {', '.join(known_formats())}."
-        )
+        raise ModelError(f"'{directory}' holds no draft head of a known format. {_EXPECTED}")
     if name == NATIVE:
         checkpoint = native.read(directory if directory.is_dir() else directory.parent, files.config)
         check_values(str(directory), checkpoint.weights)
