@@ -45,14 +45,14 @@ def load_target(model: str, dtype: str, device: str, threads: int | None) -> tup
     """The target and its tokenizer, loaded once for all setups.
 
     Raises:
+        ConfigError: When the machine has not nearly so many processors as `threads`.
         RequestError: When the model has no tokenizer to read text prompts with.
     """
-    import torch
-
+    from foretoken.target.lean.threads import set_num_threads
     from foretoken.target.loading import load_model, load_tokenizer
 
     if threads is not None:
-        torch.set_num_threads(threads)
+        set_num_threads(threads)
     loaded = load_model(model, dtype=dtype, device=device)
     tokenizer = load_tokenizer(model)
     if tokenizer is None:

@@ -27,6 +27,10 @@ class TreeError(ForetokenError):
     """A token tree that breaks the invariants of `TokenTree`."""
 
 
+class PassError(ForetokenError, ValueError):
+    """Tensors of a forward pass that do not fit the model, the KV cache or the memory; nothing was computed."""
+
+
 def nearest_name_hint(name: str, known: Iterable[str]) -> str:
     """A sentence that names the nearest known name, or all of them.
 

@@ -146,6 +146,7 @@ class DraftModelDrafter:
         device = self._runner.device
         positions = torch.tensor(prefix, device=device).unsqueeze(1) + torch.arange(width, device=device)
         padded = torch.tensor([self._embeddable(ids) + [0] * (width - len(ids)) for ids in new], device=device)
+        positions = positions.clamp_max(self._runner.last_position)  # padding may lie past the context
         layout = AttentionLayout(slots=slots, prefix=prefix, positions=positions)
         logits = self._runner.forward(padded, layout).logits
         for state, ids in zip(states, new, strict=True):

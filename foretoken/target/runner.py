@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foretoken.attention.layout import AttentionLayout
-from foretoken.core.errors import ConfigError, ModelError, RequestError, nearest_name_hint
+from foretoken.core.errors import ConfigError, ModelError, PassError, RequestError, nearest_name_hint
 from foretoken.core.token_tree import MAX_NODES, TokenTree
 from foretoken.target.generic import GenericDecoder
 from foretoken.target.lean.native import NativeDecoder
@@ -126,6 +126,11 @@ class Runner:
         """V, the width of the logits."""
         return self.model.vocab_size
 
+    @property
+    def last_position(self) -> int:
+        """The greatest position that a pass may feed."""
+        return min(self.model.context_len, self.cache.capacity) - 1
+
     def prefill(self, slot: int, tokens: Sequence[int], start: int) -> Tensor | None:
         """Feeds prompt tokens of one sequence, at most `prefill_chunk` of them, without computing logits.
 
@@ -153,8 +158,15 @@ class Runner:
         Args:
             tokens: (B, T) int64.
             layout: Positions, slots and who sees what.
+
+        Raises:
+            PassError: When the rows do not fit the cache, or tokens and layout the model.
         """
-        assert max(layout.starts) + tokens.shape[1] <= self.cache.capacity, "a pass must fit behind the committed rows"
+        if max(layout.starts) + tokens.shape[1] > self.cache.capacity:
+            raise PassError(
+                f"{tokens.shape[1]} tokens behind {max(layout.starts)} rows do not fit the {self.cache.capacity} rows "
+                "of a slot. Feed fewer."
+            )
         return self._decoder.run(tokens, layout)
 
     def verify(self, slots: Sequence[int], lengths: Sequence[int], tree: TokenTree) -> PassOutput:
@@ -167,7 +179,7 @@ class Runner:
         """
         prefix = torch.tensor(lengths, device=self.device).unsqueeze(1)
         # Nodes past the context limit are never accepted and padding is never read: any legal position does.
-        positions = (prefix + tree.depths).clamp(0, self.model.context_len - 1)
+        positions = (prefix + tree.depths).clamp(0, self.last_position)
         return self.forward(tree.tokens, AttentionLayout(slots=slots, prefix=lengths, positions=positions, tree=tree))
 
     def commit(self, slots: Sequence[int], lengths: Sequence[int], path: Tensor, num_accepted: Tensor) -> None:

@@ -15,6 +15,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <limits>
+#include <new>
 #include <type_traits>
 #include <vector>
 
@@ -41,10 +43,10 @@ struct Layer {
 };
 
 struct Model {
-  int64_t is_bfloat16, num_layers, hidden, heads, kv_heads, head_dim, intermediate, vocab, capacity;
+  int64_t is_bfloat16, num_layers, hidden, heads, kv_heads, head_dim, intermediate, vocab, capacity, num_slots, num_positions;
   float epsilon, scale;
   const void* embedding;     // (vocab, hidden)
-  const float *cos, *sin;    // (positions, head_dim / 2)
+  const float *cos, *sin;    // (num_positions, head_dim / 2)
   const float* final_norm;   // (hidden,)
   Matrix head;
   const Layer* layers;
@@ -66,6 +68,21 @@ struct Pass {
 };
 
 }  // extern "C"
+
+// What a call returns: 0, or what of its arguments would have been read or written out of bounds. `native.py` has the
+// same numbers.
+enum class Status : int64_t {
+  kDone = 0,
+  kNoMemory = 1,
+  kMissing = 2,
+  kThreads = 3,
+  kTokens = 4,
+  kPositions = 5,
+  kSlots = 6,
+  kCacheRows = 7,
+  kParents = 8,
+  kScratch = 9,
+};
 
 namespace {
 
@@ -589,29 +606,34 @@ struct Workspace {
   typename Fragment<T>::Token *normed, *rotated, *mixed, *inner;
   float* scores;     // kTokens rows a thread
   int32_t* scratch;  // likewise
-  int64_t size = 0;
+  int64_t size = 0;  // -1 where it is beyond what 64 bits count
 
   Workspace(const Model& model, int64_t M, int64_t threads, void* base) {
     const int64_t q = model.heads * model.head_dim, kv = model.kv_heads * model.head_dim;
-    take(base, residual, M * model.hidden);
-    take(base, query, M * q);
-    take(base, key, M * kv);
-    take(base, value, M * kv);
-    take(base, gate, M * model.intermediate);
-    take(base, up, M * model.intermediate);
-    take(base, rotated, M * model.kv_heads * Inputs<T>::size(group_size(model), model.head_dim));
-    take(base, normed, Inputs<T>::size(M, model.hidden));
-    take(base, mixed, Inputs<T>::size(M, q));
-    take(base, inner, Inputs<T>::size(M, model.intermediate));
-    take(base, scores, threads * kTokens * greatest_rows(model));
-    take(base, scratch, threads * kTokens * greatest_rows(model));
+    const int64_t padded_M = Inputs<T>::size(M, 1) / Inputs<T>::padded(1);
+    take(base, residual, M, model.hidden);
+    take(base, query, M, q);
+    take(base, key, M, kv);
+    take(base, value, M, kv);
+    take(base, gate, M, model.intermediate);
+    take(base, up, M, model.intermediate);
+    take(base, rotated, M, model.kv_heads * Inputs<T>::size(group_size(model), model.head_dim));
+    take(base, normed, padded_M, Inputs<T>::padded(model.hidden));
+    take(base, mixed, padded_M, Inputs<T>::padded(q));
+    take(base, inner, padded_M, Inputs<T>::padded(model.intermediate));
+    take(base, scores, threads, kTokens * greatest_rows(model));
+    take(base, scratch, threads, kTokens * greatest_rows(model));
   }
 
  private:
   template <class E>
-  void take(void* base, E*& part, int64_t count) {
-    part = reinterpret_cast<E*>(static_cast<char*>(base) + size);
-    size += aligned(count * int64_t(sizeof(E)));
+  void take(void* base, E*& part, int64_t rows, int64_t cols) {
+    part = base == nullptr ? nullptr : reinterpret_cast<E*>(static_cast<char*>(base) + size);
+    int64_t bytes;
+    if (size < 0 || __builtin_mul_overflow(rows, cols * int64_t(sizeof(E)), &bytes) ||
+        bytes > std::numeric_limits<int64_t>::max() - 63 || __builtin_add_overflow(size, aligned(bytes), &size)) {
+      size = -1;
+    }
   }
 };
 
@@ -817,6 +839,39 @@ class Decoder {
   const int64_t group_, chunks_;  // query heads a KV head; portions of kTokens queries that share it
 };
 
+bool all_within(const int64_t* values, int64_t count, int64_t end) {
+  // One comparison a value: a negative one is a large unsigned one.
+  return std::all_of(values, values + count, [&](int64_t value) { return uint64_t(value) < uint64_t(end); });
+}
+
+// Whether a pass stays within the model's tables, the cache and its own buffers.
+Status check(const Model& model, const Pass& pass) {
+  const int64_t B = pass.batch, T = pass.width, M = B * T;
+  if ((pass.tokens == nullptr && pass.inputs == nullptr) || pass.positions == nullptr || pass.slots == nullptr ||
+      pass.prefix == nullptr || pass.workspace == nullptr || (pass.num_taps > 0 && pass.features == nullptr) ||
+      (pass.visible != nullptr && pass.scratch_positions == nullptr)) {
+    return Status::kMissing;
+  }
+  if (pass.num_threads < 1 || pass.num_threads > std::numeric_limits<int>::max()) return Status::kThreads;
+  if (pass.inputs == nullptr && !all_within(pass.tokens, M, model.vocab)) return Status::kTokens;
+  if (!all_within(pass.positions, M, model.num_positions)) return Status::kPositions;
+  if (!all_within(pass.slots, B, model.num_slots)) return Status::kSlots;
+  const int64_t room = model.capacity - T;  // for a prefix and earlier scratch rows
+  if (pass.offset < 0 || pass.offset > room || !all_within(pass.prefix, B, room - pass.offset + 1)) return Status::kCacheRows;
+  if (pass.visible == nullptr) {
+    if (pass.offset != 0) return Status::kScratch;  // nothing says who sees the earlier rows
+  } else if (pass.parents != nullptr || pass.num_scratch != pass.offset + T ||
+             !all_within(pass.scratch_positions, B * pass.num_scratch, model.num_positions)) {
+    return Status::kScratch;
+  }
+  if (pass.parents != nullptr) {
+    for (int64_t m = 0; m < M; ++m) {
+      if (pass.parents[m] < -1 || pass.parents[m] >= m % T) return Status::kParents;  // ancestors come before
+    }
+  }
+  return Status::kDone;
+}
+
 template <class T>
 void decode(const Model& model, const Pass& pass) {
   Decoder<T> decoder(model, pass);
@@ -828,17 +883,26 @@ void decode(const Model& model, const Pass& pass) {
 
 extern "C" {
 
+// -1 where that is beyond what 64 bits count.
 int64_t foretoken_workspace_bytes(const Model* model, int64_t num_tokens, int64_t num_threads) {
   return model->is_bfloat16 ? Workspace<Bfloat16>(*model, num_tokens, num_threads, nullptr).size
                             : Workspace<float>(*model, num_tokens, num_threads, nullptr).size;
 }
 
-void foretoken_decode(const Model* model, const Pass* pass) {
+// Gives a `Status`; a pass that is refused has written nothing.
+Status foretoken_decode(const Model* model, const Pass* pass) {
+  if (pass->batch < 1 || pass->width < 1) return Status::kDone;
+  const Status status = check(*model, *pass);
+  if (status != Status::kDone) return status;
   model->is_bfloat16 ? decode<Bfloat16>(*model, *pass) : decode<float>(*model, *pass);
+  return Status::kDone;
 }
 
-// y (M, rows) = x (M, cols) times the transposed matrix, and its bias; x and y row-major.
-void foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* x, int64_t M, float* y, int64_t num_threads) {
+// y (M, rows) = x (M, cols) times the transposed matrix, and its bias; x and y row-major. Gives a `Status`.
+Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* x, int64_t M, float* y, int64_t num_threads) {
+  if (M < 1 || matrix->rows < 1) return Status::kDone;
+  if (matrix->weight == nullptr || x == nullptr || y == nullptr) return Status::kMissing;
+  if (num_threads < 1 || num_threads > std::numeric_limits<int>::max()) return Status::kThreads;
   const auto run = [&](auto type) {
     using T = decltype(type);
     std::vector<typename Inputs<T>::Token> data(size_t(M == 1 ? Inputs<T>::padded(matrix->cols) : Inputs<T>::size(M, matrix->cols)));
@@ -851,7 +915,12 @@ void foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* x,
       for (int i = 0; i < count; ++i) y[m * matrix->rows + n + i] = values[i];
     });
   };
-  is_bfloat16 ? run(Bfloat16{}) : run(float{});
+  try {
+    is_bfloat16 ? run(Bfloat16{}) : run(float{});
+  } catch (const std::exception&) {  // of the allocation: it must not cross into C
+    return Status::kNoMemory;
+  }
+  return Status::kDone;
 }
 
 }  // extern "C"

@@ -7,15 +7,19 @@ many tokens or sequences share a pass: what a tree's path gets is what plain dec
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, byref, c_float, c_int64, c_void_p
-from typing import TYPE_CHECKING, Any
+from ctypes import byref, c_int64
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from foretoken.core.errors import PassError
 from foretoken.target.decoder import PassOutput, UnsuitableError
 from foretoken.target.lean.build import native_library
-from foretoken.target.lean.weights import Block, LeanWeights, read_weights, tap_indices
+from foretoken.target.lean.native_model import NativeModel
+from foretoken.target.lean.structures import Pass, Status
+from foretoken.target.lean.threads import kernel_threads
+from foretoken.target.lean.weights import LeanWeights, read_weights, tap_indices
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,44 +32,12 @@ if TYPE_CHECKING:
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
-class Matrix(Structure):
-    """See `decoder.cpp`, as for the other structures."""
+class _Workspace(NamedTuple):
+    """Buffers that suffice for so many tokens and threads."""
 
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("rows", c_int64), ("cols", c_int64))
-
-
-class _Layer(Structure):
-    _fields_ = (
-        *((name, Matrix) for name in ("query", "key", "value", "output", "gate", "up", "down")),
-        *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm", "keys", "values")),
-        ("window", c_int64),
-    )
-
-
-class _Model(Structure):
-    _fields_ = (
-        *((name, c_int64) for name in (
-            "is_bfloat16", "num_layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "capacity",
-        )),
-        ("epsilon", c_float),
-        ("scale", c_float),
-        *((name, c_void_p) for name in ("embedding", "cos", "sin", "final_norm")),
-        ("head", Matrix),
-        ("layers", POINTER(_Layer)),
-    )  # fmt: skip
-
-
-class _Pass(Structure):
-    _fields_ = (
-        *((name, c_int64) for name in ("num_threads", "batch", "width", "offset", "num_scratch")),
-        *((name, c_void_p) for name in (
-            "tokens", "positions", "inputs", "slots", "prefix", "parents", "visible", "scratch_positions", "logits",
-            "taps",
-        )),
-        ("num_taps", c_int64),
-        ("features", c_void_p),
-        ("workspace", c_void_p),
-    )  # fmt: skip
+    memory: Tensor
+    num_tokens: int
+    threads: int
 
 
 class NativeDecoder:
@@ -94,7 +66,7 @@ class NativeDecoder:
 
     def run(self, tokens: Tensor, layout: AttentionLayout) -> PassOutput:
         """See `Decoder`."""
-        logits = torch.empty(*tokens.shape, self._vocab)
+        logits = torch.empty(*tokens.shape, self._vocab, dtype=torch.float32, device="cpu")
         return PassOutput(logits=logits, features=self._blocks.decode(tokens, layout, logits))
 
     def fill(self, tokens: Tensor, layout: AttentionLayout) -> Tensor | None:
@@ -115,20 +87,22 @@ class NativeBlocks:
             taps: Boundary indices of the features that passes give.
 
         Raises:
-            UnsuitableError: For another dtype, when the kernels cannot be compiled, or when a weight has been packed.
+            UnsuitableError: For another dtype, when the kernels cannot be compiled, when a weight has been packed, or
+                when sizes do not fit each other.
         """
         if dtype not in _DTYPES:
             raise UnsuitableError(f"it runs float32 and bfloat16, not {dtype}.")
-        self._weights = weights
         self._library = native_library()
         self._library.foretoken_workspace_bytes.restype = c_int64
-        self._dtype, self._cache = dtype, cache
-        self._taps = list(taps)
-        self._tap_order = torch.tensor(sorted(set(self._taps)), dtype=torch.int64)
-        self._kept: list[Tensor] = []  # what the structures below point to and nobody else holds
-        self._layers = (_Layer * len(weights.blocks))(*(self._layer(i, b) for i, b in enumerate(weights.blocks)))
-        self._model = self._describe(weights)
-        self._workspace, self._room = torch.empty(0, dtype=torch.uint8), (0, 0)
+        self._library.foretoken_decode.restype = c_int64
+        self._dtype, self._taps = dtype, list(taps)
+        if any(not 0 <= tap <= len(weights.blocks) + 1 for tap in self._taps):
+            raise UnsuitableError(f"taps {self._taps} do not all exist.")
+        self._tap_order = torch.tensor(sorted(set(self._taps)), dtype=torch.int64, device="cpu")
+        self._taken = torch.searchsorted(self._tap_order, torch.tensor(self._taps, dtype=torch.int64, device="cpu"))
+        self._described = NativeModel(weights, cache, dtype)  # holds what the structure points to
+        self._model = self._described.structure
+        self._idle: list[_Workspace] = []
 
     def decode(self, tokens: Tensor, layout: AttentionLayout, logits: Tensor | None) -> Tensor | None:
         """One call of the kernels.
@@ -140,121 +114,136 @@ class NativeBlocks:
 
         Returns:
             The (B, T, F, D) features.
+
+        Raises:
+            PassError: When something does not fit the model or the cache; nothing has been computed then.
         """
-        batch, width = tokens.shape[:2]
-        threads = torch.get_num_threads()
-        visible = None if layout.visible is None else layout.visible.contiguous()
-        scratch_positions = None if layout.scratch_positions is None else layout.scratch_positions.contiguous()
-        parents = None if layout.tree is None else layout.tree.parents.contiguous()
-        tokens, positions = tokens.contiguous(), layout.positions.contiguous()
-        slots, prefix = (c_int64 * batch)(*layout.slots), (c_int64 * batch)(*layout.prefix)
+        given, held = self._prepare(tokens, layout, logits)
         features = None
         if self._taps:
-            features = torch.empty(len(self._tap_order), batch, width, self._weights.embedding.shape[1])
-        self._reserve(batch * width, threads)
-        self._library.foretoken_decode(
-            byref(self._model),
-            byref(
-                _Pass(
-                    num_threads=threads,
-                    batch=batch,
-                    width=width,
-                    offset=layout.offset,
-                    num_scratch=0 if visible is None else visible.shape[2],
-                    tokens=None if tokens.is_floating_point() else tokens.data_ptr(),
-                    positions=positions.data_ptr(),
-                    inputs=tokens.data_ptr() if tokens.is_floating_point() else None,
-                    slots=ctypes.addressof(slots),
-                    prefix=ctypes.addressof(prefix),
-                    parents=_address(parents),
-                    visible=_address(visible),
-                    scratch_positions=_address(scratch_positions),
-                    logits=_address(logits),
-                    taps=self._tap_order.data_ptr(),
-                    num_taps=len(self._tap_order),
-                    features=_address(features),
-                    workspace=self._workspace.data_ptr(),
-                )
-            ),
-        )
+            shape = (len(self._tap_order), given.batch, given.width, self._model.hidden)
+            features = torch.empty(shape, dtype=torch.float32, device="cpu")
+            given.features = features.data_ptr()
+        workspace = self._take_workspace(given.batch * given.width, given.num_threads)
+        given.workspace = workspace.memory.data_ptr()
+        status = self._library.foretoken_decode(byref(self._model), byref(given))
+        self._idle.append(workspace)
+        del held  # the kernels read it until here
+        if status:
+            raise PassError(self._complaint(Status(status), tokens, layout))
         if features is None:
             return None
         if len(self._taps) == 1:
             return features[0].unsqueeze(2).to(self._dtype)
-        order = torch.searchsorted(self._tap_order, torch.tensor(self._taps))
-        return features[order].permute(1, 2, 0, 3).to(self._dtype)
+        return features[self._taken].permute(1, 2, 0, 3).to(self._dtype)
 
-    def _reserve(self, num_tokens: int, threads: int) -> None:
-        """Makes the workspace large enough for a pass."""
-        if num_tokens > self._room[0] or threads > self._room[1]:
-            self._room = max(num_tokens, self._room[0]), max(threads, self._room[1])
-            size = self._library.foretoken_workspace_bytes(byref(self._model), *map(c_int64, self._room))
-            self._workspace = torch.empty(size, dtype=torch.uint8)
-
-    def _describe(self, weights: LeanWeights) -> _Model:
-        """The model as the kernels see it."""
-        mlp: Any = weights.blocks[0].mlp
-        return _Model(
-            is_bfloat16=self._dtype == torch.bfloat16,
-            num_layers=len(weights.blocks),
-            hidden=weights.embedding.shape[1],
-            heads=weights.num_heads,
-            kv_heads=weights.num_kv_heads,
-            head_dim=weights.head_dim,
-            intermediate=mlp.down_proj.in_features,
-            vocab=weights.embedding.shape[0],
-            capacity=self._cache.capacity,
-            epsilon=weights.epsilon,
-            scale=weights.scale,
-            embedding=self._hold(weights.embedding),
-            cos=self._hold(weights.cos),
-            sin=self._hold(weights.sin),
-            final_norm=self._hold(weights.final_norm),
-            head=self._matrix(weights.head) if len(weights.embedding) else Matrix(),
-            layers=self._layers,
-        )
-
-    def _layer(self, index: int, block: Block) -> _Layer:
-        """One layer as the kernels see it."""
-        attention, mlp = block.attention, block.mlp
-        return _Layer(
-            query=self._matrix(attention.q_proj),
-            key=self._matrix(attention.k_proj),
-            value=self._matrix(attention.v_proj),
-            output=self._matrix(attention.o_proj),
-            gate=self._matrix(mlp.gate_proj),
-            up=self._matrix(mlp.up_proj),
-            down=self._matrix(mlp.down_proj),
-            attention_norm=self._hold(block.attention_norm),
-            mlp_norm=self._hold(block.mlp_norm),
-            query_norm=self._hold(block.query_norm),
-            key_norm=self._hold(block.key_norm),
-            keys=self._cache.keys[index].data_ptr(),
-            values=self._cache.values[index].data_ptr(),
-            window=block.window or 0,
-        )
-
-    def _matrix(self, linear: Any) -> Matrix:
-        """A linear layer's weight in place, its bias in float32.
+    def _prepare(self, tokens: Tensor, layout: AttentionLayout, logits: Tensor | None) -> tuple[Pass, list[Any]]:
+        """What the kernels are told of a pass, and what must live as long as they run.
 
         Raises:
-            UnsuitableError: When the weight is not where transformers put it.
+            PassError: When a tensor has another shape, dtype or device; the kernels check what is in it.
         """
-        if type(linear) is not torch.nn.Linear or not linear.weight.is_contiguous():
-            raise UnsuitableError("another decoder has packed the model's weights.")
-        bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
-        return Matrix(
-            weight=self._hold(linear.weight.detach()), bias=self._hold(bias), rows=linear.out_features,
-            cols=linear.in_features,
-        )  # fmt: skip
+        batch, width = tokens.shape[:2]
+        if len(layout.slots) != batch or len(layout.prefix) != batch:
+            raise PassError(f"{len(layout.slots)} slots, {len(layout.prefix)} prefixes. Expected {batch} of each.")
+        slots, prefix = (c_int64 * batch)(*layout.slots), (c_int64 * batch)(*layout.prefix)
+        positions = _fitting("positions", layout.positions, torch.int64, (batch, width))
+        given = Pass(
+            num_threads=kernel_threads(),
+            batch=batch,
+            width=width,
+            offset=layout.offset,
+            positions=positions.data_ptr(),
+            slots=ctypes.addressof(slots),
+            prefix=ctypes.addressof(prefix),
+            taps=self._tap_order.data_ptr(),
+            num_taps=len(self._tap_order),
+        )
+        if tokens.is_floating_point():
+            tokens = _fitting("inputs", tokens, torch.float32, (batch, width, self._model.hidden))
+            given.inputs = tokens.data_ptr()
+        else:
+            tokens = _fitting("tokens", tokens, torch.int64, (batch, width))
+            given.tokens = tokens.data_ptr()
+        held: list[Any] = [tokens, positions, slots, prefix]
+        if layout.tree is not None:
+            held.append(_fitting("parents", layout.tree.parents, torch.int64, (batch, width)))
+            given.parents = held[-1].data_ptr()
+        if layout.visible is not None:
+            given.num_scratch = rows = layout.offset + width
+            held.append(_fitting("visible", layout.visible, torch.bool, (batch, width, rows)))
+            given.visible = held[-1].data_ptr()
+            held.append(_fitting("scratch_positions", layout.scratch_positions, torch.int64, (batch, rows)))
+            given.scratch_positions = held[-1].data_ptr()
+        if logits is not None:
+            if not logits.is_contiguous():
+                raise PassError("logits are not contiguous. Expected a tensor to fill in place.")
+            given.logits = _fitting("logits", logits, torch.float32, (batch, width, self._model.head.rows)).data_ptr()
+        return given, held
 
-    def _hold(self, tensor: Tensor | None) -> int | None:
-        """The address of a tensor that stays alive as long as this decoder."""
-        if tensor is not None:
-            self._kept.append(tensor)
-        return _address(tensor)
+    def _take_workspace(self, num_tokens: int, threads: int) -> _Workspace:
+        """An idle workspace that is large enough for a pass, or a new one; two Python threads never share one.
+
+        Raises:
+            PassError: When there is no memory for it.
+        """
+        try:
+            idle = self._idle.pop()
+        except IndexError:
+            idle = _Workspace(torch.empty(0, dtype=torch.uint8, device="cpu"), 0, 0)
+        if num_tokens <= idle.num_tokens and threads <= idle.threads:
+            return idle
+        num_tokens, threads = max(num_tokens, idle.num_tokens), max(threads, idle.threads)
+        size = self._library.foretoken_workspace_bytes(byref(self._model), c_int64(num_tokens), c_int64(threads))
+        try:
+            return _Workspace(torch.empty(size, dtype=torch.uint8, device="cpu"), num_tokens, threads)
+        except RuntimeError as err:  # torch has no type for it; a size below 0 stands for one beyond 64 bits
+            raise PassError(f"there is no memory for a pass of {num_tokens} tokens. Feed fewer at once.") from err
+
+    def _complaint(self, status: Status, tokens: Tensor, layout: AttentionLayout) -> str:
+        """What is wrong with a pass that the kernels refused."""
+        model = self._model
+        rows = f"prefixes {list(layout.prefix)}, {layout.offset} earlier rows and {tokens.shape[1]} new ones"
+        match status:
+            case Status.TOKENS:
+                text = f"tokens lie in {_range(tokens)}. Expected ids in 0..{model.vocab - 1}."
+            case Status.POSITIONS:
+                text = f"positions lie in {_range(layout.positions)}. Expected 0..{model.num_positions - 1}."
+            case Status.SLOTS:
+                text = f"the slots are {list(layout.slots)}. Expected 0..{model.num_slots - 1}."
+            case Status.CACHE_ROWS:
+                text = f"{rows} do not fit. Expected at most {model.capacity} rows a slot in all."
+            case Status.PARENTS:
+                text = "a node's parent does not come before it. Expected parents in -1..node - 1."
+            case Status.SCRATCH:
+                text = (
+                    f"{rows} do not fit `visible` and `scratch_positions`, which say who sees the rows after a prefix."
+                )
+            case Status.NO_MEMORY:
+                text = f"there is no memory for a pass of {tokens.numel()} tokens. Feed fewer at once."
+            case _:
+                text = (
+                    f"the pass lacks something: {status.name}. Expected tensors with memory, and at least one thread."
+                )
+        return text
 
 
-def _address(tensor: Tensor | None) -> int | None:
-    """Where a tensor's data lies."""
-    return None if tensor is None else tensor.data_ptr()
+def _fitting(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A contiguous tensor of what the kernels read.
+
+    Raises:
+        PassError: When it is anything else.
+    """
+    if tensor is None or tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_cpu:
+        raise PassError(f"{name} is {_described(tensor)}. Expected {shape} {dtype} on a CPU.")
+    return tensor.contiguous()
+
+
+def _described(tensor: Tensor | None) -> str:
+    """Shape, dtype and device."""
+    return "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
+def _range(values: Tensor) -> str:
+    """Least and greatest value."""
+    return f"{values.min()}..{values.max()}"

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foretoken.core.errors import PassError
 from foretoken.target.decoder import UnsuitableError
 from foretoken.target.lean.build import native_library
-from foretoken.target.lean.native import Matrix
+from foretoken.target.lean.structures import Matrix
+from foretoken.target.lean.threads import kernel_threads
 
 _ALONE = 1 << 15  # products of so few multiplications are over before a second thread has begun
 
@@ -31,8 +33,10 @@ class NativeLinear(nn.Module):
         super().__init__()
         if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
             raise UnsuitableError(f"native products take float32 and bfloat16 on CPUs, not {weight.dtype}.")
-        if not weight.is_contiguous():
-            raise UnsuitableError("native products take rows that lie one after another.")
+        if weight.dim() != 2 or not weight.numel() or not weight.is_contiguous():
+            raise UnsuitableError("native products take a matrix whose rows lie one after another.")
+        if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_cpu):
+            raise UnsuitableError(f"a bias {tuple(bias.shape)} on {bias.device} does not fit {tuple(weight.shape)}.")
         self._weight = weight.detach()
         self._bias = None if bias is None else bias.detach().float().contiguous()
         self._rows, self._cols = weight.shape
@@ -43,16 +47,25 @@ class NativeLinear(nn.Module):
         self._is_bfloat16 = weight.dtype == torch.bfloat16
         self._multiply: Any = native_library().foretoken_linear
         self._multiply.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64)
-        self._multiply.restype = None
+        self._multiply.restype = c_int64
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., K) of any dtype to (..., N) float32."""
+        """(..., K) of any dtype, on a CPU, to (..., N) float32.
+
+        Raises:
+            PassError: When it is anything else, or there is no memory.
+        """
+        if not x.is_cpu or x.shape[-1:] != (self._cols,):
+            raise PassError(f"inputs are {tuple(x.shape)} on {x.device}. Expected (..., {self._cols}) on a CPU.")
         rows = x.reshape(-1, self._cols).float().contiguous()
         count = rows.shape[0]
-        out = torch.empty(count, self._rows)
+        out = torch.empty(count, self._rows, dtype=torch.float32, device="cpu")
         if count:
-            threads = 1 if count * self._rows * self._cols <= _ALONE else torch.get_num_threads()
-            self._multiply(addressof(self._matrix), self._is_bfloat16, rows.data_ptr(), count, out.data_ptr(), threads)
+            threads = 1 if count * self._rows * self._cols <= _ALONE else kernel_threads()
+            if self._multiply(
+                addressof(self._matrix), self._is_bfloat16, rows.data_ptr(), count, out.data_ptr(), threads
+            ):
+                raise PassError(f"there is no memory for {count} inputs of {self._cols}. Feed fewer at once.")
         return out.view(*x.shape[:-1], self._rows)
 
 
