@@ -1,14 +1,150 @@
-"""Where things that are made once a machine are kept: compiled kernels, measured costs."""
+"""Where things that are made once a machine are kept: compiled kernels, measured costs.
+
+What is kept is run as code, or steers the engine. So nothing is read or written unless this user and root are the only
+ones who can put it there: the directory, those above it and every file are asked for their owner and mode. Where that
+does not hold, or there is no home directory, everything works and nothing is kept.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import stat
+import tempfile
 from pathlib import Path
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_log = logging.getLogger(__name__)
+_said: list[str] = []
 
 
 def cache_directory() -> Path:
-    """`FORETOKEN_CACHE`, or `foretoken` in the user's cache directory; may not exist yet."""
+    """`FORETOKEN_CACHE`, or `foretoken` in the user's cache directory; may not exist yet.
+
+    Raises:
+        OSError: When there is neither, as in a container whose user has no home.
+    """
     base = os.environ.get("FORETOKEN_CACHE")
     if base:
-        return Path(base)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "foretoken"
+        return Path(base).absolute()
+    base = os.environ.get("XDG_CACHE_HOME")
+    if base and Path(base).is_absolute():
+        return Path(base) / "foretoken"
+    try:
+        home = Path.home()
+    except RuntimeError as err:
+        raise FileNotFoundError("there is no home directory") from err
+    if not home.is_absolute():
+        raise FileNotFoundError(f"the home directory '{home}' is not an absolute path")
+    return home / ".cache" / "foretoken"
+
+
+def open_cache() -> Path | None:
+    """The cache directory, made where it is missing; None where nothing can be kept, which is logged once."""
+    try:
+        directory = cache_directory()
+        # A link that somebody else made may lead anywhere, later to another place than now.
+        for part in (directory, *directory.parents):
+            if part.is_symlink() and not _is_owned(part.lstat()):
+                raise PermissionError(f"the link '{part}' belongs to another user")
+        directory = Path(os.path.realpath(directory))
+        for part in (*reversed(directory.parents), directory):
+            if not part.exists():
+                part.mkdir(mode=0o700, exist_ok=True)
+            _check_directory(part, is_parent=part != directory)
+    except (OSError, ValueError) as err:
+        say_nothing_is_kept(str(err))
+        return None
+    return directory
+
+
+def read_kept(path: Path, *, limit: int) -> bytes | None:
+    """Contents of a file of the cache.
+
+    Args:
+        path: In `open_cache`.
+        limit: Most bytes it may have.
+
+    Returns:
+        None where there is no regular file, it is longer, or somebody else could have written it.
+    """
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+    try:
+        with os.fdopen(os.open(path, flags), "rb") as file:
+            facts = os.fstat(file.fileno())
+            if not stat.S_ISREG(facts.st_mode) or not _is_owned(facts) or _others_write(facts):
+                return None
+            data = file.read(limit + 1)
+    except OSError:
+        return None
+    return data if len(data) <= limit else None
+
+
+def write_kept(path: Path, data: bytes) -> None:
+    """Replaces a file of the cache in one move; only this user can read it.
+
+    Args:
+        path: In `open_cache`.
+        data: Its contents.
+
+    Raises:
+        OSError: When that is not possible.
+    """
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+        Path(name).replace(path)
+    except OSError:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def say_nothing_is_kept(reason: str) -> None:
+    """Logs why nothing is kept; once a process."""
+    if _said:
+        return
+    _said.append(reason)
+    _log.warning(
+        "compiled kernels and measured costs are not kept for the next process: %s. Set FORETOKEN_CACHE to a directory "
+        "that only you can write to.", reason,
+    )  # fmt: skip
+
+
+def _check_directory(directory: Path, *, is_parent: bool) -> None:
+    """Raises `PermissionError` when somebody else can put files there.
+
+    Where everybody may make entries but not touch those of others (the sticky bit, as /tmp has it), what lies below is
+    safe with an owner of its own.
+    """
+    facts = directory.stat()
+    if not stat.S_ISDIR(facts.st_mode):
+        raise NotADirectoryError(f"'{directory}' is not a directory")
+    if not _is_owned(facts):
+        raise PermissionError(f"'{directory}' belongs to another user")
+    is_sticky = is_parent and facts.st_mode & stat.S_ISVTX
+    if _others_write(facts) and not is_sticky and not _is_private_group(facts):
+        raise PermissionError(f"other users can write to '{directory}'")
+
+
+def _is_owned(facts: os.stat_result) -> bool:
+    """Whether a file belongs to this user or to root."""
+    return os.name != "posix" or facts.st_uid in (0, os.geteuid())
+
+
+def _others_write(facts: os.stat_result) -> bool:
+    """Whether group or others may write."""
+    return os.name == "posix" and bool(facts.st_mode & _OTHERS_WRITE)
+
+
+def _is_private_group(facts: os.stat_result) -> bool:
+    """Whether it is only the group that may write too, and that is the group which many systems give each user."""
+    import grp  # POSIX alone has these
+    import pwd
+
+    try:
+        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(facts.st_gid)
+    except KeyError:
+        return False
+    is_own = group.gr_gid == user.pw_gid and group.gr_name == user.pw_name
+    return is_own and not facts.st_mode & stat.S_IWOTH and set(group.gr_mem) <= {user.pw_name}
