@@ -32,6 +32,9 @@ def bench(
     cost_curve: Annotated[
         bool, typer.Option("--cost-curve", help="Also time target passes of 1 to 128 tokens.")
     ] = False,
+    refresh_costs: Annotated[
+        bool, typer.Option("--refresh-costs", help="Measure anew what passes cost, which decides how wide trees are.")
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Measure tokens/s, speed-up, acceptance length tau, efficiency and where the time goes.
@@ -46,11 +49,14 @@ def bench(
     from foretoken.bench.prompt_sets import load_prompts
     from foretoken.bench.setups import parse_setup
     from foretoken.bench.workload import Workload
+    from foretoken.engine.costs import pass_costs
 
     setups = [parse_setup(text) for text in speculative_config or ["ngram"]]
     texts = load_prompts(prompts, limit=num_prompts)
     workload = Workload(prompts=texts, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed)
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    if refresh_costs:
+        pass_costs(loaded, runner, is_refreshed=True)
     with progress("batches") as on_progress:
         measurements = compare_setups(
             loaded,

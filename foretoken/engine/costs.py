@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import tempfile
+import math
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.core.user_cache import cache_directory
+from foretoken.core.user_cache import open_cache, read_kept, say_nothing_is_kept, write_kept
 from foretoken.target.lean.build import kernels_version
 from foretoken.target.runner import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from foretoken.target.loading import LoadedModel
 
@@ -36,7 +35,10 @@ _LEARNING_RATE = 0.1  # weight of one pass in the cost of its width
 # Tokens that a tree of n nodes brings, relative to plain decoding: published trees gain roughly by the logarithm of
 # their nodes (EAGLE-2 2406.16858 figure 8, Sequoia 2402.12374 figure 2).
 _GAIN_BY_DOUBLING = 0.6
-_FORMAT = 2
+_FORMAT = 3
+_LARGEST_FILE = 1 << 20  # bytes, of about a thousand curves
+_LONGEST_AGE_S = 30 * 24 * 3600  # drivers, clocks and the machine's other users change
+_LIKELY_S = (1e-7, 3600.0)  # no pass is faster or slower
 
 
 class CostCurve:
@@ -120,23 +122,26 @@ def _fastest(run: Callable[[int], None], width: int) -> float:
     return best
 
 
-def pass_costs(model: LoadedModel, runner: str) -> CostCurve:
+def pass_costs(model: LoadedModel, runner: str, *, is_refreshed: bool = False) -> CostCurve:
     """The cost curve of a model on this machine, with torch's present number of threads.
 
     Measured the first time: every width once, then again and again for two seconds. Later it is read from `costs.json`
-    in the cache directory. A file that cannot be read or written is done without.
+    in the cache directory, for a month. A file that is damaged, or cannot be read or written, is done without.
 
     Args:
         model: A loaded causal LM.
         runner: Which runner was asked for, see `Runner`.
+        is_refreshed: Whether to measure anew, whatever is known.
     """
-    path, key = cache_directory() / "costs.json", _key(model, runner)
-    known = _read(path)
-    if key in known:
-        return CostCurve(*known[key])
+    directory, key = open_cache(), _key(model, runner)
+    path = None if directory is None else directory / "costs.json"
+    known = {} if path is None else _read(path)
+    if key in known and not is_refreshed:
+        return CostCurve(known[key]["widths"], known[key]["seconds"])
     curve = measure_costs(Runner(model, num_slots=1, context_len=2 * _PREFIX, max_nodes=WIDTHS[-1], runner=runner))
-    points = curve.points
-    _write(path, {**known, key: [[width for width, _ in points], [seconds for _, seconds in points]]})
+    if path is not None:
+        widths, seconds = zip(*curve.points, strict=True)
+        _write(path, {**known, key: {"measured": time.time(), "widths": widths, "seconds": seconds}})
     return curve
 
 
@@ -181,25 +186,43 @@ def _key(model: LoadedModel, runner: str) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Curves measured before; nothing where there is no file or it is damaged."""
+    """Curves that were measured before and can be true; nothing where there is no file or it is damaged."""
+    data = read_kept(path, limit=_LARGEST_FILE)
     try:
-        known = json.loads(path.read_text(encoding="utf-8"))
-        return {
-            key: [[int(width) for width in widths], [float(value) for value in seconds]]
-            for key, (widths, seconds) in known.items()
-            if len(widths) == len(seconds) > 0
-        }
-    except (OSError, ValueError, TypeError, AttributeError):
+        known = json.loads(data or b"{}")
+    except (ValueError, RecursionError):  # no JSON, no UTF-8; nested beyond what the parser bears
         return {}
+    now = time.time()
+    return {key: entry for key, entry in known.items() if _is_likely(entry, now)} if isinstance(known, dict) else {}
+
+
+def _is_likely(entry: Any, now: float) -> bool:
+    """Whether an entry of the file can be a curve of the last month: some of `WIDTHS`, from 1 on, and their seconds."""
+    if not isinstance(entry, dict):
+        return False
+    measured: Any = entry.get("measured")
+    widths: Any = entry.get("widths")
+    seconds: Any = entry.get("seconds")
+    if not _is_number(measured) or not now - _LONGEST_AGE_S < measured <= now:
+        return False
+    if not isinstance(widths, list) or not isinstance(seconds, list) or len(widths) != len(seconds):
+        return False
+    if any(type(width) is not int for width in widths) or widths != [w for w in WIDTHS if w in widths]:
+        return False
+    low, high = _LIKELY_S
+    if widths[:1] != [1] or not all(_is_number(value) and low <= value <= high for value in seconds):
+        return False
+    return bool(10 * min(seconds) >= seconds[0])  # a wider pass that is faster is noise, but not so much
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a value of JSON, which may be a truth value, NaN or an integer of any size, is a finite number."""
+    return type(value) is int or (type(value) is float and math.isfinite(value))
 
 
 def _write(path: Path, curves: dict[str, Any]) -> None:
-    """Replaces the file in one move."""
+    """Replaces the file; does without where that is not possible."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, suffix=".json")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(curves, file)
-        Path(name).replace(path)
-    except OSError:
-        return
+        write_kept(path, json.dumps(curves).encode())
+    except OSError as err:
+        say_nothing_is_kept(str(err))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 import foretoken.engine.costs as costs_module
+from foretoken.core import user_cache
 from foretoken.engine.costs import WIDTHS, CostCurve, pass_costs
 from foretoken.target.loading import wrap_model
 
@@ -75,7 +79,8 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
         return CostCurve((1, 2), (0.5, 0.75))
 
     monkeypatch.setattr(costs_module, "measure_costs", instantly)
-    monkeypatch.setattr(costs_module, "cache_directory", lambda: tmp_path / "cache")
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(user_cache, "_said", [])
     return names
 
 
@@ -102,23 +107,135 @@ def test_what_changes_the_cost_is_measured_anew(measured: list[str]) -> None:
     assert len(measured) == 7
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"a": 1}', '{"a": [[1], []]}', "\\xff"])
-def test_a_damaged_file_is_replaced(text: str, measured: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "cache" / "costs.json"
-    path.parent.mkdir()
-    path.write_text(text)
+def entry(**changes: Any) -> dict[str, Any]:
+    return {"measured": time.time(), "widths": [1, 2, 4], "seconds": [0.1, 0.2, 0.3], **changes}
+
+
+def as_kept(directory: Path, made: Any) -> None:
+    """Writes the file as a whole, with an entry in the place of the model's."""
+    path = directory / "costs.json"
+    if isinstance(made, bytes):
+        path.write_bytes(made)
+    else:
+        key = next(iter(json.loads(path.read_text())))
+        path.write_text(json.dumps({key: made, "another": entry()}))
+
+
+DAMAGED: dict[str, bytes] = {
+    "empty": b"",
+    "cut off": b'{"a": {"measured": 1',
+    "a list": b"[]",
+    "a number": b"1e999",
+    "null": b"null",
+    "not UTF-8": b'{"\xff": 1}',
+    "nested deeply": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "nested lists": b"[" * 500_000,
+    "a number of too many digits": b'{"a": ' + b"9" * 100_000 + b"}",
+    "too long": b'{"a": "' + b"x" * (1 << 20) + b'"}',
+    "a lone surrogate": b'{"\\ud800": 1}',
+}
+
+
+@pytest.mark.parametrize("what", DAMAGED)
+def test_a_damaged_file_is_replaced(what: str, measured: list[str], tmp_path: Path) -> None:
     model = wrap_model(tiny_model("llama"), name="tiny")
+    (tmp_path / "cache").mkdir(mode=0o700)
+    as_kept(tmp_path / "cache", DAMAGED[what])
     for _ in range(2):
         assert pass_costs(model, "generic").points == [(1, 0.5), (2, 0.75)]
     assert len(measured) == 1
 
 
-def test_a_cache_that_cannot_be_written_is_done_without(measured: list[str], tmp_path: Path) -> None:
+UNLIKELY: dict[str, Any] = {
+    "null": None,
+    "a list": [[1, 2], [0.5, 0.75]],
+    "nothing": {},
+    "no points": entry(widths=[], seconds=[]),
+    "more widths than seconds": entry(widths=[1, 2, 3, 4]),
+    "widths as text": entry(widths="124"),
+    "a width as text": entry(widths=[1, 2, "4"]),
+    "a width that is no whole number": entry(widths=[1, 2.0, 4]),
+    "a truth value": entry(widths=[True, 2, 4]),
+    "widths that fall": entry(widths=[4, 2, 1]),
+    "a width twice": entry(widths=[1, 1, 2]),
+    "widths of nobody": entry(widths=[1, 2, 10**30]),
+    "a negative width": entry(widths=[-1, 1, 2]),
+    "no single token": entry(widths=[2, 3, 4]),
+    "nested widths": entry(widths=[[1], [2], [4]]),
+    "no seconds": entry(seconds=None),
+    "seconds as text": entry(seconds=["0.1", "0.2", "0.3"]),
+    "a mapping": entry(seconds={"0": 1, "1": 2, "2": 3}),
+    "zero": entry(seconds=[0, 0.2, 0.3]),
+    "negative": entry(seconds=[0.1, -0.2, 0.3]),
+    "not a number": entry(seconds=[0.1, float("nan"), 0.3]),
+    "infinite": entry(seconds=[0.1, 0.2, float("inf")]),
+    "huge": entry(seconds=[0.1, 0.2, 10**400]),
+    "instant": entry(seconds=[1e-300, 0.2, 0.3]),
+    "wide passes for nothing": entry(seconds=[0.1, 0.2, 0.001]),
+    "no date": entry(measured=None),
+    "a date to come": entry(measured=time.time() + 1e6),
+    "an old date": entry(measured=time.time() - 1e7),
+    "no date at all": entry(measured=float("nan")),
+}
+
+
+@pytest.mark.parametrize("what", UNLIKELY)
+def test_a_curve_that_cannot_be_true_is_measured_again(what: str, measured: list[str], tmp_path: Path) -> None:
+    model = wrap_model(tiny_model("llama"), name="tiny")
+    pass_costs(model, "generic")
+    as_kept(tmp_path / "cache", UNLIKELY[what])
+    for _ in range(2):
+        assert pass_costs(model, "generic").points == [(1, 0.5), (2, 0.75)]
+    assert len(measured) == 2
+    assert set(json.loads((tmp_path / "cache" / "costs.json").read_text())) >= {"another"}, "what is likely stays"
+
+
+def test_a_likely_curve_is_taken(measured: list[str], tmp_path: Path) -> None:
+    """The control of the test above."""
+    model = wrap_model(tiny_model("llama"), name="tiny")
+    pass_costs(model, "generic")
+    as_kept(tmp_path / "cache", entry(seconds=[1, 0.2, 0.3]))
+    assert pass_costs(model, "generic").points == [(1, 1.0), (2, 0.2), (4, 0.3)]
+    assert len(measured) == 1
+    assert pass_costs(model, "generic", is_refreshed=True).points == [(1, 0.5), (2, 0.75)]
+    assert pass_costs(model, "generic").points == [(1, 0.5), (2, 0.75)]
+    assert len(measured) == 2
+
+
+@pytest.mark.parametrize("what", ["a directory", "a pipe", "a link", "a file others can write"])
+def test_something_else_in_its_place(what: str, measured: list[str], tmp_path: Path) -> None:
+    """It does not stop a start, is not followed, and is not believed."""
+    model = wrap_model(tiny_model("llama"), name="tiny")
+    pass_costs(model, "generic")
+    path, elsewhere = tmp_path / "cache" / "costs.json", tmp_path / "elsewhere"
+    path.rename(elsewhere)
+    text = elsewhere.read_text()
+    match what:
+        case "a directory":
+            path.mkdir()
+        case "a pipe":
+            os.mkfifo(path)
+        case "a link":
+            path.symlink_to(elsewhere)
+        case _:
+            path.write_text(text)
+            path.chmod(0o666)
+    pass_costs(model, "generic")
+    assert len(measured) == 2
+    assert elsewhere.read_text() == text
+    pass_costs(model, "generic")
+    assert len(measured) == (3 if what == "a directory" else 2)
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    measured: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "cache").write_text("a file where the directory should be")
     model = wrap_model(tiny_model("llama"), name="tiny")
     for _ in range(2):
         assert pass_costs(model, "generic").points == [(1, 0.5), (2, 0.75)]
     assert len(measured) == 2
+    assert caplog.text.count("are not kept for the next process: ") == 1
 
 
 def test_a_real_measurement_covers_the_widths() -> None:

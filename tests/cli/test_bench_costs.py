@@ -1,0 +1,30 @@
+"""`foretoken bench --refresh-costs`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import MODEL, run
+
+import foretoken.engine.costs as costs_module
+from foretoken.engine.costs import CostCurve
+from foretoken.target.lean.build import native_library
+
+
+def test_costs_are_measured_anew_when_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    measured: list[str] = []
+
+    def instantly(made: Any) -> CostCurve:
+        measured.append(made.name)
+        return CostCurve((1, 2), (0.5, 0.75))
+
+    native_library()  # not to be compiled anew for an empty cache
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))
+    monkeypatch.setattr(costs_module, "measure_costs", instantly)
+    arguments = ("bench", MODEL, "-s", "draft_model", "--num-prompts", "1", "--max-tokens", "2", "--temperature", "0")
+    for expected, more in ((1, ()), (1, ()), (2, ("--refresh-costs",))):
+        done = run(*arguments, *more)
+        assert done.returncode == 0, done.stderr
+        assert len(measured) == expected
