@@ -144,8 +144,8 @@ def test_targets_are_none_of_them(tmp_path: Path, architecture: str) -> None:
 
 
 CONFIG_KEYS = (
-    "architectures", "eagle_config", "draft_vocab_size", "target_hidden_size", "hidden_size", "vocab_size", "model_type",
-    "transformer_layer_config", "model", "eagle_aux_hidden_state_layer_ids", "speculators_model_type",
+    "architectures", "eagle_config", "draft_vocab_size", "target_hidden_size", "hidden_size", "vocab_size",
+    "model_type", "transformer_layer_config", "model", "eagle_aux_hidden_state_layer_ids", "speculators_model_type",
 )  # fmt: skip
 
 
