@@ -8,7 +8,11 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 GPU_PYTHON ?= python3
 NAME ?= h200
 
-.PHONY: demo test lint clean gpu-suite gpu-rehearsal
+NATIVE_TESTS := tests/target/test_lean.py tests/target/test_native_bounds.py tests/target/test_native_build.py \
+	tests/target/test_native_fork.py tests/target/test_tree_passes.py tests/target/test_taps.py \
+	tests/heads/test_quickened.py tests/heads/test_prefix_block.py
+
+.PHONY: demo test sanitize lint clean gpu-suite gpu-rehearsal
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +37,14 @@ demo: $(VENV)/.base
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n 2
+
+# The native kernels under GCC's AddressSanitizer and UndefinedBehaviorSanitizer, over the tests that run them. Python
+# itself is not built with them: so they are loaded first, with libstdc++ whose exceptions they watch, and leaks, which
+# Python has by design, are not looked for. The first finding ends the run.
+sanitize: $(VENV)/.test
+	FORETOKEN_SANITIZE=1 CXX=g++ ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 \
+	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libubsan.so) $$(g++ -print-file-name=libstdc++.so)" \
+	$(BIN)/python -m pytest -p no:cacheprovider $(NATIVE_TESTS)
 
 lint: $(VENV)/.lint
 	$(BIN)/ruff format --check .

@@ -26,6 +26,7 @@ from foretoken.target.loading import wrap_model
 from foretoken.target.runner import Runner
 from foretoken.target.slot_cache import LayerShape, SlotCache
 
+IS_SANITIZED = os.environ.get("FORETOKEN_SANITIZE") == "1"  # by `make sanitize`
 SLOTS, CAPACITY, WIDTH = 2, 40, 3
 TREE = TokenTree.from_rows([TreeRow([5, 6, 7], [-1, 0, 0])] * 2)
 
@@ -235,12 +236,16 @@ def test_layers_of_what_does_not_fit(weight: torch.Tensor, bias: torch.Tensor | 
         NativeLinear(weight, bias)
 
 
-def test_memory_that_does_not_suffice() -> None:
-    """Sizes past 64 bits, a workspace that cannot be had, and an allocation that fails inside the kernels."""
+def test_a_workspace_that_cannot_be_had() -> None:
+    """Of more than there is, and of sizes past 64 bits."""
     made = blocks()
-    for tokens in (2**40, 2**56, 2**62):
+    for tokens in (2**40, 2**56, 2**62, 2**63 - 1):
         with pytest.raises(PassError, match=f"there is no memory for a pass of {tokens} tokens"):
             made._take_workspace(tokens, 1)
+
+
+@pytest.mark.skipif(IS_SANITIZED, reason="the sanitizers need more address space than there is")
+def test_an_allocation_that_fails_inside_the_kernels() -> None:
     code = """
         import resource, torch
         from foretoken.core.errors import PassError
@@ -282,11 +287,26 @@ def test_positions_of_padding_may_be_anything() -> None:
     assert torch.equal(made.verify([0], [0], far).logits[0, 0], expected)
 
 
+@pytest.mark.skipif(not IS_SANITIZED, reason="`make sanitize` runs it")
+@pytest.mark.parametrize(("output", "what"), [(9, "heap-buffer-overflow"), (0, "misaligned address")])
+def test_the_sanitizers_see(output: int, what: str) -> None:
+    """The control of `make sanitize`: a result that is written past its end, and one to an odd address."""
+    code = f"""
+        import ctypes, torch
+        from foretoken.target.lean.products import NativeLinear
+        linear = NativeLinear(torch.ones(10, 8))
+        x, y = torch.ones(1, 8), torch.empty(10 - {output} + 1)
+        linear._multiply(ctypes.addressof(linear._matrix), 0, x.data_ptr(), 1, y.data_ptr() + {int(output == 0)}, 1)
+    """
+    with pytest.raises(AssertionError, match=what):
+        script(code)
+
+
 def script(code: str, *options: str) -> str:
     """What a program prints; it must end by itself, without a signal."""
     done = subprocess.run(
         [sys.executable, *options, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=200,
         check=False, cwd=sys.path[0], env={**os.environ, "PYTHONPATH": ":".join(filter(None, sys.path))},
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.returncode == 0, done.stderr[-10000:]
     return done.stdout

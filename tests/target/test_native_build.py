@@ -126,7 +126,8 @@ def test_older_processors(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
     """Without 512-bit registers and bf16 products the same source serves, and is as independent of company."""
     model = wrap_model(tiny_model("qwen3", dtype=dtype), name="tiny")
     newer = Runner(model, num_slots=1, max_nodes=8, runner="lean-native")
-    monkeypatch.setattr(build, "_flags", lambda: ("-O3", "-march=x86-64-v3", *build._FLAGS[2:]))
+    flags = [flag.replace("=native", "=x86-64-v3") for flag in build._flags() if flag != build._WIDE]
+    monkeypatch.setattr(build, "_flags", lambda: flags)
     build.native_library.cache_clear()
     try:
         older = Runner(model, num_slots=1, max_nodes=8, runner="lean-native")

@@ -610,7 +610,8 @@ struct Workspace {
 
   Workspace(const Model& model, int64_t M, int64_t threads, void* base) {
     const int64_t q = model.heads * model.head_dim, kv = model.kv_heads * model.head_dim;
-    const int64_t padded_M = Inputs<T>::size(M, 1) / Inputs<T>::padded(1);
+    if (M > std::numeric_limits<int64_t>::max() - kTokens) size = -1;
+    const int64_t padded_M = size < 0 ? 0 : (M + kTokens - 1) / kTokens * kTokens;
     take(base, residual, M, model.hidden);
     take(base, query, M, q);
     take(base, key, M, kv);
