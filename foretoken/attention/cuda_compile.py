@@ -39,7 +39,7 @@ def compile_source(source: str, *, arch: str = "sm_90") -> bytes:
     nvrtc = _nvrtc()
     program = c_void_p()
     status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), b"foretoken.cu", 0, None, None)
-    assert status == 0, nvrtc.nvrtcGetErrorString(status)
+    _check(nvrtc, status)
     try:
         options = (c_char_p * 2)(f"--gpu-architecture={arch}".encode(), b"--std=c++17")
         status = nvrtc.nvrtcCompileProgram(program, len(options), options)
@@ -194,11 +194,18 @@ def _nvrtc_version(nvrtc: ctypes.CDLL) -> tuple[int, int]:
 def _program_bytes(nvrtc: ctypes.CDLL, program: c_void_p, what: str) -> bytes:
     """What a program holds by a pair of functions nvrtcGet<what>Size and nvrtcGet<what>."""
     size = c_size_t()
-    status = getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size))
+    _check(nvrtc, getattr(nvrtc, f"nvrtcGet{what}Size")(program, ctypes.byref(size)))
     buffer = ctypes.create_string_buffer(size.value)
-    status = status or getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
-    assert status == 0, nvrtc.nvrtcGetErrorString(status)
+    status = getattr(nvrtc, f"nvrtcGet{what}")(program, buffer)
+    _check(nvrtc, status)
     return buffer.raw
+
+
+def _check(nvrtc: ctypes.CDLL, status: int) -> None:
+    """Raises `ConfigError` when NVRTC reports an error that is not of the source."""
+    if status:
+        reason = nvrtc.nvrtcGetErrorString(status).decode()
+        raise ConfigError(f"NVRTC failed: {reason} ({status}). Expected it to compile CUDA kernels. Reinstall it.")
 
 
 @cache
