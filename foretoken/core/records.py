@@ -54,6 +54,33 @@ class SequenceStep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Declined:
+    """Why no draft was asked for: the best one would have brought fewer tokens a second than plain decoding.
+
+    Attributes:
+        width: Tokens of a pass over that draft, root included, over the whole batch.
+        pass_cost: Its seconds over those of a pass without drafts.
+        draft_cost: Seconds of drafting over the same.
+        acceptance: Estimated P(the first drafted token is accepted); None while nothing was drafted.
+        hit_rate: Share of recent calls in which the drafter had anything to propose.
+    """
+
+    width: int
+    pass_cost: float
+    draft_cost: float
+    acceptance: float | None
+    hit_rate: float
+
+    def __str__(self) -> str:
+        acceptance = "not known yet" if self.acceptance is None else f"{self.acceptance:.2f}"
+        hits = f", a draft in {self.hit_rate:.0%} of calls" if self.hit_rate < 0.95 else ""
+        return (
+            f"a pass of {self.width} tokens costs {self.pass_cost:.1f}x one without drafts, drafting "
+            f"{self.draft_cost:.1f}x, acceptance {acceptance}{hits}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """What one iteration did to the batch.
 
@@ -62,6 +89,8 @@ class StepRecord:
         width: Padded tree width N that the target verified.
         seconds: Where the time went.
         draft_error: Why the drafter was ignored in this iteration, or None.
+        declined: Why the engine did not ask the drafter for anything in this iteration; None where it did, or where
+            there is no drafter.
         lossy_tv: Mean total-variation distance per tested position of a lossy rule; 0 for lossless rules.
     """
 
@@ -69,4 +98,5 @@ class StepRecord:
     width: int
     seconds: StageSeconds
     draft_error: str | None = None
+    declined: Declined | None = None
     lossy_tv: float = 0.0

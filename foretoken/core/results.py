@@ -29,6 +29,7 @@ class GenerationMetrics:
         accepted_at_depth: Passes that accepted at least d drafted tokens, by d (1-based).
         accepted_by: Accepted tokens by drafter name.
         draft_errors: Passes whose draft was dropped because the drafter failed.
+        num_declined: Passes for which there was a drafter and the engine chose not to ask it.
         seconds: Wall-clock seconds in draft / verify / accept / commit of the passes in which it took part.
         prefill_seconds: Seconds of its prefill.
         lossy_tv: Sum of `StepRecord.lossy_tv`; 0 for lossless rules, NaN where a lossy rule does not know it.
@@ -42,6 +43,7 @@ class GenerationMetrics:
     accepted_at_depth: Counter[int] = field(default_factory=Counter)
     accepted_by: Counter[str] = field(default_factory=Counter)
     draft_errors: int = 0
+    num_declined: int = 0
     seconds: StageSeconds = field(default_factory=StageSeconds)
     prefill_seconds: float = 0.0
     lossy_tv: float = 0.0
@@ -71,6 +73,7 @@ class GenerationMetrics:
         self.add_sequence(step)
         self.seconds += record.seconds
         self.draft_errors += record.draft_error is not None
+        self.num_declined += record.declined is not None
         self.lossy_tv += record.lossy_tv
 
     def add_sequence(self, step: SequenceStep) -> None:
@@ -105,6 +108,7 @@ class GenerationMetrics:
             "acceptance_by_depth": self.acceptance_by_depth,
             "accepted_by": dict(self.accepted_by),
             "draft_errors": self.draft_errors,
+            "num_declined": self.num_declined,
             "draft_seconds": self.seconds.draft,
             "verify_seconds": self.seconds.verify,
             "accept_seconds": self.seconds.accept,

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from foretoken.core.records import Declined
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -50,6 +52,12 @@ class DepthBudget:
         self._idle, self._next_probe = 0, _FIRST_PROBE
         self._table: tuple[int, np.ndarray] | None = None  # batch size, seconds of passes by depth
         self._age = 0
+        self._reason: Declined | None = None  # of the last decision against drafting
+
+    @property
+    def declined(self) -> Declined | None:
+        """Why the last call of `depth` chose not to draft; None where it chose a draft, be it to learn from."""
+        return None if self._is_asking else self._reason
 
     def depth(self, batch_size: int) -> int:
         """Depth that earns the most tokens per second for a batch; 0 where plain decoding does.
@@ -87,7 +95,16 @@ class DepthBudget:
         seconds = hit * (passes[1:] + drafts + self._host(batch_size * tokens)) + (1 - hit) * (plain + miss)
         rates = (hit * tokens + 1 - hit) / seconds
         best = int(rates.argmax())
-        return best + 1 if rates[best] > 1.0 / plain else 0
+        if rates[best] > 1.0 / plain:
+            return best + 1
+        self._reason = Declined(
+            width=batch_size * int(self._nodes[best + 1]),
+            pass_cost=float(passes[best + 1] / passes[0]),
+            draft_cost=float(drafts[best] / passes[0]),
+            acceptance=float(self._conditional()[0]) if self._reached[0] else None,
+            hit_rate=float(hit),
+        )
+        return 0
 
     def learn(self, record: StepRecord) -> None:
         """Counts an iteration's drafts and their cost."""

@@ -203,6 +203,7 @@ class Engine:
             width=verified.draft.tree.width,
             seconds=clock.seconds(),
             draft_error=verified.draft.error,
+            declined=None if self._budget is None else self._budget.declined,
             lossy_tv=float(verified.acceptance.lossy_tv.mean()) if self.policy.is_lossy else 0.0,
         )
         for sequence, step in zip(sequences, record.sequences, strict=True):

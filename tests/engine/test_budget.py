@@ -9,10 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from end_to_end.tiny_llms import llm
 
-from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
+from foretoken import SamplingParams
+from foretoken.core.records import Declined, SequenceStep, StageSeconds, StepRecord
 from foretoken.engine.budget import DepthBudget, FadingLine
 from foretoken.engine.costs import CostCurve
 
@@ -171,3 +174,48 @@ def test_the_nodes_of_a_tree_are_paid_for() -> None:
             budget.learn(replace(record(2, [2], level=0.01), width=33))
     assert flat.depth(1) == 2
     assert linear.depth(1) == 1
+
+
+def test_the_reason_for_declining_has_the_numbers_of_the_decision() -> None:
+    curve = (1, 2, 3, 64), (1.0, 1.6, 2.4, 60.0)
+    budget = DepthBudget(CostCurve(*curve), chain(8))
+    assert budget.depth(1) == 0
+    assert budget.declined == Declined(width=2, pass_cost=1.6, draft_cost=0.0, acceptance=None, hit_rate=1.0)
+    assert "acceptance not known yet" in str(budget.declined)
+    cheap = DepthBudget(CostCurve(*FLAT), chain(8))
+    assert cheap.depth(1) > 0
+    assert cheap.declined is None
+    depths = live(budget, 0.3, 0.5, 200)
+    assert budget.declined is not None
+    assert depths[-1] == 0
+    assert budget.declined.draft_cost == pytest.approx(0.5, rel=0.3)  # verification is said to cost 1.0 all along
+    assert budget.declined.acceptance == pytest.approx(0.3, abs=0.15)
+    assert budget.declined.width == 2
+
+
+def test_a_probe_is_no_declined_draft() -> None:
+    budget = DepthBudget(CostCurve((1, 64), (1.0, 640.0)), chain(4))
+    for _ in range(100):
+        assert (budget.depth(1) == 0) == (budget.declined is not None)
+        budget.learn(record(0, [0], level=0.0))
+
+
+def test_the_width_is_that_of_the_whole_batch() -> None:
+    budget = DepthBudget(CostCurve((1, 64), (1.0, 640.0)), chain(4))
+    assert budget.depth(3) == 0
+    assert budget.declined is not None
+    assert budget.declined.width == 6
+
+
+@pytest.mark.parametrize(("curve", "is_dear"), [(FLAT, False), (((1, 64), (1.0, 6400.0)), True)])
+def test_metrics_count_declined_drafts(curve: Any, is_dear: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the real loop: passes are declined or drafted for, and an engine without a drafter declines nothing."""
+    monkeypatch.setattr("foretoken.engine.llm.pass_costs", lambda model, runner: CostCurve(*curve))
+    records: list[StepRecord] = []
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    drafting = llm({"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}, on_step=records.append)
+    metrics = drafting.generate([5, 6, 5, 6], params)[0].metrics
+    assert metrics.as_dict()["num_declined"] == sum(record.declined is not None for record in records)
+    assert (metrics.num_declined > 20) == is_dear
+    assert metrics.num_declined <= metrics.steps
+    assert llm({}).generate([5], params)[0].metrics.num_declined == 0
