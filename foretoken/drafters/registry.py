@@ -21,12 +21,24 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter, DrafterOptions, TargetFacts
 
 _NOT_METHODS = {"base", "heads", "prefix_features", "recorded_growth", "registry"}
+# Tools of benchmarks and tests, which need the answer or misbehave on purpose: by their exact names only.
+_TOOLS = {"adversarial", "oracle"}
+# Methods of papers and of other engines, without dashes: known by name, and not there yet.
+_PLANNED = frozenset({
+    "clover", "dflash", "eagle", "eagle2", "eagle3", "falcon", "hass", "kangaroo", "layerskip", "lookahead", "mtp",
+    "ngramgpu", "pard", "recycling", "rest", "suffix", "suffixdecoding", "tokenrecycling",
+})  # fmt: skip
 
 
 def known_methods() -> list[str]:
     """Names that `speculative_config["method"]` may have."""
     modules = pkgutil.iter_modules(foretoken.drafters.__path__)
     return sorted(module.name for module in modules if module.name not in _NOT_METHODS)
+
+
+def offered_methods() -> list[str]:
+    """The methods that are named to a user who mistyped one: all but the tools of benchmarks and tests."""
+    return [method for method in known_methods() if method not in _TOOLS]
 
 
 def drafter_options(config: Mapping[str, Any], *, other_keys: frozenset[str] = frozenset()) -> DrafterOptions:
@@ -41,9 +53,7 @@ def drafter_options(config: Mapping[str, Any], *, other_keys: frozenset[str] = f
     """
     method = config.get("method")
     if method not in known_methods():
-        raise ConfigError(
-            f"speculative method {method!r} does not exist. " + nearest_name_hint(str(method), known_methods())
-        )
+        raise ConfigError(_unknown(method))
     options_type: type[DrafterOptions] = _module(str(method)).Options
     unknown = sorted(set(config) - set(options_type.model_fields))
     if unknown:
@@ -58,6 +68,14 @@ def drafter_options(config: Mapping[str, Any], *, other_keys: frozenset[str] = f
         key = str(first["loc"][0])
         allowed = dict.fromkeys(error["msg"] for error in err.errors() if str(error["loc"][0]) == key)
         raise ConfigError(f"'{key}' of method '{method}' is {config.get(key)!r}. {'; or: '.join(allowed)}.") from err
+
+
+def _unknown(method: object) -> str:
+    """What to say about a method that is not there."""
+    plain = str(method).lower().replace("-", "").replace("_", "")
+    if plain in _PLANNED or plain.endswith("mtp"):
+        return f"speculative method {method!r} is not there yet. Available: {', '.join(offered_methods())}."
+    return f"speculative method {method!r} does not exist. {nearest_name_hint(str(method), offered_methods())}"
 
 
 def create_drafter(options: DrafterOptions, target: TargetFacts) -> Drafter:

@@ -79,6 +79,21 @@ def test_a_new_file_is_a_new_method(folder: Path) -> None:
         llm({"speculative_config": {"method": "repeat", "time": 3}})
 
 
+@pytest.mark.parametrize(
+    "method", ["oracel", "adversaria", "eagle", "EAGLE-3", "deepseek_mtp", "token_recycling", "zzz"]
+)
+def test_tools_are_offered_to_nobody(method: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        drafter_options({"method": method})
+    offered = str(caught.value).rpartition(": ")[2].rstrip(".").split(", ")
+    assert {"draft_model", "ngram"} <= set(offered)
+    assert not {"adversarial", "oracle"} & set(offered)
+    assert ("is not there yet" in str(caught.value)) == (
+        method in ("eagle", "EAGLE-3", "deepseek_mtp", "token_recycling")
+    )
+    assert "Did you mean" not in str(caught.value)
+
+
 NEEDS_MODEL = ("draft_model", "medusa", "hydra", "mlp_speculator")
 
 

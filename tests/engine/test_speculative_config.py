@@ -116,7 +116,7 @@ def test_acceptance_rules(keys: dict[str, Any], rule: str) -> None:
     ("config", "sentence"),
     [
         ({}, r"has no 'method'"),
-        ({"method": "ngrams"}, r"method 'ngrams' does not exist. Did you mean 'ngram'\? Known: adversarial, "),
+        ({"method": "ngrams"}, r"method 'ngrams' does not exist. Did you mean 'ngram'\? Known: draft_model, "),
         ({"method": None}, r"has no 'method'"),
         ({"method": ["ngram"]}, r"does not exist"),
         ({"method": "ngram", "num_speculative_token": 3}, r"no key 'num_speculative_token'. Did you mean 'num_specul"),
