@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from foretoken.bench.workload import no_progress
+from foretoken.bench.workload import TokenProgress, no_progress
 from foretoken.engine.llm import LLM
 from foretoken.sampling.noise import KeyedNoise, Purpose, derive_seed
 from foretoken.target.plain import generate_plain, run_plain
@@ -83,19 +83,20 @@ def verify_setups(
         batch_sizes: Sequences decoded at once.
         with_transformers: Also compare greedy plain decoding with `transformers` `generate`.
         runner: Of the target and of draft models, see `LLM`.
-        on_progress: Called with runs done and runs in all.
+        on_progress: Called with output tokens done and output tokens in all.
     """
-    engine = partial(LLM, model, tokenizer=tokenizer, runner=runner, allow_unknown_ids=True)  # as `generate` does
+    progress = TokenProgress(
+        workload, len(workload.temperatures) * (1 + len(setups) * len(batch_sizes)), report=on_progress
+    )
+    # Over the whole vocabulary, as `generate` of transformers decodes.
+    engine = partial(LLM, model, tokenizer=tokenizer, runner=runner, allow_unknown_ids=True, on_step=progress.add)
     plain = engine(max_num_seqs=1)
-    total = len(workload.temperatures) * (1 + len(setups) * len(batch_sizes))
-    done = 0
     checks = []
     prompts = list(workload.prompts)
     for temperature in workload.temperatures:
         params = workload.params(temperature)
         expected = plain.generate(prompts, params)
-        done += 1
-        on_progress(done, total)
+        progress.end_run()
         if with_transformers and temperature == 0:
             judge = _Judge(model, "transformers generate", plain.target.name, 1, params[0])
             for index, want in enumerate(expected):
@@ -109,8 +110,7 @@ def verify_setups(
                     tau = got.metrics.mean_acceptance_length
                     judge = _Judge(model, setup.name, llm.target.name, batch_size, params[index])
                     checks.append(judge.compare(index, want, got.outputs[0].token_ids, tau))
-                done += 1
-                on_progress(done, total)
+                progress.end_run()
     return checks
 
 

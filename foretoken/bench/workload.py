@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 from foretoken.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from foretoken.core.records import StepRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +35,39 @@ class Workload:
             SamplingParams(temperature=temperature, max_tokens=self.max_tokens, seed=self.seed + index, ignore_eos=True)
             for index in range(len(self.prompts))
         ]
+
+
+@dataclass(slots=True)
+class TokenProgress:
+    """Counts output tokens over several runs of a workload; `add` goes to `LLM` as `on_step`.
+
+    Attributes:
+        workload: What one run decodes, at one temperature.
+        num_runs: Runs in all.
+        report: Called with tokens done and tokens in all.
+    """
+
+    workload: Workload
+    num_runs: int
+    report: Callable[[int, int], None]
+    _tokens: int = 0
+    _runs: int = 0
+
+    def add(self, record: StepRecord) -> None:
+        """Counts an iteration."""
+        self._tokens += sum(step.num_emitted for step in record.sequences)
+        self._show()
+
+    def end_run(self) -> None:
+        """Counts a run as done, whatever its texts were cut short by."""
+        self._runs += 1
+        self._tokens = 0
+        self._show()
+
+    def _show(self) -> None:
+        """Reports."""
+        size = len(self.workload.prompts) * self.workload.max_tokens
+        self.report(self._runs * size + min(self._tokens, size), self.num_runs * size)
 
 
 def no_progress(done: int, total: int) -> None:

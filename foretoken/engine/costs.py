@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import time
 from typing import TYPE_CHECKING, Any
@@ -36,6 +37,7 @@ _LEARNING_RATE = 0.1  # weight of one pass in the cost of its width
 # their nodes (EAGLE-2 2406.16858 figure 8, Sequoia 2402.12374 figure 2).
 _GAIN_BY_DOUBLING = 0.6
 _FORMAT = 3
+_log = logging.getLogger(__name__)
 _LARGEST_FILE = 1 << 20  # bytes, of about a thousand curves
 _LONGEST_AGE_S = 30 * 24 * 3600  # drivers, clocks and the machine's other users change
 _LIKELY_S = (1e-7, 3600.0)  # no pass is faster or slower
@@ -138,6 +140,7 @@ def pass_costs(model: LoadedModel, runner: str, *, is_refreshed: bool = False) -
     known = {} if path is None else _read(path)
     if key in known and not is_refreshed:
         return CostCurve(known[key]["widths"], known[key]["seconds"])
+    _log.info("timing passes of this model, once on this machine: takes a few seconds")
     curve = measure_costs(Runner(model, num_slots=1, context_len=2 * _PREFIX, max_nodes=WIDTHS[-1], runner=runner))
     if path is not None:
         widths, seconds = zip(*curve.points, strict=True)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foretoken.bench.prompt_sets import load_prompts
-from foretoken.bench.workload import Workload
+from foretoken.bench.workload import TokenProgress, Workload, no_progress
 from foretoken.core.results import GenerationMetrics
 from foretoken.engine.llm import LLM
 from foretoken.formats import native
@@ -29,7 +29,7 @@ from foretoken.training.processes import training_processes
 from foretoken.training.teacher import Teacher
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from foretoken.formats.checkpoint import HeadCheckpoint
     from foretoken.heads.base import Head
@@ -42,7 +42,7 @@ _AT_ONCE = 4
 _QUOTED_TREE = "mc_sim_7b_63"  # the one published figures have, so that they compare across machines
 
 
-def saved_head(
+def saved_head(  # noqa: PLR0913 - what a head comes from, is measured on, and goes to
     checkpoint: HeadCheckpoint,
     out: Path,
     *,
@@ -52,6 +52,7 @@ def saved_head(
     workload: Workload | None,
     run: Path,
     command: str,
+    on_progress: Callable[[int, int], None] = no_progress,
 ) -> dict[str, Any] | None:
     """Measures a trained head on held-out prompts and writes it.
 
@@ -64,6 +65,7 @@ def saved_head(
         workload: Held-out prompts and how they are continued; None measures nothing.
         run: The run's directory, for the curve on the card.
         command: What trained it, for the card.
+        on_progress: Called with held-out tokens decoded and such tokens in all.
 
     Returns:
         What was found, JSON-ready; None in every process but the first.
@@ -84,10 +86,13 @@ def saved_head(
     place.chmod(0o755)
     try:
         if workload is not None:
-            head = replace(head, acceptance=measured_acceptance(head.module(dtype=torch.float32), target, tokenizer,
-                                                                workload))  # fmt: skip
+            progress = TokenProgress(workload, 2 * len(workload.temperatures), report=on_progress)
+            measured = measured_acceptance(
+                head.module(dtype=torch.float32), target, tokenizer, workload, progress=progress
+            )
+            head = replace(head, acceptance=measured)
             native.write(head, place)
-            facts |= _drafting(place, head.config.method, target, tokenizer, workload)
+            facts |= _drafting(place, head.config.method, target, tokenizer, workload, progress)
             assert head.acceptance is not None, "it was just measured"
             facts["acceptance_of_first_candidate"] = [row[0] for row in head.acceptance]
         native.write(replace(head, notes={**checkpoint.notes, **facts}), place)
@@ -135,7 +140,9 @@ def save_target(target: LoadedModel, out: Path, *, tokenizer: Any, like: str) ->
     return replace(target, name=str(out))
 
 
-def measured_acceptance(head: Head, target: LoadedModel, tokenizer: Any, workload: Workload) -> list[list[float]]:
+def measured_acceptance(
+    head: Head, target: LoadedModel, tokenizer: Any, workload: Workload, *, progress: TokenProgress | None = None
+) -> list[list[float]]:
     """How often each candidate of each head is what the target wrote.
 
     Args:
@@ -143,15 +150,18 @@ def measured_acceptance(head: Head, target: LoadedModel, tokenizer: Any, workloa
         target: Its target.
         tokenizer: The target's.
         workload: Prompts and how to continue them.
+        progress: Told of every iteration and of every temperature's end.
 
     Returns:
         K rows of R shares: entry i, r is P(candidate r of head i is the token | the tokens before were given).
     """
-    llm = LLM(target, tokenizer=tokenizer, max_num_seqs=_AT_ONCE)
+    progress = progress or TokenProgress(workload, len(workload.temperatures), report=no_progress)
+    llm = LLM(target, tokenizer=tokenizer, max_num_seqs=_AT_ONCE, on_step=progress.add)
     texts = []
     for temperature in workload.temperatures:
         for output in llm.generate(list(workload.prompts), workload.params(temperature)):
             texts.append((len(output.prompt_token_ids), [*output.prompt_token_ids, *output.outputs[0].token_ids]))
+        progress.end_run()
     hits = torch.zeros(head.config.num_heads, _NUM_RANKS, dtype=torch.float64)
     counts = torch.zeros(head.config.num_heads, 1, dtype=torch.float64)
     head = head.to(target.device)
@@ -179,17 +189,21 @@ def _stored_dtype(config: Any, default: torch.dtype) -> torch.dtype:
     return stored if isinstance(stored, torch.dtype) else DTYPES.get(str(stored), default)
 
 
-def _drafting(directory: Path, method: str, target: LoadedModel, tokenizer: Any, workload: Workload) -> dict[str, Any]:
+def _drafting(
+    directory: Path, method: str, target: LoadedModel, tokenizer: Any, workload: Workload, progress: TokenProgress
+) -> dict[str, Any]:
     """What the engine makes of the head: tokens a target pass and acceptance by depth, at every temperature."""
     llm = LLM(
         target,
         tokenizer=tokenizer,
         max_num_seqs=_AT_ONCE,
         speculative_config={"method": method, "model": str(directory), "tree": _QUOTED_TREE},
+        on_step=progress.add,
     )
     facts: dict[str, Any] = {"tree_nodes": llm.target.max_nodes}
     for temperature in workload.temperatures:
         outputs: Sequence[Any] = llm.generate(list(workload.prompts), workload.params(temperature))
+        progress.end_run()
         metrics = GenerationMetrics.total(output.metrics for output in outputs)
         facts[f"tau_at_temperature_{temperature:g}"] = round(metrics.mean_acceptance_length, 4)
         facts[f"acceptance_by_depth_at_temperature_{temperature:g}"] = [

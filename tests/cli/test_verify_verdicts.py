@@ -29,3 +29,18 @@ def test_a_wrong_engine_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     checks = verify_setups(model, tokenizer, [setup], workload, batch_sizes=[1])
     assert [check.verdict for check in checks] == ["bug", "bug"]
     assert all(check.gap is not None and check.gap > 1e-3 and not check.is_proof for check in checks)
+
+
+def test_progress_is_counted_in_tokens() -> None:
+    """It grows while a run is under way, never falls, and ends with everything."""
+    model, tokenizer = load_model(MODEL), load_tokenizer(MODEL)
+    workload = Workload(prompts=["import os\n", "x = 1\n"], temperatures=(0.0,), max_tokens=10)
+    seen: list[tuple[int, int]] = []
+    verify_setups(
+        model, tokenizer, [parse_setup("ngram")], workload, batch_sizes=[1, 2],
+        on_progress=lambda done, total: seen.append((done, total)),
+    )  # fmt: skip
+    done = [one for one, _ in seen]
+    assert done == sorted(done)
+    assert len(set(done)) > 12  # three runs of twenty tokens: many reports between their ends
+    assert seen[-1] == (60, 60)

@@ -55,6 +55,7 @@ def native_library() -> ctypes.CDLL:
     if kept is not None:
         return kept
     try:
+        _log.info("compiling the CPU kernels, once on this machine: takes a few seconds")
         with _workplace(directory) as work:
             made = Path(work) / name
             _compile(compiler, made)
