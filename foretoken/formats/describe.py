@@ -1,17 +1,100 @@
-"""What a head's checkpoint holds, for people, and what about it is suspicious."""
+"""What a head's checkpoint holds, for people, and what about it is suspicious.
+
+A head of our own format says everything in `config.json` and in the header of its tensors: those are read here without
+torch, whose import takes seconds.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 from contextlib import contextmanager
+from importlib.util import find_spec
+from math import prod
 from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from foretoken.core.errors import ModelError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
     from foretoken.formats.checkpoint import HeadCheckpoint
 
 _LARGEST_NORM = 1e4
+_NATIVE_KEY, _NATIVE_WEIGHTS = "foretoken_head", "model.safetensors"
+_FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}  # by safetensors' names
+_OTHERS = {"I64": "int64", "I32": "int32", "BOOL": "bool"}
+_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "bool": 1}
+
+
+def native_facts(directory: Path) -> dict[str, Any] | None:
+    """Facts about a head of our own format as `describe_head` gives them, from configuration and header alone.
+
+    Args:
+        directory: Anything.
+
+    Returns:
+        None where there is no such head, or where only a full reading tells what is wrong with it.
+
+    Raises:
+        ModelError: When the file of weights is missing or damaged.
+    """
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        method, sizes = config[_NATIVE_KEY], config["config"]
+        facts = {key: sizes[name] for key, name in _SIZES.items()}
+        target = config.get("target") and {key: value for key, value in config["target"].items() if value is not None}
+        notes, choices = dict(config.get("notes") or {}), config.get("choices")
+        num_choices = None if choices is None else len(choices)
+        acceptance = config.get("acceptance")
+        if acceptance is not None and not isinstance(acceptance, list):
+            return None
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return None
+    if not str(method).isidentifier() or find_spec(f"foretoken.heads.{method}") is None:
+        return None
+    tensors = _tensors(directory / _NATIVE_WEIGHTS)
+    if not {dtype for _, _, dtype in tensors} <= _BYTES.keys():
+        return None
+    facts = {
+        "format": "native",
+        "method": method,
+        "heads": facts.pop("heads"),
+        "layers": sizes.get("num_layers"),
+        **facts,
+        "drafted_vocabulary": sizes.get("draft_vocab_size"),
+        "lm_head": "own" if any(key.startswith("lm_head") for key, _, _ in tensors) else "the target's",
+        "tied_blocks": sizes.get("tied_blocks", sizes.get("tie_weights")),
+        "has_bias": sizes.get("has_bias"),
+        "prefix": sizes.get("prefix"),
+        "parameters": sum(size for _, size, dtype in tensors if dtype in _FLOATS.values()),
+        "dtypes": sorted({dtype for _, _, dtype in tensors}),
+        "weight_bytes": sum(size * _BYTES[dtype] for _, size, dtype in tensors),
+        "target": target,
+        "acceptance": acceptance,
+        "choices": num_choices,
+        "notes": notes or None,
+    }
+    return {key: value for key, value in facts.items() if value is not None}
+
+
+_SIZES = {"heads": "num_heads", "hidden_size": "hidden_size", "vocabulary": "vocab_size"}
+
+
+def _tensors(path: Path) -> list[tuple[str, int, str]]:
+    """Names, numbers of elements and dtypes of a file's tensors."""
+    try:
+        with safe_open(path, framework="np") as file:
+            parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - the file is no mapping
+            return [
+                (key, prod(part.get_shape()), (_FLOATS | _OTHERS).get(part.get_dtype(), part.get_dtype()))
+                for key, part in parts.items()
+            ]
+    except (SafetensorError, OSError) as err:
+        raise ModelError(f"{path} is missing or damaged: {err}. Copy or train it again.") from err
 
 
 def describe_head(name: str, checkpoint: HeadCheckpoint) -> dict[str, Any]:

@@ -50,7 +50,7 @@ def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:
         raise ModelError(f"'{name}' holds no weights. Expected *.safetensors beside config.json.")
     for path in weights:
         try:
-            with safe_open(path, framework="pt") as file:
+            with safe_open(path, framework="np") as file:  # not "pt", which would import torch
                 file.keys()
         except (SafetensorError, OSError) as err:
             raise ModelError(f"{path} is damaged: {one_line(err)}. Copy or download it again.") from err

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers as hf
 from model_files import WEIGHTS, edit_config, saved, split_weights
-from tiny_models import CONTEXT_LEN, VOCAB_SIZE, tiny_model
+from safetensors.torch import save_file
+from tiny_models import ARCHITECTURES, CONTEXT_LEN, LEAN_ARCHITECTURES, VOCAB_SIZE, tiny_model
 
 from foretoken.core.errors import ModelError
-from foretoken.target.describe import describe_directory
+from foretoken.target.describe import describe_directory, describe_plain
 
 
 def test_facts(tmp_path: Path) -> None:
@@ -33,6 +35,39 @@ def test_facts(tmp_path: Path) -> None:
         "has_tokenizer": False,
         "can_be_target": "yes, if the self-test at load agrees",
     }
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_is_told_without_transformers_is_the_same(architecture: str, tmp_path: Path) -> None:
+    tiny_model(architecture).save_pretrained(tmp_path / "tiny")
+    plain = describe_plain(tmp_path / "tiny")
+    assert (plain is not None) == (architecture in LEAN_ARCHITECTURES)
+    assert plain in (None, describe_directory(tmp_path / "tiny"))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"layer_types": ["chunked_attention"] * 3},
+        {"auto_map": {"AutoConfig": "code.Config"}},
+        {"architectures": ["LlamaModel"]},
+        {"model_type": ["llama"]},
+        {"vocab_size": "many"},
+        {"is_encoder_decoder": True},
+    ],
+    ids=str,
+)
+def test_what_is_unusual_is_left_to_transformers(change: dict[str, Any], tmp_path: Path) -> None:
+    directory = saved(tmp_path / "tiny")
+    edit_config(directory, **change)
+    assert describe_plain(directory) is None
+
+
+def test_a_head_with_the_configuration_of_a_model_is_none(tmp_path: Path) -> None:
+    """Draft heads are published under the configuration of one block of their target."""
+    directory = saved(tmp_path / "tiny")
+    save_file({"fc.weight": torch.zeros(2, 4)}, directory / WEIGHTS)
+    assert describe_plain(directory) is None
 
 
 def test_shards_and_other_dtypes_add_up(tmp_path: Path) -> None:
