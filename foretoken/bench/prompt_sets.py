@@ -31,24 +31,30 @@ def load_prompts(source: str = HELD_OUT, *, limit: int | None = None) -> list[st
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as err:
-        raise RequestError(f"'{source}' is not UTF-8 text: {err}.") from err
+        raise RequestError(f"'{source}' is not UTF-8 text: {err}. Expected UTF-8. Convert it first.") from err
+    except OSError as err:
+        raise RequestError(f"'{source}' cannot be read: {err.strerror}. Expected a .jsonl or a text file.") from err
     prompts = _from_jsonl(text, source) if path.suffix == ".jsonl" else [text]
     if not any(prompts):
-        raise RequestError(f"'{source}' holds no prompt. Expected at least one.")
+        raise RequestError(f"'{source}' holds no prompt. Expected at least one that is not empty.")
     return prompts[:limit]
 
 
 def _from_jsonl(text: str, source: str) -> list[str]:
     """The `prompt` of every line."""
     prompts = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):  # splitlines would cut strings at U+2028
         if not line.strip():
             continue
         try:
             prompt = json.loads(line)["prompt"]
-        except (json.JSONDecodeError, KeyError, TypeError) as err:
-            raise RequestError(f'{source}:{number} is not an object with "prompt".') from err
-        if not isinstance(prompt, str):
-            raise RequestError(f'{source}:{number}: "prompt" is not a string.')
+        except (ValueError, KeyError, TypeError, RecursionError) as err:
+            raise RequestError(f'{source}:{number} is not an object with "prompt". Expected one a line.') from err
+        if not isinstance(prompt, str) or not prompt:
+            raise RequestError(f'{source}:{number}: "prompt" is {prompt!r}. Expected a string that is not empty.')
+        if any("\ud800" <= char <= "\udfff" for char in prompt):
+            raise RequestError(
+                f'{source}:{number}: "prompt" holds half of a surrogate pair. Expected whole Unicode characters.'
+            )
         prompts.append(prompt)
     return prompts

@@ -57,19 +57,27 @@ def parse_setup(text: str) -> Setup:
     """
     if text == PLAIN:
         return Setup(PLAIN, None)
-    if text.startswith("@"):
-        path = Path(text[1:])
-        if not path.is_file():
-            raise ConfigError(f"there is no file '{path}'. Expected a file with JSON after '@'.")
-        text = path.read_text(encoding="utf-8")
-    if not text.lstrip().startswith("{"):
+    if not text.lstrip().startswith(("@", "{", "[", '"')):
         method, _, tree = text.partition(":")
         return Setup(text, {"method": method, **({"tree": tree} if tree else {})})
+    if text.startswith("@"):
+        text = _read(Path(text[1:]))
+    example = 'Expected for example {"method": "ngram"}.'
     try:
         config = json.loads(text)
-    except json.JSONDecodeError as err:
-        raise ConfigError(
-            f'speculative config is not valid JSON: {err}. Expected for example {{"method": "ngram"}}.'
-        ) from err
+    except (ValueError, RecursionError) as err:
+        raise ConfigError(f"speculative config is not valid JSON: {err}. {example}") from err
+    if not isinstance(config, dict):
+        raise ConfigError(f"speculative config is a JSON {type(config).__name__}, not an object. {example}")
     details = [f"{key}={json.dumps(value)}" for key, value in config.items() if key not in ("method", "model")]
     return Setup(" ".join([str(config.get("method")), *details]), config)
+
+
+def _read(path: Path) -> str:
+    """The text of a file that a command line names."""
+    if not path.is_file():
+        raise ConfigError(f"there is no file '{path}'. Expected a file with JSON after '@'.")
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as err:
+        raise ConfigError(f"'{path}' cannot be read: {err}. Expected JSON as UTF-8 text.") from err

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.cli import options
+from foretoken.cli import options, terminal
 from foretoken.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -35,15 +35,17 @@ def bench(
     refresh_costs: Annotated[
         bool, typer.Option("--refresh-costs", help="Measure anew what passes cost, which decides how wide trees are.")
     ] = False,
+    wide: options.Wide = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure tokens/s, speed-up, acceptance length tau, efficiency and where the time goes.
+    """Measure tokens/s, speed-up, acceptance length tau and, with --wide or --json, where the time goes.
 
     Every batch of prompts is decoded by all setups in turn; speed-up is the median ratio to plain decoding of the same
     batch by the same runner. tau counts the target's own token of each pass; efficiency is speed-up / tau. The drafter
     `oracle` knows the text and is right as often as its `pattern` says: it shows what the engine costs by itself. A
-    second table says how many drafted nodes were used and how often each depth was accepted; beside a lossy acceptance
-    rule it has the target's surprise at what was written, in nats a token: what the rule's speed was bought with.
+    second table says how many drafted nodes were used, how often each depth was accepted, and for which share of the
+    passes the engine declined to draft because that would not have paid; beside a lossy acceptance rule it has the
+    target's surprise at what was written, in nats a token: what the rule's speed was bought with.
     """
     from foretoken.bench.compare import compare_setups, verify_costs
     from foretoken.bench.prompt_sets import load_prompts
@@ -57,6 +59,7 @@ def bench(
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
     if refresh_costs:
         pass_costs(loaded, runner, is_refreshed=True)
+    options.check_max_tokens(max_tokens, loaded)
     with progress("batches") as on_progress:
         measurements = compare_setups(
             loaded,
@@ -82,80 +85,62 @@ def bench(
             }
         )
         return
-    print(" ".join(f"{key}={value}" for key, value in header.items() if key != "command"))
-    _print_table(measurements)
+    terminal.say(" ".join(f"{key}={value}" for key, value in header.items() if key != "command"))
+    _print_table(measurements, wide=wide)
     _print_acceptance(measurements)
     if costs:
         _print_costs(costs)
 
 
-def _print_table(measurements: list[Measurement]) -> None:
+def _print_table(measurements: list[Measurement], *, wide: bool) -> None:
     """One line a setup and temperature."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    for column in ("drafter", "T", "tokens/s", "speed-up", "(min-max)", "tau", "effic.", "draft", "verify", "accept",
-                   "commit", "pass ms", "host ms", "same text"):  # fmt: skip
-        is_name = column == "drafter"
-        table.add_column(column, justify="left" if is_name else "right", no_wrap=not is_name)
+    shares = ("draft", "verify", "accept", "commit")
+    more = ("effic.", *shares, "pass ms", "host ms") if wide else ()
+    rows = []
     for row in measurements:
         low, high = row.speed_up_spread
         is_plain = row.num_identical is None
-        identical = "" if is_plain else f"{row.num_identical}/{len(row.texts)}"
-        table.add_row(
+        timing = [
+            f"{row.efficiency:.2f}", *(f"{row.shares[name]:.0%}" for name in shares), f"{row.verify_ms:.2f}",
+            f"{row.host_ms:.2f}",
+        ]  # fmt: skip
+        rows.append([
             row.setup,
             f"{row.temperature:g}",
             f"{row.tokens_per_s:.1f}",
             f"{row.speed_up:.2f}",
             "" if is_plain else f"{low:.2f}-{high:.2f}",
             f"{row.tau:.2f}",
-            f"{row.efficiency:.2f}",
-            *(f"{share:.0%}" for share in row.shares.values()),
-            f"{row.verify_ms:.2f}",
-            f"{row.host_ms:.2f}",
-            identical,
-        )
-    Console(width=148).print(table)
+            *(timing if wide else ()),
+            "" if is_plain else f"{row.num_identical}/{len(row.texts)}",
+        ])  # fmt: skip
+    terminal.print_table(["drafter", "T", "tokens/s", "speed-up", "(min-max)", "tau", *more, "same text"], rows)
 
 
 def _print_acceptance(measurements: list[Measurement]) -> None:
     """What became of the drafts: one line a setup and temperature, and the price of lossy rules."""
-    from rich.console import Console
-    from rich.table import Table
-
-    rows = [row for row in measurements if row.metrics.num_drafted]
     is_lossy = any(row.nats_per_token is not None for row in measurements)
-    if is_lossy:
-        rows = measurements
-    if not rows:
+    drafting = [row for row in measurements if row.metrics.num_drafted or row.metrics.num_declined]
+    if not drafting:
         return
-    deepest = min(max(len(row.metrics.acceptance_by_depth) for row in rows), 8)
-    table = Table(title="accepted, depth by depth: of the passes whose tree reached it")
-    for column in ("drafter", "T", "nodes", "used", *(f"depth {d}" for d in range(1, deepest + 1)),
-                   *(["nats/token"] if is_lossy else [])):  # fmt: skip
-        is_name = column == "drafter"
-        table.add_column(column, justify="left" if is_name else "right", no_wrap=not is_name)
-    for row in rows:
-        shares = [f"{share:.0%}" for share in row.metrics.acceptance_by_depth[:deepest]]
-        table.add_row(
+    rows = []
+    for row in measurements if is_lossy else drafting:
+        metrics = row.metrics
+        accepted = " ".join(f"{share * 100:.0f}" for share in metrics.acceptance_by_depth[:8])
+        rows.append([
             row.setup,
             f"{row.temperature:g}",
-            f"{row.metrics.tree_nodes:.1f}",
-            f"{row.metrics.tree_utilisation:.0%}",
-            *shares,
-            *[""] * (deepest - len(shares)),
+            f"{metrics.tree_nodes:.1f}",
+            f"{metrics.tree_utilisation:.0%}",
+            f"{metrics.num_declined / max(metrics.steps, 1):.0%}",
+            accepted,
             *([f"{row.nats_per_token:.3f}"] if is_lossy else []),
-        )
-    Console(width=148).print(table)
+        ])  # fmt: skip
+    columns = ["drafter", "T", "nodes", "used", "declined", "% at depth 1, 2, ...", *(["nats/token"] * is_lossy)]
+    terminal.print_table(columns, rows, title="accepted, depth by depth: of the passes whose tree reached it")
 
 
 def _print_costs(costs: list[tuple[int, float]]) -> None:
-    """One column a width: milliseconds of a target pass, and how often the narrowest one's."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("tokens in a pass", *(str(width) for width, _ in costs), title="what a target pass costs")
-    table.add_row("ms", *(f"{seconds * 1e3:.2f}" for _, seconds in costs))
-    table.add_row("x one token", *(f"{seconds / costs[0][1]:.2f}" for _, seconds in costs))
-    Console(width=148).print(table)
+    """One row a width: milliseconds of a target pass, and how often the narrowest one's."""
+    rows = [[str(width), f"{seconds * 1e3:.2f}", f"{seconds / costs[0][1]:.2f}"] for width, seconds in costs]
+    terminal.print_table(["tokens in a pass", "ms", "x one token"], rows, title="what a target pass costs")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli import options
+from foretoken.cli import options, terminal
 from foretoken.core.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def data(
         Path | None, typer.Option(help="File of responses to continue. Default: OUT.generated.jsonl.")
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Responses decoded at once.")] = 8,
-    speculative_config: options.Drafters = None,
+    speculative_config: options.Drafter = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     runner: options.RunnerName = "auto",
@@ -250,11 +250,11 @@ def _report(target: str, out: Path, corpus: Corpus, *, as_json: bool) -> None:
         )
         return
     for name, part in parts.items():
-        print(
+        terminal.say(
             f"{out / name}: {part['documents']} documents, {part['tokens']} tokens, "
             f"{part['supervised_share']:.1%} supervised"
         )
     for reason, count in corpus.skipped.items():
-        print(f"left out: {count} {reason}")
+        terminal.say(f"left out: {count} {reason}")
     resumed = f", {corpus.num_resumed} documents from an earlier run" if corpus.num_resumed else ""
-    print(f"{seconds:.1f} s, {tokens_per_s:.0f} tokens/s{resumed}")
+    terminal.say(f"{seconds:.1f} s, {tokens_per_s:.0f} tokens/s{resumed}")

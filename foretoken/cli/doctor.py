@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli import options
+from foretoken.cli import options, terminal
 from foretoken.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ def doctor(
     texts = load_prompts(prompts, limit=num_prompts)
     packed = None if data is None else PackedTokens.open(data)
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    options.check_max_tokens(max_tokens, loaded)
     case = Examination(
         head=head,
         method=method,
@@ -76,7 +78,7 @@ def doctor(
     if as_json:
         options.print_json({**header, "checks": [asdict(check) for check in checks]})
     else:
-        print(" ".join(f"{key}={value}" for key, value in header.items() if value is not None))
+        terminal.say(" ".join(f"{key}={value}" for key, value in header.items() if value is not None))
         _print_table(checks)
     if any(check.verdict == "fault" for check in checks):
         raise typer.Exit(1)
@@ -91,8 +93,11 @@ def _print_table(checks: list[Check]) -> None:
     table = Table("check", "verdict", "found", "what it means", show_lines=True)
     for check in checks:
         verdict = Text(check.verdict, style=_COLOURS[check.verdict])
-        table.add_row(check.name, verdict, Text(_shown(check.value)), Text(check.message))
-    Console(width=120).print(table)
+        table.add_row(
+            check.name, verdict, *(Text(terminal.visible(text)) for text in (_shown(check.value), check.message))
+        )
+    console = Console() if sys.stdout.isatty() else Console(width=120)
+    console.print(table)
 
 
 def _shown(value: Any) -> str:

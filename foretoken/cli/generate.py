@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-import sys
+import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.cli import options
+from foretoken.cli import options, terminal
 from foretoken.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from foretoken.core.records import Declined, StepRecord
+    from foretoken.core.sampling_params import SamplingParams
+    from foretoken.engine.llm import LLM
 
 
 def generate(
     model: options.Model,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to complete.")] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="File to complete.")] = None,
-    speculative_config: options.Drafters = None,
+    speculative_config: options.Drafter = None,
     max_tokens: options.MaxTokens = 128,
     temperature: Annotated[float, typer.Option(help="0 for greedy decoding.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
@@ -29,6 +34,10 @@ def generate(
     device: options.Device = "auto",
     runner: options.RunnerName = "auto",
     threads: options.Threads = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Send control characters to a terminal as they are, not as escapes.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what loading took.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Complete a prompt (--prompt, --file or standard input) and print the text as it comes.
@@ -36,25 +45,39 @@ def generate(
     The text is what the target alone would have written; statistics go to standard error.
     """
     text = options.read_prompt(prompt, file)
+    stops = [options.checked(one, "--stop") for one in stop or ()]
     if speculative_config is not None and len(speculative_config) > 1:
         raise ConfigError("generate takes one --speculative-config. To compare several, use `foretoken bench`.")
+    clock = _LoadClock()
     from foretoken.bench.setups import parse_setup
     from foretoken.core.sampling_params import SamplingParams
 
     setup = parse_setup(speculative_config[0]) if speculative_config else parse_setup("plain")
+    if setup.needs_references:
+        raise ConfigError("the drafter 'oracle' has to know the text beforehand. Use it with `foretoken bench`.")
     params = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens,
-        stop=stop or (), ignore_eos=ignore_eos,
+        stop=stops, ignore_eos=ignore_eos,
     )  # fmt: skip
     from foretoken.engine.llm import LLM
 
+    clock.mark("libraries")
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
-    llm = LLM(loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=runner)
+    options.check_max_tokens(max_tokens, loaded)
+    clock.mark("weights and tokenizer")
+    drafts = _Drafts()
+    llm = LLM(
+        loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=runner, on_step=drafts.add
+    )
+    clock.mark("runner and drafter")
+    if verbose:
+        terminal.note(clock.line())
     if as_json:
         output = llm.generate(text, params)[0]
         completion = output.outputs[0]
         options.print_json({
             **options.run_header(loaded, runner=llm.target.name, setup=setup.name),
+            "load_seconds": clock.seconds,
             "prompt_token_ids": output.prompt_token_ids,
             "token_ids": completion.token_ids,
             "text": completion.text,
@@ -63,26 +86,82 @@ def generate(
             "metrics": output.metrics.as_dict(),
         })  # fmt: skip
         return
-    sys.stdout.write(text)
-    _stream(llm, text, params)
+    _stream(llm, text, params, raw=raw)
+    if drafts.reason is not None:
+        terminal.note(f"[{drafts.line()}]")
 
 
-def _stream(llm: Any, text: str, params: Any) -> None:
-    """Prints text as it becomes certain, then one line of statistics on standard error."""
-    import time
-
+def _stream(llm: LLM, text: str, params: SamplingParams, *, raw: bool) -> None:
+    """Prints text as it becomes certain, then one line of statistics on standard error, after Ctrl-C too."""
     begin = time.perf_counter()
     num_tokens = passes = 0
-    for chunk in llm.stream(text, params):
-        num_tokens += len(chunk.token_ids)
-        passes += 1
-        sys.stdout.write(chunk.text)
-        sys.stdout.flush()
-    seconds = time.perf_counter() - begin
-    sys.stdout.write("\n")
-    sys.stdout.flush()
-    print(
+    ending: str | None = None
+    chunks = llm.stream(text, params)  # refuses the prompt before anything is printed
+    terminal.write(text, raw=raw)
+    try:
+        for chunk in chunks:
+            num_tokens += len(chunk.token_ids)
+            passes += 1
+            terminal.write(chunk.text, raw=raw)
+            ending = chunk.finish_reason
+    except KeyboardInterrupt:
+        _end(num_tokens, passes, time.perf_counter() - begin, ", interrupted")
+        raise
+    is_cut = ending == "length" and num_tokens < (params.max_tokens or 0)
+    limit = f", ended by the context of {llm.target.context_len} tokens" if is_cut else ""
+    _end(num_tokens, passes, time.perf_counter() - begin, limit)
+
+
+def _end(num_tokens: int, passes: int, seconds: float, ending: str) -> None:
+    """Ends the text and says what it took."""
+    terminal.write("\n")
+    terminal.note(
         f"[{num_tokens} tokens in {passes} target passes, {num_tokens / max(passes, 1):.2f} a pass, "
-        f"{num_tokens / seconds:.1f} tokens/s, prefill included]",
-        file=sys.stderr,
+        f"{num_tokens / seconds:.1f} tokens/s, prefill included{ending}]"
     )
+
+
+class _LoadClock:
+    """Where the seconds before the first token go.
+
+    Attributes:
+        seconds: By what was loaded, in order.
+    """
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def mark(self, what: str) -> None:
+        """Ends the time of one part."""
+        now = time.perf_counter()
+        self.seconds[what] = round(now - self._last, 3)
+        self._last = now
+
+    def line(self) -> str:
+        """The parts in words."""
+        parts = ", ".join(f"{what} {seconds:.1f}" for what, seconds in self.seconds.items())
+        return f"[loaded in {sum(self.seconds.values()):.1f} s: {parts}]"
+
+
+class _Drafts:
+    """Counts the passes for which the engine chose not to draft.
+
+    Attributes:
+        reason: The last one; None while there is none.
+    """
+
+    def __init__(self) -> None:
+        self.reason: Declined | None = None
+        self._num_declined = self._num_passes = 0
+
+    def add(self, record: StepRecord) -> None:
+        """Counts an iteration."""
+        self._num_passes += 1
+        if record.declined is not None:
+            self._num_declined += 1
+            self.reason = record.declined
+
+    def line(self) -> str:
+        """How many drafts were declined, and why the last one was."""
+        return f"declined {self._num_declined} of {self._num_passes} drafts: {self.reason}"

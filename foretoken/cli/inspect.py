@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from foretoken.cli import options
+from foretoken.cli import options, terminal
 
 
 def inspect(
@@ -22,10 +22,12 @@ def inspect(
 ) -> None:
     """Say what a directory holds: a target's architecture, sizes, dtype, tokenizer; or a head's format and sizes.
 
-    Exit code 2: it cannot be read. A head is read whole: numbers that are not finite, and tensors that are missing,
-    unknown or of a wrong shape, are errors with and without --verify.
+    Exit code 2: it cannot be read. With --verify (or --target, or in a foreign format) a head is read whole: numbers
+    that are not finite, and tensors that are missing, unknown or of a wrong shape, are errors.
     """
-    facts = _head_facts(directory, target, verify=verify)
+    facts = None if target is not None or verify else _quick_facts(directory)
+    if facts is None:
+        facts = _head_facts(directory, target, verify=verify)
     if facts is None:
         from foretoken.target.describe import describe_directory
 
@@ -37,6 +39,15 @@ def inspect(
         _print(facts)
     if has_findings:
         raise typer.Exit(1)
+
+
+def _quick_facts(directory: Path) -> dict[str, Any] | None:
+    """Facts that configuration and headers tell without torch; None where they do not."""
+    from foretoken.formats.describe import native_facts
+    from foretoken.target.describe import describe_plain
+
+    head = native_facts(directory)
+    return describe_plain(directory) if head is None else {"directory": str(directory), **head}
 
 
 def _head_facts(directory: Path, target: str | None, *, verify: bool) -> dict[str, Any] | None:
@@ -69,12 +80,23 @@ def _print(facts: dict[str, Any]) -> None:
     lists = {key: facts.pop(key) for key in ("tensors", "warnings", "findings") if key in facts}
     width = max(map(len, facts))
     for key, value in facts.items():
-        print(f"{key.replace('_', ' '):{width}}  {value}")
+        terminal.fact(key, _shown(key, value), width)
     for row in lists.get("tensors", []):
-        print(
+        terminal.say(
             f"  {row['tensor']}  {row['shape']}  {row['dtype']}  largest {row['largest']:.3g}  norm {row['norm']:.3g}"
         )
     for message in [*lists.get("warnings", []), *lists.get("findings", [])]:
-        print(f"warning: {message}")
+        terminal.say(f"warning: {message}")
     if lists.get("findings") == []:
-        print("no findings: every tensor is there, of the right shape and finite")
+        terminal.say("no findings: every tensor is there, of the right shape and finite")
+
+
+def _shown(key: str, value: Any) -> str:
+    """A value for people; --json has all of it."""
+    if key == "acceptance":
+        firsts = [row[0] if isinstance(row, list) and row else row for row in value]
+        return "first candidates " + " ".join(map(str, firsts))
+    if isinstance(value, dict):
+        scalars = {name: part for name, part in value.items() if not isinstance(part, dict | list)}
+        return ", ".join(f"{name.replace('_', ' ')} {part}" for name, part in scalars.items())
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -1,38 +1,13 @@
-"""`foretoken COMMAND …`: finds the command; errors that a user can cause become one sentence and exit code 2."""
+"""`foretoken COMMAND …`: what goes wrong becomes one sentence on standard error and an exit code.
+
+Exit codes: 0, 1 (the command's own verdict: a bug or a fault was found), 2 (bad input or a system that refuses),
+130 (Ctrl-C), 141 (the reader of a pipe went away).
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-
-import typer
-
-from foretoken.cli import bench, convert, data, doctor, generate, inspect, train, verify
-from foretoken.core.errors import ForetokenError
-
-app = typer.Typer(
-    name="foretoken",
-    help="Speculative decoding for any Hugging Face causal LM, provably lossless.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command("generate")(generate.generate)
-app.command("verify")(verify.verify)
-app.command("bench")(bench.bench)
-app.command("inspect")(inspect.inspect)
-app.command("convert")(convert.convert)
-app.command("data")(data.data)
-app.command("train")(train.train)
-app.command("doctor")(doctor.doctor)
-
-
-@app.command("version")
-def version() -> None:
-    """Print the version."""
-    from foretoken import __version__
-
-    print(__version__)
 
 
 def main() -> None:
@@ -40,10 +15,61 @@ def main() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        app()
-    except ForetokenError as err:
-        print(f"error: {err}", file=sys.stderr)
-        sys.exit(2)
+        code = _run()
+    except KeyboardInterrupt:  # before the command began
+        code = 130
+    sys.exit(code)
+
+
+def _run() -> int:
+    """Runs the command that was asked for; gives its exit code."""
+    from foretoken.cli import terminal
+    from foretoken.core.errors import ForetokenError
+
+    try:
+        terminal.prepare_streams()
+    except OSError as err:
+        terminal.note(f"error: {err}. Expected a file, a pipe or a terminal to write to.")
+        return 2
+    terminal.show_log()
+    import typer
+
+    from foretoken.cli.commands import Ended, app, system_error
+
+    usage_error: type[Exception] = typer.BadParameter.__mro__[1]  # click's class, whose home depends on typer's version
+    code = 2
+    try:
+        code = int(app(standalone_mode=False) or 0)
+        sys.stdout.flush()
+    except Ended as end:
+        code = end.code
+    except typer.Abort:
+        code = 130
     except BrokenPipeError:  # the reader went away, as in `foretoken … | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)
+        code = 141
+    except ForetokenError as err:
+        terminal.note(f"error: {err}")
+    except usage_error as err:
+        terminal.note(_usage(err))
+    except OSError as err:
+        terminal.note(f"error: {system_error(err)}")
+    except ModuleNotFoundError as err:
+        if err.name != "torch":
+            raise
+        terminal.note(_NO_TORCH)
+    terminal.end_output()
+    return code
+
+
+_NO_TORCH = (
+    "error: torch is not installed. Install it first; without a GPU its CPU build is enough, which "
+    'https://pytorch.org/get-started/locally shows under Compute Platform "CPU".'
+)
+
+
+def _usage(err: Exception) -> str:
+    """What was wrong with the command line, and where to look."""
+    message = err.format_message()  # type: ignore[attr-defined]
+    context = getattr(err, "ctx", None)
+    command = "foretoken" if context is None else context.command_path
+    return f"error: {message}\nTry '{command} --help'."

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.core.errors import RequestError
+from foretoken.core.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from foretoken.target.loading import LoadedModel
@@ -24,13 +24,11 @@ RunnerName = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="A torch device, or auto.")]
+_DRAFTER = "Drafter: a method (ngram), a method and tree (ngram:tree), vLLM's JSON, or @FILE."
+Drafter = Annotated[list[str] | None, typer.Option("--speculative-config", "-s", help=f"{_DRAFTER} Default: none.")]
 Drafters = Annotated[
     list[str] | None,
-    typer.Option(
-        "--speculative-config",
-        "-s",
-        help="Drafter: a method (ngram), a method and tree (ngram:tree), vLLM's JSON, or @FILE. May be repeated.",
-    ),
+    typer.Option("--speculative-config", "-s", help=f"{_DRAFTER} May be repeated. Default: ngram."),
 ]
 Prompts = Annotated[str, typer.Option(help="'heldout' (bundled), a .jsonl file of {\"prompt\": …}, or a text file.")]
 NumPrompts = Annotated[int, typer.Option(min=1, help="Use the first N prompts.")]
@@ -39,6 +37,7 @@ Temperatures = Annotated[list[float] | None, typer.Option(help="Temperature; may
 Seed = Annotated[int, typer.Option(help="Seed of the first prompt; the i-th gets seed + i.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice when left out.")]
+Wide = Annotated[bool, typer.Option("--wide", help="Show all columns.")]
 
 
 def load_target(model: str, dtype: str, device: str, threads: int | None) -> tuple[LoadedModel, Any]:
@@ -58,6 +57,15 @@ def load_target(model: str, dtype: str, device: str, threads: int | None) -> tup
     if tokenizer is None:
         raise RequestError(f"'{model}' has no tokenizer. Expected tokenizer files beside the weights.")
     return loaded, tokenizer
+
+
+def check_max_tokens(max_tokens: int, loaded: LoadedModel) -> None:
+    """Raises `ConfigError` when more tokens are asked for than follow even the shortest prompt."""
+    if max_tokens >= loaded.context_len:
+        raise ConfigError(
+            f"--max-tokens is {max_tokens}, but '{loaded.name}' has a context of {loaded.context_len} tokens, the "
+            f"prompt's included. Expected at most {loaded.context_len - 1}."
+        )
 
 
 def run_header(loaded: LoadedModel, **more: Any) -> dict[str, Any]:
@@ -84,20 +92,41 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt from an argument, a file, or standard input.
 
     Raises:
-        RequestError: When there is none, or two, or the file cannot be read.
+        RequestError: When there is none, or two, or it cannot be read, or is not UTF-8.
     """
     if prompt is not None and file is not None:
         raise RequestError("a prompt came both as text and as --file. Pass one of them.")
     if file is not None:
         try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as err:
-            raise RequestError(f"'{file}' cannot be read: {err}.") from err
+            return decode(file.read_bytes(), f"'{file}'")
+        except OSError as err:
+            raise RequestError(f"'{file}' cannot be read: {err.strerror}. Expected a text file.") from err
     if prompt is not None:
-        return prompt
+        return checked(prompt, "--prompt")
     if sys.stdin.isatty():
         raise RequestError("there is no prompt. Pass --prompt, --file, or text on standard input.")
-    return sys.stdin.read()
+    return decode(sys.stdin.buffer.read(), "standard input")
+
+
+def checked(text: str, where: str) -> str:
+    """An argument as it is; raises `RequestError` when its bytes were not text, which Python marks by surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as err:
+        raise RequestError(
+            f"{where} is not UTF-8 text: character {err.start} is no character. Expected UTF-8."
+        ) from err
+    return text
+
+
+def decode(text: bytes, where: str) -> str:
+    """Text of a user; raises `RequestError` with its source unless it is UTF-8."""
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as err:
+        raise RequestError(
+            f"{where} is not UTF-8 text: byte {err.start} is {text[err.start]:#04x}. Expected UTF-8. Convert it first."
+        ) from err
 
 
 def print_json(value: Any) -> None:

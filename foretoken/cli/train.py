@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -10,9 +11,9 @@ from typing import Annotated, Any
 
 import typer
 
-from foretoken.cli import options
-from foretoken.cli.progress import step_progress
-from foretoken.core.errors import ConfigError
+from foretoken.cli import options, terminal
+from foretoken.cli.progress import progress, step_progress
+from foretoken.core.errors import ConfigError, nearest_name_hint
 
 _HEAD = "What the head is"
 _LEARNING = "How it learns"
@@ -98,13 +99,13 @@ def train(
     --num_processes 2 -m foretoken train ...). At the end the head decodes held-out prompts through the engine, and its
     acceptance is stored with it: drafting chooses its tree by that.
     """
-    for place in (out, target_out):
-        if place is not None and place.exists():
-            raise ConfigError(f"'{place}' exists already. Expected a new directory. Choose another or remove it.")
+    run_dir = run_dir or out.with_name(f"{out.name}-run")
+    _check_places(out, target_out, run_dir, cache)
     if init is not None and sizes:
         raise ConfigError("--init brings the sizes of its head, so --set cannot change them. Leave one of them out.")
     if (joint is None) != (target_out is None):
         raise ConfigError("--joint and --target-out go together: the target that learns along is a new one. Pass both.")
+    _check_values(save_every_s, cache_gib, save_dtype)
     from foretoken.training.config import head_config, joint_config, objective_config, train_config
     from foretoken.training.data.packed import PackedTokens
     from foretoken.training.run import Interrupted, RunSettings, train_head, train_jointly
@@ -129,7 +130,7 @@ def train(
         objective=objective,
         train=settings,
         data=str(packed.meta["tokens_sha256"]),
-        directory=run_dir or out.with_name(f"{out.name}-run"),
+        directory=run_dir,
         save_every_s=save_every_s,
         cache=cache,
         cache_bytes=int(cache_gib * 2**30),
@@ -144,27 +145,58 @@ def train(
             else:
                 checkpoint, loaded = train_jointly(loaded, packed, run, initial=initial, on_step=on_step)
         except Interrupted as err:
-            print(f"stopped; the same command goes on from '{run.directory}'", file=sys.stderr)
+            terminal.note(f"stopped; the same command goes on from '{run.directory}'")
             raise typer.Exit(128 + err.number) from err
     if target_out is not None:
         loaded = save_target(loaded, target_out, tokenizer=tokenizer, like=model)
-    facts = saved_head(
-        checkpoint,
-        out,
-        target=loaded,
-        tokenizer=tokenizer,
-        dtype=save_dtype,
-        workload=workload,
-        run=run.directory,
-        command=shlex.join(["foretoken", *sys.argv[1:]]),
-    )
+    with progress("held-out tokens") as on_progress:
+        facts = saved_head(
+            checkpoint,
+            out,
+            target=loaded,
+            tokenizer=tokenizer,
+            dtype=save_dtype,
+            workload=workload,
+            run=run.directory,
+            command=shlex.join(["foretoken", *sys.argv[1:]]),
+            on_progress=on_progress,
+        )
     if facts is None:  # another process saves
         return
     if as_json:
         options.print_json({**options.run_header(loaded), **facts})
         return
     for key, value in facts.items():
-        print(f"{key.replace('_', ' '):24}  {value}")
+        terminal.fact(key, value, 24)
+
+
+def _check_values(save_every_s: float, cache_gib: float, save_dtype: str) -> None:
+    """Raises `ConfigError` for values that would end a run after the work."""
+    from foretoken.target.loading import DTYPES
+
+    for option, value in (("--save-every-s", save_every_s), ("--cache-gib", cache_gib)):
+        if not math.isfinite(value) or value < 0:
+            raise ConfigError(f"{option} is {value}. Expected a finite number, at least 0.")
+    known = ("auto", *DTYPES)
+    if save_dtype not in known:
+        raise ConfigError(f"--save-dtype '{save_dtype}' does not exist. {nearest_name_hint(save_dtype, known)}")
+
+
+def _check_places(out: Path, target_out: Path | None, directory: Path, cache: Path | None) -> None:
+    """Raises `ConfigError` where files would be replaced, or those of a run mixed with others."""
+    for place in (out, target_out):
+        if place is not None and (place.exists() or place.is_symlink()):
+            raise ConfigError(f"'{place}' exists already. Expected a new directory. Choose another or remove it.")
+    for option, place in (("--run-dir", directory), ("--cache", cache)):
+        if place is not None and place.exists() and not place.is_dir():
+            raise ConfigError(f"{option} '{place}' is a file. Expected a new directory, or that of an earlier run.")
+    if directory.is_dir() and not (directory / "settings.json").is_file():
+        others = sorted(path.name for path in directory.iterdir() if path.name != "run.lock")
+        if others:
+            raise ConfigError(
+                f"'{directory}' holds other files ({others[0]}), no training run. Expected a new directory or that of "
+                "a run to go on with. Pass another --run-dir."
+            )
 
 
 def _pairs(texts: list[str] | None, option: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from foretoken.cli import options
+from foretoken.cli import options, terminal
 from foretoken.cli.progress import progress
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ def verify(
     texts = load_prompts(prompts, limit=num_prompts)
     workload = Workload(prompts=texts, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed)
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
-    with progress("runs") as on_progress:
+    options.check_max_tokens(max_tokens, loaded)
+    with progress("tokens") as on_progress:
         checks = verify_setups(
             loaded,
             tokenizer,
@@ -61,7 +62,7 @@ def verify(
     if as_json:
         options.print_json({**header, "checks": [asdict(check) for check in checks]})
     else:
-        print(" ".join(f"{key}={value}" for key, value in header.items()))
+        terminal.say(" ".join(f"{key}={value}" for key, value in header.items()))
         _print_table(checks)
     if any(not check.is_proof for check in checks):
         raise typer.Exit(1)
@@ -69,10 +70,7 @@ def verify(
 
 def _print_table(checks: list[Check]) -> None:
     """One line a setup, temperature and batch size, then every difference."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("drafter", "temperature", "batch", "texts", "tokens", "tau", "identical", "near-tie", "bug")
+    rows = []
     groups: dict[tuple[str, float, int], list[Check]] = {}
     for check in checks:
         groups.setdefault((check.setup, check.temperature, check.batch_size), []).append(check)
@@ -81,14 +79,15 @@ def _print_table(checks: list[Check]) -> None:
         tau = sum(check.mean_acceptance_length for check in group) / len(group)
         counts = (str(verdicts.count(verdict)) for verdict in ("identical", "near-tie", "bug"))
         tokens = sum(check.num_tokens for check in group)
-        table.add_row(
+        rows.append([
             setup, f"{temperature:g}", str(batch_size), str(len(group)), str(tokens), f"{tau:.2f}", *counts
-        )  # fmt: skip
-    Console(width=120).print(table)
+        ])  # fmt: skip
+    columns = ["drafter", "T", "batch", "texts", "tokens", "tau", "identical", "near-tie", "bug"]
+    terminal.print_table(columns, rows)
     for check in checks:
         if check.verdict != "identical":
             gap = "lengths differ" if check.gap is None else f"relative score gap {check.gap:.1e}"
-            print(
+            terminal.say(
                 f"{check.verdict}: {check.setup}, temperature {check.temperature:g}, batch {check.batch_size}, prompt "
                 f"{check.prompt}, output token {check.divergence}: {gap}"
             )

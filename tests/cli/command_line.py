@@ -23,13 +23,27 @@ class Finished(NamedTuple):
     stderr: str
 
 
-def run(*arguments: str, stdin: str = "") -> Finished:
-    """Calls the entry point from the repository's root."""
-    out, err, code = io.StringIO(), io.StringIO(), 0
+class Terminal(io.StringIO):
+    """An output stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def run(*arguments: str, stdin: str | bytes = "", is_terminal: bool = False) -> Finished:
+    """Calls the entry point from the repository's root.
+
+    Args:
+        arguments: After `foretoken`.
+        stdin: Standard input.
+        is_terminal: Whether standard output is a terminal.
+    """
+    out, err, code = Terminal() if is_terminal else io.StringIO(), io.StringIO(), 0
+    given = io.TextIOWrapper(io.BytesIO(stdin.encode() if isinstance(stdin, str) else stdin), encoding="utf-8")
     with (
         contextlib.chdir(ROOT),
         mock.patch.object(sys, "argv", ["foretoken", *arguments]),
-        mock.patch.object(sys, "stdin", io.StringIO(stdin)),
+        mock.patch.object(sys, "stdin", given),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
-from command_line import MODEL, run
+import pytest
+from command_line import MODEL, ROOT, run
 
 PROMPT = "def read_lines(path):\n"
 
@@ -95,6 +97,47 @@ def test_bench_measures_the_engine_itself() -> None:
     costs = report["verify_cost"]
     assert (costs[0]["width"], costs[-1]["width"]) == (1, 128)
     assert "what a target pass costs" in output_of("bench", MODEL, *arguments)
+
+
+@pytest.mark.parametrize("directory", [MODEL, "models/tinycode-medusa", "models/tinycode-hydra"])
+def test_inspect_needs_no_torch(directory: str) -> None:
+    code = (
+        f"import sys; sys.argv = ['foretoken', 'inspect', {directory!r}, '--json']\n"
+        "from foretoken.cli.main import main\n"
+        "try: main()\n"
+        "except SystemExit as stop: assert not stop.code\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60, cwd=ROOT
+    )
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["directory"] == directory
+
+
+def test_generate_says_what_loading_took_and_why_it_does_not_draft() -> None:
+    arguments = ("generate", MODEL, "-p", PROMPT, "--max-tokens", "40", "-s", "draft_model")
+    result = run(*arguments, "--verbose")
+    assert re.search(r"\[loaded in [\d.]+ s: libraries [\d.]+, weights and tokenizer ", result.stderr)
+    metrics = json.loads(output_of(*arguments, "--json"))
+    assert metrics["load_seconds"].keys() == {"libraries", "weights and tokenizer", "runner and drafter"}
+    # Whether drafts pay is the machine's to say; the line is there whenever one was declined.
+    declined = re.search(r"\[declined (\d+) of (\d+) drafts: a pass of \d+ tokens costs [\d.]+x", result.stderr)
+    passes = re.search(r"in (\d+) target passes", result.stderr)
+    assert passes is not None
+    assert declined is None or 0 < int(declined[1]) <= int(declined[2]) == int(passes[1])
+
+
+def test_a_text_cut_by_the_context_says_so() -> None:
+    prompt = "value = 1\n" * 180
+    result = run("generate", MODEL, "--max-tokens", "200", "--ignore-eos", stdin=prompt)
+    assert "ended by the context of 1024 tokens]" in result.stderr
+
+
+def test_version_and_no_command() -> None:
+    assert output_of("--version") == output_of("version")
+    assert "generate" in output_of()
+    assert "--install-completion" in output_of("--help")
 
 
 def test_inspect() -> None:

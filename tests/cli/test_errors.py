@@ -12,6 +12,7 @@ import pytest
 from command_line import MODEL, ROOT, Finished, run
 
 from foretoken import LLM
+from foretoken.bench.prompt_sets import load_prompts
 from foretoken.core.errors import RequestError
 
 
@@ -40,6 +41,11 @@ def test_missing_model_names_the_nearest() -> None:
     ("config", "parts"),
     [
         ("ngrm", ("'ngrm' does not exist", "Did you mean 'ngram'?")),
+        ("eagle3", ("'eagle3' is not there yet. Available: draft_model, hydra, medusa, mlp_speculator, ngram.",)),
+        ("oracle", ("has to know the text beforehand",)),
+        ("[1, 2]", ("is a JSON list, not an object",)),
+        ('"ngram"', ("is a JSON str, not an object",)),
+        ("[" * 100_000, ("not valid JSON",)),
         (
             '{"method": "ngram", "prompt_lookup_mx": 3}',
             ("no key 'prompt_lookup_mx'", "Did you mean 'prompt_lookup_max'?"),
@@ -63,10 +69,39 @@ def test_speculative_config(config: str, parts: tuple[str, ...]) -> None:
         (("--top-p", "0"), ("top_p is 0.0", "above 0")),
         (("--dtype", "float31"), ("dtype 'float31' does not exist", "Did you mean 'float32'?")),
         (("--stop", ""), ("empty string",)),
+        (("--stop", "\udcff"), ("--stop is not UTF-8 text",)),
+        (("--threads", "100000"), ("--threads is 100000", "the cores of this machine")),
+        (("--max-tokens", "1024"), ("--max-tokens is 1024", "a context of 1024 tokens", "at most 1023")),
+        (("--max-tokens", "9" * 30), ("a context of 1024 tokens",)),
+        (("--max-tokens", "0"), ("--max-tokens", "greater than or equal to 1")),
+        (("--seed", "one"), ("--seed",)),
+        (("-s", "ngram", "-s", "ngram"), ("takes one --speculative-config",)),
     ],
 )
 def test_parameters(arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:
     assert_refused(run("generate", MODEL, "-p", "x = 1", *arguments), *parts)
+
+
+def test_text_that_is_not_utf_8(tmp_path: Path) -> None:
+    file = tmp_path / "latin"
+    file.write_bytes("é".encode("latin-1"))
+    assert_refused(run("generate", MODEL, "-f", str(file)), "latin' is not UTF-8 text: byte 0 is 0xe9")
+    assert_refused(run("generate", MODEL, stdin=b"a\xff"), "standard input is not UTF-8 text: byte 1 is 0xff")
+    assert_refused(run("generate", MODEL, "-p", "a\udcff"), "--prompt is not UTF-8 text: character 1")
+    assert_refused(run("generate", MODEL, "-p", "x", "-s", f"@{file}"), "cannot be read", "Expected JSON")
+    assert_refused(run("bench", MODEL, "--prompts", str(file)), "is not UTF-8 text")
+    assert_refused(run("generate", MODEL, "-f", str(tmp_path)), "cannot be read: Is a directory")
+
+
+@pytest.mark.parametrize("option", ["--num-prompts", "--batch-size", "--repeats", "--max-tokens"])
+def test_counts_of_nothing(option: str) -> None:
+    assert_refused(run("bench", MODEL, option, "0"), option, "greater than or equal to 1", "bench --help")
+
+
+@pytest.mark.parametrize("command", ["bench", "verify", "doctor"])
+def test_more_tokens_than_the_context(command: str) -> None:
+    more = ("models/tinycode-hydra",) if command == "doctor" else ()
+    assert_refused(run(command, MODEL, *more, "--max-tokens", "5000"), "--max-tokens is 5000", "context of 1024")
 
 
 def test_empty_prompt() -> None:
@@ -107,6 +142,32 @@ def test_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
     (copy / "pytorch_model.bin").write_bytes(pickle.dumps(Payload()))
     assert_refused(run("generate", str(copy), "-p", "x"), "pickle weights", "Expected safetensors")
     assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ('{"text": "b"}', 'is not an object with "prompt"'),
+        ("[1]", 'is not an object with "prompt"'),
+        ("7", 'is not an object with "prompt"'),
+        ("{", 'is not an object with "prompt"'),
+        ("[" * 100_000, 'is not an object with "prompt"'),
+        ('{"prompt": 7}', '"prompt" is 7. Expected a string'),
+        ('{"prompt": null}', '"prompt" is None. Expected a string'),
+        ('{"prompt": ""}', "\"prompt\" is ''. Expected a string that is not empty"),
+        ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
+    ],
+)
+def test_lines_of_prompt_sets(line: str, sentence: str, tmp_path: Path) -> None:
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text('{"prompt": "a"}\n' + line + "\n")
+    assert_refused(run("bench", MODEL, "--prompts", str(lines)), "prompts.jsonl:2", sentence)
+
+
+def test_a_line_separator_inside_a_prompt(tmp_path: Path) -> None:
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text('{"prompt": "a\u2028b"}\n\n{"prompt": "c"}\r\n', encoding="utf-8", newline="")
+    assert load_prompts(str(lines)) == ["a\u2028b", "c"]
 
 
 def test_prompt_sets(tmp_path: Path) -> None:

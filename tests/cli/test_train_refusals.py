@@ -80,6 +80,33 @@ def refuse(shared: Path, tmp_path: Path) -> Callable[..., str]:
     return call
 
 
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--cache-gib", "nan"), "--cache-gib is nan. Expected a finite number"),
+        (("--cache-gib", "inf"), "--cache-gib is inf"),
+        (("--cache-gib", "-1"), "--cache-gib is -1.0"),
+        (("--save-every-s", "nan"), "--save-every-s is nan"),
+        (("--save-dtype", "float31"), "--save-dtype 'float31' does not exist. Did you mean 'float32'?"),
+    ],
+)
+def test_values_that_would_end_a_run_late(
+    refuse: Callable[..., str], arguments: tuple[str, ...], sentence: str
+) -> None:
+    assert sentence in refuse(*arguments)
+
+
+def test_a_run_is_not_mixed_with_other_files(refuse: Callable[..., str], shared: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    before = sorted((shared / "data").iterdir())
+    assert "holds other files (meta.json), no training run" in refuse("--run-dir", str(shared / "data"))
+    assert sorted((shared / "data").iterdir()) == before
+    assert "--run-dir '" in refuse("--run-dir", str(file))
+    assert "--cache '" in refuse("--cache", str(file))
+    assert file.read_text() == "mine"
+
+
 def assert_one_sentence(result: Finished) -> None:
     assert result.returncode == 2, result.stdout + result.stderr
     assert "Traceback" not in result.stderr

@@ -1,0 +1,146 @@
+r"""Text for people: control characters are shown instead of obeyed, tables fit, notes go to standard error.
+
+A prompt, a model's output or a file name may hold escape sequences that recolour, move or rewrite what a terminal
+shows, and bidirectional controls that reorder it. On a terminal such characters are written as escapes (`\x1b`);
+what goes into a file or a pipe stays as it is, and so does everything where the user asks for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import unicodedata
+from io import TextIOWrapper
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_KEPT = "\n\t\u200c\u200d"  # newline, tab, and the joiners that emoji and several scripts need
+_HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, invisible formatting, surrogates, line and paragraph separators
+_UNBOUNDED = 10_000  # columns of a table that nobody looks at on a terminal
+
+
+def visible(text: str) -> str:
+    r"""Text in which control characters are escapes, such as `\x1b` and `\u202e`; newline and tab stay.
+
+    Every character is looked at by itself, so that a stream may be made visible piece by piece.
+    """
+    if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    return "".join(_escape(char) if _is_hidden(char) else char for char in text)
+
+
+def write(text: str, *, raw: bool = False) -> None:
+    """Writes text to standard output, at once.
+
+    Args:
+        text: What to write.
+        raw: Whether control characters reach a terminal as they are.
+    """
+    sys.stdout.write(visible(text) if sys.stdout.isatty() and not raw else text)
+    sys.stdout.flush()
+
+
+def say(line: str) -> None:
+    """Writes a line to standard output."""
+    write(f"{line}\n")
+
+
+def fact(name: str, value: Any, width: int) -> None:
+    r"""Writes one line of a name and a value; a newline inside the value is shown as `\n`."""
+    say(f"{name.replace('_', ' '):{width}}  " + str(value).replace("\n", "\\n"))
+
+
+def note(line: str) -> None:
+    """Writes a line to standard error, where control characters are never obeyed."""
+    print(visible(line), file=sys.stderr, flush=True)
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
+    """Prints a table: the first column is text and may be folded, the others are numbers.
+
+    Args:
+        columns: Headings.
+        rows: Cells; one entry a column.
+        title: Printed above.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    # Spaces between columns, no lines: a third of 80 columns would be frame otherwise.
+    table = Table(title=None if title is None else Text(title), box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(Text(column), justify="right" if index else "left", no_wrap=bool(index), overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(visible(cell)) for cell in row))
+    # In a file or a pipe nothing is folded, so that lines can be searched.
+    console = Console() if sys.stdout.isatty() else Console(width=_UNBOUNDED)
+    console.print(table)
+
+
+def prepare_streams() -> None:
+    """Makes the standard streams safe to use, whatever the process was started with. Changes `sys`.
+
+    Closed ones become the null device, so that no file that is opened later takes their number, and characters that
+    an encoding lacks are written as escapes.
+
+    Raises:
+        OSError: When standard output is closed: there would be nowhere to answer.
+    """
+    closed = [name for name in ("stdin", "stdout", "stderr") if getattr(sys, name) is None]
+    for name in closed:
+        number = ("stdin", "stdout", "stderr").index(name)
+        setattr(sys, name, os.fdopen(_null(number), "r" if name == "stdin" else "w", encoding="utf-8"))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if "stdout" in closed:
+        raise OSError("standard output is closed")
+
+
+def end_output() -> None:
+    """Writes what is left for standard output; what cannot be written is forgotten, or the interpreter tries again."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+class NoteHandler(logging.Handler):
+    """Prints the package's log as notes, one line each."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """See `logging.Handler`."""
+        prefix = "warning: " if record.levelno >= logging.WARNING else ""
+        note(f"{prefix}{record.getMessage()}")
+
+
+def show_log() -> None:
+    """Prints what the package logs, from information upwards, on standard error."""
+    logger = logging.getLogger("foretoken")
+    if not any(isinstance(handler, NoteHandler) for handler in logger.handlers):
+        logger.addHandler(NoteHandler())
+    logger.setLevel(logging.INFO)
+
+
+def _is_hidden(char: str) -> bool:
+    """Whether a terminal would obey or hide a character instead of showing it."""
+    return char not in _KEPT and unicodedata.category(char) in _HIDDEN
+
+
+def _escape(char: str) -> str:
+    """A character as Python writes it."""
+    return char.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def _null(number: int) -> int:
+    """Opens the null device under the number of a standard stream."""
+    opened = os.open(os.devnull, os.O_RDWR)
+    if opened != number:
+        os.dup2(opened, number)
+        os.close(opened)
+    return number

@@ -1,0 +1,184 @@
+"""What is printed is safe to look at: control characters are shown, tables fit, closed streams end in a sentence."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import MODEL, ROOT, run
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foretoken.cli.terminal import visible
+
+HEAD = "models/tinycode-hydra"
+COMMAND = [sys.executable, "-m", "foretoken"]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("\x1b[31mred", r"\x1b[31mred"),
+        ("\x9b31m", r"\x9b31m"),
+        ("over\rwritten\b\x00\x07\x7f", r"over\rwritten\x08\x00\x07\x7f"),
+        ("\u202eesrever\u2066\u200e", r"\u202eesrever\u2066\u200e"),
+        ("in\u200bvisible\ufeff\U000e0041", r"in\u200bvisible\ufeff\U000e0041"),
+        ("a\u2028b", r"a\u2028b"),
+        ("\ud800", r"\ud800"),
+        ("\tdéjà\n\u05e9\u05dc\u05d5\u05dd 漢 👩\u200d💻", "\tdéjà\n\u05e9\u05dc\u05d5\u05dd 漢 👩\u200d💻"),
+    ],
+)
+def test_what_a_terminal_would_obey_or_hide_is_shown(text: str, shown: str) -> None:
+    assert visible(text) == shown
+
+
+@given(st.text(), st.integers(0, 20))
+def test_a_stream_may_be_cut_anywhere(text: str, cut: int) -> None:
+    assert visible(text[:cut]) + visible(text[cut:]) == visible(text)
+    assert all(char.isprintable() or char in "\n\t\u200c\u200d " or not char.isascii() for char in visible(text))
+
+
+PROMPT = "x = '\x1b[31m\u202e'\n"
+GENERATE = ("generate", MODEL, "-p", PROMPT, "--max-tokens", "4")
+
+
+def test_a_prompt_does_not_reach_the_terminal_raw() -> None:
+    shown = run(*GENERATE, is_terminal=True).stdout
+    assert shown.startswith("x = '\\x1b[31m\\u202e'\n")
+    assert "\x1b" not in shown
+    assert run(*GENERATE, "--raw", is_terminal=True).stdout.startswith(PROMPT)
+    assert run(*GENERATE).stdout.startswith(PROMPT)
+
+
+def test_names_and_errors_are_shown(tmp_path: Path) -> None:
+    result = run("inspect", "models/\x1b[31mnone")
+    assert "'models/\\x1b[31mnone'" in result.stderr
+    for arguments in (("--\x1b[31mbogus",), ("inspect", "--\x1b[31mbogus"), ("\x1b[31mbogus",), ("bench", "a", "\x1b")):
+        result = run(*arguments)
+        assert result.returncode == 2
+        assert "\x1b" not in result.stderr
+        assert "\\x1b" in result.stderr
+    odd = tmp_path / "a\x1b[31m\nb"
+    odd.symlink_to(ROOT / HEAD)
+    shown = run("inspect", str(odd), is_terminal=True).stdout
+    assert "\x1b" not in shown
+    assert "\\x1b[31m\\nb" in shown
+
+
+@pytest.mark.parametrize("command", ["bench", "verify"])
+def test_tables_fit_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    setup = '{"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1, "tree": "tree", "max_nodes": 12}'
+    sizes = ("--num-prompts", "1", "--max-tokens", "6")
+    result = run(command, MODEL, "-s", setup, "-s", "ngram", *sizes, is_terminal=True)
+    assert result.returncode == 0, result.stderr
+    _, table = re.sub(r"\x1b\[[\d;]*m", "", result.stdout).split("\n", 1)
+    assert max(map(len, table.splitlines())) <= 80
+    assert "..." not in table.replace("1, 2, ...", "")
+    assert "tau" in table
+    wide = run(command, MODEL, "-s", "ngram", *sizes, *(["--wide"] if command == "bench" else []))
+    assert ("host ms" in wide.stdout) == (command == "bench")
+
+
+def test_piped_tables_are_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    setup = '{"method": "ngram", "prompt_lookup_max": 4, "prompt_lookup_min": 1}'
+    result = run("verify", MODEL, "-s", setup, "--num-prompts", "1", "--max-tokens", "4")
+    assert "ngram prompt_lookup_max=4 prompt_lookup_min=1" in result.stdout
+
+
+def finished(*arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    """A command that ran in a process of its own."""
+    return subprocess.run(  # type: ignore[call-overload, no-any-return]
+        [*COMMAND, *arguments], cwd=ROOT, text=True, timeout=120, check=False, **options
+    )
+
+
+def assert_sentence(result: subprocess.CompletedProcess[str], code: int, part: str) -> None:
+    assert result.returncode == code, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "Exception ignored" not in result.stderr
+    assert part in result.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize("arguments", [("inspect", HEAD), ("--help",), ("inspect", HEAD, "--json")])
+def test_a_full_standard_output(arguments: tuple[str, ...]) -> None:
+    with Path("/dev/full").open("w") as full:
+        assert_sentence(finished(*arguments, stdout=full, stderr=subprocess.PIPE), 2, "No space left on device")
+
+
+def test_standard_streams_that_are_closed() -> None:
+    def close(number: int) -> subprocess.CompletedProcess[str]:
+        pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return finished("inspect", HEAD, **pipes, preexec_fn=lambda: os.close(number))
+
+    assert_sentence(close(1), 2, "standard output is closed")
+    assert "hydra" in close(0).stdout
+    assert "hydra" in close(2).stdout
+
+
+def test_a_reader_that_goes_away() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        result = finished("inspect", HEAD, stdout=pipe, stderr=subprocess.PIPE)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+def test_an_encoding_without_the_characters() -> None:
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
+    result = finished("inspect", "modèles/x", env=environment, capture_output=True)
+    assert_sentence(result, 2, r"mod\xe8les/x")
+
+
+def test_ctrl_c_keeps_the_text_so_far() -> None:
+    command = [*COMMAND, "generate", MODEL, "-p", "import os\n", "--max-tokens", "1000", "--ignore-eos"]
+    with subprocess.Popen(
+        [*command, "--runner", "generic"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - background jobs ignore it
+    ) as process:
+        assert process.stdout is not None
+        start = process.stdout.readline() + process.stdout.read(30)
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert "interrupted]" in errors
+    assert start.startswith("import os\n")
+    assert rest.endswith("\n")
+
+
+def test_torch_that_is_missing() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; sys.argv = ['foretoken', 'generate', 'models/tinycode', '-p', 'x']\n"
+        "from foretoken.cli.main import main; main()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert_sentence(result, 2, "torch is not installed. Install it first; without a GPU its CPU build is enough")
+
+
+def test_a_full_disk_while_packing(tmp_path: Path) -> None:
+    """Files may grow to a few bytes only: nothing is left behind, and the sentence says why."""
+    text = tmp_path / "text.txt"
+    text.write_text("value = 1\n" * 200)
+
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+
+    arguments = ("data", MODEL, "--text", str(text), "--out", str(tmp_path / "out"))
+    result = finished(*arguments, capture_output=True, preexec_fn=limit)
+    assert_sentence(result, 2, "File too large")
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
