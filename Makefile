@@ -23,7 +23,7 @@ $(VENV)/.base: $(BIN)/python pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	$(PIP) --editable '.[test,train,kernels]'
+	$(PIP) --editable '.[test,train,datasets,tensorboard,kernels]'
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.base

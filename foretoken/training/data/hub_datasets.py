@@ -43,7 +43,7 @@ def dataset_source(name: str, *, config: str | None = None, split: str = "train"
     except ImportError as err:
         raise ConfigError(
             f"the data set '{name}' needs the package 'datasets', which is not installed. "
-            'Expected the extra for training. Install it: pip install "foretoken[train]".'
+            'Install it: pip install "foretoken[datasets]", or pass files with --jsonl or --text.'
         ) from err
     try:
         rows, total = _open(datasets, name, config, split)

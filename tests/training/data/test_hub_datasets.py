@@ -15,7 +15,7 @@ from foretoken.training.data.hub_datasets import dataset_source
 
 @pytest.fixture
 def arrow() -> Any:
-    return pytest.importorskip("datasets", reason="the extra [train] is not installed")
+    return pytest.importorskip("datasets", reason="the extra [datasets] is not installed")
 
 
 def parquet(directory: Path, name: str, rows: list[dict[str, Any]]) -> None:
@@ -77,5 +77,5 @@ def test_errors_are_one_sentence(arrow: Any, tmp_path: Path) -> None:
 
 def test_missing_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r'pip install "foretoken\[train\]"'):
+    with pytest.raises(ConfigError, match=r'pip install "foretoken\[datasets\]"'):
         dataset_source("wikitext")
