@@ -34,7 +34,12 @@ def test_quick_start_text_does_not_depend_on_the_drafter() -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_new_drafter_is_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_drafter_is_one_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    request.addfinalizer(
+        lambda: sys.modules.pop("foretoken.drafters.repeat", None)
+    )  # other tests have one of that name
     (tmp_path / "repeat.py").write_text(PYTHON_BLOCKS[1])
     monkeypatch.setattr(foretoken.drafters, "__path__", [*foretoken.drafters.__path__, str(tmp_path)])
     params = SamplingParams(temperature=0.0, max_tokens=24)
