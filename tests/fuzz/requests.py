@@ -1,0 +1,265 @@
+"""Requests: every sampling parameter, every form of prompt, good and bad ones in a batch, any engine, closed streams.
+
+What is accepted gets the answer of plain decoding alone; what is not is refused in one sentence; afterwards the engine
+is idle and right.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from end_to_end.tiny_llms import llm, target, tokenizer
+from tiny_models import CONTEXT_LEN, VOCAB_SIZE
+from transformers import BatchEncoding
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.errors import ForetokenError
+from fuzz import engines, values
+from fuzz.engines import shown
+from fuzz.worker import Case, FindingError, check_refusal
+
+_KEYS = ("method", "model", "num_speculative_tokens", "tree", "max_nodes", "prompt_lookup_min", "prompt_lookup_max",
+         "acceptance", "rejection_sample_method", "lenience", "posterior_threshold", "posterior_alpha", "quantization",
+         "draft_sample_method", "behaviour", "references", "pattern", "seed", "enforce_eager", "nope")  # fmt: skip
+_METHODS = ("ngram", "draft_model", "adversarial", "oracle", "medusa", "hydra", "mlp_speculator", "eagle3", "Ngram")
+_TREES = ("chain", "tree", "mc_sim_7b_63", {"widths": [2, 2]}, {"widths": [10**9]}, {"widths": []}, [[0], [1], [0, 0]],
+          [[0, 0]], [[-1]], [[]], [[0] * 70], [[10**9]], {"widths": [1] * 600})  # fmt: skip
+_ARGUMENTS = ("max_num_seqs", "max_model_len", "seed", "runner", "dtype", "device", "tokenizer", "speculative_config",
+              "allow_unknown_ids", "drafter")  # fmt: skip
+
+
+class Ask(NamedTuple):
+    """One prompt with its parameters, as a caller gives them.
+
+    Attributes:
+        prompt: In any form.
+        ids: What it means, or None where it means nothing.
+        params: Or None where they were refused.
+        must_be_taken: Whether nothing about it may be refused, but for its length.
+    """
+
+    prompt: Any
+    ids: list[int] | None
+    params: SamplingParams | None
+    must_be_taken: bool
+
+
+def run(case: Case) -> None:
+    """One engine with two to four batches; one case in eight is about the engine's own arguments."""
+    case.size = 0
+    if case.rng.random() < 0.125:
+        _odd_engine(case)
+        return
+    drafter, rule, size = engines.drawn_setup(case.rng, case.settings)
+    context_len = size["max_model_len"]
+    batches = [[_ask(case) for _ in range(case.rng.randint(1, 6))] for _ in range(case.rng.randint(2, 4))]
+    references = [_reference(case, ask, context_len) for ask in chain(*batches) if _is_served(ask, context_len)]
+    where = f"{drafter!r}, rule {rule!r}, {size}"
+    case.note(f"engine: {where}")
+    case.count(f"drafter {drafter}")
+    engine, has_rule = engines.engine_with(case.settings, drafter, rule, references, **size)
+    rule = rule if has_rule else "auto"
+    for batch in batches:
+        case.size += len(batch)
+        case.note(f"engine: {where}; " + "; ".join(f"prompt {shown(a.prompt)} {shown(a.params)}" for a in batch))
+        _serve(case, engine, batch, rule, context_len)
+        engines.check_idle(engine, rule, case.settings, size)
+
+
+def _is_served(ask: Ask, context_len: int | None) -> bool:
+    """Whether a request is fine."""
+    return ask.must_be_taken and ask.ids is not None and len(ask.ids) < (context_len or CONTEXT_LEN)
+
+
+def _reference(case: Case, ask: Ask, context_len: int | None) -> list[int]:
+    """What plain decoding makes of it, for oracles."""
+    assert ask.ids is not None
+    assert ask.params is not None
+    output = engines.alone(case.settings, context_len, ask.ids, ask.params)
+    return [*ask.ids, *output.outputs[0].token_ids]
+
+
+def _ask(case: Case) -> Ask:
+    """A request; two in three are fine."""
+    rng = case.rng
+    spoil_params, spoil_prompt = rng.random() < 0.2, rng.random() < 0.12
+    fields = values.spoilt_fields(rng) if spoil_params else values.sampling_fields(rng)
+    prompt, ids = (values.odd(rng), None) if spoil_prompt else _prompt(rng)
+    params = None
+    case.note(f"SamplingParams(**{shown(fields)})")
+    try:
+        params = SamplingParams(**fields)
+    except ForetokenError as err:
+        check_refusal(err)
+        case.count("parameters refused")
+        if not spoil_params:
+            raise FindingError(f"valid parameters were refused: {err}") from err
+    return Ask(prompt, ids, params, must_be_taken=not (spoil_params or spoil_prompt))
+
+
+def _prompt(rng: random.Random) -> tuple[Any, list[int] | None]:
+    """A prompt in any form, and its token ids where it is fine."""
+    ids = values.tokens(rng, 1, rng.choice([3, 7, 14, 30, CONTEXT_LEN + 3]))
+    words = values.text(rng, 1, 9)
+    of_words = list(tokenizer()(words)["input_ids"])
+    outside = [*ids, rng.choice([-1, VOCAB_SIZE, 2**31, 2**63, -(2**70), 10**400])]
+    forms: list[tuple[Any, list[int] | None]] = [
+        (ids, ids), (ids, ids), (tuple(ids), ids), (np.array(ids), ids), (np.array(ids, dtype=np.uint8), ids),
+        (torch.tensor(ids), ids), (torch.tensor(ids, dtype=torch.int32), ids), ([np.int64(i) for i in ids], ids),
+        (range(3, 3 + len(ids)), list(range(3, 3 + len(ids))) if len(ids) < VOCAB_SIZE - 3 else None),
+        ({"prompt_token_ids": ids}, ids), ({"prompt_token_ids": torch.tensor(ids)}, ids),
+        ({"prompt_token_ids": ids, "prompt": "said otherwise"}, ids), (words, of_words), ({"prompt": words}, of_words),
+        ([], None), ("", None), ("\ud800", None), ([float(i) for i in ids], None), ([True], None), ([ids], None),
+        (outside, None), (np.eye(2), None), (torch.tensor(3), None), ({"prompt": ids, "x": 1}, None), (b"abc", None),
+        ({"prompt": ""}, None), ({"prompt_token_ids": []}, None), ({"prompt_token_ids": None}, None), ("漢字", None),
+    ]  # fmt: skip
+    return forms[rng.randrange(14)] if rng.random() < 0.85 else rng.choice(forms[14:])
+
+
+def _serve(case: Case, engine: LLM, batch: list[Ask], rule: str, context_len: int | None) -> None:
+    """Serves a batch, and each of its requests alone where the batch is refused."""
+    usable = [ask for ask in batch if ask.params is not None]
+    if not usable:
+        return
+    try:
+        _check_batch(case, engine, usable, rule, context_len)
+        return
+    except ForetokenError as err:
+        check_refusal(err)
+        if all(_is_served(ask, context_len) for ask in usable):
+            raise FindingError(f"a batch of valid requests was refused: {err}") from err
+    for ask in usable:
+        try:
+            _check_batch(case, engine, [ask], rule, context_len)
+        except ForetokenError as err:
+            check_refusal(err)
+            case.count("requests refused")
+            if _is_served(ask, context_len):
+                raise FindingError(f"a valid request was refused: {err}") from err
+
+
+def _check_batch(case: Case, engine: LLM, batch: list[Ask], rule: str, context_len: int | None) -> None:
+    """Serves a batch in one of the ways there are; `ForetokenError` when it is refused."""
+    rng = case.rng
+    params: Any = [ask.params for ask in batch]
+    prompts: Any = [ask.prompt for ask in batch]
+    if all(ask.must_be_taken and ask.ids for ask in batch) and rng.random() < 0.2:
+        prompts = _encoded(rng, [ask.ids for ask in batch])
+    if rng.random() < 0.3:
+        _check_stream(case, engine, batch, prompts, params, rule, context_len)
+        return
+    outputs = engine.generate(prompts, params)
+    if len(outputs) != len(batch):
+        raise FindingError(f"{len(outputs)} results for {len(batch)} prompts")
+    for ask, output in zip(batch, outputs, strict=True):
+        assert ask.params is not None
+        if ask.ids is not None and output.prompt_token_ids != ask.ids:
+            raise FindingError(f"prompt {shown(ask.prompt)} was read as {output.prompt_token_ids}")
+        want = engines.alone(case.settings, context_len, output.prompt_token_ids, ask.params)
+        case.count("answers")
+        for got, other in zip(output.outputs, want.outputs, strict=True):
+            engines.check_valid(got, output.prompt_token_ids, ask.params, context_len)
+            if engines.is_text_fixed(ask.params, rule):
+                case.count("answers compared")
+                engines.check_same(got, other, case.settings)
+
+
+def _encoded(rng: random.Random, rows: list[Any]) -> Any:
+    """Several prompts as a tokenizer gives them, padded left or right."""
+    longest = max(map(len, rows))
+    is_left = rng.random() < 0.5
+    pads = [[0] * (longest - len(row)) for row in rows]
+    ids = [pad + row if is_left else row + pad for row, pad in zip(rows, pads, strict=True)]
+    mask = [pad + [1] * len(row) if is_left else [1] * len(row) + pad for row, pad in zip(rows, pads, strict=True)]
+    data: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+    form = rng.choice([None, np.array, torch.tensor])
+    return BatchEncoding(data if form is None else {key: form(value) for key, value in data.items()})
+
+
+def _check_stream(
+    case: Case, engine: LLM, batch: list[Ask], prompts: Any, params: Any, rule: str, context_len: int | None
+) -> None:
+    """Streams a batch, to its end or not; what came is the beginning of the answer."""
+    stop_after = case.rng.choice([None, None, 0, 1, 2, 5, 9])
+    stream = engine.stream(prompts, params)
+    ids: dict[tuple[int, int], list[int]] = defaultdict(list)
+    text: dict[tuple[int, int], str] = defaultdict(str)
+    ended: set[tuple[int, int]] = set()
+    for count, chunk in enumerate(stream):
+        key = (chunk.prompt_index, chunk.index)
+        if key in ended:
+            raise FindingError(f"a chunk of {key} after its last one")
+        ids[key] += chunk.token_ids
+        text[key] += chunk.text
+        ended |= {key} if chunk.finish_reason is not None else set()
+        if count == stop_after:
+            break
+    stream.close()  # type: ignore[attr-defined]
+    case.count("streams" if stop_after is None else "streams closed early")
+    for (place, index), got in ids.items():
+        ask = batch[place]
+        assert ask.params is not None
+        if ask.ids is None or not engines.is_text_fixed(ask.params, rule):
+            continue
+        want = engines.alone(case.settings, context_len, ask.ids, ask.params).outputs[index]
+        said = text[place, index]
+        is_whole = (place, index) in ended
+        same = (got, said) == (want.token_ids, want.text) if is_whole else want.token_ids[: len(got)] == got
+        if not same or not want.text.startswith(said):
+            raise FindingError(f"streamed {got} {said!r} instead of {want.token_ids} {want.text!r}")
+        case.count("answers compared")
+    if stop_after is None and len(ended) != sum(int(p.n) for p in params):
+        raise FindingError(f"the streams of {sorted(ended)} ended, and no others")
+
+
+def _odd_engine(case: Case) -> None:
+    """An engine with any values for its arguments: refused, or one that works."""
+    rng = case.rng
+    config: Any = {key: _config_value(rng, key) for key in rng.sample(_KEYS, rng.choice([0, 1, 2, 4]))}
+    config = {"method": rng.choice(_METHODS), **config} if rng.random() < 0.8 else config
+    arguments: dict[str, Any] = {"speculative_config": config, "max_num_seqs": 2}
+    arguments |= {key: values.odd(rng) for key in rng.sample(_ARGUMENTS, rng.choice([0, 0, 1, 2]))}
+    arguments = {"tokenizer": tokenizer(), "runner": case.settings.runner, **arguments}
+    case.note("LLM(target, " + ", ".join(f"{key}={shown(value)}" for key, value in arguments.items()) + ")")
+    case.size += 1
+    try:
+        engine = LLM(target("llama", getattr(torch, case.settings.dtype)), **arguments)
+    except ForetokenError as err:
+        check_refusal(err)
+        case.count("engines refused")
+        return
+    case.count("odd engines accepted")
+    _check_odd_engine(case, engine)
+
+
+def _config_value(rng: random.Random, key: str) -> Any:
+    """A value of a key of `speculative_config`."""
+    plausible: dict[str, Any] = {
+        "method": rng.choice(_METHODS), "tree": rng.choice(_TREES), "max_nodes": rng.choice([2, 9, 64, 512, 513]),
+        "num_speculative_tokens": rng.choice([1, 3, 64, 65, 0]), "model": rng.choice(["nowhere", "", "a\x00b"]),
+        "acceptance": rng.choice([*engines.RULES, "greedy"]), "lenience": rng.choice([1, 0.5, 0, 2, True]),
+        "prompt_lookup_min": rng.choice([1, 3, 0]), "prompt_lookup_max": rng.choice([1, 4, 10**9]),
+        "rejection_sample_method": rng.choice(["standard", "block", "x"]), "pattern": [3], "references": [[5, 6, 7]],
+        "draft_sample_method": rng.choice(["greedy", "probabilistic", "gumbel"]), "behaviour": "random", "seed": 10**30,
+    }  # fmt: skip
+    return plausible[key] if key in plausible and rng.random() < 0.6 else values.odd(rng)
+
+
+def _check_odd_engine(case: Case, engine: LLM) -> None:
+    """It answers as plain decoding does, wherever its rule, runner and tokenizer let us compare."""
+    params = SamplingParams(temperature=0.0, max_tokens=9)
+    got = engine.generate([[5, 6, 7, 5, 6]], params)[0].outputs[0]
+    context_len = engine.target.context_len
+    engines.check_valid(got, [5, 6, 7, 5, 6], params, context_len)
+    same_kernels = engine.target.runner == engines.plain(case.settings.runner, case.settings.dtype, None).target.runner
+    if not engine.is_lossy and same_kernels:
+        plain = llm({}, module=target("llama", getattr(torch, case.settings.dtype)), runner=case.settings.runner)
+        want = plain.generate([[5, 6, 7, 5, 6]], params)[0].outputs[0]
+        length = min(len(got.token_ids), len(want.token_ids))
+        if got.token_ids[:length] != want.token_ids[:length]:
+            raise FindingError(f"{got.token_ids} instead of {want.token_ids}")
