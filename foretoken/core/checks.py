@@ -85,8 +85,30 @@ def check_text(name: str, value: Any, *, error: type[ForetokenError] = RequestEr
 
 def check_sequence(name: str, value: Any, expected: str, *, error: type[ForetokenError] = RequestError) -> None:
     """Raises `error` unless `value` is a list, tuple, set or array, not text; expected: what, in words."""
-    if isinstance(value, str | bytes | bytearray | memoryview | Mapping) or not isinstance(value, Collection):
+    is_other = isinstance(value, str | bytes | bytearray | memoryview | Mapping) or getattr(value, "ndim", 1) == 0
+    if is_other or not isinstance(value, Collection):
         raise error(f"{name} is {shown(value)}. Expected {expected}.")
+
+
+def as_python(value: Any, depth: int = 2) -> Any:
+    """A value with Python's own numbers in it: other numbers become int or float, arrays and tensors lists.
+
+    Lists, tuples and mappings are copied, `depth` levels deep, so that nobody changes them afterwards. What has no such
+    form (booleans, text, sets, objects, numbers too large for a float) stays as it is.
+    """
+    if hasattr(value, "tolist") and getattr(value, "ndim", 0) > 0:
+        value = value.tolist()
+    if isinstance(value, list | tuple) and depth:
+        items = [as_python(item, depth - 1) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    if isinstance(value, Mapping) and depth:
+        return {as_python(key, 0): as_python(item, 0) for key, item in value.items()}
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return value
+    try:
+        return int(value) if isinstance(value, Integral) else float(value)
+    except OverflowError:
+        return value
 
 
 def checked_token_ids(ids: Iterable[Any], vocab_size: int, where: str) -> list[int]:

@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar
 
-from foretoken.core.checks import check_boolean, check_integer, check_number, check_sequence, check_text, shown
+from foretoken.core.checks import (
+    as_python,
+    check_boolean,
+    check_integer,
+    check_number,
+    check_sequence,
+    check_text,
+    shown,
+)
 from foretoken.core.errors import RequestError
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy decoding
@@ -15,19 +23,23 @@ MOST_TOKENS = 2**31 - 1  # of min_tokens and max_tokens
 _Class = TypeVar("_Class", bound=type)
 
 
-def _none_is_unset(cls: _Class) -> _Class:
-    """Makes None at construction leave a field at its default; only `max_tokens` has a meaning of its own for None."""
+def _takes_any_numbers(cls: _Class) -> _Class:
+    """Lets None leave a field at its default, and turns numbers and arrays of other libraries into Python's own.
+
+    Only `max_tokens` has a meaning of its own for None.
+    """
     construct = cls.__init__  # type: ignore[misc]  # of this very class, whose keywords these are
 
     @wraps(construct)
-    def construct_from_set_fields(self: Any, **fields: Any) -> None:
-        construct(self, **{name: value for name, value in fields.items() if value is not None or name == "max_tokens"})
+    def construct_from_any_numbers(self: Any, **fields: Any) -> None:
+        given = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
+        construct(self, **{name: as_python(value) for name, value in given.items()})
 
-    cls.__init__ = construct_from_set_fields  # type: ignore[misc]
+    cls.__init__ = construct_from_any_numbers  # type: ignore[misc]
     return cls
 
 
-@_none_is_unset
+@_takes_any_numbers
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled and when it stops. None leaves a field at its default.

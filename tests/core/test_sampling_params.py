@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import fields, replace
+from fractions import Fraction
 
 import numpy as np
 import pytest
+import torch
 
 from foretoken.core.errors import ForetokenError, RequestError
 from foretoken.core.sampling_params import SamplingParams
@@ -168,3 +170,40 @@ def test_greedy_limit(temperature: float, is_greedy: bool) -> None:
 def test_penalties_are_noticed(name: str) -> None:
     assert not SamplingParams().has_penalties
     assert SamplingParams(**{name: 0.5}).has_penalties
+
+
+def test_numbers_of_other_libraries_become_pythons_own() -> None:
+    """Whatever is accepted can be put into a tensor: a numpy number in logit_bias could not."""
+    given = {
+        "n": np.int8(2),
+        "temperature": Fraction(1, 2),
+        "top_p": np.float32(0.5),
+        "max_tokens": np.int32(2**31 - 1),
+        "logit_bias": {np.int64(3): np.float32(2.5), 4: Fraction(1, 4)},
+        "bad_words": [np.array([1, 2]), torch.tensor([3]), "th", (np.int64(4),)],
+        "stop_token_ids": torch.tensor([5, 6]),
+    }
+    params = SamplingParams(**given)
+    assert params == SamplingParams(
+        n=2, temperature=0.5, top_p=0.5, max_tokens=2**31 - 1, logit_bias={3: 2.5, 4: 0.25},
+        bad_words=[[1, 2], [3], "th", (4,)], stop_token_ids=[5, 6],
+    )  # fmt: skip
+    numbers = (params.n, params.temperature, params.top_p, params.max_tokens, *params.logit_bias)
+    numbers += (*params.logit_bias.values(), *params.bad_words[3], *params.stop_token_ids)
+    assert {type(number) for number in numbers} == {int, float}
+
+
+def test_the_callers_lists_are_copied() -> None:
+    stop, bias, words = ["a"], {3: 1.0}, [[1, 2]]
+    params = SamplingParams(stop=stop, logit_bias=bias, bad_words=words)
+    stop.append(""), bias.update({-1: 0.0}), words[0].clear()
+    assert params == SamplingParams(stop=["a"], logit_bias={3: 1.0}, bad_words=[[1, 2]])
+
+
+@pytest.mark.parametrize("name", ["bad_words", "stop", "stop_token_ids"])
+def test_arrays_without_dimensions_are_no_lists(name: str) -> None:
+    for value in (np.array(3), torch.tensor(3), Fraction(10**400)):
+        with pytest.raises(RequestError, match=f"{name} is"):
+            SamplingParams(**{name: value})
+    with pytest.raises(RequestError, match="temperature is"):
+        SamplingParams(temperature=Fraction(10**400))
