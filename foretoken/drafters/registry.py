@@ -6,6 +6,7 @@ A method is a module of this package with a class `Options(DrafterOptions)` and 
 
 from __future__ import annotations
 
+import json
 import pkgutil
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 
 import foretoken.drafters
+from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 
 if TYPE_CHECKING:
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 
     from foretoken.drafters.base import Drafter, DrafterOptions, TargetFacts
 
+_LONGEST_SHOWN = 60  # characters
 _NOT_METHODS = {"base", "heads", "prefix_features", "recorded_growth", "registry"}
 # Tools of benchmarks and tests, which need the answer or misbehave on purpose: by their exact names only.
 _TOOLS = {"adversarial", "oracle"}
@@ -52,13 +55,13 @@ def drafter_options(config: Mapping[str, Any], *, other_keys: frozenset[str] = f
         ConfigError: For an unknown method, an unknown key (with the nearest known one) or a value out of range.
     """
     method = config.get("method")
-    if method not in known_methods():
+    if not isinstance(method, str) or method not in known_methods():
         raise ConfigError(_unknown(method))
-    options_type: type[DrafterOptions] = _module(str(method)).Options
+    options_type: type[DrafterOptions] = _module(method).Options
     unknown = sorted(set(config) - set(options_type.model_fields))
     if unknown:
         known = set(options_type.model_fields) | other_keys
-        raise ConfigError(f"method '{method}' has no key '{unknown[0]}'. " + nearest_name_hint(unknown[0], known))
+        raise ConfigError(f"method '{method}' has no key {shown(unknown[0])}. " + nearest_name_hint(unknown[0], known))
     try:
         return options_type.model_validate(dict(config))
     except ValidationError as err:
@@ -67,21 +70,32 @@ def drafter_options(config: Mapping[str, Any], *, other_keys: frozenset[str] = f
             raise ConfigError(f"options of method '{method}': {first['ctx']['error']}.") from err
         key = str(first["loc"][0])
         allowed = dict.fromkeys(error["msg"] for error in err.errors() if str(error["loc"][0]) == key)
-        raise ConfigError(f"'{key}' of method '{method}' is {config.get(key)!r}. {'; or: '.join(allowed)}.") from err
+        raise ConfigError(
+            f"'{key}' of method '{method}' is {_shown(config.get(key))}. {'; or: '.join(allowed)}."
+        ) from err
 
 
 def _unknown(method: object) -> str:
     """What to say about a method that is not there."""
-    plain = str(method).lower().replace("-", "").replace("_", "")
+    plain = str(method).lower().replace("-", "").replace("_", "") if isinstance(method, str) else ""
     if plain in _PLANNED or plain.endswith("mtp"):
-        return f"speculative method {method!r} is not there yet. Available: {', '.join(offered_methods())}."
-    return f"speculative method {method!r} does not exist. {nearest_name_hint(str(method), offered_methods())}"
+        return f"speculative method {shown(method)} is not there yet. Available: {', '.join(offered_methods())}."
+    return f"speculative method {shown(method)} does not exist. {nearest_name_hint(shown(method), offered_methods())}"
 
 
 def create_drafter(options: DrafterOptions, target: TargetFacts) -> Drafter:
     """Makes the drafter that the options describe, loading its weights where it has some."""
     drafter: Drafter = _module(options.method).create(options, target)
     return drafter
+
+
+def _shown(value: Any) -> str:
+    """A value for a message: also lists and mappings, where they are short and hold what JSON can say."""
+    try:
+        is_plain = len(json.dumps(value)) <= _LONGEST_SHOWN
+    except (TypeError, ValueError, RecursionError):
+        is_plain = False
+    return repr(value) if is_plain else shown(value)
 
 
 def _module(method: str) -> Any:

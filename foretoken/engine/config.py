@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.acceptance.select import LOSSLESS_RULES, LOSSY_RULES, AcceptancePolicy
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
-from foretoken.drafters.registry import drafter_options
+from foretoken.drafters.registry import drafter_options, known_methods
 from foretoken.formats.registry import holds_head, method_of
 
 if TYPE_CHECKING:
@@ -66,12 +67,12 @@ def parse_speculative_config(config: Mapping[str, Any] | str, *, target: str) ->
     config = _mapping(config)
     config = {**config, "method": _method(config)}
     for key, values in _NEUTRAL.items():
-        if key in config and config[key] not in values:
-            raise ConfigError(f"'{key}' = {config[key]!r} is not supported. Leave it out.")
+        if key in config and not _is_one_of(config[key], values):
+            raise ConfigError(f"'{key}' = {shown(config[key])} is not supported. Leave it out.")
     own = {
         key: value for key, value in config.items() if key not in ENGINE_KEYS and not (key in _UNSET and value is None)
     }
-    if own.get("model") is None:
+    if own.get("model") is None and isinstance(own["method"], str) and own["method"] in known_methods():
         bundled = Path(f"{target}-{'draft' if own['method'] == 'draft_model' else own['method']}")
         if bundled.is_dir():
             own["model"] = str(bundled)
@@ -96,11 +97,19 @@ def _method(config: Mapping[str, Any]) -> Any:
     if config.get("method") is not None:
         return config["method"]
     if config.get("model") is not None:
-        model = Path(str(config["model"]))
-        return method_of(model) if model.is_dir() and holds_head(model) else "draft_model"
+        model = config["model"]
+        if not isinstance(model, str | os.PathLike):
+            raise ConfigError(f"'model' is {shown(model)}. Expected a directory or a hub id.")
+        is_head = os.path.isdir(model) and holds_head(Path(model))  # noqa: PTH112 - False for what no path can be
+        return method_of(Path(model)) if is_head else "draft_model"
     if any(key.startswith("prompt_lookup_") for key in config):
         return "ngram"
     raise ConfigError("speculative_config has no 'method'. Expected for example {'method': 'ngram'}.")
+
+
+def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    """Whether a value of any type is among some simple ones; 1 and True are apart."""
+    return any(type(value) is type(each) and value == each for each in values)
 
 
 def _policy(config: Mapping[str, Any]) -> AcceptancePolicy:
@@ -108,20 +117,18 @@ def _policy(config: Mapping[str, Any]) -> AcceptancePolicy:
     rule = config.get("acceptance", "auto")
     method = config.get("rejection_sample_method")
     if method is not None:
-        if method not in _REJECTION_METHODS:
-            raise ConfigError(
-                f"rejection_sample_method {method!r} is not supported. "
-                + nearest_name_hint(str(method), _REJECTION_METHODS)
-            )
+        if not isinstance(method, str) or method not in _REJECTION_METHODS:
+            hint = nearest_name_hint(shown(method), _REJECTION_METHODS)
+            raise ConfigError(f"rejection_sample_method {shown(method)} is not supported. {hint}")
         rule = config.get("acceptance", _REJECTION_METHODS[method])
-    if rule not in _RULES:
-        raise ConfigError(f"acceptance rule {rule!r} does not exist. {nearest_name_hint(str(rule), _RULES)}")
+    if not isinstance(rule, str) or rule not in _RULES:
+        raise ConfigError(f"acceptance rule {shown(rule)} does not exist. {nearest_name_hint(shown(rule), _RULES)}")
     numbers: dict[str, Any] = {}
     for key, field in _POLICY_KEYS.items():
         if key in config:
             value = config[key]
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-                raise ConfigError(f"'{key}' is {value!r}. Expected a number above 0 and at most 1.")
+                raise ConfigError(f"'{key}' is {shown(value)}. Expected a number above 0 and at most 1.")
             numbers[field] = float(value)
     if _TYPICAL_END in config:
         numbers[_TYPICAL_END] = config[_TYPICAL_END]

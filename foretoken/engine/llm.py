@@ -17,7 +17,7 @@ import torch
 from tqdm.auto import tqdm
 
 from foretoken.acceptance.select import AcceptancePolicy
-from foretoken.core.checks import check_integer, shown
+from foretoken.core.checks import check_boolean, check_integer, check_text, shown
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.core.results import StreamChunk
 from foretoken.drafters.base import Drafter, TargetFacts, nodes_by_depth
@@ -105,7 +105,11 @@ class LLM:
             check_integer("max_model_len", max_model_len, _SHORTEST_CONTEXT, error=ConfigError)
         if seed is not None:
             check_integer("seed", seed, error=ConfigError)
-        loaded = _loaded(model, _dtype_name(dtype), str(device))
+        check_text("runner", runner, error=ConfigError)
+        if drafter is not None and not callable(drafter):
+            raise ConfigError(f"drafter is {shown(drafter)}. Expected a function that makes one.")
+        check_boolean("allow_unknown_ids", allow_unknown_ids, error=ConfigError)
+        loaded = _loaded(model, _dtype_name(dtype), _device_name(device))
         self.tokenizer = _tokenizer(tokenizer, model)
 
         @cache
@@ -328,6 +332,13 @@ def _dtype_name(dtype: str | torch.dtype) -> str:
     return _DTYPE_NAMES.get(dtype, dtype)
 
 
+def _device_name(device: str | torch.device) -> str:
+    """The name of a device as torch reads it."""
+    if not isinstance(device, str | torch.device):
+        raise ConfigError(f"device is {shown(device)}. Expected a name such as 'cpu', or a torch device.")
+    return str(device)
+
+
 def _loaded(model: Any, dtype: str, device: str) -> LoadedModel:
     """The target, loaded where it is not yet."""
     if isinstance(model, LoadedModel):
@@ -343,4 +354,8 @@ def _loaded(model: Any, dtype: str, device: str) -> LoadedModel:
 def _tokenizer(given: Any, model: Any) -> Any:
     """The tokenizer to use: as given, or loaded by path; else the model's own, which a model in memory has none of."""
     name = model if given is None else given
-    return load_tokenizer(os.fspath(name)) if isinstance(name, str | os.PathLike) else given
+    if isinstance(name, str | os.PathLike):
+        return load_tokenizer(os.fspath(name))
+    if given is not None and not (callable(given) and callable(getattr(given, "decode", None))):
+        raise ConfigError(f"tokenizer is {shown(given)}. Expected a transformers tokenizer, or a directory or hub id.")
+    return given

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from numbers import Integral
 from typing import Any
 
@@ -13,6 +14,7 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
 
 _KEYS = ("prompt", "prompt_token_ids")
+_KEYS_SHOWN = 4
 
 
 def split_prompts(prompts: Any) -> list[Any]:
@@ -92,8 +94,14 @@ def _value(prompt: Mapping[str, Any]) -> Any:
     unknown = [key for key in prompt if key not in _KEYS]
     given = {key: prompt[key] for key in _KEYS if prompt.get(key) is not None}
     if unknown or not given:
-        raise RequestError(f"the prompt has the keys {list(prompt)}. Expected 'prompt' or 'prompt_token_ids'.")
+        raise RequestError(f"the prompt has the keys {_names(prompt)}. Expected 'prompt' or 'prompt_token_ids'.")
     return given.get("prompt_token_ids", given.get("prompt"))
+
+
+def _names(prompt: Mapping[str, Any]) -> str:
+    """The first few keys of a mapping, for a message."""
+    names = [shown(key) for key in islice(prompt, _KEYS_SHOWN + 1)]
+    return f"[{', '.join(names if len(names) <= _KEYS_SHOWN else [*names[:-1], '…'])}]"
 
 
 def _encoded(encoding: Mapping[str, Any]) -> list[list[Any]]:

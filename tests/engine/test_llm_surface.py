@@ -164,6 +164,11 @@ def test_without_a_tokenizer_text_is_refused(prompt: Any, params: SamplingParams
         ({"max_model_len": "96"}, "max_model_len is '96'. Expected an integer"),
         ({"seed": "4"}, "seed is '4'. Expected an integer"),
         ({"dtype": 32}, "dtype is 32. Expected a name"),
+        ({"device": 3}, "device is 3. Expected a name such as 'cpu'"),
+        ({"runner": ["lean"]}, "runner is of type list. Expected text"),
+        ({"runner": "\ud800"}, "runner holds a lone surrogate"),
+        ({"drafter": 3}, "drafter is 3. Expected a function"),
+        ({"allow_unknown_ids": "no"}, "allow_unknown_ids is 'no'. Expected True or False"),
         ({"speculative_config": 5}, "speculative_config is 5. Expected for example"),
         ({"speculative_config": "ngram"}, "speculative_config is not valid JSON"),
         ({"speculative_config": "[" * 100_000}, "speculative_config is not valid JSON"),
@@ -173,8 +178,20 @@ def test_without_a_tokenizer_text_is_refused(prompt: Any, params: SamplingParams
 )
 def test_engines_that_cannot_work_are_refused(arguments: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence) as error:
-        llm({}, **arguments)
+        llm({}, module=target(), **arguments)
     assert isinstance(error.value, ForetokenError)
+
+
+@pytest.mark.parametrize("given", [3, True, b"x", {}, len])
+def test_what_is_no_tokenizer_is_refused(given: Any) -> None:
+    with pytest.raises(ConfigError, match=r"tokenizer is .* Expected a transformers tokenizer, or a directory"):
+        LLM(target(), tokenizer=given)
+
+
+def test_a_prompt_with_many_keys_is_refused_in_one_line(engine: LLM) -> None:
+    with pytest.raises(RequestError, match=r"the prompt has the keys \[0, 1, 2, 3, …\]. Expected") as error:
+        engine.generate(dict.fromkeys(range(5000)))
+    assert len(str(error.value)) < 120
 
 
 def test_the_context_limit_is_exact() -> None:

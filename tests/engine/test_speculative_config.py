@@ -6,14 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from end_to_end.tiny_llms import llm, noisy, target, tokenizer
 from tiny_models import tiny_model
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError
+from foretoken.drafters import registry
 from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.engine.config import parse_speculative_config
+from foretoken.engine.config import ENGINE_KEYS, parse_speculative_config
 
 # What vLLM 0.33 calls the keys, with values that ask for nothing foretoken lacks.
 NEUTRAL_KEYS = {
@@ -153,6 +156,53 @@ def test_acceptance_rules(keys: dict[str, Any], rule: str) -> None:
 def test_mistakes_come_back_as_a_sentence(config: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         llm({"speculative_config": config})
+
+
+def assert_short_line(message: str) -> None:
+    """One line that can be printed."""
+    assert len(message.encode()) < 500
+    assert "\n" not in message
+
+
+class Unprintable:
+    """An object whose text cannot be had."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+NONSENSE = (Unprintable(), [], {}, {"a": [1]}, [[1]], True, float("nan"), 10**6000, b"x", np.eye(2), torch.ones(2),
+            "x" * 900, "a\nb", "\ud800")  # fmt: skip
+
+
+@pytest.mark.parametrize("key", sorted(ENGINE_KEYS | set(registry.drafter_options({"method": "ngram"}).model_dump())))
+def test_values_of_any_type_are_taken_or_refused_in_one_line(key: str) -> None:
+    """Whatever its text is, how long it is, and whether it can be compared or counted up at all."""
+    refused = 0
+    for value in NONSENSE:
+        try:
+            parse(**{"method": "ngram", key: value})
+            parse(**{key: value})
+        except ConfigError as err:
+            assert_short_line(str(err))
+            refused += 1
+    assert refused > len(NONSENSE) // 2
+
+
+@pytest.mark.parametrize(
+    "tree", [[[0] * 500], [[10**6000, 1]], [[-(10**6000)]], [[0], [0]], [[]], {"widths": [10**6000]}]
+)
+def test_trees_of_any_size_are_refused_in_one_line(tree: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        llm({"speculative_config": {"method": "adversarial", "tree": tree}})
+    assert_short_line(str(error.value))
+
+
+@pytest.mark.parametrize("tree", [{"widths": [10**9]}, {"widths": [40, 40]}, {"widths": [3, 0]}, {"widths": [2] * 60}])
+def test_widths_are_checked_before_any_node_is_made(tree: Any) -> None:
+    """A billion nodes were listed first, and counted afterwards."""
+    with pytest.raises(ConfigError, match=r"the tree's widths give \d+ nodes at depth \d"):
+        llm({"speculative_config": {"method": "adversarial", "tree": tree}})
 
 
 def test_the_same_as_json_text() -> None:
