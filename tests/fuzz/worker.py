@@ -140,7 +140,9 @@ class _Child:
         self._output = Path(path)
         context = multiprocessing.get_context("fork")  # inherits what is imported: a new child takes no time
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, run, name, settings, self._output), daemon=True)
+        self._process = context.Process(
+            target=_serve, args=(theirs, self._connection, run, name, settings, self._output)
+        )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # other threads of a test run hold nothing of ours
             self._process.start()
@@ -187,8 +189,16 @@ class _Child:
         return f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with exit code {code}"
 
 
-def _serve(connection: Connection, run: Callable[[Case], None], name: str, settings: Settings, output: Path) -> None:
+def _serve(
+    connection: Connection,
+    parents: Connection,
+    run: Callable[[Case], None],
+    name: str,
+    settings: Settings,
+    output: Path,
+) -> None:
     """The child: answers each number with a report until the parent hangs up."""
+    parents.close()  # its end of the pipe, which nobody else may hold open
     with output.open("w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -1,0 +1,78 @@
+"""A few cases of every target in every test run, and proof that the harness sees what it is there to see."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import time
+
+import pytest
+
+from foretoken.core.errors import ConfigError, ForetokenError
+from fuzz.command import described
+from fuzz.worker import Case, FindingError, Report, Settings, check_refusal, limit_memory, run_cases
+
+
+def findings(name: str, numbers: range, settings: Settings) -> list[str]:
+    """What some cases of a target found, with the commands that show it again."""
+    run = importlib.import_module(f"fuzz.{name}").run
+    reports = list(run_cases(run, name, numbers, settings))
+    assert len(reports) == len(numbers)
+    return [described(report, name, settings) for report in reports if report.finding is not None]
+
+
+@pytest.mark.parametrize(
+    ("runner", "dtype"), [("lean-native", "bfloat16"), ("lean-native", "float32"), ("generic", "float64")]
+)
+def test_requests(runner: str, dtype: str) -> None:
+    assert findings("requests", range(8), Settings(seed=2026, runner=runner, dtype=dtype)) == []
+
+
+def misbehave(case: Case) -> None:
+    """What a case may do, by its number."""
+    case.note(f"case {case.number}")
+    match case.number:
+        case 1:
+            os.abort()
+        case 2:
+            time.sleep(60)
+        case 3:
+            raise ValueError("raw")
+        case 4:
+            raise FindingError("wrong text")
+        case 5:
+            os._exit(3)
+        case 6:
+            with limit_memory(64):
+                bytearray(256 << 20)
+        case 7:
+            case.count("done")
+
+
+def test_what_goes_wrong_is_found_and_the_rest_goes_on() -> None:
+    reports = list(run_cases(misbehave, "misbehaviour", range(8), Settings(limit_s=1.0)))
+    assert [report.number for report in reports] == list(range(8))
+    assert reports[0] == Report(0, None, "", 1, {})
+    assert reports[7].counts == {"done": 1}
+    expected = {1: "SIGABRT", 2: "no answer within 1 s", 3: "ValueError: raw", 4: "wrong text", 5: "exit code 3"}
+    for number, text in {**expected, 6: "MemoryError"}.items():
+        assert text in str(reports[number].finding)
+        assert reports[number].doing == f"case {number}"
+    for number in (1, 2):
+        assert "in misbehave" in str(reports[number].finding), "where it stood"
+
+
+def test_a_case_is_the_same_alone() -> None:
+    def draw(case: Case) -> None:
+        raise FindingError(str(case.rng.random()))
+
+    together = [report.finding for report in run_cases(draw, "draw", range(3))]
+    assert [next(run_cases(draw, "draw", [number])).finding for number in range(3)] == together
+    assert len(set(together)) == 3
+
+
+@pytest.mark.parametrize("message", ["", "two\nlines", "x" * 500, "half a character \ud800"])
+def test_bad_messages_are_found(message: str) -> None:
+    check_refusal(ConfigError("n is 0. Expected at least 1."))
+    with pytest.raises(FindingError):
+        check_refusal(ForetokenError(message))
