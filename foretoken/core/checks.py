@@ -96,7 +96,7 @@ def as_python(value: Any, depth: int = 2) -> Any:
     Lists, tuples and mappings are copied, `depth` levels deep, so that nobody changes them afterwards. What has no such
     form (booleans, text, sets, objects, numbers too large for a float) stays as it is.
     """
-    if hasattr(value, "tolist") and getattr(value, "ndim", 0) > 0:
+    if depth and hasattr(value, "tolist") and getattr(value, "ndim", 0) > 0:
         value = value.tolist()
     if isinstance(value, list | tuple) and depth:
         items = [as_python(item, depth - 1) for item in value]

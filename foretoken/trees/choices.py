@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from foretoken.core.lattice import DraftLattice
 
 Choice = tuple[int, ...]
-_RANKS_SHOWN = 8  # of a choice in a message
+_NUMBERS_SHOWN = 8  # of a list of ranks or widths in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +86,11 @@ class TreeShape:
         """
         if not widths or min(widths) < 1:
             raise ConfigError(f"tree widths {_shown(widths)} are not valid. Expected at least one, each of at least 1.")
-        num_nodes = sum(accumulate(widths, mul))
-        if num_nodes >= MAX_NODES:  # before any of them is made: there may be billions
-            raise ConfigError(
-                f"tree widths {_shown(widths)} give {shown(num_nodes)} nodes. Expected fewer than {MAX_NODES}."
-            )
+        num_nodes = 0
+        for level in accumulate(widths, mul):
+            num_nodes += level
+            if num_nodes >= MAX_NODES:  # before any of them is made: there may be billions
+                raise ConfigError(f"tree widths {_shown(widths)} give too many nodes. Expected fewer than {MAX_NODES}.")
         return cls.from_choices(
             choice for d in range(1, len(widths) + 1) for choice in product(*(range(w) for w in widths[:d]))
         )
@@ -157,8 +157,8 @@ def _shown(value: Any) -> str:
     """A list for a message, cut where it is long; anything else as `shown` has it."""
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         return shown(value)
-    parts = [_shown(part) for part in value[:_RANKS_SHOWN]]
-    return f"[{', '.join(parts if len(value) <= _RANKS_SHOWN else [*parts, '…'])}]"
+    parts = [_shown(part) for part in value[:_NUMBERS_SHOWN]]
+    return f"[{', '.join(parts if len(value) <= _NUMBERS_SHOWN else [*parts, '…'])}]"
 
 
 def shape_lattice(lattice: DraftLattice, shape: TreeShape, roots: Tensor) -> TokenTree:

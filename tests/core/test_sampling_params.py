@@ -207,3 +207,5 @@ def test_arrays_without_dimensions_are_no_lists(name: str) -> None:
             SamplingParams(**{name: value})
     with pytest.raises(RequestError, match="temperature is"):
         SamplingParams(temperature=Fraction(10**400))
+    with pytest.raises(RequestError, match="a token id of logit_bias is of type Tensor"):
+        SamplingParams(logit_bias={torch.tensor([3]): 1.0})

@@ -201,7 +201,7 @@ def test_trees_of_any_size_are_refused_in_one_line(tree: Any) -> None:
 @pytest.mark.parametrize("tree", [{"widths": [10**9]}, {"widths": [40, 40]}, {"widths": [3, 0]}, {"widths": [2] * 60}])
 def test_widths_are_checked_before_any_node_is_made(tree: Any) -> None:
     """A billion nodes were listed first, and counted afterwards."""
-    with pytest.raises(ConfigError, match=r"the tree's widths give \d+ nodes at depth \d"):
+    with pytest.raises(ConfigError, match=r"tree widths .* (give too many nodes|are not valid)\. Expected"):
         llm({"speculative_config": {"method": "adversarial", "tree": tree}})
 
 

@@ -21,7 +21,7 @@ from foretoken.core.errors import ForetokenError
 from foretoken.core.results import CompletionOutput
 from fuzz.worker import FindingError, Settings
 
-CONTEXT_LENS = (8, 12, 24, 44, None)
+CONTEXT_LENS = (8, 16, 24, 44, 44, None, None)
 RULES = ("auto", "auto", "auto", "coupled", "sequential", "block", "lenient", "typical")
 # Drafters whose weights, where they have any, need no training.
 _TRAINED = {*HEADS, *(f"{name} adaptive" for name in HEADS)}
