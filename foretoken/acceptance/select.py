@@ -13,6 +13,7 @@ from foretoken.acceptance.decisions import Acceptance, KeyedDecisions
 from foretoken.acceptance.lossy import accept_lenient, accept_typical
 from foretoken.acceptance.sequential import accept_sequential
 from foretoken.acceptance.walk import accept_chosen, accept_coupled, accept_greedy
+from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.core.token_tree import DrawKind, TokenTree
 
@@ -58,8 +59,8 @@ class AcceptancePolicy:
         for name, value in (("epsilon", self.epsilon), ("delta", self.delta)):
             if not 0.0 <= value <= 1.0:
                 raise ConfigError(f"{name} is {value}. Expected at least 0 and at most 1.")
-        if self.typical_end not in TYPICAL_ENDS:
-            raise ConfigError(f"typical_end is {self.typical_end!r}. Expected 'draw' or 'argmax'.")
+        if not isinstance(self.typical_end, str) or self.typical_end not in TYPICAL_ENDS:
+            raise ConfigError(f"typical_end is {shown(self.typical_end)}. Expected 'draw' or 'argmax'.")
 
     @property
     def is_lossy(self) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, field_validator
 
+from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.published import PUBLISHED
@@ -173,7 +174,9 @@ class DrafterOptions(BaseModel):
         if not isinstance(value, str):
             return TreeShape.parse(value)
         if value not in (*_OWN_TREES, *PUBLISHED):
-            raise ConfigError(f"there is no tree '{value}'. {nearest_name_hint(value, (*_OWN_TREES, *PUBLISHED))}")
+            raise ConfigError(
+                f"there is no tree {shown(value)}. {nearest_name_hint(shown(value), (*_OWN_TREES, *PUBLISHED))}"
+            )
         return value
 
     @property

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,9 +209,6 @@ def test_what_is_no_causal_lm() -> None:
     assert "LlamaModel has no LM head. Expected a causal LM" in refused(hf.AutoModel.from_config(config))
     assert "a Linear is no transformers model" in refused(nn.Linear(2, 2))
     assert "a Wrapper is no transformers model" in refused(type("Wrapper", (nn.Module,), {})())
-    assert "a int is no transformers model" in refused(3)
-    assert "a NoneType is no transformers model" in refused(None)
-    assert "a SimpleNamespace is no transformers model" in refused(SimpleNamespace(config=config))
 
 
 def test_weights_that_are_not_there() -> None:

@@ -128,7 +128,7 @@ def test_a_pass_that_does_not_fit_is_refused_and_does_nothing(what: str) -> None
 
 
 def test_asserts_do_not_guard_memory() -> None:
-    """`python -O` removes them: the same cases, and those that an assert of the layout catches, without."""
+    """`python -O` removes them: the same cases without, and those that the layout refuses."""
     code = """
         import torch
         from test_native_bounds import WRONG, a_pass, blocks
@@ -142,7 +142,7 @@ def test_asserts_do_not_guard_memory() -> None:
         for name, case in cases.items():
             try:
                 made.decode(*case())
-            except PassError:
+            except (PassError, ValueError):  # of the kernels' checks; of the layout's, which are no asserts either
                 continue
             raise SystemExit(name)
         print("refused", len(cases))
