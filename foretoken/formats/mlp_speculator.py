@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ModelError
 from foretoken.formats.mapping import Place, make_config, most_common, read_tensors, scatter
-from foretoken.formats.readers import TGI, VLLM, Reader, needs_target_name
+from foretoken.formats.readers import OLD_TGI, TGI, VLLM, Reader, needs_target_name
 from foretoken.formats.saving import expect_method, finished, own_entries, own_entry, save, target_name
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 
@@ -84,21 +84,20 @@ def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]: 
     """Who reads what `write` writes."""
     config, named = checkpoint.config, needs_target_name(checkpoint)
     assert isinstance(config, MlpSpeculatorConfig), "the method says so"
-    old = "TGI 2.0.3 to 2.2"
+    how = f"--model-id of this directory, all {config.num_heads} stages (its factors follow --speculate){named}"
     if config.tie_weights and config.num_heads > 1:
-        tgi = Reader(TGI, True, f"--model-id of this directory, all {config.num_heads} stages (its factors follow "
-                     f"--speculate); from TGI 2.3 on{named}")  # fmt: skip
-        early = Reader(old, not config.scale_input, "as TGI 3.3" if not config.scale_input else
-                       "it passes over scale_input and drafts otherwise")  # fmt: skip
+        tgi = Reader(TGI, True, how)
     else:
-        tgi = Reader(TGI, False, "it fails while loading stages that are not tied; the same since TGI 2.3")
-        early = Reader(old, not config.scale_input, f"--model-id of this directory{named}" if not config.scale_input
-                       else "it passes over scale_input and drafts otherwise")  # fmt: skip
+        tgi = Reader(TGI, False, "it fails while loading stages that are not tied, since TGI 2.3")
+    if config.scale_input:
+        old = Reader(OLD_TGI, False, "it passes over scale_input and computes something else")
+    else:
+        old = Reader(OLD_TGI, True, how)
     return [
-        Reader("fms-extras", True, "its MLPSpeculator, with the keys' 'speculator.' left out"),
+        Reader("fms-extras", True, "its MLPSpeculator, 'speculator.' left out of the keys"),
         tgi,
-        early,
-        Reader(VLLM, False, "it has no proposer for it any more"),
+        old,
+        Reader(VLLM, False, "it has no drafter for it any more"),
     ]
 
 

@@ -19,6 +19,7 @@ TRT_MEDUSA = "TensorRT-LLM"
 TRT_HYDRA = "the public Hydra port of TensorRT-LLM"
 VLLM = "vLLM 0.32"
 TGI = "TGI 3.3"
+OLD_TGI = "TGI 2.0.3 to 2.2"
 
 
 class Reader(NamedTuple):

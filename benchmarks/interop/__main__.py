@@ -1,0 +1,100 @@
+"""Command line: python -m benchmarks.interop --medusa-repo DIR --hydra-repo DIR … (see README.md beside this file).
+
+Exit code 1: somebody's code makes something else of a file than foretoken says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
+
+from benchmarks.interop import fms, hydra, medusa, tgi, vllm
+from benchmarks.interop.borrowed import UnusableError
+from benchmarks.interop.outcome import Outcome, as_json, as_table
+from benchmarks.interop.samples import Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    Comparisons = Callable[[Path, Target, Path], Iterator[Outcome]]
+
+# Option, whose code, what is compared.
+PROGRAMS: dict[str, tuple[str, Comparisons]] = {
+    "medusa": ("FasterDecoding/Medusa", medusa.outcomes),
+    "hydra": ("zankner/Hydra", hydra.outcomes),
+    "fms-extras": ("foundation-model-stack/fms-extras", fms.outcomes),
+    "tgi": ("huggingface/text-generation-inference", tgi.outcomes),
+    "vllm": ("vllm-project/vllm, or a site-packages directory with it", vllm.outcomes),
+}
+
+
+def main(arguments: list[str]) -> int:
+    """Compares with every clone that is named; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.interop", description=__doc__)
+    for option, (whose, _) in PROGRAMS.items():
+        parser.add_argument(f"--{option}-repo", type=Path, metavar="DIR", help=f"a clone of {whose}")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the outcomes as JSON")
+    chosen = vars(parser.parse_args(arguments))
+    with _quiet():
+        found = compare_all({option: chosen[f"{option.replace('-', '_')}_repo"] for option in PROGRAMS})
+    print(as_table(found))
+    ran = sum(one.found != "skipped" for one in found)
+    wrong = sum(not one.is_as_stated for one in found)
+    print(f"\n{ran} comparisons ran, {len(found) - ran} were skipped, {wrong} contradict what foretoken says.")
+    if chosen["json"] is not None:
+        chosen["json"].write_text(json.dumps(as_json(found), indent=1) + "\n", encoding="utf-8")
+    return 1 if wrong else 0
+
+
+def compare_all(repos: dict[str, Path | None]) -> list[Outcome]:
+    """Every comparison; those whose clone is not named, or cannot be used, as one row that says why.
+
+    Args:
+        repos: Clones by the keys of `PROGRAMS`; None where there is none.
+    """
+    found: list[Outcome] = []
+    with tempfile.TemporaryDirectory(prefix="foretoken-interop-") as folder:
+        target = Target.made(Path(folder) / "target")
+        for option, repo in repos.items():
+            whose, comparisons = PROGRAMS[option]
+            if repo is None:
+                found.append(_skipped(whose, f"no --{option}-repo"))
+                continue
+            work = Path(folder) / option
+            work.mkdir()
+            try:
+                found += comparisons(repo.resolve(), target, work)
+            except UnusableError as err:
+                found.append(_skipped(whose, str(err)))
+    return found
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings and progress of transformers, which loads a target for every case."""
+    kept, had_bars = logging.root.manager.disable, is_progress_bar_enabled()
+    logging.disable(logging.WARNING)
+    disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.disable(kept)
+        if had_bars:
+            enable_progress_bar()
+
+
+def _skipped(whose: str, reason: str) -> Outcome:
+    """The row of comparisons that did not run."""
+    return Outcome(program=whose, case="all", claimed=None, found="skipped", note=reason)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

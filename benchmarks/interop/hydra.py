@@ -1,0 +1,84 @@
+"""zankner/Hydra: its `from_pretrained` on what foretoken writes, with transformers' Llama as the target around it."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+from benchmarks.interop.borrowed import borrow
+from benchmarks.interop.outcome import Outcome, compared
+from benchmarks.interop.samples import LENGTH, PREFIX, E, Target, V, our_logits, random_head, texts, written
+from foretoken.formats.readers import HYDRA_CODE
+from foretoken.heads.hydra import HydraConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+_LINEAR = {"rope_type": "linear", "factor": 4.0}
+_PLAIN, _SCALED = None, _LINEAR
+# Name, blocks, whether tied, changes of the prefix layer or None without, the target's scaling, whether it is written.
+_CASES: tuple[tuple[str, int, bool, dict[str, Any] | None, dict[str, Any] | None, bool], ...] = (
+    ("Hydra, 1 block", 1, False, None, _PLAIN, True),
+    ("Hydra, 2 blocks", 2, False, None, _PLAIN, True),
+    ("Hydra, 4 blocks, tied", 4, True, None, _PLAIN, True),
+    ("Hydra, 4 blocks that differ", 4, False, None, _PLAIN, False),
+    ("Hydra++, 2 blocks", 2, False, {}, _PLAIN, True),
+    ("Hydra++, 4 blocks, tied", 4, True, {}, _PLAIN, True),
+    ("Hydra++, 4 blocks that differ", 4, False, {}, _PLAIN, False),
+    ("Hydra++, rope_theta 500000", 2, False, {"rope_theta": 5e5}, _PLAIN, False),
+    ("Hydra++, linear scaling as the target", 2, False, {"rope_scaling": _LINEAR}, _SCALED, True),
+    ("Hydra++, no scaling, the target's linear", 2, False, {}, _SCALED, False),
+    ("Hydra++, linear scaling, the target's none", 2, False, {"rope_scaling": _LINEAR}, _PLAIN, False),
+)
+
+
+def outcomes(root: Path, target: Target, work: Path) -> Iterator[Outcome]:
+    """Every case."""
+    (module,) = borrow(root, "hydra.model.hydra_model")
+    scaled = Target.made(work / "scaled-target", _LINEAR)
+    for index, (case, blocks, tied, prefix, scaling, is_written) in enumerate(_CASES):
+        around = target if scaling is None else scaled
+        config = HydraConfig(
+            hidden_size=E, vocab_size=V, num_heads=3, num_layers=blocks, tied_blocks=tied, own_lm_head=True,
+            prefix=None if prefix is None else PREFIX.model_copy(update=prefix),
+        )  # fmt: skip
+        head, place = random_head(config, around), work / str(index)
+        back, readers = written("hydra", head, around, place, as_safetensors=not is_written)
+        claimed: bool | None = readers[HYDRA_CODE].reads
+        if not is_written:  # what its loader would make of a pickle that foretoken refuses to write
+            torch.save(load_file(place / "hydra_lm_head.safetensors"), place / "hydra_lm_head.pt")
+            claimed = None
+        ours = our_logits(back, around)
+        yield compared(HYDRA_CODE, f"{case}, hydra", claimed=claimed, ours=ours,
+                       theirs=partial(_logits, module, place, around))  # fmt: skip
+
+
+def _logits(module: Any, place: Path, target: Target) -> list[Tensor]:
+    """What the original heads say of the features and tokens."""
+    features, tokens = texts()
+
+    class Base(LlamaForCausalLM):
+        """transformers' Llama, whose configuration says of scaling what that of 2023 did."""
+
+        @classmethod
+        def from_pretrained(cls, *arguments: Any, **keywords: Any) -> Any:
+            model = super().from_pretrained(*arguments, attn_implementation="eager", **keywords)
+            scaling = target.rope_scaling
+            old = None if scaling is None else {"type": scaling["rope_type"], "factor": scaling["factor"]}
+            object.__setattr__(model.config, "rope_scaling", old)
+            return model
+
+    with mock.patch.multiple(module, KVLlamaForCausalLM=Base, AutoTokenizer=mock.DEFAULT), torch.no_grad():
+        head = module.HydraModel.from_pretrained(str(place)).hydra_head.eval()
+        positions = torch.arange(LENGTH).unsqueeze(0)
+        more = {"position_ids": positions} if hasattr(head, "prefix_embeding_layer") else {}
+        found, _ = head(base_hidden_states=features, input_ids=tokens, noise=None, **more)
+    return [each[:, : LENGTH - 1 - index] for index, each in enumerate(found)]

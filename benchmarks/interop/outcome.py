@@ -1,0 +1,93 @@
+"""What a comparison came to, and the table of all."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch import Tensor
+
+TOLERANCE = 1e-5  # of the largest number: float32, a handful of layers
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """One row.
+
+    Attributes:
+        program: Whose code ran.
+        case: The head, and the file that it lies in.
+        claimed: What foretoken says of this reader: "same" or "not read"; None where it would refuse to write.
+        found: "same", "another network", "stops" or "skipped".
+        difference: Largest difference of a number, or None.
+        same_argmax: Share of positions whose most probable token agrees, or None.
+        note: The error, or why it was skipped.
+    """
+
+    program: str
+    case: str
+    claimed: str | None
+    found: str
+    difference: float | None = None
+    same_argmax: float | None = None
+    note: str = ""
+
+    @property
+    def is_as_stated(self) -> bool:
+        """Whether the claim holds; what nobody claims anything about, and what did not run, holds."""
+        if self.found == "skipped" or self.claimed is None:
+            return True
+        return (self.found == "same") == (self.claimed == "same")
+
+
+def compared(
+    program: str, case: str, *, claimed: bool | None, ours: Sequence[Tensor], theirs: Callable[[], Sequence[Tensor]]
+) -> Outcome:
+    """Runs somebody's code and holds its numbers against ours.
+
+    Args:
+        program: Whose code.
+        case: Of what head.
+        claimed: Whether foretoken says that it computes the same; None where it refuses to write the file.
+        ours: Tensors.
+        theirs: Gives as many of the same shapes.
+    """
+    said = None if claimed is None else "same" if claimed else "not read"
+    try:
+        with warnings.catch_warnings(action="ignore"), redirect_stdout(io.StringIO()):  # about other versions; progress
+            found = list(theirs())
+    except Exception as err:  # noqa: BLE001 - the outcome is that it stops
+        note = f"{type(err).__name__}: {err}".splitlines()[0]
+        return Outcome(program=program, case=case, claimed=said, found="stops", note=note[:160])
+    pairs = list(zip(ours, found, strict=True))
+    difference = max((a.float() - b.float()).abs().max().item() for a, b in pairs)
+    hits = [(a.argmax(-1) == b.argmax(-1)).float().mean().item() for a, b in pairs]
+    largest = max(a.abs().max().item() for a, _ in pairs)
+    word = "same" if difference <= TOLERANCE * largest else "another network"
+    return Outcome(
+        program=program, case=case, claimed=said, found=word, difference=difference, same_argmax=sum(hits) / len(hits)
+    )
+
+
+def as_table(outcomes: Sequence[Outcome]) -> str:
+    """Markdown."""
+    lines = ["| program | head and file | foretoken says | found | largest difference | same argmax | |"]
+    lines.append("|---|---|---|---|---|---|---|")
+    for one in outcomes:
+        difference = "" if one.difference is None else f"{one.difference:.1e}"
+        argmax = "" if one.same_argmax is None else f"{one.same_argmax:.0%}"
+        said = "refused" if one.claimed is None and one.found != "skipped" else one.claimed or ""
+        note = one.note if one.is_as_stated else f"CONTRADICTS what foretoken says. {one.note}"
+        lines.append(f"| {one.program} | {one.case} | {said} | {one.found} | {difference} | {argmax} | {note} |")
+    return "\n".join(lines)
+
+
+def as_json(outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
+    """JSON-ready."""
+    return [asdict(one) | {"is_as_stated": one.is_as_stated} for one in outcomes]

@@ -1,0 +1,108 @@
+"""Tiny random heads for a tiny random target, and what foretoken makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+from foretoken.formats.mapping import head_shapes
+from foretoken.formats.registry import head_readers, read_head, write_head
+from foretoken.formats.surroundings import Surroundings
+from foretoken.heads.prefix_layer import PrefixConfig
+from foretoken.target.loading import load_model
+from foretoken.target.parts import target_parts
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from foretoken.formats.readers import Reader
+    from foretoken.heads.base import HeadConfig
+    from foretoken.target.parts import TargetParts
+
+E, V, H = 16, 97, 4
+BATCH, LENGTH = 2, 12
+PREFIX = PrefixConfig(num_attention_heads=H, num_key_value_heads=H, head_dim=E // H, intermediate_size=24)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A tiny Llama on disk and loaded, and what heads share with it.
+
+    Attributes:
+        directory: Where it lies.
+        parts: Embedding and LM head.
+        surroundings: As `foretoken convert --target` has them.
+        rope_scaling: Its rotary scaling, or None.
+    """
+
+    directory: Path
+    parts: TargetParts
+    surroundings: Surroundings
+    rope_scaling: dict[str, Any] | None
+
+    @classmethod
+    def made(cls, directory: Path, rope_scaling: dict[str, Any] | None = None) -> Target:
+        """A random one."""
+        torch.manual_seed(1)
+        rope = {"rope_theta": 10000.0, **(rope_scaling or {"rope_type": "default"})}
+        config = LlamaConfig(
+            vocab_size=V, hidden_size=E, intermediate_size=24, num_hidden_layers=1, num_attention_heads=H,
+            max_position_embeddings=64, rope_parameters=rope, tie_word_embeddings=False,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(directory)
+        loaded = load_model(str(directory), dtype="float32", device="cpu")
+        return cls(directory, target_parts(loaded), Surroundings.of_directory(str(directory)), rope_scaling)
+
+
+def random_head(config: HeadConfig, target: Target) -> HeadCheckpoint:
+    """A head with random weights in every place."""
+    generator = torch.Generator().manual_seed(7)
+    weights = {key: 0.5 * torch.randn(shape, generator=generator) for key, shape in head_shapes(config).items()}
+    if "token_map" in weights:
+        weights["token_map"] = torch.randperm(V, generator=generator)[: len(weights["token_map"])]
+    fingerprint = TargetFingerprint(name=str(target.directory), hidden_size=E, vocab_size=V)
+    return HeadCheckpoint(config=config, weights=weights, target=fingerprint)
+
+
+def texts() -> tuple[Tensor, Tensor]:
+    """(B, S, E) features and (B, S) tokens."""
+    generator = torch.Generator().manual_seed(3)
+    features = torch.randn(BATCH, LENGTH, E, generator=generator)
+    return features, torch.randint(V, (BATCH, LENGTH), generator=generator)
+
+
+@torch.no_grad()
+def our_logits(head: HeadCheckpoint, target: Target) -> list[Tensor]:
+    """(B, S - 1 - i, V) of head i, at the positions whose tokens are there."""
+    features, tokens = texts()
+    module = head.module()
+    hidden = module.teacher_forced(features, tokens, target.parts)
+    logits = [module.logits(index, each, target.parts) for index, each in enumerate(hidden)]
+    return [each[:, : LENGTH - 1 - index] for index, each in enumerate(logits)]
+
+
+@torch.no_grad()
+def our_chain(head: HeadCheckpoint, target: Target, roots: Tensor) -> list[Tensor]:
+    """(B, V) probabilities of each step of a greedy chain from the first feature of each text; roots: (B,)."""
+    module, tokens = head.module(), roots
+    state, probs = module.encode(texts()[0][:, 0]), []
+    for index in range(head.config.num_heads):
+        state, hidden = module.step(index, state, tokens, target.parts)
+        probs.append(module.logits(index, hidden, target.parts).softmax(-1))
+        tokens = probs[-1].argmax(-1)
+    return probs
+
+
+def written(
+    name: str, head: HeadCheckpoint, target: Target, directory: Path, **options: Any
+) -> tuple[HeadCheckpoint, dict[str, Reader]]:
+    """Writes a head; what foretoken reads back, and what it says of other readers, by program."""
+    write_head(name, head, directory, target=target.surroundings, **options)
+    readers = head_readers(name, head, target=target.surroundings, **options)
+    back = read_head(directory, base_config=target.surroundings.config, weights=target.surroundings.load)[1]
+    return back, {reader.program: reader for reader in readers}
