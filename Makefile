@@ -7,12 +7,13 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 
 GPU_PYTHON ?= python3
 NAME ?= h200
+FUZZ ?= requests --count 20000
 
 NATIVE_TESTS := tests/target/test_lean.py tests/target/test_native_bounds.py tests/target/test_native_build.py \
 	tests/target/test_native_fork.py tests/target/test_tree_passes.py tests/target/test_taps.py \
 	tests/heads/test_quickened.py tests/heads/test_prefix_block.py
 
-.PHONY: demo test sanitize lint clean gpu-suite gpu-rehearsal
+.PHONY: demo test sanitize fuzz lint clean gpu-suite gpu-rehearsal
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +54,10 @@ lint: $(VENV)/.lint
 	$(BIN)/lint-imports
 	$(BIN)/codespell
 	$(BIN)/python .ci/check_repository.py
+
+# `make fuzz FUZZ="threads --count 2000 --seed 7"`; targets: requests, threads, models, checkpoints, caches.
+fuzz: $(VENV)/.test
+	$(BIN)/python -m tests.fuzz $(FUZZ)
 
 # On the GPU machine itself, with the torch that is there; writes benchmarks/results/gpu-$(NAME).{json,md}.
 gpu-suite:

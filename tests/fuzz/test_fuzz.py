@@ -22,10 +22,20 @@ def findings(name: str, numbers: range, settings: Settings) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("runner", "dtype"), [("lean-native", "bfloat16"), ("lean-native", "float32"), ("generic", "float64")]
+    ("name", "numbers", "settings"),
+    [
+        ("requests", range(7), Settings(seed=2026)),
+        ("requests", range(5), Settings(seed=2027, dtype="float32")),
+        ("requests", range(2), Settings(seed=2028, runner="generic", dtype="float64")),
+        ("threads", range(4), Settings(seed=2026)),
+        ("models", range(16), Settings(seed=2026)),
+        ("checkpoints", range(12), Settings(seed=2026)),
+        ("caches", range(4), Settings(seed=4)),
+    ],
+    ids=lambda value: value.dtype if isinstance(value, Settings) else str(value),
 )
-def test_requests(runner: str, dtype: str) -> None:
-    assert findings("requests", range(8), Settings(seed=2026, runner=runner, dtype=dtype)) == []
+def test_a_slice_of_every_target(name: str, numbers: range, settings: Settings) -> None:
+    assert findings(name, numbers, settings) == []
 
 
 def misbehave(case: Case) -> None:

@@ -11,6 +11,7 @@ import faulthandler
 import multiprocessing
 import os
 import random
+import resource
 import signal
 import sys
 import tempfile
@@ -226,15 +227,9 @@ def _result(
     return Report(number, finding, "", case.size, case.counts)
 
 
-def limit_memory(megabytes: int) -> contextlib.AbstractContextManager[None]:
-    """Lets this process take that much more address space than it has, for the time of a with statement."""
-    return _memory_limit(megabytes)
-
-
 @contextlib.contextmanager
-def _memory_limit(megabytes: int) -> Iterator[None]:
-    import resource
-
+def limit_memory(megabytes: int) -> Iterator[None]:
+    """Lets this process take that much more address space than it has, for the time of a with statement."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * os.sysconf("SC_PAGE_SIZE") + megabytes * _MEGABYTE
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
