@@ -162,5 +162,6 @@ class FadingLine:
         mean_x, mean_y = self._x / self._count, self._y / self._count
         variance = self._xx / self._count - mean_x**2
         slope = (self._xy / self._count - mean_x * mean_y) / variance if variance > 1e-6 else 0.0
-        slope = min(max(slope, 0.0), mean_y / mean_x)  # neither falls nor starts below 0
+        steepest = mean_y / mean_x if mean_x > 0 else 0.0
+        slope = min(max(slope, 0.0), steepest)  # neither falls nor starts below 0
         return mean_y + slope * (x - mean_x)

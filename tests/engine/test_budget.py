@@ -219,3 +219,19 @@ def test_metrics_count_declined_drafts(curve: Any, is_dear: bool, monkeypatch: p
     assert (metrics.num_declined > 20) == is_dear
     assert metrics.num_declined <= metrics.steps
     assert llm({}).generate([5], params)[0].metrics.num_declined == 0
+
+
+def test_a_line_through_nothing_emitted_is_level() -> None:
+    line = FadingLine()
+    line.learn(0, 2.0)
+    assert line(3.0) == 2.0
+    line.learn(4, 6.0)
+    assert 2.0 < line(4.0) <= 6.5
+
+
+def test_iterations_that_emit_nothing_leave_the_budget_working() -> None:
+    """The first request had no possible token; every later one then failed, dividing by zero tokens."""
+    budget = DepthBudget(CostCurve(*FLAT), chain(4))
+    failed = record(0, [0], level=0.01)
+    budget.learn(replace(failed, sequences=[replace(failed.sequences[0], num_emitted=0)]))
+    assert budget.depth(1) > 0
