@@ -171,7 +171,8 @@ class Engine:
         slots, lengths = [_slot(s) for s in sequences], [len(s.tokens) - 1 for s in sequences]
         output = self.target.verify(slots, lengths, tree)
         if self._impossible_ids is not None:
-            output.logits[..., self._impossible_ids] = float("-inf")
+            with torch.inference_mode():  # the logits may be an inference tensor, which nothing else may write to
+                output.logits[..., self._impossible_ids] = float("-inf")
         clock.mark()
         scores = NodeScores(tree=tree, logits=output.logits, batch=batch, history=self._histories(sequences, batch))
         rules = [

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from end_to_end.tiny_llms import drafters, llm, tokenizer
-from tiny_models import EOS_ID, VOCAB_SIZE
+from tiny_models import EOS_ID, VOCAB_SIZE, tiny_model
 
 from foretoken import LLM, SamplingParams
 from foretoken.engine import loop
@@ -151,6 +151,17 @@ def test_a_request_without_a_possible_token_ends_with_an_error(method: str, temp
                 assert fine.outputs[0].token_ids == llm({}).generate([[7]], other)[0].outputs[0].token_ids
 
 
+def test_a_first_request_without_a_possible_token_leaves_the_engine_right() -> None:
+    """What chooses the depth of drafts learned of an iteration that emitted nothing, and failed ever after."""
+    engine = llm(DRAFTERS["ngram adaptive"](None))
+    (ended,) = engine.generate([[5]], SamplingParams(**IMPOSSIBLE["bad words"]))
+    assert (ended.outputs[0].finish_reason, ended.outputs[0].token_ids) == ("error", [])
+    other = SamplingParams(temperature=0.0, max_tokens=20)
+    assert (
+        engine.generate([[7]], other)[0].outputs[0].token_ids == llm({}).generate([[7]], other)[0].outputs[0].token_ids
+    )
+
+
 def test_requests_become_impossible_where_plain_decoding_says_so() -> None:
     """Forbidden sequences leave nothing after a while: every drafter ends at the same token, with the same text."""
     others = [[token] for token in range(VOCAB_SIZE) if token not in (11, 12)]
@@ -197,6 +208,26 @@ def test_ids_that_the_tokenizer_lacks_are_not_generated_unless_asked_for(name: s
     for output in outputs[False]:
         assert max(output.outputs[0].token_ids) < 20
         assert output.outputs[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(
+    ("runner", "dtype"),
+    [
+        ("generic", torch.float32),
+        ("generic", torch.bfloat16),
+        ("lean-stock", torch.float32),
+        ("lean-native", torch.float32),
+    ],
+    ids=str,
+)
+def test_ids_that_the_tokenizer_lacks_in_every_runner(runner: str, dtype: torch.dtype) -> None:
+    """Logits that are float32 already stay the tensor that the model made in inference mode."""
+    engine = LLM(tiny_model("llama", dtype=dtype), tokenizer=Poorer(20), runner=runner)
+    output = engine.generate([[5]], SamplingParams(temperature=1.0, max_tokens=20, seed=3, ignore_eos=True))[0].outputs[
+        0
+    ]
+    assert (output.finish_reason, output.error) == ("length", None)
+    assert max(output.token_ids) < 20
 
 
 def test_end_of_sequence_is_always_a_known_id() -> None:
