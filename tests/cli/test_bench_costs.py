@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from command_line import MODEL, run
 
+import foretoken.bench.compare  # noqa: F401 - binds `measure_costs` when it is imported: not while that is replaced
 import foretoken.engine.costs as costs_module
 from foretoken.engine.costs import CostCurve
 from foretoken.target.lean.build import native_library
