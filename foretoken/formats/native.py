@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
-from pydantic import ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from foretoken.core.errors import ModelError
+from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, check_keys
 from foretoken.formats.whole_files import whole_files, write_config, write_weights
 from foretoken.heads.base import HeadConfig, build_head
+from foretoken.target.model_files import one_line
+from foretoken.trees.choices import TreeShape
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from pathlib import Path
 
 KEY = "foretoken_head"
 WEIGHTS = "model.safetensors"
+_Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class _Extras(BaseModel):
+    """What a head may bring besides its sizes and target; see `HeadCheckpoint`."""
+
+    acceptance: Annotated[list[Annotated[list[_Probability], Field(min_length=1)]], Field(min_length=1)] | None = None
+    choices: list[list[int]] | None = None
+    notes: Mapping[str, Any] = {}
 
 
 def recognises(config: Mapping[str, Any]) -> bool:
@@ -40,11 +51,13 @@ def read(directory: Path, config: Mapping[str, Any]) -> HeadCheckpoint:
     try:
         kind = config_type(str(config[KEY]))
         sizes = kind.model_validate(config["config"])
+        extras = _Extras.model_validate({key: config[key] for key in _Extras.model_fields if key in config})
+        if extras.choices is not None:
+            TreeShape.parse(extras.choices)  # only to refuse what is no tree
         target = None if config.get("target") is None else TargetFingerprint.model_validate(config["target"])
-    except (KeyError, ValidationError) as err:
+    except (KeyError, ValidationError, ConfigError) as err:
         raise ModelError(
-            f"the configuration of head '{directory}' makes no sense: {' '.join(str(err).split())}. "
-            "Copy or train it again."
+            f"the configuration of head '{directory}' makes no sense: {_reason(err)}. Copy or train it again."
         ) from err
     try:
         with safe_open(path, framework="pt") as file:
@@ -59,9 +72,9 @@ def read(directory: Path, config: Mapping[str, Any]) -> HeadCheckpoint:
         config=sizes,
         weights=weights,
         target=target,
-        acceptance=config.get("acceptance"),
-        choices=config.get("choices"),
-        notes=config.get("notes", {}),
+        acceptance=extras.acceptance,
+        choices=extras.choices,
+        notes=extras.notes,
     )
 
 
@@ -104,3 +117,12 @@ def config_type(method: str) -> type[HeadConfig]:
         raise KeyError(method)
     kind: type[HeadConfig] = import_module(f"foretoken.heads.{method}").CONFIG
     return kind
+
+
+def _reason(err: Exception) -> str:
+    """What is wrong with a configuration, in one line."""
+    if not isinstance(err, ValidationError):
+        return one_line(err)
+    first = err.errors()[0]
+    more = f", and {err.error_count() - 1} more" if err.error_count() > 1 else ""
+    return f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}{more}"

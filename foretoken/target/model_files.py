@@ -14,6 +14,7 @@ from foretoken.core.errors import ModelError
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _INDEX = "model.safetensors.index.json"
+_LONGEST_LINE = 300  # characters of a library's message
 
 
 def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:
@@ -107,11 +108,12 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def one_line(err: BaseException) -> str:
-    """A library's message in one line, without its final stop."""
+    """A library's message in one line, without its final stop, cut where it quotes whole files."""
     lines = [line.strip() for line in str(err).splitlines() if line.strip()]
     if not lines:
         return type(err).__name__
     if isinstance(err, KeyError):
         return f"it names {lines[0]}, which is not known"
     # Validation errors say only in their second line what is wrong.
-    return " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")
+    line = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")
+    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…"

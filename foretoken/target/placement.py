@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, nearest_name_hint
 from foretoken.target.model_files import one_line
 
@@ -50,7 +51,7 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
     if dtype == "auto":
         return torch.float32 if device.type == "cpu" else "auto"
     if dtype not in DTYPES:
-        raise ModelError(f"dtype '{dtype}' does not exist. {nearest_name_hint(dtype, [*DTYPES, 'auto'])}")
+        raise ModelError(f"dtype {shown(dtype)} does not exist. {nearest_name_hint(shown(dtype), [*DTYPES, 'auto'])}")
     return DTYPES[dtype]
 
 
@@ -64,7 +65,7 @@ def resolve_device(device: str) -> torch.device:
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError, ImportError) as err:
         raise ModelError(
-            f"device '{device}' cannot be used: {one_line(err)}. Expected 'auto', 'cpu' or an accelerator of this "
+            f"device {shown(device)} cannot be used: {one_line(err)}. Expected 'auto', 'cpu' or an accelerator of this "
             "machine, such as 'cuda'."
         ) from err
     return place

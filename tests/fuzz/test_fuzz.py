@@ -81,7 +81,7 @@ def test_a_case_is_the_same_alone() -> None:
     assert len(set(together)) == 3
 
 
-@pytest.mark.parametrize("message", ["", "two\nlines", "x" * 500, "half a character \ud800"])
+@pytest.mark.parametrize("message", ["", "two\nlines", "x" * 1000, "half a character \ud800"])
 def test_bad_messages_are_found(message: str) -> None:
     check_refusal(ConfigError("n is 0. Expected at least 1."))
     with pytest.raises(FindingError):

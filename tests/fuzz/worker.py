@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from foretoken.core.errors import ForetokenError
 
-LONGEST_MESSAGE = 500  # characters
+LONGEST_MESSAGE = 1000  # characters: every missing and unexpected key of a head is named
 _SHOWN = 6000  # characters of a crashed child's last words
 _MEGABYTE = 1 << 20
 
