@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from foretoken.cli import options
+from foretoken.cli import options, terminal
 from foretoken.core.errors import ConfigError, nearest_name_hint
 
 if TYPE_CHECKING:
@@ -100,13 +100,13 @@ def convert(
     if as_json:
         options.print_json(facts)
         return
-    print(
+    terminal.say(
         f"{source} ({name}) -> {out} ({facts['format']}): {facts['method']}, {facts['heads']} heads, {facts['dtype']}"
     )
     for file, size in files.items():
-        print(f"  {file}  {size} bytes")
+        terminal.say(f"  {file}  {size} bytes")
     for reader in readers:
-        print(f"  {reader}")
+        terminal.say(f"  {reader}")
 
 
 def _counted(checkpoint: HeadCheckpoint, method: str, num_heads: int | None, num_layers: int | None) -> HeadCheckpoint:

@@ -203,7 +203,7 @@ def _shown() -> Iterator[Callable[[DataProgress], None]]:
             nonlocal last
             if time.perf_counter() - last >= _LINE_EVERY:
                 last = time.perf_counter()
-                print(_line(progress), file=sys.stderr, flush=True)
+                terminal.note(_line(progress))
 
         yield print_line
         return

@@ -6,6 +6,7 @@ Any number of threads may call one `LLM`: iterations are made one at a time, in 
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 import weakref
 from collections import deque
@@ -90,7 +91,8 @@ class LLM:
             tokenizer: A tokenizer, or the directory or hub id of one; None takes the model's own.
             runner: "auto", "generic" (the transformers model itself) or "lean" (a forward of our own, for the
                 architectures it knows; "lean-native" or "lean-stock" choose its kernels).
-            on_step: Called with every iteration's record. It may not call this LLM.
+            on_step: Called with every iteration's record. It may not call this LLM; when it raises, which is logged, it
+                is called no more.
             allow_unknown_ids: Whether token ids that the tokenizer does not have, as the rows by which some models pad
                 their vocabulary, may be generated.
 
@@ -105,6 +107,7 @@ class LLM:
             check_integer("max_model_len", max_model_len, _SHORTEST_CONTEXT, error=ConfigError)
         if seed is not None:
             check_integer("seed", seed, error=ConfigError)
+            seed = int(seed)
         check_text("runner", runner, error=ConfigError)
         if drafter is not None and not callable(drafter):
             raise ConfigError(f"drafter is {shown(drafter)}. Expected a function that makes one.")
@@ -190,6 +193,8 @@ class LLM:
         Raises:
             RequestError: When a prompt cannot be served; nothing is generated then.
         """
+        if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
+            raise RequestError(f"use_tqdm is {shown(use_tqdm)}. Expected True, False, or what takes the place of tqdm.")
         requests = self._read(prompts, sampling_params, params)
         sequences = [sequence for request in requests for sequence in request.sequences]
         with _progress(use_tqdm, len(sequences)) as bar:
@@ -263,11 +268,13 @@ class LLM:
             self._engine.abort()
             raise
 
-    def _give_up(self, sequences: list[Sequence]) -> None:
+    def _give_up(self, sequences: list[Sequence], *, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         """Ends what is left of some sequences: at once, or at the next turn when another thread is at work.
 
         Does not wait: the garbage collector closes forgotten streams wherever a thread happens to be.
         """
+        if is_exiting():  # the interpreter: modules may be gone, which is why the default is bound early
+            return
         self._given_up.extend(s for s in sequences if s.finish_reason is None)
         if self._given_up and self._lock.try_enter():
             try:
@@ -300,7 +307,8 @@ def _after_fork() -> None:
         llm._lock, llm._is_inherited = FairLock(), True
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _chunk(sequence: Sequence, prompt_index: int, given: int) -> StreamChunk:

@@ -1,9 +1,9 @@
 """The decoding loop: prefill → [ propose → verify → accept → commit ]* → finish, over a ragged batch.
 
 One iteration makes one target pass over all running sequences and one transfer to the host, the packed outcome of
-acceptance; before it, the guard asks once about a tree that nobody vouches for. Sequences join when a slot is free and
-leave when they stop; nobody waits for anybody. What fails for one sequence ends that sequence alone: until something is
-committed an iteration changes nothing, so a batch that fails is decoded again one sequence at a time.
+acceptance; before it, the guard asks once about a tree whose producer guarantees nothing. Sequences join when a slot is
+free and leave when they stop; nobody waits for anybody. What fails for one sequence ends that sequence alone: until
+something is committed an iteration changes nothing, so a batch that fails is decoded again one sequence at a time.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Engine:
         """Ends sequences that are waiting or running, all of them when None, and frees their slots."""
         for sequence in [*self._waiting, *self._running] if sequences is None else sequences:
             if sequence.finish_reason is None:
-                sequence.abort()
+                self._contained(sequence, lambda one: one.abort())  # a tokenizer may fail even then
         self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
         self._leave()
 
@@ -157,10 +157,20 @@ class Engine:
                 self._decode([sequence])
             return
         record = self._commit(sequences, verified, clock)
-        if self._budget is not None:
+        if self._budget is not None and self._guard.is_active:
             self._budget.learn(record)
-        if self._on_step is not None:
+        self._call_back(record)
+
+    def _call_back(self, record: StepRecord) -> None:
+        """Hands a record to the caller. A callback that raises is called no more: the iteration is over, all go on."""
+        if self._on_step is None:
+            return
+        try:
             self._on_step(record)
+        except Exception as err:  # noqa: BLE001 - the caller's code, which has nothing to do with the requests
+            self._on_step = None
+            _log.warning("on_step raised %s: %s. It is not called any more.", type(err).__name__, err)
+            _log.debug("where on_step raised", exc_info=err)
 
     def _verify(self, sequences: list[Sequence], clock: StageClock) -> Verified:
         """Propose, verify, accept, and move accepted KV rows into place. The sequences themselves stay as they are."""
@@ -204,7 +214,7 @@ class Engine:
             width=verified.draft.tree.width,
             seconds=clock.seconds(),
             draft_error=verified.draft.error,
-            declined=None if self._budget is None else self._budget.declined,
+            declined=self._budget.declined if self._budget is not None and self._guard.is_active else None,
             lossy_tv=float(verified.acceptance.lossy_tv.mean()) if self.policy.is_lossy else 0.0,
         )
         for sequence, step in zip(sequences, record.sequences, strict=True):
@@ -253,7 +263,8 @@ class Engine:
 
     def _draft_context(self, sequences: list[Sequence], batch: SamplingBatch) -> DraftContext:
         """What the drafter is told. A pass always emits one token of the target's own, so drafts leave room for it."""
-        limit = _UNBOUNDED if self._budget is None else self._budget.depth(len(sequences))
+        is_limited = self._budget is not None and self._guard.is_active
+        limit = self._budget.depth(len(sequences)) if self._budget is not None and is_limited else _UNBOUNDED
         return DraftContext(
             slots=[_slot(s) for s in sequences],
             tokens=[s.tokens for s in sequences],

@@ -27,7 +27,6 @@ class Request:
 
     Attributes:
         request_id: Unique in the life of an `LLM`.
-        prompt: As it was given.
         prompt_text: As text, or None.
         sequences: Its n completions.
     """
@@ -97,8 +96,7 @@ class RequestReader:
         named = checked_token_ids(
             [*params.logit_bias, *params.stop_token_ids], vocab_size, "logit_bias or stop_token_ids"
         )
-        # The configuration of a model that was cut down may name tokens it no longer has.
-        eos_ids = [token for token in self._target.model.eos_ids if 0 <= token < vocab_size]
+        eos_ids = list(self._target.model.eos_ids)
         bad_words = self._bad_words(params)
         request_id = str(next(self._ids))
         seed = self._seeds.getrandbits(63) if params.seed is None else int(params.seed)

@@ -142,6 +142,7 @@ class Sequence:
         except Exception as err:  # noqa: BLE001 - what failed before may be the tokenizer itself
             self._unread = []
             self.error = f"{error} Its last tokens could not be decoded: {err}."
+        self.finish_reason, self.stop_reason = "error", None  # held-back text may have held a stop string
 
     def output(self) -> CompletionOutput:
         """The result so far."""

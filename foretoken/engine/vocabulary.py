@@ -24,7 +24,7 @@ def ids_without_token(tokenizer: Any, target: Runner) -> Tensor | None:
     if not hasattr(tokenizer, "get_vocab"):
         return None
     is_unknown = torch.ones(target.vocab_size, dtype=torch.bool)
-    known = [*tokenizer.get_vocab().values(), *target.model.eos_ids]
-    is_unknown[[token for token in known if 0 <= token < target.vocab_size]] = False
+    known = [token for token in tokenizer.get_vocab().values() if 0 <= token < target.vocab_size]
+    is_unknown[[*known, *target.model.eos_ids]] = False
     unknown = is_unknown.nonzero()[:, 0]
     return unknown.to(target.device) if len(unknown) else None

@@ -9,12 +9,11 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
-from foretoken.core.errors import ConfigError, ModelError
+from foretoken.core.errors import ModelError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, check_keys
 from foretoken.formats.whole_files import whole_files, write_config, write_weights
 from foretoken.heads.base import HeadConfig, build_head
 from foretoken.target.model_files import one_line
-from foretoken.trees.choices import TreeShape
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -28,7 +27,7 @@ class _Extras(BaseModel):
     """What a head may bring besides its sizes and target; see `HeadCheckpoint`."""
 
     acceptance: Annotated[list[Annotated[list[_Probability], Field(min_length=1)]], Field(min_length=1)] | None = None
-    choices: list[list[int]] | None = None
+    choices: list[Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]] | None = None
     notes: Mapping[str, Any] = {}
 
 
@@ -52,10 +51,8 @@ def read(directory: Path, config: Mapping[str, Any]) -> HeadCheckpoint:
         kind = config_type(str(config[KEY]))
         sizes = kind.model_validate(config["config"])
         extras = _Extras.model_validate({key: config[key] for key in _Extras.model_fields if key in config})
-        if extras.choices is not None:
-            TreeShape.parse(extras.choices)  # only to refuse what is no tree
         target = None if config.get("target") is None else TargetFingerprint.model_validate(config["target"])
-    except (KeyError, ValidationError, ConfigError) as err:
+    except (KeyError, ValidationError) as err:
         raise ModelError(
             f"the configuration of head '{directory}' makes no sense: {_reason(err)}. Copy or train it again."
         ) from err

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import tempfile
 from contextlib import contextmanager, suppress
@@ -89,8 +91,7 @@ def _existing(directory: Path) -> Path:
 def _move(new: Path, directory: Path, old: Path, *, replaces: bool) -> None:
     """Puts files in their place; a directory that is replaced goes to `old`, and comes back when this fails."""
     if directory.exists() and not replaces:
-        for path in sorted(new.iterdir(), key=lambda path: path.name == CONFIG):
-            path.replace(directory / path.name)
+        _merge(new, directory, old)
         return
     made = _make_parents(directory.parent)
     try:
@@ -108,6 +109,28 @@ def _move(new: Path, directory: Path, old: Path, *, replaces: bool) -> None:
                 parent.rmdir()
         raise
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _merge(new: Path, directory: Path, old: Path) -> None:
+    """Puts files beside those that are there; ones of the same name go to `old`, and come back when this fails."""
+    old.mkdir()
+    moved: list[str] = []
+    try:
+        for path in sorted(new.iterdir(), key=lambda path: path.name == CONFIG):
+            here = directory / path.name
+            if here.is_dir() and not here.is_symlink():
+                raise IsADirectoryError(errno.EISDIR, f"'{path.name}' is a directory there")
+            moved.append(path.name)
+            if os.path.lexists(here):
+                here.rename(old / path.name)
+            path.rename(here)
+    except BaseException:
+        for name in moved:
+            if os.path.lexists(old / name):
+                (old / name).replace(directory / name)
+            elif not (new / name).exists():
+                (directory / name).unlink()
+        raise
 
 
 def _make_parents(directory: Path) -> list[Path]:

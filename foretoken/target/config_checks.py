@@ -7,20 +7,10 @@ from typing import Any
 
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError
+from foretoken.target.sizes import LARGEST_SIZE, SIZES, is_size
 
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "max_position_embeddings",
-    "sliding_window",
-)
-_LARGEST = 1 << 28  # the largest size published is a vocabulary or context of some ten millions
 _log = logging.getLogger(__name__)
 
 
@@ -34,14 +24,13 @@ def check_sizes(config: Any, name: str) -> None:
     Raises:
         ModelError: Naming the first field that is no positive integer of a sane order.
     """
-    for field in _SIZES:
+    for field in SIZES:
         value = getattr(config, field, None)
         for one in value if isinstance(value, list | tuple) and value else [value]:  # some models give one a layer
-            is_size = isinstance(one, int) and not isinstance(one, bool) and 0 < one <= _LARGEST
-            if one is not None and not is_size:
+            if one is not None and not is_size(one):
                 raise ModelError(
-                    f"{field} in the configuration of '{name}' is {value!r:.80}. Expected a whole number from 1 to "
-                    f"{_LARGEST}. Copy or download config.json again."
+                    f"{field} in the configuration of '{name}' is {shown(value)}. Expected a whole number from 1 to "
+                    f"{LARGEST_SIZE}. Copy or download config.json again."
                 )
 
 
@@ -63,7 +52,7 @@ def check_quantization(config: Any, name: str) -> None:
         known = sorted(AUTO_QUANTIZATION_CONFIG_MAPPING)
         if getattr(method, "value", method) not in known and not _is_bitsandbytes(settings):
             raise ModelError(
-                f"the weights of '{name}' are quantised by the method {method!r:.80}, which transformers does not "
+                f"the weights of '{name}' are quantised by the method {shown(method)}, which transformers does not "
                 f"know. Expected one of {', '.join(known)}, or a model that is not quantised."
             )
 
@@ -86,7 +75,7 @@ def end_tokens(generation_config: Any, config: Any, *, vocab_size: int, name: st
     tokens = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
     if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in tokens):
         raise ModelError(
-            f"eos_token_id of '{name}' is {given!r:.80}. Expected a token id, or a list of these. Correct it in "
+            f"eos_token_id of '{name}' is {shown(given)}. Expected a token id, or a list of these. Correct it in "
             "generation_config.json or config.json."
         )
     unknown = [token for token in tokens if token >= vocab_size]

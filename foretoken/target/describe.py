@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from foretoken.core.errors import ModelError
 from foretoken.target.model_files import check_model_files
+from foretoken.target.sizes import ATTENTION_LAYERS, SIZES, is_size
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,8 +28,7 @@ _PLAIN = {
 }
 _PLAIN_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
 _PLAIN_TENSORS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
-_YES = "yes, if the self-test at load agrees"
+_YES = "yes, if it loads and the self-test agrees"
 
 
 def describe_plain(directory: Path) -> dict[str, Any] | None:
@@ -53,9 +53,12 @@ def describe_plain(directory: Path) -> dict[str, Any] | None:
     model_type, layer_types = str(config.get("model_type")), config.get("layer_types") or []
     is_plain = (
         config.get("architectures") == [_PLAIN.get(model_type)]
-        and all(isinstance(config.get(key), int) for key in _PLAIN_SIZES)
+        and all(is_size(config.get(key)) for key in (*_PLAIN_SIZES, "intermediate_size", "num_attention_heads"))
+        and all(is_size(config[key]) for key in SIZES if config.get(key) is not None)
+        and config["hidden_size"] % config["num_attention_heads"] == 0
+        and all(isinstance(config.get(key), dict | None) for key in ("rope_parameters", "rope_scaling"))
         and isinstance(layer_types, list)
-        and all(kind in _ATTENTION_LAYERS for kind in layer_types)
+        and all(isinstance(kind, str) and kind in ATTENTION_LAYERS for kind in layer_types)
         and not {"auto_map", "is_encoder_decoder", "quantization_config", "text_config"} & config.keys()
     )
     if not is_plain:

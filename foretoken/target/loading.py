@@ -19,6 +19,7 @@ from foretoken.target.model_files import check_model_files, one_line
 from foretoken.target.placement import check_placement, resolve_device, resolve_dtype
 from foretoken.target.plugin import ATTENTION_NAME
 from foretoken.target.shared_copy import shared_copy
+from foretoken.target.sizes import ATTENTION_LAYERS
 from foretoken.target.weight_files import (
     check_counts,
     check_dtypes,
@@ -32,8 +33,6 @@ from foretoken.target.weight_files import (
 if TYPE_CHECKING:
     import torch
     from torch import nn
-
-_ATTENTION_LAYERS = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +204,7 @@ def check_architecture(config: Any, name: str, *, is_stateful: bool = False) -> 
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"'{name}' is an encoder-decoder model. Expected a decoder-only causal LM.")
     text = config.get_text_config()
-    foreign = sorted(set(getattr(text, "layer_types", None) or ()) - _ATTENTION_LAYERS)
+    foreign = sorted(set(getattr(text, "layer_types", None) or ()) - ATTENTION_LAYERS)
     if is_stateful or foreign:
         kinds = f"layers of kind {', '.join(foreign)}" if foreign else "recurrent state"
         raise ModelError(

@@ -12,6 +12,7 @@ from end_to_end.tiny_llms import drafters, llm, tokenizer
 from tiny_models import EOS_ID, VOCAB_SIZE, tiny_model
 
 from foretoken import LLM, SamplingParams
+from foretoken.core.records import StepRecord
 from foretoken.engine import loop
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.sequence import Sequence
@@ -117,6 +118,55 @@ def test_a_tokenizer_that_cannot_decode_a_token_ends_one_request(monkeypatch: py
     assert outputs[0].finish_reason == "error"
     assert "UnicodeError: no such token" in str(outputs[0].error)
     assert [(o.token_ids, o.text) for o in outputs[1:]] == [(p.token_ids, p.text) for p in plain[1:]]
+
+
+def test_closing_streams_that_cannot_be_decoded_harms_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer fails while what is held back is turned into text: slots are freed all the same."""
+    engine = llm({}, max_num_seqs=2)
+    want = engine.generate(PROMPTS[2], PARAMS[2])[0].outputs[0].token_ids
+    streams = [engine.stream(prompt, params) for prompt, params in zip(PROMPTS[:2], PARAMS[:2], strict=True)]
+    for stream in streams:
+        next(stream)
+
+    def fails(self: Detokenizer, tokens: list[int]) -> None:
+        raise UnicodeError("no such token")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Detokenizer, "push_all", fails)
+        patch.setattr(Detokenizer, "flush", fails)
+        for stream in streams:
+            stream.close()
+    assert not engine._engine.has_work
+    assert engine.generate(PROMPTS[2], PARAMS[2])[0].outputs[0].token_ids == want
+
+
+def test_a_callback_that_raises_ends_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[StepRecord] = []
+
+    def fails(record: StepRecord) -> None:
+        calls.append(record)
+        raise ValueError("the disk of the monitoring is full")
+
+    engine = llm({}, on_step=fails)
+    want = llm({}).generate(PROMPTS, PARAMS)
+    for _ in range(2):
+        got = engine.generate(PROMPTS, PARAMS)
+        assert [output.outputs[0] for output in got] == [output.outputs[0] for output in want]
+    assert len(calls) == 1
+    assert "on_step raised ValueError: the disk of the monitoring is full. It is not called any more." in caplog.text
+
+
+def test_a_failed_request_never_says_that_it_stopped() -> None:
+    """A stop string that is completed by what was held back ends the text, but the reason stays the failure."""
+    params = SamplingParams(temperature=0.0, max_tokens=9, stop=["never there"])
+    engine = llm({})
+    stream = engine.stream([5], params)
+    next(stream)
+    sequence = engine._engine._running[0]
+    sequence._cut_at_stop_string = lambda num_new: setattr(sequence, "finish_reason", "stop") is None
+    sequence._detokenizer.flush = lambda: "held back"
+    sequence.fail("out of luck")
+    assert (sequence.finish_reason, sequence.stop_reason, sequence.error) == ("error", None, "out of luck")
 
 
 WHOLE_VOCABULARY = [[token] for token in range(VOCAB_SIZE)]

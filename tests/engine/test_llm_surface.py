@@ -14,7 +14,6 @@ from tiny_models import CONTEXT_LEN, EOS_ID, VOCAB_SIZE
 
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.errors import ConfigError, ForetokenError, RequestError
-from foretoken.target.loading import wrap_model
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 TEXT = "the abc"
@@ -238,13 +237,6 @@ def test_ignored_end_of_sequence_may_still_be_a_stop_token() -> None:
     assert (stopped.outputs[0].token_ids, stopped.outputs[0].stop_reason) == ([EOS_ID], EOS_ID)
 
 
-def test_end_of_sequence_ids_that_a_cut_down_model_no_longer_has() -> None:
-    """Configurations keep the ids of the model they were cut from."""
-    model = replace(wrap_model(target(), name="cut"), eos_ids=(50256, -1, EOS_ID))
-    params = SamplingParams(temperature=0.0, max_tokens=9, min_tokens=3, logit_bias={EOS_ID: 50.0})
-    assert len(LLM(model).generate([5], params)[0].outputs[0].token_ids) == 4
-
-
 def test_parameters_may_be_left_open_for_some_prompts(engine: LLM) -> None:
     outputs = engine.generate([[5], [6]], [None, GREEDY])
     assert [output.finished for output in outputs] == [True, True]
@@ -275,6 +267,17 @@ def test_the_former_name_of_the_parameters_works_with_a_warning(engine: LLM) -> 
         assert texts(engine.generate([5], params=GREEDY)) == want
     with pytest.raises(RequestError, match="sampling_params came twice"):
         engine.generate([5], GREEDY, params=GREEDY)
+
+
+def test_a_seed_of_numpy_is_a_seed() -> None:
+    params = SamplingParams(max_tokens=12)
+    assert texts(llm({}, seed=np.int64(4)).generate([5], params)) == texts(llm({}, seed=4).generate([5], params))
+
+
+def test_what_is_no_progress_bar_is_refused(engine: LLM) -> None:
+    with pytest.raises(RequestError, match=r"use_tqdm is 5\. Expected True, False"):
+        engine.generate([5], GREEDY, use_tqdm=5)
+    assert not engine._engine.has_work
 
 
 def test_request_ids_are_unique_over_the_life_of_an_engine() -> None:

@@ -133,3 +133,21 @@ def test_files_may_be_read_by_others(tmp_path: Path) -> None:
     for path in (tmp_path / "out", tmp_path / "ours"):
         assert path.stat().st_mode == (tmp_path / "directory").stat().st_mode
         assert {file.stat().st_mode for file in path.iterdir()} == {(tmp_path / "new").stat().st_mode}
+
+
+@pytest.mark.parametrize("last", ["config.json", "z.safetensors"])
+def test_files_that_were_merged_come_back_when_the_last_one_fails(tmp_path: Path, last: str) -> None:
+    """The last file's place is taken by a directory: what had been moved before it is as it was."""
+    there = tmp_path / "there"
+    (there / last).mkdir(parents=True)
+    (there / "a.safetensors").write_text("old")
+    before = everything(tmp_path)
+
+    def write() -> None:
+        with whole_files(there) as new:
+            for name in ("a.safetensors", "b.safetensors", last):
+                (new / name).write_text("new")
+
+    with pytest.raises(ConfigError, match="Nothing was changed there"):
+        write()
+    assert everything(tmp_path) == before

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from model_files import WEIGHTS, edit_config, saved, split_weights
+from model_files import WEIGHTS, damage, damages, edit_config, saved, split_weights
 from safetensors.torch import save_file
 from tiny_models import ARCHITECTURES, CONTEXT_LEN, LEAN_ARCHITECTURES, VOCAB_SIZE, tiny_model
 
 from foretoken.core.errors import ModelError
 from foretoken.target.describe import describe_directory, describe_plain
+from foretoken.target.sizes import SIZES
 
 
 def test_facts(tmp_path: Path) -> None:
@@ -33,7 +34,7 @@ def test_facts(tmp_path: Path) -> None:
         "weight_dtypes": ["F32"],
         "weight_bytes": 0,
         "has_tokenizer": False,
-        "can_be_target": "yes, if the self-test at load agrees",
+        "can_be_target": "yes, if it loads and the self-test agrees",
     }
 
 
@@ -117,3 +118,17 @@ def test_a_directory_that_is_not_there(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ModelError, match="there is no model directory"):
         describe_directory(Path("gpt2"))  # a hub id elsewhere; here only directories count
+
+
+def test_damaged_configurations_are_not_told_without_transformers(tmp_path: Path) -> None:
+    """Where the quick way answers at all, it gives what the other one gives: no "yes" for sizes that are refused."""
+    directory = saved(tmp_path / "tiny")
+    sound = json.loads((directory / "config.json").read_text())
+    for field, kind in damages(sound):
+        if field not in (*SIZES, "architectures", "layer_types", "model_type", "rope_parameters"):
+            continue  # of other fields transformers alone knows the types; the model then does not load
+        damage(directory, field, kind)
+        plain = describe_plain(directory)
+        if plain is not None:
+            assert plain == describe_directory(directory), (field, kind)
+        (directory / "config.json").write_text(json.dumps(sound))

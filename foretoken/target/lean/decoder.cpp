@@ -69,7 +69,7 @@ struct Pass {
 
 }  // extern "C"
 
-// What a call returns: 0, or what of its arguments would have been read or written out of bounds. `native.py` has the
+// What a call returns: 0, or what of its arguments would have been read or written out of bounds. `structures.py` has the
 // same numbers.
 enum class Status : int64_t {
   kDone = 0,

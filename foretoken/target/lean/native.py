@@ -197,7 +197,9 @@ class NativeBlocks:
         size = self._library.foretoken_workspace_bytes(byref(self._model), c_int64(num_tokens), c_int64(threads))
         try:
             return _Workspace(torch.empty(size, dtype=torch.uint8, device="cpu"), num_tokens, threads)
-        except RuntimeError as err:  # torch has no type for it; a size below 0 stands for one beyond 64 bits
+        except RuntimeError as err:
+            self._idle.append(idle)
+            # torch has no type for it; a size below 0 stands for one beyond 64 bits
             raise PassError(f"there is no memory for a pass of {num_tokens} tokens. Feed fewer at once.") from err
 
     def _complaint(self, status: Status, tokens: Tensor, layout: AttentionLayout) -> str:
