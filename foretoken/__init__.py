@@ -6,15 +6,17 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "StreamChunk"]
+__all__ = ["LLM", "ForetokenError", "RequestOutput", "SamplingParams", "StreamChunk"]
 
 if TYPE_CHECKING:
+    from foretoken.core.errors import ForetokenError
     from foretoken.core.results import RequestOutput, StreamChunk
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.engine.llm import LLM
 
 _HOMES = {
     "LLM": "foretoken.engine.llm",
+    "ForetokenError": "foretoken.core.errors",
     "StreamChunk": "foretoken.core.results",
     "SamplingParams": "foretoken.core.sampling_params",
     "RequestOutput": "foretoken.core.results",

@@ -126,7 +126,7 @@ def _print_acceptance(measurements: list[Measurement]) -> None:
     rows = []
     for row in measurements if is_lossy else drafting:
         metrics = row.metrics
-        accepted = " ".join(f"{share * 100:.0f}" for share in metrics.acceptance_by_depth[:8])
+        accepted = " ".join(f"{share * 100:3.0f}" for share in metrics.acceptance_by_depth[:8]).ljust(31)
         rows.append([
             row.setup,
             f"{row.temperature:g}",
@@ -137,7 +137,7 @@ def _print_acceptance(measurements: list[Measurement]) -> None:
             *([f"{row.nats_per_token:.3f}"] if is_lossy else []),
         ])  # fmt: skip
     columns = ["drafter", "T", "nodes", "used", "declined", "% at depth 1, 2, ...", *(["nats/token"] * is_lossy)]
-    terminal.print_table(columns, rows, title="accepted, depth by depth: of the passes whose tree reached it")
+    terminal.print_table(columns, rows, title="accepted at each depth, % of the passes whose tree reached it")
 
 
 def _print_costs(costs: list[tuple[int, float]]) -> None:

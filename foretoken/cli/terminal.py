@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 _KEPT = "\n\t\u200c\u200d"  # newline, tab, and the joiners that emoji and several scripts need
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, invisible formatting, surrogates, line and paragraph separators
+_NARROWEST_NAME = 12  # columns in which the names of a table that does not fit are folded
 _UNBOUNDED = 10_000  # columns of a table that nobody looks at on a terminal
 
 
@@ -72,14 +73,23 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
     from rich.text import Text
 
     # Spaces between columns, no lines: a third of 80 columns would be frame otherwise.
-    table = Table(title=None if title is None else Text(title), box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    cells = [[visible(cell) for cell in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     for index, column in enumerate(columns):
-        table.add_column(Text(column), justify="right" if index else "left", no_wrap=bool(index), overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(visible(cell)) for cell in row))
-    # In a file or a pipe nothing is folded, so that lines can be searched.
-    console = Console() if sys.stdout.isatty() else Console(width=_UNBOUNDED)
-    console.print(table)
+        table.add_column(
+            Text(column), justify="right" if index else "left", no_wrap=bool(index), overflow="fold",
+            min_width=widths[index] if index else min(widths[index], _NARROWEST_NAME),
+        )  # fmt: skip
+    for row in cells:
+        table.add_row(*map(Text, row))
+    if title is not None:
+        say(title)
+    # In a file or a pipe nothing is folded, so that lines can be searched. A table that does not fit a terminal even
+    # with its names folded is printed as wide as it is: no digit is lost.
+    narrowest = sum(widths[1:]) + min(widths[0], _NARROWEST_NAME) + len(columns) - 1
+    width = max(Console().width, narrowest) if sys.stdout.isatty() else _UNBOUNDED
+    Console(width=width).print(table, crop=False, soft_wrap=False)
 
 
 def prepare_streams() -> None:

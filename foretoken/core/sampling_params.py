@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ from foretoken.core.checks import (
 from foretoken.core.errors import RequestError
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy decoding
+LARGEST_SEED = 2**127 - 1
 MOST_TOKENS = 2**31 - 1  # of min_tokens and max_tokens
 _Class = TypeVar("_Class", bound=type)
 
@@ -29,10 +30,11 @@ def _takes_any_numbers(cls: _Class) -> _Class:
     Only `max_tokens` has a meaning of its own for None.
     """
     construct = cls.__init__  # type: ignore[misc]  # of this very class, whose keywords these are
+    optional = {field.name for field in fields(cls)} - {"max_tokens"}
 
     @wraps(construct)
-    def construct_from_any_numbers(self: Any, **fields: Any) -> None:
-        given = {name: value for name, value in fields.items() if value is not None or name == "max_tokens"}
+    def construct_from_any_numbers(self: Any, **values: Any) -> None:
+        given = {name: value for name, value in values.items() if value is not None or name not in optional}
         construct(self, **{name: as_python(value) for name, value in given.items()})
 
     cls.__init__ = construct_from_any_numbers  # type: ignore[misc]
@@ -103,7 +105,7 @@ class SamplingParams:
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             check_boolean(name, getattr(self, name))
         if self.seed is not None:
-            check_integer("seed", self.seed)
+            check_integer("seed", self.seed, -LARGEST_SEED, LARGEST_SEED)
         if self.logprobs is not None:
             check_integer("logprobs", self.logprobs, 0, 1024)
         if self.max_tokens is not None:

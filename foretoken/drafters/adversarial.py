@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
+from pydantic import Field
 
 from foretoken.core.token_tree import DraftLaw, DrawKind, TokenTree
 from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, TargetFacts
@@ -31,7 +32,7 @@ class Options(DrafterOptions):
     can_adapt_depth: ClassVar[bool] = False
 
     behaviour: Behaviour = "random"
-    seed: int = 0
+    seed: int = Field(default=0, ge=-(2**63), lt=2**63)
 
 
 class AdversarialDrafter:

@@ -23,6 +23,7 @@ NAN, INF = math.nan, math.inf
         ("repetition_penalty", [0.0, -1.0, 100.5, NAN], "above 0 and at most 100."),
         ("presence_penalty", [-100.5, 100.5, NAN, INF], "at least -100 and at most 100."),
         ("frequency_penalty", [-100.5, 100.5, NAN, -INF], "at least -100 and at most 100."),
+        ("seed", [2**127, -(2**127)], f"at least {-(2**127 - 1):.10g} and at most {2**127 - 1:.10g}."),
         ("n", [0, -1, 129], "at least 1 and at most 128."),
         ("top_k", [-2], "at least -1."),
         ("min_tokens", [-1, 2**31], "at least 0 and at most 2147483647."),
@@ -141,6 +142,11 @@ def test_none_leaves_a_field_at_its_default() -> None:
     assert SamplingParams(**dict.fromkeys(names)) == SamplingParams()
     assert SamplingParams(max_tokens=None).max_tokens is None
     assert replace(SamplingParams(top_k=5), top_k=None, seed=3) == SamplingParams(seed=3)
+
+
+def test_a_field_that_does_not_exist_is_refused_also_without_a_value() -> None:
+    with pytest.raises(TypeError, match="temprature"):
+        SamplingParams(temprature=None)
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
