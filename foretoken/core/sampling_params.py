@@ -19,7 +19,7 @@ from foretoken.core.checks import (
 from foretoken.core.errors import RequestError
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy decoding
-LARGEST_SEED = 2**127 - 1
+LARGEST_SEED = 2**1000  # of either sign: longer ones cannot be printed
 MOST_TOKENS = 2**31 - 1  # of min_tokens and max_tokens
 _Class = TypeVar("_Class", bound=type)
 
