@@ -127,16 +127,27 @@ def _counted(checkpoint: HeadCheckpoint, method: str, num_heads: int | None, num
 
 def _check_out(out: Path, *, force: bool) -> None:
     """Refuses to write over anything that was not asked to be replaced, and over what is no checkpoint at all."""
-    if out.is_dir():
-        content = list(out.iterdir())
-        if content and not force:
-            raise ConfigError(f"'{out}' is not empty. Expected a new directory. Pass --force to replace it.")
-        if content and (not (out / "config.json").is_file() or any(path.is_dir() for path in content)):
-            raise ConfigError(
-                f"'{out}' is no checkpoint of a head, so --force does not replace it. Name another place."
-            )
-    elif out.exists() or out.is_symlink():
+    from foretoken.formats.registry import holds_head
+
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise ConfigError(f"'{out}' is no directory. Expected a new one.")
+    content = sorted(out.iterdir()) if out.is_dir() else []
+    if not content:
+        return
+    if not force:
+        raise ConfigError(f"'{out}' is not empty. Expected a new directory. Pass --force to replace it.")
+    foreign = [path.name for path in content if not _is_part_of_a_head(path)]
+    if foreign or not holds_head(out):
+        what = f": it holds {foreign[0]!r}" if foreign else ""
+        raise ConfigError(
+            f"'{out}' is no checkpoint of a head and nothing else{what}, so --force does not replace it. Name another "
+            "place."
+        )
+
+
+def _is_part_of_a_head(path: Path) -> bool:
+    """Whether a file is of a kind that formats of heads consist of."""
+    return path.is_file() and (path.name == "config.json" or path.suffix in (".safetensors", ".pt", ".bin"))
 
 
 def _dtype_name(checkpoint: HeadCheckpoint) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import MODEL, ROOT, Finished, run
+from tiny_models import tiny_model
 
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
@@ -140,7 +141,7 @@ def test_nothing_is_written_over(tmp_path: Path) -> None:
     succeeded(*arguments[:-1], "vllm_medusa", "--force")
     assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
     (out / "precious").mkdir()
-    assert_refused(run(*arguments, "--force"), "is no checkpoint of a head")
+    assert_refused(run(*arguments, "--force"), "is no checkpoint of a head and nothing else")
     assert (out / "precious").is_dir()
     file = tmp_path / "file"
     file.touch()
@@ -293,3 +294,27 @@ def test_blocks_that_others_hold_to_be_one_are_refused(tmp_path: Path) -> None:
     assert_refused(run(*arguments, "--to", "medusa"), "the 2 blocks of each head differ", "tied_blocks=true")
     assert not (tmp_path / "out").exists()
     assert "not read by FasterDecoding/Medusa" in succeeded(*arguments, "--to", "medusa", "--safetensors")
+
+
+@pytest.mark.parametrize("what", ["a target", "somebody's files", "a head and a text", "a head and a folder", "a link"])
+def test_force_replaces_heads_and_nothing_else(tmp_path: Path, what: str) -> None:
+    """A model, or any directory with a config.json, was deleted without a word."""
+    written(tmp_path / "head", MEDUSA)
+    out = tmp_path / "out"
+    match what:
+        case "a target":
+            tiny_model("llama").save_pretrained(out)
+        case "somebody's files":
+            out.mkdir()
+            (out / "config.json").write_text('{"my": "app"}')
+        case "a link":
+            written(tmp_path / "elsewhere", MEDUSA)
+            out.symlink_to(tmp_path / "elsewhere")
+        case _:
+            written(out, MEDUSA)
+            (out / "thesis.tex").write_text("years") if what.endswith("text") else (out / "logs").mkdir()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    refused = run("convert", str(tmp_path / "head"), str(out), "--to", "native", "--force")
+    assert_refused(refused, "is no directory" if what == "a link" else "is no checkpoint of a head and nothing else")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert out.is_symlink() == (what == "a link")
