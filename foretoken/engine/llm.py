@@ -29,6 +29,7 @@ from foretoken.engine.costs import CostCurve, pass_costs
 from foretoken.engine.fair_lock import FairLock
 from foretoken.engine.loop import Engine
 from foretoken.engine.requests import Request, RequestReader
+from foretoken.engine.torch_state import own_torch_state
 from foretoken.engine.vocabulary import ids_without_token
 from foretoken.target.loading import LoadedModel, load_model, load_tokenizer, wrap_model
 from foretoken.target.placement import check_placement
@@ -60,6 +61,7 @@ class LLM:
         tokenizer: The target's tokenizer, or None.
     """
 
+    @own_torch_state()
     def __init__(  # noqa: PLR0913 - vLLM's surface
         self,
         model: str | os.PathLike[str] | LoadedModel | torch.nn.Module,
@@ -293,7 +295,7 @@ class LLM:
     @contextmanager
     def _turn(self) -> Iterator[None]:
         """The calling thread's turn with engine, sequences and tokenizer."""
-        with self._lock:
+        with self._lock, own_torch_state():
             if self._is_inherited:
                 self._is_inherited = False
                 self._engine.abort()
