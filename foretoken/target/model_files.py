@@ -108,7 +108,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def one_line(err: BaseException) -> str:
-    """A library's message in one line, without its final stop, cut where it quotes whole files."""
+    """A library's message in one line, without its final stop; of a long one the middle is left out.
+
+    What is wrong stands at either end: some messages quote whole files after it, others all that is allowed before it.
+    """
     lines = [line.strip() for line in str(err).splitlines() if line.strip()]
     if not lines:
         return type(err).__name__
@@ -116,4 +119,5 @@ def one_line(err: BaseException) -> str:
         return f"it names {lines[0]}, which is not known"
     # Validation errors say only in their second line what is wrong.
     line = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")
-    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…"
+    half = _LONGEST_LINE // 2
+    return line if len(line) <= _LONGEST_LINE else f"{line[:half]} … {line[-half:]}"
