@@ -9,6 +9,7 @@ import time
 import pytest
 
 from foretoken.core.errors import ConfigError, ForetokenError
+from foretoken.target.runner import Runner
 from fuzz.command import described
 from fuzz.worker import Case, FindingError, Report, Settings, check_refusal, limit_memory, run_cases
 
@@ -36,6 +37,15 @@ def findings(name: str, numbers: range, settings: Settings) -> list[str]:
 )
 def test_a_slice_of_every_target(name: str, numbers: range, settings: Settings) -> None:
     assert findings(name, numbers, settings) == []
+
+
+@pytest.mark.parametrize(("name", "number"), [("requests", 1), ("threads", 0)])
+def test_a_wrong_text_is_found(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that forgets to move the KV rows of accepted nodes: its texts are wrong and nothing raises."""
+    monkeypatch.setattr(Runner, "commit", lambda *_: None)
+    (found,) = findings(name, range(number, number + 1), Settings(seed=2026))
+    assert "instead of" in found
+    assert f"python -m tests.fuzz {name} --seed 2026 --only {number} --runner lean-native" in found
 
 
 def misbehave(case: Case) -> None:
