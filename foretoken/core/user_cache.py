@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import stat
-import tempfile
 from pathlib import Path
+
+from foretoken.core.atomic_files import write_file
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _log = logging.getLogger(__name__)
@@ -88,16 +89,9 @@ def write_kept(path: Path, data: bytes) -> None:
         data: Its contents.
 
     Raises:
-        OSError: When that is not possible.
+        OSError: When that is not possible, or a symbolic link is in its place.
     """
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        Path(name).replace(path)
-    except OSError:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_file(path, data, mode=0o600, follows_links=False)
 
 
 def say_nothing_is_kept(reason: str) -> None:

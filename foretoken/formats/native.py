@@ -87,18 +87,23 @@ def write(checkpoint: HeadCheckpoint, directory: Path, *, replaces: bool = False
         ConfigError: When it cannot be written.
     """
     with whole_files(directory, replaces=replaces) as new:
-        write_weights(new / WEIGHTS, checkpoint.weights)
-        write_config(
-            new,
-            {
-                KEY: checkpoint.config.method,
-                "config": checkpoint.config.model_dump(mode="json"),
-                "target": None if checkpoint.target is None else checkpoint.target.model_dump(mode="json"),
-                "acceptance": checkpoint.acceptance,
-                "choices": checkpoint.choices,
-                "notes": dict(checkpoint.notes),
-            },
-        )
+        write_files(checkpoint, new)
+
+
+def write_files(checkpoint: HeadCheckpoint, directory: Path) -> None:
+    """The files of a head, one after another; for a directory that nobody reads yet. Raises `OSError`."""
+    write_weights(directory / WEIGHTS, checkpoint.weights)
+    write_config(
+        directory,
+        {
+            KEY: checkpoint.config.method,
+            "config": checkpoint.config.model_dump(mode="json"),
+            "target": None if checkpoint.target is None else checkpoint.target.model_dump(mode="json"),
+            "acceptance": checkpoint.acceptance,
+            "choices": checkpoint.choices,
+            "notes": dict(checkpoint.notes),
+        },
+    )
 
 
 def config_type(method: str) -> type[HeadConfig]:

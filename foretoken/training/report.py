@@ -8,19 +8,19 @@ Letters: S positions, K heads, R ranks, E hidden size.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from foretoken.bench.prompt_sets import load_prompts
 from foretoken.bench.workload import TokenProgress, Workload, no_progress
+from foretoken.core.atomic_files import new_directory, told_as
+from foretoken.core.errors import ConfigError
 from foretoken.core.results import GenerationMetrics
 from foretoken.engine.llm import LLM
 from foretoken.formats import native
+from foretoken.formats.whole_files import safetensors_errors
 from foretoken.target.loading import load_config
 from foretoken.target.parts import target_parts
 from foretoken.target.placement import DTYPES
@@ -30,6 +30,7 @@ from foretoken.training.teacher import Teacher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from pathlib import Path
 
     from foretoken.formats.checkpoint import HeadCheckpoint
     from foretoken.heads.base import Head
@@ -39,6 +40,7 @@ _NUM_RANKS = 10
 _MAX_TOKENS = 128
 _TEMPERATURES = (0.0, 0.8)
 _AT_ONCE = 4
+_ADVICE = "Expected a new directory with enough room that may be written to. Make room, and run the same command again."
 _QUOTED_TREE = "mc_sim_7b_63"  # the one published figures have, so that they compare across machines
 
 
@@ -69,6 +71,9 @@ def saved_head(  # noqa: PLR0913 - what a head comes from, is measured on, and g
 
     Returns:
         What was found, JSON-ready; None in every process but the first.
+
+    Raises:
+        ConfigError: When it cannot be written, or something is in its place.
     """
     if training_processes().process_index:
         return None
@@ -81,26 +86,19 @@ def saved_head(  # noqa: PLR0913 - what a head comes from, is measured on, and g
         "bytes": sum(value.numel() * value.itemsize for value in weights.values()),
         **{key: value for key, value in checkpoint.notes.items() if key != "settings"},
     }
-    out.parent.mkdir(parents=True, exist_ok=True)
-    place = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
-    place.chmod(0o755)
-    try:
+    with told_as(ConfigError, f"'{out}'", _ADVICE), new_directory(out) as place:
         if workload is not None:
             progress = TokenProgress(workload, 2 * len(workload.temperatures), report=on_progress)
             measured = measured_acceptance(
                 head.module(dtype=torch.float32), target, tokenizer, workload, progress=progress
             )
             head = replace(head, acceptance=measured)
-            native.write(head, place)
+            native.write_files(head, place)
             facts |= _drafting(place, head.config.method, target, tokenizer, workload, progress)
             assert head.acceptance is not None, "it was just measured"
             facts["acceptance_of_first_candidate"] = [row[0] for row in head.acceptance]
-        native.write(replace(head, notes={**checkpoint.notes, **facts}), place)
+        native.write_files(replace(head, notes={**checkpoint.notes, **facts}), place)
         (place / "README.md").write_text(head_card(head, facts, read_curve(run), command), encoding="utf-8")
-        place.replace(out)
-    except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
-        raise
     return {**facts, "directory": str(out)}
 
 
@@ -123,19 +121,15 @@ def save_target(target: LoadedModel, out: Path, *, tokenizer: Any, like: str) ->
 
     Returns:
         The target under its new name. Every process gets it; the first one writes.
+
+    Raises:
+        ConfigError: When it cannot be written, or something is in its place.
     """
     if training_processes().process_index == 0:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        place = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
-        place.chmod(0o755)
-        try:
-            module: Any = target.module
+        module: Any = target.module
+        with told_as(ConfigError, f"'{out}'", _ADVICE), new_directory(out) as place, safetensors_errors():
             module.to(_stored_dtype(load_config(like).get_text_config(), target.dtype)).save_pretrained(place)
             tokenizer.save_pretrained(place)
-            place.replace(out)
-        except BaseException:
-            shutil.rmtree(place, ignore_errors=True)
-            raise
         module.to(target.dtype)  # with the rounding of what was written
     return replace(target, name=str(out))
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from filelock import FileLock, Timeout
 
+from foretoken.core.atomic_files import told_as, write_file
 from foretoken.core.errors import ConfigError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
@@ -24,7 +25,6 @@ from foretoken.target.loading import wrap_model
 from foretoken.target.parts import TargetParts, target_parts
 from foretoken.training.joint import JointTrainer
 from foretoken.training.processes import training_processes
-from foretoken.training.run_state import write_whole
 from foretoken.training.teacher import FeatureCache, Teacher
 from foretoken.training.trainer import MetricsLog, StepReport, Trainer
 
@@ -260,7 +260,8 @@ def _compare(directory: Path, ours: dict[str, Any]) -> None:
     """
     path = directory / _SETTINGS
     if not path.is_file():
-        write_whole(path, json.dumps(ours, indent=1) + "\n")
+        with told_as(ConfigError, f"'{path}'", "Expected a place for the run. Pass another --run-dir, or make room."):
+            write_file(path, json.dumps(ours, indent=1) + "\n")
         return
     try:
         theirs = json.loads(path.read_text(encoding="utf-8"))

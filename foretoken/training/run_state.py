@@ -6,16 +6,18 @@ Tensors go to safetensors and numbers to JSON: nothing is ever unpickled.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
+from foretoken.core.atomic_files import new_directory, told_as
 from foretoken.core.errors import ModelError
+from foretoken.formats.whole_files import write_weights
+from foretoken.target.model_files import one_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -60,36 +62,18 @@ def save_state(run: Path, module: nn.Module, optimizer: torch.optim.Optimizer, p
         return
     for left in run.glob(".checkpoint-*"):  # by a crash while saving
         shutil.rmtree(left, ignore_errors=True)
-    temporary = run / f".{final.name}-{os.getpid()}"
     tensors = {f"module.{key}": value for key, value in module.state_dict().items()}
     names = _parameter_names(module, optimizer)
     for index, state in optimizer.state_dict()["state"].items():
         tensors |= {f"optimizer.{names[index]}.{key}": torch.as_tensor(value) for key, value in state.items()}
     tensors |= {f"random.{key}": value for key, value in _random_state().items()}
     tensors = {key: value.detach().cpu().contiguous().clone() for key, value in tensors.items()}
-    try:
-        temporary.mkdir(parents=True)
-        save_file(tensors, temporary / _STATE)
-        (temporary / _PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
-        for path in temporary.iterdir():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
-        temporary.replace(final)
-    except (OSError, SafetensorError) as err:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise ModelError(
-            f"the training checkpoint '{final}' cannot be written: {str(err).splitlines()[0]}. Expected room for it. "
-            "Make some; the same command goes on from the checkpoint before."
-        ) from err
+    advice = "Expected room for it. Make some; the same command goes on from the checkpoint before."
+    with told_as(ModelError, f"the training checkpoint '{final}'", advice), new_directory(final) as new:
+        write_weights(new / _STATE, tensors)
+        (new / _PROGRESS).write_text(json.dumps(asdict(progress)), encoding="utf-8")
     for old in saved_states(run)[:-_KEPT]:
         shutil.rmtree(old, ignore_errors=True)
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a text file that appears whole or not at all."""
-    temporary = path.with_name(f".{path.name}-{os.getpid()}")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
 
 
 def saved_states(run: Path) -> list[Path]:
@@ -109,7 +93,7 @@ def load_state(checkpoint: Path, module: nn.Module, optimizer: torch.optim.Optim
         _restore(tensors, module, optimizer)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as err:
         raise ModelError(
-            f"the training checkpoint '{checkpoint}' cannot be read: {str(err).splitlines()[0]}. "
+            f"the training checkpoint '{checkpoint}' cannot be read: {one_line(err)}. "
             "Remove it to go on from the one before."
         ) from err
     return progress

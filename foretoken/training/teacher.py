@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
-from pathlib import Path
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,12 +11,17 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from foretoken.core.atomic_files import new_file
+from foretoken.formats.whole_files import safetensors_errors
 from foretoken.target.plain import own_attention
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from foretoken.target.loading import LoadedModel
 
 _SAMPLED = 4096  # values of each weight that tell targets apart
+_log = logging.getLogger(__name__)
 
 
 class Teacher:
@@ -83,14 +86,10 @@ class FeatureCache:
         size = features.numel() * features.itemsize
         if self._size + size > self._max_bytes:
             return
-        temporary = None
         try:
-            handle, temporary = tempfile.mkstemp(dir=self._directory)
-            os.close(handle)
-            save_file({"features": features.detach().cpu().contiguous()}, temporary)
-            Path(temporary).replace(self._directory / f"{name}.safetensors")
+            with new_file(self._directory / f"{name}.safetensors") as new, safetensors_errors():
+                save_file({"features": features.detach().cpu().contiguous()}, new)
             self._size += size
-        except (OSError, SafetensorError):  # a full disk: go on without
-            if temporary is not None:
-                Path(temporary).unlink(missing_ok=True)
+        except OSError as err:  # a full disk: go on without
+            _log.warning("no more features are kept in '%s', but computed every time: %s", self._directory, err)
             self._max_bytes = 0

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from foretoken.core.atomic_files import told_as, write_file
 from foretoken.core.errors import ModelError
 from foretoken.sampling.noise import derive_seed
 from foretoken.training.objectives.base import Examples, HeadSums, accumulate, label_counts, mean_by_head
-from foretoken.training.run_state import Progress, load_state, save_state, saved_states, write_whole
+from foretoken.training.run_state import Progress, load_state, save_state, saved_states
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -306,7 +307,8 @@ class MetricsLog:
         if path.is_file():
             lines = path.read_text(encoding="utf-8").splitlines()
             kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= first_step]
-        write_whole(path, "".join(f"{line}\n" for line in kept))
+        with told_as(ModelError, f"'{path}'", "Expected room for the run's curves. Make some, and go on."):
+            write_file(path, "".join(f"{line}\n" for line in kept))
         self._file = path.open("a", buffering=1, encoding="utf-8")
         self._board = _board(run / "tensorboard", first_step)
 

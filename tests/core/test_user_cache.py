@@ -47,12 +47,13 @@ def test_what_is_made_is_private(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert list(directory.iterdir()) == [directory / "file"]
 
 
-def test_a_link_in_its_place_is_replaced_and_what_it_names_is_left_alone(tmp_path: Path) -> None:
+def test_a_link_in_its_place_is_neither_followed_nor_replaced(tmp_path: Path) -> None:
     (tmp_path / "other").write_bytes(b"other")
     (tmp_path / "file").symlink_to(tmp_path / "other")
     assert read_kept(tmp_path / "file", limit=9) is None
-    write_kept(tmp_path / "file", b"ours")
-    assert read_kept(tmp_path / "file", limit=9) == b"ours"
+    with pytest.raises(OSError, match="it is a symbolic link"):
+        write_kept(tmp_path / "file", b"ours")
+    assert (tmp_path / "file").is_symlink()
     assert (tmp_path / "other").read_bytes() == b"other"
 
 

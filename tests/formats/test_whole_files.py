@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from disks import everything
 from tiny_heads import E, V, random_head
 
 from foretoken.core.errors import ConfigError
@@ -45,11 +46,6 @@ for head, (_, out, name, options) in zip(heads, attempts):
         said.append(str(err))
 print(json.dumps(said))
 """
-
-
-def everything(directory: Path) -> dict[Path, bytes | None]:
-    """All that lies below, hidden files too."""
-    return {path: path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
 
 
 def test_full_disk(tmp_path: Path) -> None:

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 import training_runs
+from disks import everything, full_disk
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.checkpoint import HeadCheckpoint
 from foretoken.training.run_state import Progress, load_state, save_state, saved_states
+from foretoken.training.trainer import MetricsLog
 
 
 class Net(nn.Module):
@@ -99,7 +101,7 @@ def test_a_save_that_is_killed_before_it_is_on_disk_is_no_checkpoint(
     monkeypatch.setattr("os.fsync", killed)  # all files are written by then
     with pytest.raises(KeyboardInterrupt):
         save_state(tmp_path, net, optimizer, Progress(step=6))
-    assert [path.name for path in saved_states(tmp_path)] == ["checkpoint-00000005"]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-00000005"]
 
 
 def test_moments_lie_under_the_names_of_their_parameters(tmp_path: Path) -> None:
@@ -114,18 +116,23 @@ def test_moments_lie_under_the_names_of_their_parameters(tmp_path: Path) -> None
             assert torch.equal(tensors[f"optimizer.{name}.{key}"], value)
 
 
-def test_a_failed_save_leaves_the_last_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_save_leaves_the_last_one(tmp_path: Path) -> None:
     net, optimizer = made(1)
     save_state(tmp_path, net, optimizer, Progress(step=5))
-    before = {path.name: path.read_bytes() for path in (tmp_path / "checkpoint-00000005").iterdir()}
-
-    def full(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("foretoken.training.run_state.save_file", full)
-    with pytest.raises((OSError, ModelError), match="No space left"):
+    before = everything(tmp_path)
+    with full_disk(), pytest.raises(ModelError, match=r"cannot be written: .*File too large.*\. Nothing was changed"):
         save_state(tmp_path, net, optimizer, Progress(step=6))
-    assert {path.name: path.read_bytes() for path in saved_states(tmp_path)[-1].iterdir()} == before
+    assert everything(tmp_path) == before
+
+
+def test_settings_and_curves_on_a_full_disk_are_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n' * 10)
+    before = everything(tmp_path)
+    with full_disk(64), pytest.raises(ModelError, match=r"metrics\.jsonl' cannot be written: File too large\."):
+        MetricsLog(tmp_path, 1)
+    with full_disk(64), pytest.raises(ConfigError, match=r"settings\.json' cannot be written: File too large\."):
+        training_runs.trained(tmp_path, schedule={"num_steps": 2})
+    assert {path: data for path, data in everything(tmp_path).items() if path.name != "run.lock"} == before
 
 
 def rewritten(checkpoint: Path, change: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -70,19 +69,21 @@ def test_damaged_entries_are_none_and_can_be_made_anew(tmp_path: Path, damage: s
     assert torch.equal(again, ENTRY)
 
 
-@pytest.mark.parametrize("call", ["mkstemp", "save_file"])
-def test_a_full_disk_costs_only_time(tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("call", ["os.open", "foretoken.training.teacher.save_file"])
+def test_a_full_disk_costs_only_time(
+    tmp_path: Path, call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     store = cache(tmp_path)
 
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    if call == "mkstemp":
-        monkeypatch.setattr(tempfile, "mkstemp", full)
-    else:
-        monkeypatch.setattr("foretoken.training.teacher.save_file", full)
-    store.put("a", ENTRY)
+    with monkeypatch.context() as patched:
+        patched.setattr(call, full)
+        store.put("a", ENTRY)
+        store.put("b", ENTRY)
     assert store.get("a") is None
+    assert caplog.text.count("No space left on device") == 1
     assert bytes_of(tmp_path) == 0
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-import shutil
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from foretoken.core import atomic_files
+from foretoken.core.atomic_files import told_as
 from foretoken.core.errors import RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
     from types import TracebackType
 
     from foretoken.training.data.document import Document
@@ -99,7 +99,7 @@ class PackedWriter:
         return len(tokens)
 
     def finish(self, **meta: Any) -> dict[str, Any]:
-        """Writes `meta.json` and makes sure that everything is on disk.
+        """Writes `meta.json`.
 
         Args:
             meta: What to tell besides sizes and tokenizer.
@@ -113,9 +113,8 @@ class PackedWriter:
             raise RequestError(
                 f"none of {self.num_tokens} tokens is supervised. Expected assistant turns or completions to learn."
             )
-        for file in (self._tokens, self._flags):
-            file.flush()
-            os.fsync(file.fileno())
+        self._tokens.flush()
+        self._flags.flush()
         if self.num_supervised == self.num_tokens:
             (self._directory / SUPERVISED).unlink()
         facts = {
@@ -132,10 +131,7 @@ class PackedWriter:
             "tokens_sha256": self._digest.hexdigest(),
             **meta,
         }
-        with (self._directory / META).open("w", encoding="utf-8") as text:
-            json.dump(facts, text, indent=2)
-            text.flush()
-            os.fsync(text.fileno())
+        (self._directory / META).write_text(json.dumps(facts, indent=2), encoding="utf-8")
         return facts
 
 
@@ -145,7 +141,7 @@ def check_place(directory: Path, *, force: bool) -> None:
     Raises:
         RequestError: When something is there, unless it is packed tokens and `force` allows to replace them.
     """
-    if not directory.exists() and not directory.is_symlink():
+    if not directory.exists():
         return
     if not directory.is_dir():
         raise RequestError(f"'{directory}' is not a directory. Expected a new name.")
@@ -166,40 +162,15 @@ def new_directory(directory: Path, *, force: bool) -> Iterator[Path]:
         force: Replaces packed tokens that are there.
 
     Yields:
-        The directory to write into. When the block fails it is removed, and what was in the place stays.
+        The directory to write into; see `core.atomic_files`.
 
     Raises:
         RequestError: When the place is taken or cannot be written to.
     """
-    directory = Path(os.path.realpath(directory))
     check_place(directory, force=force)
-    building = directory.parent / f".{directory.name}.{os.getpid()}.building"
-    try:
-        building.mkdir(parents=True)
-    except OSError as err:
-        raise RequestError(f"'{directory}' cannot be written: {err}. Choose another place.") from err
-    try:
+    with (
+        told_as(RequestError, f"'{directory}'", "Mend that or choose another place."),
+        atomic_files.new_directory(directory, existing="replace") as building,
+    ):
         yield building
         check_place(directory, force=force)
-        _move_into_place(building, directory)
-    except OSError as err:  # sources tell theirs as RequestError: this is the disk that is written to
-        shutil.rmtree(building, ignore_errors=True)
-        raise RequestError(f"'{directory}' cannot be written: {err}. Mend that or choose another place.") from err
-    except BaseException:
-        shutil.rmtree(building, ignore_errors=True)
-        raise
-
-
-def _move_into_place(building: Path, directory: Path) -> None:
-    """Two renames; killed between them, the old data waits beside its place under a name that ends in `.old`."""
-    if not directory.exists():
-        building.rename(directory)
-        return
-    old = building.with_suffix(".old")
-    directory.rename(old)
-    try:
-        building.rename(directory)
-    except OSError:
-        old.rename(directory)
-        raise
-    shutil.rmtree(old)
