@@ -15,6 +15,8 @@ from pathlib import Path
 from foretoken.core.atomic_files import write_file
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+# Neither follows a link nor waits for the other end of a pipe.
+_READING = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
 _log = logging.getLogger(__name__)
 _said: list[str] = []
 
@@ -69,9 +71,8 @@ def read_kept(path: Path, *, limit: int) -> bytes | None:
     Returns:
         None where there is no regular file, it is longer, or somebody else could have written it.
     """
-    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
     try:
-        with os.fdopen(os.open(path, flags), "rb") as file:
+        with os.fdopen(os.open(path, _READING), "rb") as file:
             facts = os.fstat(file.fileno())
             if not stat.S_ISREG(facts.st_mode) or not _is_owned(facts) or _others_write(facts):
                 return None
@@ -79,6 +80,25 @@ def read_kept(path: Path, *, limit: int) -> bytes | None:
     except OSError:
         return None
     return data if len(data) <= limit else None
+
+
+def may_replace(path: Path, *, mark: bytes) -> bool:
+    """Whether nobody loses anything when a file of the cache is written.
+
+    Args:
+        path: In `open_cache`, which may be a directory that holds other things as well.
+        mark: What our own file begins with.
+
+    Returns:
+        True where there is nothing, or a regular file that is empty or begins with `mark`, whoever can write to it.
+    """
+    try:
+        with os.fdopen(os.open(path, _READING), "rb") as file:
+            return stat.S_ISREG(os.fstat(file.fileno()).st_mode) and file.read(len(mark)) in (b"", mark)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
 
 
 def write_kept(path: Path, data: bytes) -> None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.core.user_cache import open_cache, read_kept, say_nothing_is_kept, write_kept
+from foretoken.core.user_cache import may_replace, open_cache, read_kept, say_nothing_is_kept, write_kept
 from foretoken.target.lean.build import kernels_version
 from foretoken.target.runner import Runner
 
@@ -37,6 +38,9 @@ _LEARNING_RATE = 0.1  # weight of one pass in the cost of its width
 # their nodes (EAGLE-2 2406.16858 figure 8, Sequoia 2402.12374 figure 2).
 _GAIN_BY_DOUBLING = 0.6
 _FORMAT = 3
+_FILE = "foretoken-costs.json"
+_FILE_FORMAT = 1
+_MARK = b'{"foretoken_costs":'  # what the file begins with
 _log = logging.getLogger(__name__)
 _LARGEST_FILE = 1 << 20  # bytes, of about a thousand curves
 _LONGEST_AGE_S = 30 * 24 * 3600  # drivers, clocks and the machine's other users change
@@ -127,8 +131,9 @@ def _fastest(run: Callable[[int], None], width: int) -> float:
 def pass_costs(model: LoadedModel, runner: str, *, is_refreshed: bool = False) -> CostCurve:
     """The cost curve of a model on this machine, with torch's present number of threads.
 
-    Measured the first time: every width once, then again and again for two seconds. Later it is read from `costs.json`
-    in the cache directory, for a month. A file that is damaged, or cannot be read or written, is done without.
+    Measured the first time: every width once, then again and again for two seconds. Later it is read from
+    `foretoken-costs.json` in the cache directory, for a month. A file that is damaged, or cannot be read or written, is
+    done without; one of that name that foretoken did not write stays as it is.
 
     Args:
         model: A loaded causal LM.
@@ -136,7 +141,7 @@ def pass_costs(model: LoadedModel, runner: str, *, is_refreshed: bool = False) -
         is_refreshed: Whether to measure anew, whatever is known.
     """
     directory, key = open_cache(), _key(model, runner)
-    path = None if directory is None else directory / "costs.json"
+    path = None if directory is None else directory / _FILE
     known = {} if path is None else _read(path)
     if key in known and not is_refreshed:
         return CostCurve(known[key]["widths"], known[key]["seconds"])
@@ -181,6 +186,7 @@ def _key(model: LoadedModel, runner: str) -> str:
         "threads": torch.get_num_threads(),
         "runner": runner,
         "kernels": kernels_version(),
+        "sanitizers": os.environ.get("FORETOKEN_SANITIZE", "0") != "0",
         "architecture": type(model.module).__name__,
         "dtype": str(model.dtype),
         "sizes": sorted(sizes.items()),
@@ -189,10 +195,12 @@ def _key(model: LoadedModel, runner: str) -> str:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Curves that were measured before and can be true; nothing where there is no file or it is damaged."""
+    """Curves that were measured before and can be true; nothing where there is no file of ours or it is damaged."""
     data = read_kept(path, limit=_LARGEST_FILE)
+    if data is None or not data.startswith(_MARK):
+        return {}
     try:
-        known = json.loads(data or b"{}")
+        known = json.loads(data).get("curves")
     except (ValueError, RecursionError):  # no JSON, no UTF-8; nested beyond what the parser bears
         return {}
     now = time.time()
@@ -224,8 +232,14 @@ def _is_number(value: Any) -> bool:
 
 
 def _write(path: Path, curves: dict[str, Any]) -> None:
-    """Replaces the file; does without where that is not possible."""
+    """Replaces the file; does without where that is not possible, or where it is somebody else's."""
+    if not may_replace(path, mark=_MARK):
+        _log.warning(
+            "measured costs are not kept: '%s' is not a file that foretoken wrote, and stays as it is. Move it away, "
+            "or set FORETOKEN_CACHE to another directory.", path,
+        )  # fmt: skip
+        return
     try:
-        write_kept(path, json.dumps(curves).encode())
+        write_kept(path, json.dumps({"foretoken_costs": _FILE_FORMAT, "curves": curves}).encode())
     except OSError as err:
         say_nothing_is_kept(str(err))

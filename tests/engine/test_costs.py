@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import stat
 import time
 from pathlib import Path
 from typing import Any
@@ -89,10 +90,11 @@ def test_a_machine_is_measured_once(measured: list[str], tmp_path: Path) -> None
     curves = [pass_costs(model, "generic") for _ in range(3)]
     assert len(measured) == 1
     assert {tuple(curve.points) for curve in curves} == {((1, 0.5), (2, 0.75))}
-    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["costs.json"]
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["foretoken-costs.json"]
 
 
-def test_what_changes_the_cost_is_measured_anew(measured: list[str]) -> None:
+def test_what_changes_the_cost_is_measured_anew(measured: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORETOKEN_SANITIZE", raising=False)
     for module in (tiny_model("llama"), tiny_model("llama", dtype=torch.bfloat16), tiny_model("llama", hidden_size=64)):
         for runner in ("generic", "lean-stock"):
             pass_costs(wrap_model(module, name="any"), runner)
@@ -105,6 +107,10 @@ def test_what_changes_the_cost_is_measured_anew(measured: list[str]) -> None:
     assert len(measured) == 7
     pass_costs(wrap_model(tiny_model("llama"), name="another name"), "generic")
     assert len(measured) == 7
+    for sanitize, count in (("0", 7), ("1", 8), ("1", 8), ("0", 8)):  # kernels with sanitizers are many times slower
+        monkeypatch.setenv("FORETOKEN_SANITIZE", sanitize)
+        pass_costs(wrap_model(tiny_model("llama"), name="any"), "generic")
+        assert len(measured) == count
 
 
 def entry(**changes: Any) -> dict[str, Any]:
@@ -113,37 +119,63 @@ def entry(**changes: Any) -> dict[str, Any]:
 
 def as_kept(directory: Path, made: Any) -> None:
     """Writes the file as a whole, with an entry in the place of the model's."""
-    path = directory / "costs.json"
-    if isinstance(made, bytes):
-        path.write_bytes(made)
-    else:
-        key = next(iter(json.loads(path.read_text())))
-        path.write_text(json.dumps({key: made, "another": entry()}))
+    path = directory / "foretoken-costs.json"
+    file = json.loads(path.read_text())
+    file["curves"] = {next(iter(file["curves"])): made, "another": entry()}
+    path.write_text(json.dumps(file))
 
 
+# What foretoken's file may hold of its curves after a disk or an editor damaged it.
 DAMAGED: dict[str, bytes] = {
-    "empty": b"",
+    "nothing more": b"",
     "cut off": b'{"a": {"measured": 1',
-    "a list": b"[]",
-    "a number": b"1e999",
-    "null": b"null",
-    "not UTF-8": b'{"\xff": 1}',
-    "nested deeply": b'{"a":' * 100_000 + b"1" + b"}" * 100_000,
+    "a list": b"[]}",
+    "a number": b"1e999}",
+    "null": b"null}",
+    "not UTF-8": b'{"\xff": 1}}',
+    "nested deeply": b'{"a":' * 100_000 + b"1" + b"}" * 100_001,
     "nested lists": b"[" * 500_000,
-    "a number of too many digits": b'{"a": ' + b"9" * 100_000 + b"}",
-    "too long": b'{"a": "' + b"x" * (1 << 20) + b'"}',
-    "a lone surrogate": b'{"\\ud800": 1}',
+    "a number of too many digits": b'{"a": ' + b"9" * 100_000 + b"}}",
+    "too long": b'{"a": "' + b"x" * (1 << 20) + b'"}}',
+    "a lone surrogate": b'{"\\ud800": 1}}',
 }
 
 
-@pytest.mark.parametrize("what", DAMAGED)
+@pytest.mark.parametrize("what", [*DAMAGED, "an empty file", "no curves"])
 def test_a_damaged_file_is_replaced(what: str, measured: list[str], tmp_path: Path) -> None:
     model = wrap_model(tiny_model("llama"), name="tiny")
     (tmp_path / "cache").mkdir(mode=0o700)
-    as_kept(tmp_path / "cache", DAMAGED[what])
+    whole = {"an empty file": b"", "no curves": b'{"foretoken_costs":1}'}
+    data = whole.get(what, b'{"foretoken_costs": 1, "curves": ' + DAMAGED.get(what, b""))
+    (tmp_path / "cache" / "foretoken-costs.json").write_bytes(data)
     for _ in range(2):
         assert pass_costs(model, "generic").points == [(1, 0.5), (2, 0.75)]
     assert len(measured) == 1
+
+
+@pytest.mark.parametrize(
+    "data", [b"{}", b"[]", b'{"foretoken": 1}', b'{ "foretoken_costs": 1}', b"\x7fELF", b"prices,2026\n", b"\x00" * 99]
+)
+def test_files_of_others_stay_as_they_are(
+    data: bytes, measured: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The directory may be one that holds other things: by any name, and by ours."""
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o700)
+    (cache / "costs.json").write_bytes(data)
+    (cache / "foretoken-costs.json").write_bytes(data)
+    model = wrap_model(tiny_model("llama"), name="tiny")
+    for _ in range(2):
+        assert pass_costs(model, "generic").points == [(1, 0.5), (2, 0.75)]
+    assert len(measured) == 2
+    assert {path.name: path.read_bytes() for path in cache.iterdir()} == {
+        "costs.json": data, "foretoken-costs.json": data
+    }  # fmt: skip
+    assert "foretoken-costs.json' is not a file that foretoken wrote, and stays as it is. Move it away" in caplog.text
+    (cache / "foretoken-costs.json").unlink()
+    for _ in range(2):
+        pass_costs(model, "generic")
+    assert len(measured) == 3
 
 
 UNLIKELY: dict[str, Any] = {
@@ -187,7 +219,8 @@ def test_a_curve_that_cannot_be_true_is_measured_again(what: str, measured: list
     for _ in range(2):
         assert pass_costs(model, "generic").points == [(1, 0.5), (2, 0.75)]
     assert len(measured) == 2
-    assert set(json.loads((tmp_path / "cache" / "costs.json").read_text())) >= {"another"}, "what is likely stays"
+    kept = json.loads((tmp_path / "cache" / "foretoken-costs.json").read_text())
+    assert set(kept["curves"]) >= {"another"}, "what is likely stays"
 
 
 def test_a_likely_curve_is_taken(measured: list[str], tmp_path: Path) -> None:
@@ -207,7 +240,7 @@ def test_something_else_in_its_place(what: str, measured: list[str], tmp_path: P
     """It does not stop a start, is not followed, and is not believed."""
     model = wrap_model(tiny_model("llama"), name="tiny")
     pass_costs(model, "generic")
-    path, elsewhere = tmp_path / "cache" / "costs.json", tmp_path / "elsewhere"
+    path, elsewhere = tmp_path / "cache" / "foretoken-costs.json", tmp_path / "elsewhere"
     path.rename(elsewhere)
     text = elsewhere.read_text()
     match what:
@@ -220,11 +253,14 @@ def test_something_else_in_its_place(what: str, measured: list[str], tmp_path: P
         case _:
             path.write_text(text)
             path.chmod(0o666)
+    kind = path.lstat().st_mode
     pass_costs(model, "generic")
     assert len(measured) == 2
     assert elsewhere.read_text() == text
     pass_costs(model, "generic")
-    assert len(measured) == (3 if what == "a directory" else 2)
+    is_ours = what == "a file others can write"
+    assert len(measured) == (2 if is_ours else 3)
+    assert path.lstat().st_mode == (stat.S_IFREG | 0o600 if is_ours else kind)
 
 
 def test_a_cache_that_cannot_be_written_is_done_without(

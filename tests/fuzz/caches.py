@@ -80,12 +80,17 @@ def _fill(rng: random.Random, cache: Path, key: str, library: Path | None) -> st
             (cache / beside.name).write_bytes(beside.read_bytes())
         (cache / library.name).write_bytes(content if kind == "whole" else cut.get(kind, b""))
         said.append(f"kernels: {kind}, {(cache / library.name).stat().st_size} of {len(content)} bytes")
-    path = cache / "costs.json"
+    path = cache / costs._FILE
     kind = rng.choice(["text", "points", "points", "points", "folder", "bytes", "other keys", "missing"])
     text = {
-        "text": rng.choice(_TEXTS),
-        "points": json.dumps({key: _points(rng)}),
-        "other keys": json.dumps({"": 3, "x": None, key + "x": [[1], [2]], key: _points(rng)}),
+        "text": rng.choice(["", '{"foretoken_costs": 1, "curves": ']) + rng.choice(_TEXTS),
+        "points": json.dumps({"foretoken_costs": 1, "curves": {key: _points(rng)}}),
+        "other keys": json.dumps(
+            {
+                "foretoken_costs": rng.choice(_NUMBERS),
+                "curves": {"": 3, "x": None, key + "x": [[1], [2]], key: _points(rng)},
+            }
+        ),
     }.get(kind)
     if text is not None:
         path.write_text(text)
@@ -93,7 +98,7 @@ def _fill(rng: random.Random, cache: Path, key: str, library: Path | None) -> st
         path.mkdir()
     elif kind == "bytes":
         path.write_bytes(rng.randbytes(200))
-    said.append(f"costs.json: {kind} {(text or '')[:300]}")
+    said.append(f"costs: {kind} {(text or '')[:300]}")
     if rng.random() < 0.15:
         mode = rng.choice([0o500, 0o555])
         cache.chmod(mode)
