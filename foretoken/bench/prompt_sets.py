@@ -6,6 +6,7 @@ import json
 from importlib import resources
 from pathlib import Path
 
+from foretoken.core.checks import check_text, shown
 from foretoken.core.errors import RequestError
 
 HELD_OUT = "heldout"
@@ -51,10 +52,7 @@ def _from_jsonl(text: str, source: str) -> list[str]:
         except (ValueError, KeyError, TypeError, RecursionError) as err:
             raise RequestError(f'{source}:{number} is not an object with "prompt". Expected one a line.') from err
         if not isinstance(prompt, str) or not prompt:
-            raise RequestError(f'{source}:{number}: "prompt" is {prompt!r}. Expected a string that is not empty.')
-        if any("\ud800" <= char <= "\udfff" for char in prompt):
-            raise RequestError(
-                f'{source}:{number}: "prompt" holds half of a surrogate pair. Expected whole Unicode characters.'
-            )
+            raise RequestError(f'{source}:{number}: "prompt" is {shown(prompt)}. Expected a string that is not empty.')
+        check_text(f'"prompt" of {source}:{number}', prompt)
         prompts.append(prompt)
     return prompts

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.core.checks import lone_surrogate
 from foretoken.core.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
@@ -110,12 +111,9 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
 
 def checked(text: str, where: str) -> str:
     """An argument as it is; raises `RequestError` when its bytes were not text, which Python marks by surrogates."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as err:
-        raise RequestError(
-            f"{where} is not UTF-8 text: character {err.start} is no character. Expected UTF-8."
-        ) from err
+    at = lone_surrogate(text)
+    if at is not None:
+        raise RequestError(f"{where} is not UTF-8 text: character {at} is no character. Expected UTF-8.")
     return text
 
 

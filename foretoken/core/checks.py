@@ -14,6 +14,7 @@ from typing import Any
 from foretoken.core.errors import ForetokenError, RequestError
 
 _LONGEST_SHOWN = 60  # characters of a refused value in a message
+_MOST_SHOWN, _DEEPEST_SHOWN = 8, 3  # entries and levels of a container
 
 
 def require(condition: bool, message: str) -> None:
@@ -73,14 +74,12 @@ def check_text(name: str, value: Any, *, error: type[ForetokenError] = RequestEr
     """Raises `error` unless `value` is text that UTF-8 can encode: a lone surrogate is half a character."""
     if not isinstance(value, str):
         raise error(f"{name} is {shown(value)}. Expected text.")
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as err:
-            raise error(
-                f"{name} holds a lone surrogate, {value[err.start]!a}, at character {err.start}. Expected valid "
-                "Unicode text. Decode the input with errors='replace'."
-            ) from err
+    at = lone_surrogate(value)
+    if at is not None:
+        raise error(
+            f"{name} holds a lone surrogate, {value[at]!r}, at character {at}. Expected valid Unicode text. Decode the "
+            "input with errors='replace'."
+        )
 
 
 def check_sequence(name: str, value: Any, expected: str, *, error: type[ForetokenError] = RequestError) -> None:
@@ -130,19 +129,46 @@ def checked_token_ids(ids: Iterable[Any], vocab_size: int, where: str) -> list[i
     return checked
 
 
-def shown(value: Any) -> str:
-    """A value for a message: short, on one line, and by its type alone where its text could be anything.
+def lone_surrogate(text: str) -> int | None:
+    """Where text first holds a lone surrogate, half a character that UTF-8 cannot encode; None where it holds none."""
+    if text.isascii():
+        return None
+    try:
+        text.encode()
+    except UnicodeEncodeError as err:
+        return err.start
+    return None
 
-    Numbers and text are shown; of containers and objects only the type is, since their text may be megabytes.
+
+def shown(value: Any) -> str:
+    """A value for a message: on one line, of at most some 200 characters, whatever it is.
+
+    Numbers and text are shown, cut where they are long; of lists, tuples (as lists, which they are in JSON) and
+    dictionaries the first entries, a few levels deep; of any other object the type alone: its text may be megabytes.
     """
+    return _shown(value, _DEEPEST_SHOWN)
+
+
+def _shown(value: Any, depth: int) -> str:
+    """See `shown`; depth: how many levels of containers are shown."""
     if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to write out the longest ones
         return f"an integer of {value.bit_length()} bits"
     if value is None or isinstance(value, str | bytes | Real):
-        text = f"{value}" if isinstance(value, Real) else ascii(value) if _is_odd(value) else repr(value)
+        text = f"{value}" if isinstance(value, Real) else repr(value)
         return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}… ({type(value).__name__})"
+    if depth and type(value) is dict:
+        entries = (f"{_shown(key, 0)}: {_shown(item, depth - 1)}" for key, item in value.items())
+        return f"{{{_first(entries)}}}"
+    if depth and type(value) in (list, tuple):
+        return f"[{_first(_shown(item, depth - 1) for item in value)}]"
     return f"of type {type(value).__name__}"
 
 
-def _is_odd(value: Any) -> bool:
-    """Whether text holds what UTF-8 cannot encode."""
-    return isinstance(value, str) and any("\ud800" <= character <= "\udfff" for character in value)
+def _first(parts: Iterable[str]) -> str:
+    """The first parts of a list, until they are many or long."""
+    kept: list[str] = []
+    for part in parts:
+        if len(kept) == _MOST_SHOWN or sum(map(len, kept)) > _LONGEST_SHOWN:
+            return ", ".join([*kept, "…"])
+        kept.append(part)
+    return ", ".join(kept)

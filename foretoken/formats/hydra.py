@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.hydra_names import UPSTREAM_ROPE_THETA, HydraNames, prefix_entries, with_own_lm_heads
 from foretoken.formats.mapping import read_tensors, scatter
@@ -180,7 +181,7 @@ def _check_architecture(name: str, config: Mapping[str, Any], weights: Weights) 
     """Refuses what the original code also trains and nothing here computes."""
     arch = config.get("hydra_head_arch", "mlp")
     if arch not in ("mlp", "prefix-mlp"):
-        raise ModelError(f"'{name}' has hydra_head_arch {arch!r}. Expected 'mlp' or 'prefix-mlp'.")
+        raise ModelError(f"'{name}' has hydra_head_arch {shown(arch)}. Expected 'mlp' or 'prefix-mlp'.")
     residuals = any(".res_connection." in key for key in weights.shapes)
     if config.get("grounded_heads", True) is not True or not residuals:
         raise ModelError(

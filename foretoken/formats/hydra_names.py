@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError
 from foretoken.formats.mapping import Place, count, make_config, most_common
 from foretoken.heads.hydra import HydraConfig
@@ -181,7 +182,7 @@ def _rope_scaling(name: str, stated: Mapping[str, Any], base: Any | None) -> Any
         return None if scaling is None else {"rope_type": "linear", "factor": scaling.get("factor")}
     raise ModelError(
         f"'{name}' does not say how its prefix layer rotates: its target's rotary scaling is "
-        f"{scaling.get('rope_type')!r}, which the original code does not know. Expected '{_SCALING}' (null, or "
+        f"{shown(scaling.get('rope_type'))}, which the original code does not know. Expected '{_SCALING}' (null, or "
         "transformers' rope_parameters) and 'prefix_rope_theta' in its config.json, as it was trained. Add them."
     )
 

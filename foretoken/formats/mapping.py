@@ -14,6 +14,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError
 from foretoken.formats.checkpoint import check_keys
 from foretoken.heads.base import HeadConfig, build_head
@@ -172,5 +173,5 @@ def make_config(kind: type[HeadConfig], name: str, **sizes: Any) -> Any:
     except ValidationError as err:
         first = err.errors()[0]
         place = ".".join(map(str, first["loc"]))
-        value = f"{place} is {first['input']!r}. " if place else ""
+        value = f"{place} is {shown(first['input'])}. " if place else ""
         raise ModelError(f"the sizes of head '{name}' make no sense: {value}{first['msg']}.") from err

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.files import HeadFiles, Weights
 
@@ -63,7 +64,9 @@ class Ranks:
         tp_size = mapping.get("tp_size", mapping.get("world_size", max(files.ranks, default=0) + 1))
         stages = mapping.get("pp_size", 1)
         if not isinstance(tp_size, int) or not isinstance(stages, int) or not 1 <= tp_size * stages <= 4096:
-            raise ModelError(f"'{files.path}' is split over {tp_size!r} ranks in {stages!r} stages. Expected counts.")
+            raise ModelError(
+                f"'{files.path}' is split over {shown(tp_size)} ranks in {shown(stages)} stages. Expected counts."
+            )
         world = files.ranks or {0: files.weights}
         missing = [f"rank{rank}.safetensors" for rank in range(tp_size * stages) if rank not in world]
         if missing:

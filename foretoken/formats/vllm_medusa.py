@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError
 from foretoken.formats.mapping import make_config, read_tensors, scatter
 from foretoken.formats.medusa_names import MedusaNames, warn_of_counts
@@ -56,7 +57,9 @@ def read(files: HeadFiles, target: Surroundings) -> HeadCheckpoint:
     """
     weights, config, name = files.weights, files.config, str(files.path)
     if config.get("logit_scale") not in (None, 1):
-        raise ModelError(f"'{name}' scales its logits by {config['logit_scale']!r}. Expected heads without a scale.")
+        raise ModelError(
+            f"'{name}' scales its logits by {shown(config['logit_scale'])}. Expected heads without a scale."
+        )
     prefix = _PREFIX if NAMES.prefixed(_PREFIX).recognises(weights) else ""
     names, map_key, shared_key = NAMES.prefixed(prefix), f"{prefix}token_map", _shared_key(files, prefix)
     sizes = names.sizes(weights) if names.recognises(weights) else _sizes_without_blocks(files)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 import foretoken.training.objectives
+from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.training.schedule import Schedule
 
@@ -149,5 +150,5 @@ def _validated(kind: type[BaseModel], values: Mapping[str, Any], what: str) -> A
     except ValidationError as err:
         first = err.errors()[0]
         key = ".".join(str(part) for part in first["loc"])
-        where = f"'{key}' of {what} is {first['input']!r}" if key else f"{what} does not fit together"
+        where = f"'{key}' of {what} is {shown(first['input'])}" if key else f"{what} does not fit together"
         raise ConfigError(f"{where}. {first['msg']}.") from err

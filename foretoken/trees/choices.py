@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from foretoken.core.lattice import DraftLattice
 
 Choice = tuple[int, ...]
-_NUMBERS_SHOWN = 8  # of a list of ranks or widths in a message
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +48,11 @@ class TreeShape:
         known: set[Choice] = {()}
         for choice in ordered:
             if not choice or min(choice) < 0 or max(choice) >= MAX_NODES:
-                raise ConfigError(f"tree choice {_shown(choice)} is not valid. Expected ranks of 0 to {MAX_NODES - 1}.")
+                raise ConfigError(f"tree choice {shown(choice)} is not valid. Expected ranks of 0 to {MAX_NODES - 1}.")
             if choice in known:
-                raise ConfigError(f"tree choice {_shown(choice)} stands twice. Leave one out.")
+                raise ConfigError(f"tree choice {shown(choice)} stands twice. Leave one out.")
             if choice[:-1] not in known:
-                raise ConfigError(f"tree choice {_shown(choice)} has no parent. Add {_shown(choice[:-1])}.")
+                raise ConfigError(f"tree choice {shown(choice)} has no parent. Add {shown(choice[:-1])}.")
             known.add(choice)
         if len(ordered) >= MAX_NODES:
             raise ConfigError(f"the tree has {len(ordered)} choices. Expected fewer than {MAX_NODES}.")
@@ -85,12 +84,12 @@ class TreeShape:
             ConfigError: When a width is below 1, or they give too many nodes.
         """
         if not widths or min(widths) < 1:
-            raise ConfigError(f"tree widths {_shown(widths)} are not valid. Expected at least one, each of at least 1.")
+            raise ConfigError(f"tree widths {shown(widths)} are not valid. Expected at least one, each of at least 1.")
         num_nodes = 0
         for level in accumulate(widths, mul):
             num_nodes += level
             if num_nodes >= MAX_NODES:  # before any of them is made: there may be billions
-                raise ConfigError(f"tree widths {_shown(widths)} give too many nodes. Expected fewer than {MAX_NODES}.")
+                raise ConfigError(f"tree widths {shown(widths)} give too many nodes. Expected fewer than {MAX_NODES}.")
         return cls.from_choices(
             choice for d in range(1, len(widths) + 1) for choice in product(*(range(w) for w in widths[:d]))
         )
@@ -107,10 +106,10 @@ class TreeShape:
         """
         if isinstance(value, Mapping):
             if value.keys() != {"widths"}:
-                raise ConfigError(f"tree {dict(value)!r:.80} is not valid. Expected {{'widths': [3, 2, 1]}}.")
+                raise ConfigError(f"tree {shown(value)} is not valid. Expected {{'widths': [3, 2, 1]}}.")
             return cls.cartesian(_integers(value["widths"], what="tree widths"))
         if isinstance(value, str) or not isinstance(value, Sequence):
-            raise ConfigError(f"tree {_shown(value)} is not valid. Expected choices such as [[0], [1], [0, 0]].")
+            raise ConfigError(f"tree {shown(value)} is not valid. Expected choices such as [[0], [1], [0, 0]].")
         if not value:
             raise ConfigError("the tree has no choices. Expected at least one, as [[0]].")
         return cls.from_choices([_integers(choice, what="tree choice") for choice in value])
@@ -149,16 +148,8 @@ class TreeShape:
 def _integers(value: Any, *, what: str) -> tuple[int, ...]:
     """A list of integers, nothing that could pass for one."""
     if isinstance(value, str) or not isinstance(value, Sequence) or any(type(number) is not int for number in value):
-        raise ConfigError(f"{what} {_shown(value)} is not valid. Expected a list of integers.")
+        raise ConfigError(f"{what} {shown(value)} is not valid. Expected a list of integers.")
     return tuple(value)
-
-
-def _shown(value: Any) -> str:
-    """A list for a message, cut where it is long; anything else as `shown` has it."""
-    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
-        return shown(value)
-    parts = [_shown(part) for part in value[:_NUMBERS_SHOWN]]
-    return f"[{', '.join(parts if len(value) <= _NUMBERS_SHOWN else [*parts, '…'])}]"
 
 
 def shape_lattice(lattice: DraftLattice, shape: TreeShape, roots: Tensor) -> TokenTree:

@@ -155,7 +155,7 @@ def test_pickle_is_refused_and_not_run(tmp_path: Path) -> None:
         ('{"prompt": 7}', '"prompt" is 7. Expected a string'),
         ('{"prompt": null}', '"prompt" is None. Expected a string'),
         ('{"prompt": ""}', "\"prompt\" is ''. Expected a string that is not empty"),
-        ('{"prompt": "\\ud800"}', "half of a surrogate pair"),
+        ('{"prompt": "\\ud800"}', "holds a lone surrogate"),
     ],
 )
 def test_lines_of_prompt_sets(line: str, sentence: str, tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_choices_that_are_no_shape(choices: list[list[int]], message: str) -> No
         ([[None]], "tree choice [None] is not valid. Expected a list of integers."),
         ([0, 1], "tree choice 0 is not valid. Expected a list of integers."),
         (["00"], "tree choice '00' is not valid. Expected a list of integers."),
-        ([{"0": 1}], "tree choice of type dict is not valid. Expected a list of integers."),
+        ([{"0": 1}], "tree choice {'0': 1} is not valid. Expected a list of integers."),
         ([], "the tree has no choices. Expected at least one, as [[0]]."),
         ([[]], "tree choice [] is not valid. Expected ranks of 0 to 511."),
         (7, "tree 7 is not valid. Expected choices such as [[0], [1], [0, 0]]."),

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from foretoken.core.checks import check_text, shown
 from foretoken.core.errors import RequestError, nearest_name_hint
 
 Message = dict[str, str]
@@ -100,9 +101,8 @@ def _string(value: Any, column: str, where: str) -> str:
     """A value that must be text; a missing one is empty."""
     if value is None:
         return ""
-    if not isinstance(value, str):
-        raise RequestError(f"{where}: '{column}' is {type(value).__name__}. Expected text.")
-    return value
+    check_text(f"{where}: '{column}'", value)
+    return str(value)
 
 
 def _messages(turns: Any, column: str, where: str) -> tuple[Message, ...]:
@@ -121,10 +121,12 @@ def _messages(turns: Any, column: str, where: str) -> tuple[Message, ...]:
             raise RequestError(f"{place} is {type(turn).__name__}. Expected an object with role and content.")
         names = ("role", "content") if "role" in turn else ("from", "value")
         if not set(names) <= set(turn):
-            raise RequestError(f"{place} has the keys {list(turn)}. Expected 'role' and 'content', or 'from', 'value'.")
+            raise RequestError(
+                f"{place} has the keys {shown(list(turn))}. Expected 'role' and 'content', or 'from', 'value'."
+            )
         role = turn[names[0]]
-        if role not in roles:
-            raise RequestError(f"{place} has the role {role!r}. {nearest_name_hint(str(role), roles)}")
+        if not isinstance(role, str) or role not in roles:
+            raise RequestError(f"{place} has the role {shown(role)}. {nearest_name_hint(shown(role), roles)}")
         found.append({"role": roles[role], "content": _string(turn[names[1]], names[1], place)})
     while column == "conversations" and found and found[0]["role"] == "assistant":
         del found[0]

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError, RequestError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.training.data.document import Document
@@ -212,7 +213,7 @@ class SelfDistiller:
         wanted = self._header()
         differing = [key for key in wanted if header.get(key) != wanted[key]]
         if differing:
-            found = ", ".join(f"{key} {header.get(key)!r} instead of {wanted[key]!r}" for key in differing)
+            found = ", ".join(f"{key} {shown(header.get(key))} instead of {shown(wanted[key])}" for key in differing)
             raise RequestError(f"'{self._path}' was made with {found}. Delete it, or go on with the same settings.")
         if len(whole) < len(data):
             self._append("", size=len(whole))

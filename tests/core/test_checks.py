@@ -1,0 +1,97 @@
+"""Values in messages, and text that cannot be encoded."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foretoken.core.checks import check_text, lone_surrogate, shown
+from foretoken.core.errors import RequestError
+
+
+class Hostile:
+    """An object that must not be asked for its text."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "None"),
+        (True, "True"),
+        (7, "7"),
+        (0.5, "0.5"),
+        (float("nan"), "nan"),
+        (Fraction(1, 3), "1/3"),
+        (np.float32(0.5), "0.5"),
+        ("a\nb", r"'a\nb'"),
+        ("half \ud83d", r"'half \ud83d'"),
+        (b"x", "b'x'"),
+        ("x" * 200, "'" + "x" * 59 + "… (str)"),
+        (10**400, "an integer of 1329 bits"),
+        ([], "[]"),
+        ((0, 1), "[0, 1]"),
+        ({"widths": [3, 2]}, "{'widths': [3, 2]}"),
+        ([[0], ["a", None]], "[[0], ['a', None]]"),
+        ([[[[1]]]], "[[[of type list]]]"),
+        (list(range(9)), "[0, 1, 2, 3, 4, 5, 6, 7, …]"),
+        (["x" * 50, "y" * 50, "z"], f"['{'x' * 50}', '{'y' * 50}', …]"),
+        ({(1, 2): 3}, "{of type tuple: 3}"),
+        ([Hostile()], "[of type Hostile]"),
+        (np.zeros(3), "of type ndarray"),
+        (torch.zeros(3), "of type Tensor"),
+        (OrderedDict(a=1), "of type OrderedDict"),
+        ({5}, "of type set"),
+    ],
+)
+def test_shown(value: Any, text: str) -> None:
+    assert shown(value) == text
+
+
+anything = st.recursive(
+    st.none()
+    | st.integers()
+    | st.floats()
+    | st.text(st.characters())
+    | st.binary()
+    | st.builds(pow, st.just(10), st.just(999)),
+    lambda inner: st.lists(inner, max_size=20) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner),
+    max_leaves=60,
+)
+
+
+@given(value=anything)
+def test_shown_is_short_and_can_be_printed(value: Any) -> None:
+    text = shown(value)
+    assert len(text) < 400
+    assert text.isprintable()
+    text.encode()
+
+
+def test_a_container_that_holds_itself_is_shown() -> None:
+    value: list[Any] = []
+    value.append(value)
+    assert shown(value) == "[[[of type list]]]"
+
+
+@given(text=st.text(st.characters(codec=None)))
+def test_lone_surrogates(text: str) -> None:
+    at = lone_surrogate(text)
+    if at is None:
+        text.encode()
+        check_text("it", text)
+    else:
+        text[:at].encode()
+        assert "\ud800" <= text[at] <= "\udfff"
+        with pytest.raises(RequestError, match=f"it holds a lone surrogate, .*, at character {at}. Expected") as error:
+            check_text("it", text)
+        str(error.value).encode()
