@@ -65,8 +65,8 @@ def check_range(
 
 
 def check_boolean(name: str, value: Any, *, error: type[ForetokenError] = RequestError) -> None:
-    """Raises `error` unless `value` is True or False."""
-    if not isinstance(value, bool):
+    """Raises `error` unless `value` is True or False, of Python or numpy."""
+    if not _is_boolean(value):
         raise error(f"{name} is {shown(value)}. Expected True or False.")
 
 
@@ -90,24 +90,32 @@ def check_sequence(name: str, value: Any, expected: str, *, error: type[Foretoke
 
 
 def as_python(value: Any, depth: int = 2) -> Any:
-    """A value with Python's own numbers in it: other numbers become int or float, arrays and tensors lists.
+    """A value with Python's own numbers in it: other numbers become int or float, numpy's booleans bool, arrays lists.
 
     Lists, tuples and mappings are copied, `depth` levels deep, so that nobody changes them afterwards. What has no such
-    form (booleans, text, sets, objects, numbers too large for a float) stays as it is.
+    form (text, sets, objects, numbers too large for a float) stays as it is.
     """
     if depth and hasattr(value, "tolist") and getattr(value, "ndim", 0) > 0:
         value = value.tolist()
+    if _is_boolean(value):
+        return bool(value)
     if isinstance(value, list | tuple) and depth:
         items = [as_python(item, depth - 1) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, Mapping) and depth:
         return {as_python(key, 0): as_python(item, 0) for key, item in value.items()}
-    if isinstance(value, bool) or not isinstance(value, Real):
+    if not isinstance(value, Real):
         return value
     try:
         return int(value) if isinstance(value, Integral) else float(value)
     except OverflowError:
         return value
+
+
+def _is_boolean(value: Any) -> bool:
+    """Whether a value is a boolean of Python or numpy, which is not imported to find out."""
+    kind = type(value)
+    return kind is bool or (kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_"))
 
 
 def checked_token_ids(ids: Iterable[Any], vocab_size: int, where: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""Values in messages, and text that cannot be encoded."""
+"""Values in messages, text that cannot be encoded, and booleans of other libraries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.core.checks import check_text, lone_surrogate, shown
+from foretoken.core.checks import check_boolean, check_text, lone_surrogate, shown
 from foretoken.core.errors import RequestError
 
 
@@ -95,3 +95,14 @@ def test_lone_surrogates(text: str) -> None:
         with pytest.raises(RequestError, match=f"it holds a lone surrogate, .*, at character {at}. Expected") as error:
             check_text("it", text)
         str(error.value).encode()
+
+
+@pytest.mark.parametrize("value", [True, False, np.True_, np.False_, np.array([True])[0]])
+def test_booleans(value: Any) -> None:
+    check_boolean("it", value)
+
+
+@pytest.mark.parametrize("value", [0, 1, np.int8(1), np.float32(1), np.array(True), torch.tensor(True), "True", None])
+def test_what_is_no_boolean(value: Any) -> None:
+    with pytest.raises(RequestError, match=r"^it is .*\. Expected True or False\.$"):
+        check_boolean("it", value)

@@ -154,12 +154,57 @@ def test_a_field_that_does_not_exist_is_refused_also_without_a_value() -> None:
         SamplingParams(temprature=None)
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
-    params = SamplingParams(
-        top_k=np.int64(5), temperature=np.float32(0.5), seed=np.uint8(7), logit_bias={np.int32(3): np.float64(1.0)},
-        stop_token_ids=np.array([4, 5]),
-    )  # fmt: skip
-    assert (params.top_k, params.temperature, params.seed) == (5, 0.5, 7)
+# Fields that are one number or boolean, by what they take.
+BOOLEANS = ["ignore_eos", "include_stop_str_in_output", "skip_special_tokens"]
+INTEGERS = ["n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs"]
+FLOATS = ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
+OTHERS = ["logit_bias", "bad_words", "stop", "stop_token_ids"]
+NUMPY: dict[type, list[object]] = {
+    bool: [np.True_, np.False_, np.ones(2, bool)[0]],
+    int: [kind(1) for kind in (np.int8, np.uint8, np.int16, np.int32, np.int64, np.uint64, np.longlong)],
+    float: [kind(0.5) for kind in (np.float16, np.float32, np.float64, np.longdouble)],
+}
+
+
+def test_every_field_is_of_one_kind() -> None:
+    """So that none is left out below."""
+    assert sorted(BOOLEANS + INTEGERS + FLOATS + OTHERS) == sorted(field.name for field in fields(SamplingParams))
+
+
+@pytest.mark.parametrize("name", BOOLEANS + INTEGERS + FLOATS)
+def test_scalars_of_numpy_are_pythons_own_or_refused(name: str) -> None:
+    """Booleans are no numbers and numbers no booleans, and an integer is a number."""
+    (own,) = (kind for kind, names in ((bool, BOOLEANS), (int, INTEGERS), (float, FLOATS)) if name in names)
+    taken = {bool: (bool,), int: (int,), float: (int, float)}[own]
+    for kind, values in NUMPY.items():
+        for value in values:
+            if kind not in taken:
+                with pytest.raises(RequestError, match=rf"^{name} is {value}\. Expected "):
+                    SamplingParams(**{name: value})
+                continue
+            params = SamplingParams(**{name: value})
+            assert getattr(params, name) == value
+            assert type(getattr(params, name)) is kind
+            hash((getattr(params, name), repr(params)))
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_scalars_of_numpy_in_lists_and_mappings(name: str) -> None:
+    good: dict[str, object] = {
+        "logit_bias": {np.int32(3): np.float64(1.0)},
+        "bad_words": [[np.int64(3)], np.array([4, 5]), np.str_("word")],
+        "stop": [np.str_("end")],
+        "stop_token_ids": np.array([4, 5]),
+    }
+    plain: dict[str, object] = {
+        "logit_bias": {3: 1.0}, "bad_words": [[3], [4, 5], "word"], "stop": ["end"], "stop_token_ids": [4, 5],
+    }  # fmt: skip
+    assert getattr(SamplingParams(**{name: good[name]}), name) == plain[name]
+    bad: dict[str, object] = {
+        "logit_bias": {np.True_: 1.0}, "bad_words": [[np.False_]], "stop": [np.True_], "stop_token_ids": [np.True_],
+    }  # fmt: skip
+    with pytest.raises(RequestError, match=f"{name} is (True|False)"):
+        SamplingParams(**{name: bad[name]})
 
 
 def test_errors_are_the_projects() -> None:
