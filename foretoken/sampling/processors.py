@@ -5,8 +5,9 @@ A processor is a value over the rows that it serves, one request each. Everythin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, fields
+from math import inf
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.sampling.batch import SamplingRequest
     from foretoken.sampling.history import NodeView
-
-_NEVER = float("-inf")
 
 
 class Processor(Protocol):
@@ -52,8 +51,19 @@ class Processor(Protocol):
         ...
 
 
+class _PerRequest:
+    """A dataclass of tensors with a row for each request."""
+
+    __slots__ = ()
+
+    def select(self, rows: Tensor) -> Self:
+        """See `Processor`."""
+        parts: Any = self
+        return type(self)(*(getattr(parts, field.name)[rows] for field in fields(parts)))
+
+
 @dataclass(frozen=True, slots=True)
-class MinTokens:
+class MinTokens(_PerRequest):
     """Holds tokens that end the text back until there is enough of it.
 
     Attributes:
@@ -66,18 +76,14 @@ class MinTokens:
     reads_counts = False
     tail_len = 0
 
-    def select(self, rows: Tensor) -> MinTokens:
-        """See `Processor`."""
-        return MinTokens(self.terminators[rows], self.min_tokens[rows])
-
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
         """See `Processor`."""
         is_early = (nodes.history.num_output < self.min_tokens).unsqueeze(1)
-        return logits.masked_fill(self.terminators & is_early, _NEVER)
+        return logits.masked_fill(self.terminators & is_early, -inf)
 
 
 @dataclass(frozen=True, slots=True)
-class BadWords:
+class BadWords(_PerRequest):
     """Rules out the last token of every forbidden sequence whose beginning was just emitted.
 
     Attributes:
@@ -92,10 +98,6 @@ class BadWords:
         """See `Processor`."""
         return self.words.shape[2] - 1
 
-    def select(self, rows: Tensor) -> BadWords:
-        """See `Processor`."""
-        return BadWords(self.words[rows])
-
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
         """See `Processor`."""
         beginnings, last = self.words[:, :, :-1], self.words[:, :, -1]
@@ -103,20 +105,16 @@ class BadWords:
         matches = ((beginnings == tail.unsqueeze(1)) | (beginnings < 0)).all(2) & (last >= 0)
         forbidden = torch.zeros_like(logits, dtype=torch.int32)
         forbidden.scatter_add_(1, last.clamp_min(0), matches.to(torch.int32))
-        return logits.masked_fill(forbidden > 0, _NEVER)
+        return logits.masked_fill(forbidden > 0, -inf)
 
 
 @dataclass(frozen=True, slots=True)
-class LogitBias:
+class LogitBias(_PerRequest):
     """Adds a number to the logits of some tokens; bias: (R, V) float32."""
 
     bias: Tensor
     reads_counts = False
     tail_len = 0
-
-    def select(self, rows: Tensor) -> LogitBias:
-        """See `Processor`."""
-        return LogitBias(self.bias[rows])
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:  # noqa: ARG002 - the protocol's
         """See `Processor`."""
@@ -124,16 +122,12 @@ class LogitBias:
 
 
 @dataclass(frozen=True, slots=True)
-class RepetitionPenalty:
+class RepetitionPenalty(_PerRequest):
     """Divides positive and multiplies negative logits of tokens seen in prompt or output; penalty: (R, 1) float32."""
 
     penalty: Tensor
     reads_counts = True
     tail_len = 0
-
-    def select(self, rows: Tensor) -> RepetitionPenalty:
-        """See `Processor`."""
-        return RepetitionPenalty(self.penalty[rows])
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
         """See `Processor`."""
@@ -143,37 +137,23 @@ class RepetitionPenalty:
 
 
 @dataclass(frozen=True, slots=True)
-class PresencePenalty:
-    """Takes a number off the logit of every token already in the output; penalty: (R, 1) float32."""
+class OutputPenalties(_PerRequest):
+    """Takes numbers off the logits of tokens that are in the output.
 
-    penalty: Tensor
+    Attributes:
+        presence: (R, 1) float32, once for each such token.
+        frequency: (R, 1) float32, for every time it occurred.
+    """
+
+    presence: Tensor
+    frequency: Tensor
     reads_counts = True
     tail_len = 0
 
-    def select(self, rows: Tensor) -> PresencePenalty:
-        """See `Processor`."""
-        return PresencePenalty(self.penalty[rows])
-
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
         """See `Processor`."""
-        return logits - self.penalty * (nodes.history.counts.in_output > 0)
-
-
-@dataclass(frozen=True, slots=True)
-class FrequencyPenalty:
-    """Takes a number off a token's logit for every time it occurred in the output; penalty: (R, 1) float32."""
-
-    penalty: Tensor
-    reads_counts = True
-    tail_len = 0
-
-    def select(self, rows: Tensor) -> FrequencyPenalty:
-        """See `Processor`."""
-        return FrequencyPenalty(self.penalty[rows])
-
-    def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
-        """See `Processor`."""
-        return logits - self.penalty * nodes.history.counts.in_output
+        counts = nodes.history.counts.in_output
+        return logits - self.presence * (counts > 0) - self.frequency * counts
 
 
 def build_processors(
@@ -201,10 +181,9 @@ def build_processors(
         found.append(LogitBias(_bias(params, vocab_size).to(device)))
     if any(p.repetition_penalty != 1 for p in params):
         found.append(RepetitionPenalty(column([p.repetition_penalty for p in params])))
-    if any(p.presence_penalty for p in params):
-        found.append(PresencePenalty(column([p.presence_penalty for p in params])))
-    if any(p.frequency_penalty for p in params):
-        found.append(FrequencyPenalty(column([p.frequency_penalty for p in params])))
+    if any(p.presence_penalty or p.frequency_penalty for p in params):
+        presence, frequency = [p.presence_penalty for p in params], [p.frequency_penalty for p in params]
+        found.append(OutputPenalties(column(presence), column(frequency)))
     return tuple(found)
 
 

@@ -5,6 +5,7 @@ Everything is float32, row-wise and pure.
 
 from __future__ import annotations
 
+from math import inf
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,8 +13,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from foretoken.sampling.batch import SamplingBatch
-
-_NEVER = float("-inf")
 
 
 def warp(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -29,15 +28,15 @@ def warp(logits: Tensor, batch: SamplingBatch) -> Tensor:
     logits = logits / batch.temperature
     if batch.top_k is not None:
         largest = logits.topk(batch.largest_top_k, dim=1).values
-        logits = logits.masked_fill(logits < largest.gather(1, batch.top_k - 1), _NEVER)
+        logits = logits.masked_fill(logits < largest.gather(1, batch.top_k - 1), -inf)
     if batch.top_p is not None:
         ranked, order = logits.sort(dim=1, descending=True, stable=True)
         probs = ranked.softmax(1)
         is_cut = (probs.cumsum(1) - probs >= batch.top_p) & (batch.top_p < 1.0)  # mass before the token
         is_cut[:, 0] = False  # also where float32 rounds top_p to 0
-        logits = logits.masked_fill(torch.zeros_like(is_cut).scatter(1, order, is_cut), _NEVER)
+        logits = logits.masked_fill(torch.zeros_like(is_cut).scatter(1, order, is_cut), -inf)
     if batch.min_p is not None:
-        logits = logits.masked_fill(logits < logits.amax(1, keepdim=True) + batch.min_p.log(), _NEVER)
+        logits = logits.masked_fill(logits < logits.amax(1, keepdim=True) + batch.min_p.log(), -inf)
     return logits.log_softmax(1)
 
 
@@ -47,8 +46,8 @@ def one_hot_log_probs(logits: Tensor) -> Tensor:
     A row without a possible token is -inf throughout.
     """
     best = best_possible(logits).unsqueeze(1)
-    certain = torch.zeros_like(logits[:, :1]).masked_fill(best < 0, _NEVER)
-    return torch.full_like(logits, _NEVER).scatter(1, best.clamp_min(0), certain)
+    certain = torch.zeros_like(logits[:, :1]).masked_fill(best < 0, -inf)
+    return torch.full_like(logits, -inf).scatter(1, best.clamp_min(0), certain)
 
 
 def best_possible(scores: Tensor) -> Tensor:

@@ -167,6 +167,24 @@ def test_min_tokens_holds_terminators_back(num_output: int) -> None:
     assert z == ([0.0, 0.0, NEVER, NEVER] if num_output < 3 else [0.0] * 4)
 
 
+@pytest.mark.parametrize(("presence", "frequency"), [(0.3, 0.0), (0.0, 0.7), (0.3, 0.7), (-1.1, 0.1)])
+def test_output_penalties_are_subtracted_one_after_the_other(presence: float, frequency: float) -> None:
+    """To the bit, also beside a request that has none: sampled text must not depend on the neighbours."""
+    params = SamplingParams(presence_penalty=presence, frequency_penalty=frequency)
+    plain = Situation(SamplingRequest(params=SamplingParams(), seed=0), [0], [1, 1, 2])
+    batch, history = as_tensors([plain, Situation(SamplingRequest(params=params, seed=1), [0], [1, 1, 1, 2])])
+    logits = random_logits(5, 2, VOCAB)
+    logits[:, 5] = NEVER
+    counts = torch.bincount(torch.tensor([1, 1, 1, 2]), minlength=VOCAB).to(torch.int32)
+    want = logits[1]
+    if presence:
+        want = want - torch.tensor(presence) * (counts > 0)
+    if frequency:
+        want = want - torch.tensor(frequency) * counts
+    found = apply_processors(batch.processors, logits, NodeView(history, NO_PATH))
+    assert torch.equal(found, torch.stack([logits[0], want]))
+
+
 def test_unused_processors_cost_nothing() -> None:
     params = SamplingBatch.build([SamplingRequest(params=SamplingParams(), seed=0)] * 2, VOCAB)
     assert [params.top_k, params.top_p, params.min_p] == [None] * 3
@@ -184,7 +202,7 @@ def test_every_processor_can_be_selected_row_by_row() -> None:
     busy = SamplingRequest(params=request, seed=3, terminators=[3], bad_words=[[2, 4], [0]])
     batch, history = as_tensors([others[0], Situation(busy, [0, 1], [1, 2]), others[1]])
     logits, rows = random_logits(5, 3, VOCAB), torch.tensor([1, 2, 1, 0])
-    assert len(batch.processors) == 6
+    assert len(batch.processors) == len({type(processor) for processor in batch.processors}) == 5
     whole = apply_processors(batch.processors, logits, NodeView(history, NO_PATH))
     picked = apply_processors(batch.select(rows).processors, logits[rows], NodeView(history.select(rows), NO_PATH))
     assert torch.equal(picked, whole[rows])
