@@ -7,12 +7,11 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from benchmarks.interop.borrowed import borrow
 from benchmarks.interop.outcome import Outcome, compared
-from benchmarks.interop.samples import LENGTH, PREFIX, E, Target, V, our_logits, random_head, texts, written
+from benchmarks.interop.samples import LENGTH, PREFIX, E, Target, V, our_logits, random_head, texts, written_pickle
 from foretoken.formats.readers import HYDRA_CODE
 from foretoken.heads.hydra import HydraConfig
 
@@ -51,11 +50,7 @@ def outcomes(root: Path, target: Target, work: Path) -> Iterator[Outcome]:
             prefix=None if prefix is None else PREFIX.model_copy(update=prefix),
         )  # fmt: skip
         head, place = random_head(config, around), work / str(index)
-        back, readers = written("hydra", head, around, place, as_safetensors=not is_written)
-        claimed: bool | None = readers[HYDRA_CODE].reads
-        if not is_written:  # what its loader would make of a pickle that foretoken refuses to write
-            torch.save(load_file(place / "hydra_lm_head.safetensors"), place / "hydra_lm_head.pt")
-            claimed = None
+        back, claimed = written_pickle("hydra", head, around, place, reader=HYDRA_CODE, is_refused=not is_written)
         ours = our_logits(back, around)
         yield compared(HYDRA_CODE, f"{case}, hydra", claimed=claimed, ours=ours,
                        theirs=partial(_logits, module, place, around))  # fmt: skip

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-from safetensors.torch import load_file
 from transformers import LlamaForCausalLM, MistralForCausalLM
 
 from benchmarks.interop.borrowed import borrow
 from benchmarks.interop.outcome import Outcome, compared
-from benchmarks.interop.samples import LENGTH, E, V, our_logits, random_head, texts, written
+from benchmarks.interop.samples import LENGTH, E, V, our_logits, random_head, texts, written_pickle
 from foretoken.formats.readers import MEDUSA_CODE
 from foretoken.heads.medusa import MedusaConfig
 
@@ -46,11 +45,7 @@ def outcomes(root: Path, target: Target, work: Path) -> Iterator[Outcome]:
         config = MedusaConfig(hidden_size=E, vocab_size=V, num_heads=heads, num_layers=blocks, tied_blocks=tied,
                               own_lm_head=True)  # fmt: skip
         head, place = random_head(config, target), work / str(index)
-        back, readers = written("medusa", head, target, place, as_safetensors=not is_written)
-        claimed: bool | None = readers[MEDUSA_CODE].reads
-        if not is_written:  # what its loader would make of a pickle that foretoken refuses to write
-            torch.save(load_file(place / "medusa_lm_head.safetensors"), place / "medusa_lm_head.pt")
-            claimed = None
+        back, claimed = written_pickle("medusa", head, target, place, reader=MEDUSA_CODE, is_refused=not is_written)
         kind = "tied" if tied else "different"
         case = (
             f"{heads} heads of {blocks} {kind} blocks, medusa"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -106,3 +107,19 @@ def written(
     readers = head_readers(name, head, target=target.surroundings, **options)
     back = read_head(directory, base_config=target.surroundings.config, weights=target.surroundings.load)[1]
     return back, {reader.program: reader for reader in readers}
+
+
+def written_pickle(
+    name: str, head: HeadCheckpoint, target: Target, directory: Path, *, reader: str, is_refused: bool
+) -> tuple[HeadCheckpoint, bool | None]:
+    """Writes a head as the pickle that original code reads; made by hand where foretoken refuses to.
+
+    Returns:
+        What foretoken reads back, and whether it says that `reader` reads it: None for a pickle that it refuses.
+    """
+    back, readers = written(name, head, target, directory, as_safetensors=is_refused)
+    if not is_refused:
+        return back, readers[reader].reads
+    pickle = directory / f"{name}_lm_head.pt"
+    torch.save(load_file(pickle.with_suffix(".safetensors")), pickle)
+    return back, None

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from foretoken.core.errors import ModelError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.mapping import head_shapes
 from foretoken.formats.registry import read_head, write_head
@@ -105,6 +107,14 @@ def write_files(
     if config is not None:
         (directory / "config.json").write_text(json.dumps(config))
     return tensors
+
+
+def assert_one_error_names(directory: Path, *parts: str, **options: Any) -> None:
+    """Reading is refused, and the error says everything that is wrong."""
+    with pytest.raises(ModelError) as caught:
+        read_head(directory, **options)
+    for part in parts:
+        assert part in str(caught.value)
 
 
 def shapes_of(path: Path) -> dict[str, tuple[int, ...]]:
