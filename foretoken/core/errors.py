@@ -1,10 +1,13 @@
-"""The few exception types of the project, and the one way to suggest a name.
+"""The few exception types of the project, and the one way each to suggest a name and to describe a foreign exception.
 
 Every message has three parts: what was wrong (with the value), what was expected, how to mend it.
 """
 
 from collections.abc import Iterable
 from difflib import get_close_matches
+
+_LONGEST_DESCRIPTION = 300  # characters
+_LONGEST_TYPE_NAME = 80
 
 
 class ForetokenError(Exception):
@@ -45,3 +48,32 @@ def nearest_name_hint(name: str, known: Iterable[str]) -> str:
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     question = f"Did you mean '{close[0]}'? " if close else ""
     return f"{question}Known: {', '.join(names)}."
+
+
+def described(error: BaseException) -> str:
+    """A foreign exception for a message or a log: its type and the first line of its text, without the final stop.
+
+    Args:
+        error: What any code raised; its `str()` may itself raise, be of any length or hold control characters.
+
+    Returns:
+        "ValueError: no such token", one printable line of at most 300 characters.
+    """
+    name = _type_name(error)
+    try:
+        text = _one_line(str(error), _LONGEST_DESCRIPTION - len(name) - 2).rstrip(". ")
+    except Exception as err:  # noqa: BLE001 - the text is made by the foreign code
+        text = f"its text cannot be shown, str() raised {_type_name(err)}"
+    return f"{name}: {text or 'no message'}"
+
+
+def _type_name(error: BaseException) -> str:
+    """The name of an exception's class, whatever the class of that class makes of it."""
+    return _one_line(type.__dict__["__name__"].__get__(type(error)), _LONGEST_TYPE_NAME)
+
+
+def _one_line(text: str, longest: int) -> str:
+    """The first line of a text that has one, printable and cut to a length."""
+    line = next((line.strip() for line in text[: 100 * longest].splitlines() if line.strip()), "")
+    line = "".join(character if character.isprintable() else " " for character in line)
+    return line if len(line) <= longest else f"{line[: longest - 1]}…"

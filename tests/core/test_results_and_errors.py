@@ -1,10 +1,10 @@
-"""Counting steps into metrics, adding seconds, and suggesting names."""
+"""Counting steps into metrics, adding seconds, suggesting names, and describing foreign exceptions."""
 
 import json
 
 import pytest
 
-from foretoken.core.errors import nearest_name_hint
+from foretoken.core.errors import described, nearest_name_hint
 from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
 from foretoken.core.results import GenerationMetrics
 
@@ -71,3 +71,44 @@ def test_metrics_without_draft_error() -> None:
 )
 def test_nearest_name(name: str, hint: str) -> None:
     assert nearest_name_hint(name, ["ngram", "medusa"]) == hint
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise self.args[0]
+
+
+class Shouting(type):
+    """The class of a class whose name cannot be read."""
+
+    @property
+    def __name__(cls) -> str:
+        raise RuntimeError("no name")
+
+
+class NamelessError(Exception, metaclass=Shouting): ...
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("no such token"), "ValueError: no such token"),
+        (ValueError("a sentence."), "ValueError: a sentence"),
+        (ValueError("\n\n  first  \nsecond"), "ValueError: first"),
+        (KeyError("a"), "KeyError: 'a'"),
+        (ValueError(), "ValueError: no message"),
+        (ValueError(" \n"), "ValueError: no message"),
+        (ValueError("red \x1b[31m\x00 \u202eback"), "ValueError: red  [31m   back"),
+        (UnprintableError(ValueError("again")), "UnprintableError: its text cannot be shown, str() raised ValueError"),
+        (UnprintableError(RecursionError()), "UnprintableError: its text cannot be shown, str() raised RecursionError"),
+        (NamelessError("x"), "NamelessError: x"),
+    ],
+)
+def test_foreign_exceptions_are_described_in_one_line(error: Exception, text: str) -> None:
+    assert described(error) == text
+
+
+def test_descriptions_are_bounded() -> None:
+    for error in (ValueError("a" * 10**7), type("E" * 10**5, (Exception,), {})("b" * 1000)):
+        assert 200 < len(described(error)) <= 300
+    assert described(type("A\nB", (Exception,), {})("b")).isprintable()
