@@ -20,6 +20,7 @@ from foretoken.core.errors import RequestError
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy decoding
 LARGEST_SEED = 2**1000  # of either sign: longer ones cannot be printed
+_NO_SEED = -1
 MOST_TOKENS = 2**31 - 1  # of min_tokens and max_tokens
 _Class = TypeVar("_Class", bound=type)
 
@@ -27,15 +28,17 @@ _Class = TypeVar("_Class", bound=type)
 def _takes_any_numbers(cls: _Class) -> _Class:
     """Lets None leave a field at its default, and turns numbers and arrays of other libraries into Python's own.
 
-    Only `max_tokens` has a meaning of its own for None.
+    Only `max_tokens` has a meaning of its own for None. A seed of -1 is none, as for vLLM.
     """
     construct = cls.__init__  # type: ignore[misc]  # of this very class, whose keywords these are
     optional = {field.name for field in fields(cls)} - {"max_tokens"}
 
     @wraps(construct)
     def construct_from_any_numbers(self: Any, **values: Any) -> None:
-        given = {name: value for name, value in values.items() if value is not None or name not in optional}
-        construct(self, **{name: as_python(value) for name, value in given.items()})
+        given = {name: as_python(value) for name, value in values.items() if value is not None or name not in optional}
+        if type(given.get("seed")) is int and given["seed"] == _NO_SEED:
+            del given["seed"]
+        construct(self, **given)
 
     cls.__init__ = construct_from_any_numbers  # type: ignore[misc]
     return cls
@@ -63,7 +66,8 @@ class SamplingParams:
         stop_token_ids: Token ids that end the text.
         ignore_eos: Goes on after the end-of-sequence token.
         include_stop_str_in_output: Keeps the stop string or stop token in the text.
-        seed: Makes sampled text reproducible: the same seed gives the same text for every drafter, tree and batch.
+        seed: Makes sampled text reproducible: the same seed gives the same text for every drafter, tree and batch. -1
+            is no seed, as for vLLM.
         logprobs: Return the log-probability of each output token and of this many most probable ones.
         skip_special_tokens: Leaves special tokens out of the text.
 

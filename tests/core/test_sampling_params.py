@@ -143,6 +143,16 @@ def test_none_leaves_a_field_at_its_default() -> None:
     assert replace(SamplingParams(top_k=5), top_k=None, seed=3) == SamplingParams(seed=3)
 
 
+def test_a_seed_of_minus_one_is_none() -> None:
+    """As in vLLM; other negative numbers are seeds."""
+    for seed in (-1, np.int64(-1), None):
+        assert SamplingParams(seed=seed).seed is None
+        assert replace(SamplingParams(seed=5), seed=seed) == SamplingParams()
+    assert SamplingParams(seed=-2).seed == -2
+    with pytest.raises(RequestError, match=r"seed is -1\.0"):
+        SamplingParams(seed=-1.0)
+
+
 def test_seeds_that_cannot_be_printed_are_refused() -> None:
     for seed in (2**1001, -(2**1001), 10**5000):
         with pytest.raises(RequestError, match="seed is an integer of"):

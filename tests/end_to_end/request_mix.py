@@ -36,7 +36,7 @@ def request_mix() -> tuple[Request, ...]:
         "greedy, 5 tokens": {"temperature": 0.0, "max_tokens": 5},
         "greedy, ends early": {"temperature": 0.0, "logit_bias": {EOS_ID: 1.2}},
         "sampled": {"temperature": 0.8, "seed": 7},
-        "sampled, context limit": {"temperature": 0.8, "seed": -1, "max_tokens": None, "ignore_eos": True},
+        "sampled, context limit": {"temperature": 0.8, "seed": -2, "max_tokens": None, "ignore_eos": True},
         "top-k": {"temperature": 0.9, "top_k": 6, "seed": 1 << 70},
         "top-p": {"temperature": 1.2, "top_p": 0.7, "seed": 3},
         "min-p": {"temperature": 1.5, "min_p": 0.1, "seed": 4},
