@@ -66,5 +66,5 @@ def accept_block(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> 
         path=torch.where(path <= kept.unsqueeze(1), path, -1),
         num_accepted=kept,
         next_token=decisions.token(rest, 0),
-        lossy_tv=torch.zeros(batch, device=device),
+        lossy_tv=torch.zeros(batch, dtype=torch.float32, device=device),
     )

@@ -119,7 +119,7 @@ def accept_typical(
         path=tree.path_nodes(best),
         num_accepted=tree.depths[index, best],
         next_token=decisions.token(end.exp(), 0) if is_end_drawn else end.argmax(1),
-        lossy_tv=torch.full((batch,), float("nan"), device=tree.tokens.device),
+        lossy_tv=torch.full((batch,), float("nan"), dtype=torch.float32, device=tree.tokens.device),
     )
 
 

@@ -50,7 +50,7 @@ def descend(tree: TokenTree, step: Callable[[Tensor, int], tuple[Tensor, Tensor]
         path=path,
         num_accepted=(path >= 0).sum(1),
         next_token=next_token,
-        lossy_tv=torch.zeros(batch, device=device),
+        lossy_tv=torch.zeros(batch, dtype=torch.float32, device=device),
     )
 
 
@@ -109,7 +109,10 @@ def _walk_on_host(tree: TokenTree, choose: Callable[[list[int], int], list[int]]
         for path, token in zip(paths, next_token, strict=True)
     ])  # fmt: skip
     return Acceptance(
-        path=packed[:, 2:], num_accepted=packed[:, 0], next_token=packed[:, 1], lossy_tv=torch.zeros(len(rows))
+        path=packed[:, 2:],
+        num_accepted=packed[:, 0],
+        next_token=packed[:, 1],
+        lossy_tv=torch.zeros(len(rows), dtype=torch.float32),
     )
 
 
@@ -140,13 +143,15 @@ def accept_chosen(tree: TokenTree, chosen: Tensor) -> Acceptance:
         from foretoken.acceptance.triton_walk import walk_chosen
 
         walked = walk_chosen(tree.tokens.contiguous(), tree.parents.contiguous(), chosen.contiguous(), tree.max_depth)
-        return Acceptance(**walked._asdict(), lossy_tv=torch.zeros(len(chosen), device=chosen.device))
+        return Acceptance(
+            **walked._asdict(), lossy_tv=torch.zeros(len(chosen), dtype=torch.float32, device=chosen.device)
+        )
     if tree.max_depth == 0:  # plain decoding, the baseline, is spared what follows
         return Acceptance(
             path=chosen[:, :0],
             num_accepted=torch.zeros_like(tree.num_nodes),
             next_token=chosen[:, 0],
-            lossy_tv=torch.zeros(len(chosen), device=chosen.device),
+            lossy_tv=torch.zeros(len(chosen), dtype=torch.float32, device=chosen.device),
         )
     if chosen.device.type == "cpu":
         rows = chosen.tolist()

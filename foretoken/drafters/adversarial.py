@@ -74,7 +74,7 @@ class AdversarialDrafter:
             parents[:, 1:] = nodes
         law = None
         if behaviour == "nan":
-            rows = torch.full((batch, 1, self._target.vocab_size), float("nan"))
+            rows = torch.full((batch, 1, self._target.vocab_size), float("nan"), dtype=torch.float32)
             kinds = torch.full((batch, nodes), DrawKind.INDEPENDENT.value)
             kinds, rows = kinds.to(device), rows.to(device)
             law = DraftLaw(kinds=kinds, rows=rows, row_of=torch.zeros_like(kinds), max_siblings=3)

@@ -120,7 +120,9 @@ class SamplingBatch:
             greedy=torch.tensor(greedy, device=device),
             is_all_greedy=all(greedy),
             is_any_greedy=any(greedy),
-            temperature=torch.tensor([1.0 if p.is_greedy else p.temperature for p in params], device=device)[:, None],
+            temperature=torch.tensor(
+                [1.0 if p.is_greedy else p.temperature for p in params], dtype=torch.float32, device=device
+            )[:, None],
             top_k=column(top_k, vocab_size, torch.int64),
             largest_top_k=max(top_k),
             top_p=column([p.top_p for p in params], 1.0),

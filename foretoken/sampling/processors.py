@@ -196,7 +196,7 @@ def apply_processors(processors: Sequence[Processor], logits: Tensor, nodes: Nod
 
 def _bias(params: Sequence[SamplingParams], vocab_size: int) -> Tensor:
     """(B, V) float32 of added logits."""
-    bias = torch.zeros(len(params), vocab_size)
+    bias = torch.zeros(len(params), vocab_size, dtype=torch.float32)
     for row, p in enumerate(params):
         for token, value in p.logit_bias.items():
             bias[row, token] = value

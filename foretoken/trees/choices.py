@@ -170,7 +170,7 @@ def shape_lattice(lattice: DraftLattice, shape: TreeShape, roots: Tensor) -> Tok
         node_scores = lattice.log_probs[:, depth, rank]
     else:
         node_scores = lattice.pair_log_probs[:, depth, ranks[parents[1:]], rank]
-    scores = torch.zeros(batch, shape.num_nodes, device=device)
+    scores = torch.zeros(batch, shape.num_nodes, dtype=torch.float32, device=device)
     for node, parent in enumerate(shape.parents):
         if node:
             scores[:, node] = scores[:, parent] + node_scores[:, node - 1]

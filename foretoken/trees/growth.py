@@ -45,7 +45,7 @@ class TreeGrowth:
         batch = roots.shape[0]
         self.tokens = torch.zeros(batch, shape.num_nodes, dtype=torch.int64, device=roots.device)
         self.tokens[:, 0] = roots
-        self._scores = torch.zeros(batch, shape.num_nodes, device=roots.device)
+        self._scores = torch.zeros(batch, shape.num_nodes, dtype=torch.float32, device=roots.device)
         self._rows: list[Tensor] = []  # (B, rows of one level, V), of sampled drafts
         if draws.has_sampled:
             self._kinds = torch.zeros_like(self.tokens)
@@ -143,7 +143,7 @@ class TreeGrowth:
         law = None
         if self._rows:
             stated = torch.cat(self._rows, dim=1)
-            probs = torch.zeros(total, *stated.shape[1:], device=device)
+            probs = torch.zeros(total, *stated.shape[1:], dtype=stated.dtype, device=device)
             probs[index] = stated
             law = DraftLaw(
                 kinds=spread(self._kinds, 0), rows=probs, row_of=spread(self._row_of, -1),

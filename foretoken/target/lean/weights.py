@@ -179,6 +179,6 @@ def _rotary_tables(rotary: Any, num_positions: int, device: torch.device) -> tup
     """
     positions = torch.arange(num_positions, device=device).unsqueeze(0)
     with torch.inference_mode():
-        cos, sin = rotary(torch.empty(0, device=device), positions)
+        cos, sin = rotary(torch.empty(0, dtype=torch.float32, device=device), positions)
     half = cos.shape[2] // 2
     return cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous()
