@@ -49,6 +49,7 @@ class HeadOptions(DrafterOptions):
         allow_other_target: Accept a head that was trained for another target of the same sizes.
     """
 
+    is_trusted: ClassVar[bool] = True
     can_adapt_tree: ClassVar[bool] = True
 
     revision: str | None = None
@@ -117,8 +118,13 @@ def head_shape(
         shape = TreeShape.from_choices(tuple(choice) for choice in choices)
         return TreeShape(shape.choices[: options.max_nodes - 1])
 
-    shape = options.shape(branching)
     depth = loaded.head.config.num_heads
+    if options.num_speculative_tokens is not None and options.num_speculative_tokens > depth:
+        raise ConfigError(
+            f"num_speculative_tokens is {options.num_speculative_tokens}, but '{options.model}' has {depth} heads, "
+            f"which draft a token each. Expected at most {depth}."
+        )
+    shape = options.shape(branching)
     if shape.depth > depth and not isinstance(options.tree, str):
         raise ConfigError(
             f"the tree is {shape.depth} deep, but '{options.model}' has {depth} heads. Expected choices no longer "

@@ -145,6 +145,16 @@ def test_heads_for_others_are_refused(tmp_path: Path) -> None:
         drafter(directory, "medusa")
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("tree", ["tree", "chain", "mc_sim_7b_63"])
+def test_more_tokens_than_heads_are_refused(method: str, tree: str, tmp_path: Path) -> None:
+    """They meant fewer, in silence."""
+    directory = saved(tmp_path / "head", method)
+    assert drafter(directory, method, tree=tree, num_speculative_tokens=2).shape.depth == 2
+    with pytest.raises(ConfigError, match=r"num_speculative_tokens is 3, but .* has 2 heads, .* Expected at most 2\."):
+        drafter(directory, method, tree=tree, num_speculative_tokens=3)
+
+
 def test_a_head_of_another_vocabulary(tmp_path: Path) -> None:
     target = wrap_model(tiny_model("llama", vocab_size=71), name="larger")
     directory = saved(tmp_path / "head", "medusa")
