@@ -186,7 +186,7 @@ def _decoding(work: Work, model: LoadedModel, sizes: Sizes, runner: str) -> None
         if name == "n-gram":
             made["speculative_config"] = oracle
         elif name != "plain":
-            made["drafter"] = scripted(PATTERNS[name].shape, PATTERNS[name].right)
+            made = {"drafter": scripted(PATTERNS[name].shape, PATTERNS[name].right), "trust_drafter": True}
         engines[name] = LLM(
             model, max_num_seqs=1, max_model_len=sizes.prompt + sizes.tokens + 1, runner=runner, on_step=watch.note,
             **made,

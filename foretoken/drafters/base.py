@@ -32,7 +32,8 @@ class DraftContext:
 
     Attributes:
         slots: B slots; a drafter keeps its state by slot.
-        tokens: All committed tokens of each sequence, the root last. Not to be changed.
+        tokens: All committed tokens of each sequence, the root last. Not to be changed: the methods of the package get
+            the engine's own lists and parameters, other drafters copies.
         max_depth: How deep a drafted token may lie in each sequence: the budget, or what the request still allows.
         sampling: Sampling parameters and noise of the B requests.
         is_coupled: Whether each request is verified by coupling, so that drafts should share the target's noise.
@@ -70,8 +71,11 @@ class Committed:
 class Drafter(Protocol):
     """Proposes a tree of candidate continuations for each sequence. Whatever it does can cost speed, never text.
 
+    A drafter that changes the target's weights or the engine's code is no drafter; one that is trusted (see
+    `DrafterOptions.is_trusted` and `trust_drafter` of `LLM`) answers for its draft distributions.
+
     Attributes:
-        name: Shown in statistics.
+        name: Shown in statistics. Read once, when the drafter is made, as the two below.
         taps: Target features it reads; empty for most.
         max_nodes: Widest tree it proposes, root included.
     """
@@ -101,6 +105,9 @@ def nodes_by_depth(drafter: Drafter) -> Sequence[int]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetFacts:
     """What a drafter may know of the target when it is made.
+
+    Model and tokenizer are the target's own: whoever changes them changes what the target writes. Everything else is a
+    value.
 
     Attributes:
         name: The target's directory or id.
@@ -152,6 +159,9 @@ class DrafterOptions(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
     )  # fmt: skip
+    is_trusted: ClassVar[bool] = (
+        False  # gets the engine's own values, and its word is taken; see `trust_drafter` of LLM
+    )
     can_adapt_depth: ClassVar[bool] = True
     can_adapt_tree: ClassVar[bool] = False  # whether "tree" is a fixed shape that the drafter shows as `shape`
 

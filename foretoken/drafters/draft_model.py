@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -47,6 +47,8 @@ class Options(DrafterOptions):
         draft_sample_method: "probabilistic" draws drafts from the draft model's warped distribution for sampled
             requests; "greedy" always takes its most probable tokens.
     """
+
+    is_trusted: ClassVar[bool] = True
 
     revision: str | None = None
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"

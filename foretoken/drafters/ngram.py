@@ -7,7 +7,7 @@ Source: Saxena 2023, "Prompt Lookup Decoding"; the longest match wins, the most 
 from __future__ import annotations
 
 from collections import defaultdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -28,6 +28,8 @@ class Options(DrafterOptions):
         prompt_lookup_max: Longest match looked for, in tokens.
         prompt_lookup_min: Shortest match that is trusted.
     """
+
+    is_trusted: ClassVar[bool] = True
 
     prompt_lookup_max: int = Field(default=4, ge=1, le=32)
     prompt_lookup_min: int = Field(default=2, ge=1, le=32)

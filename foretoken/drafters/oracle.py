@@ -27,6 +27,7 @@ class Options(DrafterOptions):
         pattern: Right tokens in each pass of a sequence, repeated from the start when it ends.
     """
 
+    is_trusted: ClassVar[bool] = True
     can_adapt_depth: ClassVar[bool] = False
 
     references: Sequence[Sequence[int]]

@@ -15,12 +15,13 @@ from pydantic import ValidationError
 
 import foretoken.drafters
 from foretoken.core.checks import shown
-from foretoken.core.errors import ConfigError, nearest_name_hint
+from foretoken.core.errors import ConfigError, described, nearest_name_hint
+from foretoken.drafters.base import DrafterOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from foretoken.drafters.base import Drafter, DrafterOptions, TargetFacts
+    from foretoken.drafters.base import Drafter, TargetFacts
 
 _LONGEST_SHOWN = 60  # characters
 _NOT_METHODS = {"base", "heads", "prefix_features", "recorded_growth", "registry"}
@@ -99,5 +100,19 @@ def _shown(value: Any) -> str:
 
 
 def _module(method: str) -> Any:
-    """The method's module."""
-    return import_module(f"foretoken.drafters.{method}")
+    """The method's module.
+
+    Raises:
+        ConfigError: When it cannot be imported or lacks what a method is made of.
+    """
+    try:
+        module = import_module(f"foretoken.drafters.{method}")
+    except Exception as err:  # the file may be anybody's
+        raise ConfigError(f"the file of method '{method}' cannot be imported: {described(err)}. Mend it.") from err
+    options, create = getattr(module, "Options", None), getattr(module, "create", None)
+    if not (isinstance(options, type) and issubclass(options, DrafterOptions) and callable(create)):
+        raise ConfigError(
+            f"the file of method '{method}' is no drafter. Expected a class Options(DrafterOptions) and a function "
+            "create(options, target) in it, see foretoken.drafters.registry."
+        )
+    return module

@@ -13,6 +13,7 @@ from foretoken.acceptance.select import LOSSLESS_RULES, LOSSY_RULES, AcceptanceP
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.drafters.registry import drafter_options, known_methods
+from foretoken.engine.model_arguments import checked_path
 from foretoken.formats.registry import holds_head, method_of
 
 if TYPE_CHECKING:
@@ -74,8 +75,10 @@ def parse_speculative_config(config: Mapping[str, Any] | str, *, target: str) ->
     }
     if own.get("model") is None and isinstance(own["method"], str) and own["method"] in known_methods():
         bundled = Path(f"{target}-{'draft' if own['method'] == 'draft_model' else own['method']}")
-        if bundled.is_dir():
+        if os.path.isdir(bundled):  # noqa: PTH112 - False also for a name that is too long
             own["model"] = str(bundled)
+    if isinstance(own.get("model"), str):
+        checked_path("'model' of speculative_config", own["model"])
     return SpeculativeConfig(options=drafter_options(own, other_keys=ENGINE_KEYS), policy=_policy(config))
 
 
@@ -83,6 +86,10 @@ def _mapping(config: Any) -> Mapping[str, Any]:
     """A configuration that may be JSON text."""
     example = 'Expected for example {"method": "ngram"}.'
     if isinstance(config, str):
+        method, _, tree = config.partition(":")
+        if method in known_methods():  # as the command line takes it
+            full = json.dumps({"method": method, **({"tree": tree} if tree else {})})
+            raise ConfigError(f"speculative_config is {shown(config)}. Expected a dictionary: {full}.")
         try:
             config = json.loads(config)
         except (ValueError, RecursionError) as err:

@@ -11,45 +11,51 @@ import warnings
 import weakref
 from collections import deque
 from contextlib import closing, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
-import torch
 from tqdm.auto import tqdm
 
 from foretoken.acceptance.select import AcceptancePolicy
 from foretoken.core.checks import check_boolean, check_integer, check_text, shown
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.core.results import StreamChunk
-from foretoken.drafters.base import Drafter, TargetFacts, nodes_by_depth
+from foretoken.drafters.base import TargetFacts, nodes_by_depth
 from foretoken.drafters.registry import create_drafter
 from foretoken.engine.budget import DepthBudget
 from foretoken.engine.config import parse_speculative_config
 from foretoken.engine.costs import CostCurve, pass_costs
+from foretoken.engine.drafter_creation import make_drafter
 from foretoken.engine.fair_lock import FairLock
 from foretoken.engine.loop import Engine
+from foretoken.engine.model_arguments import target_model, target_tokenizer
 from foretoken.engine.requests import Request, RequestReader
 from foretoken.engine.torch_state import own_torch_state
+from foretoken.engine.vllm_arguments import check_other_arguments
 from foretoken.engine.vocabulary import ids_without_token
-from foretoken.target.loading import LoadedModel, load_model, load_tokenizer, wrap_model
-from foretoken.target.placement import check_placement
 from foretoken.target.runner import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
     from collections.abc import Sequence as Seq
 
+    import torch
+
     from foretoken.core.records import StepRecord
     from foretoken.core.results import RequestOutput
     from foretoken.core.sampling_params import SamplingParams
+    from foretoken.drafters.base import Drafter
     from foretoken.engine.prompts import Prompt
     from foretoken.engine.sequence import Sequence
+    from foretoken.target.loading import LoadedModel
 
 _SHORTEST_CONTEXT = 8  # tokens that the proof at load needs
 _MOST_SEQUENCES = 1 << 16
-_DTYPE_NAMES = {"half": "float16", "float": "float32", "double": "float64"}  # vLLM's and torch's other names
-
-
+_INTERRUPTED = (
+    "another call of this LLM was interrupted by {error} in the middle of an iteration, which serves the requests of "
+    "all calls. Send the request again."
+)
 _alive: weakref.WeakSet[LLM] = weakref.WeakSet()
 
 
@@ -68,6 +74,7 @@ class LLM:
         *,
         speculative_config: Mapping[str, Any] | str | None = None,
         drafter: Callable[[TargetFacts], Drafter] | None = None,
+        trust_drafter: bool = False,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         max_num_seqs: int = 8,
@@ -77,6 +84,7 @@ class LLM:
         runner: str = "auto",
         on_step: Callable[[StepRecord], None] | None = None,
         allow_unknown_ids: bool = False,
+        **others: Any,
     ) -> None:
         """Loads models and allocates the cache.
 
@@ -84,11 +92,14 @@ class LLM:
             model: Directory or hub id of the target, a model loaded before, or a transformers causal LM in memory.
             speculative_config: `{"method": NAME, ...}` with vLLM's keys and ours, or the same as JSON text; None for
                 plain decoding. Where `model` names a drafter, the method may be left out.
-            drafter: Makes a drafter of your own, instead of `speculative_config`.
+            drafter: Makes a drafter of your own, instead of `speculative_config`. It cannot change the text: it gets
+                copies, its trees are checked, and its tokens count as chosen, not as drawn from a distribution.
+            trust_drafter: Takes that drafter for as reliable as the package's own: it gets the engine's lists and
+                tensors, and what its trees guarantee and which distributions they were drawn from is believed.
             dtype: "auto" (float32 on CPU), "float32", "bfloat16", "float16", "float64", or a torch dtype.
             device: "auto" or a torch device.
             max_num_seqs: Sequences decoded at once.
-            max_model_len: Most tokens of a sequence; the model's limit when None.
+            max_model_len: Most tokens of a sequence, at most the model's limit, which is also the default.
             seed: Makes requests without a seed of their own reproducible, in the order in which they come.
             tokenizer: A tokenizer, or the directory or hub id of one; None takes the model's own.
             runner: "auto", "generic" (the transformers model itself) or "lean" (a forward of our own, for the
@@ -97,11 +108,13 @@ class LLM:
                 is called no more.
             allow_unknown_ids: Whether token ids that the tokenizer does not have, as the rows by which some models pad
                 their vocabulary, may be generated.
+            others: Further arguments of vLLM's, as long as they ask for nothing that is missing here.
 
         Raises:
             ConfigError: When the configuration does not fit.
             ModelError: When a model cannot be loaded or run.
         """
+        check_other_arguments(others, [name for name in signature(LLM).parameters if name != "others"])
         if speculative_config is not None and drafter is not None:
             raise ConfigError("speculative_config and drafter exclude each other. Pass one of them.")
         check_integer("max_num_seqs", max_num_seqs, 1, _MOST_SEQUENCES, error=ConfigError)
@@ -113,9 +126,17 @@ class LLM:
         check_text("runner", runner, error=ConfigError)
         if drafter is not None and not callable(drafter):
             raise ConfigError(f"drafter is {shown(drafter)}. Expected a function that makes one.")
+        if on_step is not None and not callable(on_step):
+            raise ConfigError(f"on_step is {shown(on_step)}. Expected a function that takes a StepRecord.")
+        check_boolean("trust_drafter", trust_drafter, error=ConfigError)
         check_boolean("allow_unknown_ids", allow_unknown_ids, error=ConfigError)
-        loaded = _loaded(model, _dtype_name(dtype), _device_name(device))
-        self.tokenizer = _tokenizer(tokenizer, model)
+        loaded = target_model(model, dtype, device)
+        if max_model_len is not None and max_model_len > loaded.context_len:
+            raise ConfigError(
+                f"max_model_len is {shown(max_model_len)}, but '{loaded.name}' has a context of {loaded.context_len} "
+                "tokens. Expected at most that. Leave it out for the model's limit."
+            )
+        self.tokenizer = target_tokenizer(tokenizer, model)
 
         @cache
         def costs() -> CostCurve:
@@ -124,7 +145,7 @@ class LLM:
         facts = TargetFacts(
             name=loaded.name,
             vocab_size=loaded.vocab_size,
-            context_len=min(max_model_len or loaded.context_len, loaded.context_len),
+            context_len=max_model_len or loaded.context_len,
             num_slots=max_num_seqs,
             device=loaded.device,
             dtype=loaded.dtype,
@@ -134,11 +155,17 @@ class LLM:
             tokenizer=self.tokenizer,
             model=loaded,
         )
-        policy, adapts = AcceptancePolicy(), False
-        made = drafter(facts) if drafter is not None else None
+        policy, adapts, made = AcceptancePolicy(), False, None
+        if drafter is not None:
+            create: Callable[[], Drafter] = partial(drafter, facts)
+            made = make_drafter(create, maker="the drafter function", is_trusted=trust_drafter, device=loaded.device)
         if speculative_config is not None:
             config = parse_speculative_config(speculative_config, target=loaded.name)
-            made, policy, adapts = create_drafter(config.options, facts), config.policy, config.options.adapts_depth
+            policy, adapts, options = config.policy, config.options.adapts_depth, config.options
+            create = partial(create_drafter, options, facts)
+            made = make_drafter(
+                create, maker=f"method '{options.method}'", is_trusted=options.is_trusted, device=loaded.device
+            )
         self.target = Runner(
             loaded,
             num_slots=max_num_seqs,
@@ -147,7 +174,7 @@ class LLM:
             taps=made.taps if made is not None else (),
             runner=runner,
         )
-        if max_model_len is not None and self.target.context_len < min(max_model_len, loaded.context_len):
+        if max_model_len is not None and self.target.context_len < max_model_len:
             raise ConfigError(
                 f"max_model_len {max_model_len} needs more memory than there is. Expected at most "
                 f"{self.target.context_len} with max_num_seqs {max_num_seqs}. Lower one of them."
@@ -266,8 +293,8 @@ class LLM:
         """One iteration; one that is broken off, as by Ctrl-C, may leave any sequence half committed and ends all."""
         try:
             self._engine.step()
-        except BaseException:
-            self._engine.abort()
+        except BaseException as err:
+            self._engine.abort(error=_INTERRUPTED.format(error=type(err).__name__))
             raise
 
     def _give_up(self, sequences: list[Sequence], *, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
@@ -331,41 +358,3 @@ def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
         return nullcontext()
     make: Any = tqdm if isinstance(use_tqdm, bool) else use_tqdm
     return make(total=total, desc="Processed prompts", dynamic_ncols=True)
-
-
-def _dtype_name(dtype: str | torch.dtype) -> str:
-    """The name by which a dtype is loaded."""
-    if isinstance(dtype, torch.dtype):
-        return str(dtype).removeprefix("torch.")
-    if not isinstance(dtype, str):
-        raise ConfigError(f"dtype is {shown(dtype)}. Expected a name such as 'bfloat16', or a torch dtype.")
-    return _DTYPE_NAMES.get(dtype, dtype)
-
-
-def _device_name(device: str | torch.device) -> str:
-    """The name of a device as torch reads it."""
-    if not isinstance(device, str | torch.device):
-        raise ConfigError(f"device is {shown(device)}. Expected a name such as 'cpu', or a torch device.")
-    return str(device)
-
-
-def _loaded(model: Any, dtype: str, device: str) -> LoadedModel:
-    """The target, loaded where it is not yet."""
-    if isinstance(model, LoadedModel):
-        check_placement(model, dtype=dtype, device=device)
-        return model
-    if isinstance(model, str | os.PathLike):
-        return load_model(model, dtype=dtype, device=device)
-    if isinstance(model, torch.nn.Module):
-        return wrap_model(model, name=type(model).__name__, dtype=dtype, device=device)
-    raise ConfigError(f"model is {shown(model)}. Expected a directory, a hub id, or a transformers causal LM.")
-
-
-def _tokenizer(given: Any, model: Any) -> Any:
-    """The tokenizer to use: as given, or loaded by path; else the model's own, which a model in memory has none of."""
-    name = model if given is None else given
-    if isinstance(name, str | os.PathLike):
-        return load_tokenizer(os.fspath(name))
-    if given is not None and not (callable(given) and callable(getattr(given, "decode", None))):
-        raise ConfigError(f"tokenizer is {shown(given)}. Expected a transformers tokenizer, or a directory or hub id.")
-    return given

@@ -14,14 +14,15 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from foretoken.acceptance.select import AcceptancePolicy, accept
-from foretoken.core.records import SequenceStep, StepRecord
+from foretoken.core.errors import described
+from foretoken.core.records import StepRecord
 from foretoken.drafters.base import Committed, DraftContext, Drafter
 from foretoken.engine.draft_guard import DraftGuard
-from foretoken.engine.sequence import TokenScores
+from foretoken.engine.outcomes import Outcome, newly_committed, outcomes_on_host, sequence_step, token_scores
 from foretoken.engine.stage_clock import StageClock
+from foretoken.engine.torch_state import restored_torch_state
 from foretoken.sampling.batch import SamplingBatch
 from foretoken.sampling.history import History, HistoryTable
 from foretoken.sampling.node_scores import NodeScores
@@ -29,8 +30,9 @@ from foretoken.sampling.node_scores import NodeScores
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
+    from torch import Tensor
+
     from foretoken.acceptance.decisions import Acceptance
-    from foretoken.core.token_tree import TokenTree
     from foretoken.engine.budget import DepthBudget
     from foretoken.engine.draft_guard import SafeDraft
     from foretoken.engine.sequence import Sequence
@@ -40,24 +42,6 @@ if TYPE_CHECKING:
 _UNBOUNDED = 1 << 20
 _NO_TOKEN = "no token is possible: the target's logits, or what the request's parameters make of them, are not finite."
 _log = logging.getLogger(__name__)
-
-
-class Outcome(NamedTuple):
-    """What acceptance decided for one sequence, on the host.
-
-    Attributes:
-        path: Accepted nodes in order.
-        tokens: Accepted tokens and the correction or bonus token.
-        num_sound: Leading tokens that rest on finite target logits and are possible under the request's parameters.
-        num_drafted: Drafted nodes of its tree.
-        tree_depth: Greatest depth of its tree.
-    """
-
-    path: list[int]
-    tokens: list[int]
-    num_sound: int
-    num_drafted: int
-    tree_depth: int
 
 
 class Verified(NamedTuple):
@@ -121,11 +105,20 @@ class Engine:
         """Queues a sequence."""
         self._waiting.append(sequence)
 
-    def abort(self, sequences: Iterable[Sequence] | None = None) -> None:
-        """Ends sequences that are waiting or running, all of them when None, and frees their slots."""
-        for sequence in [*self._waiting, *self._running] if sequences is None else sequences:
-            if sequence.finish_reason is None:
+    def abort(self, sequences: Iterable[Sequence] | None = None, *, error: str | None = None) -> None:
+        """Ends sequences that are waiting or running and frees their slots.
+
+        Args:
+            sequences: Which; all of them when None.
+            error: Why, in one sentence, where they failed; None where nobody waits for them any more.
+        """
+        for sequence in [*self._waiting, *self._running] if sequences is None else list(sequences):
+            if sequence.finish_reason is not None:
+                continue
+            if error is None:
                 self._contained(sequence, lambda one: one.abort())  # a tokenizer may fail even then
+            else:
+                sequence.fail(error)
         self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
         self._leave()
 
@@ -133,7 +126,7 @@ class Engine:
         """One iteration: a chunk of prefill for each joining sequence, one verified tree for each running one.
 
         Returns:
-            The sequences that emitted tokens or ended.
+            The sequences that took part in a verified pass, with new tokens or over.
         """
         self._join()
         for sequence in self._running:
@@ -166,10 +159,11 @@ class Engine:
         if self._on_step is None:
             return
         try:
-            self._on_step(record)
+            with restored_torch_state():
+                self._on_step(record)
         except Exception as err:  # noqa: BLE001 - the caller's code, which has nothing to do with the requests
             self._on_step = None
-            _log.warning("on_step raised %s: %s. It is not called any more.", type(err).__name__, err)
+            _log.warning("on_step raised %s. It is not called any more.", described(err))
             _log.debug("where on_step raised", exc_info=err)
 
     def _verify(self, sequences: list[Sequence], clock: StageClock) -> Verified:
@@ -193,22 +187,24 @@ class Engine:
             for row, s in enumerate(sequences)
         ]  # fmt: skip
         acceptance = accept(scores, rules, self.policy, torch.tensor(lengths, device=tree.tokens.device))
-        outcomes = _to_host(tree, output.logits, acceptance)
+        outcomes = outcomes_on_host(tree, output.logits, acceptance)
         clock.mark()
         self.target.commit(slots, lengths, acceptance.path, acceptance.num_accepted)
         return Verified(slots, lengths, draft, output, acceptance, outcomes)
 
     def _commit(self, sequences: list[Sequence], verified: Verified, clock: StageClock) -> StepRecord:
-        """Emits tokens, tells the drafter, and records the iteration."""
+        """Appends tokens to the sequences, tells the drafter, and records the iteration."""
         lengths = [len(sequence.tokens) for sequence in sequences]
         for row, (sequence, outcome) in enumerate(zip(sequences, verified.outcomes, strict=True)):
             self._contained(sequence, self._emit, outcome, verified.output.logits[row])
         emitted = [len(sequence.tokens) - before for sequence, before in zip(sequences, lengths, strict=True)]
-        self._guard.commit(_committed(verified.slots, verified.lengths, verified.outcomes, verified.output))
+        self._guard.commit(
+            newly_committed(verified.slots, verified.lengths, verified.outcomes, verified.output.features)
+        )
         clock.mark()
         record = StepRecord(
             sequences=[
-                _sequence_step(self._guard.name, *each)
+                sequence_step(self._guard.name, *each)
                 for each in zip(sequences, verified.outcomes, emitted, strict=True)
             ],
             width=verified.draft.tree.width,
@@ -290,44 +286,23 @@ class Engine:
         )  # fmt: skip
 
     def _emit(self, sequence: Sequence, outcome: Outcome, logits: Tensor) -> None:
-        """Emits one sequence's tokens; logits: (N, V) of its tree."""
+        """Appends what was decided to one sequence; logits: (N, V) of its tree."""
         before = len(sequence.tokens)
-        sound = outcome.tokens[: outcome.num_sound]
-        if sequence.params.logprobs is not None and sound:
-            nodes = torch.tensor([0, *outcome.path][: len(sound)], device=logits.device)
-            sequence.scores += _scores(logits[nodes], sound, sequence.params.logprobs)
-        sequence.emit(sound)
+        valid = outcome.tokens[: outcome.num_valid]
+        if sequence.params.logprobs is not None and valid:
+            nodes = torch.tensor([0, *outcome.path][: len(valid)], device=logits.device)
+            sequence.scores += token_scores(logits[nodes], valid, sequence.params.logprobs)
+        sequence.emit(valid)
         self._history.append(_slot(sequence), sequence.tokens[before:])
-        if sequence.finish_reason is None and outcome.num_sound < len(outcome.tokens):
+        if sequence.finish_reason is None and outcome.num_valid < len(outcome.tokens):
             sequence.fail(_NO_TOKEN)
         if sequence.finish_reason is None:
             sequence.num_cached = len(sequence.tokens) - 1
 
 
-def _scores(logits: Tensor, tokens: list[int], count: int) -> list[TokenScores]:
-    """Log-probabilities at emitted tokens: one transfer to the host.
-
-    Args:
-        logits: (K, V) float32, the rows that decided the tokens.
-        tokens: K tokens.
-        count: How many of the most probable tokens.
-    """
-    log_probs = logits.log_softmax(1)
-    top = log_probs.topk(min(count, logits.shape[1]), dim=1)
-    chosen = log_probs.gather(1, torch.tensor(tokens, dtype=torch.int64, device=logits.device).unsqueeze(1))
-    ranks = (log_probs > chosen).sum(1) + 1
-    return [
-        TokenScores(token=token, logprob=value, rank=rank, top=dict(zip(ids, values, strict=True)))
-        for token, value, rank, ids, values in zip(
-            tokens, chosen[:, 0].tolist(), ranks.tolist(), top.indices.tolist(), top.values.tolist(), strict=True
-        )
-    ]
-
-
 def _fail(sequence: Sequence, error: Exception) -> None:
     """Ends a sequence with what its part of an iteration raised."""
-    lines = str(error).strip().splitlines() or ["no message"]
-    sequence.fail(f"decoding failed: {type(error).__name__}: {lines[0]}")
+    sequence.fail(f"decoding failed: {described(error)}.")
     _log.warning("request %s failed and was ended; others go on: %s", sequence.request_id, sequence.error)
     _log.debug("where request %s failed", sequence.request_id, exc_info=error)
 
@@ -337,66 +312,3 @@ def _slot(sequence: Sequence) -> int:
     if sequence.slot is None:
         raise RuntimeError(f"request {sequence.request_id} has no slot: only running sequences are decoded")
     return sequence.slot
-
-
-def _to_host(tree: TokenTree, logits: Tensor, acceptance: Acceptance) -> list[Outcome]:
-    """Everything the host needs of an iteration in one transfer.
-
-    Args:
-        tree: What was verified.
-        logits: (B, N, V), to tell whether the rows on the path are finite.
-        acceptance: What survived.
-    """
-    path, nodes = acceptance.path, acceptance.path.clamp_min(0)
-    is_finite = torch.isfinite(logits.amax(2))
-    packed = torch.cat([
-        acceptance.num_accepted.unsqueeze(1), acceptance.next_token.unsqueeze(1), tree.num_nodes.unsqueeze(1),
-        tree.depths.amax(1, keepdim=True), path, tree.tokens.gather(1, nodes), is_finite[:, :1],
-        is_finite.gather(1, nodes),
-    ], dim=1)  # fmt: skip
-    outcomes = []
-    depth = path.shape[1]
-    for row in packed.tolist():  # the synchronisation
-        accepted, next_token, num_nodes, tree_depth = row[:4]
-        on_path, tokens, is_sound = row[4 : 4 + depth], row[4 + depth : 4 + 2 * depth], row[4 + 2 * depth :]
-        # One token rests on the root's row and on each row of the path; the first bad row ends plain decoding. A row
-        # without a possible token, which finite logits may become under the request's parameters, draws -1.
-        num_sound = min([*is_sound[: accepted + 1], 0].index(0), accepted + (next_token >= 0))
-        outcomes.append(
-            Outcome(
-                path=on_path[:accepted],
-                tokens=[*tokens[:accepted], next_token],
-                num_sound=num_sound,
-                num_drafted=num_nodes - 1,
-                tree_depth=tree_depth,
-            )
-        )
-    return outcomes
-
-
-def _committed(slots: list[int], lengths: list[int], outcomes: list[Outcome], verified: PassOutput) -> Committed:
-    """What the drafter learns: root and path of every sequence entered the KV, with their features."""
-    counts = [len(outcome.path) + 1 for outcome in outcomes]
-    features = None
-    if verified.features is not None:
-        longest = max(counts)
-        if longest == 1:
-            return Committed(slots=slots, starts=lengths, lengths=counts, features=verified.features[:, :1])
-        nodes = torch.tensor(
-            [[0, *o.path] + [0] * (longest - len(o.path) - 1) for o in outcomes], device=verified.features.device
-        )
-        features = verified.features[torch.arange(len(outcomes), device=nodes.device).unsqueeze(1), nodes]
-    return Committed(slots=slots, starts=lengths, lengths=counts, features=features)
-
-
-def _sequence_step(drafter: str, sequence: Sequence, outcome: Outcome, emitted: int) -> SequenceStep:
-    """The record of one sequence's iteration."""
-    accepted = min(len(outcome.path), emitted)
-    return SequenceStep(
-        request_id=sequence.request_id,
-        num_drafted=outcome.num_drafted,
-        tree_depth=outcome.tree_depth,
-        num_accepted=accepted,
-        num_emitted=emitted,
-        accepted_by={drafter: accepted} if accepted else {},
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from foretoken.core.errors import described
 from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob
 from foretoken.engine.detokenizer import Detokenizer, StopStrings
 
@@ -132,7 +133,7 @@ class Sequence:
         self._finish("abort", None)
 
     def fail(self, error: str) -> None:
-        """Ends the sequence because it cannot go on; error: why, in one sentence.
+        """Ends the sequence because it cannot go on; error: why, in whole sentences.
 
         Its text stays what it was when even the rest of that cannot be decoded.
         """
@@ -141,7 +142,7 @@ class Sequence:
             self._finish("error", None)
         except Exception as err:  # noqa: BLE001 - what failed before may be the tokenizer itself
             self._unread = []
-            self.error = f"{error} Its last tokens could not be decoded: {err}."
+            self.error = f"{error} Its last tokens could not be decoded: {described(err)}."
         self.finish_reason, self.stop_reason = "error", None  # held-back text may have held a stop string
 
     def output(self) -> CompletionOutput:

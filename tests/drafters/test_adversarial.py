@@ -11,7 +11,7 @@ from tiny_models import VOCAB_SIZE
 
 from foretoken.drafters.adversarial import BEHAVIOURS, AdversarialDrafter, Behaviour, Options
 from foretoken.drafters.base import Committed
-from foretoken.engine.draft_guard import find_fault, make_legal
+from foretoken.engine.tree_checks import find_fault, make_legal
 
 TOKENS = [[5, 6], [7, 8, 9]]
 FAULTS: dict[str, str] = {

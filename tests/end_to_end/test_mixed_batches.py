@@ -52,7 +52,8 @@ def test_a_seed_is_reproducible_under_the_other_rules_too(rule: str, shape: dict
     prompts = [[5 + index, 6, 7] for index in range(len(SEEDED))]
 
     def texts(max_num_seqs: int, neighbours: int) -> list[list[int]]:
-        engine = llm({"drafter": draft_model(noisy(), **shape)}, max_num_seqs=max_num_seqs)
+        made = draft_model(noisy(), **shape)
+        engine = llm({"drafter": made}, trust_drafter=True, max_num_seqs=max_num_seqs)
         greedy = [SamplingParams(temperature=0.0, max_tokens=20)] * neighbours
         outputs = engine.generate([[9]] * neighbours + prompts, greedy + SEEDED)
         assert sum(o.metrics.num_accepted for o in outputs) > 10

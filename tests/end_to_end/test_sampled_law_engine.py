@@ -56,7 +56,8 @@ def sample(setting: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[tuple
 
     monkeypatch.setattr(Engine, "__init__", with_rule)
     # The draft model is another random model: most drafts are rejected, so residuals decide most tokens.
-    llm = LLM(small(0), drafter=draft_model(small(1), **SETTINGS[setting]), max_num_seqs=250, max_model_len=16)
+    made = draft_model(small(1), **SETTINGS[setting])
+    llm = LLM(small(0), drafter=made, trust_drafter=True, max_num_seqs=250, max_model_len=16)
     params = [
         SamplingParams(**options(setting), n=COPIES, seed=seed, max_tokens=LENGTH, ignore_eos=True)
         for seed in range(SAMPLES // COPIES)

@@ -113,7 +113,8 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
     """Every drafter and tree under a short name: references (prompt and plain output) to arguments of `LLM`."""
 
     def draft(noise: float = 0.02, **options: Any) -> Callable[[Any], dict[str, Any]]:
-        return fixed(drafter=draft_model(noisy(architecture, noise, dtype), **options))
+        made = draft_model(noisy(architecture, noise, dtype), **options)
+        return fixed(drafter=made, trust_drafter=True)  # as the registry's, which has no models in memory
 
     return {
         "none": fixed(),

@@ -79,8 +79,18 @@ FAULTS: dict[str, Fault] = {
     "verify": faulty_target("verify", lambda slots, *_: slots, torch.OutOfMemoryError("out of memory")),
     "commit": faulty_target("commit", lambda slots, *_: slots, ValueError("bad path")),
     "stop checks": raising(Sequence, "emit", lambda v, s, _: s.params == PARAMS[v], MemoryError("no memory left")),
-    "logprobs": raising(loop, "_scores", lambda v, _, tokens, n: n == PARAMS[v].logprobs, RuntimeError("too many")),
+    "logprobs": raising(
+        loop, "token_scores", lambda v, _, tokens, n: n == PARAMS[v].logprobs, RuntimeError("too many")
+    ),
 }  # fmt: skip
+
+
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+FAULTS["text of an error"] = raising(SamplingBatch, "build", in_batch, UnprintableError())
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -116,7 +126,9 @@ def test_a_tokenizer_that_cannot_decode_a_token_ends_one_request(monkeypatch: py
     monkeypatch.setattr(Detokenizer, "_decode", faulty)
     outputs = [output.outputs[0] for output in llm({}).generate(PROMPTS, PARAMS)]
     assert outputs[0].finish_reason == "error"
-    assert "UnicodeError: no such token" in str(outputs[0].error)
+    assert str(outputs[0].error).startswith(
+        "decoding failed: UnicodeError: no such token. Its last tokens could not be "
+    )
     assert [(o.token_ids, o.text) for o in outputs[1:]] == [(p.token_ids, p.text) for p in plain[1:]]
 
 
@@ -154,6 +166,16 @@ def test_a_callback_that_raises_ends_no_request(caplog: pytest.LogCaptureFixture
         assert [output.outputs[0] for output in got] == [output.outputs[0] for output in want]
     assert len(calls) == 1
     assert "on_step raised ValueError: the disk of the monitoring is full. It is not called any more." in caplog.text
+
+
+def test_a_callback_whose_error_has_no_text_ends_no_request(caplog: pytest.LogCaptureFixture) -> None:
+    def fails(record: StepRecord) -> None:
+        raise UnprintableError
+
+    with caplog.at_level("DEBUG", "foretoken"):
+        got = llm({}, on_step=fails).generate(PROMPTS, PARAMS)
+    assert [output.outputs[0] for output in got] == [output.outputs[0] for output in llm({}).generate(PROMPTS, PARAMS)]
+    assert "on_step raised UnprintableError: its text cannot be shown" in caplog.text
 
 
 def test_a_failed_request_never_says_that_it_stopped() -> None:

@@ -17,7 +17,7 @@ from tiny_models import VOCAB_SIZE
 from foretoken import SamplingParams
 from foretoken.core.token_tree import DraftLaw, DrawKind, TokenTree, TreeRow
 from foretoken.drafters.base import DraftContext
-from foretoken.engine.draft_guard import find_fault, make_legal
+from foretoken.engine.tree_checks import find_fault, make_legal
 
 ROOTS = [7, 9]
 
@@ -53,6 +53,14 @@ FAULTS: dict[str, Callable[[TokenTree], TokenTree]] = {
     "max_depth 1": lambda t: replace(t, tokens=t.tokens[:, :1], parents=t.parents[:, :1], depths=t.depths[:, :1],
                                      num_nodes=t.num_nodes * 0 + 1, max_depth=1),
     "max_depth too small": lambda t: replace(t, max_depth=1),
+    "max_depth 2.0": lambda t: replace(t, max_depth=2.0),
+    "max_depth True": lambda t: replace(t, max_depth=True),
+    "max_depth of type Tensor": lambda t: replace(t, max_depth=torch.tensor(2)),
+    "tokens of type list; expected a tensor": lambda t: replace(t, tokens=t.tokens.tolist()),
+    "num_nodes None; expected a tensor": lambda t: replace(t, num_nodes=None),
+    "propose returned None": lambda t: None,
+    "propose returned of type list": lambda t: t.rows(),
+    "dense": lambda t: replace(t, tokens=t.tokens.to_sparse()),
     "max_depth 1000000000": lambda t: replace(t, max_depth=10**9),
     "at most 8": lambda t: TokenTree.from_rows([TreeRow([7] * 9, [-1, *range(8)]), TreeRow([9], [-1])]),
     "expected (2": lambda t: t.select(torch.tensor([0])),
@@ -95,6 +103,12 @@ LIES: dict[str, dict[str, Any]] = {
     "shape of kinds": {"kinds": torch.ones(2, 3, dtype=torch.int64)},
     "shape of row_of": {"row_of": torch.zeros(1, 4, dtype=torch.int64)},
     "batch of rows": {"rows": torch.full((1, 1, VOCAB_SIZE), 1 / VOCAB_SIZE)},
+    "float siblings": {"max_siblings": 2.0},
+    "true siblings": {"max_siblings": True},
+    "no tensors": {"kinds": [[2] * 4] * 2},
+    "float kinds": {"kinds": torch.full((2, 4), 2.0)},
+    "float row_of": {"row_of": torch.zeros(2, 4)},
+    "complex rows": {"rows": torch.full((2, 1, VOCAB_SIZE), 1 / VOCAB_SIZE, dtype=torch.complex64)},
     "flat rows": {"rows": torch.full((2, VOCAB_SIZE), 1 / VOCAB_SIZE)},
 }
 
@@ -152,10 +166,15 @@ class RubbishDrafter:
     def release(self, slot: int) -> None: ...
 
 
+@pytest.mark.parametrize("is_trusted", [False, True])
 @pytest.mark.parametrize("batch", [1, 5])
-def test_rubbish_costs_no_text(batch: int) -> None:
+def test_rubbish_costs_no_text(batch: int, is_trusted: bool) -> None:
+    """Trees without a guarantee are checked wherever they come from."""
     mix, plain = request_mix(), plain_mix()
-    engine = llm({"drafter": lambda facts: RubbishDrafter()}, max_num_seqs=batch, max_model_len=CONTEXT_LEN)
+    engine = llm(
+        {"drafter": lambda facts: RubbishDrafter()}, trust_drafter=is_trusted, max_num_seqs=batch,
+        max_model_len=CONTEXT_LEN,
+    )  # fmt: skip
     got = engine.generate([r.prompt for r in mix], [r.params for r in mix])
     assert_same_text(got, plain, [r.name for r in mix])
     assert sum(output.metrics.draft_errors for output in got) > 20
@@ -191,3 +210,50 @@ def test_failures_with_successes_between_are_forgiven() -> None:
     metrics = engine.generate([5], SamplingParams(temperature=0.0, max_tokens=80))[0].metrics
     assert metrics.draft_errors > 10
     assert drafter.calls > 60
+
+
+class UnprintableError(Exception):
+    """As bindings to other languages may raise."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+@pytest.mark.parametrize("call", ["propose", "commit", "release"])
+def test_errors_without_a_text_cost_no_request(call: str, is_trusted: bool, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(self: RubbishDrafter, _: object) -> None:
+        raise UnprintableError
+
+    drafter = type("Failing", (RubbishDrafter,), {call: fail})()
+    engine = llm({"drafter": lambda facts: drafter}, trust_drafter=is_trusted, max_num_seqs=2)
+    params = SamplingParams(temperature=0.0, max_tokens=8)
+    outputs = engine.generate([[5]] * 12, params)
+    assert [o.outputs[0] for o in outputs] == [llm({}).generate([5], params)[0].outputs[0]] * 12
+    assert "UnprintableError: its text cannot be shown, str() raised RuntimeError" in caplog.text
+
+
+def test_the_first_failure_of_each_kind_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Failures with successes between them never switch a drafter off: without a word it would be slow for ever."""
+    errors = [ValueError("odd"), None, OSError("no file"), ValueError("odd again"), None, None, "no tree", None]
+
+    class Failing(RubbishDrafter):
+        def propose(self, context: DraftContext) -> Any:
+            self.calls += 1
+            error = errors[self.calls % len(errors)]
+            if isinstance(error, Exception):
+                raise error
+            return TokenTree.roots(context.roots) if error is None else error
+
+    engine = llm({"drafter": lambda facts: Failing()})
+    with caplog.at_level(logging.DEBUG, "foretoken"):
+        output = engine.generate([5], SamplingParams(temperature=0.0, max_tokens=33))[0]
+    said = [
+        (r.levelname, r.getMessage().rpartition("goes on: ")[2]) for r in caplog.records if "failed in" in r.message
+    ]
+    assert len(said) == output.metrics.draft_errors > 12
+    warnings = [text for level, text in said if level == "WARNING"]
+    assert warnings == [
+        "OSError: no file", "ValueError: odd again", "TreeError: propose returned 'no tree'; expected a TokenTree",
+    ]  # fmt: skip
+    assert {level for level, _ in said} == {"WARNING", "DEBUG"}

@@ -56,7 +56,7 @@ def test_a_greedy_iteration_waits_once(drafter: str, callers: Counter[str]) -> N
     engine.generate([[5], [6]], params)
     for free_on_cpu in ("_walk_on_host", "accept_chosen", "argmax_everywhere", "move_paths", "build"):
         callers.pop(free_on_cpu, None)
-    assert callers.pop("_to_host") == len(records)
+    assert callers.pop("outcomes_on_host") == len(records)
     # What a draft model drafted before, when it drafts again: nothing is under way that would have to be waited for.
     looks = callers.pop("rows", 0)
     assert 0 < looks < len(records) if drafter == "draft tree" else not looks

@@ -149,6 +149,33 @@ def test_an_interrupted_iteration_ends_its_requests_and_no_more(monkeypatch: pyt
     assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in expected]
 
 
+def test_requests_of_others_are_told_that_an_iteration_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C reaches one thread; the requests of the others share its iteration and end with a sentence."""
+    engine = llm({}, max_num_seqs=2)
+    others = [engine.stream([5], GREEDY), engine.stream([8], GREEDY)]  # the second waits for a slot in vain
+    next(others[0])
+    original, calls = Engine._commit, []
+
+    def interrupted(self: Engine, *arguments: Any) -> Any:
+        calls.append(arguments)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return original(self, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "_commit", interrupted)
+        running = [*engine._engine._running]
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[6], [7]], GREEDY)
+    assert [chunk.finish_reason for chunk in others[0]][-1] == "error"
+    output = running[0].output()
+    assert (output.finish_reason, output.stop_reason) == ("error", None)
+    assert str(output.error).startswith("another call of this LLM was interrupted by KeyboardInterrupt in the middle")
+    assert is_idle(engine)
+    got = engine.generate([6], GREEDY)[0].outputs[0]
+    assert (got.token_ids, got.error) == (llm({}).generate([6], GREEDY)[0].outputs[0].token_ids, None)
+
+
 def test_a_forked_child_does_not_inherit_locks_or_requests() -> None:
     """The fork happens in the middle of another thread's iteration; the child still answers."""
     forked = threading.Event()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
 
 import pytest
 import torch
 from end_to_end.tiny_llms import draft_model, llm, noisy, target
 
 from foretoken import LLM, SamplingParams
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.engine.torch_state import own_torch_state, restored_torch_state
 
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=20, repetition_penalty=1.1, logprobs=1)
 PROMPTS = [[5, 6, 5, 6], [7, 8]]
@@ -62,3 +65,132 @@ def test_neighbours_of_such_a_caller(runner: str, state: str) -> None:
         engine.generate([PROMPTS[1]], SamplingParams(temperature=0.0, max_tokens=8))
     tokens += [token for chunk in stream for token in chunk.token_ids]
     assert tokens == want.token_ids
+
+
+_entered: list[Any] = []
+
+
+def entered(context: Any) -> None:
+    """Enters a context that nobody leaves."""
+    _entered.append(context)
+    context.__enter__()
+
+
+LEFT_ON: dict[str, Callable[[], object]] = {
+    "default device": lambda: torch.set_default_device("meta"),
+    "entered device": lambda: entered(torch.device("meta")),
+    "default dtype": lambda: torch.set_default_dtype(torch.float64),
+    "no grad": lambda: torch.set_grad_enabled(False),
+    "entered no grad": lambda: entered(torch.no_grad()),
+    "entered inference mode": lambda: entered(torch.inference_mode()),
+    "entered autocast": lambda: entered(torch.autocast("cpu", dtype=torch.float16)),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "matmul precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "matmul precision of a backend": lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+    "threads": lambda: torch.set_num_threads(torch.get_num_threads() + 1),
+}  # fmt: skip
+
+
+def torch_state() -> tuple[Any, ...]:
+    """What foreign code may leave changed."""
+    return (
+        torch.get_default_device(), torch.get_default_dtype(), torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
+        torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), torch.get_num_threads(),
+        torch.zeros(1).device, (torch.zeros(1, device="cpu") + 1).requires_grad,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def unchanged() -> Iterator[None]:
+    """The test leaves torch as it was; so does what follows it, whatever happens."""
+    before, threads = torch_state(), torch.get_num_threads()
+    try:
+        yield
+        assert torch_state() == before
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+        torch.set_float32_matmul_precision("highest")
+        torch.set_num_threads(threads)
+        while _entered:
+            context = _entered.pop()
+            if torch_state() != before:
+                context.__exit__(None, None, None)
+
+
+OUTER = {"nothing": ExitStack, "device set": lambda: entering(torch.device("meta"), is_set=True), **STATES}
+
+
+def entering(device: torch.device, *, is_set: bool) -> AbstractContextManager:
+    """A caller's default device, set for good or entered."""
+    stack = ExitStack()
+    if is_set:
+        torch.set_default_device(device)
+        stack.callback(torch.set_default_device, None)
+    return stack
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("left_on", LEFT_ON)
+@pytest.mark.parametrize("outer", OUTER)
+def test_what_foreign_code_leaves_on_ends_with_the_call(outer: str, left_on: str) -> None:
+    """Whatever the caller has switched on around it."""
+    with OUTER[outer]():
+        callers = torch_state()
+        with own_torch_state():
+            ours = torch_state()
+            try:
+                with restored_torch_state():
+                    assert torch_state() == ours
+                    LEFT_ON[left_on]()
+            except AssertionError as err:  # torch's own, of a default device that is set inside an entered one
+                assert "DeviceContext" in str(err)  # noqa: PT017
+            assert torch_state() == ours
+        assert torch_state() == callers
+
+
+class Careless:
+    """A drafter that leaves something switched on in one of its calls, or when it is made."""
+
+    name, taps, max_nodes = "careless", ("final",), 3
+
+    def __init__(self, call: str, left_on: Callable[[], object]) -> None:
+        self._call, self._left_on = call, left_on
+        self._leave("creation")
+
+    def _leave(self, call: str) -> None:
+        if call == self._call:
+            self._left_on()
+
+    def propose(self, context: Any) -> TokenTree:
+        rows = [TreeRow([root, 3, 4], [-1, 0, 0]) for root in context.roots]
+        tree = TokenTree.from_rows(rows)
+        self._leave("propose")
+        return tree
+
+    def commit(self, committed: Any) -> None:
+        self._leave("commit")
+
+    def release(self, slot: int) -> None:
+        self._leave("release")
+
+
+@pytest.mark.usefixtures("unchanged")
+@pytest.mark.parametrize("left_on", LEFT_ON)
+@pytest.mark.parametrize("call", ["creation", "propose", "commit", "release", "on_step"])
+def test_a_drafter_or_callback_that_leaves_something_on(call: str, left_on: str) -> None:
+    want = [o.outputs[0] for o in made("generic", is_drafting=False).generate(PROMPTS, PARAMS)]
+    if call == "on_step":
+        arguments: dict[str, Any] = {"on_step": lambda record: LEFT_ON[left_on]()}
+    else:
+        arguments = {"drafter": lambda facts: Careless(call, LEFT_ON[left_on])}
+    engine = llm(arguments, module=target("llama", torch.float32), max_num_seqs=2)
+    before = torch_state()
+    for _ in range(2):
+        got = engine.generate(PROMPTS, PARAMS)
+        assert torch_state() == before
+        assert [(o.outputs[0].token_ids, o.outputs[0].error) for o in got] == [(w.token_ids, None) for w in want]
+        assert sum(o.metrics.draft_errors for o in got) == 0
+        assert call == "on_step" or sum(o.metrics.num_drafted for o in got) > 20

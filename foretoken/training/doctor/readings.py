@@ -134,7 +134,8 @@ def greedy_texts(target: LoadedModel, tokenizer: Any, prompts: Sequence[str], *,
     encoded = [ids for ids in encoded if len(ids) > 1]
     if not encoded:
         raise RequestError("no prompt has two tokens. Expected text to try a head on. Pass other --prompts.")
-    llm = LLM(target, tokenizer=tokenizer, max_num_seqs=AT_ONCE, max_model_len=longest + max_tokens + 1, runner=runner)
+    needed = min(longest + max_tokens + 1, target.context_len)
+    llm = LLM(target, tokenizer=tokenizer, max_num_seqs=AT_ONCE, max_model_len=needed, runner=runner)
     outputs = llm.generate(encoded, greedy(max_tokens))
     texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
     return Texts(prompts=encoded, texts=texts, device=target.device)

@@ -1,0 +1,95 @@
+"""The forms in which a model, its tokenizer, a dtype and a device are given, and loading what they name."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+
+from foretoken.core.checks import check_text, shown
+from foretoken.core.errors import ConfigError
+from foretoken.target.loading import LoadedModel, load_model, load_tokenizer, wrap_model
+from foretoken.target.placement import check_placement
+
+_DTYPE_NAMES = {"half": "float16", "float": "float32", "double": "float64"}  # vLLM's and torch's other names
+
+
+def target_model(model: Any, dtype: Any, device: Any) -> LoadedModel:
+    """The target, loaded where it is not yet.
+
+    Args:
+        model: Directory or hub id, a model loaded before, or a transformers causal LM in memory.
+        dtype: A name, or a torch dtype.
+        device: A name, or a torch device.
+
+    Raises:
+        ConfigError: When one of them is of another form.
+        ModelError: When the model cannot be loaded or is in memory otherwise than asked for.
+    """
+    kind, place = _dtype_name(dtype), _device_name(device)
+    if isinstance(model, LoadedModel):
+        check_placement(model, dtype=kind, device=place)
+        return model
+    if isinstance(model, torch.nn.Module):
+        return wrap_model(model, name=type(model).__name__, dtype=kind, device=place)
+    if isinstance(model, str | os.PathLike):
+        return load_model(checked_path("model", model), dtype=kind, device=place)
+    raise ConfigError(f"model is {shown(model)}. Expected a directory, a hub id, or a transformers causal LM.")
+
+
+def target_tokenizer(given: Any, model: Any) -> Any:
+    """The tokenizer to use: as given, or loaded by path; else the model's own, which a model in memory has none of.
+
+    Args:
+        given: A tokenizer, or the directory or hub id of one; None for the model's own.
+        model: As `target_model` takes it.
+
+    Raises:
+        ConfigError: When it is none of these.
+        ModelError: When it cannot be loaded.
+    """
+    name = model if given is None else given
+    if isinstance(name, str | os.PathLike):
+        return load_tokenizer(checked_path("tokenizer", name))
+    if given is not None and not (callable(given) and callable(getattr(given, "decode", None))):
+        raise ConfigError(f"tokenizer is {shown(given)}. Expected a transformers tokenizer, or a directory or hub id.")
+    return given
+
+
+def checked_path(what: str, path: str | os.PathLike[Any]) -> str:
+    """A path or hub id as text that the file system can be asked about.
+
+    Args:
+        what: Which argument, for messages.
+        path: What was given.
+
+    Raises:
+        ConfigError: When it is bytes, no valid text, or longer than any path.
+    """
+    name = os.fspath(path)
+    check_text(what, name, error=ConfigError)
+    try:
+        os.stat(name)  # noqa: PTH116 - pathlib hides some of what is wrong with a name
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        pass  # a hub id, or a mistake that has a better sentence later
+    except (OSError, ValueError) as err:
+        reason = err.strerror if isinstance(err, OSError) else str(err)
+        raise ConfigError(f"{what} is {shown(name)}, which no file can be called: {reason}. Expected a path.") from err
+    return name
+
+
+def _dtype_name(dtype: Any) -> str:
+    """The name by which a dtype is loaded."""
+    if isinstance(dtype, torch.dtype):
+        return str(dtype).removeprefix("torch.")
+    if not isinstance(dtype, str):
+        raise ConfigError(f"dtype is {shown(dtype)}. Expected a name such as 'bfloat16', or a torch dtype.")
+    return _DTYPE_NAMES.get(dtype, dtype)
+
+
+def _device_name(device: Any) -> str:
+    """The name of a device as torch reads it."""
+    if not isinstance(device, str | torch.device):
+        raise ConfigError(f"device is {shown(device)}. Expected a name such as 'cpu', or a torch device.")
+    return str(device)

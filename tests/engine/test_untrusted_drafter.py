@@ -1,0 +1,312 @@
+"""A drafter of the caller's can cost speed and nothing else, whatever it does and whatever it returns."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from end_to_end.tiny_llms import drafters, llm
+from tiny_models import VOCAB_SIZE
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.records import StepRecord
+from foretoken.core.token_tree import DraftLaw, DrawKind, TokenTree, TreeRow
+from foretoken.drafters.base import Committed, DraftContext
+
+PROMPTS = [[5, 6, 5, 6], [7, 8, 9], [9], [4, 4, 4]]
+LONG: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+PARAMS = [
+    SamplingParams(temperature=0.0, logprobs=1, repetition_penalty=1.1, **LONG),
+    SamplingParams(temperature=0.8, seed=1, top_k=9, bad_words=[[3, 4]], min_tokens=3, **LONG),
+    SamplingParams(temperature=0.9, top_p=0.9, min_p=0.01, presence_penalty=0.1, logit_bias={6: 2.0}, **LONG),
+    SamplingParams(temperature=1.0, frequency_penalty=0.2, **LONG),
+]  # the last two have no seed
+
+
+def outcomes(engine: LLM) -> list[Any]:
+    """Tokens, text, reasons and errors of the requests; those without a seed get the same noise in every engine."""
+    engine._requests._seeds = random.Random(11)
+    outputs = [output.outputs[0] for output in engine.generate(PROMPTS, PARAMS)]
+    assert not engine._engine.has_work
+    return [(o.token_ids, o.text, o.finish_reason, o.error) for o in outputs]
+
+
+@cache
+def plain() -> list[Any]:
+    """What plain decoding gives."""
+    return outcomes(llm({}, max_num_seqs=3))
+
+
+class Honest:
+    """Drafts what plain decoding writes, so that drafts are accepted and every part of an iteration runs."""
+
+    name, taps, max_nodes = "honest", ("final",), 8
+
+    def __init__(self) -> None:
+        self.texts = [[*prompt, *want[0]] for prompt, want in zip(PROMPTS, plain(), strict=True)]
+
+    def row(self, tokens: list[int], depth: int) -> TreeRow:
+        """A chain after some tokens."""
+        text = next((text for text in self.texts if text[: len(tokens)] == list(tokens)), list(tokens))
+        chain = text[len(tokens) - 1 : len(tokens) + min(depth, 4)]
+        return TreeRow(chain, list(range(-1, len(chain) - 1)))
+
+    def propose(self, context: DraftContext) -> TokenTree:
+        return TokenTree.from_rows([self.row(t, d) for t, d in zip(context.tokens, context.max_depth, strict=True)])
+
+    def commit(self, committed: Committed) -> None: ...
+
+    def release(self, slot: int) -> None: ...
+
+
+def made_with(drafter: Any, **more: Any) -> LLM:
+    """An engine with a drafter of the caller's."""
+    return llm({"drafter": lambda facts: drafter}, max_num_seqs=3, **more)
+
+
+def vandalise(thing: Any) -> int:
+    """Changes everything that can be reached from a value in place; how many values were changed."""
+    if isinstance(thing, torch.Tensor):
+        thing.fill_(1)
+        return 1
+    if isinstance(thing, list):
+        count = sum(map(vandalise, thing))
+        thing[:] = [1 if isinstance(value, int) else value for value in thing]
+        thing.append(3)
+        return count + 1
+    if isinstance(thing, tuple):
+        return sum(map(vandalise, thing))
+    if is_dataclass(thing):
+        count = sum(vandalise(getattr(thing, field.name)) for field in fields(thing))
+        for field in fields(thing):
+            object.__setattr__(thing, field.name, None)
+        return count + 1
+    return 0
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_what_a_drafter_is_handed_is_its_own(is_late: bool) -> None:
+    """Tokens, slots, parameters, processors, noise and features, changed in the call or in a later one."""
+
+    class Vandal(Honest):
+        def __init__(self) -> None:
+            super().__init__()
+            self.given: list[Any] = []
+            self.changed = 0
+
+        def take(self, given: Any) -> None:
+            self.given.append(given)
+            for kept in self.given[-9:-1] if is_late else self.given[-1:]:
+                self.changed += vandalise(kept)
+
+        def propose(self, context: DraftContext) -> TokenTree:
+            tree = super().propose(context)
+            self.take(context)
+            return tree
+
+        def commit(self, committed: Committed) -> None:
+            assert committed.features is not None
+            self.take(committed)
+
+    drafter = Vandal()
+    assert outcomes(made_with(drafter)) == plain()
+    assert drafter.changed > 100
+
+
+def test_tokens_are_accepted_from_such_a_drafter() -> None:
+    """Without this the tests here would say nothing."""
+    records: list[StepRecord] = []
+    assert outcomes(made_with(Honest(), on_step=records.append)) == plain()
+    steps = [step for record in records for step in record.sequences]
+    assert sum(step.num_accepted for step in steps) > 2 * len(steps)
+    assert all(record.draft_error is None for record in records)
+
+
+def changed(tree: TokenTree, **values: Any) -> TokenTree:
+    """A tree with other fields that still carries the guarantees of the first."""
+    other = replace(tree, **values)
+    object.__setattr__(other, "vouched", tree.vouched)
+    return other
+
+
+def in_place(tree: TokenTree, name: str, row: int, node: int, value: int) -> TokenTree:
+    """A tree of which one number was changed in place after it had been vouched for."""
+    getattr(tree, name)[row, min(node, tree.width - 1)] = value
+    return tree
+
+
+class Sly(TokenTree):
+    """A tree that says something else each time it is asked."""
+
+    @property
+    def width(self) -> int:
+        return random.Random().randrange(9)
+
+    @property
+    def vouched(self) -> Any:  # type: ignore[override]
+        return super().vouched
+
+
+class Tensors(torch.Tensor):
+    """A tensor that answers every operation itself."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (
+            torch.ones(())
+            if func.__name__ in ("any", "eq", "ne")
+            else super().__torch_function__(func, types, args, kwargs)
+        )
+
+
+def lying_law(tree: TokenTree, kind: DrawKind = DrawKind.INDEPENDENT) -> TokenTree:
+    """A tree whose chosen tokens are said to be drawn from an even distribution."""
+    rows = torch.full((tree.batch_size, 1, VOCAB_SIZE), 1 / VOCAB_SIZE)
+    kinds = torch.full_like(tree.tokens, kind.value)
+    law = DraftLaw(kinds=kinds, rows=rows, row_of=torch.zeros_like(kinds), max_siblings=max(1, tree.width - 1))
+    return changed(tree, law=law)
+
+
+TREES: dict[str, Callable[[TokenTree], Any]] = {
+    "tokens changed after the guarantee": lambda t: in_place(t, "tokens", 0, 1, 3),
+    "token outside the vocabulary, guaranteed": lambda t: in_place(t, "tokens", 0, 1, 10**6),
+    "negative token, guaranteed": lambda t: in_place(t, "tokens", 0, 2, -9),
+    "root changed, guaranteed": lambda t: in_place(t, "tokens", 0, 0, 3),
+    "cycle, guaranteed": lambda t: in_place(t, "parents", 0, 1, 1),
+    "parent outside, guaranteed": lambda t: in_place(t, "parents", 0, 1, 77),
+    "root with a parent, guaranteed": lambda t: in_place(t, "parents", 0, 0, 0),
+    "wrong depth, guaranteed": lambda t: in_place(t, "depths", 0, 1, 5),
+    "greater depth than there is, guaranteed": lambda t: changed(t, max_depth=10**9),
+    "no depth, guaranteed": lambda t: changed(t, max_depth=0),
+    "negative depth, guaranteed": lambda t: changed(t, max_depth=-1),
+    "too many nodes, guaranteed": lambda t: changed(t, num_nodes=t.num_nodes + 7),
+    "depths of a lie": lambda t: t.vouch(roots=t.tokens[:, 0].tolist(), depths=[0] * t.batch_size, num_tokens=1),
+    "another batch, guaranteed": lambda t: changed(t, tokens=t.tokens[:, :1].expand(-1, t.width).contiguous()),
+    "law of a lie": lying_law,
+    "law of a lie, without replacement": lambda t: lying_law(t, DrawKind.WITHOUT_REPLACEMENT),
+    "law of nonsense": lambda t: changed(t, law="uniform"),
+    "float depth": lambda t: changed(t, max_depth=float(t.max_depth)),
+    "depth that is a truth": lambda t: changed(t, max_depth=True),
+    "depth as a tensor": lambda t: changed(t, max_depth=torch.tensor(t.max_depth)),
+    "lists": lambda t: changed(t, tokens=t.tokens.tolist()),
+    "numpy": lambda t: changed(t, parents=t.parents.numpy()),
+    "nothing for a tensor": lambda t: changed(t, depths=None),
+    "floats": lambda t: changed(t, tokens=t.tokens.float()),
+    "sparse": lambda t: changed(t, tokens=t.tokens.to_sparse()),
+    "meta": lambda t: changed(t, parents=t.parents.to("meta")),
+    "a tensor of its own kind": lambda t: changed(t, tokens=t.tokens.as_subclass(Tensors)),
+    "wider than memory": lambda t: changed(t, tokens=torch.zeros(1, dtype=torch.int64).expand(t.batch_size, 10**12)),
+    "no dimension": lambda t: changed(t, tokens=torch.tensor(5)),
+    "no nodes": lambda t: changed(t, tokens=t.tokens[:, :0], parents=t.parents[:, :0], depths=t.depths[:, :0]),
+    "overlapping memory": lambda t: changed(t, depths=t.depths[:, :1].expand(-1, t.width)),
+    "scores of nonsense": lambda t: changed(t, scores="high", source=7),
+    "a sly tree": lambda t: Sly(tokens=t.tokens, parents=t.parents, depths=t.depths, num_nodes=t.num_nodes,
+                                max_depth=t.max_depth),
+    "None": lambda t: None,
+    "a number": lambda t: 5,
+    "a list": lambda t: [t],
+    "a class": lambda t: TokenTree,
+    "rows": lambda t: t.rows(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mischief", TREES)
+def test_trees_cost_no_text(mischief: str) -> None:
+    """Every other tree is bad, so that the drafter is never switched off."""
+
+    class Twisted(Honest):
+        name = "twisted"
+        calls = twisted = 0
+
+        def propose(self, context: DraftContext) -> Any:
+            self.calls += 1
+            tree = super().propose(context)
+            if self.calls % 2 or tree.width < 3:
+                return tree
+            self.twisted += 1
+            return TREES[mischief](tree)
+
+    drafter = Twisted()
+    assert outcomes(made_with(drafter)) == plain()
+    assert drafter.twisted > 3
+
+
+def test_a_tree_that_is_changed_while_it_is_verified() -> None:
+    """As another thread would, before and after the pass."""
+
+    class Keeper(Honest):
+        tree: TokenTree | None = None
+
+        def propose(self, context: DraftContext) -> TokenTree:
+            self.tree = super().propose(context)
+            return self.tree
+
+    drafter = Keeper()
+    engine = made_with(drafter)
+    verify, commit = engine.target.verify, engine.target.commit
+
+    def scribble() -> None:
+        for part in (drafter.tree.tokens, drafter.tree.parents, drafter.tree.depths, drafter.tree.num_nodes):
+            part.fill_(1)
+
+    def scribbled_verify(*arguments: Any) -> Any:
+        scribble()
+        output = verify(*arguments)
+        scribble()
+        return output
+
+    def scribbled_commit(*arguments: Any) -> None:
+        scribble()
+        commit(*arguments)
+
+    engine.target.verify, engine.target.commit = scribbled_verify, scribbled_commit
+    assert outcomes(engine) == plain()
+
+
+def test_only_drafters_of_the_package_get_the_engines_own_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copies are made for them, and none are spared elsewhere."""
+    seen: list[bool] = []
+
+    class Looker(Honest):
+        def propose(self, context: DraftContext) -> TokenTree:
+            seen.append(any(context.tokens[0] is s.tokens for s in engine._engine._running))
+            return super().propose(context)
+
+    for is_trusted in (False, True):
+        engine = made_with(Looker(), trust_drafter=is_trusted)
+        assert outcomes(engine) == plain()
+        assert set(seen) == {is_trusted}
+        seen.clear()
+    for name in ("ngram", "oracle [2]", "medusa"):
+        engine = llm(drafters()[name]([[1, 2, 3]]))
+        assert type(engine._engine._guard._drafter).__module__.startswith("foretoken.drafters.")
+    engine = llm(drafters()["random"](None))
+    assert type(engine._engine._guard._drafter).__name__ == "UntrustedDrafter"
+
+
+def test_what_a_drafter_says_of_itself_is_read_once() -> None:
+    """Name, taps and width may be properties, and change their mind."""
+
+    class Fickle(Honest):
+        reads = 0
+
+        def _read(self, value: Any) -> Any:
+            self.reads += 1
+            if self.reads > 3:
+                raise RuntimeError("nobody's business")
+            return value
+
+        name = property(lambda self: self._read("fickle"))
+        taps = property(lambda self: self._read([]))
+        max_nodes = property(lambda self: self._read(8))
+
+    drafter = Fickle()
+    engine = made_with(drafter)
+    assert outcomes(engine) == plain()
+    assert drafter.reads == 3
+    assert engine._engine._guard.name == "fickle"
