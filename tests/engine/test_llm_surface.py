@@ -169,7 +169,25 @@ def test_without_a_tokenizer_text_is_refused(prompt: Any, params: SamplingParams
         ({"drafter": 3}, "drafter is 3. Expected a function"),
         ({"allow_unknown_ids": "no"}, "allow_unknown_ids is 'no'. Expected True or False"),
         ({"speculative_config": 5}, "speculative_config is 5. Expected for example"),
-        ({"speculative_config": "ngram"}, "speculative_config is not valid JSON"),
+        ({"speculative_config": "ngra"}, "speculative_config is not valid JSON"),
+        ({"speculative_config": "ngram"}, r"is 'ngram'\. Expected a dictionary: {\"method\": \"ngram\"}\."),
+        ({"speculative_config": "ngram:tree"}, r"Expected a dictionary: {\"method\": \"ngram\", \"tree\": \"tree\"}"),
+        ({"max_model_len": CONTEXT_LEN + 1}, "max_model_len is 97, but 'LlamaForCausalLM' has a context of 96 tokens"),
+        ({"max_model_len": 10**30}, "has a context of 96 tokens. Expected at most that"),
+        ({"on_step": 5}, "on_step is 5. Expected a function"),
+        ({"trust_drafter": "yes"}, "trust_drafter is 'yes'. Expected True or False"),
+        ({"max_num_seq": 4}, r"LLM has no argument 'max_num_seq'\. Did you mean 'max_num_seqs'\?"),
+        ({"n_gpu_layers": 4}, r"LLM has no argument 'n_gpu_layers'\."),
+        ({"tensor_parallel_size": 2}, r"tensor_parallel_size = 2 is not supported\. The model runs on one device"),
+        ({"tensor_parallel_size": True}, "tensor_parallel_size = True is not supported"),
+        ({"gpu_memory_utilization": 0.2}, r"gpu_memory_utilization = 0\.2 is not supported\. The KV cache takes"),
+        ({"trust_remote_code": True}, "trust_remote_code = True is not supported. Code that comes with a model"),
+        ({"max_num_batched_tokens": 8192}, "max_num_batched_tokens = 8192 is not supported. Prompts are always fed"),
+        ({"enable_prefix_caching": True}, "enable_prefix_caching = True is not supported. There is no prefix cache"),
+        ({"quantization": "awq"}, "quantization = 'awq' is not supported"),
+        ({"revision": "v1"}, r"revision = 'v1' is not supported\. Pass foretoken\.target\.loading\.load_model"),
+        ({"num_speculative_tokens": 5}, "num_speculative_tokens = 5 is not supported. Pass speculative_config="),
+        ({"torch_dtype": torch.float32}, "torch_dtype = of type dtype is not supported. Pass it as 'dtype'"),
         ({"speculative_config": "[" * 100_000}, "speculative_config is not valid JSON"),
         ({"speculative_config": "[1]"}, r"speculative_config is \[1\]"),
         ({"speculative_config": {5: "ngram"}}, r"speculative_config is \{5: 'ngram'\}"),
@@ -179,6 +197,64 @@ def test_engines_that_cannot_work_are_refused(arguments: dict[str, Any], sentenc
     with pytest.raises(ConfigError, match=sentence) as error:
         llm({}, module=target(), **arguments)
     assert isinstance(error.value, ForetokenError)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "gpu_memory_utilization": 0.9, "enforce_eager": True},
+        {"trust_remote_code": False, "quantization": None, "revision": None, "tokenizer_mode": "auto"},
+        {"swap_space": 4, "cpu_offload_gb": 0, "enable_prefix_caching": False, "load_format": "auto"},
+        {"max_num_batched_tokens": None, "enable_chunked_prefill": True, "disable_log_stats": True},
+    ],
+)
+def test_arguments_of_vllm_that_ask_for_nothing(arguments: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("DEBUG", "foretoken"):
+        assert texts(llm({}, **arguments).generate([5], GREEDY)) == texts(llm({}).generate([5], GREEDY))
+    for name in arguments:
+        assert f"vLLM's argument {name} = " in caplog.text
+
+
+class BytesPath:
+    """A path that is no text."""
+
+    def __fspath__(self) -> bytes:
+        return b"/models/x"
+
+
+@pytest.mark.parametrize(
+    ("path", "sentence"),
+    [
+        ("a" * 5000, r"model is 'a{50,}… \(str\), which no file can be called: File name too long"),
+        ("a/" * 5000, "which no file can be called: File name too long"),
+        ("a\0b", r"model is 'a\\x00b', which no file can be called: embedded null byte"),
+        ("a\ud800", "model holds a lone surrogate"),
+        (b"/models/x", "model is b'/models/x'. Expected a directory"),
+        (BytesPath(), "model is b'/models/x'. Expected text"),
+    ],
+)
+def test_paths_that_are_none(path: Any, sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence) as error:
+        LLM(path)
+    assert str(error.value).isprintable()
+    with pytest.raises(ConfigError, match="tokenizer"):
+        LLM(target(), tokenizer=path)
+
+
+def test_a_drafter_is_looked_for_beside_a_name_of_any_length(tmp_path: Path) -> None:
+    """The target's name may be as long as names can be: what is beside it has none."""
+    directory = tmp_path / ("a" * 250)
+    target("llama", torch.float32).save_pretrained(directory)
+    with pytest.raises(ConfigError, match="method 'draft_model' needs a model"):
+        LLM(directory, speculative_config={"method": "draft_model"})
+
+
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b"])
+def test_names_of_drafters_that_no_file_can_have(name: str) -> None:
+    for method in ("draft_model", "medusa"):
+        with pytest.raises(ForetokenError) as error:
+            llm({"speculative_config": {"method": method, "model": name}})
+        assert len(str(error.value)) < 400
 
 
 @pytest.mark.parametrize("given", [3, True, b"x", {}, len])
