@@ -49,6 +49,9 @@ class Decoder(Protocol):
         Args:
             tokens: (B, T) int64.
             layout: Positions, slots and who sees what.
+
+        Raises:
+            PassError: When something does not fit the model or the cache, or a weight's memory was freed.
         """
         ...
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from foretoken.target.decoder import PassOutput
+from foretoken.target.held_memory import check_memory, plain_tensors
 from foretoken.target.plugin import ForwardPass, as_transformers_cache, running
 from foretoken.target.taps import Tap, Taps
 
@@ -32,17 +33,20 @@ class GenericDecoder:
             ModelError: When a tap cannot be read.
         """
         self._model, self._cache, self._taps = model, as_transformers_cache(cache), tuple(taps)
+        self._weights = plain_tensors(model.module)
         if taps:
             Taps(model.module, model.num_layers, taps)
 
     def run(self, tokens: Tensor, layout: AttentionLayout) -> PassOutput:
         """See `Decoder`."""
+        check_memory(self._weights)
         with torch.inference_mode(), running(ForwardPass(layout=layout)) as forward_pass:
             output = self._model.module(**self._arguments(tokens, layout))
         return PassOutput(logits=output.logits.float(), features=self._stacked(forward_pass))
 
     def fill(self, tokens: Tensor, layout: AttentionLayout) -> Tensor | None:
         """See `Decoder`."""
+        check_memory(self._weights)
         with torch.inference_mode(), running(ForwardPass(layout=layout)) as forward_pass:
             self._model.backbone(**self._arguments(tokens, layout))
         return self._stacked(forward_pass)

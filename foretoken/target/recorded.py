@@ -21,7 +21,9 @@ from torch.nn.functional import pad
 from foretoken.attention.dispatch import has_kernel
 from foretoken.attention.layout import AttentionLayout
 from foretoken.attention.tables import PassTables
+from foretoken.core.errors import PassError
 from foretoken.target.decoder import PassOutput, UnsuitableError
+from foretoken.target.held_memory import HeldMemory, plain_tensors
 from foretoken.target.lean.stock import StockDecoder
 from foretoken.target.recorder import GraphRecorder, Recordings, bound_of
 
@@ -92,7 +94,7 @@ class RecordedDecoder:
         if not has_kernel(model.dtype, widest):
             raise UnsuitableError("passes are recorded only where the attention kernel runs.")
         self._stock = StockDecoder(model, cache, taps, steps=steps)
-        self._cache = cache
+        self._cache, self._weights = cache, HeldMemory(plain_tensors(model.module))
         self._vocab_size, self._last_position, self._device = model.vocab_size, model.context_len - 1, model.device
         self._recordings: Recordings[PassOutput] = Recordings(
             recorder, model.device, limit=MAX_RECORDINGS, name="a pass"
@@ -100,6 +102,8 @@ class RecordedDecoder:
 
     def run(self, tokens: Tensor, layout: AttentionLayout) -> PassOutput:
         """See `Decoder`."""
+        if self._weights.has_changed():
+            raise PassError("a weight has moved in memory, where recorded passes do not find it. Make a new LLM.")
         shape = self._shape(layout)
         if shape is None:
             return self._stock.run(tokens, layout)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from foretoken.core.errors import ModelError
+from foretoken.target.held_memory import has_memory, lost_memory, plain_tensors
 
 
 def shared_copy(model: Any) -> Any:
@@ -65,6 +66,9 @@ def _plain_model(model: Any) -> PreTrainedModel:
             f"some weights of {name} are on the device 'meta': they were never loaded, or are offloaded. Expected all "
             "weights in memory. Load it without device_map, on one device."
         )
+    lost = next((tensor for tensor in plain_tensors(model) if not has_memory(tensor)), None)
+    if lost is not None:
+        raise ModelError(f"{name} cannot be used: {lost_memory(lost)}")
     if len(devices) > 1:
         raise ModelError(f"{name} is spread over {', '.join(devices)}. Expected all its weights on one device.")
     return model

@@ -100,6 +100,7 @@ class NativeBlocks:
             raise UnsuitableError(f"taps {self._taps} do not all exist.")
         self._tap_order = torch.tensor(sorted(set(self._taps)), dtype=torch.int64, device="cpu")
         self._taken = torch.searchsorted(self._tap_order, torch.tensor(self._taps, dtype=torch.int64, device="cpu"))
+        self._weights, self._cache = weights, cache
         self._described = NativeModel(weights, cache, dtype)  # holds what the structure points to
         self._model = self._described.structure
         self._idle: list[_Workspace] = []
@@ -116,8 +117,12 @@ class NativeBlocks:
             The (B, T, F, D) features.
 
         Raises:
-            PassError: When something does not fit the model or the cache; nothing has been computed then.
+            PassError: When something does not fit the model or the cache, or a weight's memory was freed; nothing has
+                been computed then.
         """
+        if self._described.has_moved():
+            self._describe_anew()
+        described = self._described  # until the end of the pass, also where another thread describes it anew
         given, held = self._prepare(tokens, layout, logits)
         features = None
         if self._taps:
@@ -126,7 +131,7 @@ class NativeBlocks:
             given.features = features.data_ptr()
         workspace = self._take_workspace(given.batch * given.width, given.num_threads)
         given.workspace = workspace.memory.data_ptr()
-        status = self._library.foretoken_decode(byref(self._model), byref(given))
+        status = self._library.foretoken_decode(byref(described.structure), byref(given))
         self._idle.append(workspace)
         del held  # the kernels read it until here
         if status:
@@ -136,6 +141,18 @@ class NativeBlocks:
         if len(self._taps) == 1:
             return features[0].unsqueeze(2).to(self._dtype)
         return features[self._taken].permute(1, 2, 0, 3).to(self._dtype)
+
+    def _describe_anew(self) -> None:
+        """Takes the addresses of weights that have moved.
+
+        Raises:
+            PassError: When they are no longer what the kernels can run on.
+        """
+        try:
+            self._described = NativeModel(self._weights, self._cache, self._dtype)
+        except UnsuitableError as err:
+            raise PassError(str(err)) from err
+        self._model = self._described.structure
 
     def _prepare(self, tokens: Tensor, layout: AttentionLayout, logits: Tensor | None) -> tuple[Pass, list[Any]]:
         """What the kernels are told of a pass, and what must live as long as they run.

@@ -1,7 +1,8 @@
 """A model's weights and its slot cache as the native kernels see them: addresses, and the sizes that bound them.
 
 Everything whose address is handed out is checked here, once: dtype, shape, device and that its rows lie one after
-another. The kernels check what changes from pass to pass.
+another. The kernels check what changes from pass to pass. Memory that moves under a tensor is noticed before a pass
+(`has_moved`), and only then: a thread that moves it while the kernels run ends the process.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from foretoken.target.decoder import UnsuitableError
+from foretoken.target.held_memory import HeldMemory, has_memory, lost_memory
 from foretoken.target.lean.structures import Layer, Matrix, Model
 
 if TYPE_CHECKING:
@@ -47,6 +49,11 @@ class NativeModel:
             raise UnsuitableError(f"{heads} query heads of {self._head_dim} do not share {kv_heads} KV heads.")
         self._layers = (Layer * len(weights.blocks))(*(self._layer(i, b) for i, b in enumerate(weights.blocks)))
         self.structure = self._describe()
+        self._memory = HeldMemory(self._kept)
+
+    def has_moved(self) -> bool:
+        """Whether the structure no longer says where the tensors lie: another one has to be made."""
+        return self._memory.has_changed()
 
     def _describe(self) -> Model:
         """The whole model."""
@@ -127,10 +134,14 @@ class NativeModel:
         Raises:
             UnsuitableError: When it is not what the kernels take it for.
         """
-        if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_cpu or not tensor.is_contiguous():
+        kind = "" if type(tensor) is Tensor else f"a {type(tensor).__name__} "  # of others the address may be 0
+        is_as_said = not kind and tensor.shape == shape and tensor.dtype == dtype
+        if not is_as_said or not tensor.is_cpu or not tensor.is_contiguous():
             raise UnsuitableError(
-                f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}. Expected {shape} {dtype} on a "
-                "CPU, its rows one after another."
+                f"{name} is {kind}{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}. Expected {shape} {dtype} "
+                "on a CPU, its rows one after another."
             )
+        if not has_memory(tensor):
+            raise UnsuitableError(lost_memory(tensor))
         self._kept.append(tensor)
         return tensor.data_ptr()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from foretoken.core.errors import PassError
 from foretoken.target.decoder import UnsuitableError
+from foretoken.target.held_memory import HeldMemory, check_memory, has_memory
 from foretoken.target.lean.build import native_library
 from foretoken.target.lean.structures import Matrix
 from foretoken.target.lean.threads import kernel_threads
@@ -39,11 +40,11 @@ class NativeLinear(nn.Module):
             raise UnsuitableError(f"a bias {tuple(bias.shape)} on {bias.device} does not fit {tuple(weight.shape)}.")
         self._weight = weight.detach()
         self._bias = None if bias is None else bias.detach().float().contiguous()
+        for part in self._parts():
+            if type(part) is not Tensor or not has_memory(part):
+                raise UnsuitableError(f"native products take plain tensors with memory, not a {type(part).__name__}.")
         self._rows, self._cols = weight.shape
-        self._matrix = Matrix(
-            weight=weight.data_ptr(), bias=None if self._bias is None else self._bias.data_ptr(),
-            rows=self._rows, cols=self._cols,
-        )  # fmt: skip
+        self._matrix, self._memory = self._described()
         self._is_bfloat16 = weight.dtype == torch.bfloat16
         self._multiply: Any = native_library().foretoken_linear
         self._multiply.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64)
@@ -53,8 +54,11 @@ class NativeLinear(nn.Module):
         """(..., K) of any dtype, on a CPU, to (..., N) float32.
 
         Raises:
-            PassError: When it is anything else, or there is no memory.
+            PassError: When it is anything else, there is no memory, or that of the weight was freed.
         """
+        if self._memory.has_changed():
+            check_memory(self._parts())
+            self._matrix, self._memory = self._described()
         if not x.is_cpu or x.shape[-1:] != (self._cols,):
             raise PassError(f"inputs are {tuple(x.shape)} on {x.device}. Expected (..., {self._cols}) on a CPU.")
         rows = x.reshape(-1, self._cols).float().contiguous()
@@ -67,6 +71,16 @@ class NativeLinear(nn.Module):
             ):
                 raise PassError(f"there is no memory for {count} inputs of {self._cols}. Feed fewer at once.")
         return out.view(*x.shape[:-1], self._rows)
+
+    def _described(self) -> tuple[Matrix, HeldMemory]:
+        """What the kernels are told of the weights, and what tells that it holds no more."""
+        bias = None if self._bias is None else self._bias.data_ptr()
+        matrix = Matrix(weight=self._weight.data_ptr(), bias=bias, rows=self._rows, cols=self._cols)
+        return matrix, HeldMemory(self._parts())
+
+    def _parts(self) -> list[Tensor]:
+        """The tensors whose addresses the kernels get."""
+        return [self._weight] if self._bias is None else [self._weight, self._bias]
 
 
 def fast_linear(layer: nn.Module, *, is_shared: bool = False) -> nn.Module:

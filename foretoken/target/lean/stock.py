@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from foretoken.attention.dispatch import tree_attention
 from foretoken.target.decoder import PassOutput
+from foretoken.target.held_memory import check_memory, plain_tensors
 from foretoken.target.lean.fused_linear import FusedLinear, fuse, is_packable
 from foretoken.target.lean.weights import Block, read_weights, tap_indices
 
@@ -74,15 +75,18 @@ class StockDecoder:
         self._final_norm = self._weights.final_norm.to(self._dtype)
         self._layers = [self._layer(block) for block in self._weights.blocks]
         self._head: Callable[[Tensor], Tensor] = _head(model.module)
+        self._shared = plain_tensors(model.module)
 
     def run(self, tokens: Tensor, layout: AttentionLayout) -> PassOutput:
         """See `Decoder`."""
+        check_memory(self._shared)
         with torch.inference_mode():
             final, features = self._hidden(tokens, layout)
             return PassOutput(logits=self._head(final).float(), features=features)
 
     def fill(self, tokens: Tensor, layout: AttentionLayout) -> Tensor | None:
         """See `Decoder`."""
+        check_memory(self._shared)
         with torch.inference_mode():
             return self._hidden(tokens, layout)[1]
 
