@@ -12,6 +12,7 @@ from torch import Tensor
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.heads.base import Head, HeadConfig, build_head
+from foretoken.target.held_memory import in_own_memory
 from foretoken.target.parts import target_parts
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ class HeadCheckpoint:
             head = build_head(self.config)
         kind = dtype or next(tensor.dtype for tensor in self.weights.values() if tensor.is_floating_point())
         weights = {
-            key: tensor.to(device, kind if tensor.is_floating_point() else None) for key, tensor in self.weights.items()
+            key: in_own_memory(tensor.to(device, kind if tensor.is_floating_point() else None))
+            for key, tensor in self.weights.items()
         }
         head.load_state_dict(weights, assign=True, strict=True)
         return head.requires_grad_(requires_grad=False).eval()

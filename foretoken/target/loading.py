@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from foretoken.core.errors import ModelError
 from foretoken.target.adapters import adapt_attention
 from foretoken.target.config_checks import check_quantization, check_sizes, end_tokens
+from foretoken.target.held_memory import in_own_memory, plain_tensors
 from foretoken.target.model_files import check_model_files, one_line
 from foretoken.target.placement import check_placement, resolve_device, resolve_dtype
 from foretoken.target.plugin import ATTENTION_NAME
@@ -73,7 +74,7 @@ class LoadedModel:
 def load_model(
     name: str | os.PathLike[str], *, dtype: str = "auto", device: str = "auto", revision: str | None = None
 ) -> LoadedModel:
-    """Loads a causal LM.
+    """Loads a causal LM. Its files may be changed or removed afterwards: the weights are in memory, not mapped.
 
     Args:
         name: A directory in Hugging Face layout, or a hub id.
@@ -120,7 +121,10 @@ def load_model(
     if info["unexpected_keys"]:
         # No error: published checkpoints carry extra heads and buffers that a plain causal LM has no use for.
         logging.getLogger(__name__).warning("%s: unused weights: %s", name, ", ".join(sorted(info["unexpected_keys"])))
-    return _ready(module.to(place), name)
+    module.to(place)
+    for tensor in (*plain_tensors(module), *module.buffers()):
+        tensor.data = in_own_memory(tensor.data)
+    return _ready(module, name)
 
 
 def wrap_model(module: Any, *, name: str, dtype: str = "auto", device: str = "auto") -> LoadedModel:
@@ -128,7 +132,8 @@ def wrap_model(module: Any, *, name: str, dtype: str = "auto", device: str = "au
 
     The target has modules of its own over the same weights, see `shared_copy`. Of weights that the caller changes in
     place the generic decoder sees everything, `lean-native` everything but norms and biases, and the other lean
-    decoders what they have not joined or packed: they keep joined and packed projections beside the caller's.
+    decoders what they have not joined or packed: they keep joined and packed projections beside the caller's. Weights
+    may move in memory between passes, as by `share_memory()`; while a pass runs nothing may move or free them.
 
     Args:
         module: The model. Its mode, attention, hooks and configuration are not changed.

@@ -5,6 +5,7 @@ Where one of these tests fails the process may end with a signal: that is the fa
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -20,6 +21,10 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ModelError, PassError
 from foretoken.core.results import CompletionOutput
 from foretoken.core.token_tree import TokenTree
+from foretoken.formats import native
+from foretoken.formats.checkpoint import HeadCheckpoint
+from foretoken.heads.base import build_head
+from foretoken.heads.hydra import HydraConfig
 from foretoken.target.decoder import UnsuitableError
 from foretoken.target.held_memory import HeldMemory, check_memory, has_memory
 from foretoken.target.lean.native import NativeBlocks
@@ -27,6 +32,7 @@ from foretoken.target.lean.products import NativeLinear
 from foretoken.target.lean.weights import read_weights
 from foretoken.target.loading import load_model, wrap_model
 from foretoken.target.parts import target_parts
+from foretoken.target.placement import DTYPES
 from foretoken.target.runner import Runner
 
 RUNNERS = ["lean-native", "lean-stock", "generic"]
@@ -81,7 +87,7 @@ def test_text_stays_what_it_was_when_weights_move(move: str, runner: str, dtype:
         assert decoded(llm) == expected
 
 
-@pytest.mark.parametrize("own", ["share_memory"])
+@pytest.mark.parametrize("own", ["share_memory", "made longer"])
 def test_weights_of_a_loaded_model_may_move_too(own: str, tmp_path: Path) -> None:
     tiny_model("qwen3").save_pretrained(tmp_path)
     loaded = load_model(tmp_path)
@@ -125,6 +131,40 @@ def test_in_place_changes_are_the_models() -> None:
     with torch.no_grad():
         module.lm_head.weight.mul_(2)
     torch.testing.assert_close(target.verify([0], [0], TokenTree.roots([5])).logits, before * 2)
+
+
+def ruin(path: Path, how: str) -> None:
+    """What a copy over it, a download to it, or a full disk makes of a file that is in use."""
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        if how == "cut":
+            file.truncate(100)
+        else:
+            file.write(bytes(size))
+
+
+@pytest.mark.parametrize("how", ["cut", "written over"])
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_files_are_not_read_after_loading(dtype: str, runner: str, how: str, tmp_path: Path) -> None:
+    """Weights that are wanted as the file has them would be its pages, and a cut file the end of the process."""
+    tiny_model("gpt2" if runner == "generic" else "llama", dtype=DTYPES[dtype]).save_pretrained(tmp_path)
+    llm = LLM(tmp_path, dtype=dtype, runner=runner)
+    expected = decoded(llm)
+    ruin(tmp_path / "model.safetensors", how)
+    assert decoded(llm) == expected
+
+
+@pytest.mark.parametrize("how", ["cut", "written over"])
+def test_head_files_are_not_read_after_loading(how: str, tmp_path: Path) -> None:
+    config = HydraConfig(hidden_size=32, vocab_size=67, num_heads=2, num_layers=2)
+    torch.manual_seed(0)
+    weights = {name: torch.randn(part.shape) for name, part in build_head(config).state_dict().items()}
+    native.write(HeadCheckpoint(config=config, weights=weights), tmp_path / "head")
+    read = native.read(tmp_path / "head", json.loads((tmp_path / "head" / "config.json").read_text()))
+    module = read.module(dtype=torch.float32)
+    ruin(tmp_path / "head" / "model.safetensors", how)
+    assert all(torch.equal(part, weights[name]) for name, part in module.state_dict().items())
 
 
 @pytest.mark.parametrize("part", ["weight", "bias"])
