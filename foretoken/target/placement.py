@@ -20,6 +20,8 @@ DTYPES = {
     "float64": torch.float64,
 }
 
+_LONGEST_REASON = 100  # characters
+
 
 def check_placement(model: LoadedModel, *, dtype: str, device: str) -> None:
     """Refuses to take a model in memory for one in another dtype or on another device.
@@ -56,16 +58,30 @@ def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
 
 
 def resolve_device(device: str) -> torch.device:
-    """The device to load on; with "auto" an accelerator where there is one."""
+    """The device to load on; with "auto" an accelerator where there is one.
+
+    Raises:
+        ModelError: When there is no such device here, or it holds no numbers.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device == "auto":
-        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return accelerator or torch.device("cpu")
     try:
         place = torch.device(device)
-        torch.empty(0, device=place)
+        torch.empty(1, dtype=torch.float32, device=place).tolist()
     except (RuntimeError, AssertionError, ImportError) as err:
-        raise ModelError(
-            f"device {shown(device)} cannot be used: {one_line(err)}. Expected 'auto', 'cpu' or an accelerator of this "
-            "machine, such as 'cuda'."
-        ) from err
+        said = one_line(err).rstrip("!")
+        # torch names all its kinds of devices for one that does not exist, and all its backends for one it lacks.
+        reason = said if len(said) < _LONGEST_REASON else "this torch cannot compute on it"
+        raise ModelError(f"device {shown(device)} cannot be used: {reason}. {_usable_devices(accelerator)}") from err
     return place
+
+
+def _usable_devices(accelerator: torch.device | None) -> str:
+    """What can be asked for on this machine, and how there would be more."""
+    if accelerator is not None:
+        return f"Expected 'auto', 'cpu' or '{accelerator.type}', also with an index of a device that is there."
+    return (
+        "Expected 'auto' or 'cpu': torch finds no accelerator here. Where there is one, install its driver and a build "
+        "of torch that is made for it."
+    )

@@ -12,6 +12,7 @@ from model_files import edit_config, edit_weights, saved, split_weights
 from plain_model import FLOAT32_TOLERANCE, PlainModel, relative_error
 from tiny_models import ARCHITECTURES, CONTEXT_LEN, EOS_ID, VOCAB_SIZE, tiny_model
 
+from foretoken import LLM
 from foretoken.core.errors import ModelError
 from foretoken.core.token_tree import TokenTree
 from foretoken.target.loading import _context_len, load_model, load_tokenizer, wrap_model
@@ -66,10 +67,20 @@ def test_unknown_dtype(directory: Path) -> None:
         load_model(str(directory), dtype="bfloat61")
 
 
-@pytest.mark.parametrize("device", ["cud", "cpu:x", "cuda:63"])
+@pytest.mark.parametrize(
+    "device", ["cud", "cpu:x", "cuda:63", "meta", "meta:0", "opencl", "lazy", "hpu", "privateuseone"]
+)
 def test_device_that_is_not_there(directory: Path, device: str) -> None:
-    with pytest.raises(ModelError, match=rf"device '{device}' cannot be used: .* Expected 'auto', 'cpu' or an accel"):
-        load_model(str(directory), device=device)
+    """Also those that torch has a name for and no tensors, or tensors without numbers."""
+    with pytest.raises(ModelError, match=rf"^device '{device}' cannot be used: .*\. Expected 'auto'") as caught:
+        LLM(directory, device=device)
+    assert len(str(caught.value)) < 320
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one")
+def test_an_accelerator_that_torch_does_not_find(directory: Path) -> None:
+    with pytest.raises(ModelError, match=r"'cuda' cannot be used: .*install its driver and a build of torch"):
+        LLM(directory, device="cuda")
 
 
 @pytest.mark.parametrize(("eos", "expected"), [(7, (7,)), ([7, 9], (7, 9)), (None, ())])
