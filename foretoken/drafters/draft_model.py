@@ -238,7 +238,7 @@ def create(options: Options, target: TargetFacts) -> Drafter:
     dtype, device = str(target.dtype).removeprefix("torch."), str(target.device)
     model = load_model(options.model, dtype=dtype, device=device, revision=options.revision)
     tokenizer = load_tokenizer(options.model, options.revision)
-    if tokenizer is not None and target.tokenizer is not None:
+    if tokenizer is not None and hasattr(target.tokenizer, "get_vocab"):
         ours, theirs = target.tokenizer.get_vocab(), tokenizer.get_vocab()
         if ours != theirs:
             differing = len(set(ours.items()) ^ set(theirs.items()))

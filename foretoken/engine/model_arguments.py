@@ -9,6 +9,7 @@ import torch
 
 from foretoken.core.checks import check_text, shown
 from foretoken.core.errors import ConfigError
+from foretoken.engine.vocabulary import check_vocabulary
 from foretoken.target.loading import LoadedModel, load_model, load_tokenizer, wrap_model
 from foretoken.target.placement import check_placement
 
@@ -54,6 +55,7 @@ def target_tokenizer(given: Any, model: Any) -> Any:
         return load_tokenizer(checked_path("tokenizer", name))
     if given is not None and not (callable(given) and callable(getattr(given, "decode", None))):
         raise ConfigError(f"tokenizer is {shown(given)}. Expected a transformers tokenizer, or a directory or hub id.")
+    check_vocabulary(given)
     return given
 
 

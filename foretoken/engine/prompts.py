@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from numbers import Integral
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import check_text, checked_token_ids, shown
 from foretoken.core.errors import RequestError
+
+if TYPE_CHECKING:
+    from foretoken.engine.codec import Codec
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
@@ -44,9 +47,9 @@ def split_prompts(prompts: Any) -> list[Any]:
 class PromptReader:
     """Reads prompts with a target's tokenizer."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
-        """Takes the tokenizer, or None; vocab_size: V."""
-        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+    def __init__(self, codec: Codec | None, vocab_size: int) -> None:
+        """Takes the tokenizer, where there is one; vocab_size: V."""
+        self._codec, self._vocab_size = codec, vocab_size
 
     def token_ids(self, prompt: Any) -> list[int]:
         """A prompt as token ids.
@@ -59,7 +62,7 @@ class PromptReader:
         if hasattr(prompt, "tolist"):
             prompt = prompt.tolist()
         if isinstance(prompt, str):
-            ids = self._encode(prompt)
+            ids: Sequence[Any] = self._encode(prompt)
         elif _is_list(prompt):
             ids = prompt
         else:
@@ -73,15 +76,14 @@ class PromptReader:
         given = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
         if isinstance(given, str):
             return given
-        return None if self._tokenizer is None else str(self._tokenizer.decode(ids))
+        return None if self._codec is None else self._codec.decode(ids)
 
-    def _encode(self, text: str) -> Sequence[int]:
+    def _encode(self, text: str) -> list[int]:
         """Token ids of text, with the special tokens that the tokenizer adds."""
-        if self._tokenizer is None:
+        if self._codec is None:
             raise RequestError("the prompt is text but the model has no tokenizer. Pass token ids.")
         check_text("the prompt", text)
-        ids: Sequence[int] = self._tokenizer(text)["input_ids"]
-        return ids
+        return self._codec.encode(text, "the prompt")
 
 
 def _is_list(value: Any) -> bool:

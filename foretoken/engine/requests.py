@@ -12,6 +12,7 @@ from foretoken.core.checks import check_text, checked_token_ids, shown
 from foretoken.core.errors import RequestError
 from foretoken.core.results import GenerationMetrics, RequestOutput
 from foretoken.core.sampling_params import SamplingParams
+from foretoken.engine.codec import Codec
 from foretoken.engine.prompts import PromptReader, split_prompts
 from foretoken.engine.sequence import Sequence
 from foretoken.sampling.batch import SamplingRequest
@@ -58,8 +59,8 @@ class RequestReader:
             tokenizer: Its tokenizer, or None.
             seed: Makes requests without a seed of their own reproducible, in the order in which they come.
         """
-        self._target, self._tokenizer = target, tokenizer
-        self._prompts = PromptReader(tokenizer, target.vocab_size)
+        self._target, self._codec = target, None if tokenizer is None else Codec(tokenizer, target.vocab_size)
+        self._prompts = PromptReader(self._codec, target.vocab_size)
         self._is_seeded, self._seeds = seed is not None, random.Random(seed)
         self._ids = itertools.count()
 
@@ -91,7 +92,7 @@ class RequestReader:
     def _request(self, prompt: Any, ids: list[int], params: SamplingParams) -> Request:
         """The n sequences of one prompt."""
         vocab_size, limit = self._target.vocab_size, self._target.context_len
-        if params.stop_strings and self._tokenizer is None:
+        if params.stop_strings and self._codec is None:
             raise RequestError("stop holds text but the model has no tokenizer. Use stop_token_ids.")
         named = checked_token_ids(
             [*params.logit_bias, *params.stop_token_ids], vocab_size, "logit_bias or stop_token_ids"
@@ -114,7 +115,7 @@ class RequestReader:
                 is_seeded=params.seed is not None or self._is_seeded,
                 eos_ids=eos_ids,
                 max_len=limit if params.max_tokens is None else min(limit, len(ids) + params.max_tokens),
-                tokenizer=self._tokenizer,
+                codec=self._codec,
             )
             for index in range(params.n)
         ]
@@ -132,13 +133,13 @@ class RequestReader:
 
     def _bad_word(self, text: str) -> list[int]:
         """A forbidden text as token ids."""
-        if self._tokenizer is None:
+        if self._codec is None:
             raise RequestError("bad_words holds text but the model has no tokenizer. Pass token ids.")
         check_text("a word of bad_words", text)
-        ids: list[int] = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
+        ids = self._codec.encode(text, "bad_words", add_special_tokens=False)
         if not ids:
             raise RequestError(f"the tokenizer has no token for {shown(text)} of bad_words. Pass token ids.")
-        return checked_token_ids(ids, self._target.vocab_size, "bad_words")
+        return ids
 
 
 def _params_for_each(given: Any, count: int) -> list[SamplingParams]:

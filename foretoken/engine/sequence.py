@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.core.errors import described
 from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob
@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from foretoken.core.sampling_params import SamplingParams
+    from foretoken.engine.codec import Codec
     from foretoken.sampling.batch import SamplingRequest
 
 
@@ -59,7 +60,7 @@ class Sequence:
         is_seeded: bool,
         eos_ids: Seq[int],
         max_len: int,
-        tokenizer: Any = None,
+        codec: Codec | None = None,
     ) -> None:
         """Begins a sequence that may grow to `max_len` tokens, prompt included."""
         params = sampling.params
@@ -71,13 +72,11 @@ class Sequence:
         self.error: str | None = None
         self.metrics = GenerationMetrics()
         self.scores: list[TokenScores] = []
-        self._max_len, self._tokenizer = max_len, tokenizer
+        self._max_len, self._codec = max_len, codec
         self._eos_ids = set() if params.ignore_eos else set(eos_ids)
         self._stop_ids = self._eos_ids | set(params.stop_token_ids)
         self._detokenizer = (
-            None
-            if tokenizer is None
-            else Detokenizer(tokenizer, prompt, skip_special_tokens=params.skip_special_tokens)
+            None if codec is None else Detokenizer(codec, prompt, skip_special_tokens=params.skip_special_tokens)
         )
         self._stops = StopStrings(params.stop_strings, keep=params.include_stop_str_in_output)
         self._shown = 0
@@ -172,7 +171,7 @@ class Sequence:
 
     def _decoded(self, token: int) -> str | None:
         """One token as text."""
-        return None if self._tokenizer is None else str(self._tokenizer.decode([token]))
+        return None if self._codec is None else self._codec.decode([token])
 
     def _check_stop(self, token: int) -> None:
         """Ends the sequence when the token just appended does."""

@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from foretoken.core.checks import shown
+from foretoken.core.errors import ConfigError
+from foretoken.target.model_files import one_line
+
 if TYPE_CHECKING:
     from foretoken.target.runner import Runner
+
+
+def check_vocabulary(tokenizer: Any) -> None:
+    """Refuses a tokenizer whose `get_vocab`, where it has one, gives anything but tokens and their ids.
+
+    Raises:
+        ConfigError: Naming what it gives.
+    """
+    if not hasattr(tokenizer, "get_vocab"):
+        return
+    try:
+        values = list(tokenizer.get_vocab().values())
+    except Exception as err:  # a caller's tokenizer may raise anything
+        raise ConfigError(
+            f"get_vocab of the tokenizer fails: {type(err).__name__}: {one_line(err)}. Expected a mapping of tokens "
+            "to ids."
+        ) from err
+    foreign = [value for value in values if not isinstance(value, Integral) or isinstance(value, bool)]
+    if foreign:
+        raise ConfigError(
+            f"a value in get_vocab of the tokenizer is {shown(foreign[0])}. Expected a mapping of tokens to ids."
+        )
 
 
 def ids_without_token(tokenizer: Any, target: Runner) -> Tensor | None:

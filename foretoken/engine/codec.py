@@ -1,0 +1,91 @@
+"""A tokenizer with what it gives checked: one that a caller brings may be any object with `__call__` and `decode`.
+
+Knows, besides, what text each token adds to others, so that most text is decoded many tokens at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from foretoken.core.checks import checked_token_ids, shown
+from foretoken.core.errors import RequestError
+from foretoken.target.model_files import one_line
+
+REPLACEMENT = "\ufffd"  # what decoding shows for bytes that do not make a character
+
+
+class Codec:
+    """Text to token ids and back, with a tokenizer."""
+
+    def __init__(self, tokenizer: Any, vocab_size: int) -> None:
+        """Takes the tokenizer; vocab_size: V of the target."""
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._alone: dict[tuple[int, bool], str] = {}
+        self._added: dict[tuple[int, bool], str | None] = {}
+
+    def encode(self, text: str, where: str, **options: Any) -> list[int]:
+        """Token ids of text.
+
+        Args:
+            text: What to encode.
+            where: What holds the text, for messages.
+            options: Of the tokenizer, such as `add_special_tokens`.
+
+        Raises:
+            RequestError: When the tokenizer fails or gives anything but ids of the target's vocabulary.
+        """
+        try:
+            encoding = self._tokenizer(text, **options)
+            ids = encoding["input_ids"]
+        except Exception as err:  # a tokenizer may raise anything
+            raise RequestError(
+                f"the tokenizer cannot encode {where}: {type(err).__name__}: {one_line(err)}. Expected a call that "
+                "gives a mapping with 'input_ids', as transformers tokenizers do."
+            ) from err
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids
+        if not isinstance(ids, Sequence) or isinstance(ids, str | bytes) or any(isinstance(i, Sequence) for i in ids):
+            raise RequestError(
+                f"what the tokenizer gives as input_ids of {where} is {shown(ids)}. Expected a flat list of token ids."
+            )
+        return checked_token_ids(ids, self._vocab_size, where)
+
+    def decode(self, tokens: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of tokens.
+
+        Raises:
+            RequestError: When the tokenizer fails or gives no text.
+        """
+        try:
+            text = self._tokenizer.decode(
+                tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        except Exception as err:  # as in `encode`
+            raise RequestError(
+                f"the tokenizer cannot decode token ids: {type(err).__name__}: {one_line(err)}. Expected what "
+                "transformers tokenizers take and give."
+            ) from err
+        if not isinstance(text, str):
+            raise RequestError(f"what the tokenizer decodes is {shown(text)}. Expected text.")
+        return text
+
+    def alone(self, token: int, *, skip_special_tokens: bool) -> str:
+        """Text of one token; decoded once."""
+        key = token, skip_special_tokens
+        if key not in self._alone:
+            self._alone[key] = self.decode([token], skip_special_tokens=skip_special_tokens)
+        return self._alone[key]
+
+    def added(self, token: int, *, skip_special_tokens: bool) -> str | None:
+        """What a token adds to the text of another, found by decoding it twice in a row; decoded once.
+
+        Returns:
+            None where it adds nothing, or bytes that make no character by themselves.
+        """
+        key = token, skip_special_tokens
+        if key not in self._added:
+            first = self.alone(token, skip_special_tokens=skip_special_tokens)
+            both = self.decode([token, token], skip_special_tokens=skip_special_tokens)
+            added = both.removeprefix(first)
+            self._added[key] = added if added and both.startswith(first) and REPLACEMENT not in both else None
+        return self._added[key]

@@ -1,0 +1,143 @@
+"""Tokenizers that callers bring: whatever they give, it is served or refused in a sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from end_to_end.tiny_llms import tokenizer
+from tiny_models import VOCAB_SIZE, tiny_model
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.errors import ConfigError, RequestError
+from foretoken.engine.codec import Codec
+
+PARAMS = SamplingParams(temperature=0.0, max_tokens=4)
+
+
+class Bare:
+    """No more than what a tokenizer has to have: no length, no vocabulary, no attributes."""
+
+    def __init__(self, *, ids: Any = None, text: Any = None) -> None:
+        self._ids, self._text = ids, text
+
+    def __call__(self, text: str, add_special_tokens: bool = True) -> Any:
+        return self._ids(text) if callable(self._ids) else tokenizer()(text) if self._ids is None else self._ids
+
+    def decode(self, tokens: Any, skip_special_tokens: bool = False, clean_up_tokenization_spaces: bool = True) -> Any:
+        return tokenizer().decode(tokens, skip_special_tokens=skip_special_tokens) if self._text is None else self._text
+
+
+class WithVocabulary(Bare):
+    def __init__(self, vocabulary: Any) -> None:
+        super().__init__()
+        self._vocabulary = vocabulary
+
+    def get_vocab(self) -> Any:
+        if isinstance(self._vocabulary, Exception):
+            raise self._vocabulary
+        return self._vocabulary
+
+
+def test_two_methods_are_enough() -> None:
+    module = tiny_model("llama")
+    expected, got = (
+        LLM(module, tokenizer=each).generate("abc", SamplingParams(temperature=0.0, max_tokens=6, stop=["?"]))[0]
+        for each in (tokenizer(), Bare())
+    )
+    assert got.outputs == expected.outputs
+    assert got.prompt_token_ids == expected.prompt_token_ids
+
+
+@pytest.mark.parametrize("container", [tuple, np.array, torch.tensor], ids=lambda kind: kind.__name__)
+def test_ids_in_any_flat_container(container: Any) -> None:
+    codec = Codec(Bare(ids={"input_ids": container([5, 6])}), VOCAB_SIZE)
+    assert codec.encode("x", "the prompt") == [5, 6]
+
+
+def fails(text: str) -> Any:
+    raise IndexError("of its own")
+
+
+@pytest.mark.parametrize(
+    ("ids", "sentence"),
+    [
+        ({"ids": [5]}, "cannot encode the prompt: KeyError: .*input_ids"),
+        ([5, 6], "cannot encode the prompt: TypeError"),
+        (None.__class__, "cannot encode the prompt: TypeError"),
+        (fails, "cannot encode the prompt: IndexError: of its own"),
+        ({"input_ids": None}, "as input_ids of the prompt is None"),
+        ({"input_ids": "56"}, "as input_ids of the prompt is '56'"),
+        ({"input_ids": [[5, 6]]}, "as input_ids of the prompt is of type list. Expected a flat list of token ids"),
+        ({"input_ids": torch.tensor([[5, 6]])}, "as input_ids of the prompt is of type list"),
+        ({"input_ids": torch.tensor(5)}, "as input_ids of the prompt is 5"),
+        ({"input_ids": [5, 6.0]}, r"the prompt holds token id 6.0"),
+        ({"input_ids": [5, True]}, r"the prompt holds token id True"),
+        ({"input_ids": [5, VOCAB_SIZE]}, f"the prompt holds token id {VOCAB_SIZE}"),
+        ({"input_ids": []}, "the prompt is empty"),
+    ],
+)
+def test_encodings_that_are_none(ids: Any, sentence: str) -> None:
+    llm = LLM(tiny_model("llama"), tokenizer=Bare(ids=ids))
+    with pytest.raises(RequestError, match=sentence):
+        llm.generate("x", PARAMS)
+    if "empty" not in sentence:
+        with pytest.raises(RequestError, match=sentence.replace("the prompt", "bad_words")):
+            llm.generate([5], SamplingParams(bad_words=["x"]))
+    assert llm._engine.has_work is False
+
+
+@pytest.mark.parametrize("text", [b"x", 5, ["x"]], ids=str)
+def test_decodings_that_are_no_text(text: Any) -> None:
+    llm = LLM(tiny_model("llama"), tokenizer=Bare(text=text))
+    with pytest.raises(RequestError, match=r"what the tokenizer decodes is .* Expected text\."):
+        llm.generate([5], PARAMS)
+    output = llm.generate("x", PARAMS)[0].outputs[0]
+    assert output.finish_reason == "error"
+    assert "Expected text." in str(output.error)
+
+
+def test_a_decoder_with_other_parameters() -> None:
+    class Other(Bare):
+        def decode(self, tokens: Any) -> str:  # type: ignore[override]
+            return ""
+
+    with pytest.raises(RequestError, match=r"cannot decode token ids: TypeError: .*skip_special_tokens"):
+        LLM(tiny_model("llama"), tokenizer=Other()).generate([5], PARAMS)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "sentence"),
+    [
+        ({"a": "5"}, "is '5'"),
+        ({"a": 5, "b": None}, "is None"),
+        ({"a": 5.0}, "is 5.0"),
+        ({"a": [5]}, "is of type list"),
+        (["a"], "fails: AttributeError"),
+        (None, "fails: AttributeError"),
+        (RuntimeError("not today"), "fails: RuntimeError: not today"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("drafter", [None, "ngram"])
+def test_vocabularies_that_are_none(vocabulary: Any, sentence: str, drafter: str | None) -> None:
+    config = None if drafter is None else {"method": drafter}
+    with pytest.raises(
+        ConfigError, match=f"get_vocab of the tokenizer {sentence}.* Expected a mapping of tokens to ids"
+    ):
+        LLM(tiny_model("llama"), tokenizer=WithVocabulary(vocabulary), speculative_config=config)
+
+
+def test_ids_of_numpy_are_ids() -> None:
+    llm = LLM(tiny_model("llama"), tokenizer=WithVocabulary({str(i): np.int64(i) for i in range(VOCAB_SIZE)}))
+    assert llm.generate("abc", PARAMS)[0].outputs[0].finish_reason != "error"
+
+
+def test_what_tokens_add() -> None:
+    codec = Codec(tokenizer(), VOCAB_SIZE)
+    ids = tokenizer()("ab€")["input_ids"]
+    assert [codec.added(token, skip_special_tokens=True) for token in ids] == ["a", "b", None, None, None]
+    assert codec.added(2, skip_special_tokens=True) is None
+    assert codec.added(2, skip_special_tokens=False) == "</s>"
