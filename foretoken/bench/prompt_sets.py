@@ -6,10 +6,12 @@ import json
 from importlib import resources
 from pathlib import Path
 
+from foretoken.core.bounded_reads import MIB, read_named
 from foretoken.core.checks import check_text, shown
 from foretoken.core.errors import RequestError
 
 HELD_OUT = "heldout"
+_MOST_BYTES = 512 * MIB
 
 
 def load_prompts(source: str = HELD_OUT, *, limit: int | None = None) -> list[str]:
@@ -21,16 +23,16 @@ def load_prompts(source: str = HELD_OUT, *, limit: int | None = None) -> list[st
         limit: At most this many.
 
     Raises:
-        RequestError: When the file is missing, empty or not of that form.
+        RequestError: When the file is missing, empty, too large or not of that form.
     """
     if source == HELD_OUT:
         text = (resources.files("foretoken.bench") / "prompts" / "tinycode_heldout.jsonl").read_text(encoding="utf-8")
         return _from_jsonl(text, source)[:limit]
     path = Path(source)
-    if not path.is_file():
+    if not path.exists():
         raise RequestError(f"there is no prompt file '{source}'. Expected 'heldout', a .jsonl or a text file.")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_named(path, limit=_MOST_BYTES).decode("utf-8")
     except UnicodeDecodeError as err:
         raise RequestError(f"'{source}' is not UTF-8 text: {err}. Expected UTF-8. Convert it first.") from err
     except OSError as err:

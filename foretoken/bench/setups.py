@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foretoken.core.bounded_reads import MIB, read_named
 from foretoken.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from foretoken.core.results import RequestOutput
 
 PLAIN = "plain"
+_MOST_BYTES = 16 * MIB  # of JSON; an oracle's may hold texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,9 @@ def parse_setup(text: str) -> Setup:
 
 def _read(path: Path) -> str:
     """The text of a file that a command line names."""
-    if not path.is_file():
+    if not path.exists():
         raise ConfigError(f"there is no file '{path}'. Expected a file with JSON after '@'.")
     try:
-        return path.read_text(encoding="utf-8")
+        return read_named(path, limit=_MOST_BYTES, error=ConfigError).decode("utf-8")
     except (OSError, UnicodeDecodeError) as err:
         raise ConfigError(f"'{path}' cannot be read: {err}. Expected JSON as UTF-8 text.") from err

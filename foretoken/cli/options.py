@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.core.bounded_reads import read_named, read_stream
 from foretoken.core.checks import lone_surrogate
 from foretoken.core.errors import ConfigError, RequestError
 
@@ -93,20 +94,20 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     """The prompt from an argument, a file, or standard input.
 
     Raises:
-        RequestError: When there is none, or two, or it cannot be read, or is not UTF-8.
+        RequestError: When there is none, or two, or it cannot be read, is larger than `MOST_TEXT_BYTES`, or not UTF-8.
     """
     if prompt is not None and file is not None:
         raise RequestError("a prompt came both as text and as --file. Pass one of them.")
     if file is not None:
         try:
-            return decode(file.read_bytes(), f"'{file}'")
+            return decode(read_named(file), f"'{file}'")
         except OSError as err:
             raise RequestError(f"'{file}' cannot be read: {err.strerror}. Expected a text file.") from err
     if prompt is not None:
         return checked(prompt, "--prompt")
     if sys.stdin.isatty():
         raise RequestError("there is no prompt. Pass --prompt, --file, or text on standard input.")
-    return decode(sys.stdin.buffer.read(), "standard input")
+    return decode(read_stream(sys.stdin.buffer, "standard input"), "standard input")
 
 
 def checked(text: str, where: str) -> str:

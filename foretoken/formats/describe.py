@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from foretoken.core.bounded_reads import check_regular, read_regular
 from foretoken.core.errors import ModelError
 
 if TYPE_CHECKING:
@@ -40,10 +41,10 @@ def native_facts(directory: Path) -> dict[str, Any] | None:
         None where there is no such head, or where only a full reading tells what is wrong with it.
 
     Raises:
-        ModelError: When the file of weights is missing or damaged.
+        ModelError: When the file of weights is missing or damaged, or the configuration is no regular file.
     """
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(read_regular(directory / "config.json").decode("utf-8"))
         method, sizes = config[_NATIVE_KEY], config["config"]
         facts = {key: sizes[name] for key, name in _SIZES.items()}
         target = config.get("target") and {key: value for key, value in config["target"].items() if value is not None}
@@ -87,6 +88,7 @@ _SIZES = {"heads": "num_heads", "hidden_size": "hidden_size", "vocabulary": "voc
 def _tensors(path: Path) -> list[tuple[str, int, str]]:
     """Names, numbers of elements and dtypes of a file's tensors."""
     try:
+        check_regular(path)
         with safe_open(path, framework="np") as file:
             parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - the file is no mapping
             return [

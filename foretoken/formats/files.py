@@ -20,13 +20,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from foretoken.core.bounded_reads import check_regular, read_regular
 from foretoken.core.errors import ModelError
 from foretoken.target.model_files import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-_MOST_JSON_BYTES = 64 * 2**20  # the index of the largest public models has a few MiB
 _PICKLES = ("*.pt", "*.pth", "*.bin")
 _KNOWN_PICKLES = ("medusa_lm_head.pt", "hydra_lm_head.pt", "pytorch_model.bin")
 _WRAPPERS = ("heads_state_dict", "state_dict", "model_state_dict")
@@ -111,7 +111,7 @@ def open_files(path: Path) -> HeadFiles:
     if not path.exists():
         raise ModelError(f"there is no head '{path}'. Expected a directory with weights, or a file of weights.")
     config_path = directory / "config.json"
-    config = read_json(config_path) if config_path.is_file() else {}
+    config = read_json(config_path) if config_path.exists() else {}
     if path.is_file():
         return HeadFiles(path, config, _files=(path,))
     ranked = {int(match[1]): file for file in directory.iterdir() if (match := _RANK.fullmatch(file.name))}
@@ -132,9 +132,7 @@ def read_json(path: Path) -> dict[str, Any]:
         ModelError: When it is too large, damaged, or holds something else.
     """
     try:
-        if path.stat().st_size > _MOST_JSON_BYTES:
-            raise ModelError(f"{path} has {path.stat().st_size} bytes. Expected at most {_MOST_JSON_BYTES}.")
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_regular(path).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as err:
         raise ModelError(f"{path} is not valid JSON: {one_line(err)}. Copy or download it again.") from err
     if not isinstance(value, dict):
@@ -148,6 +146,7 @@ def open_weights(path: Path) -> Weights:
     Raises:
         ModelError: When it is damaged, or holds anything else.
     """
+    check_regular(path)
     return _open_safetensors(path) if path.suffix == ".safetensors" else _open_pickle(path)
 
 

@@ -9,6 +9,7 @@ import torch
 from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
+from foretoken.core.bounded_reads import check_regular
 from foretoken.core.errors import ModelError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, check_keys
 from foretoken.formats.whole_files import whole_files, write_config, write_weights
@@ -57,6 +58,7 @@ def read(directory: Path, config: Mapping[str, Any]) -> HeadCheckpoint:
             f"the configuration of head '{directory}' makes no sense: {_reason(err)}. Copy or train it again."
         ) from err
     try:
+        check_regular(path)
         with safe_open(path, framework="pt") as file:
             shapes = {key: file.get_slice(key).get_shape() for key in file.keys()}  # noqa: SIM118 - no mapping
             with torch.device("meta"):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
+from foretoken.core.bounded_reads import read_regular
 from foretoken.core.errors import ModelError
 from foretoken.target.model_files import check_model_files
 from foretoken.target.sizes import ATTENTION_LAYERS, SIZES, is_size
@@ -44,7 +45,7 @@ def describe_plain(directory: Path) -> dict[str, Any] | None:
         ModelError: When a file is damaged.
     """
     try:
-        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        config = json.loads(read_regular(directory / "config.json").decode("utf-8"))
     except (OSError, ValueError, RecursionError):
         return None  # whoever looks for something else here says what is wrong
     paths = sorted(directory.glob("*.safetensors"))

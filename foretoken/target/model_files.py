@@ -10,10 +10,13 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from foretoken.core.bounded_reads import check_regular, read_regular
 from foretoken.core.errors import ModelError
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _INDEX = "model.safetensors.index.json"
+# Kinds of files that libraries read to their end, which a device has not.
+_READ_WHOLE = {".json", ".safetensors", ".txt", ".model", ".jinja"}
 _LONGEST_LINE = 300  # characters of a library's message
 
 
@@ -35,6 +38,9 @@ def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:
             f"there is no model directory '{name}'. Expected a directory with config.json and safetensors. "
             + _nearby(directory)
         )
+    for path in sorted(directory.iterdir()):
+        if path.suffix in _READ_WHOLE and path.exists():
+            check_regular(path)
     if not (directory / "config.json").is_file():
         raise ModelError(f"'{name}' has no config.json. Expected a model directory in Hugging Face layout.")
     _read_json(directory / "config.json")
@@ -99,7 +105,7 @@ def _model_directories(parent: Path) -> list[Path]:
 def _read_json(path: Path) -> dict[str, Any]:
     """Parses a JSON file that holds an object, naming the file when it is damaged."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(read_regular(path).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as err:
         raise ModelError(f"{path} is not valid JSON: {err}. Copy or download it again.") from err
     if not isinstance(value, dict):

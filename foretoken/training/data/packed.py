@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretoken.core.bounded_reads import read_regular
 from foretoken.core.errors import RequestError
 from foretoken.sampling.noise import derive_seed
 from foretoken.training.data.shuffle import shuffled
@@ -177,7 +178,7 @@ def write_packed(
 def _read_meta(directory: Path) -> dict[str, Any]:
     """The checked `meta.json`."""
     try:
-        meta = json.loads((directory / META).read_text(encoding="utf-8"))
+        meta = json.loads(read_regular(directory / META, error=RequestError).decode("utf-8"))
     except FileNotFoundError as err:
         raise RequestError(
             f"'{directory}' holds no packed tokens. Expected {META} and {TOKENS}. Make them with `foretoken data`."

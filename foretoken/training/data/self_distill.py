@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from foretoken.core.bounded_reads import check_regular
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError, RequestError
 from foretoken.core.sampling_params import SamplingParams
@@ -194,6 +195,8 @@ class SelfDistiller:
     def _stored(self) -> list[dict[str, Any]]:
         """Lines of an earlier run; makes the file when there is none, and cuts off a line that was not finished."""
         try:
+            if self._path.exists():
+                check_regular(self._path, error=RequestError)
             data = self._path.read_bytes() if self._path.exists() else b""
         except OSError as err:
             raise RequestError(f"'{self._path}' cannot be read: {err}. Mend or delete it.") from err

@@ -1,0 +1,138 @@
+"""Reading files that a user names without trusting their size: a device never ends, a pipe may have no writer."""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+import time
+from typing import TYPE_CHECKING
+
+from foretoken.core.errors import ForetokenError, ModelError, RequestError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+    from typing import BinaryIO
+
+MIB = 1 << 20  # bytes
+MOST_JSON_BYTES = 64 * MIB  # the index of the largest public models has a few MiB
+MOST_TEXT_BYTES = 64 * MIB  # a prompt of ten million tokens
+_PIECE_BYTES = MIB
+_WRITER_WAIT_S = 5.0  # seconds for which a pipe may be without a writer
+_NONBLOCKING = getattr(os, "O_NONBLOCK", 0)  # Windows has neither the flag nor such pipes
+
+
+def read_regular(path: Path, *, limit: int = MOST_JSON_BYTES, error: type[ForetokenError] = ModelError) -> bytes:
+    """The bytes of a file that belongs to a model, a head or a data set.
+
+    Args:
+        path: A regular file, or a link to one.
+        limit: Most bytes it may have.
+        error: What to raise.
+
+    Raises:
+        ForetokenError: Of type `error`, when it is a device, a pipe, a socket or a directory, or too large.
+        OSError: When the system refuses.
+    """
+    check_regular(path, error=error)
+    with os.fdopen(os.open(path, os.O_RDONLY | _NONBLOCKING | getattr(os, "O_BINARY", 0)), "rb") as file:
+        return read_stream(file, f"'{path}'", limit=limit, error=error)
+
+
+def check_regular(path: Path, *, error: type[ForetokenError] = ModelError) -> None:
+    """Raises `error` when there is something at `path` that is not a regular file, and `OSError` when nothing is."""
+    kind = _kind(path.stat().st_mode)
+    if kind is not None:
+        raise error(f"'{path}' is {kind}. Expected a regular file. Copy or download it again.")
+
+
+def read_named(path: Path, *, limit: int = MOST_TEXT_BYTES, error: type[ForetokenError] = RequestError) -> bytes:
+    """The bytes of what a command line names: a file, or a pipe such as a shell's `<(command)`.
+
+    Args:
+        path: Of anything that can be read.
+        limit: Most bytes that are read.
+        error: What to raise.
+
+    Raises:
+        ForetokenError: Of type `error`, when it holds more, or is a pipe that nobody writes to.
+        OSError: When the system refuses.
+    """
+    if stat.S_ISFIFO(path.stat().st_mode):
+        descriptor = os.open(path, os.O_RDONLY | _NONBLOCKING)
+        try:
+            return _read_pipe(descriptor, f"'{path}'", limit, error)
+        finally:
+            os.close(descriptor)
+    with path.open("rb") as file:
+        return read_stream(file, f"'{path}'", limit=limit, error=error)
+
+
+def read_stream(
+    stream: BinaryIO, where: str, *, limit: int = MOST_TEXT_BYTES, error: type[ForetokenError] = RequestError
+) -> bytes:
+    """All bytes of a stream.
+
+    Args:
+        stream: Open for reading.
+        where: Names it in messages.
+        limit: Most bytes that are read.
+        error: What to raise.
+
+    Raises:
+        ForetokenError: Of type `error`, when it holds more.
+    """
+    data = bytearray()
+    while piece := stream.read(_PIECE_BYTES):
+        data += piece
+        _check_length(data, where, limit, error)
+    return bytes(data)
+
+
+def _read_pipe(descriptor: int, where: str, limit: int, error: type[ForetokenError]) -> bytes:
+    """All bytes of a pipe that was opened without waiting for a writer."""
+    data, waits_until = bytearray(), time.monotonic() + _WRITER_WAIT_S
+    has_writer = False
+    while True:
+        try:
+            piece = os.read(descriptor, _PIECE_BYTES)
+        except BlockingIOError:  # somebody has it open and may write whenever he likes
+            has_writer = True
+            select.select([descriptor], [], [])
+            continue
+        data += piece
+        _check_length(data, where, limit, error)
+        has_writer = has_writer or bool(piece)
+        if not piece and (has_writer or _is_hung_up(descriptor)):
+            return bytes(data)
+        if not piece:
+            if time.monotonic() > waits_until:
+                raise error(
+                    f"{where} is a pipe that no process has opened for writing for {_WRITER_WAIT_S:g} seconds. "
+                    "Expected a file, or a pipe with a writer."
+                )
+            time.sleep(0.02)
+
+
+def _is_hung_up(descriptor: int) -> bool:
+    """Whether a pipe had a writer that has closed it."""
+    poll = select.poll()
+    poll.register(descriptor)
+    return any(events & select.POLLHUP for _, events in poll.poll(0))
+
+
+def _check_length(data: bytearray, where: str, limit: int, error: type[ForetokenError]) -> None:
+    """Raises `error` when there are too many bytes."""
+    if len(data) > limit:
+        raise error(f"{where} holds more than {limit // MIB} MiB. Expected at most that. Shorten it.")
+
+
+def _kind(mode: int) -> str | None:
+    """What a file is, in words; None for a regular one."""
+    if stat.S_ISREG(mode):
+        return None
+    if stat.S_ISDIR(mode):
+        return "a directory"
+    if stat.S_ISFIFO(mode):
+        return "a pipe"
+    return "a socket" if stat.S_ISSOCK(mode) else "a device"

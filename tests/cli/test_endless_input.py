@@ -1,0 +1,107 @@
+"""Devices that never end and pipes that nobody writes to: a sentence with the bound, wherever a file is read."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from command_line import MODEL, ROOT, Finished, run
+
+from foretoken.core import bounded_reads
+
+HEAD = "models/tinycode-hydra"
+
+
+def assert_refused(result: Finished, *parts: str) -> None:
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    for part in parts:
+        assert part in result.stderr
+
+
+def with_device(directory: Path, original: str, name: str, device: str) -> str:
+    """A copy by links of a model or head, in which one file is a device, or a pipe."""
+    directory.mkdir()
+    for path in (ROOT / original).iterdir():
+        if path.name != name:
+            (directory / path.name).symlink_to(path)
+    if device == "pipe":
+        os.mkfifo(directory / name)
+    else:
+        (directory / name).symlink_to(device)
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("generate", MODEL, "--file", "/dev/zero"), "'/dev/zero' holds more than 64 MiB"),
+        (("generate", MODEL, "-p", "x", "-s", "@/dev/zero"), "'/dev/zero' holds more than 16 MiB"),
+        (("verify", MODEL, "-s", "@/dev/zero"), "'/dev/zero' holds more than 16 MiB"),
+        (("bench", MODEL, "--prompts", "/dev/zero"), "'/dev/zero' holds more than 512 MiB"),
+        (("data", MODEL, "--text", "/dev/zero", "--out", "{out}"), "there is no file '/dev/zero'"),
+        (("train", "medusa", MODEL, "--data", "{device}", "--out", "{out}"), "meta.json' is a device"),
+        (("doctor", MODEL, "--method", "medusa", "--data", "{device}"), "meta.json' is a device"),
+        (
+            ("data", MODEL, "--text", "README.md", "--out", "{out}", "--self-distill", "--generated", "/dev/zero"),
+            "'/dev/zero' is a device. Expected a regular file",
+        ),
+    ],
+)
+def test_a_device_that_never_ends(arguments: tuple[str, ...], sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "device").mkdir()
+    (tmp_path / "device" / "meta.json").symlink_to("/dev/zero")
+    places = {"out": tmp_path / "out", "device": tmp_path / "device"}
+    assert_refused(run(*(argument.format(**places) for argument in arguments)), sentence)
+
+
+def test_standard_input_that_never_ends() -> None:
+    command = [sys.executable, "-m", "foretoken", "generate", MODEL]
+    with Path("/dev/zero").open("rb") as endless:
+        result = subprocess.run(
+            command, stdin=endless, capture_output=True, text=True, timeout=120, cwd=ROOT, check=False
+        )
+    assert_refused(Finished(result.returncode, result.stdout, result.stderr), "standard input holds more than 64 MiB")
+
+
+@pytest.mark.parametrize("device", ["/dev/zero", "pipe"])
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+@pytest.mark.parametrize("original", [MODEL, HEAD])
+def test_files_of_a_model_or_head(original: str, name: str, device: str, tmp_path: Path) -> None:
+    odd = with_device(tmp_path / "odd", original, name, device)
+    sentence = f"{name}' is {'a pipe' if device == 'pipe' else 'a device'}. Expected a regular file"
+    commands = [("inspect", odd), ("inspect", "--verify", odd)]
+    if original == HEAD:
+        commands += [("convert", odd, str(tmp_path / "out"))]
+        # Weights are looked at among doctor's checks, and are a fault there.
+        commands += [("doctor", MODEL, odd)] if name == "config.json" else []
+    else:
+        commands += [("generate", odd, "-p", "x"), ("verify", MODEL, "-s", f"draft_model:model={odd}")]
+    for arguments in commands:
+        assert_refused(run(*arguments), sentence)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "tokenizer_config.json"])
+def test_files_that_libraries_read(name: str, tmp_path: Path) -> None:
+    odd = with_device(tmp_path / "odd", MODEL, name, "pipe")
+    assert_refused(run("generate", odd, "-p", "x"), f"{name}' is a pipe")
+
+
+def test_a_pipe_that_nobody_writes_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_reads, "_WRITER_WAIT_S", 0.1)
+    os.mkfifo(tmp_path / "pipe")
+    pipe = str(tmp_path / "pipe")
+    for arguments in (("generate", MODEL, "-f", pipe), ("generate", MODEL, "-p", "x", "-s", f"@{pipe}")):
+        assert_refused(run(*arguments), "is a pipe that no process has opened for writing")
+    assert_refused(run("verify", MODEL, "--prompts", pipe), "is a pipe that no process has opened for writing")
+
+
+def test_process_substitution() -> None:
+    program = f"{sys.executable} -m foretoken generate {MODEL} --max-tokens 2"
+    command = f"""{program} -f <(sleep 0.3; printf 'import os\\n') -s @<(echo '{{"method": "ngram"}}')"""
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=120, cwd=ROOT, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("import os\n")
