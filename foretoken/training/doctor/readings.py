@@ -34,6 +34,7 @@ _LONGEST_PROMPT = 128
 _PORTION_VALUES = 1 << 24  # logits made at once
 IN_PLACE, PRE_NORM, NORMED_TWICE = "final", "pre-norm", "normed twice"
 EARLIER, LATER = "one position earlier", "one position later"
+_MOVED = {EARLIER: -1, LATER: 1}  # positions by which these readings are off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +79,15 @@ class Agreement:
 
     Attributes:
         table: By reading of the feature: (K, shifts) shares, shifts as in `SHIFTS`; "final" is the reading in place.
-        own_next: (K,) shares of answers that are the target's own next token, which heads know before any training.
+        next_token: By reading: (K,) shares of answers that are the token right after the feature that the head is fed.
+            Every head can tell it before any training, since the feature is what the LM head makes it from.
         most_frequent: Share of the label that is most frequent: what one gets without looking at the text.
         num_positions: From which the deepest head was judged.
         reads_tokens: Whether heads look at the tokens between the feature and their own.
     """
 
     table: Mapping[str, Sequence[Sequence[float]]]
-    own_next: Sequence[float]
+    next_token: Mapping[str, Sequence[float]]
     most_frequent: float
     num_positions: int
     reads_tokens: bool
@@ -107,12 +109,28 @@ class Agreement:
 
     @property
     def best_shifts(self) -> list[int]:
-        """The shift that suits each head best with the best reading; 0 where that could be chance."""
-        found = []
-        for row in self.table[self.best_reading]:
+        """The shift that suits each head best with the best reading; 0 where it could be chance, or little training.
+
+        A head that has learnt little still says the token right after its feature, which may be that of a shift: it
+        counts as shifted only when another head, whose shifted label is another token, is shifted alike.
+        """
+        reading = self.best_reading
+        found, doubtful = [], []
+        for row, next_token in zip(self.table[reading], self.next_token[reading], strict=True):
             best = max(range(len(SHIFTS)), key=lambda index: row[index])
-            found.append(SHIFTS[best] if row[best] > row[0] + self.margin else 0)
-        return found
+            shift = SHIFTS[best] if row[best] > row[0] + self.margin else 0
+            is_explained = row[best] <= next_token
+            found.append(0 if is_explained else shift)
+            doubtful.append(shift if row[best] == next_token else 0)
+        return [sure or (doubt if doubt in found else 0) for sure, doubt in zip(found, doubtful, strict=True)]
+
+    @property
+    def lagging(self) -> list[int]:
+        """Heads that say the token right after their feature more often than their own; none where labels are off."""
+        if any(self.best_shifts):
+            return []
+        rows = zip(self.table[self.best_reading], self.next_token[self.best_reading], strict=True)
+        return [index for index, (row, next_token) in enumerate(rows) if next_token > row[0] + self.margin]
 
 
 def greedy_texts(target: LoadedModel, tokenizer: Any, prompts: Sequence[str], *, max_tokens: int, runner: str) -> Texts:
@@ -229,7 +247,7 @@ def measure(head: Head, parts: TargetParts, readings: Mapping[str, Tensor], text
     labels = choices.roll(-1, dims=1)[where[0]]
     return Agreement(
         table={name: [[share(name, i, 1 + i + shift) for shift in SHIFTS] for i in heads] for name in tried},
-        own_next=[share(IN_PLACE, i, 0) for i in heads],
+        next_token={name: [share(name, i, _MOVED.get(name, 0)) for i in heads] for name in tried},
         most_frequent=float(labels.bincount().max() / labels.numel()),
         num_positions=int(where[-1].sum()),
         reads_tokens=looks,
