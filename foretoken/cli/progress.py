@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from foretoken.cli import terminal
+
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
@@ -67,8 +69,8 @@ def step_progress(total: int) -> Iterator[Callable[[Any], None]]:
             f"step {report.step}/{total} loss {report.loss:.4f} matches [{matches}] lr {report.rate:.2e} "
             f"{report.tokens_per_s:.0f} tokens/s left {minutes}:{seconds:02d}"
         )
-        print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", file=sys.stderr, flush=True)
+        terminal.side_output(f"\r\033[K{line}" if is_terminal else f"{line}\n")
 
     yield show
     if is_terminal:
-        print(file=sys.stderr)
+        terminal.side_output("\n")

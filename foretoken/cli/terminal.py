@@ -12,7 +12,7 @@ import os
 import sys
 import unicodedata
 from io import TextIOWrapper
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,8 +55,20 @@ def fact(name: str, value: Any, width: int) -> None:
 
 
 def note(line: str) -> None:
-    """Writes a line to standard error, where control characters are never obeyed."""
-    print(visible(line), file=sys.stderr, flush=True)
+    """Writes a line to standard error, where control characters are never obeyed; see `side_output`."""
+    side_output(f"{visible(line)}\n")
+
+
+def side_output(text: str) -> None:
+    """Writes text to standard error, at once; what nobody can take (a full disk, a closed pipe) is dropped.
+
+    Notes and progress are no results: whether they can be written changes neither the work nor its exit code.
+    """
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:
+        _discard(sys.stderr)
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
@@ -113,11 +125,12 @@ def prepare_streams() -> None:
 
 
 def end_output() -> None:
-    """Writes what is left for standard output; what cannot be written is forgotten, or the interpreter tries again."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    """Writes what is left for both streams; what cannot be written is dropped, or the interpreter tries again."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            _discard(stream)
 
 
 class NoteHandler(logging.Handler):
@@ -145,6 +158,13 @@ def _is_hidden(char: str) -> bool:
 def _escape(char: str) -> str:
     """A character as Python writes it."""
     return char.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+def _discard(stream: TextIO) -> None:
+    """Sends what a stream still holds, and everything after it, to the null device."""
+    descriptor = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(descriptor, stream.fileno())
+    os.close(descriptor)
 
 
 def _null(number: int) -> int:

@@ -114,6 +114,34 @@ def test_a_full_standard_output(arguments: tuple[str, ...]) -> None:
         assert_sentence(finished(*arguments, stdout=full, stderr=subprocess.PIPE), 2, "No space left on device")
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("generate", MODEL, "-p", "import os\n", "--max-tokens", "2"), 0),
+        (("inspect", HEAD), 0),
+        (("inspect", "models/none"), 2),
+        (("inspect", "--bogus"), 2),
+        (("verify", MODEL, "--num-prompts", "1", "--max-tokens", "2"), 0),
+    ],
+)
+def test_a_full_standard_error_changes_no_result(arguments: tuple[str, ...], code: int) -> None:
+    whole = finished(*arguments, capture_output=True)
+    with Path("/dev/full").open("w") as full:
+        result = finished(*arguments, stdout=subprocess.PIPE, stderr=full)
+    assert (result.returncode, result.stdout) == (whole.returncode, whole.stdout) == (code, whole.stdout)
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        result = finished(*arguments, stdout=subprocess.PIPE, stderr=pipe)
+    assert (result.returncode, result.stdout) == (code, whole.stdout)
+
+
+def test_both_streams_full() -> None:
+    with Path("/dev/full").open("w") as full:
+        assert finished("inspect", HEAD, stdout=full, stderr=full).returncode == 2
+
+
 def test_standard_streams_that_are_closed() -> None:
     def close(number: int) -> subprocess.CompletedProcess[str]:
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
