@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foretoken.bench.setup_checks import check_model_of, check_place_of_method, spelled, what_lies_at
 from foretoken.core.bounded_reads import MIB, read_named
 from foretoken.core.errors import ConfigError
 
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from foretoken.core.results import RequestOutput
 
 PLAIN = "plain"
+_BEFORE_KEY = re.compile(r":(?=[A-Za-z_]\w*=)")
 _MOST_BYTES = 16 * MIB  # of JSON; an oracle's may hold texts
 
 
@@ -48,29 +51,64 @@ class Setup:
         return {**self.config, "references": texts}
 
 
-def parse_setup(text: str) -> Setup:
+def parse_setup(text: str, *, target: str | None = None) -> Setup:
     """Reads a setup from the command line.
 
     Args:
-        text: A method's name, a method and a tree as `METHOD:tree`, JSON, or `@FILE` holding JSON; `plain` for none.
+        text: `METHOD`, `METHOD:TREE`, either with `:KEY=VALUE` after it as often as needed, a JSON object, or `@FILE`
+            holding one; `plain` for none.
+        target: The target's directory or hub id; None where it does not matter yet.
 
     Raises:
-        ConfigError: When the JSON is malformed or not an object.
+        ConfigError: When it is nothing of the kind, or names weights that are not the method's.
     """
     if text == PLAIN:
         return Setup(PLAIN, None)
-    if not text.lstrip().startswith(("@", "{", "[", '"')):
-        method, _, tree = text.partition(":")
-        return Setup(text, {"method": method, **({"tree": tree} if tree else {})})
-    if text.startswith("@"):
-        text = _read(Path(text[1:]))
-    example = 'Expected for example {"method": "ngram"}.'
+    if text.lstrip().startswith(("@", "{", "[", '"')):
+        setup = _from_json(_read(Path(text[1:])) if text.startswith("@") else text)
+    else:
+        setup = _from_words(text)
+    if setup.config is not None and isinstance(setup.config.get("method"), str):
+        check_model_of(setup.config, target)
+    return setup
+
+
+def _from_words(text: str) -> Setup:
+    """A setup from `METHOD:TREE:KEY=VALUE`; values are JSON, or text where they are not."""
+    words, *pairs = _BEFORE_KEY.split(text)
+    method, _, tree = words.partition(":")
+    check_place_of_method(method, text)
+    config: dict[str, Any] = {"method": method, **({"tree": tree} if tree else {})}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        if key in config:
+            raise ConfigError(f"-s {text} gives '{key}' twice. Expected it once.")
+        try:
+            config[key] = json.loads(value)
+        except (ValueError, RecursionError):
+            config[key] = value
+    found = what_lies_at(tree) if tree else None
+    if found is not None:
+        raise ConfigError(f"'{tree}' is {found.name}, and -s {text} takes it for a tree. Write {spelled(found, tree)}.")
+    details = [pair for pair in pairs if not pair.startswith("model=")]
+    return Setup(" ".join([words, *details]), config)
+
+
+def _from_json(text: str) -> Setup:
+    """A setup from vLLM's `speculative_config`."""
+    example = """Expected for example -s ngram or -s '{"method": "ngram"}'."""
     try:
         config = json.loads(text)
     except (ValueError, RecursionError) as err:
         raise ConfigError(f"speculative config is not valid JSON: {err}. {example}") from err
     if not isinstance(config, dict):
         raise ConfigError(f"speculative config is a JSON {type(config).__name__}, not an object. {example}")
+    if (
+        config.get("method") is None
+        and config.get("model") is None
+        and not any("prompt_lookup" in key for key in config)
+    ):
+        raise ConfigError(f"speculative config has no 'method'. {example}")
     details = [f"{key}={json.dumps(value)}" for key, value in config.items() if key not in ("method", "model")]
     return Setup(" ".join([str(config.get("method")), *details]), config)
 

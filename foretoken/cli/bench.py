@@ -53,7 +53,7 @@ def bench(
     from foretoken.bench.workload import Workload
     from foretoken.engine.costs import pass_costs
 
-    setups = [parse_setup(text) for text in speculative_config or ["ngram"]]
+    setups = [parse_setup(text, target=model) for text in speculative_config or ["ngram"]]
     texts = load_prompts(prompts, limit=num_prompts)
     workload = Workload(prompts=texts, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed)
     loaded, tokenizer = options.load_target(model, dtype, device, threads)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli import options, terminal
-from foretoken.core.errors import ConfigError, nearest_name_hint
+from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint
 
 if TYPE_CHECKING:
     from foretoken.formats.checkpoint import HeadCheckpoint
@@ -64,6 +64,7 @@ def convert(
     """
     import torch
 
+    from foretoken.bench.setup_checks import check_is_no_model
     from foretoken.formats.hub import local_head
     from foretoken.formats.registry import head_readers, read_head, write_head
     from foretoken.formats.surroundings import Surroundings
@@ -72,12 +73,17 @@ def convert(
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"dtype '{dtype}' does not exist here. {nearest_name_hint(dtype, _DTYPES)}")
     around = Surroundings() if target is None else Surroundings.of_directory(target)
-    name, checkpoint = read_head(
-        local_head(source, revision),
-        target=around.fingerprint,
-        base_config=around.config,
-        weights=None if target is None else around.loaded,
-    )
+    place = local_head(source, revision)
+    try:
+        name, checkpoint = read_head(
+            place,
+            target=around.fingerprint,
+            base_config=around.config,
+            weights=None if target is None else around.loaded,
+        )
+    except ModelError:
+        check_is_no_model(place)
+        raise
     checkpoint = _counted(checkpoint, "hydra", num_hydra_heads, num_hydra_layers)
     checkpoint = _counted(checkpoint, "medusa", num_medusa_heads, num_medusa_layers)
     to = to.replace("-", "_")

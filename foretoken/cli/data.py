@@ -127,6 +127,7 @@ def data(
 
 def _tokenizer(target: str) -> Any:
     """The target's tokenizer, without its weights."""
+    from foretoken.bench.setup_checks import check_is_no_head
     from foretoken.target.loading import load_tokenizer
     from foretoken.target.model_files import check_model_files
 
@@ -134,6 +135,7 @@ def _tokenizer(target: str) -> Any:
         check_model_files(target)  # one sentence about a name that is neither a directory nor a hub id
     tokenizer = load_tokenizer(target)
     if tokenizer is None:
+        check_is_no_head(target)
         raise RequestError(f"'{target}' has no tokenizer. Expected a model directory with tokenizer files.")
     return tokenizer
 
@@ -145,7 +147,7 @@ def _target(
     from foretoken.bench.setups import parse_setup
     from foretoken.engine.llm import LLM
 
-    setup = parse_setup(config[0] if config else "plain")
+    setup = parse_setup(config[0] if config else "plain", target=target)
     loaded, tokenizer = options.load_target(target, dtype, device, threads)
     return LLM(loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=batch_size, runner=runner)
 

@@ -20,7 +20,12 @@ _COLOURS = {"ok": "green", "warning": "yellow", "fault": "red", "skipped": "dim"
 
 def doctor(
     model: options.Model,
-    head: Annotated[Path | None, typer.Argument(help="A trained head, in any format that can be read.")] = None,
+    head: Annotated[
+        str | None,
+        typer.Argument(
+            help="A trained head, in any format that can be read: a directory, its file of weights, or a hub id."
+        ),
+    ] = None,
     method: Annotated[
         str | None, typer.Option(help="Try the training of a fresh head: medusa, hydra or mlp_speculator.")
     ] = None,
@@ -53,18 +58,24 @@ def doctor(
     if train_check and head is None:
         raise ConfigError("--train-check takes the sizes of a head. Expected one. Pass HEAD, or --method alone.")
     from foretoken.bench.prompt_sets import load_prompts
+    from foretoken.bench.setup_checks import check_is_no_model
+    from foretoken.formats.files import open_files
+    from foretoken.formats.hub import local_head
     from foretoken.formats.registry import holds_head
     from foretoken.training.data.packed import PackedTokens
     from foretoken.training.doctor.examine import Examination, examine
 
-    if head is not None and not holds_head(head):
+    place = None if head is None else local_head(head)
+    if place is not None and not holds_head(place):
+        check_is_no_model(place)
+        open_files(place)  # a damaged file says more than that there is no head
         raise ConfigError(f"'{head}' holds no draft head. Expected a directory or file of weights with one.")
     texts = load_prompts(prompts, limit=num_prompts)
     packed = None if data is None else PackedTokens.open(data)
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
     options.check_max_tokens(max_tokens, loaded)
     case = Examination(
-        head=head,
+        head=place,
         method=method,
         train_check=train_check,
         prompts=texts,
@@ -74,7 +85,7 @@ def doctor(
         allow_other_target=allow_other_target,
     )
     checks = examine(loaded, tokenizer, case)
-    header = options.run_header(loaded, head=None if head is None else str(head), prompts=len(texts))
+    header = options.run_header(loaded, head=head, prompts=len(texts))
     if as_json:
         options.print_json({**header, "checks": [asdict(check) for check in checks]})
     else:

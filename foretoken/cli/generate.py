@@ -52,7 +52,7 @@ def generate(
     from foretoken.bench.setups import parse_setup
     from foretoken.core.sampling_params import SamplingParams
 
-    setup = parse_setup(speculative_config[0]) if speculative_config else parse_setup("plain")
+    setup = parse_setup(speculative_config[0], target=model) if speculative_config else parse_setup("plain")
     if setup.needs_references:
         raise ConfigError("the drafter 'oracle' has to know the text beforehand. Use it with `foretoken bench`.")
     params = SamplingParams(

@@ -11,7 +11,7 @@ from foretoken.cli import options, terminal
 
 
 def inspect(
-    directory: Annotated[Path, typer.Argument(help="A model or drafter directory, or a head's file of weights.")],
+    place: Annotated[str, typer.Argument(help="A model's or head's directory, a head's file of weights, or a hub id.")],
     target: Annotated[
         str | None, typer.Option(help="Directory of a head's target: for what the head leaves out, and to compare.")
     ] = None,
@@ -25,6 +25,7 @@ def inspect(
     Exit code 2: it cannot be read. With --verify (or --target, or in a foreign format) a head is read whole: numbers
     that are not finite, and tensors that are missing, unknown or of a wrong shape, are errors.
     """
+    directory = _local(place)
     facts = None if target is not None or verify else _quick_facts(directory)
     if facts is None:
         facts = _head_facts(directory, target, verify=verify)
@@ -39,6 +40,15 @@ def inspect(
         _print(facts)
     if has_findings:
         raise typer.Exit(1)
+
+
+def _local(place: str) -> Path:
+    """Where it lies on this machine, downloaded where it is named by a hub id; see `formats.hub`."""
+    if Path(place).exists():
+        return Path(place)  # the hub's client takes half a second to import
+    from foretoken.formats.hub import is_hub_id, local_head
+
+    return local_head(place, what="model or head") if is_hub_id(place) else Path(place)
 
 
 def _quick_facts(directory: Path) -> dict[str, Any] | None:

@@ -32,7 +32,10 @@ def train(
         ),
     ] = None,
     init: Annotated[
-        Path | None, typer.Option(help="Begin from this head instead of neutral weights.", rich_help_panel=_HEAD)
+        str | None,
+        typer.Option(
+            help="Begin from this head, a directory or a hub id, instead of neutral weights.", rich_help_panel=_HEAD
+        ),
     ] = None,
     weights: Annotated[
         list[str] | None,
@@ -120,11 +123,12 @@ def train(
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
     _check_data(packed, tokenizer, loaded.vocab_size, data=str(data), model=model)
     packed.batch(0, batch_size=batch_size, length=length, seed=seed)  # too little data: said before the work
+    from foretoken.formats.hub import local_head
     from foretoken.formats.registry import read_head
     from foretoken.training.report import held_out_workload, save_target, saved_head
 
     workload = held_out_workload(prompts, num_prompts)
-    initial = None if init is None else read_head(init)[1]
+    initial = None if init is None else read_head(local_head(init))[1]
     run = RunSettings(
         head=initial.config if initial is not None else head_config(method, loaded, _pairs(sizes, "--set")),
         objective=objective,
@@ -136,8 +140,8 @@ def train(
         cache_bytes=int(cache_gib * 2**30),
         joint=None if joint is None else joint_config(_pairs(joint, "--joint")),
     )
-    if initial is not None:
-        _check_initial(initial, method, loaded, str(init))
+    if initial is not None and init is not None:
+        _check_initial(initial, method, loaded, init)
     with step_progress(steps) as on_step:
         try:
             if run.joint is None:

@@ -17,42 +17,48 @@ _PICKLES = ["medusa_lm_head.pt", "hydra_lm_head.pt", "medusa_heads*.pt", "pytorc
 _ELSEWHERE = ["*/*"]  # parts of training runs
 
 
-def local_head(name: str, revision: str | None = None) -> Path:
+def is_hub_id(name: str) -> bool:
+    """Whether a name is meant for the hub: `owner/name`, where no such directory is here."""
+    path = Path(name)
+    # A path that is misspelt is one whose directory exists.
+    return bool(_HUB_ID.fullmatch(name)) and not path.exists() and not path.parent.is_dir()
+
+
+def local_head(name: str, revision: str | None = None, *, what: str = "head") -> Path:
     """Where a head lies on this machine, downloaded when it does not yet.
 
     Args:
         name: A directory, a file of weights, or a hub id `owner/name`. What exists here is never looked for there.
         revision: Branch, tag or commit of the hub repository; None for its main branch.
+        what: What it is taken for, for messages.
 
     Raises:
         ModelError: When there is no such thing, or it cannot be downloaded; with `HF_HUB_OFFLINE=1` when it is not in
             the cache.
     """
     path = Path(name)
-    is_here = bool(name) and path.exists()
-    # A path that is misspelt is one whose directory exists.
-    if is_here or not _HUB_ID.fullmatch(name) or path.parent.is_dir():
+    if not is_hub_id(name):
         if revision is not None:
             raise ModelError(f"revision '{revision}' is of a hub repository, and '{name}' is none. Leave it out.")
-        if not is_here:
+        if not name or not path.exists():
             raise ModelError(
-                f"there is no head '{name}'. Expected a directory with weights, a file of weights, or a hub id "
+                f"there is no {what} '{name}'. Expected a directory with weights, a file of weights, or a hub id "
                 "'owner/name'. Check the path."
             )
         return path
-    snapshot = _download(name, revision, _PLAIN)
+    snapshot = _download(name, revision, _PLAIN, what)
     if not any(snapshot.glob("*.safetensors")):
-        snapshot = _download(name, revision, _PICKLES)
+        snapshot = _download(name, revision, _PICKLES, what)
     return snapshot
 
 
-def _download(name: str, revision: str | None, patterns: list[str]) -> Path:
+def _download(name: str, revision: str | None, patterns: list[str], what: str) -> Path:
     """A snapshot with the files of some patterns."""
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=_ELSEWHERE))
     except Exception as err:  # no such repository, no right to read it, no network, no room: each has its own type
         at = "" if revision is None else f" at revision '{revision}'"
         raise ModelError(
-            f"head '{name}'{at} cannot be fetched from the hub: {one_line(err)}. Expected a repository that may be "
+            f"{what} '{name}'{at} cannot be fetched from the hub: {one_line(err)}. Expected a repository that may be "
             "read, or one in the cache. Check its name and the network, or pass a directory."
         ) from err
