@@ -40,12 +40,15 @@ def bench(
 ) -> None:
     """Measure tokens/s, speed-up, acceptance length tau and, with --wide or --json, where the time goes.
 
-    Every batch of prompts is decoded by all setups in turn; speed-up is the median ratio to plain decoding of the same
-    batch by the same runner. tau counts the target's own token of each pass; efficiency is speed-up / tau. The drafter
-    `oracle` knows the text and is right as often as its `pattern` says: it shows what the engine costs by itself. A
-    second table says how many drafted nodes were used, how often each depth was accepted, and for which share of the
-    passes the engine declined to draft because that would not have paid; beside a lossy acceptance rule it has the
-    target's surprise at what was written, in nats a token: what the rule's speed was bought with.
+    Every batch of prompts is decoded by all setups in turn. tau is the mean number of tokens that a target pass brings,
+    the target's own included; speed-up is the median ratio to plain decoding of the same batch by the same runner;
+    efficiency is speed-up / tau.
+
+    A second table says what became of the drafts: how many nodes were used, how often each depth was accepted, and in
+    which share of the passes the engine declined to draft, because that would not have paid; with
+    num_speculative_tokens it drafts all the same. Beside a lossy acceptance rule it has the target's surprise at the
+    text, in nats a token: what the rule's speed was bought with. The drafter `oracle` knows the text and is right as
+    often as its `pattern` says: it shows what the engine costs by itself.
     """
     from foretoken.bench.compare import compare_setups, verify_costs
     from foretoken.bench.prompt_sets import load_prompts

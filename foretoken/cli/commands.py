@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 from foretoken.cli import bench, convert, data, doctor, generate, inspect, train, verify
+from foretoken.cli.help import Command, ending, without_flags
 from foretoken.core.errors import ForetokenError
 
 
@@ -25,6 +27,10 @@ class Ended(Exception):  # noqa: N818 - not an error: the user or a reader of th
 
 class _Commands(TyperGroup):
     """Runs a command; what its surroundings do to it becomes a value before typer turns it into another exit code."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """See click."""
+        return without_flags(super().get_params(ctx))
 
     def invoke(self, ctx: Any) -> Any:
         """See click.
@@ -49,17 +55,63 @@ app = typer.Typer(
     cls=_Commands,
     pretty_exceptions_enable=False,
 )
-app.command("generate")(generate.generate)
-app.command("verify")(verify.verify)
-app.command("bench")(bench.bench)
-app.command("inspect")(inspect.inspect)
-app.command("convert")(convert.convert)
-app.command("data")(data.data)
-app.command("train")(train.train)
-app.command("doctor")(doctor.doctor)
+_COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
+    (generate.generate, ending(
+        "foretoken generate models/tinycode -p 'class Queue:'",
+        "foretoken generate models/tinycode -f prompt.txt -s ngram --temperature 0.8",
+        "foretoken generate models/tinycode -p 'class Queue:' \\",
+        "    -s ngram:num_speculative_tokens=8",
+    )),
+    (verify.verify, ending(
+        "foretoken verify models/tinycode -s ngram -s draft_model:tree",
+        "foretoken verify models/tinycode -s hydra --batch-size 1 --batch-size 3",
+        found="some text differs by more than rounding",
+    )),
+    (bench.bench, ending(
+        "foretoken bench models/tinycode -s ngram -s draft_model --temperature 0.8",
+        "foretoken bench models/tinycode -s ngram:num_speculative_tokens=8 --wide",
+    )),
+    (inspect.inspect, ending(
+        "foretoken inspect models/tinycode",
+        "foretoken inspect models/tinycode-hydra --verify --target models/tinycode",
+        found="--verify found something wrong",
+    )),
+    (convert.convert, ending(
+        "foretoken convert models/tinycode-hydra runs/hydra --to hydra \\",
+        "    --target models/tinycode",
+        "foretoken convert models/tinycode-medusa runs/trt --to tensorrt_llm \\",
+        "    --target models/tinycode --dtype bfloat16",
+    )),
+    (data.data, ending(
+        "foretoken data models/tinycode --text 'foretoken/**/*.py' --out runs/data",
+        "foretoken data models/tinycode --jsonl chats.jsonl --self-distill \\",
+        "    -s ngram --out runs/data",
+    )),
+    (train.train, ending(
+        "foretoken train medusa models/tinycode --data runs/data --out runs/medusa",
+        "foretoken train hydra models/tinycode --data runs/data --out runs/hydra \\",
+        "    --set num_layers=2 --steps 1400 --lr 2e-3",
+    )),
+    (doctor.doctor, ending(
+        "foretoken doctor models/tinycode --method hydra",
+        "foretoken doctor models/tinycode models/tinycode-hydra",
+        found="some check found a fault",
+    )),
+)  # fmt: skip
+for _function, _ending in _COMMANDS:
+    _settings = {"token_normalize_func": convert.option_name} if _function is convert.convert else None
+    app.command(cls=Command, epilog=_ending, context_settings=_settings)(_function)
 
 
-@app.callback(invoke_without_command=True)
+@app.callback(
+    invoke_without_command=True,
+    epilog=ending(
+        "foretoken generate models/tinycode -s ngram -p 'class Queue:'",
+        "foretoken generate Qwen/Qwen3-0.6B -s ngram -p 'def read_config(path):'",
+        "foretoken COMMAND --help",
+        found="a verdict of verify, inspect or doctor",
+    ),
+)
 def foretoken(
     ctx: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
@@ -72,7 +124,7 @@ def foretoken(
         typer.echo(ctx.get_help())
 
 
-@app.command("version")
+@app.command("version", cls=Command)
 def print_version() -> None:
     """Print the version."""
     from foretoken import __version__

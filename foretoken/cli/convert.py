@@ -18,9 +18,9 @@ _NUM_HEADS = "Heads to keep, the first ones; an error when the tensors hold fewe
 _NUM_LAYERS = "Layers that each head is said to have; an error when the tensors say otherwise."
 
 
-def _count(*names: str, text: str) -> Any:
-    """An option known from TensorRT-LLM's converters, also spelt with dashes."""
-    return typer.Option(*names, *(name.replace("_", "-") for name in names), min=1, help=text)
+def option_name(name: str) -> str:
+    """Options as TensorRT-LLM's converters spell them, `tp_size` and `fixed_num_medusa_heads`, by the names here."""
+    return name.replace("_", "-").removeprefix("fixed-")
 
 
 def convert(
@@ -31,8 +31,9 @@ def convert(
     to: Annotated[
         str,
         typer.Option(
+            metavar="NAME",
             help="native, medusa, medusa_v2 (shares the target's LM head), vllm_medusa, hydra, mlp_speculator, "
-            "or tensorrt_llm."
+            "or tensorrt_llm.",
         ),
     ] = "native",
     target: Annotated[
@@ -42,16 +43,14 @@ def convert(
     revision: Annotated[
         str | None, typer.Option(help="Revision of SOURCE on the hub; its main branch if none.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="float16, bfloat16 or float32; the source's when left out.")] = None,
-    tp_size: Annotated[
-        int, typer.Option("--tp-size", "--tp_size", min=1, help="Ranks to split over, for tensorrt_llm.")
-    ] = 1,
-    num_hydra_heads: Annotated[int | None, _count("--num_hydra_heads", text=_NUM_HEADS)] = None,
-    num_hydra_layers: Annotated[int | None, _count("--num_hydra_layers", text=_NUM_LAYERS)] = None,
-    num_medusa_heads: Annotated[
-        int | None, _count("--num_medusa_heads", "--fixed_num_medusa_heads", text=_NUM_HEADS)
+    dtype: Annotated[
+        str | None, typer.Option(metavar="NAME", help="float16, bfloat16 or float32; the source's when left out.")
     ] = None,
-    num_medusa_layers: Annotated[int | None, _count("--num_medusa_layers", text=_NUM_LAYERS)] = None,
+    tp_size: Annotated[int, typer.Option(min=1, help="Ranks to split over, for tensorrt_llm.")] = 1,
+    num_hydra_heads: Annotated[int | None, typer.Option(min=1, help=_NUM_HEADS)] = None,
+    num_hydra_layers: Annotated[int | None, typer.Option(min=1, help=_NUM_LAYERS)] = None,
+    num_medusa_heads: Annotated[int | None, typer.Option(min=1, help=_NUM_HEADS)] = None,
+    num_medusa_layers: Annotated[int | None, typer.Option(min=1, help=_NUM_LAYERS)] = None,
     safetensors: Annotated[
         bool, typer.Option("--safetensors", help="Write safetensors where medusa and hydra have a pickle of tensors.")
     ] = False,
@@ -60,7 +59,8 @@ def convert(
 ) -> None:
     """Convert a draft head between formats; its source format is found by what its files hold.
 
-    OUT appears whole or not at all. Says who else reads it and how: the same weights can be another network elsewhere.
+    OUT appears whole or not at all. Options may be spelt as TensorRT-LLM's converters spell them. Says who
+    else reads it and how: the same weights can be another network elsewhere.
     """
     import torch
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +26,8 @@ def doctor(
         ),
     ] = None,
     method: Annotated[
-        str | None, typer.Option(help="Try the training of a fresh head: medusa, hydra or mlp_speculator.")
+        str | None,
+        typer.Option(metavar="NAME", help="Try the training of a fresh head: medusa, hydra or mlp_speculator."),
     ] = None,
     train_check: Annotated[
         bool, typer.Option("--train-check", help="Try training with the sizes of HEAD too; HEAD stays as it is.")
@@ -50,8 +50,8 @@ def doctor(
     """Find out why a head does not draft: each check names a cause and what to do about it.
 
     The target goes on with prompts, and the head is held against what it writes: with the right feature and with
-    those that are taken for it, at the right token and at its neighbours, and through the engine. Exit code 0: all is
-    well, though there may be warnings; 1: some fault; 2: it cannot be examined.
+    those that are taken for it, at the right token and at its neighbours, and through the engine. Warnings are no
+    faults.
     """
     if head is None and method is None:
         raise ConfigError("there is nothing to examine. Expected a head, or --method for one that is to be trained.")
@@ -97,18 +97,9 @@ def doctor(
 
 def _print_table(checks: list[Check]) -> None:
     """One row a check."""
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table("check", "verdict", "found", "what it means", show_lines=True)
-    for check in checks:
-        verdict = Text(check.verdict, style=_COLOURS[check.verdict])
-        table.add_row(
-            check.name, verdict, *(Text(terminal.visible(text)) for text in (_shown(check.value), check.message))
-        )
-    console = Console() if sys.stdout.isatty() else Console(width=120)
-    console.print(table)
+    rows = [[check.name, check.verdict, _shown(check.value), check.message] for check in checks]
+    columns = ["check", "verdict", "found", "what it means"]
+    terminal.print_table(columns, rows, texts=columns, colours=_COLOURS)
 
 
 def _shown(value: Any) -> str:

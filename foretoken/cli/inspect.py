@@ -15,14 +15,12 @@ def inspect(
     target: Annotated[
         str | None, typer.Option(help="Directory of a head's target: for what the head leaves out, and to compare.")
     ] = None,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="List a head's tensors and what is wrong. Exit code 1: something is.")
-    ] = False,
+    verify: Annotated[bool, typer.Option("--verify", help="List a head's tensors and what is wrong.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Say what a directory holds: a target's architecture, sizes, dtype, tokenizer; or a head's format and sizes.
 
-    Exit code 2: it cannot be read. With --verify (or --target, or in a foreign format) a head is read whole: numbers
+    With --verify (or --target, or in a foreign format) a head is read whole: numbers
     that are not finite, and tensors that are missing, unknown or of a wrong shape, are errors.
     """
     directory = _local(place)

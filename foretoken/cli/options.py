@@ -17,22 +17,32 @@ if TYPE_CHECKING:
     from foretoken.target.loading import LoadedModel
 
 Model = Annotated[str, typer.Argument(help="Target: a model directory in Hugging Face layout, or a hub id.")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16, float16, float64, or auto (float32 on CPU).")]
+Dtype = Annotated[
+    str, typer.Option(metavar="NAME", help="float32, bfloat16, float16, float64, or auto (float32 on CPU).")
+]
 RunnerName = Annotated[
     str,
     typer.Option(
         "--runner",
+        metavar="NAME",
         help="generic (the transformers model), lean (a forward of our own; also lean-native, lean-stock), or auto.",
     ),
 ]
-Device = Annotated[str, typer.Option(help="A torch device, or auto.")]
-_DRAFTER = "Drafter: a method (ngram), a method and tree (ngram:tree), vLLM's JSON, or @FILE."
-Drafter = Annotated[list[str] | None, typer.Option("--speculative-config", "-s", help=f"{_DRAFTER} Default: none.")]
+Device = Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda, another torch device, or auto.")]
+_DRAFTER = (
+    "METHOD (ngram), METHOD:TREE (ngram:tree), either with :KEY=VALUE after it (hydra:model=DIR, "
+    "ngram:num_speculative_tokens=8), vLLM's JSON, or @FILE with JSON."
+)
+Drafter = Annotated[
+    list[str] | None, typer.Option("--speculative-config", "-s", metavar="DRAFTER", help=f"{_DRAFTER} Default: none.")
+]
 Drafters = Annotated[
     list[str] | None,
-    typer.Option("--speculative-config", "-s", help=f"{_DRAFTER} May be repeated. Default: ngram."),
+    typer.Option("--speculative-config", "-s", metavar="DRAFTER", help=f"{_DRAFTER} May be repeated. Default: ngram."),
 ]
-Prompts = Annotated[str, typer.Option(help="'heldout' (bundled), a .jsonl file of {\"prompt\": …}, or a text file.")]
+Prompts = Annotated[
+    str, typer.Option(metavar="PATH", help="'heldout' (bundled), a .jsonl file of {\"prompt\": …}, or a text file.")
+]
 NumPrompts = Annotated[int, typer.Option(min=1, help="Use the first N prompts.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens a prompt.")]
 Temperatures = Annotated[list[float] | None, typer.Option(help="Temperature; may be repeated. Default: 0 and 0.8.")]

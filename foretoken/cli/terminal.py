@@ -12,10 +12,11 @@ import os
 import sys
 import unicodedata
 from io import TextIOWrapper
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 _KEPT = "\n\t\u200c\u200d"  # newline, tab, and the joiners that emoji and several scripts need
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, invisible formatting, surrogates, line and paragraph separators
@@ -71,13 +72,22 @@ def side_output(text: str) -> None:
         _discard(sys.stderr)
 
 
-def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None) -> None:
-    """Prints a table: the first column is text and may be folded, the others are numbers.
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    title: str | None = None,
+    texts: Sequence[str] = (),
+    colours: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Prints a table: the first column is text and may be folded, the others are numbers unless they are in `texts`.
 
     Args:
         columns: Headings.
         rows: Cells; one entry a column.
         title: Printed above.
+        texts: Headings of more columns of text. On a terminal rows are apart by a line then.
+        colours: Of cells, by what they hold.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -85,23 +95,30 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title:
     from rich.text import Text
 
     # Spaces between columns, no lines: a third of 80 columns would be frame otherwise.
-    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, leading=int(bool(texts) and sys.stdout.isatty()))
     cells = [[visible(cell) for cell in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    widths = [_width(column) for column in zip(columns, *cells, strict=True)]
     for index, column in enumerate(columns):
+        is_text = not index or column in texts
+        widths[index] = min(widths[index], _NARROWEST_NAME) if is_text else widths[index]
         table.add_column(
-            Text(column), justify="right" if index else "left", no_wrap=bool(index), overflow="fold",
-            min_width=widths[index] if index else min(widths[index], _NARROWEST_NAME),
+            Text(column), justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold",
+            min_width=widths[index],
         )  # fmt: skip
     for row in cells:
-        table.add_row(*map(Text, row))
+        table.add_row(*(Text(cell, style=colours.get(cell, "")) for cell in row))
     if title is not None:
         say(title)
     # In a file or a pipe nothing is folded, so that lines can be searched. A table that does not fit a terminal even
-    # with its names folded is printed as wide as it is: no digit is lost.
-    narrowest = sum(widths[1:]) + min(widths[0], _NARROWEST_NAME) + len(columns) - 1
+    # with its texts folded is printed as wide as it is: no digit is lost.
+    narrowest = sum(widths) + len(columns) - 1
     width = max(Console().width, narrowest) if sys.stdout.isatty() else _UNBOUNDED
     Console(width=width).print(table, crop=False, soft_wrap=False)
+
+
+def _width(cells: Sequence[str]) -> int:
+    """Columns of the longest line of some cells."""
+    return max(len(line) for cell in cells for line in cell.split("\n"))
 
 
 def prepare_streams() -> None:

@@ -28,7 +28,10 @@ def train(
     sizes: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", help="A size of the head as KEY=JSON, e.g. num_heads=4; repeatable.", rich_help_panel=_HEAD
+            "--set",
+            metavar="KEY=JSON",
+            help="A size of the head, e.g. num_heads=4. May be repeated.",
+            rich_help_panel=_HEAD,
         ),
     ] = None,
     init: Annotated[
@@ -41,8 +44,9 @@ def train(
         list[str] | None,
         typer.Option(
             "--objective",
-            help="A weight of the objective as KEY=NUMBER: ce_weight, kl_weight, tv_weight, feature_weight, "
-            "head_decay, noise; repeatable.",
+            metavar="KEY=X",
+            help="A weight of the objective: ce_weight, kl_weight, tv_weight, feature_weight, head_decay or noise. May "
+            "be repeated.",
             rich_help_panel=_LEARNING,
         ),
     ] = None,
@@ -62,15 +66,16 @@ def train(
     weight_decay: Annotated[float, typer.Option(help="Of AdamW.", rich_help_panel=_LEARNING)] = 0.01,
     clip_norm: Annotated[float, typer.Option(help="Greatest gradient norm.", rich_help_panel=_LEARNING)] = 1.0,
     precision: Annotated[
-        str, typer.Option(help="float32, or bfloat16 by autocast.", rich_help_panel=_LEARNING)
+        str, typer.Option(metavar="NAME", help="float32, or bfloat16 by autocast.", rich_help_panel=_LEARNING)
     ] = "float32",
-    seed: Annotated[int, typer.Option(min=0, rich_help_panel=_LEARNING)] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Of batches and fresh weights.", rich_help_panel=_LEARNING)] = 0,
     joint: Annotated[
         list[str] | None,
         typer.Option(
             "--joint",
-            help="Let the target learn along (Medusa-2), KEY=VALUE: backbone=lora or full, head_weight, head_warmup, "
-            "warmup_part, rate_factor, self_distillation, lora_rank, lora_alpha, lora_dropout; repeatable.",
+            metavar="KEY=VALUE",
+            help="Let the target learn along (Medusa-2): backbone=lora or full, head_weight, head_warmup, warmup_part, "
+            "rate_factor, self_distillation, lora_rank, lora_alpha, lora_dropout. May be repeated.",
             rich_help_panel=_LEARNING,
         ),
     ] = None,
@@ -89,7 +94,7 @@ def train(
     num_prompts: Annotated[
         int, typer.Option(min=0, help="Held-out prompts of the last report; 0 for none.", rich_help_panel=_RUN)
     ] = 16,
-    save_dtype: Annotated[str, typer.Option(help="Of the saved weights; auto: the target's.")] = "auto",
+    save_dtype: Annotated[str, typer.Option(metavar="NAME", help="Of the saved weights; auto: the target's.")] = "auto",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     threads: options.Threads = None,

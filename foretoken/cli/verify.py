@@ -35,7 +35,7 @@ def verify(
     """Decode prompts plainly and with each drafter, and compare token by token.
 
     Greedy and seeded sampled texts must be identical. A difference is a near-tie when the two tokens' scores agree to
-    rounding, and a bug otherwise. Exit code 0: no bug; 1: some bug.
+    rounding, and a bug otherwise.
     """
     from foretoken.bench.prompt_sets import load_prompts
     from foretoken.bench.setups import parse_setup

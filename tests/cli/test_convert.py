@@ -176,7 +176,7 @@ def test_lm_head_and_embedding_come_from_the_target(tmp_path: Path) -> None:
 
 
 def test_sources_that_are_no_heads(tmp_path: Path) -> None:
-    assert_refused(run("convert", MODEL, str(tmp_path / "out")), "holds no draft head of a known format")
+    assert_refused(run("convert", MODEL, str(tmp_path / "out")), "is a model and holds no draft head")
     assert_refused(run("convert", str(tmp_path / "none"), str(tmp_path / "out")), "there is no head")
     assert not (tmp_path / "out").exists()
 

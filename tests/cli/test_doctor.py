@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -27,11 +28,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def doctor(place: Path, *arguments: str) -> Finished:
+def doctor(place: Path, *arguments: str, is_terminal: bool = False) -> Finished:
     """`foretoken doctor TARGET …` on the prompts."""
     prompts = str(place / "prompts.jsonl")
     sizes = ("--num-prompts", str(len(PROMPTS)), "--max-tokens", str(MAX_TOKENS))
-    return run("doctor", str(place / "target"), "--prompts", prompts, *sizes, *arguments)
+    return run("doctor", str(place / "target"), "--prompts", prompts, *sizes, *arguments, is_terminal=is_terminal)
 
 
 def test_a_good_head(place: Path) -> None:
@@ -57,6 +58,16 @@ def test_a_fault(place: Path) -> None:
     assert "head 0 looks like head 1" in words
 
 
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_fits_a_terminal(place: Path, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    shown = doctor(place, str(place / "late"), is_terminal=True).stdout
+    _, table = re.sub(r"\x1b\[[\d;]*m", "", shown).split("\n", 1)
+    assert max(map(len, table.splitlines())) <= width
+    assert not set(table) & set("│┃┏├")
+    assert "target logits ok " in table
+
+
 def test_before_there_is_a_head(place: Path) -> None:
     result = doctor(place, "--method", "medusa")
     assert result.returncode == 0, result.stdout + result.stderr
@@ -68,8 +79,8 @@ def test_what_cannot_be_examined(place: Path, tmp_path: Path) -> None:
     for arguments, sentence in (
         ((), "there is nothing to examine"),
         (("--train-check", "--method", "medusa"), "--train-check takes the sizes of a head"),
-        ((str(tmp_path),), "holds no draft head"),
-        ((str(tmp_path / "none"),), "holds no draft head"),
+        ((str(tmp_path),), "holds no weights"),
+        ((str(tmp_path / "none"),), "there is no head"),
         (("--method", "medsa"), "Did you mean 'medusa'?"),
         (("--method", "medusa", "--data", str(tmp_path)), "holds no packed tokens"),
         ((str(place / "head"), "--max-tokens", "1"), "the target wrote too little"),

@@ -1,0 +1,78 @@
+"""How `--help` looks: plain names for values in one style, whole paragraphs, examples and exit codes at the end."""
+
+from __future__ import annotations
+
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+from typer.core import TyperCommand
+
+_VALUES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+
+
+class Command(TyperCommand):
+    """A command whose help names values as `N`, `TEXT` or `PATH`, and arguments as the text about them does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """See typer; the help text's paragraphs are joined, so that each is folded at the terminal's width."""
+        super().__init__(*args, **kwargs)
+        self.help = joined(self.help or "")
+        callback = self.callback
+        hints = typing.get_type_hints(getattr(callback, "__wrapped__", callback))
+        for param in self.params:
+            is_argument = param.param_type_name == "argument"
+            if param.metavar is None and param.name in hints:
+                param.metavar = param.name.upper() if is_argument else _value(hints[param.name])
+            if is_argument:  # its name stands there; newer versions of typer add a type to it
+                vars(param)["display_type_rich"] = _no_type
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """See click."""
+        return without_flags(super().get_params(ctx))
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The usage line's parts: `[OPTIONS] MODEL [HEAD]`."""
+        arguments = [param for param in self.get_params(ctx) if param.param_type_name == "argument"]
+        names = [str(param.metavar) if param.required else f"[{param.metavar}]" for param in arguments]
+        return [self.options_metavar or "", *names]
+
+
+def _no_type(ctx: Any) -> None:
+    """No type beside an argument's name."""
+    del ctx
+
+
+def without_flags(params: list[Any]) -> list[Any]:
+    """Options, of which those that take no value show none. Changes them."""
+    for param in params:
+        if getattr(param, "is_flag", False) and param.metavar is None:
+            param.metavar = ""
+    return params
+
+
+def joined(text: str) -> str:
+    """Paragraphs on one line each."""
+    return "\n\n".join(" ".join(part.split()) for part in re.split(r"\n\s*\n", text))
+
+
+def ending(*examples: str, found: str | None = None) -> str:
+    """What stands at the end of a command's help.
+
+    Args:
+        examples: Command lines that work in the repository.
+        found: What exit code 1 means, for commands that give verdicts.
+    """
+    verdict = f", 1 {found}" if found else ""
+    codes = f"Exit codes: 0 done{verdict}, 2 wrong input or a system error, 130 Ctrl-C."
+    lines = "\n".join(f"  {example}" for example in examples)
+    return f"Examples:\n{lines}\n\n{codes}" if examples else codes
+
+
+def _value(kind: Any) -> str:
+    """What stands for an option's value; nothing for a flag."""
+    parts = [part for part in typing.get_args(kind) if part is not type(None)]
+    if parts:
+        return _value(parts[0])
+    return "" if kind is bool else _VALUES[kind]

@@ -1,0 +1,117 @@
+"""`--help` at several widths: plain names for values, whole paragraphs, examples that a user can paste."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+from command_line import ROOT, run
+
+from foretoken.bench.setups import parse_setup
+from foretoken.cli.commands import app
+
+COMMANDS = ["generate", "verify", "bench", "inspect", "convert", "data", "train", "doctor"]
+VALUE = r"(N|X|TEXT|PATH|NAME|DRAFTER|KEY=\w+)"
+
+
+def shown(command: str, width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The lines of a command's help, without the spaces at their ends."""
+    monkeypatch.setenv("COLUMNS", str(width))
+    result = run(*filter(None, [command]), "--help")
+    assert result.returncode == 0, result.stderr
+    return [line.rstrip() for line in result.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("command", ["", *COMMANDS])
+def test_values_have_plain_names_and_nothing_is_cut(command: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = shown(command, width, monkeypatch)
+    assert max(map(len, lines)) <= width
+    text = "\n".join(lines)
+    assert not re.search(r"<\w+|\{\w+\}|INTEGER|BOOLEAN|\w…", text)
+    assert any(line.strip().startswith("Exit codes: 0 done") for line in lines)
+    rows = [line for line in lines if re.match(r"│ \*?\s*--\w", line)]
+    assert rows
+    for row in rows:
+        names, rest = re.match(r"│ \*?\s*(--[\w-]+(?:\s+-\w)?)\s+(.*)│", row).groups()  # type: ignore[union-attr]
+        is_flag = not re.match(VALUE + r"( \[x>=\d\])?\s\s", rest)
+        assert is_flag == (names.split()[0] in flags(command)), row
+
+
+def flags(command: str) -> set[str]:
+    """Options of a command that take no value."""
+    group: Any = typer.main.get_command(app)
+    found = group if not command else group.commands[command]
+    context = found.make_context("foretoken", [], resilient_parsing=True)
+    return {name for param in found.get_params(context) if getattr(param, "is_flag", False) for name in param.opts}
+
+
+@pytest.mark.parametrize("width", [80, 120])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_paragraphs_are_folded_at_the_width(command: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = shown(command, width, monkeypatch)
+    usage = next(i for i, line in enumerate(lines) if "Usage:" in line)
+    end = next(i for i, line in enumerate(lines) if line.startswith("╭"))
+    for line, after in zip(lines[usage + 1 : end], lines[usage + 2 : end], strict=False):
+        if line and after:
+            assert len(line) + 1 + len(after.split()[0]) > width - 1, "a line ends although the next word fits"
+
+
+def test_arguments_are_named_as_in_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert any(line.endswith("doctor [OPTIONS] MODEL [HEAD]") for line in shown("doctor", 80, monkeypatch))
+    assert any(line.endswith("convert [OPTIONS] SOURCE OUT") for line in shown("convert", 80, monkeypatch))
+    assert "Missing argument 'METHOD'" in run("train").stderr
+
+
+def examples(command: str, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The arguments of each example, after `foretoken`."""
+    lines = shown(command, 80, monkeypatch)
+    text = "\n".join(lines[lines.index(" Examples:") + 1 :]).split("\n\n")[0].replace("\\\n", " ")
+    found = [shlex.split(line) for line in text.splitlines()]
+    assert all(words[0] == "foretoken" for words in found), found
+    return [words[1:] for words in found]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_examples_are_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Options exist and have values of their type, methods fit their weights, bundled models are there."""
+    group: Any = typer.main.get_command(app)
+    found = examples(command, monkeypatch)
+    assert len(found) > 1
+    monkeypatch.chdir(ROOT)
+    for name, *arguments in found:
+        assert name == command
+        values = group.commands[name].make_context(name, list(arguments)).params
+        for setup in values.get("speculative_config") or ():
+            assert parse_setup(setup, target=values.get("model")).config is not None
+        for value in arguments:
+            assert not value.startswith("models/") or Path(value).is_dir()
+
+
+def test_examples_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for command in ("generate", "inspect", "convert"):
+        for arguments in examples(command, monkeypatch):
+            prompt = tmp_path / "prompt.txt"
+            prompt.write_text("import os\n")
+            places = {"prompt.txt": str(prompt), "runs/hydra": str(tmp_path / "h"), "runs/trt": str(tmp_path / "t")}
+            more = ("--max-tokens", "4") if command == "generate" else ()
+            result = run(*(places.get(argument, argument) for argument in arguments), *more)
+            assert result.returncode == 0, result.stderr
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = sys.modules['huggingface_hub'] = None\n"
+        "from foretoken.cli.main import main; main()"
+    )
+    for command in COMMANDS:
+        result = subprocess.run(
+            [sys.executable, "-c", code, command, "--help"], capture_output=True, text=True, timeout=60, check=False
+        )
+        assert result.returncode == 0, result.stderr
