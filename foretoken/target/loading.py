@@ -16,7 +16,7 @@ from foretoken.core.errors import ModelError
 from foretoken.target.adapters import adapt_attention
 from foretoken.target.config_checks import check_quantization, check_sizes, end_tokens
 from foretoken.target.held_memory import in_own_memory, plain_tensors
-from foretoken.target.model_files import check_model_files, one_line
+from foretoken.target.model_files import check_model_files, check_readable, one_line
 from foretoken.target.placement import check_placement, resolve_device, resolve_dtype
 from foretoken.target.plugin import ATTENTION_NAME
 from foretoken.target.shared_copy import shared_copy
@@ -190,8 +190,16 @@ def _plug_in(module: Any, name: str) -> None:
 
 
 def load_tokenizer(name: str, revision: str | None = None) -> Any | None:
-    """The tokenizer of a model, or None when its directory has none."""
+    """The tokenizer of a model, or None when its directory has none.
+
+    Raises:
+        ModelError: When it is damaged, or what lies there is no directory.
+    """
     directory = Path(name)
+    if directory.exists() and not directory.is_dir():
+        raise ModelError(f"'{name}' is no directory. Expected one with tokenizer files, or a hub id.")
+    if directory.is_dir():
+        check_readable(directory)
     if directory.is_dir() and not any(directory.glob("tokenizer*")) and not any(directory.glob("*vocab*")):
         return None
     try:

@@ -10,13 +10,15 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from foretoken.core.bounded_reads import check_regular, read_regular
+from foretoken.core.bounded_reads import MIB, check_regular, read_regular
 from foretoken.core.errors import ModelError
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _INDEX = "model.safetensors.index.json"
 # Kinds of files that libraries read to their end, which a device has not.
 _READ_WHOLE = {".json", ".safetensors", ".txt", ".model", ".jinja"}
+_TEMPLATES = "additional_chat_templates"  # the one directory that tokenizers read besides
+_MOST_TEXT_BYTES = 256 * MIB  # tokenizers of 260,000 tokens have 40 MiB
 _LONGEST_LINE = 300  # characters of a library's message
 
 
@@ -38,9 +40,7 @@ def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:
             f"there is no model directory '{name}'. Expected a directory with config.json and safetensors. "
             + _nearby(directory)
         )
-    for path in sorted(directory.iterdir()):
-        if path.suffix in _READ_WHOLE and path.exists():
-            check_regular(path)
+    check_readable(directory)
     if not (directory / "config.json").is_file():
         raise ModelError(f"'{name}' has no config.json. Expected a model directory in Hugging Face layout.")
     _read_json(directory / "config.json")
@@ -61,6 +61,23 @@ def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:
                 file.keys()
         except (SafetensorError, OSError) as err:
             raise ModelError(f"{path} is damaged: {one_line(err)}. Copy or download it again.") from err
+
+
+def check_readable(directory: Path) -> None:
+    """Refuses what would keep a library reading: devices and pipes in the place of files, and endless text.
+
+    Raises:
+        ModelError: Naming the first such file.
+    """
+    for path in sorted([*directory.iterdir(), *directory.glob(f"{_TEMPLATES}/*")]):
+        if path.suffix not in _READ_WHOLE or not path.exists():
+            continue
+        check_regular(path)
+        size = path.stat().st_size
+        if path.suffix != ".safetensors" and size > _MOST_TEXT_BYTES:
+            raise ModelError(
+                f"'{path}' has {size} bytes. Expected at most {_MOST_TEXT_BYTES}. Copy or download it again."
+            )
 
 
 def _check_shards(directory: Path) -> None:
