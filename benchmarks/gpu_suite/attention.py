@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu_suite.timing import Program, interleave, prepare
 from foretoken.attention.layout import AttentionLayout
+from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 
 if TYPE_CHECKING:
@@ -161,16 +162,14 @@ def make_scene(store: tuple[Tensor, Tensor], batch: int, prefix: int, nodes: int
     device = keys.device
     parents = [-1, *((node - 1) // 3 for node in range(1, nodes))]
     tree = TokenTree.from_rows([TreeRow([0] * nodes, parents)] * batch, device=device)
-    layout = AttentionLayout(
-        slots=range(batch), prefix=[prefix] * batch, positions=prefix + tree.depths, tree=tree
-    )  # fmt: skip
+    work = Pass.of_tree(tree, slots=range(batch), prefix_lens=[prefix] * batch, last_position=prefix + nodes)
     ancestors = tree.ancestor_mask()
     seen = torch.ones(batch, nodes, prefix, dtype=torch.bool, device=device)
     generator = torch.Generator(device).manual_seed(seed)
     query = torch.randn(batch, nodes, heads.query, heads.width, device=device, generator=generator).to(heads.dtype)
     return Scene(
         batch=batch, prefix=prefix, nodes=nodes, copies=keys.shape[0] // batch, keys=keys, values=values,
-        query=query.transpose(1, 2), layout=layout, ancestors=ancestors,
+        query=query.transpose(1, 2), layout=AttentionLayout(work), ancestors=ancestors,
         mask=torch.cat([seen, ancestors], dim=2).unsqueeze(1), scale=heads.width**-0.5,
     )  # fmt: skip
 
@@ -185,12 +184,13 @@ def candidates(scene: Scene) -> Calls:
     tables = [replace(first, slots=first.slots + copy * batch) for copy in range(scene.copies)]
     num_keys = torch.full((batch,), scene.length, dtype=torch.int32, device=device)
     dense = scene.mask[:, 0].contiguous()
-    kv_heads = scene.keys.shape[1]
+    kv_heads, packed = scene.keys.shape[1], scene.query.transpose(1, 2).flatten(0, 1)
     packed_query = scene.query.reshape(batch, kv_heads, -1, scene.query.shape[3])
     packed_mask = scene.mask.repeat(1, 1, heads // kv_heads, 1)
 
     def mask_free(copy: int) -> Tensor:
-        return tree_attention_triton(scene.query, scene.keys, scene.values, tables[copy], scale=scene.scale)
+        output = tree_attention_triton(packed, scene.keys, scene.values, tables[copy], scale=scene.scale)
+        return output.view(batch, scene.nodes, heads, -1)
 
     def masked(copy: int) -> Tensor:
         return masked_attention_triton(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import accumulate, combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from foretoken.attention.layout import AttentionLayout
-from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.core.passes import Pass
 
 Levels = Mapping[str, Sequence[Any]]
 Case = dict[str, Any]
@@ -25,7 +25,8 @@ LEVELS: Levels = {
     "nodes": (1, 8, 33, 64, 128, 340),
     "batch": (1, 3, 8),
     "prefix": ("none", "short", "long", "ragged"),
-    "structure": ("causal", "chain", "tree", "levels"),
+    "structure": ("causal", "chain", "tree", "mixed", "levels"),
+    "tables": ("pass", "captured"),
     "window": (None, 5, 100),
     "softcap": (None, None, 2.0, 30.0),
     "sinks": (False, False, True),
@@ -38,7 +39,8 @@ REHEARSAL_LEVELS: Levels = {
     "nodes": (1, 7),
     "batch": (1, 2),
     "prefix": ("none", "short"),
-    "structure": ("causal", "tree", "levels"),
+    "structure": ("causal", "tree", "mixed", "levels"),
+    "tables": ("pass", "captured"),
     "window": (None, 5),
     "softcap": (None, 2.0),
     "sinks": (False, True),
@@ -82,12 +84,11 @@ class Problem:
     """One call of tree attention.
 
     Attributes:
-        query: (B, H, T, Dk).
+        query: (M, H, Dk).
         keys: (slots, Hk, capacity, Dk), NaN in every row that must not be read.
         values: (slots, Hk, capacity, Dv), likewise.
-        layout: Who sees what, as the runner would say it.
-        visible: For each sequence (T, S) bool on the CPU, the same by a loop of its own; S = prefix + W.
-        parents: (B, T) int32, or None where the tokens are causal.
+        work: The pass, as the runner would describe it.
+        visible: For each sequence (T, L) bool on the CPU, who sees what by a loop of its own; L = prefix + nodes.
         sinks: (H,), or None.
         scale: Factor of the dot products.
     """
@@ -95,16 +96,33 @@ class Problem:
     query: Tensor
     keys: Tensor
     values: Tensor
-    layout: AttentionLayout
+    work: Pass
     visible: Sequence[Tensor]
-    parents: Tensor | None
     sinks: Tensor | None
     scale: float
 
     @property
+    def layout(self) -> AttentionLayout:
+        """Of the pass."""
+        return AttentionLayout(self.work)
+
+    @property
     def lengths(self) -> list[int]:
-        """S of each sequence."""
+        """L of each sequence."""
         return [mask.shape[1] for mask in self.visible]
+
+    @property
+    def counts(self) -> list[int]:
+        """T of each sequence."""
+        return [mask.shape[0] for mask in self.visible]
+
+    def padded(self, packed: Tensor, value: float = 0) -> Tensor:
+        """(B, T, …) what lies packed by token, with `value` behind every sequence but the longest."""
+        return torch.nn.utils.rnn.pad_sequence(packed.split(self.counts), batch_first=True, padding_value=value)
+
+    def packed(self, padded: Tensor) -> Tensor:
+        """The reverse of `padded`."""
+        return torch.cat([row[:count] for row, count in zip(padded, self.counts, strict=True)])
 
 
 def make_problem(case: Case, device: torch.device, seed: int) -> Problem:
@@ -118,15 +136,16 @@ def make_problem(case: Case, device: torch.device, seed: int) -> Problem:
         seed: Of everything.
     """
     rng = random.Random(seed)
-    batch, fed, dtype = case["batch"], case["nodes"], DTYPES[case["dtype"]]
+    batch, dtype, structure = case["batch"], DTYPES[case["dtype"]], case["structure"]
     key_width, value_width = case["head"]
     heads = case["group"] * _KV_HEADS
     prefix = [_prefix(case["prefix"], row, rng) for row in range(batch)]
-    offset = rng.randint(1, 20) if case["structure"] == "levels" else 0
-    width = offset + fed
-    parents = [_parents(case["structure"], width, row, rng) for row in range(batch)]
+    earlier = [rng.randint(1, 20) if structure == "levels" else 0 for _ in range(batch)]
+    counts = [case["nodes"] if row == 0 or structure == "causal" else rng.randint(1, case["nodes"])
+              for row in range(batch)]  # fmt: skip
+    parents = [_parents(structure, earlier[row] + counts[row], row, rng) for row in range(batch)]
     slots = rng.sample(range(batch + _SPARE_SLOTS), batch)
-    capacity = max(prefix) + width + _SPARE_ROWS
+    capacity = max(prefix) + max(map(len, parents)) + _SPARE_ROWS
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, size: float = 1.0) -> Tensor:
@@ -135,36 +154,43 @@ def make_problem(case: Case, device: torch.device, seed: int) -> Problem:
     keys = normal(batch + _SPARE_SLOTS, _KV_HEADS, capacity, key_width)
     values = normal(batch + _SPARE_SLOTS, _KV_HEADS, capacity, value_width)
     for slot in range(batch + _SPARE_SLOTS):
-        end = prefix[slots.index(slot)] + width if slot in slots else 0
+        row = slots.index(slot) if slot in slots else None
+        end = 0 if row is None else prefix[row] + len(parents[row])
         keys[slot, :, end:] = float("nan")
         values[slot, :, end:] = float("nan")
+    positions = [start + depth for line, start in zip(parents, prefix, strict=True) for depth in _depths(line)]
+    work = Pass(
+        tokens=torch.zeros(sum(counts), dtype=torch.int64, device=device),
+        positions=torch.tensor(positions, device=device),
+        parents=torch.tensor([parent for line in parents for parent in line], device=device),
+        slots=slots, prefix_lens=prefix, offsets=[0, *accumulate(counts)],
+        num_earlier=earlier if structure == "levels" else None, logit_rows=None, is_causal=structure == "causal",
+    )  # fmt: skip
     return Problem(
-        query=normal(batch, fed, heads, key_width, size=2.5).transpose(1, 2),
+        query=normal(sum(counts), heads, key_width, size=2.5),
         keys=keys,
         values=values,
-        layout=_layout(case["structure"], slots, prefix, parents, offset, device),
+        work=work,
         visible=[
-            visible_rows(line, start, offset, case["window"]) for line, start in zip(parents, prefix, strict=True)
+            visible_rows(line, start, before, case["window"])
+            for line, start, before in zip(parents, prefix, earlier, strict=True)
         ],
-        parents=None
-        if case["structure"] == "causal"
-        else torch.tensor(parents, dtype=torch.int32, device=device)[:, offset:],
         sinks=normal(heads) if case["sinks"] else None,
         scale=key_width**-0.5,
     )
 
 
-def visible_rows(parents: Sequence[int], prefix: int, offset: int, window: int | None) -> Tensor:
-    """Which cache rows the fed nodes see, told from parents alone.
+def visible_rows(parents: Sequence[int], prefix: int, earlier: int, window: int | None) -> Tensor:
+    """Which cache rows the tokens of a sequence see, told from parents alone.
 
     Args:
-        parents: Of all W scratch nodes; -1 where none comes before.
+        parents: Of all N nodes; -1 where none comes before.
         prefix: Rows before them, which everyone sees.
-        offset: Nodes that earlier passes fed.
+        earlier: Nodes that earlier passes computed.
         window: Only rows less than this many positions back, or None.
 
     Returns:
-        (W - offset, prefix + W) bool.
+        (N - earlier, prefix + N) bool.
     """
     sees: list[set[int]] = []
     depths: list[int] = []
@@ -178,7 +204,7 @@ def visible_rows(parents: Sequence[int], prefix: int, offset: int, window: int |
     if window is not None:
         positions = torch.tensor([*range(prefix), *(prefix + depth for depth in depths)])
         mask &= positions[prefix:].unsqueeze(1) - positions < window
-    return mask[offset:]
+    return mask[earlier:]
 
 
 def _prefix(kind: str, row: int, rng: random.Random) -> int:
@@ -189,40 +215,12 @@ def _prefix(kind: str, row: int, rng: random.Random) -> int:
 
 
 def _parents(structure: str, width: int, row: int, rng: random.Random) -> list[int]:
-    """Parents of a sequence's scratch nodes; trees of a batch differ in size, and the rest is padding."""
-    if structure in ("causal", "chain"):
+    """Parents of a sequence's nodes; mixed are prompts and trees in turn, and levels have several trees."""
+    if structure in ("causal", "chain") or (structure == "mixed" and row % 2 == 0):
         return list(range(-1, width - 1))
-    count = width if row == 0 or structure == "levels" else rng.randint(1, width)
     near = rng.choice((2, 8, width))  # deep trees, bushy ones, and any
-    tree = [-1] + [rng.randint(max(0, node - near), node - 1) for node in range(1, count)]
-    return tree + [-1] * (width - count)
-
-
-def _layout(
-    structure: str,
-    slots: Sequence[int],
-    prefix: Sequence[int],
-    parents: Sequence[Sequence[int]],
-    offset: int,
-    device: torch.device,
-) -> AttentionLayout:
-    """The pass as the runner describes it."""
-    starts = torch.tensor(prefix, device=device).unsqueeze(1)
-    if structure == "causal":
-        positions = starts + torch.arange(len(parents[0]), device=device)
-        return AttentionLayout(slots=slots, prefix=prefix, positions=positions)
-    if structure == "levels":
-        depths = torch.tensor([_depths(line) for line in parents], device=device)
-        visible = torch.stack([visible_rows(line, 0, offset, None) for line in parents]).to(device)
-        return AttentionLayout(
-            slots=slots, prefix=prefix, offset=offset, positions=(starts + depths)[:, offset:], visible=visible,
-            scratch_positions=starts + depths,
-        )  # fmt: skip
-    # The real nodes of a row come first; whatever has no parent after the root is padding.
-    counts = [len(line) - sum(parent < 0 for parent in line[1:]) for line in parents]
-    rows = [TreeRow([0] * count, line[:count]) for count, line in zip(counts, parents, strict=True)]
-    tree = TokenTree.from_rows(rows, device=device)
-    return AttentionLayout(slots=slots, prefix=prefix, positions=starts + tree.depths, tree=tree)
+    parents = [-1] + [rng.randint(max(0, node - near), node - 1) for node in range(1, width)]
+    return [-1 if structure == "levels" and rng.random() < 0.2 else parent for parent in parents]
 
 
 def _depths(parents: Sequence[int]) -> list[int]:

@@ -8,16 +8,19 @@ from typing import Any
 
 @cache
 def mend_interpreter() -> None:
-    """Repairs two things that the interpreter of Triton 3.6 cannot do, and the compiler can; once a process.
+    """Repairs three things that the interpreter of Triton 3.6 cannot do, and the compiler can; once a process.
 
     A loop's bound that was read from memory is an array of one number to it, of which NumPy makes no integer from 2.4
-    on. And it keeps bfloat16 as its bits, and multiplies those in `tl.dot`.
+    on. It keeps bfloat16 as its bits, and multiplies those in `tl.dot`. And NumPy warns of overflow, which a GPU passes
+    over in silence: tokens that pad a pass are computed with whatever stands in their rows.
     """
     try:
+        import numpy
         import triton
         from triton.runtime import interpreter
     except ImportError:
         return
+    numpy.seterr(all="ignore")
     language, module = triton.language, interpreter
     patch, multiply = module._patch_lang_tensor, module.InterpreterBuilder.create_dot
 

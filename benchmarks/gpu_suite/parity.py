@@ -24,6 +24,7 @@ from benchmarks.gpu_suite.attention_inputs import (
     make_problem,
 )
 from foretoken.attention.reference import reference_attention
+from foretoken.target.captured_pass import captured_pass, padded_inputs, shape_of
 
 if TYPE_CHECKING:
     from benchmarks.gpu_suite.work import Work
@@ -69,20 +70,31 @@ def available_kernels(work: Work) -> dict[str, Kernel]:
         return {"scale": problem.scale, "softcap": case["softcap"], "sinks": problem.sinks}
 
     def mask_free(problem: Problem, case: Case) -> Tensor:
-        return tree_attention_triton(
-            problem.query, problem.keys, problem.values, problem.layout.tables(), window=case["window"],
-            num_splits=case["splits"], **options(problem, case),
+        query, tables = problem.query, problem.layout.tables()
+        if case["tables"] == "captured":
+            shape = shape_of(problem.work)
+            inputs = [part.to(query.device) for part in padded_inputs(problem.work, shape)]
+            tables = captured_pass(shape, inputs)[1].tables()
+            missing = shape.num_tokens - len(query)
+            query = torch.nn.functional.pad(query, (0, 0, 0, 0, 0, missing), value=float("nan"))
+        output = tree_attention_triton(
+            query, problem.keys, problem.values, tables, window=case["window"], num_splits=case["splits"],
+            **options(problem, case),
         )  # fmt: skip
+        return output[: len(problem.query)]
 
     def masked(problem: Problem, case: Case) -> Tensor:
         device, longest = problem.query.device, max(problem.lengths)
-        mask = torch.stack([_widened(mask, longest) for mask in problem.visible]).to(device)
+        mask = problem.padded(torch.cat([_widened(mask, longest) for mask in problem.visible])).to(device)
         slots, num_keys = torch.tensor(
-            [list(problem.layout.slots), problem.lengths], dtype=torch.int32, device=device
+            [list(problem.work.slots), problem.lengths], dtype=torch.int32, device=device
         )  # fmt: skip
-        return masked_attention_triton(
-            problem.query, problem.keys, problem.values, slots, num_keys, mask, **options(problem, case)
-        )
+        query = problem.padded(problem.query).transpose(1, 2)
+        return problem.packed(
+            masked_attention_triton(
+                query, problem.keys, problem.values, slots, num_keys, mask, **options(problem, case)
+            )
+        )  # fmt: skip
 
     kernels: dict[str, Kernel] = {"mask-free": mask_free, "masked": masked}
     if work.device.type != "cuda":
@@ -91,10 +103,14 @@ def available_kernels(work: Work) -> dict[str, Kernel]:
     from foretoken.attention.cuda_tree import tree_attention_cuda
 
     def cuda(problem: Problem, case: Case) -> Tensor:
-        tables = problem.layout.tables()
-        return tree_attention_cuda(
-            problem.query, problem.keys, problem.values, tables.slots, tables.prefix, tables.positions,
-            problem.parents, window=case["window"], **options(problem, case),
+        tables, work = problem.layout.tables(), problem.work
+        parents = None if work.is_causal else problem.padded(work.parents.to(torch.int32), -1)
+        query = problem.padded(problem.query).transpose(1, 2)
+        return problem.packed(
+            tree_attention_cuda(
+                query, problem.keys, problem.values, tables.slots, tables.prefix, problem.padded(tables.positions),
+                parents, window=case["window"], **options(problem, case),
+            )
         )  # fmt: skip
 
     return {**kernels, "cuda": cuda}
@@ -118,7 +134,7 @@ def check_case(case: Case, kernels: dict[str, Kernel], device: torch.device, see
     results: dict[str, Any] = {}
     for name, kernel in kernels.items():
         if name == "cuda" and case["structure"] == "levels":
-            continue  # it knows parents alone, not what earlier passes left
+            continue  # it knows the parents of tokens alone, not what earlier passes left
         try:
             results[name] = _judged(kernel, problem, case, wanted, bounds)
         except Exception as err:  # noqa: BLE001 - a kernel that cannot run is a finding, and the others go on
@@ -135,14 +151,13 @@ def expected(problem: Problem, case: Case) -> tuple[Tensor, Tensor]:
     grow with the lengths of queries and keys, and weigh with the values' sizes.
 
     Returns:
-        (B, T, H, Dv) float64 both.
+        (M, H, Dv) float64 both.
     """
     outputs, bounds = [], []
-    for row, (slot, mask) in enumerate(zip(problem.layout.slots, problem.visible, strict=True)):
-        end = mask.shape[1]
-        query, key, value = (
-            part.double() for part in (problem.query[row], problem.keys[slot, :, :end], problem.values[slot, :, :end])
-        )
+    queries = problem.query.double().split(problem.counts)
+    for slot, mask, own in zip(problem.work.slots, problem.visible, queries, strict=True):
+        end, query = mask.shape[1], own.transpose(0, 1)
+        key, value = (part[slot, :, :end].double() for part in (problem.keys, problem.values))
         on_device = mask.to(query.device)
         output, sizes = (
             _definition(query, key, part, on_device, problem, case).transpose(0, 1) for part in (value, value.abs())
@@ -152,7 +167,7 @@ def expected(problem: Problem, case: Case) -> tuple[Tensor, Tensor]:
         unit = torch.finfo(problem.query.dtype).eps / 2
         outputs.append(output)
         bounds.append(sizes * (2 * unit + in_float32))
-    return torch.stack(outputs), torch.stack(bounds)
+    return torch.cat(outputs), torch.cat(bounds)
 
 
 def _definition(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, problem: Problem, case: Case) -> Tensor:
@@ -181,20 +196,21 @@ def _lost_key(
     """See `check_case`: of some queries, each loses the key of its greatest score."""
     worst: float | None = None
     for _ in range(_PROBED_QUERIES):
-        row = rng.randrange(wanted.shape[0])
-        node = rng.randrange(wanted.shape[1])
+        row = rng.randrange(len(problem.visible))
+        node = rng.randrange(problem.counts[row])
         mask = problem.visible[row][node : node + 1].to(wanted.device)
+        token = problem.work.offsets[row] + node
         if int(mask.sum()) < 2:
             continue
-        slot, end = problem.layout.slots[row], mask.shape[1]
-        query = problem.query[row, :, node : node + 1].double()
+        slot, end = problem.work.slots[row], mask.shape[1]
+        query = problem.query[token].double().unsqueeze(1)
         key, value = problem.keys[slot, :, :end].double(), problem.values[slot, :, :end].double()
         grouped = query.reshape(key.shape[0], -1, query.shape[2])
         scores = (grouped @ key.transpose(1, 2)).amax((0, 1)).masked_fill(~mask[0], float("-inf"))
         without = mask.clone()
         without[0, int(scores.argmax())] = False
-        moved = (_definition(query, key, value, without, problem, case)[:, 0] - wanted[row, node]).abs()
-        worst = max(worst or 0.0, float((moved / bounds[row, node]).max()))
+        moved = (_definition(query, key, value, without, problem, case)[:, 0] - wanted[token]).abs()
+        worst = max(worst or 0.0, float((moved / bounds[token]).max()))
     return worst
 
 

@@ -6,7 +6,7 @@ from benchmarks.gpu_suite.goals import Ceilings, Record, Row, kernel_us, table
 from benchmarks.gpu_suite.markdown import NONE, cell_of, markdown_table, number, times_of
 
 _FACTORS = (
-    "dtype", "head", "group", "nodes", "batch", "prefix", "structure", "window", "softcap", "sinks", "splits",
+    "dtype", "head", "group", "nodes", "batch", "prefix", "structure", "tables", "window", "softcap", "sinks", "splits",
 )  # fmt: skip
 _OTHERS = ("masked", "sdpa", "sdpa-packed")
 

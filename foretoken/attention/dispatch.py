@@ -36,10 +36,10 @@ def tree_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of every query of a pass.
+    """Attention of every token of a pass.
 
     Args:
-        query: (B, H, T, Dk).
+        query: (M, H, Dk).
         keys: (slots, Hk, capacity, Dk), one layer of the cache, this pass's rows already written.
         values: (slots, Hk, capacity, Dv).
         layout: Who sees what.
@@ -49,39 +49,33 @@ def tree_attention(
         sinks: (H,) attention sinks, or None.
 
     Returns:
-        (B, T, H, Dv).
+        (M, H, Dv).
     """
-    if layout.is_recorded or query.is_cuda:
+    if layout.is_captured or query.is_cuda:
         kernel = _triton_kernel(query.dtype, max(query.shape[-1], values.shape[-1]))
         if kernel is not None:
             output: Tensor = kernel(
                 query, keys, values, layout.tables(), scale=scale, window=window, softcap=softcap, sinks=sinks
             )
             return output
-        require(not layout.is_recorded, "passes are recorded only where the kernel runs, see `has_kernel`")
+        require(not layout.is_captured, "passes are captured only where the kernel runs, see `has_kernel`")
     outputs = []
     for row, slot in enumerate(layout.slots):
-        end = layout.num_keys(row)
+        own, end = query[layout.tokens_of(row)].transpose(0, 1), layout.num_keys(row)
         key, value = keys[slot, :, :end], values[slot, :, :end]
         mask = layout.mask(row, window)
         if softcap is None and sinks is None:
             output = scaled_dot_product_attention(
-                query[row : row + 1],
-                key[None],
-                value[None],
-                mask,
-                scale=scale,
-                enable_gqa=query.shape[1] != key.shape[0],
-            )
+                own[None], key[None], value[None], mask, scale=scale, enable_gqa=own.shape[0] != key.shape[0]
+            )[0]
         else:
-            output = reference_attention(query[row], key, value, mask, scale=scale, softcap=softcap, sinks=sinks)[None]
-        outputs.append(output)
-    joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return joined.transpose(1, 2)
+            output = reference_attention(own, key, value, mask, scale=scale, softcap=softcap, sinks=sinks)
+        outputs.append(output.transpose(0, 1))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def has_kernel(dtype: torch.dtype, head_width: int) -> bool:
-    """Whether attention of this dtype and head size can be recorded: whether the Triton kernel runs it."""
+    """Whether attention of this dtype and head size can be captured: whether the Triton kernel runs it."""
     return _triton_kernel(dtype, head_width) is not None
 
 

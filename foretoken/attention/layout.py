@@ -1,151 +1,149 @@
-"""What each query of one forward pass may see, as a value shared by all layers.
+"""What each token of a pass sees in the KV cache, worked out once for all layers: masks and kernel tables.
 
-A pass feeds T tokens per sequence. Their keys and values go to the cache rows after the sequence's prefix and after
-`offset` scratch rows that earlier passes over the same prefix wrote (a draft tree grown level by level). The prefix is
-seen by every query; scratch rows only as `visible` says. Row i of the prefix holds position i.
-
-Letters: B sequences, T tokens fed, W = offset + T scratch rows.
+Letters: S sequences, M tokens of the pass, T tokens and N nodes of one sequence, W nodes of all.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from foretoken.attention.tables import PassTables, packed_bits
-from foretoken.core.checks import require
+from foretoken.attention.tables import PassTables
+from foretoken.core.token_tree import ancestor_mask, ancestor_words
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.core.token_tree import TokenTree
+    from foretoken.core.passes import Pass
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayout:
-    """Where each sequence's keys lie and which of them each query sees.
+    """See the module.
 
     Attributes:
-        slots: B cache slots.
-        prefix: B prefix lengths.
-        offset: Scratch rows written before this pass.
-        positions: (B, T) int64, positions of the queries.
-        tree: The token tree that the T tokens are: each sees its ancestors and itself. Without earlier scratch rows.
-        visible: (B, T, W) bool, scratch rows each query sees, where it is no tree of this pass alone.
-        scratch_positions: (B, W) int64, positions of all scratch rows; given with `visible`.
-
-    With neither `tree` nor `visible` the tokens are causal, with no earlier scratch rows.
-
-    A recorded pass (`for_recording`) is run again with other contents of the same tensors: it has tables alone, and
-    what would have to be known on the host is a bound.
+        is_captured: Whether a CUDA graph of the pass is being captured, which is replayed with other contents of the
+            same tensors: there are tables alone then, and what would have to be known on the host is a bound.
     """
 
-    slots: Sequence[int]
-    prefix: Sequence[int]
-    positions: Tensor
-    offset: int = 0
-    tree: TokenTree | None = None
-    visible: Tensor | None = None
-    scratch_positions: Tensor | None = None
-    is_recorded: bool = False
-    _tables: list[PassTables] = field(default_factory=list, init=False, repr=False)
-    _masks: dict[tuple[int, int | None], Tensor | None] = field(default_factory=dict, init=False, repr=False)
-    _ancestors: list[Tensor] = field(default_factory=list, init=False, repr=False)
-
-    def __post_init__(self) -> None:
-        """Checks what the masks rely on."""
-        require(self.offset == 0 or self.visible is not None, "earlier scratch rows are seen only as `visible` says")
-        require(self.tree is None or self.visible is None, "a tree says what is visible")
+    def __init__(self, work: Pass) -> None:
+        """Nothing is computed before it is asked for."""
+        self.is_captured = False
+        self._work, self._node_offsets = work, work.node_offsets
+        self._tables: PassTables | None = None
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self._ancestors: list[Tensor | None] = []
 
     @classmethod
-    def for_recording(cls, tables: PassTables, positions: Tensor) -> AttentionLayout:
-        """A pass whose slots, lengths and visibility are read on the device, whenever it runs.
+    def of_tables(cls, work: Pass, tables: PassTables) -> AttentionLayout:
+        """A pass that is captured: slots, lengths and visibility are read on the device, whenever it runs.
 
         Args:
+            work: Its tokens and positions; of the rest only lengths are read.
             tables: Filled anew before every run.
-            positions: (B, T) int64, likewise.
         """
-        batch = positions.shape[0]
-        layout = cls(slots=range(batch), prefix=[tables.max_prefix] * batch, positions=positions, is_recorded=True)
-        layout._tables.append(tables)
+        layout = cls(work)
+        layout.is_captured, layout._tables = True, tables
         return layout
 
     @property
-    def num_queries(self) -> int:
-        """T."""
-        return self.positions.shape[1]
+    def slots(self) -> Sequence[int]:
+        """S cache slots."""
+        return self._work.slots
 
-    @property
-    def starts(self) -> list[int]:
-        """First cache row that each sequence writes."""
-        return [prefix + self.offset for prefix in self.prefix]
+    def tokens_of(self, sequence: int) -> slice:
+        """Where a sequence's T tokens lie in the pass."""
+        return slice(self._work.offsets[sequence], self._work.offsets[sequence + 1])
 
-    def num_keys(self, row: int) -> int:
-        """Cache rows that a sequence's queries may see: prefix, earlier scratch rows and this pass's own."""
-        return self.prefix[row] + self.offset + self.num_queries
+    def rows_of(self, sequence: int) -> slice:
+        """The cache rows of a sequence's T tokens."""
+        end = self.num_keys(sequence)
+        return slice(end - self._num_tokens(sequence), end)
 
-    def tables(self) -> PassTables:
-        """The same for kernels; made once per pass."""
-        if not self._tables:
-            self._tables.append(self._build_tables())
-        return self._tables[0]
+    def num_keys(self, sequence: int) -> int:
+        """Cache rows that a sequence's tokens may see: its prefix and all its nodes."""
+        return self._work.prefix_lens[sequence] + self._num_nodes(sequence)
 
-    def mask(self, row: int, window: int | None) -> Tensor | None:
-        """What one sequence's queries see; computed once per pass and window.
+    def mask(self, sequence: int, window: int | None) -> Tensor | None:
+        """What a sequence's tokens see; computed once per pass and window.
 
         Args:
-            row: Index into the batch.
+            sequence: Index into the pass.
             window: Only keys less than this many positions back, or None.
 
         Returns:
-            (T, S) bool with S = `num_keys(row)`, or None when every query sees every key.
+            (T, `num_keys(sequence)`) bool, or None when every token sees every key.
         """
-        if window is not None and self.num_keys(row) <= window:
+        if window is not None and self.num_keys(sequence) <= window:
             window = None
-        key = (row, window)
+        key = (sequence, window)
         if key not in self._masks:
-            self._masks[key] = self._build_mask(row, window)
+            self._masks[key] = self._build_mask(sequence, window)
         return self._masks[key]
+
+    def tables(self) -> PassTables:
+        """The same for kernels; made once per pass."""
+        if self._tables is None:
+            self._tables = self._build_tables()
+        return self._tables
+
+    def _num_tokens(self, sequence: int) -> int:
+        """T."""
+        return self._work.offsets[sequence + 1] - self._work.offsets[sequence]
+
+    def _num_nodes(self, sequence: int) -> int:
+        """N."""
+        return self._node_offsets[sequence + 1] - self._node_offsets[sequence]
+
+    def _build_mask(self, sequence: int, window: int | None) -> Tensor | None:
+        """See `mask`."""
+        work, tokens, nodes = self._work, self._num_tokens(sequence), self._num_nodes(sequence)
+        if nodes == 1 and window is None:
+            return None
+        prefix, device = work.prefix_lens[sequence], work.positions.device
+        first, end = self._node_offsets[sequence], self._node_offsets[sequence + 1]
+        if work.is_causal:
+            own = torch.ones(nodes, nodes, dtype=torch.bool, device=device).tril()
+        else:
+            own = ancestor_mask(work.parents[first:end].unsqueeze(0))[0]
+        seen = torch.ones(tokens, prefix, dtype=torch.bool, device=device)
+        mask = torch.cat([seen, own[nodes - tokens :]], dim=1)
+        if window is not None:
+            positions = work.positions[first:end]
+            keys = torch.cat([torch.arange(prefix, device=device), positions])
+            mask &= positions[nodes - tokens :].unsqueeze(1) - keys < window
+        return mask
 
     def _build_tables(self) -> PassTables:
         """See `tables`."""
-        device = self.positions.device
-        slots, prefix = torch.tensor([list(self.slots), list(self.prefix)], device=device)
-        rows = torch.arange(self.offset, self.offset + self.num_queries, device=device)
-        scratch = self.positions if self.scratch_positions is None else self.scratch_positions
-        words = None
-        if self.visible is not None:
-            words = packed_bits(self.visible)
-        elif self.tree is not None and self.tree.width > 1:
-            words = self.tree.ancestor_words().view(torch.int32)  # little-endian: the low half comes first
-        return PassTables(
-            slots=slots.to(torch.int32), prefix=prefix.to(torch.int32), positions=self.positions.to(torch.int32),
-            scratch_positions=scratch.to(torch.int32), words=words, written_slots=slots.unsqueeze(1),
-            written_rows=prefix.unsqueeze(1) + rows, max_prefix=max(self.prefix),
+        work, num = self._work, self._work.num_sequences
+        device = work.positions.device
+        nodes = [self._num_nodes(row) for row in range(num)]
+        written = [(slot, self.rows_of(row)) for row, slot in enumerate(work.slots)]
+        places = torch.tensor(
+            [
+                [slot for slot, rows in written for _ in range(rows.start, rows.stop)],
+                [row for _, rows in written for row in range(rows.start, rows.stop)],
+                # of each token among the nodes of all sequences
+                [node for row, end in enumerate(self._node_offsets[1:])
+                 for node in range(end - self._num_tokens(row), end)],
+            ],
+            device=device,
         )  # fmt: skip
-
-    def _visible(self) -> Tensor | None:
-        """`visible`, worked out from the tree when it is first asked for."""
-        if self.tree is None or self.tree.width == 1:
-            return self.visible
-        if not self._ancestors:
-            self._ancestors.append(self.tree.ancestor_mask())
-        return self._ancestors[0]
-
-    def _build_mask(self, row: int, window: int | None) -> Tensor | None:
-        """See `mask`."""
-        queries, prefix, device = self.num_queries, self.prefix[row], self.positions.device
-        if queries == 1 and self.visible is None and window is None:
-            return None
-        visible = self._visible()
-        causal = torch.ones(queries, queries, dtype=torch.bool, device=device).tril()
-        own = causal if visible is None else visible[row]
-        mask = torch.cat([torch.ones(queries, prefix, dtype=torch.bool, device=device), own], dim=1)
-        if window is not None:
-            scratch = self.positions[row] if self.scratch_positions is None else self.scratch_positions[row]
-            key_positions = torch.cat([torch.arange(prefix, device=device), scratch])
-            mask &= self.positions[row].unsqueeze(1) - key_positions < window
-        return mask
+        sequences = torch.tensor([list(work.slots), list(work.prefix_lens)], dtype=torch.int32, device=device)
+        starts = torch.tensor([list(work.offsets), list(self._node_offsets)], dtype=torch.int32, device=device)
+        words = None
+        if not work.is_causal:
+            padded = torch.nn.utils.rnn.pad_sequence(
+                list(work.parents.split(nodes)), batch_first=True, padding_value=-1
+            )
+            # little-endian: the low half of a word comes first
+            by_node = ancestor_words(padded).view(torch.int32)
+            words = torch.cat([by_node[row, :count] for row, count in enumerate(nodes)])[places[2]]
+        return PassTables(
+            slots=sequences[0], prefix=sequences[1], starts=starts[0], node_starts=starts[1],
+            positions=work.positions.to(torch.int32), words=words, written_slots=places[0], written_rows=places[1],
+            max_prefix=max(work.prefix_lens), max_tokens=max(self._num_tokens(row) for row in range(num)),
+            max_nodes=max(nodes),
+        )  # fmt: skip

@@ -1,99 +1,134 @@
-"""Token trees as kernels read them, made in one launch: ancestor words, depths and positions.
+"""The tables of a packed pass, made on the device in one launch: who sees what, positions, and the rows to be written.
 
-What the words are is defined by `TokenTree.ancestor_words`; here they are made without a host synchronisation and
-without the thirty small launches that tensor operations take.
+The words are those that `ancestor_words` defines; here they are made without a host synchronisation and without the
+thirty small launches that tensor operations take.
 
-Letters: B sequences, N nodes, N32 = 2 * ceil(N / 64) words of 32 bits.
+Letters: S sequences, M tokens of the pass, W nodes, N32 = 2 * ceil(max_nodes / 64) words of 32 bits.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+
+from foretoken.attention.tables import PassTables
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_FEWEST_NODES = 32  # of a block: as many as a warp has threads
 
 
-class TreeTables(NamedTuple):
-    """What a pass over token trees reads.
+def pass_tables(  # noqa: PLR0913 - the places by name, as the kernel reads them
+    parents: Tensor,
+    positions: Tensor,
+    slots: Tensor,
+    prefix: Tensor,
+    starts: Tensor,
+    node_starts: Tensor,
+    *,
+    num_tokens: int,
+    max_prefix: int,
+    max_tokens: int,
+    max_nodes: int,
+) -> tuple[PassTables, Tensor]:
+    """The tables of a pass whose lengths lie on the device: one launch, no synchronisation with the host.
 
-    Attributes:
-        words: (B, N, N32) int32, bit j % 32 of word j // 32 of node i is set when j is i or an ancestor of i.
-        depths: (B, N) int64, 0 at the root and at padding.
-        positions: (B, N) int32, prefix + depth, at most the last position.
-    """
-
-    words: Tensor
-    depths: Tensor
-    positions: Tensor
-
-    @classmethod
-    def empty(cls, batch: int, nodes: int, *, device: torch.device | str) -> TreeTables:
-        """Buffers to be filled."""
-        return cls(
-            words=torch.empty(batch, nodes, 2 * -(-nodes // 64), dtype=torch.int32, device=device),
-            depths=torch.empty(batch, nodes, dtype=torch.int64, device=device),
-            positions=torch.empty(batch, nodes, dtype=torch.int32, device=device),
-        )
-
-
-def tree_tables(parents: Tensor, prefix: Tensor, last_position: int, *, out: TreeTables | None = None) -> TreeTables:
-    """The tables of a batch of trees: one launch, no synchronisation with the host.
+    Tokens from starts[S] on, up to M, belong to no sequence; nodes from node_starts[S] on likewise, and are not read.
+    A sequence may have no token.
 
     Args:
-        parents: (B, N) int64, contiguous, of valid trees: -1 at the root and at padding, else below the node.
-        prefix: (B,) int32, contiguous, the position of each root.
-        last_position: Greatest position; nodes that would lie beyond it get it.
-        out: Contiguous buffers to fill, as `TreeTables.empty` makes them; None allocates them.
+        parents: (W,) int64, contiguous, see `Pass`.
+        positions: (W,) int64, contiguous, likewise.
+        slots: (S,) int32, contiguous, cache slots.
+        prefix: (S,) int32, contiguous, prefix lengths.
+        starts: (S + 1,) int32, contiguous, where each sequence's tokens begin.
+        node_starts: (S + 1,) int32, contiguous, where its nodes begin; its tokens are the last of them.
+        num_tokens: M, at least starts[S].
+        max_prefix: See `PassTables`.
+        max_tokens: Likewise.
+        max_nodes: Likewise.
 
     Returns:
-        `out`, or what was allocated.
+        The tables, with words, and the (M,) int64 positions of the tokens, 0 for those of no sequence.
     """
-    batch, nodes = parents.shape
-    tables = out or TreeTables.empty(batch, nodes, device=parents.device)
-    block = triton.next_power_of_2(nodes)
-    _tables_kernel[(batch, tables.words.shape[2])](
-        parents, prefix, tables.words, tables.depths, tables.positions, nodes, last_position,
-        BLOCK_N=block, ROUNDS=(nodes - 1).bit_length(), num_warps=max(1, block // 128),
+    words = parents.new_empty(num_tokens, 2 * -(-max_nodes // 64), dtype=torch.int32)
+    node_positions = positions.new_empty(positions.shape, dtype=torch.int32)
+    token_positions, written_slots, written_rows = (parents.new_empty(num_tokens) for _ in range(3))
+    block = max(triton.next_power_of_2(max_nodes), _FEWEST_NODES)
+    _tables_kernel[(len(slots) + 1, words.shape[1])](
+        parents, positions, slots, prefix, starts, node_starts,
+        words, node_positions, token_positions, written_slots, written_rows, num_tokens,
+        BLOCK=block, ROUNDS=(max_nodes - 1).bit_length(), num_warps=max(1, block // 128),
     )  # fmt: skip
-    return tables
+    tables = PassTables(
+        slots=slots, prefix=prefix, starts=starts, node_starts=node_starts, positions=node_positions, words=words,
+        written_slots=written_slots, written_rows=written_rows, max_prefix=max_prefix, max_tokens=max_tokens,
+        max_nodes=max_nodes,
+    )  # fmt: skip
+    return tables, token_positions
 
 
-@triton.jit(do_not_specialize=["nodes", "last_position"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _tables_kernel(  # noqa: PLR0913, PLR0917 - a kernel takes all that it reads
     parents: tl.tensor,
-    prefix: tl.tensor,
-    words: tl.tensor,
-    depths: tl.tensor,
     positions: tl.tensor,
-    nodes: tl.tensor,
-    last_position: tl.tensor,
-    BLOCK_N: tl.constexpr,
+    slots: tl.tensor,
+    prefix: tl.tensor,
+    starts: tl.tensor,
+    node_starts: tl.tensor,
+    words: tl.tensor,
+    node_positions: tl.tensor,
+    token_positions: tl.tensor,
+    written_slots: tl.tensor,
+    written_rows: tl.tensor,
+    num_tokens: tl.tensor,
+    BLOCK: tl.constexpr,
     ROUNDS: tl.constexpr,
 ) -> None:
-    """One word of all nodes of one sequence; the program of word 0 also makes depths and positions.
+    """One word of all tokens of one sequence; the program of word 0 also makes what is not words.
 
-    Pointer doubling: after r rounds `seen` holds the nodes up to 2^r - 1 edges above, `ancestor` is the one 2^r edges
-    above, or the topmost where there is none, and `depth` counts the edges in between. A chain of N nodes has N - 1
-    edges, so bit_length(N - 1) rounds are enough. Nothing passes through memory between rounds: `tl.gather` is a
-    function of register values, and its exchange between threads, with the barriers that needs, is the compiler's.
+    The grid is (S + 1, N32): the last sequence are the tokens that belong to none.
+
+    Pointer doubling: after r rounds `seen` holds the nodes up to 2^r - 1 edges above, and `ancestor` is the one 2^r
+    edges above, or the topmost where there is none. A chain of N nodes has N - 1 edges, so bit_length(N - 1) rounds are
+    enough. Nothing passes through memory between rounds: `tl.gather` is a function of register values, and its exchange
+    between threads, with the barriers that needs, is the compiler's.
     """
-    sequence, word = tl.program_id(0), tl.program_id(1)
-    node = tl.arange(0, BLOCK_N)
-    is_node = node < nodes
-    first = sequence.to(tl.int64) * nodes
-    parent = tl.load(parents + first + node, mask=is_node, other=-1).to(tl.int32)
-    seen = tl.where(node // 32 == word, 1 << (node % 32), 0)
-    depth = (parent >= 0).to(tl.int32)
-    ancestor = tl.where(parent >= 0, parent, node)  # one without a parent stays where it is, and adds depth 0
-    for _ in tl.static_range(ROUNDS):
-        seen |= tl.gather(seen, ancestor, 0)
-        depth += tl.gather(depth, ancestor, 0)
-        ancestor = tl.gather(ancestor, ancestor, 0)
-    tl.store(words + (first + node) * tl.num_programs(1) + word, seen, mask=is_node)
-    if word == 0:
-        tl.store(depths + first + node, depth.to(tl.int64), mask=is_node)
-        position = tl.minimum(tl.load(prefix + sequence) + depth, last_position)
-        tl.store(positions + first + node, position, mask=is_node)
+    sequence, word, num_words = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    node = tl.arange(0, BLOCK)
+    first_token = tl.load(starts + sequence)
+    if sequence == tl.num_programs(0) - 1:
+        zero = tl.zeros((BLOCK,), dtype=tl.int64)
+        for first in tl.range(first_token, num_tokens, BLOCK):
+            token = first + node
+            is_token = token < num_tokens
+            tl.store(words + token * num_words + word, zero.to(tl.int32), mask=is_token)
+            if word == 0:
+                tl.store(token_positions + token, zero, mask=is_token)
+                tl.store(written_slots + token, zero, mask=is_token)
+                tl.store(written_rows + token, zero - 1, mask=is_token)
+    else:
+        first_node = tl.load(node_starts + sequence)
+        num_nodes = tl.load(node_starts + sequence + 1) - first_node
+        num_earlier = num_nodes - (tl.load(starts + sequence + 1) - first_token)
+        is_node = node < num_nodes
+        parent = tl.load(parents + first_node + node, mask=is_node, other=-1).to(tl.int32)
+        seen = tl.where(node // 32 == word, 1 << (node % 32), 0)
+        ancestor = tl.where(parent >= 0, parent, node)  # one without a parent stays where it is
+        for _ in tl.static_range(ROUNDS):
+            seen |= tl.gather(seen, ancestor, 0)
+            ancestor = tl.gather(ancestor, ancestor, 0)
+        is_token = is_node & (node >= num_earlier)
+        token = first_token + node - num_earlier
+        tl.store(words + token * num_words + word, seen, mask=is_token)
+        if word == 0:
+            position = tl.load(positions + first_node + node, mask=is_node, other=0)
+            tl.store(node_positions + first_node + node, position.to(tl.int32), mask=is_node)
+            tl.store(token_positions + token, position, mask=is_token)
+            slot, length = tl.load(slots + sequence).to(tl.int64), tl.load(prefix + sequence).to(tl.int64)
+            tl.store(written_slots + token, tl.zeros((BLOCK,), dtype=tl.int64) + slot, mask=is_token)
+            tl.store(written_rows + token, length + node, mask=is_token)

@@ -1,20 +1,22 @@
 """Tree attention without a mask: one Triton pass over the slot cache, and one that merges its parts.
 
-The queries of a pass that share a KV head are the rows of one matrix, so a key is read once for all of them. Key tiles
-that hold nothing but prefix need no comparison, unless there is a sliding window: every node of the tree sees them.
-They are dealt out to as many programs as keep the GPU busy. What follows them in the cache, the end of the prefix and
-then the scratch rows, is the share of one more program, which looks up in the bit sets of `PassTables` who sees what.
-Each program leaves its weighted mean of values and the log-sum-exp of its scores; a second kernel merges them. Short
-contexts have one program do it all, without the second kernel.
+Sequences lie packed one after another, as in variable-length attention. The queries of a sequence that share a KV head
+are the rows of one matrix, so a key is read once for all of them. Key tiles that hold nothing but prefix need no
+comparison, unless there is a sliding window: every token of the sequence sees them. They are dealt out to as many
+programs as keep the GPU busy. What follows them in the cache, the end of the prefix and then the nodes, is the share of
+one more program, which looks up in the bit sets of `PassTables` who sees what. Each program leaves its weighted mean of
+values and the log-sum-exp of its scores; a second kernel merges them. Short contexts have one program do it all,
+without the second kernel.
 
-Lengths are read on the device: the shape of a launch depends on shapes and on `max_prefix` alone, nothing waits for the
-host, and a captured launch stays right whatever the lengths become.
+Lengths are read on the device: the shape of a launch depends on shapes and on the bounds in `PassTables` alone, nothing
+waits for the host, and a captured launch stays right whatever the lengths become. A program whose tile lies past the
+tokens of its sequence ends at once.
 
-Letters: B sequences, T tokens fed, W scratch rows, H query heads, Hk KV heads, G = H / Hk, Dk and Dv widths of keys and
-values. Logarithms are of base 2.
+Letters: S sequences, M tokens of the pass, T tokens of one sequence, H query heads, Hk KV heads, G = H / Hk, Dk and Dv
+widths of keys and values. Logarithms are of base 2.
 """
 # The kernels are in Triton's language: its values have no Python types, and what a kernel reads are its arguments.
-# ruff: noqa: PLR0912, PLR0913, PLR0915, PLR0917
+# ruff: noqa: C901, PLR0912, PLR0913, PLR0915, PLR0917
 
 from __future__ import annotations
 
@@ -49,12 +51,12 @@ def tree_attention_triton(
     sinks: Tensor | None = None,
     num_splits: int | None = None,
 ) -> Tensor:
-    """Attention of every query of a pass; never synchronises with the host.
+    """Attention of every token of a pass; never synchronises with the host.
 
-    Cache rows past prefix + W of a sequence's slot, and slots of no sequence, are not read.
+    Rows of a slot past the nodes of its sequence, and slots of no sequence, are not read.
 
     Args:
-        query: (B, H, T, Dk) bfloat16, float16 or float32, of any strides; fastest as the transpose of (B, T, H, Dk).
+        query: (M, H, Dk) bfloat16, float16 or float32, of any strides.
         keys: (slots, Hk, capacity, Dk) in the query's dtype, last stride 1, this pass's rows already written.
         values: (slots, Hk, capacity, Dv), likewise.
         tables: Who sees what, on the query's device.
@@ -62,48 +64,48 @@ def tree_attention_triton(
         window: Sliding window of the layer, or None.
         softcap: Soft cap of the scores, or None.
         sinks: (H,) attention sinks, or None.
-        num_splits: Programs that share a tile of rows: 1, or one for the scratch rows and the others for the prefix.
-            None for the fastest.
+        num_splits: Programs that share a tile of rows: 1, or one for the nodes and the others for the prefix. None for
+            the fastest.
 
     Returns:
-        (B, T, H, Dv) in the query's dtype. A query that sees nothing gets 0.
+        (M, H, Dv) in the query's dtype. A token that sees nothing gets 0. Tokens of no sequence, which pad the pass,
+        get anything.
     """
-    batch, heads, queries, key_width = query.shape
+    tokens, heads, key_width = query.shape
     kv_heads, value_width = keys.shape[1], values.shape[3]
     require(query.dtype in DTYPES, f"the dtype is {query.dtype}")
     require(query.dtype == keys.dtype == values.dtype, "queries and cache have one dtype")
     require(keys.stride(3) == values.stride(3) == 1, "rows of the cache are contiguous")
     require(scale > 0, "the greatest dot product must give the greatest score")
-    group = heads // kv_heads
-    tiling = choose_tiling(key_width, value_width, queries * group, query.dtype)
+    sequences, group = len(tables.slots), heads // kv_heads
+    tiling = choose_tiling(key_width, value_width, tables.max_tokens * group, query.dtype)
     tiling = tiling.fitted(_padded(key_width) + _padded(value_width), query.element_size(), shared_memory(query.device))
-    tiles = triton.cdiv(queries * group, tiling.rows)
-    num_scratch = tables.scratch_positions.shape[1]
+    tiles = triton.cdiv(tables.max_tokens * group, tiling.rows)
     if num_splits is None:
         prefix_tiles = tables.max_prefix // tiling.keys
         if window is not None:
             prefix_tiles = min(prefix_tiles, window // tiling.keys + 1)
         num_splits = choose_num_splits(
-            batch * kv_heads * tiles,
+            kv_heads * min(sequences * tiles, tokens * group // tiling.rows + sequences),  # others end at once
             prefix_tiles,
-            triton.cdiv(num_scratch, tiling.keys) + 1,
+            triton.cdiv(tables.max_nodes, tiling.keys) + 1,
             multiprocessors(query.device) * tiling.resident,
         )
     is_split = num_splits > 1
-    output = query.new_empty(batch, queries, heads, value_width)
+    output = query.new_empty(tokens, heads, value_width)
     means = log_sums = output  # not touched where nothing is split
     if is_split:
-        means = output.new_empty((*output.shape[:3], num_splits, value_width), dtype=torch.float32)
-        log_sums = means.new_empty(means.shape[:4])
+        means = output.new_empty((tokens, heads, num_splits, value_width), dtype=torch.float32)
+        log_sums = means.new_empty(means.shape[:3])
     has_words = tables.words is not None
     words = tables.words.contiguous() if tables.words is not None else tables.prefix
     with torch.cuda.device_of(query):
-        _attend_kernel[tiles, num_splits, batch * kv_heads](
+        _attend_kernel[tiles, num_splits, sequences * kv_heads](
             query, keys, values, query if sinks is None else sinks,
-            tables.slots, tables.prefix, tables.positions.contiguous(), tables.scratch_positions.contiguous(), words,
+            tables.slots, tables.prefix, tables.starts, tables.node_starts, tables.positions, words,
             output, means, log_sums,
             *query.stride(), *keys.stride()[:2], *values.stride()[:2],
-            queries, num_scratch, words.shape[-1], num_splits, window or 0,
+            words.shape[-1], num_splits, window or 0,
             # With a soft cap the scores are scaled before it, on the way to its tanh, and again after it.
             (scale if softcap is None else softcap) * LOG2E.value,
             0.0 if softcap is None else 2 * scale / softcap * LOG2E.value,
@@ -118,7 +120,7 @@ def tree_attention_triton(
         )  # fmt: skip
         if is_split:
             all_splits = triton.next_power_of_2(num_splits)
-            _merge_kernel[(batch * queries * heads,)](
+            _merge_kernel[(tokens * heads,)](
                 means, log_sums, query if sinks is None else sinks, output, num_splits,
                 HEADS=heads, VALUE_WIDTH=value_width, VALUE_BLOCK=_padded(value_width), ALL_SPLITS=all_splits,
                 BLOCK_SPLITS=min(all_splits, max(4096 // _padded(value_width), 1)), HAS_SINKS=sinks is not None,
@@ -174,7 +176,7 @@ def choose_tiling(key_width: int, value_width: int, num_rows: int, dtype: torch.
     Args:
         key_width: Dk.
         value_width: Dv.
-        num_rows: T G, the packed queries of a KV head.
+        num_rows: T G, the queries of a KV head in the longest sequence.
         dtype: Of queries and cache.
     """
     width = max(_padded(key_width), _padded(value_width))
@@ -192,27 +194,27 @@ def choose_tiling(key_width: int, value_width: int, num_rows: int, dtype: torch.
 
 
 @lru_cache(maxsize=4096)
-def choose_num_splits(programs: int, prefix_tiles: int, scratch_tiles: int, places: int) -> int:
+def choose_num_splits(programs: int, prefix_tiles: int, node_tiles: int, places: int) -> int:
     """Programs that should share a tile of rows: those that end first, told from what is known on the host.
 
     Time is counted in key tiles. A program costs about two more to begin and to end, merging about three and a little
     for each part.
 
     Args:
-        programs: Programs that there are without splits.
+        programs: Programs that there are without splits; an upper bound.
         prefix_tiles: Most key tiles of prefix that one may have to read.
-        scratch_tiles: Key tiles of scratch rows.
+        node_tiles: Key tiles of nodes.
         places: Programs that the GPU runs at a time.
 
     Returns:
-        1, or 2 and more: the last for the scratch rows.
+        1, or 2 and more: the last for the nodes.
     """
 
     def time(splits: int) -> float:
         rounds = -(-programs * splits // places)
         if splits == 1:
-            return rounds * (prefix_tiles + scratch_tiles + 2)
-        return rounds * (max(-(-prefix_tiles // (splits - 1)), scratch_tiles) + 2) + 3 + splits / 32
+            return rounds * (prefix_tiles + node_tiles + 2)
+        return rounds * (max(-(-prefix_tiles // (splits - 1)), node_tiles) + 2) + 3 + splits / 32
 
     return min(range(1, min(prefix_tiles, 127) + 2), key=time)
 
@@ -273,49 +275,57 @@ def _add_tile(
 
 @triton.jit
 def _seen_in_words(
-    words, num_words, is_row, first, scratch, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    words, num_words, is_row, first, node, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
 ):  # fmt: skip
-    """(BLOCK_M, BLOCK_N) whether queries see scratch rows `first`, first + 1, …; `words` are each query's first."""
+    """(BLOCK_M, BLOCK_N) whether queries see nodes `first`, first + 1, …; `words` are each query's first."""
     bits = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.int32)
     for place in tl.static_range(BLOCK_N // 32 + 1):
         index = (first >> 5) + place
         word = tl.load(words + index, mask=is_row & (index >= 0) & (index < num_words), other=0)
-        bits = tl.where((scratch >> 5 == index)[None, :], word[:, None], bits)
-    return ((bits >> (scratch & 31)[None, :]) & 1) != 0
+        bits = tl.where((node >> 5 == index)[None, :], word[:, None], bits)
+    return ((bits >> (node & 31)[None, :]) & 1) != 0
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_scratch", "num_words", "num_splits", "window"])
+@triton.jit(do_not_specialize=["num_words", "num_splits", "window"])
 def _attend_kernel(
-    query, keys, values, sinks, slots, prefix, positions, scratch_positions, all_words, output, means, log_sums,
-    query_batch_stride, query_head_stride, query_row_stride, query_column_stride,
+    query, keys, values, sinks, slots, prefix, starts, node_starts, positions, all_words, output, means, log_sums,
+    query_row_stride, query_head_stride, query_column_stride,
     key_slot_stride, key_head_stride, value_slot_stride, value_head_stride,
-    num_queries, num_scratch, num_words, num_splits, window, score_scale, bend,
+    num_words, num_splits, window, score_scale, bend,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr,
     KEY_WIDTH: tl.constexpr, KEY_BLOCK: tl.constexpr, KEY_STRIDE: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, VALUE_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, IS_SPLIT: tl.constexpr, HAS_WORDS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of rows of one KV head over one split of the keys.
+    """One tile of rows of one sequence and KV head over one split of the keys.
 
-    The grid is (row tiles, splits, B Hk): neighbours read the same keys.
+    The grid is (row tiles, splits, S Hk): programs beside each other read the same keys.
     """
     split = tl.program_id(1)
-    batch = (tl.program_id(2) // KV_HEADS).to(tl.int64)
+    sequence = tl.program_id(2) // KV_HEADS
     kv_head = (tl.program_id(2) % KV_HEADS).to(tl.int64)
-    slot = tl.load(slots + batch).to(tl.int64)
-    length = tl.load(prefix + batch)
+    first_token = tl.load(starts + sequence)
+    num_tokens = tl.load(starts + sequence + 1) - first_token
+    if tl.program_id(0) * BLOCK_M >= num_tokens * GROUP:
+        return
+    first_node = tl.load(node_starts + sequence)
+    num_nodes = tl.load(node_starts + sequence + 1) - first_node
+    num_earlier = num_nodes - num_tokens
+    slot = tl.load(slots + sequence).to(tl.int64)
+    length = tl.load(prefix + sequence)
     keys += slot * key_slot_stride + kv_head * key_head_stride
     values += slot * value_slot_stride + kv_head * value_head_stride
 
-    # Row r is query r // G at head r % G: the memory of a pass's queries runs through rows in order.
+    # Row r is token r // G at head r % G: the memory of a sequence's queries runs through rows in order.
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    node = rows // GROUP
-    is_row = node < num_queries
-    at = batch * num_queries + node
+    token = rows // GROUP
+    is_row = token < num_tokens
+    at = first_token.to(tl.int64) + token
+    own_node = num_earlier + token
     head = kv_head * GROUP + rows % GROUP
     columns = tl.arange(0, KEY_BLOCK)
-    query_rows = query + batch * query_batch_stride + node * query_row_stride + head * query_head_stride
+    query_rows = query + at * query_row_stride + head * query_head_stride
     query_tile = tl.load(
         query_rows[:, None] + columns[None, :] * query_column_stride,
         mask=is_row[:, None] & (columns < KEY_WIDTH)[None, :], other=0.0,
@@ -325,7 +335,7 @@ def _attend_kernel(
     full = length // BLOCK_N
     first = 0
     if HAS_WINDOW:
-        position = tl.load(positions + at, mask=is_row, other=2147483647)
+        position = tl.load(positions + first_node + own_node, mask=is_row, other=2147483647)
         first = tl.minimum(tl.maximum(tl.min(position, 0) - window + 1, 0) // BLOCK_N, full)
     begin, end = first, full
     if IS_SPLIT:
@@ -347,29 +357,29 @@ def _attend_kernel(
             sums, weight, top, query_tile, key, value, visible, score_scale, bend, HAS_WINDOW, HAS_SOFTCAP
         )  # fmt: skip
 
-    # The end of the prefix and the scratch rows, which follow it: those of negative number are prefix.
-    limit = length + num_scratch
+    # The end of the prefix and the nodes, which follow it: those of negative number are prefix.
+    limit = length + num_nodes
     if not HAS_WORDS:
-        limit = length + tl.minimum((tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // GROUP + 1, num_queries)
+        limit = length + num_earlier + tl.minimum((tl.program_id(0) * BLOCK_M + BLOCK_M - 1) // GROUP + 1, num_tokens)
     stop = limit
     if IS_SPLIT:
         stop = tl.where(split == num_splits - 1, limit, 0)
     for start in tl.range(full * BLOCK_N, stop, BLOCK_N):
         key_rows = start + tl.arange(0, BLOCK_N)
-        scratch = key_rows - length
+        node = key_rows - length
         key = _load_rows(keys, KEY_STRIDE, key_rows, limit, KEY_WIDTH, KEY_BLOCK, IS_FULL=False)
         value = _load_rows(values, VALUE_STRIDE, key_rows, limit, VALUE_WIDTH, VALUE_BLOCK, IS_FULL=False)
         if HAS_WORDS:
             visible = _seen_in_words(
-                all_words + at * num_words, num_words, is_row, start - length, scratch, BLOCK_M, BLOCK_N
-            ) | (scratch < 0)[None, :]  # fmt: skip
+                all_words + at * num_words, num_words, is_row, start - length, node, BLOCK_M, BLOCK_N
+            ) | (node < 0)[None, :]  # fmt: skip
         else:
-            visible = scratch[None, :] <= node[:, None]
+            visible = node[None, :] <= own_node[:, None]
         visible &= (key_rows < limit)[None, :]
         if HAS_WINDOW:
-            is_scratch = (scratch >= 0) & (key_rows < limit)
-            key_position = tl.load(scratch_positions + batch * num_scratch + scratch, mask=is_scratch, other=0)
-            key_position = tl.where(is_scratch, key_position, key_rows)
+            is_node = (node >= 0) & (key_rows < limit)
+            key_position = tl.load(positions + first_node + node, mask=is_node, other=0)
+            key_position = tl.where(is_node, key_position, key_rows)
             visible &= position[:, None] - key_position[None, :] < window
         sums, weight, top = _add_tile(
             sums, weight, top, query_tile, key, value, visible, score_scale, bend, True, HAS_SOFTCAP

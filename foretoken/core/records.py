@@ -86,7 +86,8 @@ class StepRecord:
 
     Attributes:
         sequences: One entry a sequence of the batch.
-        width: Padded tree width N that the target verified.
+        num_tokens: Nodes that the target verified, roots included.
+        num_prompt_tokens: Tokens of other sequences' prompts that the same pass read.
         seconds: Where the time went.
         draft_error: Why the drafter was ignored in this iteration, or None.
         declined: Why the engine did not ask the drafter for anything in this iteration; None where it did, or where
@@ -95,8 +96,9 @@ class StepRecord:
     """
 
     sequences: Sequence[SequenceStep]
-    width: int
+    num_tokens: int
     seconds: StageSeconds
+    num_prompt_tokens: int = 0
     draft_error: str | None = None
     declined: Declined | None = None
     lossy_tv: float = 0.0

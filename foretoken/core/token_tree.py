@@ -62,11 +62,13 @@ class Vouched(NamedTuple):
     Attributes:
         roots: Root token of each sequence.
         depths: Greatest depth of each tree.
+        num_nodes: Nodes of each tree, root included.
         num_tokens: All tokens are at least 0 and below this.
     """
 
     roots: tuple[int, ...]
     depths: tuple[int, ...]
+    num_nodes: tuple[int, ...]
     num_tokens: int
 
 
@@ -143,25 +145,35 @@ class TokenTree:
         if min(map(min, tokens)) < 0:
             return tree
         return tree.vouch(
-            roots=[row.tokens[0] for row in rows], depths=list(map(max, depths)), num_tokens=max(map(max, tokens)) + 1
+            roots=[row.tokens[0] for row in rows],
+            depths=list(map(max, depths)),
+            num_nodes=[len(row.tokens) for row in rows],
+            num_tokens=max(map(max, tokens)) + 1,
         )
 
-    def vouch(self, *, roots: Sequence[int], depths: Sequence[int], num_tokens: int) -> TokenTree:
+    def vouch(
+        self, *, roots: Sequence[int], depths: Sequence[int], num_nodes: Sequence[int], num_tokens: int
+    ) -> TokenTree:
         """The same tree, for which the caller answers, law included: nobody has to look at it on the device.
 
         Args:
             roots: See `Vouched`.
             depths: Likewise.
+            num_nodes: Likewise.
             num_tokens: Likewise.
         """
         tree = replace(self)
-        object.__setattr__(tree, "vouched", Vouched(tuple(roots), tuple(depths), num_tokens))
+        object.__setattr__(tree, "vouched", Vouched(tuple(roots), tuple(depths), tuple(num_nodes), num_tokens))
         return tree
 
     @classmethod
     def roots(cls, tokens: Sequence[int], *, device: torch.device | str = "cpu") -> TokenTree:
         """A batch of trees that hold the root alone: a plain decoding step."""
         return cls.from_rows([TreeRow([token], [-1]) for token in tokens], device=device)
+
+    def node_counts(self) -> list[int]:
+        """Nodes of each tree, root included. Synchronises with the host where nobody answers for the tree."""
+        return self.num_nodes.tolist() if self.vouched is None else list(self.vouched.num_nodes)
 
     def rows(self) -> list[TreeRow]:
         """The batch as plain lists, without padding. Synchronises with the host."""
@@ -225,17 +237,7 @@ class TokenTree:
         Returns:
             (B, N, N) bool, entry (b, i, j) is true when j is i or an ancestor of i.
         """
-        batch, width = self.tokens.shape
-        device = self.tokens.device
-        # One spare column takes the writes of nodes that have no further ancestor.
-        mask = torch.zeros(batch, width, width + 1, dtype=torch.bool, device=device)
-        ancestor = torch.arange(width, device=device).expand(batch, width)
-        padded_parents = torch.cat([self.parents, self.parents.new_full((batch, 1), -1)], dim=1)
-        for _ in range(self.max_depth + 1):
-            column = torch.where(ancestor < 0, width, ancestor)
-            mask.scatter_(2, column.unsqueeze(2), value=True)
-            ancestor = padded_parents.gather(1, column)
-        return mask[:, :, :width]
+        return ancestor_mask(self.parents)
 
     def ancestor_words(self) -> Tensor:
         """The ancestor mask as bit sets, for kernels; made without the mask itself.
@@ -243,18 +245,7 @@ class TokenTree:
         Returns:
             (B, N, ceil(N / 64)) int64; bit j % 64 of word j // 64 of node i is set when j is i or an ancestor of i.
         """
-        batch, width = self.tokens.shape
-        node = torch.arange(width, device=self.tokens.device)
-        words = torch.zeros(batch, width, -(-width // 64), dtype=torch.int64, device=node.device)
-        words.scatter_(
-            2, (node // 64).expand(batch, width).unsqueeze(2), (1 << node % 64).expand(batch, -1).unsqueeze(2)
-        )
-        # Each node takes what its ancestor so far has seen, and that ancestor's ancestor as its next: distances double.
-        ancestor = torch.where(self.parents < 0, node, self.parents)
-        for _ in range(self.max_depth.bit_length()):
-            words = words | words.gather(1, ancestor.unsqueeze(2).expand_as(words))
-            ancestor = ancestor.gather(1, ancestor)
-        return words
+        return ancestor_words(self.parents)
 
     def path_nodes(self, nodes: Tensor) -> Tensor:
         """The nodes from below the root down to a node of each sequence.
@@ -300,6 +291,29 @@ class TokenTree:
             below = indent + ("   " if is_last else "│  ")
             stack.extend((child, below, child == children[node][-1]) for child in reversed(children[node]))
         return "\n".join(lines)
+
+
+def ancestor_mask(parents: Tensor) -> Tensor:
+    """`TokenTree.ancestor_mask` of (B, N) int64 parents, -1 where there is none."""
+    width = parents.shape[1]
+    node = torch.arange(width, device=parents.device)
+    words = ancestor_words(parents)
+    mask: Tensor = (words[:, :, node // 64] >> (node % 64) & 1).bool()
+    return mask
+
+
+def ancestor_words(parents: Tensor) -> Tensor:
+    """`TokenTree.ancestor_words` of (B, N) int64 parents, -1 where there is none."""
+    batch, width = parents.shape
+    node = torch.arange(width, device=parents.device)
+    words = torch.zeros(batch, width, -(-width // 64), dtype=torch.int64, device=node.device)
+    words.scatter_(2, (node // 64).expand(batch, width).unsqueeze(2), (1 << node % 64).expand(batch, -1).unsqueeze(2))
+    # Each node takes what its ancestor so far has seen, and that ancestor's ancestor as its next: distances double.
+    ancestor = torch.where(parents < 0, node, parents)
+    for _ in range((width - 1).bit_length()):
+        words = words | words.gather(1, ancestor.unsqueeze(2).expand_as(words))
+        ancestor = ancestor.gather(1, ancestor)
+    return words
 
 
 def _check_row(index: int, row: TreeRow) -> None:

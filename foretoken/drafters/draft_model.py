@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from foretoken.attention.layout import AttentionLayout
 from foretoken.core.errors import ConfigError
+from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, TargetFacts
 from foretoken.sampling.draft_draws import DraftDraws
@@ -119,7 +119,7 @@ class DraftModelDrafter:
         slots, num_fed = [context.slots[row] for row in active], 0
         for depth in range(1, growth.shape.depth):  # the last level is chosen, not fed
             nodes = growth.level(depth)
-            growth.expand(nodes, self._feed_level(slots, growth, nodes, depth))
+            growth.expand(nodes, self._feed_level(slots, growth, nodes))
             num_fed += len(nodes)
         drafted = _Drafted(growth.tokens, growth.shape.parents, num_fed)
         for row, slot in enumerate(slots):
@@ -142,19 +142,18 @@ class DraftModelDrafter:
                 chunk = ids[start : min(start + self._runner.prefill_chunk, len(ids) - 1)]
                 self._runner.prefill(slot, self._embeddable(chunk), start)
                 state.tokens.extend(chunk)
-        prefix = [len(state.tokens) for state in states]
+        prefix_lens = [len(state.tokens) for state in states]
         new = [list(ids[len(state.tokens) :]) for ids, state in zip(tokens, states, strict=True)]
-        width = max(len(ids) for ids in new)
-        device = self._runner.device
-        positions = torch.tensor(prefix, device=device).unsqueeze(1) + torch.arange(width, device=device)
-        padded = torch.tensor([self._embeddable(ids) + [0] * (width - len(ids)) for ids in new], device=device)
-        positions = positions.clamp_max(self._runner.last_position)  # padding may lie past the context
-        layout = AttentionLayout(slots=slots, prefix=prefix, positions=positions)
-        logits = self._runner.forward(padded, layout).logits
+        logits = self._runner.run(
+            Pass.of_chains(
+                [self._embeddable(ids) for ids in new], slots=slots, prefix_lens=prefix_lens,
+                device=self._runner.device, has_last_logits=True,
+            )
+        ).logits  # fmt: skip
+        assert logits is not None, "the pass asks for them"
         for state, ids in zip(states, new, strict=True):
             state.tokens.extend(ids)
-        last = torch.tensor([len(ids) - 1 for ids in new], device=device)
-        return self._in_target_vocabulary(logits[torch.arange(len(slots), device=device), last])
+        return self._in_target_vocabulary(logits)
 
     def _keep_accepted(self, slot: int, tokens: Sequence[int]) -> _SlotState:
         """Moves the rows of drafted nodes that were accepted into place; forgets the others."""
@@ -188,28 +187,30 @@ class DraftModelDrafter:
         )
         return TreeGrowth(shape, torch.tensor([context.roots[row] for row in active], device=device), draws)
 
-    def _feed_level(self, slots: Sequence[int], growth: TreeGrowth, nodes: Sequence[int], depth: int) -> Tensor:
-        """Feeds the nodes of one level after the rows of the levels above; gives (B, P, V) logits."""
-        tokens, visible = growth.tokens[:, list(nodes)], growth.visible(nodes)
-        states = [self._slots[slot] for slot in slots]
-        device = tokens.device
-        prefix = [len(state.tokens) for state in states]
-        offset = visible.shape[2] - tokens.shape[1]
-        scratch_depths = torch.tensor(growth.shape.depths[1 : visible.shape[2] + 1], device=device)
+    def _feed_level(self, slots: Sequence[int], growth: TreeGrowth, nodes: Sequence[int]) -> Tensor:
+        """Feeds the nodes of one level after those of the levels above; gives (B, P, V) logits."""
+        tokens = growth.tokens_at(nodes)
+        batch, width = tokens.shape
+        device, num_nodes = tokens.device, nodes[-1]  # the root lies in the prefix: node i of the tree is the i-th here
+        prefix_lens = [len(self._slots[slot].tokens) for slot in slots]
+        parents, depths = growth.relations_until(num_nodes)
         # A sequence near the draft model's context limit is fed past its own depth along with deeper ones; what it
         # drafts there is cut off, so its positions only have to be legal.
-        last = self._runner.context_len - 1
-        base = torch.tensor(prefix, device=device).unsqueeze(1) - 1
-        layout = AttentionLayout(
+        roots = torch.tensor(prefix_lens, device=device).unsqueeze(1) - 1
+        positions = (roots + depths).clamp_max(self._runner.context_len - 1)
+        work = Pass(
+            tokens=tokens.clamp_max(self._runner.vocab_size - 1).flatten(),
+            positions=positions.flatten(),
+            parents=(parents - 1).clamp_min(-1).repeat(batch),
             slots=slots,
-            prefix=prefix,
-            offset=offset,
-            positions=(base + depth).clamp_max(last).expand(-1, tokens.shape[1]),
-            visible=visible,
-            scratch_positions=(base + scratch_depths).clamp_max(last),
+            prefix_lens=prefix_lens,
+            offsets=range(0, batch * width + 1, width),
+            num_earlier=[num_nodes - width] * batch,
+            logit_rows=torch.arange(batch * width, device=device),
         )
-        logits = self._runner.forward(tokens.clamp_max(self._runner.vocab_size - 1), layout).logits
-        return self._in_target_vocabulary(logits)
+        logits = self._runner.run(work).logits
+        assert logits is not None, "the pass asks for them"
+        return self._in_target_vocabulary(logits.view(batch, width, -1))
 
     def _embeddable(self, tokens: Sequence[int]) -> list[int]:
         """Tokens with ids that only the target has replaced by one that the draft model can embed."""

@@ -21,10 +21,11 @@ from torch.nn.functional import pad
 
 from foretoken.attention.dispatch import has_kernel, tree_attention
 from foretoken.attention.layout import AttentionLayout
-from foretoken.attention.tables import PassTables
+from foretoken.core.passes import Pass
+from foretoken.target.captured_pass import PassShape, captured_pass, padded_inputs, shape_of
 from foretoken.target.decoder import UnsuitableError
 from foretoken.target.lean.native import NativeBlocks
-from foretoken.target.recorder import GraphRecorder, Recordings, bound_of
+from foretoken.target.recorder import GraphRecorder, Recordings
 from foretoken.target.slot_cache import LayerShape, SlotCache
 
 if TYPE_CHECKING:
@@ -120,50 +121,42 @@ class PrefixFeatures:
         return self._last[torch.tensor(list(slots), device=self._last.device)]
 
     def _feed(self, slots: list[int], parts: list[Tensor]) -> None:
-        """Runs the block over the next positions of some slots, (T, E) of each, padded to the longest."""
-        lengths = [len(part) for part in parts]
-        features = parts[0].unsqueeze(0) if len(parts) == 1 else torch.nn.utils.rnn.pad_sequence(parts, True)
-        prefix = [self._fed[slot] for slot in slots]
-        if self._recordings is not None and features.shape[1] <= _TOGETHER:
-            width, bound = 1 << (features.shape[1] - 1).bit_length(), bound_of(max(prefix))
-            inputs = [pad(features, (0, 0, 0, width - features.shape[1])), torch.tensor([slots, prefix, lengths])]
-            self._recordings.run((len(slots), width, bound), inputs, partial(self._run_recorded, bound))
+        """Runs the block over the next positions of some slots, (T, E) of each."""
+        lengths, prefix_lens = [len(part) for part in parts], [self._fed[slot] for slot in slots]
+        features = parts[0] if len(parts) == 1 else torch.cat(parts)
+        work = Pass.of_chains(
+            [[0] * length for length in lengths], slots=slots, prefix_lens=prefix_lens, device=features.device
+        )
+        if self._recordings is not None and max(lengths) <= _TOGETHER:
+            shape = shape_of(work)
+            inputs = [*padded_inputs(work, shape), pad(features, (0, 0, 0, shape.num_tokens - len(features)))]
+            encoded = self._recordings.run(shape, inputs, partial(self._run_captured, shape))
         else:
-            self._run(features, slots, prefix, lengths)
+            encoded = self._run(features, work)
+        last = torch.tensor([end - 1 for end in work.offsets[1:]], device=features.device)
+        self._last[torch.tensor(slots, device=features.device)] = encoded[last]
         for slot, length in zip(slots, lengths, strict=True):
             self._fed[slot] += length
 
-    def _run(self, features: Tensor, slots: list[int], prefix: list[int], lengths: list[int]) -> None:
-        """Feeds (B, T, E) features and keeps what comes of the last position of each; rows of padding do no harm."""
-        # They lie after all others of their slot: they are seen by padding alone and overwritten next.
-        device = features.device
-        positions = torch.tensor(prefix, device=device).unsqueeze(1) + torch.arange(features.shape[1], device=device)
-        layout = AttentionLayout(slots=slots, prefix=prefix, positions=positions)
-        tapped = None if self._native is None else self._native.decode(features, layout, None)
-        encoded = self._encoded(features, layout) if tapped is None else tapped[:, :, 0]
-        last = torch.tensor([length - 1 for length in lengths], device=device)
-        self._last[torch.tensor(slots, device=device)] = encoded[torch.arange(len(slots), device=device), last]
+    def _run(self, features: Tensor, work: Pass) -> Tensor:
+        """(M, E), the block's output for the features of a pass."""
+        if self._native is None:
+            return self._encoded(features, work.positions, AttentionLayout(work))
+        tapped = self._native.run(work, features.float()).features
+        assert tapped is not None, "the norm is tapped"
+        return tapped[:, 0]
 
-    def _run_recorded(self, bound: int, features: Tensor, places: Tensor) -> Tensor:
-        """What is recorded of the same; places: (3, B) int64, slots, positions fed before and lengths."""
-        slots, prefix, lengths = places
-        rows = prefix.unsqueeze(1) + torch.arange(features.shape[1], device=features.device)
-        positions = rows.to(torch.int32)
-        tables = PassTables(
-            slots=slots.to(torch.int32), prefix=prefix.to(torch.int32), positions=positions,
-            scratch_positions=positions, words=None, written_slots=slots.unsqueeze(1), written_rows=rows,
-            max_prefix=bound,
-        )  # fmt: skip
-        encoded = self._encoded(features, AttentionLayout.for_recording(tables, rows))
-        self._last[slots] = encoded[torch.arange(len(slots), device=slots.device), lengths - 1]
-        return encoded
+    def _run_captured(self, shape: PassShape, *inputs: Tensor) -> Tensor:
+        """What is captured of the same; inputs: those of the pass, then its features."""
+        work, layout = captured_pass(shape, inputs[:-1])
+        return self._encoded(inputs[-1], work.positions, layout)
 
-    def _encoded(self, features: Tensor, layout: AttentionLayout) -> Tensor:
-        """(B, T, E), the block in torch's operations; writes its keys and values."""
+    def _encoded(self, features: Tensor, positions: Tensor, layout: AttentionLayout) -> Tensor:
+        """(M, E), the block in torch's operations; writes its keys and values."""
 
         def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-            keys, values = self.cache.write(0, layout, key, value)
-            return tree_attention(query, keys, values, layout, scale=query.shape[-1] ** -0.5)
+            keys, values = self.cache.write(0, layout, key[0], value[0])
+            return tree_attention(query[0], keys, values, layout, scale=query.shape[-1] ** -0.5).unsqueeze(0)
 
-        encoded: Tensor = self._layer(features, layout.positions, attend)
+        encoded: Tensor = self._layer(features.unsqueeze(0), positions.unsqueeze(0), attend)[0]
         return encoded

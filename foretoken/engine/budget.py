@@ -108,7 +108,8 @@ class DepthBudget:
 
     def learn(self, record: StepRecord) -> None:
         """Counts an iteration's drafts and their cost."""
-        self._cost.learn(record.width * len(record.sequences), record.seconds.verify)
+        if not record.num_prompt_tokens:  # else the pass took longer than its trees do
+            self._cost.learn(record.num_tokens, record.seconds.verify)
         emitted = sum(step.num_emitted for step in record.sequences)
         self._host.learn(emitted, record.seconds.accept + record.seconds.commit)
         deepest = max((step.tree_depth for step in record.sequences), default=0)

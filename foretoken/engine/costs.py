@@ -165,7 +165,9 @@ def measure_costs(target: Runner, *, limit_s: float = _LIMIT_S, repeats: int = 3
     trees = {width: _chain(width, target.device) for width in WIDTHS if width <= target.max_nodes}
 
     def run(width: int) -> None:
-        target.verify([0], [prefix], trees[width]).logits[0, -1, 0].item()  # waits for an accelerator
+        logits = target.verify([0], [prefix], trees[width]).logits
+        assert logits is not None, "a verification gives all logits"
+        logits[-1, 0].item()  # waits for an accelerator
 
     return CostCurve.measure(run, max_width=target.max_nodes, limit_s=limit_s, repeats=repeats)
 

@@ -79,6 +79,7 @@ class LLM:
         device: str | torch.device = "auto",
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
+        max_num_batched_tokens: int | None = None,
         seed: int | None = None,
         tokenizer: Any = None,
         runner: str = "auto",
@@ -100,6 +101,9 @@ class LLM:
             device: "auto" or a torch device.
             max_num_seqs: Sequences decoded at once.
             max_model_len: Most tokens of a sequence, at most the model's limit, which is also the default.
+            max_num_batched_tokens: Most tokens of a pass, drafted nodes and chunks of joining prompts together; at
+                least one prompt token is always read. None keeps passes that also read prompts near two and a half
+                times as long as those that do not, by what passes take here.
             seed: Makes requests without a seed of their own reproducible, in the order in which they come.
             tokenizer: A tokenizer, or the directory or hub id of one; None takes the model's own.
             runner: "auto", "generic" (the transformers model itself) or "lean" (a forward of our own, for the
@@ -120,6 +124,8 @@ class LLM:
         check_integer("max_num_seqs", max_num_seqs, 1, _MOST_SEQUENCES, error=ConfigError)
         if max_model_len is not None:
             check_integer("max_model_len", max_model_len, _SHORTEST_CONTEXT, error=ConfigError)
+        if max_num_batched_tokens is not None:
+            check_integer("max_num_batched_tokens", max_num_batched_tokens, 1, error=ConfigError)
         if seed is not None:
             check_integer("seed", seed, error=ConfigError)
             seed = int(seed)
@@ -186,6 +192,7 @@ class LLM:
             max_num_seqs=max_num_seqs,
             budget=DepthBudget(costs(), nodes_by_depth(made)) if made is not None and adapts else None,
             on_step=on_step,
+            max_num_batched_tokens=max_num_batched_tokens,
             impossible_ids=None if allow_unknown_ids else ids_without_token(self.tokenizer, self.target),
         )
         self._requests = RequestReader(self.target, self.tokenizer, seed)

@@ -18,9 +18,10 @@ import torch
 from foretoken.acceptance.select import AcceptancePolicy, accept
 from foretoken.core.errors import described
 from foretoken.core.records import StepRecord
-from foretoken.drafters.base import Committed, DraftContext, Drafter
+from foretoken.drafters.base import DraftContext, Drafter
 from foretoken.engine.draft_guard import DraftGuard
 from foretoken.engine.outcomes import Outcome, newly_committed, outcomes_on_host, sequence_step, token_scores
+from foretoken.engine.prefill import Chunk, Prefill
 from foretoken.engine.stage_clock import StageClock
 from foretoken.engine.torch_state import restored_torch_state
 from foretoken.sampling.batch import SamplingBatch
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.acceptance.decisions import Acceptance
+    from foretoken.core.passes import Pass
     from foretoken.engine.budget import DepthBudget
     from foretoken.engine.draft_guard import SafeDraft
     from foretoken.engine.sequence import Sequence
@@ -45,14 +47,29 @@ _log = logging.getLogger(__name__)
 
 
 class Verified(NamedTuple):
-    """One iteration of some sequences up to acceptance, nothing committed yet."""
+    """One iteration of some sequences up to acceptance, nothing committed yet.
 
-    slots: list[int]
-    lengths: list[int]
+    Attributes:
+        trees: The pass without its chunks of prompts, which follow.
+        chunks: Of sequences that join.
+        draft: What was verified.
+        output: Of the whole pass.
+        acceptance: What survived.
+        outcomes: The same on the host.
+    """
+
+    trees: Pass
+    chunks: list[Chunk]
     draft: SafeDraft
     output: PassOutput
     acceptance: Acceptance
     outcomes: list[Outcome]
+
+    def logits_of(self, row: int) -> Tensor:
+        """(N, V) logits of one sequence's tree."""
+        if self.output.logits is None:
+            raise RuntimeError("a verification has logits")
+        return self.output.logits[self.trees.offsets[row] : self.trees.offsets[row + 1]]
 
 
 class Engine:
@@ -73,6 +90,7 @@ class Engine:
         budget: DepthBudget | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
         impossible_ids: Tensor | None = None,
+        max_num_batched_tokens: int | None = None,
     ) -> None:
         """An idle engine.
 
@@ -84,11 +102,13 @@ class Engine:
             budget: Chooses the depth of drafts; None leaves it to the drafter.
             on_step: Called with every iteration's record.
             impossible_ids: (U,) int64, token ids that are never generated; None for none.
+            max_num_batched_tokens: See `PrefillBudget`.
         """
         self.target, self.policy, self._impossible_ids = target, policy, impossible_ids
         self._guard = DraftGuard(
             drafter, vocab_size=target.vocab_size, max_nodes=target.max_nodes, device=target.device
         )
+        self._prefill = Prefill(target, self._guard, max_num_batched_tokens)
         self._budget, self._on_step = budget, on_step
         self._history = HistoryTable(max_num_seqs, target.vocab_size, target.device)
         self._free_slots = list(range(max_num_seqs))[::-1]
@@ -123,31 +143,55 @@ class Engine:
         self._leave()
 
     def step(self) -> list[Sequence]:
-        """One iteration: a chunk of prefill for each joining sequence, one verified tree for each running one.
+        """One iteration: one pass over a tree of each decoding sequence, and over chunks of prompts as far as they fit.
 
         Returns:
             The sequences that took part in a verified pass, with new tokens or over.
         """
         self._join()
-        for sequence in self._running:
-            self._contained(sequence, self._prefill_chunk)
-        ready = [s for s in self._running if s.finish_reason is None and s.num_cached == len(s.tokens) - 1]
+        running = [s for s in self._running if s.finish_reason is None]
+        ready = [s for s in running if self._prefill.is_over(s)]
         if ready:
-            self._decode(ready)
+            self._decode(ready, [s for s in running if not self._prefill.is_over(s)])
+        else:
+            self._feed(self._prefill.next_chunks(running, 0))
         self._leave()
         return ready
 
-    def _decode(self, sequences: list[Sequence]) -> None:
-        """One iteration of sequences whose prompt is in the cache, alone where it fails for all of them together."""
+    def _feed(self, chunks: list[Chunk]) -> None:
+        """A pass over chunks of prompts alone, one by one where it fails for all of them together."""
+        if not chunks:
+            return
+        begin = time.perf_counter()
+        try:
+            output = self.target.run(self._prefill.as_pass(chunks))
+        except Exception as err:  # noqa: BLE001 - as in `_decode`
+            if len(chunks) == 1:
+                _fail(chunks[0].sequence, err)
+                return
+            for chunk in chunks:
+                self._feed([chunk])
+            return
+        self._prefill.learn(chunks, output.features, time.perf_counter() - begin, 0)
+
+    def _decode(self, sequences: list[Sequence], joining: list[Sequence]) -> None:
+        """One iteration of sequences whose prompt is in the cache, alone where it fails for all of them together.
+
+        Args:
+            sequences: Those that are decoding.
+            joining: Those whose prompt is not in the cache yet.
+        """
         clock = StageClock(self.target.device)
         try:
-            verified = self._verify(sequences, clock)
+            verified = self._verify(sequences, joining, clock)
         except Exception as err:  # noqa: BLE001 - one request's failure, whatever it is, must not end the others
-            if len(sequences) == 1:
+            if len(sequences) == 1 and not joining:
                 _fail(sequences[0], err)
                 return
             for sequence in sequences:
-                self._decode([sequence])
+                self._decode([sequence], [])
+            for sequence in joining:
+                self._feed(self._prefill.next_chunks([sequence], 0))
             return
         record = self._commit(sequences, verified, clock)
         if self._budget is not None and self._guard.is_active:
@@ -166,19 +210,33 @@ class Engine:
             _log.warning("on_step raised %s. It is not called any more.", described(err))
             _log.debug("where on_step raised", exc_info=err)
 
-    def _verify(self, sequences: list[Sequence], clock: StageClock) -> Verified:
+    def _verify(self, sequences: list[Sequence], joining: list[Sequence], clock: StageClock) -> Verified:
         """Propose, verify, accept, and move accepted KV rows into place. The sequences themselves stay as they are."""
         batch = self._sampling_batch(sequences)
         draft = self._guard.propose(self._draft_context(sequences, batch))
         tree = draft.tree
         clock.mark()
         slots, lengths = [_slot(s) for s in sequences], [len(s.tokens) - 1 for s in sequences]
-        output = self.target.verify(slots, lengths, tree)
+        work = trees = self.target.verification(slots, lengths, tree)
+        chunks = self._prefill.next_chunks(joining, trees.num_tokens)
+        if chunks:
+            work = trees.with_chains(self._prefill.as_pass(chunks))
+        output = self.target.run(work)
+        if output.logits is None:
+            raise RuntimeError("a verification has logits")
         if self._impossible_ids is not None:
             with torch.inference_mode():  # the logits may be an inference tensor, which nothing else may write to
                 output.logits[..., self._impossible_ids] = float("-inf")
         clock.mark()
-        scores = NodeScores(tree=tree, logits=output.logits, batch=batch, history=self._histories(sequences, batch))
+        starts, *roots = torch.tensor([trees.offsets[:-1], lengths], device=tree.tokens.device)
+        scores = NodeScores(
+            tree=tree,
+            logits=output.logits,
+            starts=starts,
+            has_row_for_each=trees.num_tokens == tree.tokens.numel(),
+            batch=batch,
+            history=self._histories(sequences, batch),
+        )
         rules = [
             self.policy.rule_for(
                 tree, is_greedy=s.params.is_greedy, is_seeded=s.is_seeded, row=row,
@@ -186,29 +244,31 @@ class Engine:
             )
             for row, s in enumerate(sequences)
         ]  # fmt: skip
-        acceptance = accept(scores, rules, self.policy, torch.tensor(lengths, device=tree.tokens.device))
-        outcomes = outcomes_on_host(tree, output.logits, acceptance)
+        acceptance = accept(scores, rules, self.policy, roots[0])
+        outcomes = outcomes_on_host(scores, acceptance)
         clock.mark()
         self.target.commit(slots, lengths, acceptance.path, acceptance.num_accepted)
-        return Verified(slots, lengths, draft, output, acceptance, outcomes)
+        return Verified(trees, chunks, draft, output, acceptance, outcomes)
 
     def _commit(self, sequences: list[Sequence], verified: Verified, clock: StageClock) -> StepRecord:
         """Appends tokens to the sequences, tells the drafter, and records the iteration."""
         lengths = [len(sequence.tokens) for sequence in sequences]
         for row, (sequence, outcome) in enumerate(zip(sequences, verified.outcomes, strict=True)):
-            self._contained(sequence, self._emit, outcome, verified.output.logits[row])
+            self._contained(sequence, self._emit, outcome, verified.logits_of(row))
         emitted = [len(sequence.tokens) - before for sequence, before in zip(sequences, lengths, strict=True)]
-        self._guard.commit(
-            newly_committed(verified.slots, verified.lengths, verified.outcomes, verified.output.features)
-        )
+        self._guard.commit(newly_committed(verified.trees, verified.outcomes, verified.output.features))
         clock.mark()
+        seconds, num_decoding = clock.seconds(), verified.trees.num_tokens
+        features = None if verified.output.features is None else verified.output.features[num_decoding:]
+        self._prefill.learn(verified.chunks, features, seconds.verify, num_decoding)
         record = StepRecord(
             sequences=[
                 sequence_step(self._guard.name, *each)
                 for each in zip(sequences, verified.outcomes, emitted, strict=True)
             ],
-            width=verified.draft.tree.width,
-            seconds=clock.seconds(),
+            num_tokens=num_decoding,
+            num_prompt_tokens=sum(len(chunk.tokens) for chunk in verified.chunks),
+            seconds=seconds,
             draft_error=verified.draft.error,
             declined=self._budget.declined if self._budget is not None and self._guard.is_active else None,
             lossy_tv=float(verified.acceptance.lossy_tv.mean()) if self.policy.is_lossy else 0.0,
@@ -244,18 +304,6 @@ class Engine:
                 self._free_slots.append(sequence.slot)
                 sequence.slot = None
         self._running = [s for s in self._running if s.finish_reason is None]
-
-    def _prefill_chunk(self, sequence: Sequence) -> None:
-        """Feeds the next chunk of a prompt, all of it but the root."""
-        start, end = sequence.num_cached, len(sequence.tokens) - 1
-        if start >= end or sequence.finish_reason is not None:
-            return
-        begin = time.perf_counter()
-        chunk = sequence.tokens[start : min(end, start + self.target.prefill_chunk)]
-        features = self.target.prefill(_slot(sequence), chunk, start)
-        self._guard.commit(Committed(slots=[_slot(sequence)], starts=[start], lengths=[len(chunk)], features=features))
-        sequence.num_cached += len(chunk)
-        sequence.metrics.prefill_seconds += time.perf_counter() - begin
 
     def _draft_context(self, sequences: list[Sequence], batch: SamplingBatch) -> DraftContext:
         """What the drafter is told. A pass always emits one token of the target's own, so drafts leave room for it."""

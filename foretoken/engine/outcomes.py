@@ -16,8 +16,9 @@ from foretoken.engine.sequence import TokenScores
 
 if TYPE_CHECKING:
     from foretoken.acceptance.decisions import Acceptance
-    from foretoken.core.token_tree import TokenTree
+    from foretoken.core.passes import Pass
     from foretoken.engine.sequence import Sequence
+    from foretoken.sampling.node_scores import NodeScores
 
 
 class Outcome(NamedTuple):
@@ -38,16 +39,15 @@ class Outcome(NamedTuple):
     tree_depth: int
 
 
-def outcomes_on_host(tree: TokenTree, logits: Tensor, acceptance: Acceptance) -> list[Outcome]:
+def outcomes_on_host(scores: NodeScores, acceptance: Acceptance) -> list[Outcome]:
     """Everything the host needs of an iteration in one transfer.
 
     Args:
-        tree: What was verified.
-        logits: (B, N, V), to tell whether the rows on the path are finite.
+        scores: The tree, and its logits, to tell whether those on the path are finite.
         acceptance: What survived.
     """
-    path, nodes = acceptance.path, acceptance.path.clamp_min(0)
-    is_finite = torch.isfinite(logits.amax(2))
+    tree, path, nodes = scores.tree, acceptance.path, acceptance.path.clamp_min(0)
+    is_finite = scores.by_node(torch.isfinite(scores.logits.amax(1)))
     packed = torch.cat([
         acceptance.num_accepted.unsqueeze(1), acceptance.next_token.unsqueeze(1), tree.num_nodes.unsqueeze(1),
         tree.depths.amax(1, keepdim=True), path, tree.tokens.gather(1, nodes), is_finite[:, :1],
@@ -93,26 +93,23 @@ def token_scores(logits: Tensor, tokens: list[int], count: int) -> list[TokenSco
     ]
 
 
-def newly_committed(
-    slots: list[int], lengths: list[int], outcomes: list[Outcome], features: Tensor | None
-) -> Committed:
+def newly_committed(trees: Pass, outcomes: list[Outcome], features: Tensor | None) -> Committed:
     """What the drafter learns: root and path of every sequence entered the KV, with their features.
 
     Args:
-        slots: B slots.
-        lengths: Committed rows of each before the iteration.
+        trees: The verification, of B sequences.
         outcomes: What was accepted.
-        features: (B, N, F, D) tapped features of all nodes, or None.
+        features: (M, F, D) tapped features of its tokens, perhaps followed by others, or None.
     """
     counts = [len(outcome.path) + 1 for outcome in outcomes]
     if features is not None:
         longest = max(counts)
-        if longest == 1:
-            return Committed(slots=slots, starts=lengths, lengths=counts, features=features[:, :1])
-        paths = [[0, *o.path] + [0] * (longest - len(o.path) - 1) for o in outcomes]
-        nodes = torch.tensor(paths, dtype=torch.int64, device=features.device)
-        features = features[torch.arange(len(outcomes), device=nodes.device).unsqueeze(1), nodes]
-    return Committed(slots=slots, starts=lengths, lengths=counts, features=features)
+        rows = [
+            [start, *(start + node for node in outcome.path), *[start] * (longest - count)]
+            for start, outcome, count in zip(trees.offsets[:-1], outcomes, counts, strict=True)
+        ]
+        features = features[torch.tensor(rows, dtype=torch.int64, device=features.device)]
+    return Committed(slots=trees.slots, starts=trees.prefix_lens, lengths=counts, features=features)
 
 
 def sequence_step(drafter: str, sequence: Sequence, outcome: Outcome, num_emitted: int) -> SequenceStep:

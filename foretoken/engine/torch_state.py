@@ -77,18 +77,28 @@ def _set_function_modes(modes: list[Any], default: Any) -> None:
 
 
 def _autocast() -> tuple[Any, ...]:
-    """Whether autocast is on and to which dtype, by device, and whether it caches weights."""
+    """Whether autocast is on and to which dtype, by device, whether it caches weights, and how often it was entered."""
     by_device = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_DEVICES]
-    return (*by_device, torch.is_autocast_cache_enabled())
+    return (*by_device, torch.is_autocast_cache_enabled(), _autocast_nesting())
+
+
+def _autocast_nesting() -> int:
+    """How many autocast blocks are open; the weights that autocast keeps are given up when the last one is left."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 def _set_autocast(state: tuple[Any, ...]) -> None:
     """Puts back what `_autocast` gave."""
-    *by_device, is_cached = state
+    *by_device, is_cached, nesting = state
     for kind, (is_enabled, dtype) in zip(_AUTOCAST_DEVICES, by_device, strict=True):
         torch.set_autocast_enabled(kind, is_enabled)
         torch.set_autocast_dtype(kind, dtype)
     torch.set_autocast_cache_enabled(is_cached)
+    while _autocast_nesting() > nesting:
+        torch.autocast_decrement_nesting()
+    while _autocast_nesting() < nesting:
+        torch.autocast_increment_nesting()
     torch.clear_autocast_cache()
 
 

@@ -42,7 +42,7 @@ _CACHE = "The KV cache takes what max_num_seqs and max_model_len need, at most h
 _DRAFTER = "Pass speculative_config={'method': NAME, 'model': DIR, 'num_speculative_tokens': K}."
 _NO_REMOTE = "Code that comes with a model is never run. Leave it out."
 _REVISION = "Pass foretoken.target.loading.load_model(NAME, revision=REVISION) as the model."
-_CHUNKS = "Prompts are always fed in chunks of 512 tokens. Leave it out."
+_CHUNKS = "Prompts are always fed in chunks; max_num_batched_tokens bounds them. Leave it out."
 _SAFETENSORS = "Models are loaded from safetensors. Leave it out."
 
 _ARGUMENTS = {
@@ -61,7 +61,6 @@ _ARGUMENTS = {
     "kv_cache_dtype": _Argument(_one_of("auto"), "The KV cache has the model's dtype. Set 'dtype'."),
     "enable_prefix_caching": _Argument(_one_of(False), "There is no prefix cache. Leave it out."),
     "enable_chunked_prefill": _Argument(_one_of(True), _CHUNKS),
-    "max_num_batched_tokens": _Argument(_one_of(), _CHUNKS),
     "quantization": _Argument(_one_of(), "A quantised checkpoint is loaded as its config.json says. Leave it out."),
     "load_format": _Argument(_one_of("auto", "safetensors"), _SAFETENSORS),
     "config_format": _Argument(_one_of("auto", "hf"), _SAFETENSORS),

@@ -118,7 +118,7 @@ class PrefixLayer(nn.Module):
         Args:
             features: (B, T, E).
             positions: (B, T) int64; 0 … T - 1 when None.
-            attend: Attention over a cache: query (B, H, T, Dh), key and value (B, Hk, T, Dh) to (B, T, H, Dh). Causal
+            attend: Attention over a cache: query (B, T, H, Dh), key and value (B, T, Hk, Dh) to (B, T, H, Dh). Causal
                 attention among the T positions alone when None.
 
         Returns:
@@ -129,8 +129,7 @@ class PrefixLayer(nn.Module):
             positions = torch.arange(width, device=features.device).unsqueeze(0)
         x = self._normed(features, self.input_norm)
         query, key, value = (
-            part(x).view(batch, width, -1, config.head_dim).transpose(1, 2)
-            for part in (self.q_proj, self.k_proj, self.v_proj)
+            part(x).view(batch, width, -1, config.head_dim) for part in (self.q_proj, self.k_proj, self.v_proj)
         )
         cos, sin = self._rotation(positions, features.dtype)
         query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
@@ -162,8 +161,8 @@ class PrefixLayer(nn.Module):
             head_dim=config.head_dim,
             epsilon=config.rms_norm_eps,
             scale=config.head_dim**-0.5,
-            cos=cos[0, 0].contiguous(),
-            sin=sin[0, 0].contiguous(),
+            cos=cos[0, :, 0].contiguous(),
+            sin=sin[0, :, 0].contiguous(),
         )
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -171,7 +170,7 @@ class PrefixLayer(nn.Module):
         return rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(B, 1, T, Dh / 2) cosines and sines; angles in float64 where the features are, else float32."""
+        """(B, T, 1, Dh / 2) cosines and sines; angles in float64 where the features are, else float32."""
         kind = torch.float64 if dtype == torch.float64 else torch.float32
         config, device = self.config, positions.device
         if config.rope_scaling is None:
@@ -182,16 +181,17 @@ class PrefixLayer(nn.Module):
                 self._scaled[device] = config.scaled_frequencies(device)
             frequencies, factor = self._scaled[device]
         angles = positions.to(kind).unsqueeze(-1) * frequencies.to(kind)
-        return (angles.cos() * factor).to(dtype).unsqueeze(1), (angles.sin() * factor).to(dtype).unsqueeze(1)
+        return (angles.cos() * factor).to(dtype).unsqueeze(2), (angles.sin() * factor).to(dtype).unsqueeze(2)
 
 
 def _causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention of whole texts."""
-    is_grouped = query.shape[1] != key.shape[1]
+    is_grouped = query.shape[2] != key.shape[2]
+    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped).transpose(1, 2)
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of (B, heads, T, Dh), halves paired."""
+    """Rotary embedding of (B, T, heads, Dh), halves paired."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

@@ -28,13 +28,18 @@ class NodeScores:
 
     Attributes:
         tree: What was verified.
-        logits: (B, N, V) float32, target logits at each node: row v predicts the token after v.
+        logits: (R, V) float32, target logits at the nodes, without padding: each row predicts the token after a node.
+        starts: (B,) int64, the row of each root; node i of a sequence has the i-th row after it.
+        has_row_for_each: Whether the rows are all B N nodes in order: nothing is padded, and no other sequences are
+            among them.
         batch: Sampling parameters of the B requests.
         history: Committed tokens of the B requests, the root included; may be None when no processor is in use.
     """
 
     tree: TokenTree
     logits: Tensor
+    starts: Tensor
+    has_row_for_each: bool = False
     batch: SamplingBatch
     history: History | None
 
@@ -42,7 +47,8 @@ class NodeScores:
         """The scores of some sequences of the batch; rows: (R,) int64."""
         return NodeScores(
             tree=self.tree.select(rows),
-            logits=self.logits[rows],
+            logits=self.logits,
+            starts=self.starts[rows],
             batch=self.batch.select(rows),
             history=self.history and self.history.select(rows),
         )
@@ -56,7 +62,7 @@ class NodeScores:
         Returns:
             (B, V) float32.
         """
-        rows = self.logits[torch.arange(nodes.shape[0], device=nodes.device), nodes]
+        rows = self.logits[self.starts + nodes]
         if self.history is None or not self.batch.processors:
             return rows
         path = self.tree.path_tokens(nodes)
@@ -88,8 +94,16 @@ class NodeScores:
         if self.history is not None and self.batch.processors:
             return None
         if self.logits.device.type == "cpu":  # numpy's argmax is vectorised along a row, torch's is not
-            return torch.from_numpy(self.logits.numpy().argmax(-1))
-        return self.logits.argmax(-1)
+            return self.by_node(torch.from_numpy(self.logits.numpy().argmax(-1)))
+        return self.by_node(self.logits.argmax(-1))
+
+    def by_node(self, values: Tensor) -> Tensor:
+        """What belongs to the rows, (R, …), as it belongs to the nodes, (B, N, …); arbitrary at padding."""
+        shape = self.tree.tokens.shape
+        if self.has_row_for_each:
+            return values.view(*shape, *values.shape[1:])
+        rows = self.starts.unsqueeze(1) + torch.arange(shape[1], device=values.device)
+        return values[rows.clamp_max(values.shape[0] - 1)]
 
     @property
     def has_kernels(self) -> bool:
@@ -112,7 +126,7 @@ class NodeScores:
 
         positions = root_positions.unsqueeze(1) + self.tree.depths + 1
         inverse = torch.where(self.batch.greedy, 0.0, 1 / self.batch.temperature[:, 0])
-        return chosen_tokens(self.logits, inverse, self.batch.noise.seeds, positions).tokens
+        return chosen_tokens(self.by_node(self.logits), inverse, self.batch.noise.seeds, positions).tokens
 
     def unwarped_log_probs(self, nodes: Tensor) -> Tensor:
         """Processed, at temperature 1, nothing cut off; (B, V) float32."""

@@ -48,17 +48,17 @@ def adapt_attention(model: nn.Module) -> bool:
 def _from_scores(
     layer: Any, own: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None
 ) -> tuple[Tensor, None]:
-    """Stands for `_attn`: (B, H, T, E) queries, keys and values as the cache gave them, to (B, H, T, E)."""
+    """Stands for `_attn`: (1, H, M, E) queries, keys and values as the cache gave them, to (1, H, M, E)."""
     layout = current_layout()
     if layout is None:
         result: tuple[Tensor, None] = own(query, key, value, attention_mask)
         return result
     is_local = getattr(layer, "attention_type", "global") == "local"  # GPT-Neo, which does not scale its scores either
     output = tree_attention(
-        query.to(key.dtype), key, value, layout,
+        query[0].transpose(0, 1).to(key.dtype), key, value, layout,
         scale=1.0 / float(getattr(layer, "scale_attn", 1.0)), window=layer.config.window_size if is_local else None,
     )  # fmt: skip
-    return output.transpose(1, 2), None
+    return output.transpose(0, 1).unsqueeze(0), None
 
 
 def _falcon(
@@ -74,5 +74,5 @@ def _falcon(
     query, key, value = (part.transpose(1, 2) for part in layer._split_heads(layer.query_key_value(hidden_states)))
     query, key = apply_rotary_pos_emb(query, key, *kwargs["position_embeddings"])
     keys, values = cache.update(key, value, layer.layer_idx)
-    output = tree_attention(query, keys, values, layout, scale=layer.inv_norm_factor)
-    return layer.dense(output.flatten(2)), None
+    output = tree_attention(query[0].transpose(0, 1), keys, values, layout, scale=layer.inv_norm_factor)
+    return layer.dense(output.flatten(1).unsqueeze(0)), None

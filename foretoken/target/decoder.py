@@ -10,7 +10,7 @@ from foretoken.core.errors import ModelError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from foretoken.attention.layout import AttentionLayout
+    from foretoken.core.passes import Pass
 
 
 class UnsuitableError(ModelError):
@@ -22,11 +22,11 @@ class PassOutput:
     """What a pass gives back.
 
     Attributes:
-        logits: (B, T, V) float32.
-        features: (B, T, F, D) in the model's dtype, tapped features in the order asked for, or None without taps.
+        logits: (R, V) float32, of `Pass.logit_rows`; None where none were wanted.
+        features: (M, F, D) in the model's dtype, tapped features in the order asked for, or None without taps.
     """
 
-    logits: Tensor
+    logits: Tensor | None
     features: Tensor | None
 
 
@@ -35,26 +35,18 @@ class Decoder(Protocol):
 
     Attributes:
         name: Named in reports.
-        is_exact: Whether a token gets the same bits whatever the width of its pass, the other sequences of the batch
-            and the number of threads. Speculative and plain decoding then agree bit for bit; without it they round
-            differently, and two tokens whose scores agree to the last bits can swap.
+        is_exact: Whether a token gets the same bits whatever else is in its pass and whatever the number of threads.
+            Speculative and plain decoding then agree bit for bit; without it they round differently, and two tokens
+            whose scores agree to the last bits can swap.
     """
 
     name: str
     is_exact: bool
 
-    def run(self, tokens: Tensor, layout: AttentionLayout) -> PassOutput:
-        """Logits of every token; writes the tokens' rows after prefix and scratch rows.
-
-        Args:
-            tokens: (B, T) int64.
-            layout: Positions, slots and who sees what.
+    def run(self, work: Pass) -> PassOutput:
+        """Computes every token of a pass; writes the keys and values of each to the cache row of its node.
 
         Raises:
             PassError: When something does not fit the model or the cache, or a weight's memory was freed.
         """
-        ...
-
-    def fill(self, tokens: Tensor, layout: AttentionLayout) -> Tensor | None:
-        """As `run`, without logits; gives the features."""
         ...

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
+from foretoken.attention.layout import AttentionLayout
 from foretoken.target.decoder import PassOutput
 from foretoken.target.held_memory import check_memory, plain_tensors
 from foretoken.target.plugin import ForwardPass, as_transformers_cache, running
@@ -15,7 +16,7 @@ from foretoken.target.taps import Tap, Taps
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.attention.layout import AttentionLayout
+    from foretoken.core.passes import Pass
     from foretoken.target.loading import LoadedModel
     from foretoken.target.slot_cache import SlotCache
 
@@ -33,35 +34,30 @@ class GenericDecoder:
             ModelError: When a tap cannot be read.
         """
         self._model, self._cache, self._taps = model, as_transformers_cache(cache), tuple(taps)
+        self._takes_rows = "logits_to_keep" in signature(model.module.forward).parameters
         self._weights = plain_tensors(model.module)
         if taps:
             Taps(model.module, model.num_layers, taps)
 
-    def run(self, tokens: Tensor, layout: AttentionLayout) -> PassOutput:
-        """See `Decoder`."""
+    def run(self, work: Pass) -> PassOutput:
+        """See `Decoder`. The model sees one sequence of M tokens; attention, which is ours, tells them apart."""
         check_memory(self._weights)
-        with torch.inference_mode(), running(ForwardPass(layout=layout)) as forward_pass:
-            output = self._model.module(**self._arguments(tokens, layout))
-        return PassOutput(logits=output.logits.float(), features=self._stacked(forward_pass))
-
-    def fill(self, tokens: Tensor, layout: AttentionLayout) -> Tensor | None:
-        """See `Decoder`."""
-        check_memory(self._weights)
-        with torch.inference_mode(), running(ForwardPass(layout=layout)) as forward_pass:
-            self._model.backbone(**self._arguments(tokens, layout))
-        return self._stacked(forward_pass)
-
-    def _arguments(self, tokens: Tensor, layout: AttentionLayout) -> dict[str, Any]:
-        """Arguments of the model's forward."""
-        return {
-            "input_ids": tokens,
-            "position_ids": layout.positions,
+        arguments: dict[str, Any] = {
+            "input_ids": work.tokens.unsqueeze(0),
+            "position_ids": work.token_positions.unsqueeze(0),
             "past_key_values": self._cache,
             "use_cache": True,
         }
-
-    def _stacked(self, forward_pass: ForwardPass) -> Tensor | None:
-        """(B, T, F, D) features of a finished pass, or None without taps."""
-        if not self._taps:
-            return None
-        return torch.stack([forward_pass.features[tap] for tap in self._taps], dim=2)
+        logits, rows = None, work.logit_rows
+        with torch.inference_mode(), running(ForwardPass(layout=AttentionLayout(work))) as forward_pass:
+            if rows is None:
+                self._model.backbone(**arguments)
+            elif self._takes_rows and not work.has_all_logits:
+                logits = self._model.module(**arguments, logits_to_keep=rows).logits[0]
+            else:
+                logits = self._model.module(**arguments).logits[0]
+                logits = logits if work.has_all_logits else logits[rows]
+        features = None
+        if self._taps:
+            features = torch.stack([forward_pass.features[tap][0] for tap in self._taps], dim=1)
+        return PassOutput(logits=None if logits is None else logits.float(), features=features)

@@ -35,7 +35,7 @@ class ForwardPass:
 
     Attributes:
         layout: Who sees what in the slot cache; None where the model runs by itself and features alone are read.
-        features: Filled by taps while the pass runs: tap name to (B, T, D).
+        features: Filled by taps while the pass runs: tap name to (1, M, D).
         windows: Filled by attention while the pass runs: layer index to sliding window.
     """
 
@@ -89,10 +89,10 @@ class SlotCacheLayer(CacheLayerMixin):
         *args: Any,  # noqa: ARG002 - the base class's signature
         **kwargs: Any,  # noqa: ARG002
     ) -> tuple[Tensor, Tensor]:
-        """Writes (B, Hk, T, D) where the current pass says; returns (slots, Hk, capacity, D) for `tree_attention`."""
+        """Writes (1, Hk, M, D) where the current pass says; returns (slots, Hk, capacity, D) for `tree_attention`."""
         layout = current_layout()
         assert layout is not None, "the cache is written only inside a pass"
-        return self._store.write(self._layer, layout, key_states, value_states)
+        return self._store.write(self._layer, layout, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 - the base class's signature
         """Unused: no mask is built by transformers."""
@@ -145,7 +145,7 @@ def _attention(
     window = kwargs["sliding_window"] if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
     forward_pass.windows[getattr(module, "layer_idx", len(forward_pass.windows))] = window
     output = tree_attention(
-        query,
+        query[0].transpose(0, 1),
         key,
         value,
         forward_pass.layout,
@@ -154,7 +154,9 @@ def _attention(
         softcap=softcap,
         sinks=s_aux,
     )
-    return output.contiguous(), None  # some models take a view of it, as they may of what transformers' own give
+    return output.unsqueeze(
+        0
+    ).contiguous(), None  # some models take a view of it, as they may of what transformers' own give
 
 
 # No mask function is registered under the name: transformers then builds no mask at all.

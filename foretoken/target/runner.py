@@ -10,13 +10,12 @@ Letters: B sequences, T tokens fed, N tree nodes, V vocabulary, D hidden size, F
 from __future__ import annotations
 
 import logging
+from itertools import pairwise
+from operator import add
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from foretoken.attention.layout import AttentionLayout
 from foretoken.core.errors import ConfigError, ModelError, PassError, RequestError, nearest_name_hint
+from foretoken.core.passes import Pass
 from foretoken.core.token_tree import MAX_NODES, TokenTree
 from foretoken.target.generic import GenericDecoder
 from foretoken.target.lean.native import NativeDecoder
@@ -28,6 +27,9 @@ from foretoken.target.slot_cache import SlotCache
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    import torch
+    from torch import Tensor
 
     from foretoken.target.decoder import Decoder, PassOutput
     from foretoken.target.loading import LoadedModel
@@ -131,6 +133,18 @@ class Runner:
         """The greatest position that a pass may feed."""
         return min(self.model.context_len, self.cache.capacity) - 1
 
+    def run(self, work: Pass) -> PassOutput:
+        """One pass over new tokens of several sequences; writes the cache rows of their nodes.
+
+        Raises:
+            PassError: When the rows do not fit the cache, or the pass the model.
+        """
+        nodes = [end - start for start, end in pairwise(work.node_offsets)]
+        rows = max(map(add, work.prefix_lens, nodes))
+        if rows > self.cache.capacity:
+            raise PassError(f"the pass needs {rows} rows of a slot, which has {self.cache.capacity}. Feed fewer.")
+        return self._decoder.run(work)
+
     def prefill(self, slot: int, tokens: Sequence[int], start: int) -> Tensor | None:
         """Feeds prompt tokens of one sequence, at most `prefill_chunk` of them, without computing logits.
 
@@ -140,7 +154,7 @@ class Runner:
             start: Rows of the slot already filled.
 
         Returns:
-            (1, T, F, D) tapped features, or None without taps.
+            (T, F, D) tapped features, or None without taps.
 
         Raises:
             RequestError: When the prompt does not fit.
@@ -148,39 +162,21 @@ class Runner:
         end = start + len(tokens)
         if end > self.context_len:
             raise RequestError(f"{end} tokens do not fit. Expected at most {self.context_len}. Shorten the prompt.")
-        positions = torch.arange(start, end, device=self.device).unsqueeze(0)
-        layout = AttentionLayout(slots=[slot], prefix=[start], positions=positions)
-        return self._decoder.fill(torch.tensor([list(tokens)], device=self.device), layout)
+        return self.run(Pass.of_chains([tokens], slots=[slot], prefix_lens=[start], device=self.device)).features
 
-    def forward(self, tokens: Tensor, layout: AttentionLayout) -> PassOutput:
-        """One pass over new tokens of several sequences; writes their rows after prefix and scratch rows.
-
-        Args:
-            tokens: (B, T) int64.
-            layout: Positions, slots and who sees what.
-
-        Raises:
-            PassError: When the rows do not fit the cache, or tokens and layout the model.
-        """
-        if max(layout.starts) + tokens.shape[1] > self.cache.capacity:
-            raise PassError(
-                f"{tokens.shape[1]} tokens behind {max(layout.starts)} rows do not fit the {self.cache.capacity} rows "
-                "of a slot. Feed fewer."
-            )
-        return self._decoder.run(tokens, layout)
-
-    def verify(self, slots: Sequence[int], lengths: Sequence[int], tree: TokenTree) -> PassOutput:
-        """Target logits at every node of a tree, in one pass. Committed rows stay untouched.
+    def verification(self, slots: Sequence[int], lengths: Sequence[int], tree: TokenTree) -> Pass:
+        """The pass that gives target logits at every node of some trees. Committed rows stay untouched.
 
         Args:
             slots: B slots.
             lengths: Committed KV rows of each: the root goes to position `lengths[b]`.
             tree: (B, N) candidates.
         """
-        prefix = torch.tensor(lengths, device=self.device).unsqueeze(1)
-        # Nodes past the context limit are never accepted and padding is never read: any legal position does.
-        positions = (prefix + tree.depths).clamp(0, self.last_position)
-        return self.forward(tree.tokens, AttentionLayout(slots=slots, prefix=lengths, positions=positions, tree=tree))
+        return Pass.of_tree(tree, slots=slots, prefix_lens=lengths, last_position=self.last_position)
+
+    def verify(self, slots: Sequence[int], lengths: Sequence[int], tree: TokenTree) -> PassOutput:
+        """`verification`, run by itself."""
+        return self.run(self.verification(slots, lengths, tree))
 
     def commit(self, slots: Sequence[int], lengths: Sequence[int], path: Tensor, num_accepted: Tensor) -> None:
         """Makes the accepted paths' rows permanent: root and path follow the committed rows.

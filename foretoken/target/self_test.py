@@ -112,7 +112,9 @@ def _errors(runner: Runner, first_token: int) -> list[float]:
         for slot, prompt in zip(slots, prompts, strict=True):
             runner.prefill(slot, prompt, 0)
         tree = TokenTree.from_rows(rows, device=runner.device)
-        ours = _comparable(runner.verify(slots, [len(prompt) for prompt in prompts], tree).logits)
+        logits = runner.verify(slots, [len(prompt) for prompt in prompts], tree).logits
+        assert logits is not None, "a verification gives all logits"
+        ours = _comparable(logits).split(tree.node_counts())
     errors = []
     for row, prompt in enumerate(prompts):
         paths = [[*prompt, *(rows[row].tokens[node] for node in path)] for path in _PATHS[row]]

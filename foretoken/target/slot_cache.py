@@ -66,27 +66,32 @@ class SlotCache:
         self.keys, self.values = views[0::2], views[1::2]
 
     def write(self, layer: int, layout: AttentionLayout, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes one layer's new rows in place.
+        """Writes the keys and values of a pass in place.
 
         Args:
             layer: Layer index.
             layout: Slots and rows of the pass.
-            key: (B, Hk, T, Dk).
-            value: (B, Hk, T, Dv).
+            key: (M, Hk, Dk).
+            value: (M, Hk, Dv).
 
         Returns:
             The layer's whole keys and values, (slots, Hk, capacity, D).
         """
         keys, values = self.keys[layer], self.values[layer]
-        if keys.device.type == "cpu" and not layout.is_recorded:
-            width = key.shape[2]
-            for row, (slot, start) in enumerate(zip(layout.slots, layout.starts, strict=True)):
-                keys[slot, :, start : start + width] = key[row]
-                values[slot, :, start : start + width] = value[row]
-        else:  # one launch for all sequences
-            tables = layout.tables()
-            keys[tables.written_slots, :, tables.written_rows] = key.transpose(1, 2)
-            values[tables.written_slots, :, tables.written_rows] = value.transpose(1, 2)
+        if keys.device.type == "cpu" and not layout.is_captured:
+            for row, slot in enumerate(layout.slots):
+                tokens, rows = layout.tokens_of(row), layout.rows_of(row)
+                keys[slot, :, rows] = key[tokens].transpose(0, 1)
+                values[slot, :, rows] = value[tokens].transpose(0, 1)
+            return keys, values
+        tables = layout.tables()
+        if layout.is_captured or (keys.is_cuda and _has_triton()):
+            from foretoken.target.triton_write import write_rows
+
+            write_rows(keys, values, key, value, tables)
+        else:  # a pass that is not captured has no padding
+            keys[tables.written_slots, :, tables.written_rows] = key
+            values[tables.written_slots, :, tables.written_rows] = value
         return keys, values
 
     def move_paths(self, slots: Sequence[int], prefix: Sequence[int], path: Tensor, num_accepted: Tensor) -> None:

@@ -8,6 +8,7 @@ Letters: B sequences, N nodes of the shape, P nodes of one level, C children of 
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -70,10 +71,9 @@ class TreeGrowth:
         first, last = nodes[0], nodes[-1]
         return self.tokens[:, first : last + 1] if last - first + 1 == len(nodes) else self.tokens[:, list(nodes)]
 
-    def visible(self, nodes: Sequence[int]) -> Tensor:
-        """(B, P, W) bool, which of the W drafted nodes up to the last of `nodes` each of them sees; no root."""
-        mask = self._relations.mask[list(nodes), 1 : nodes[-1] + 1]
-        return mask.expand(self.tokens.shape[0], -1, -1)
+    def relations_until(self, node: int) -> Tensor:
+        """(2, node) int64, parents and depths of nodes 1 … `node`."""
+        return self._relations.places[:, 1 : node + 1]
 
     def expand(self, nodes: Sequence[int], logits: Tensor) -> None:
         """Chooses the children of several nodes of one level; changes this object.
@@ -128,7 +128,9 @@ class TreeGrowth:
         deepest = [min(max(depth, 0), self.shape.depth) for depth in room]
         bound = max(self._num_tokens, max(roots) + 1)
         if len(rows) == total and min(deepest) == self.shape.depth:
-            return self._whole().vouch(roots=roots, depths=deepest, num_tokens=bound)
+            return self._whole().vouch(
+                roots=roots, depths=deepest, num_nodes=[self.shape.num_nodes] * total, num_tokens=bound
+            )
         index = torch.tensor(list(rows), device=device)
         depths = self._relations.places[1].expand(total, -1)
         is_kept = depths <= torch.tensor(deepest, device=device).unsqueeze(1)
@@ -159,7 +161,8 @@ class TreeGrowth:
             law=law,
         )
         # The shape is a tree, and what is cut off are whole levels.
-        return tree.vouch(roots=roots, depths=deepest, num_tokens=bound)
+        counts = [bisect_right(self._relations.depths, depth) for depth in deepest]
+        return tree.vouch(roots=roots, depths=deepest, num_nodes=counts, num_tokens=bound)
 
     def _whole(self) -> TokenTree:
         """The trees as they are, where every sequence has one."""
@@ -191,7 +194,6 @@ class _Relations:
         depths: Depth of every node.
         ranks: Rank of every node among the candidates after its parent.
         children: Children of every node, in order of rank.
-        mask: (N, N) bool, ancestor or self.
         places: (2, N) int64, parents and depths.
         max_siblings: Most children of a node.
     """
@@ -200,7 +202,6 @@ class _Relations:
     depths: list[int]
     ranks: list[int]
     children: list[list[int]]
-    mask: Tensor
     places: Tensor
     max_siblings: int
 
@@ -233,17 +234,14 @@ def _relations(shape: TreeShape, device: torch.device) -> _Relations:
     """What is to know of a shape."""
     parents = shape.parents
     children: list[list[int]] = [[] for _ in parents]
-    mask = torch.eye(shape.num_nodes, dtype=torch.bool)
     for node, parent in enumerate(parents):
         if node:
             children[parent].append(node)
-            mask[node] |= mask[parent]
     return _Relations(
         parents=parents,
         depths=shape.depths,
         ranks=shape.ranks,
         children=children,
-        mask=mask.to(device),
         places=torch.tensor([parents, shape.depths], device=device),
         max_siblings=max(map(len, children)),
     )
@@ -257,7 +255,7 @@ def _family(relations: _Relations, nodes: tuple[int, ...]) -> _Family:
         for place, node in enumerate(nodes)
         for order, child in enumerate(relations.children[node])
     ]
-    table = torch.tensor(columns, device=relations.mask.device).T.contiguous()
+    table = torch.tensor(columns, device=relations.places.device).T.contiguous()
     children, parents, place, rank, order, kind = table
     return _Family(
         children=children,

@@ -47,7 +47,8 @@ def penalised_rule(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -
     same = torch.zeros(batch, dtype=torch.int64)
     scores = NodeScores(
         tree=tree,
-        logits=raw_logits(vocab).expand(batch, tree.width, vocab),
+        logits=raw_logits(vocab).expand(batch, tree.width, vocab).flatten(0, 1),
+        starts=torch.arange(batch) * tree.width,
         batch=SamplingBatch.build([SamplingRequest(params=params, seed=0)], vocab).select(same),
         history=table.view([0], [[0]], [1], 0).select(same),
     )

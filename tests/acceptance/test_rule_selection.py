@@ -101,7 +101,14 @@ def scores_of(batch: Batch, is_greedy: list[bool]) -> NodeScores:
         SamplingRequest(params=SamplingParams(temperature=0.0 if greedy else 1.0), seed=int(seed))
         for greedy, seed in zip(is_greedy, batch.seeds, strict=True)
     ]
-    return NodeScores(tree=batch.tree, logits=batch.log_probs, batch=SamplingBatch.build(requests, VOCAB), history=None)
+    tree = batch.tree
+    return NodeScores(
+        tree=tree,
+        logits=batch.log_probs.flatten(0, 1),
+        starts=torch.arange(tree.batch_size) * tree.width,
+        batch=SamplingBatch.build(requests, VOCAB),
+        history=None,
+    )
 
 
 @given(batch=batches())

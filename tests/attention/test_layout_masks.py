@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from foretoken.attention.layout import AttentionLayout
+from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 
 # root ─┬─ 1 ─── 3
@@ -19,17 +20,20 @@ def picture(text: str) -> list[list[int]]:
     return [[int(sign) for sign in line if sign in "01"] for line in text.strip().splitlines()]
 
 
-def tree_layout(prefix: int) -> AttentionLayout:
-    positions = prefix + TREE.depths
-    return AttentionLayout(
-        slots=[0], prefix=[prefix], positions=positions, visible=TREE.ancestor_mask(), scratch_positions=positions
-    )
+def tree_layout(*prefix: int) -> AttentionLayout:
+    tree = TREE.select(torch.zeros(len(prefix), dtype=torch.int64))
+    return AttentionLayout(Pass.of_tree(tree, slots=range(len(prefix)), prefix_lens=prefix, last_position=99))
+
+
+def chain_layout(tokens: int, prefix: int) -> AttentionLayout:
+    return AttentionLayout(Pass.of_chains([[5] * tokens], slots=[0], prefix_lens=[prefix]))
 
 
 def mask_of(layout: AttentionLayout, window: int | None, row: int = 0) -> list[list[int]]:
     mask = layout.mask(row, window)
     assert mask is not None
-    assert mask.shape == (layout.num_queries, layout.num_keys(row))
+    tokens = layout.tokens_of(row)
+    assert mask.shape == (tokens.stop - tokens.start, layout.num_keys(row))
     return mask.int().tolist()
 
 
@@ -79,7 +83,7 @@ def test_window_as_long_as_all_rows_hides_nothing(window: int) -> None:
 
 
 def test_prompt_is_causal() -> None:
-    layout = AttentionLayout(slots=[0], prefix=[2], positions=torch.tensor([[2, 3, 4]]))
+    layout = chain_layout(3, prefix=2)
     assert mask_of(layout, None) == picture("""
         11 | 100
         11 | 110
@@ -95,12 +99,16 @@ def test_prompt_is_causal() -> None:
 def test_level_after_earlier_scratch_rows() -> None:
     # Nodes 3, 4, 5 are fed after rows of the root's children: their positions are one past those.
     layout = AttentionLayout(
-        slots=[0],
-        prefix=[4],
-        offset=2,
-        positions=torch.tensor([[5, 5, 5]]),
-        visible=TREE.ancestor_mask()[:, 3:, 1:],
-        scratch_positions=torch.tensor([[4, 4, 5, 5, 5]]),
+        Pass(
+            tokens=torch.tensor([3, 4, 5]),
+            positions=torch.tensor([4, 4, 5, 5, 5]),
+            parents=torch.tensor([-1, -1, 0, 1, 1]),
+            slots=[0],
+            prefix_lens=[4],
+            offsets=[0, 3],
+            num_earlier=[2],
+            logit_rows=None,
+        )
     )
     assert mask_of(layout, None) == picture("""
         1111 | 10 | 100
@@ -115,26 +123,22 @@ def test_level_after_earlier_scratch_rows() -> None:
 
 
 def test_single_token_sees_all_and_needs_no_mask() -> None:
-    layout = AttentionLayout(slots=[0, 1], prefix=[5, 2], positions=torch.tensor([[5], [2]]))
+    layout = AttentionLayout(Pass.of_chains([[5], [6]], slots=[0, 1], prefix_lens=[5, 2]))
     assert layout.mask(0, None) is None
     assert layout.mask(1, 3) is None  # three rows, a window of three
     assert mask_of(layout, 3) == picture("000111")
 
 
-def test_rows_of_a_batch_have_their_own_lengths() -> None:
-    positions = torch.tensor([[1], [4]]) + TREE.depths
-    layout = AttentionLayout(
-        slots=[1, 0],
-        prefix=[1, 4],
-        positions=positions,
-        visible=TREE.ancestor_mask().expand(2, -1, -1),
-        scratch_positions=positions,
-    )
+def test_sequences_of_a_pass_have_their_own_lengths() -> None:
+    layout = tree_layout(1, 4)
     assert [layout.num_keys(0), layout.num_keys(1)] == [7, 10]
     assert mask_of(layout, None, 0) == mask_of(tree_layout(1), None)
     assert mask_of(layout, 3, 1) == mask_of(tree_layout(4), 3)
 
 
-def test_earlier_rows_without_visibility_cannot_be() -> None:
-    with pytest.raises(ValueError, match="scratch rows"):
-        AttentionLayout(slots=[0], prefix=[1], offset=2, positions=torch.tensor([[3]]))
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_chunk_of_a_prompt_beside_a_tree(window: int | None) -> None:
+    tree = Pass.of_tree(TREE, slots=[0], prefix_lens=[3], last_position=99)
+    both = AttentionLayout(tree.with_chains(Pass.of_chains([[7] * 3], slots=[1], prefix_lens=[2])))
+    assert mask_of(both, window, 0) == mask_of(tree_layout(3), window)
+    assert mask_of(both, window, 1) == mask_of(chain_layout(3, prefix=2), window)

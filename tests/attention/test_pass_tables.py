@@ -2,41 +2,53 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
+from hypothesis import given
+from passes import some_passes
 from torch import Tensor
 
 from foretoken.attention.layout import AttentionLayout
-from foretoken.attention.tables import packed_bits
+from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 
 
 def unpacked(words: Tensor, width: int) -> Tensor:
-    """(B, T, W) bool of (B, T, N32) int32."""
+    """(M, W) bool of (M, N32) int32."""
     bits = (words.unsqueeze(-1) >> torch.arange(32)) & 1
-    return bits.flatten(2)[:, :, :width].bool()
-
-
-@pytest.mark.parametrize("width", [1, 2, 31, 32, 33, 64, 65, 340, 512])
-def test_bits_of_masks(width: int) -> None:
-    visible = torch.rand(2, 3, width, generator=torch.Generator().manual_seed(width)) < 0.5
-    visible[:, :, -1] = True
-    assert torch.equal(unpacked(packed_bits(visible), width), visible)
+    return bits.flatten(1)[:, :width].bool()
 
 
 def test_tables_of_trees_are_their_masks() -> None:
     parents = [[-1, 0, 0, 1, 1, 2, *range(5, 69)], [-1, 0]]
     tree = TokenTree.from_rows([TreeRow([0] * len(row), row) for row in parents])
-    layout = AttentionLayout(
-        slots=[4, 1], prefix=[5, 900], positions=tree.depths + torch.tensor([[5], [900]]), tree=tree
-    )
-    tables = layout.tables()
+    work = Pass.of_tree(tree, slots=[4, 1], prefix_lens=[5, 900], last_position=999)
+    tables = AttentionLayout(work).tables()
     assert tables.words is not None
-    assert torch.equal(unpacked(tables.words, tree.width), tree.ancestor_mask())
-    assert (tables.slots.tolist(), tables.prefix.tolist(), tables.max_prefix) == ([4, 1], [5, 900], 900)
-    assert torch.equal(tables.scratch_positions, tables.positions)
+    assert torch.equal(unpacked(tables.words[:70], 70), tree.ancestor_mask()[0])
+    assert torch.equal(unpacked(tables.words[70:], 2), tree.ancestor_mask()[1, :2, :2])
+    assert (tables.slots.tolist(), tables.prefix.tolist()) == ([4, 1], [5, 900])
+    assert tables.starts.tolist() == tables.node_starts.tolist() == [0, 70, 72]
+    assert (tables.max_prefix, tables.max_tokens, tables.max_nodes) == (900, 70, 70)
+    assert tables.written_slots.tolist() == [4] * 70 + [1] * 2
+    assert tables.written_rows.tolist() == [*range(5, 75), 900, 901]
+
+
+@given(work=some_passes())
+def test_tables_of_any_pass_are_its_masks(work: Pass) -> None:
+    layout = AttentionLayout(work)
+    tables = layout.tables()
+    for row, (slot, prefix) in enumerate(zip(work.slots, work.prefix_lens, strict=True)):
+        mask, tokens, rows = layout.mask(row, None), layout.tokens_of(row), layout.rows_of(row)
+        num_nodes = layout.num_keys(row) - prefix
+        expected = torch.ones(tokens.stop - tokens.start, num_nodes, dtype=torch.bool)
+        expected = expected if mask is None else mask[:, prefix:]
+        assert tables.written_slots[tokens].tolist() == [slot] * (tokens.stop - tokens.start)
+        assert tables.written_rows[tokens].tolist() == list(range(rows.start, rows.stop))
+        if tables.words is None:
+            assert torch.equal(expected, torch.ones(num_nodes, num_nodes, dtype=torch.bool).tril()[-len(expected) :])
+        else:
+            assert torch.equal(unpacked(tables.words[tokens], num_nodes), expected)
 
 
 def test_chains_need_no_words() -> None:
-    layout = AttentionLayout(slots=[0], prefix=[3], positions=torch.tensor([[3, 4, 5]]))
-    assert layout.tables().words is None
+    assert AttentionLayout(Pass.of_chains([[5, 6, 7]], slots=[0], prefix_lens=[3])).tables().words is None

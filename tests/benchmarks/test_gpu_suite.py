@@ -34,13 +34,14 @@ from foretoken.attention.layout import AttentionLayout
 from foretoken.attention.reference import reference_attention
 from foretoken.bench.setups import Setup
 from foretoken.bench.verify import Check
+from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")
 CASE = {
     "head": (16, 16), "group": 2, "dtype": "float32", "nodes": 7, "batch": 2, "prefix": "short", "structure": "tree",
-    "window": None, "softcap": None, "sinks": False, "splits": None,
+    "tables": "pass", "window": None, "softcap": None, "sinks": False, "splits": None,
 }  # fmt: skip
 
 
@@ -113,28 +114,31 @@ def test_cases_cover_every_two_levels(levels: Any) -> None:
 @pytest.mark.parametrize("window", [None, 3])
 def test_visible_rows_are_the_layouts(window: int | None) -> None:
     """Two ways to say who sees what, written apart from each other."""
-    parents = [-1, 0, 0, 1, 1, 3, -1, -1]
-    tree = TokenTree.from_rows([TreeRow([0] * 6, parents[:6]), TreeRow([0] * 8, [-1, 0, 1, 2, 3, 4, 5, 6])])
+    parents = [-1, 0, 0, 1, 1, 3]
+    tree = TokenTree.from_rows([TreeRow([0] * 6, parents), TreeRow([0] * 8, [-1, 0, 1, 2, 3, 4, 5, 6])])
     prefix = 4
-    layout = AttentionLayout(slots=[0, 1], prefix=[prefix] * 2, positions=prefix + tree.depths, tree=tree)
-    mask = layout.mask(0, window)
+    work = Pass.of_tree(tree, slots=[0, 1], prefix_lens=[prefix] * 2, last_position=99)
+    mask = AttentionLayout(work).mask(0, window)
     assert mask is not None
     assert torch.equal(visible_rows(parents, prefix, 0, window), mask)
     assert torch.equal(visible_rows(parents, prefix, 5, window), mask[5:])
 
 
-@pytest.mark.parametrize("structure", ["causal", "chain", "tree", "levels"])
+@pytest.mark.parametrize("structure", LEVELS["structure"])
 @pytest.mark.parametrize("window", [None, 5])
 def test_problems_describe_the_same_to_kernels(structure: str, window: int | None) -> None:
     """The layout's mask is what the problem's own loop finds, and rows outside of it are NaN."""
-    problem = make_problem({**CASE, "structure": structure, "window": window, "prefix": "ragged"}, CPU, seed=4)
+    case = {**CASE, "structure": structure, "window": window, "prefix": "ragged", "batch": 3}
+    problem = make_problem(case, CPU, seed=4)
+    assert len(problem.query) == problem.work.num_tokens == sum(problem.counts)
+    assert torch.equal(problem.packed(problem.padded(problem.query, 9.0)), problem.query)
     for row, mask in enumerate(problem.visible):
         theirs = problem.layout.mask(row, window)
-        assert theirs is None or torch.equal(mask, theirs)
-        slot, end = problem.layout.slots[row], mask.shape[1]
+        assert mask.all() if theirs is None else torch.equal(mask, theirs)
+        slot, end = problem.work.slots[row], mask.shape[1]
         assert problem.keys[slot, :, end:].isnan().all()
         assert not problem.keys[slot, :, :end].isnan().any()
-    unused = [slot for slot in range(problem.keys.shape[0]) if slot not in problem.layout.slots]
+    unused = [slot for slot in range(problem.keys.shape[0]) if slot not in problem.work.slots]
     assert unused
     assert problem.values[unused].isnan().all()
 
@@ -142,7 +146,8 @@ def test_problems_describe_the_same_to_kernels(structure: str, window: int | Non
 def in_dtype(problem: Any, case: Any, *, lose: bool = False, read_on: bool = False) -> torch.Tensor:
     """The definition in float32, perhaps with one thing wrong in it, rounded to the dtype."""
     outputs = []
-    for row, (slot, mask) in enumerate(zip(problem.layout.slots, problem.visible, strict=True)):
+    queries = problem.query.float().split(problem.counts)
+    for slot, mask, query in zip(problem.work.slots, problem.visible, queries, strict=True):
         end = mask.shape[1]
         seen = mask.clone()
         if lose:
@@ -151,11 +156,11 @@ def in_dtype(problem: Any, case: Any, *, lose: bool = False, read_on: bool = Fal
             seen = torch.nn.functional.pad(seen, (0, 1), value=True)
         key, value = (store[slot, :, : seen.shape[1]].float() for store in (problem.keys, problem.values))
         output = reference_attention(
-            problem.query[row].float(), key, value, seen, scale=problem.scale, softcap=case["softcap"],
+            query.transpose(0, 1), key, value, seen, scale=problem.scale, softcap=case["softcap"],
             sinks=None if problem.sinks is None else problem.sinks.float(),
         )  # fmt: skip
         outputs.append(output.transpose(0, 1).to(problem.query.dtype))
-    return torch.stack(outputs)
+    return torch.cat(outputs)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -167,7 +172,7 @@ def test_parity_accepts_rounding_and_nothing_else(dtype: str, seed: int) -> None
         calls.append(0)
         output = in_dtype(problem, case)
         if len(calls) % 2:
-            output[0, 0, 0, 0] = torch.nextafter(output[0, 0, 0, 0], output.new_tensor(9.0))
+            output[0, 0, 0] = torch.nextafter(output[0, 0, 0], output.new_tensor(9.0))
         return output
 
     def broken(problem: Any, case: Any) -> torch.Tensor:

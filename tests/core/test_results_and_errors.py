@@ -42,7 +42,7 @@ def test_metrics_before_the_first_pass() -> None:
 
 def test_metrics_add_time_and_errors() -> None:
     seconds = StageSeconds(draft=1.0, verify=2.0, accept=0.5, commit=0.25)
-    record = StepRecord(sequences=[], width=6, seconds=seconds, draft_error="it failed", lossy_tv=0.125)
+    record = StepRecord(sequences=[], num_tokens=6, seconds=seconds, draft_error="it failed", lossy_tv=0.125)
     metrics = GenerationMetrics()
     for _ in range(2):
         metrics.add_step(step(1), record)
@@ -57,7 +57,7 @@ def test_metrics_add_time_and_errors() -> None:
 
 def test_metrics_without_draft_error() -> None:
     metrics = GenerationMetrics()
-    metrics.add_step(step(0), StepRecord(sequences=[], width=1, seconds=StageSeconds()))
+    metrics.add_step(step(0), StepRecord(sequences=[], num_tokens=1, seconds=StageSeconds()))
     assert metrics.draft_errors == 0
 
 

@@ -12,6 +12,7 @@ from end_to_end.tiny_llms import GAPPED_CHOICES, MEDUSA_CHOICES, WIDTHS, draft_m
 from tiny_models import VOCAB_SIZE, tiny_model
 
 from foretoken import LLM, SamplingParams
+from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.target.loading import wrap_model
@@ -112,13 +113,14 @@ def test_full_acceptance_costs_one_pass_to_catch_up(monkeypatch: pytest.MonkeyPa
     made = drafter(num_speculative_tokens=4)
     text = [5, 6, 7]
     fed: list[int] = []
-    forward = made._runner.forward
+    run = made._runner.run
 
-    def counting(tokens: Any, layout: Any) -> Any:
-        fed.append(tokens.shape[1])
-        return forward(tokens, layout)
+    def counting(work: Pass) -> Any:
+        if work.logit_rows is not None:  # no prefill
+            fed.append(work.num_tokens)
+        return run(work)
 
-    monkeypatch.setattr(made._runner, "forward", counting)
+    monkeypatch.setattr(made._runner, "run", counting)
     tree = made.propose(context([text]))
     assert fed == [1, 1, 1, 1]  # the root, and three of the four drafted tokens
     fed.clear()
@@ -147,19 +149,21 @@ def test_a_draft_model_with_a_shorter_context_stops_drafting_there() -> None:
 def test_a_failed_pass_leaves_no_rows_that_count_as_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A proposal that breaks off must not make later ones trust rows that were never written."""
     made = drafter(num_speculative_tokens=4)
-    forward, calls = made._runner.forward, []
+    run, calls = made._runner.run, []
 
-    def failing(tokens: Any, layout: Any) -> Any:
-        calls.append(tokens)
+    def failing(work: Pass) -> Any:
+        if work.logit_rows is None:  # prefill
+            return run(work)
+        calls.append(work.tokens)
         if len(calls) == 3:
             raise MemoryError
-        return forward(tokens, layout)
+        return run(work)
 
-    monkeypatch.setattr(made._runner, "forward", failing)
+    monkeypatch.setattr(made._runner, "run", failing)
     text = [5, 6, 7]
     with pytest.raises(MemoryError):
         made.propose(context([text]))
-    lost = [int(tokens[0, 0]) for tokens in calls[1:]]
+    lost = [int(tokens[0]) for tokens in calls[1:]]
     text += [*lost, 9]
     made.propose(context([text]))
     assert_fresh(made, 0, text, Runner(wrap_model(noisy(), name="fresh"), num_slots=1, context_len=96))

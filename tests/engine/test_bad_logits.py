@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from end_to_end.tiny_llms import drafters, llm
-from torch import Tensor
 
 from foretoken import LLM, SamplingParams
+from foretoken.core.passes import Pass
 from foretoken.target.decoder import PassOutput
 
 DRAFTERS = drafters()
@@ -25,17 +25,18 @@ def spoil(
     engine: LLM, victim: int, position: int, value: float, monkeypatch: pytest.MonkeyPatch, tokens: Any = slice(None)
 ) -> None:
     """Makes the target's logits of one sequence bad, for some tokens, at every node of one position."""
-    original = engine.target.verify
+    original = engine.target.run
 
-    def verify(slots: Any, lengths: Any, tree: Any) -> PassOutput:
-        output = original(slots, lengths, tree)
-        for row, sequence in enumerate(s for s in engine._engine._running if s.num_cached == len(s.tokens) - 1):
+    def run(work: Pass) -> PassOutput:
+        output = original(work)
+        ready = [s for s in engine._engine._running if s.num_cached == len(s.tokens) - 1]
+        for sequence, start, end in zip(ready, work.offsets, work.offsets[1:], strict=False):
             if sequence.request_id == str(victim):
-                bad: Tensor = lengths[row] + tree.depths[row] == position
-                output.logits[row, bad.nonzero()[:, 0], tokens] = value
+                bad = start + (work.positions[start:end] == position).nonzero()[:, 0]
+                output.logits[bad, tokens] = value
         return output
 
-    monkeypatch.setattr(engine.target, "verify", verify)
+    monkeypatch.setattr(engine.target, "run", run)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -80,15 +81,15 @@ def test_bad_rows_off_the_path_are_nobodys_business(monkeypatch: pytest.MonkeyPa
     params = SamplingParams(temperature=0.0, max_tokens=20)
     plain = llm({}).generate([5], params)[0].outputs[0].token_ids
     engine = llm(DRAFTERS["random wide"](None))
-    original = engine.target.verify
+    original = engine.target.run
 
-    def verify(slots: Any, lengths: Any, tree: Any) -> PassOutput:
-        output = original(slots, lengths, tree)
-        is_wrong = torch.tensor([[False] + [token not in plain for token in row[1:]] for row in tree.tokens.tolist()])
-        output.logits[is_wrong] = float("nan")
+    def run(work: Pass) -> PassOutput:
+        output = original(work)
+        _root, *drafted = work.tokens.tolist()
+        output.logits[torch.tensor([False] + [token not in plain for token in drafted])] = float("nan")
         return output
 
-    monkeypatch.setattr(engine.target, "verify", verify)
+    monkeypatch.setattr(engine.target, "run", run)
     completion = engine.generate([5], params)[0].outputs[0]
     assert (completion.token_ids, completion.finish_reason) == (plain, "length")
 
@@ -96,14 +97,14 @@ def test_bad_rows_off_the_path_are_nobodys_business(monkeypatch: pytest.MonkeyPa
 def test_some_minus_infinities_are_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Models mask padding ids of their vocabulary that way."""
     engine = llm({})
-    original = engine.target.verify
+    original = engine.target.run
 
-    def verify(slots: Any, lengths: Any, tree: Any) -> PassOutput:
-        output = original(slots, lengths, tree)
-        output.logits[..., 40:] = float("-inf")
+    def run(work: Pass) -> PassOutput:
+        output = original(work)
+        output.logits[:, 40:] = float("-inf")
         return output
 
-    monkeypatch.setattr(engine.target, "verify", verify)
+    monkeypatch.setattr(engine.target, "run", run)
     completion = engine.generate([5], SamplingParams(temperature=1.0, seed=0, max_tokens=20))[0].outputs[0]
     assert completion.finish_reason == "length"
     assert max(completion.token_ids) < 40

@@ -46,7 +46,7 @@ def record(depth: int, accepted: list[int], *, level: float, verify: float = 1.0
             )
             for i, n in enumerate(accepted)
         ],
-        width=depth + 1,
+        num_tokens=(depth + 1) * len(accepted),
         seconds=StageSeconds(draft=depth * level + seconds, verify=verify),
     )
 
@@ -171,7 +171,7 @@ def test_the_nodes_of_a_tree_are_paid_for() -> None:
     flat, linear = DepthBudget(CostCurve(*FLAT), tree), DepthBudget(CostCurve((1, 2), (1.0, 1.1)), tree)
     for budget in (flat, linear):
         for _ in range(100):
-            budget.learn(replace(record(2, [2], level=0.01), width=33))
+            budget.learn(replace(record(2, [2], level=0.01), num_tokens=33))
     assert flat.depth(1) == 2
     assert linear.depth(1) == 1
 

@@ -41,7 +41,12 @@ def test_bounds_and_sums(drafter: str, batch: int) -> None:
         for step in record.sequences:
             steps[step.request_id].append(step)
             assert 1 <= step.num_emitted <= step.num_accepted + 1 <= step.tree_depth + 1
-            assert step.tree_depth <= step.num_drafted < record.width <= engine.target.max_nodes
+            assert (
+                step.tree_depth
+                <= step.num_drafted
+                < record.num_tokens
+                <= engine.target.max_nodes * len(record.sequences)
+            )
             assert sum(step.accepted_by.values()) == step.num_accepted
     for output in outputs:
         metrics, mine = output.metrics, steps[output.request_id]

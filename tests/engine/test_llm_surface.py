@@ -182,7 +182,7 @@ def test_without_a_tokenizer_text_is_refused(prompt: Any, params: SamplingParams
         ({"tensor_parallel_size": True}, "tensor_parallel_size = True is not supported"),
         ({"gpu_memory_utilization": 0.2}, r"gpu_memory_utilization = 0\.2 is not supported\. The KV cache takes"),
         ({"trust_remote_code": True}, "trust_remote_code = True is not supported. Code that comes with a model"),
-        ({"max_num_batched_tokens": 8192}, "max_num_batched_tokens = 8192 is not supported. Prompts are always fed"),
+        ({"enable_chunked_prefill": False}, "enable_chunked_prefill = False is not supported. Prompts are always fed"),
         ({"enable_prefix_caching": True}, "enable_prefix_caching = True is not supported. There is no prefix cache"),
         ({"quantization": "awq"}, "quantization = 'awq' is not supported"),
         ({"revision": "v1"}, r"revision = 'v1' is not supported\. Pass foretoken\.target\.loading\.load_model"),
@@ -205,7 +205,7 @@ def test_engines_that_cannot_work_are_refused(arguments: dict[str, Any], sentenc
         {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "gpu_memory_utilization": 0.9, "enforce_eager": True},
         {"trust_remote_code": False, "quantization": None, "revision": None, "tokenizer_mode": "auto"},
         {"swap_space": 4, "cpu_offload_gb": 0, "enable_prefix_caching": False, "load_format": "auto"},
-        {"max_num_batched_tokens": None, "enable_chunked_prefill": True, "disable_log_stats": True},
+        {"distributed_executor_backend": None, "enable_chunked_prefill": True, "disable_log_stats": True},
     ],
 )
 def test_arguments_of_vllm_that_ask_for_nothing(arguments: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:

@@ -12,7 +12,7 @@ from end_to_end.tiny_llms import draft_model, llm, noisy, target
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.engine.torch_state import own_torch_state, restored_torch_state
+from foretoken.engine.torch_state import _autocast_nesting, own_torch_state, restored_torch_state
 
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=20, repetition_penalty=1.1, logprobs=1)
 PROMPTS = [[5, 6, 5, 6], [7, 8]]
@@ -97,7 +97,7 @@ def torch_state() -> tuple[Any, ...]:
         torch.get_default_device(), torch.get_default_dtype(), torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"),
         torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(), torch.get_num_threads(),
-        torch.zeros(1).device, (torch.zeros(1, device="cpu") + 1).requires_grad,
+        torch.zeros(1).device, (torch.zeros(1, device="cpu") + 1).requires_grad, _autocast_nesting(),
     )  # fmt: skip
 
 

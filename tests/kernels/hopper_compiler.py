@@ -6,6 +6,7 @@ Neither a GPU nor a driver is needed to compile. The interpreter takes much that
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import torch
 import triton
@@ -14,9 +15,9 @@ from torch import Tensor
 from foretoken.acceptance import triton_walk
 from foretoken.attention import triton_masked, triton_tables, triton_tree
 from foretoken.attention.layout import AttentionLayout
-from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.core.passes import Pass
 from foretoken.sampling import triton_choice
-from foretoken.target import triton_commit
+from foretoken.target import triton_commit, triton_write
 from foretoken.target.lean import triton_block
 
 BF16 = torch.bfloat16
@@ -31,6 +32,7 @@ KERNELS = {
     triton_choice: ["_part_kernel", "_merge_kernel"],
     triton_walk: ["_walk_kernel"],
     triton_commit: ["_commit_kernel"],
+    triton_write: ["_write_kernel"],
     triton_block: ["_norm_kernel", "_gate_kernel", "_rotate_kernel"],
 }
 
@@ -72,24 +74,25 @@ class ForHopper:
         sys.stdout.write(compiled.metadata.name + "\n")
 
 
-def compile_attention(*, heads: int, size: int, nodes: int, **options) -> None:
-    """Attention over a tree behind a long prefix."""
-    layout = layout_of(nodes)
+def compile_attention(*, heads: int, size: int, nodes: int, is_causal: bool = False, **options) -> None:
+    """Attention over two chains behind long prefixes, and the masked kernel over as many tokens."""
+    layout = layout_of(nodes, is_causal=is_causal)
     keys = torch.zeros(2, 8, 600, size, dtype=BF16)
-    query = torch.zeros(1, nodes, heads, size, dtype=BF16).transpose(1, 2)
+    query = torch.zeros(2 * nodes, heads, size, dtype=BF16)
     triton_tree.tree_attention_triton(query, keys, keys, layout.tables(), scale=1.0, **options)
     if "window" not in options and "num_splits" not in options:
         mask = layout.mask(0, None)[None]
         counts = torch.tensor([mask.shape[2]], dtype=torch.int32)
         triton_masked.masked_attention_triton(
-            query, keys, keys, layout.tables().slots, counts, mask, scale=1.0, **options
-        )
+            query[:nodes].transpose(0, 1)[None], keys, keys, layout.tables().slots[:1], counts, mask, scale=1.0,
+            **options,
+        )  # fmt: skip
 
 
-def layout_of(nodes: int) -> AttentionLayout:
-    """A chain behind 500 tokens."""
-    tree = TokenTree.from_rows([TreeRow([0] * nodes, range(-1, nodes - 1))])
-    return AttentionLayout(slots=[1], prefix=[500], positions=500 + tree.depths, tree=tree)
+def layout_of(nodes: int, *, is_causal: bool = False) -> AttentionLayout:
+    """Two chains behind 500 tokens."""
+    chains = Pass.of_chains([[0] * nodes] * 2, slots=[1, 0], prefix_lens=[500, 500])
+    return AttentionLayout(replace(chains, is_causal=is_causal))
 
 
 def compile_all() -> None:
@@ -102,10 +105,14 @@ def compile_all() -> None:
         compile_attention(heads=32, size=size, nodes=nodes, num_splits=5)
     compile_attention(heads=32, size=128, nodes=33, softcap=2.0, sinks=torch.zeros(32, dtype=BF16))
     compile_attention(heads=32, size=128, nodes=33, window=40)
+    compile_attention(heads=32, size=128, nodes=64, is_causal=True, num_splits=3)
 
     parents = torch.zeros(3, 64, dtype=torch.int64)
     places = torch.zeros(3, dtype=torch.int32)
-    triton_tables.tree_tables(parents, places, 1000)
+    triton_tables.pass_tables(
+        parents[0], parents[0], places[:2], places[:2], places, places, num_tokens=64, max_prefix=512, max_tokens=64,
+        max_nodes=64,
+    )  # fmt: skip
     for kind in (torch.float32, BF16):
         triton_choice.chosen_tokens(torch.zeros(3, 64, 32_000, dtype=kind), torch.zeros(3), parents[:, 0], parents)
     walked = triton_walk.walk_chosen(parents, parents, parents, 8)
@@ -114,16 +121,15 @@ def compile_all() -> None:
         triton_commit.commit_rows(store, parents[:, 0], parents[:, 0], walked.path, walked.num_accepted)
 
     for kind in (torch.float32, BF16):
-        x = torch.zeros(1, 5, 4096, dtype=kind)
+        x = torch.zeros(10, 4096, dtype=kind)
         for delta in (None, x):
-            triton_block.add_and_norm(x, delta, x[0, 0], 1e-5)
-        triton_block.gated_silu(torch.zeros(1, 5, 28_672, dtype=kind))
+            triton_block.add_and_norm(x, delta, x[0], 1e-5)
+        triton_block.gated_silu(torch.zeros(10, 28_672, dtype=kind))
         cache, layout, table = torch.zeros(2, 8, 600, 128, dtype=kind), layout_of(5), torch.zeros(600, 64)
-        joined = torch.zeros(1, 5, 48 * 128, dtype=kind)
-        for norms in (None, (x[0, 0, :128], x[0, 0, :128])):
-            triton_block.rotate_and_write(
-                joined, table, table, layout.positions, cache, cache, layout.tables(), norms, 1e-5
-            )
+        joined, positions = torch.zeros(10, 48 * 128, dtype=kind), torch.zeros(10, dtype=torch.int64)
+        for norms in (None, (x[0, :128], x[0, :128])):
+            triton_block.rotate_and_write(joined, table, table, positions, cache, cache, layout.tables(), norms, 1e-5)
+        triton_write.write_rows(cache, cache, *joined.unflatten(1, (48, 128))[:, :16].chunk(2, dim=1), layout.tables())
 
 
 if __name__ == "__main__":

@@ -37,6 +37,30 @@ class OnDevice(TorchDispatchMode):
         return result
 
 
+class GuardedMemory:
+    """Puts numbers before and behind whatever `new_empty` gives; `check` looks whether they still stand there."""
+
+    def __init__(self, monkeypatch) -> None:
+        self._guards: list[torch.Tensor] = []
+        plain, margin = torch.Tensor.new_empty, 1024
+
+        def new_empty(like, *size, **options):
+            if "device" in options:  # by the interpreter
+                return plain(like, *size, **options)
+            shape = plain(like, *size).shape
+            whole = like.new_full((shape.numel() + 2 * margin,), 77, **options)
+            self._guards += [whole[:margin], whole[-margin:]]
+            return whole[margin:-margin].view(shape)
+
+        monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+
+    def check(self) -> None:
+        """Nothing was written past what was allocated, and something was allocated."""
+        assert self._guards
+        for guard in self._guards:
+            assert guard.eq(77).all()
+
+
 def random_parents(nodes: int, reach: int, generator: torch.Generator) -> list[int]:
     """A tree whose nodes have a parent at most `reach` before them: 1 makes a chain, large numbers make stars."""
     draws = torch.rand(nodes, generator=generator).tolist()

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -23,8 +24,8 @@ from foretoken.attention.cuda_compile import KernelModule, compile_source, find_
 from foretoken.attention.cuda_tree import BlockShape, TreeAttentionArguments, kernel_source, tree_attention_cuda
 from foretoken.attention.layout import AttentionLayout
 from foretoken.attention.reference import reference_attention
+from foretoken.core import passes
 from foretoken.core.errors import ConfigError
-from foretoken.core.token_tree import TokenTree, TreeRow
 
 # A block of few threads is quick where a barrier is a system call, and loops over every dimension.
 SHAPE = BlockShape(threads=128) if DEVICE == "cuda" else BlockShape(threads=4)
@@ -65,25 +66,35 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> KernelModule | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Pass:
-    """One random pass over a random cache, on the CPU; every row that no node may read is NaN."""
+    """One random pass over a random cache, on the CPU, padded to the widest; every row that no node may read is NaN.
+
+    Padding nodes have parent -1 and see the prefix and themselves, causal tokens have no parents.
+    """
 
     query: Tensor
     keys: Tensor
     values: Tensor
-    layout: AttentionLayout
+    slots: list[int]
+    prefix: list[int]
+    positions: Tensor
     parents: Tensor | None
     window: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
     scale: float = 1.0
 
+    @property
+    def layout(self) -> AttentionLayout:
+        """Of the same pass, padding nodes included."""
+        return layout_of(self.slots, self.prefix, self.positions, self.parents)
+
     def expected(self) -> Tensor:
         """(B, T, H, Dv) float64, by the definition."""
-        rows = []
-        for row, slot in enumerate(self.layout.slots):
-            mask = self.layout.mask(row, self.window)
+        rows, layout = [], self.layout
+        for row, slot in enumerate(self.slots):
+            mask = layout.mask(row, self.window)
             seen = torch.ones(1, dtype=torch.bool) if mask is None else mask.any(0)
-            end = self.layout.num_keys(row)
+            end = layout.num_keys(row)
             key, value = (cache[slot, :, :end].double() for cache in (self.keys, self.values))
             # NaN times the probability 0 is NaN: rows that no node sees do not enter.
             key, value = (torch.where(seen.unsqueeze(1), cached, 0.0) for cached in (key, value))
@@ -110,9 +121,9 @@ class Pass:
             self.query.to(DEVICE),
             self.keys.to(DEVICE),
             self.values.to(DEVICE),
-            table(self.layout.slots),
-            table(self.layout.prefix),
-            table(self.layout.positions),
+            table(self.slots),
+            table(self.prefix),
+            table(self.positions),
             None if self.parents is None else table(self.parents),
             scale=self.scale,
             window=self.window,
@@ -127,6 +138,19 @@ class Pass:
         ours = self.run(kernels, shape)
         assert ours.dtype == self.query.dtype
         torch.testing.assert_close(ours.double(), self.expected(), **TOLERANCES[self.query.dtype])
+
+
+def layout_of(slots: list[int], prefix: list[int], positions: Tensor, parents: Tensor | None) -> AttentionLayout:
+    """The layout of a pass whose sequences all have as many nodes."""
+    batch, nodes = positions.shape
+    links = torch.arange(-1, nodes - 1).expand(batch, nodes) if parents is None else parents
+    return AttentionLayout(
+        passes.Pass(
+            tokens=torch.zeros(batch * nodes, dtype=torch.int64), positions=positions.flatten(),
+            parents=links.flatten(), slots=slots, prefix_lens=prefix, offsets=range(0, batch * nodes + 1, nodes),
+            logit_rows=None, is_causal=parents is None,
+        )
+    )  # fmt: skip
 
 
 def random_pass(
@@ -154,14 +178,18 @@ def random_pass(
     batch = len(prefix)
     slots = [2 * (batch - row) - 1 for row in range(batch)]
     if isinstance(trees, int):
-        positions = torch.tensor(prefix).unsqueeze(1) + torch.arange(trees)
-        layout, parents = AttentionLayout(slots=slots, prefix=prefix, positions=positions), None
+        queries, parents = trees, None
+        depths = torch.arange(queries).expand(batch, queries)
     else:
-        tree = TokenTree.from_rows([TreeRow([0] * len(row), row) for row in trees])
-        positions = torch.tensor(prefix).unsqueeze(1) + tree.depths
-        layout = AttentionLayout(slots=slots, prefix=prefix, positions=positions, tree=tree)
-        parents = tree.parents
-    queries = layout.num_queries
+        queries = max(map(len, trees))
+        padded = [[*row, *[-1] * (queries - len(row))] for row in trees]
+        parents = torch.tensor(padded)
+        depths = torch.zeros_like(parents)
+        for row, node in product(range(batch), range(queries)):
+            parent = padded[row][node]
+            depths[row, node] = depths[row, parent] + 1 if parent >= 0 else 0
+    positions = torch.tensor(prefix).unsqueeze(1) + depths
+    layout = layout_of(slots, prefix, positions, parents)
     capacity = max(prefix) + queries + 3
     # Neither query nor cache is contiguous: heads and rows are swapped in memory, as projections and some caches are.
     query = normal(batch, queries, heads[0], widths[0]).transpose(1, 2)
@@ -176,7 +204,9 @@ def random_pass(
         query=query,
         keys=keys,
         values=values,
-        layout=layout,
+        slots=slots,
+        prefix=prefix,
+        positions=positions,
         parents=parents,
         window=window,
         softcap=softcap,
@@ -245,10 +275,11 @@ def test_a_node_reads_only_what_it_sees(
 ) -> None:
     case = random_pass(trees, [4, 3], window=window)
     expected = case.expected()
-    for node in range(case.layout.num_queries):
+    layout = case.layout
+    for node in range(case.query.shape[2]):
         keys, values = case.keys.clone(), case.values.clone()
-        for row, slot in enumerate(case.layout.slots):
-            mask = case.layout.mask(row, window)
+        for row, slot in enumerate(case.slots):
+            mask = layout.mask(row, window)
             assert mask is not None
             for cache in (keys, values):
                 cache[slot, :, : mask.shape[1]].masked_fill_(~mask[node][:, None], float("nan"))
@@ -270,24 +301,23 @@ def test_every_number_is_read_and_rounded_as_torch_does(kernels: KernelModule | 
     patterns = torch.arange(-(2**15), 2**15).to(torch.int16).view(dtype).view(1, 1, 256, 256)
     zero = torch.zeros(1, 1, 256, 1, dtype=dtype)
     lonely = torch.full((1, 256), -1)
-    layout = AttentionLayout(slots=[0], prefix=[0], positions=torch.zeros(1, 256, dtype=torch.int64))
-    alone = Pass(query=zero, keys=zero, values=patterns, layout=layout, parents=lonely)
+    alone = Pass(
+        query=zero, keys=zero, values=patterns, slots=[0], prefix=[0], positions=torch.zeros_like(lonely),
+        parents=lonely,
+    )  # fmt: skip
     torch.testing.assert_close(alone.run(kernels)[0, :, 0], patterns[0, 0], rtol=0, atol=0, equal_nan=True)
     # With the one prefix row at equal scores, outputs are means, exact in float32; of neighbours they are ties.
     prefix_row = torch.full((1, 1, 1, 256), 0.0, dtype=dtype)
     for other in (patterns[0, 0, 129, 1], patterns[0, 0, 200, 0], patterns[0, 0, 3, 3]):
         values = torch.cat([prefix_row + other, patterns], dim=2)
-        two = replace(
-            alone, keys=torch.zeros(1, 1, 257, 1, dtype=dtype), values=values, layout=replace(layout, prefix=[1])
-        )
+        two = replace(alone, keys=torch.zeros(1, 1, 257, 1, dtype=dtype), values=values, prefix=[1])
         means = (patterns[0, 0].float() * 0.5 + other.float() * 0.5).to(dtype)
         torch.testing.assert_close(two.run(kernels)[0, :, 0], means, rtol=0, atol=0, equal_nan=True)
 
 
 def test_an_empty_batch_launches_nothing(kernels: KernelModule | None) -> None:
     case = random_pass([[-1, 0]], [3])
-    empty = replace(case.layout, slots=[], prefix=[], positions=case.layout.positions[:0], tree=None)
-    none = replace(case, query=case.query[:0], parents=None, layout=empty)
+    none = replace(case, query=case.query[:0], parents=None, slots=[], prefix=[], positions=case.positions[:0])
     assert none.run(kernels).shape == (0, 2, 4, 16)
 
 
@@ -297,8 +327,8 @@ def test_what_the_kernel_cannot_do_is_said(kernels: KernelModule | None, wrong: 
         case, message = random_pass(1, [2], dtype=torch.float64), "torch.float64. Expected one of torch.float32"
     elif wrong == "nodes":
         many = torch.zeros(1, 1, 60_000, 1)
-        layout = AttentionLayout(slots=[0], prefix=[0], positions=torch.arange(60_000).unsqueeze(0))
-        case = Pass(query=many, keys=many, values=many, layout=layout, parents=None)
+        positions = torch.arange(60_000).unsqueeze(0)
+        case = Pass(query=many, keys=many, values=many, slots=[0], prefix=[0], positions=positions, parents=None)
         message = r"needs 2\d+ bytes of shared memory for 60000 nodes\..* Pass fewer nodes"
     elif DEVICE == "cuda":
         pytest.skip("tensors are on a CUDA device here")

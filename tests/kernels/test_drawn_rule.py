@@ -32,7 +32,8 @@ def test_drawn_is_coupled(seed) -> None:
         for row, temperature in enumerate(temperatures)
     ]
     scores = NodeScores(
-        tree=tree, logits=torch.randn(3, 64, VOCAB_SIZE, generator=generator).to(DEVICE),
+        tree=tree, logits=torch.randn(sum(sizes), VOCAB_SIZE, generator=generator).to(DEVICE),
+        starts=torch.tensor([0, 1, 31], device=DEVICE),
         batch=SamplingBatch.build(requests, VOCAB_SIZE, DEVICE), history=None,
     )  # fmt: skip
     roots = torch.tensor([0, 17, 90_000], device=DEVICE)

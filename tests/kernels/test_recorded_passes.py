@@ -1,4 +1,4 @@
-"""A recorded pass, run again with other contents of its tensors, is the pass that those contents describe."""
+"""A captured pass, run again with other contents of its tensors, is the pass that those contents describe."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kernel_device import DEVICE, OnDevice, random_parents
 from tiny_models import random_model, tiny_config
 
 from foretoken import LLM, SamplingParams
-from foretoken.attention.layout import AttentionLayout
+from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.target import runner as runner_module
 from foretoken.target.lean.stock import fused_steps
@@ -48,6 +48,7 @@ class Rerun:
 def recorder(monkeypatch):
     """What the runner "lean-recorded" records with here."""
     made = GraphRecorder(torch.device(DEVICE)) if DEVICE == "cuda" else Rerun()
+    monkeypatch.setattr("foretoken.target.recorder._LEAST_BOUND", 32)  # fewer programs for the interpreter
     monkeypatch.setattr("foretoken.target.lean.fused_linear.is_packable", lambda weight: False)  # as on a GPU
     monkeypatch.setitem(
         runner_module._DECODERS,
@@ -75,71 +76,112 @@ def random_tree(sizes, seed):
     return TokenTree.from_rows(rows, device=DEVICE)
 
 
+def prefilled(lengths, module, **options):
+    """A runner without graphs and one with them, whose slots hold prompts of these lengths."""
+    pair = [runner(name, module, **options) for name in ("lean-stock", "lean-recorded")]
+    for slot, length in lengths.items():
+        for each in pair:
+            each.prefill(slot, [(5 * i + slot) % 60 for i in range(length)], 0)
+    return pair
+
+
+def assert_same(work, plain, recorded):
+    """Runs a pass on both; gives the second one's output."""
+    theirs, ours = plain.run(work), recorded.run(work)
+    assert ours.logits.shape == theirs.logits.shape == (len(work.logit_rows), recorded.vocab_size)
+    torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
+    if theirs.features is not None:
+        assert ours.features.shape == theirs.features.shape == (work.num_tokens, *theirs.features.shape[1:])
+        torch.testing.assert_close(ours.features, theirs.features, rtol=1e-4, atol=1e-4)
+    for own, other in zip(recorded.cache._stores.values(), plain.cache._stores.values(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)  # every row, those that nothing wrote included
+    return ours
+
+
+def num_captured(recorder):
+    return recorder.num_recorded if DEVICE == "cpu" else 0
+
+
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral"])
 def test_passes_of_one_shape(architecture, recorder) -> None:
-    """Slots, lengths, widths and trees change from pass to pass; features are read as well."""
-    module = model(architecture)
-    plain, recorded = (runner(name, module, taps=("final", 0)) for name in ("lean-stock", "lean-recorded"))
-    assert recorded.name == "lean-recorded"
+    """Slots, lengths, sizes and trees change from pass to pass, and how many sequences; features are read as well."""
     lengths = {0: 12, 1: 5, 2: 1}
-    for slot, length in lengths.items():
-        for each in (plain, recorded):
-            each.prefill(slot, [(5 * i + slot) % 60 for i in range(length)], 0)
-    before = recorder.num_recorded if DEVICE == "cpu" else 0
-    kept = []
-    for seed, (slots, sizes) in enumerate([((0, 2), (5, 7)), ((2, 1), (8, 6)), ((1, 0), (6, 1)), ((2, 0), (5, 5))]):
-        tree, prefix = random_tree(sizes, seed), [lengths[slot] for slot in slots]
-        ours, theirs = recorded.verify(slots, prefix, tree), plain.verify(slots, prefix, tree)
-        for row, size in enumerate(sizes):
-            torch.testing.assert_close(ours.logits[row, :size], theirs.logits[row, :size], rtol=1e-4, atol=1e-4)
-            torch.testing.assert_close(ours.features[row, :size], theirs.features[row, :size], rtol=1e-4, atol=1e-4)
-        kept.append((ours.logits, ours.logits.clone()))
-    assert all(torch.equal(*pair) for pair in kept), "what a caller keeps is not overwritten"
+    plain, recorded = prefilled(lengths, model(architecture), taps=("final", 0))
+    assert recorded.name == "lean-recorded"
+    before, kept = num_captured(recorder), []
+    batches = [((0, 2), (5, 7)), ((2, 1), (8, 2)), ((1, 0), (5, 5)), ((0, 2, 1), (1, 6, 3))]
+    for seed, (slots, sizes) in enumerate(batches):
+        work = recorded.verification(slots, [lengths[slot] for slot in slots], random_tree(sizes, seed))
+        ours = assert_same(work, plain, recorded)
+        kept.append((ours.logits, ours.logits.clone(), ours.features, ours.features.clone()))
+    for logits, as_given, features, features_as_given in kept:
+        assert torch.equal(logits, as_given), "what a caller keeps is not overwritten"
+        assert torch.equal(features, features_as_given)
     if DEVICE == "cpu":
-        assert recorder.num_recorded <= before + 1, "all four are passes of one shape, which the self-test may have met"
+        assert recorder.num_recorded <= before + 2, "two sequences or three, 9 to 16 nodes, up to 8 of them in a tree"
 
 
-def test_passes_that_are_no_trees(recorder) -> None:
-    """Levels of a draft model's tree behind earlier scratch rows, and chains; each shape is recorded once."""
-    module = model("llama")
-    plain, recorded = runner("lean-stock", module), runner("lean-recorded", module)
-    for each in (plain, recorded):
-        for slot in (0, 1):
-            each.prefill(slot, [slot + 3 * i for i in range(6)], 0)
-    count = recorder.num_recorded if DEVICE == "cpu" else 0
-    visible = [[True, False, True, False], [True, True, False, True]]
-    for slot, prefix, rows in ((0, 5, visible), (1, 4, visible[::-1])):
-        layout = AttentionLayout(
-            slots=[slot], prefix=[prefix], positions=torch.tensor([[prefix + 1, prefix + 2]], device=DEVICE), offset=2,
-            visible=torch.tensor([rows], device=DEVICE) | torch.eye(4, dtype=torch.bool, device=DEVICE)[2:],
-            scratch_positions=prefix + torch.tensor([[0, 1, 1, 2]], device=DEVICE),
+def test_levels_and_chains(recorder) -> None:
+    """Levels of trees behind nodes of earlier passes, another number for each sequence, and last logits of chains."""
+    lengths = {0: 6, 1: 4, 2: 9}
+    plain, recorded = prefilled(lengths, model("llama"))
+    count = num_captured(recorder)
+    device = recorded.device
+    for turn, slots in enumerate(((2, 0), (0, 1))):
+        prefix = [lengths[slot] - turn for slot in slots]
+        trees = [[-1, 0, 0, 1, 3], [-1, -1, 1, 1, 2, 0, 5]]
+        first, new = (3, 4), (2, 3)  # nodes fed before, and now
+        for num_earlier, fed in ((None, first), (list(first), new)):
+            ends = [0 if num_earlier is None else num_earlier[row] + fed[row] for row in range(2)]
+            nodes = [tree[: end or fed[row]] for row, (tree, end) in enumerate(zip(trees, ends, strict=True))]
+            depths = [[0] * len(tree) for tree in nodes]
+            for row, tree in enumerate(nodes):
+                for node, parent in enumerate(tree):
+                    depths[row][node] = depths[row][parent] + 1 if parent >= 0 else 0
+            work = Pass(
+                tokens=torch.arange(sum(fed), device=device) + 7 * turn,
+                positions=torch.tensor(
+                    [prefix[row] + depth for row in range(2) for depth in depths[row]], device=device
+                ),
+                parents=torch.tensor([parent for tree in nodes for parent in tree], device=device),
+                slots=slots, prefix_lens=prefix, offsets=[0, fed[0], sum(fed)], num_earlier=num_earlier,
+                logit_rows=torch.arange(sum(fed), device=device),
+            )  # fmt: skip
+            assert_same(work, plain, recorded)
+        chains = Pass.of_chains(
+            [[1, 2], [3]], slots=slots, prefix_lens=prefix, device=device, has_last_logits=True
         )  # fmt: skip
-        scratch = AttentionLayout(
-            slots=[slot], prefix=[prefix], positions=prefix + torch.tensor([[0, 1]], device=DEVICE)
-        )
-        for tokens, given in (([[1, 2]], scratch), ([[3, 4]], layout)):
-            fed = torch.tensor(tokens, device=DEVICE)
-            outputs = [each.forward(fed, given).logits for each in (plain, recorded)]
-            torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
+        assert_same(chains, plain, recorded)
+    assert num_captured(recorder) <= count + 3, "each of the three shapes is captured once"
+
+
+def test_trees_beside_prompts(recorder, monkeypatch) -> None:
+    """One pass of a tree and chunks of two prompts, whose logits nobody wants, is captured as long as it is short."""
+    monkeypatch.setattr("foretoken.target.recorded._MOST_UNWANTED", 8)
+    lengths = {0: 6, 1: 3}
+    plain, recorded = prefilled(lengths, model("llama"))
+    runs = recorder.num_runs if DEVICE == "cpu" else 0
+    for slots, prefix, sizes in (((0, 1, 2), [6, 3, 0], (1, 7)), ((1, 2, 0), [3, 7, 0], (2, 7))):
+        tree = recorded.verification([slots[0]], [prefix[0]], random_tree([5], slots[0]))
+        chunks = [[(11 * i + slot) % 60 for i in range(size)] for slot, size in zip(slots[1:], sizes, strict=True)]
+        chains = Pass.of_chains(chunks, slots=slots[1:], prefix_lens=prefix[1:], device=recorded.device)
+        assert_same(tree.with_chains(chains), plain, recorded)
     if DEVICE == "cpu":
-        assert recorder.num_recorded == count + 2
+        assert recorder.num_runs == runs + 1, "the second chunks have nine tokens"
 
 
-def test_what_is_not_recorded(recorder) -> None:
-    """Trees at the very end of the cache, which could not be padded."""
-    module = model("llama")
-    plain, recorded = runner("lean-stock", module, 5), runner("lean-recorded", module, 5)
-    end = recorded.context_len - 1
+def test_passes_at_the_end_of_the_cache(recorder) -> None:
+    """What a pass is padded with takes no rows: where its own nodes fit it is captured."""
+    plain, recorded = prefilled({1: CONTEXT_LEN - 1, 0: 3}, model("llama"), max_nodes=5)
+    runs = recorder.num_runs if DEVICE == "cpu" else 0
+    end = recorded.cache.capacity - 5
     for each in (plain, recorded):
-        each.prefill(1, [i % 60 for i in range(end)], 0)
+        each.cache.poison(1, end)
+    work = recorded.verification([1], [end], random_tree([5], 0))
+    theirs, ours = plain.run(work).logits, recorded.run(work).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     if DEVICE == "cpu":
-        assert recorder.num_runs, "the self-test was recorded"
-        recorder.num_runs = 0
-    tree = random_tree([5], 0)  # padded to 8 it would not fit
-    outputs = [each.verify([1], [end], tree).logits for each in (plain, recorded)]
-    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-4)
-    if DEVICE == "cpu":
-        assert not recorder.num_runs
+        assert recorder.num_runs == runs + 1
 
 
 def test_recordings_are_bounded(recorder, monkeypatch) -> None:
@@ -148,7 +190,7 @@ def test_recordings_are_bounded(recorder, monkeypatch) -> None:
     recorded = runner("lean-recorded", model("llama"))
     for size in (1, 2, 4, 2):
         recorded.verify([0], [3], random_tree([size], 0))
-    assert [shape.width for shape in recorded._decoder._recordings.shapes] == [4, 2]
+    assert [shape.num_tokens for shape in recorded._decoder._recordings.shapes] == [4, 2]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -162,11 +204,12 @@ def test_text_is_plain_decodings(temperature, recorder) -> None:
             module, runner="lean-recorded", speculative_config=config, max_num_seqs=2, max_model_len=CONTEXT_LEN
         )
         texts.append([output.outputs[0].token_ids for output in engine.generate(prompts, params)])
+    assert all(len(text) == params.max_tokens for text in texts[0])
     assert texts[0] == texts[1]
 
 
 def test_other_devices_say_why() -> None:
     module = model("llama")
     if DEVICE == "cpu":
-        with pytest.raises(Exception, match="recorded on NVIDIA GPUs only"):
+        with pytest.raises(Exception, match="CUDA graphs on NVIDIA GPUs only"):
             runner("lean-recorded", module)

@@ -1,4 +1,4 @@
-"""The decoder block of Hydra++ as a recording, run again with other slots, lengths and features."""
+"""The decoder block of Hydra++ as a captured graph, run again with other slots, lengths and features."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ class Rerun:
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_ragged_slots_that_come_and_go(name) -> None:
+def test_ragged_slots_that_come_and_go(name, monkeypatch) -> None:
     """What `test_prefix_block` asks of the block in torch's operations, NaN in whatever is not committed included."""
+    monkeypatch.setattr("foretoken.target.recorder._LEAST_BOUND", 64)  # fewer programs for the interpreter
     dice, recorder = random.Random(3), Rerun()
     fed = Fed(block(*GROUPS[name]), torch.float32, recorder=recorder)
     for slot in range(3):
@@ -51,10 +52,10 @@ def test_ragged_slots_that_come_and_go(name) -> None:
         known = [slot for slot in range(3) if fed.length[slot]]
         fed.check(dice.sample(known, dice.randint(1, len(known))))
     assert recorder.num_runs > len(recorder.shapes) > 1
-    assert all(width in (1, 2, 4, 8, 16, 32) for _, width, _ in recorder.shapes)
+    assert all(tokens & (tokens - 1) == 0 for tokens, _ in recorder.shapes), "powers of two"
 
 
-def test_long_parts_are_not_recorded() -> None:
+def test_long_parts_are_not_captured() -> None:
     recorder = Rerun()
     fed = Fed(block(), torch.float32, recorder=recorder)
     fed.begin(0, seed=1)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -15,14 +16,14 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 import triton
-from kernel_device import DEVICE, OnDevice, random_parents
+from kernel_device import DEVICE, GuardedMemory, OnDevice, random_parents
 
 from foretoken.attention.layout import AttentionLayout
 from foretoken.attention.reference import reference_attention
 from foretoken.attention.tables import PassTables
 from foretoken.attention.triton_masked import masked_attention_triton
 from foretoken.attention.triton_tree import choose_num_splits, choose_tiling, tree_attention_triton
-from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.core.passes import Pass
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -39,12 +40,18 @@ def nan_in_new_memory() -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One pass. Kinds: `tree` (random, ragged), `causal`, `grown` (on `offset` earlier scratch rows)."""
+    """One pass.
+
+    Kinds: `tree` (random ones), `causal` (chains, known as such), `mixed` (trees and chains in turn). `tokens` and
+    `earlier`, nodes computed before the pass, are of each sequence or of all; of trees, all but the last are smaller
+    if one number is given. `padding` tokens and two sequences without any follow.
+    """
 
     kind: str = "tree"
     prefix: tuple[int, ...] = (70,)
-    queries: int = 5
-    offset: int = 0
+    tokens: int | tuple[int, ...] = 5
+    earlier: int | tuple[int, ...] = 0
+    padding: int = 0
     heads: int = 2
     kv_heads: int = 1
     widths: tuple[int, int] = (16, 16)
@@ -53,35 +60,56 @@ class Case:
     softcap: float | None = None
     sinks: bool = False
     splits: tuple[int | None, ...] = (1, 3)
-    query_order: str = "BTHD"  # order of the dimensions in memory
+    query_order: str = "MHD"  # order of the dimensions in memory
     cache_by_row: bool = False  # heads of a cache row beside each other in memory
+
+    @property
+    def counts(self) -> list[int]:
+        """Tokens of each sequence."""
+        last = len(self.prefix) - 1
+        if isinstance(self.tokens, tuple):
+            return list(self.tokens)
+        if self.kind == "causal":
+            return [self.tokens] * len(self.prefix)
+        return [self.tokens if row == last else max(self.tokens - 2 * row - 2, 1) for row in range(last + 1)]
 
 
 CASES = {
     # prefix around the edges of tiles of 32 keys, in one ragged batch
-    "edges": Case(prefix=(0, 31, 32, 33), queries=3),
-    "edges, more": Case(prefix=(63, 64, 65), queries=2),
-    "scratch rows across an edge": Case(prefix=(30, 95, 61), queries=7),
-    "empty prefix": Case(prefix=(0,), queries=33, dtype=FP16, splits=(1, 2)),
-    "more splits than are merged at once": Case(prefix=(520,), queries=2, widths=(16, 256), splits=(17,)),
+    "edges": Case(prefix=(0, 31, 32, 33), tokens=3),
+    "edges, more": Case(prefix=(63, 64, 65), tokens=2),
+    "scratch rows across an edge": Case(prefix=(30, 95, 61), tokens=7),
+    "empty prefix": Case(prefix=(0,), tokens=33, dtype=FP16, splits=(1, 2)),
+    "more splits than are merged at once": Case(prefix=(520,), tokens=2, widths=(16, 256), splits=(17,)),
     "splits without a share": Case(prefix=(0, 100), splits=(2, 9)),
     # plain steps, chains and prompts
-    "plain step": Case(kind="causal", prefix=(70, 0, 3), queries=1),
-    "chain": Case(kind="causal", prefix=(40, 33), queries=5, splits=(1, 2, 4, None)),
-    "prompt": Case(kind="causal", prefix=(0,), queries=21),
-    "chunk of a prompt": Case(kind="causal", prefix=(50,), queries=21),
+    "plain step": Case(kind="causal", prefix=(70, 0, 3), tokens=1),
+    "chain": Case(kind="causal", prefix=(40, 33), tokens=5, splits=(1, 2, 4, None)),
+    "prompt": Case(kind="causal", prefix=(0,), tokens=21),
+    "chunk of a prompt": Case(kind="causal", prefix=(50,), tokens=21),
+    # sequences of very different sizes, and what pads a pass
+    "ragged": Case(prefix=(40, 9, 70), tokens=(1, 33, 5), heads=4, kv_heads=2, splits=(1, 3, None)),
+    "ragged, chains": Case(kind="causal", prefix=(40, 0, 7), tokens=(1, 33, 5), splits=(1, 3)),
+    "ragged, padded": Case(prefix=(40, 9), tokens=(33, 2), padding=29, heads=4, kv_heads=2, splits=(1, 3, None)),
+    "padded steps": Case(kind="causal", prefix=(40, 9, 33), tokens=1, padding=5),
+    "trees and prompts": Case(kind="mixed", prefix=(40, 0, 5, 33), tokens=(7, 40, 1, 3), padding=13, dtype=FP16),
     # trees of more than one word and more than one tile of rows
-    "33 nodes": Case(queries=33, prefix=(37,)),
-    "65 nodes": Case(queries=65, prefix=(20, 70), heads=1, dtype=FP16),
-    "130 nodes": Case(queries=130, prefix=(45,), heads=1, dtype=BF16, splits=(1, 2)),
-    # levels over earlier scratch rows
-    "grown": Case(kind="grown", prefix=(60, 9), queries=5, offset=3),
-    "grown far": Case(kind="grown", prefix=(41,), queries=4, offset=40),
-    "grown, one token": Case(kind="grown", prefix=(31,), queries=1, offset=33),
+    "33 nodes": Case(tokens=33, prefix=(37,)),
+    "65 nodes": Case(tokens=65, prefix=(20, 70), heads=1, dtype=FP16),
+    "130 nodes": Case(tokens=130, prefix=(45,), heads=1, dtype=BF16, splits=(1, 2)),
+    # levels over nodes that earlier passes computed
+    "grown": Case(prefix=(60, 9), tokens=5, earlier=3),
+    "grown far": Case(prefix=(41,), tokens=4, earlier=40),
+    "grown, one token": Case(prefix=(31,), tokens=1, earlier=33),
+    "grown, ragged": Case(prefix=(60, 9, 0), tokens=(2, 5, 17), earlier=(0, 40, 3), padding=8),
+    "grown, ragged, window": Case(
+        kind="mixed", prefix=(60, 9, 0), tokens=(2, 17, 5), earlier=(4, 40, 3), padding=8, window=7
+    ),
+    "chains behind earlier nodes": Case(kind="causal", prefix=(60, 9), tokens=(3, 1), earlier=(2, 40), window=30),
     # heads
     "no groups": Case(heads=3, kv_heads=3),
     "groups of three": Case(heads=6, kv_heads=2, prefix=(33,)),
-    "groups of four": Case(heads=8, kv_heads=2, prefix=(70, 8), queries=3),
+    "groups of four": Case(heads=8, kv_heads=2, prefix=(70, 8), tokens=3),
     "groups of eight": Case(heads=8, prefix=(50, 8)),
     # widths
     "width 32": Case(widths=(32, 32), prefix=(40,)),
@@ -94,63 +122,81 @@ CASES = {
     "narrower than a dot": Case(widths=(8, 4)),
     # dtypes: other tilings
     "bfloat16": Case(dtype=BF16, widths=(64, 64), prefix=(130, 64), kv_heads=2),
-    "bfloat16, several tiles": Case(dtype=BF16, queries=33, widths=(128, 128), heads=4, splits=(1, 2)),
+    "bfloat16, several tiles": Case(dtype=BF16, tokens=33, widths=(128, 128), heads=4, splits=(1, 2)),
     "bfloat16, width 256": Case(dtype=BF16, widths=(256, 256)),
-    "bfloat16, width 96": Case(dtype=BF16, widths=(96, 96), queries=20, prefix=(65,)),
-    "bfloat16, grown, window": Case(dtype=BF16, kind="grown", offset=70, queries=9, prefix=(150,), window=90),
-    "bfloat16, prompt": Case(dtype=BF16, kind="causal", queries=130, heads=1, splits=(1, 2)),
+    "bfloat16, width 96": Case(dtype=BF16, widths=(96, 96), tokens=20, prefix=(65,)),
+    "bfloat16, grown, window": Case(dtype=BF16, earlier=70, tokens=9, prefix=(150,), window=90),
+    "bfloat16, prompt": Case(dtype=BF16, kind="causal", tokens=130, heads=1, splits=(1, 2)),
     "float16": Case(dtype=FP16, widths=(64, 64), prefix=(130, 63)),
     "float16, sinks": Case(dtype=FP16, sinks=True, softcap=3.0),
     # windows that end in the prefix, in the scratch rows and nowhere
     "window": Case(window=40, prefix=(130, 3, 70), splits=(1, 3)),
-    "window of an edge": Case(window=32, prefix=(96, 95, 97), queries=3),
-    "window of few": Case(window=2, prefix=(70, 33), queries=12, heads=1),
-    "window of one": Case(window=1, prefix=(64,), queries=3),
-    "window, chain": Case(kind="causal", window=9, queries=21),
-    "window, grown": Case(kind="grown", window=4, prefix=(70, 4), offset=6, queries=4),
+    "window of an edge": Case(window=32, prefix=(96, 95, 97), tokens=3),
+    "window of few": Case(window=2, prefix=(70, 33), tokens=12, heads=1),
+    "window of one": Case(window=1, prefix=(64,), tokens=3),
+    "window, chain": Case(kind="causal", window=9, tokens=21),
+    "window, grown": Case(window=4, prefix=(70, 4), earlier=6, tokens=4),
     "window that hides nothing": Case(window=1000, prefix=(70, 4)),
     # what else models do to scores
     "softcap": Case(softcap=1.5, prefix=(70, 9), heads=4, kv_heads=2),
     "sinks": Case(sinks=True, prefix=(70, 0), heads=4, kv_heads=2),
     "window, softcap and sinks": Case(window=20, softcap=2.0, sinks=True, prefix=(70, 9)),
     # strides
-    "queries by head": Case(query_order="BHTD", prefix=(40, 9), heads=4, kv_heads=2),
+    "queries by head": Case(query_order="HMD", prefix=(40, 9), heads=4, kv_heads=2),
     "cache by row": Case(cache_by_row=True, prefix=(70, 9), heads=4, kv_heads=2),
-    "queries by width": Case(query_order="DBTH", prefix=(40, 9)),
+    "queries by width": Case(query_order="DMH", prefix=(40, 9)),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pass:
-    """What kernels are given, on `DEVICE`, and the layout that says the same, on the host."""
+class Given:
+    """What kernels are given, on `DEVICE`, and the pass that says the same, on the host."""
 
-    layout: AttentionLayout
+    work: Pass
     tables: PassTables
     query: Tensor
     keys: Tensor
     values: Tensor
     sinks: Tensor | None
 
+    @property
+    def layout(self) -> AttentionLayout:
+        return AttentionLayout(self.work)
 
-def layout_of(case: Case, slots: list[int], generator: torch.Generator) -> AttentionLayout:
-    prefix, batch = torch.tensor(case.prefix).unsqueeze(1), len(case.prefix)
-    if case.kind == "causal":
-        positions = prefix + torch.arange(case.queries)
-        return AttentionLayout(slots=slots, prefix=case.prefix, positions=positions)
-    width = case.offset + case.queries
-    sizes = [width if row == batch - 1 else max(width - 2 * row - 2, 1) for row in range(batch)]  # ragged: padding
-    parents = [random_parents(size, 3 + 4 * row, generator) for row, size in enumerate(sizes)]
-    tree = TokenTree.from_rows([TreeRow([0] * len(row), row) for row in parents])
-    positions = prefix + tree.depths
-    if case.kind == "tree":
-        return AttentionLayout(slots=slots, prefix=case.prefix, positions=positions, tree=tree)
-    return AttentionLayout(
-        slots=slots, prefix=case.prefix, offset=case.offset, positions=positions[:, case.offset :],
-        visible=tree.ancestor_mask()[:, case.offset :], scratch_positions=positions,
+
+def pass_of(case: Case, slots: list[int], generator: torch.Generator) -> Pass:
+    earlier = case.earlier if isinstance(case.earlier, tuple) else (case.earlier,) * len(slots)
+    parents, positions = [], []
+    for row, (prefix, count, before) in enumerate(zip(case.prefix, case.counts, earlier, strict=True)):
+        is_chain = case.kind == "causal" or (case.kind == "mixed" and row % 2)
+        own = random_parents(count + before, 1 if is_chain else 3 + 4 * row, generator)
+        depths: list[int] = []
+        for parent in own:
+            depths.append(depths[parent] + 1 if parent >= 0 else 0)
+        parents += own
+        positions += [prefix + depth for depth in depths]
+    offsets = [0, *accumulate(case.counts)]
+    return Pass(
+        tokens=torch.zeros(offsets[-1], dtype=torch.int64), positions=torch.tensor(positions),
+        parents=torch.tensor(parents), slots=slots, prefix_lens=case.prefix, offsets=offsets,
+        num_earlier=earlier if any(earlier) else None, logit_rows=None, is_causal=case.kind == "causal",
     )  # fmt: skip
 
 
-def prepare(case: Case, seed: int = 0) -> Pass:
+def tables_of(case: Case, work: Pass) -> PassTables:
+    """The layout's, on the device; with padding, whose words see everything and which no sequence has."""
+    tables = AttentionLayout(work).tables()
+    names = ("slots", "prefix", "starts", "node_starts", "positions", "words")
+    parts = {name: table for name in names if (table := getattr(tables, name)) is not None}
+    if case.padding:
+        for name in ("slots", "prefix", "starts", "node_starts"):
+            parts[name] = torch.cat([parts[name], parts[name][-1:], parts[name][-1:]])
+        if "words" in parts:
+            parts["words"] = torch.nn.functional.pad(parts["words"], (0, 0, 0, case.padding), value=-1)
+    return replace(tables, **{name: table.to(DEVICE) for name, table in parts.items()})
+
+
+def prepare(case: Case, seed: int = 0) -> Given:
     generator = torch.Generator().manual_seed(seed)
     batch, key_width = len(case.prefix), case.widths[0]
 
@@ -158,8 +204,9 @@ def prepare(case: Case, seed: int = 0) -> Pass:
         return torch.randn(*shape, generator=generator).to(case.dtype)
 
     slots = torch.randperm(batch + 2, generator=generator)[:batch].tolist()
-    layout = layout_of(case, slots, generator)
-    capacity = max(case.prefix) + case.offset + case.queries + 5
+    work = pass_of(case, slots, generator)
+    layout = AttentionLayout(work)
+    capacity = max(layout.num_keys(row) for row in range(batch)) + 5
     keys, values = (normal(batch + 2, case.kv_heads, capacity, width) for width in case.widths)
     if case.cache_by_row:
         keys, values = (cache.transpose(1, 2).contiguous().transpose(1, 2) for cache in (keys, values))
@@ -167,16 +214,12 @@ def prepare(case: Case, seed: int = 0) -> Pass:
         end = layout.num_keys(slots.index(slot)) if slot in slots else 0
         keys[slot, :, end:] = float("nan")
         values[slot, :, end:] = float("nan")
-    shape = dict(zip("BHTD", (batch, case.heads, case.queries, key_width), strict=True))
-    query = normal(*(shape[name] for name in case.query_order)).permute([case.query_order.index(n) for n in "BHTD"])
+    shape = {"M": work.num_tokens + case.padding, "H": case.heads, "D": key_width}
+    query = normal(*(shape[name] for name in case.query_order)).permute([case.query_order.index(n) for n in "MHD"])
+    query[work.num_tokens :] = float("nan")
     sinks = normal(case.heads) + 1 if case.sinks else None
-    tables = layout.tables()
-    on_device = {
-        name: table.to(DEVICE) for name in ("slots", "prefix", "positions", "scratch_positions", "words")
-        if (table := getattr(tables, name)) is not None
-    }  # fmt: skip
-    return Pass(
-        layout=layout, tables=replace(tables, **on_device), query=query.to(DEVICE), keys=keys.to(DEVICE),
+    return Given(
+        work=work, tables=tables_of(case, work), query=query.to(DEVICE), keys=keys.to(DEVICE),
         values=values.to(DEVICE), sinks=None if sinks is None else sinks.to(DEVICE),
     )  # fmt: skip
 
@@ -185,44 +228,50 @@ def scale_of(case: Case) -> float:
     return 1.3 * case.widths[0] ** -0.5
 
 
-def mask_free(case: Case, given: Pass, num_splits: int | None) -> Tensor:
-    return tree_attention_triton(
+def mask_free(case: Case, given: Given, num_splits: int | None) -> Tensor:
+    """(M, H, Dv), without what pads the pass."""
+    output = tree_attention_triton(
         given.query, given.keys, given.values, given.tables, scale=scale_of(case), window=case.window,
         softcap=case.softcap, sinks=given.sinks, num_splits=num_splits,
     )  # fmt: skip
+    assert output.shape == (given.work.num_tokens + case.padding, case.heads, case.widths[1])
+    return output[: given.work.num_tokens]
 
 
-def masked(case: Case, given: Pass) -> Tensor:
-    counts = [given.layout.num_keys(row) for row in range(len(case.prefix))]
-    mask = torch.zeros(len(counts), case.queries, max(counts), dtype=torch.bool)
-    for row, count in enumerate(counts):
-        seen = given.layout.mask(row, case.window)
-        mask[row, :, :count] = True if seen is None else seen
-    return masked_attention_triton(
-        given.query, given.keys, given.values, given.tables.slots,
+def masked(case: Case, given: Given) -> Tensor:
+    """(M, H, Dv); that kernel takes sequences padded to the longest."""
+    layout, rows = given.layout, range(len(case.prefix))
+    counts = [layout.num_keys(row) for row in rows]
+    mask = torch.zeros(len(counts), max(case.counts), max(counts), dtype=torch.bool)
+    query = given.query.new_zeros(len(counts), case.heads, max(case.counts), case.widths[0])
+    for row in rows:
+        seen = layout.mask(row, case.window)
+        mask[row, : case.counts[row], : counts[row]] = True if seen is None else seen
+        query[row, :, : case.counts[row]] = given.query[layout.tokens_of(row)].transpose(0, 1)
+    output = masked_attention_triton(
+        query, given.keys, given.values, torch.tensor(given.work.slots, dtype=torch.int32, device=DEVICE),
         torch.tensor(counts, dtype=torch.int32, device=DEVICE), mask.to(DEVICE),
         scale=scale_of(case), softcap=case.softcap, sinks=given.sinks,
     )  # fmt: skip
+    return torch.cat([output[row, : case.counts[row]] for row in rows])
 
 
-def defined(case: Case, given: Pass) -> Tensor:
-    """(B, T, H, Dv) float64 on the host, by `reference_attention`."""
-    rows = []
-    for row, slot in enumerate(given.layout.slots):
-        end = given.layout.num_keys(row)
-        query, key, value = (
-            x.cpu().double() for x in (given.query[row], given.keys[slot, :, :end], given.values[slot, :, :end])
-        )
-        rows.append(
-            reference_attention(
-                query, key, value, given.layout.mask(row, case.window), scale=scale_of(case), softcap=case.softcap,
-                sinks=None if given.sinks is None else given.sinks.cpu().double(),
-            )
+def defined(case: Case, given: Given) -> Tensor:
+    """(M, H, Dv) float64 on the host, by `reference_attention`."""
+    layout, parts = given.layout, []
+    for row, slot in enumerate(layout.slots):
+        end = layout.num_keys(row)
+        query = given.query[layout.tokens_of(row)].cpu().double().transpose(0, 1)
+        key, value = (cache[slot, :, :end].cpu().double() for cache in (given.keys, given.values))
+        part = reference_attention(
+            query, key, value, layout.mask(row, case.window), scale=scale_of(case), softcap=case.softcap,
+            sinks=None if given.sinks is None else given.sinks.cpu().double(),
         )  # fmt: skip
-    return torch.stack(rows).transpose(1, 2)
+        parts.append(part.transpose(0, 1))
+    return torch.cat(parts)
 
 
-def tolerance(case: Case, given: Pass) -> float:
+def tolerance(case: Case, given: Given) -> float:
     """Weights are rounded to the dtype before they meet the values, and the result is: half an ulp of a value each.
 
     All else is float32: 1e-5 for scores of order 10, whose error the exponential passes on.
@@ -245,7 +294,6 @@ def test_kernels_equal_the_definition_and_each_other(case: Case) -> None:
     for num_splits in case.splits:
         result = mask_free(case, given, num_splits)
         assert result.dtype == case.dtype
-        assert result.shape == (len(case.prefix), case.queries, case.heads, case.widths[1])
         assert_near(result, expected, atol)
         assert_near(result, plain, 2 * atol)
 
@@ -259,18 +307,32 @@ def test_bounds_far_above_the_lengths_only_cost_splits() -> None:
 
 def test_sequences_do_not_share_slots_or_lengths() -> None:
     # The same sequence alone and as the last of a ragged batch. Float32: only the order of sums may differ, not here.
-    case = Case(kind="causal", prefix=(9, 100, 41))
+    case = Case(kind="causal", prefix=(9, 100, 41), tokens=(1, 7, 5))
     given = prepare(case)
-    alone = replace(
-        given,
-        query=given.query[2:],
-        tables=replace(
-            given.tables,
-            **{name: getattr(given.tables, name)[2:] for name in ("slots", "prefix", "positions", "scratch_positions")},
-        ),
-    )
+    work = Pass(
+        tokens=given.work.tokens[8:], positions=given.work.positions[8:], parents=given.work.parents[8:],
+        slots=given.work.slots[2:], prefix_lens=[41], offsets=[0, 5], logit_rows=None, is_causal=True,
+    )  # fmt: skip
+    alone = replace(given, work=work, query=given.query[8:], tables=tables_of(case, work))
     for num_splits in (1, 3):
-        assert torch.equal(mask_free(case, alone, num_splits)[0], mask_free(case, given, num_splits)[2])
+        assert torch.equal(mask_free(case, alone, num_splits), mask_free(case, given, num_splits)[8:])
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("window", [None, 20])
+def test_padding_and_bounds_change_no_bit(num_splits: int, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    # As a captured launch has them: bounds above the lengths, tokens and sequences that are none.
+    case = Case(prefix=(40, 9, 70), tokens=(1, 33, 5), earlier=(3, 0, 9), window=window)
+    given = prepare(case)
+    expected = mask_free(case, given, num_splits)
+    padded = replace(case, padding=25)
+    other = prepare(padded)
+    query = torch.cat([given.query, other.query[-25:]])
+    tables = replace(tables_of(padded, given.work), max_prefix=512, max_tokens=64, max_nodes=128)
+    guarded = GuardedMemory(monkeypatch)
+    result = mask_free(padded, replace(given, query=query, tables=tables), num_splits)
+    assert torch.equal(result, expected)
+    guarded.check()
 
 
 @pytest.mark.parametrize("num_splits", [1, 4])
@@ -286,25 +348,25 @@ def test_lengths_are_read_on_the_device(num_splits: int, max_prefix: int, window
 
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("num_splits", [1, 3])
-def test_queries_that_see_nothing_give_zero(sinks: bool, num_splits: int) -> None:
-    case = Case(kind="grown", prefix=(40,), offset=3, queries=4, window=3, sinks=sinks)
+def test_tokens_that_see_nothing_give_zero(sinks: bool, num_splits: int) -> None:
+    case = Case(prefix=(40,), earlier=3, tokens=4, window=3, sinks=sinks)
     given = prepare(case)
-    visible = given.layout.visible.clone()
-    visible[0, 1] = False
-    positions = given.layout.positions.clone()
-    positions[0, 1] = 1000  # past the window of every row
-    layout = replace(given.layout, visible=visible, positions=positions)
-    tables = replace(layout.tables(), max_prefix=40)
-    on_device = {name: getattr(tables, name).to(DEVICE) for name in ("slots", "prefix", "positions")}
-    on_device |= {name: getattr(tables, name).to(DEVICE) for name in ("scratch_positions", "words")}
-    blind = replace(given, layout=layout, tables=replace(tables, **on_device))
-    expected = defined(case, blind)
-    if sinks:  # a softmax over the sink alone
-        assert not expected[0, 1].any()
-    expected[0, 1] = 0
-    assert_near(mask_free(case, blind, num_splits), expected, tolerance(case, given))
-    assert not mask_free(case, blind, num_splits)[0, 1].any()
-    assert_near(masked(case, blind), expected, tolerance(case, given))
+    expected = defined(case, given)
+    blind = 3  # a leaf: nobody sees it
+    expected[blind] = 0  # with a sink it is a softmax over the sink alone
+    words, positions = given.tables.words.clone(), given.tables.positions.clone()
+    words[blind] = 0
+    positions[case.earlier + blind] = 1000  # past the window of every row
+    without = replace(given, tables=replace(given.tables, words=words, positions=positions))
+    result = mask_free(case, without, num_splits)
+    assert_near(result, expected, tolerance(case, given))
+    assert not result[blind].any()
+    nothing = torch.zeros(1, 4, 47, dtype=torch.bool, device=DEVICE)
+    counts = torch.tensor([47], dtype=torch.int32, device=DEVICE)
+    query = given.query.transpose(0, 1).unsqueeze(0)
+    assert not masked_attention_triton(
+        query, given.keys, given.values, given.tables.slots, counts, nothing, scale=1.0, sinks=given.sinks
+    ).any()
 
 
 @pytest.mark.parametrize("num_splits", [1, 3])
@@ -313,10 +375,10 @@ def test_nan_of_the_model_is_not_hidden(num_splits: int) -> None:
     for row in (2, 70):
         case = Case(kind="causal", prefix=(70, 70), kv_heads=2)
         given = prepare(case)
-        given.keys[given.layout.slots[0], 1, row] = float("nan")
+        given.keys[given.work.slots[0], 1, row] = float("nan")
         result = mask_free(case, given, num_splits)
-        assert result[0, :, 1].isnan().all()
-        result[0, :, 1] = 0
+        assert result[:5, 1].isnan().all()
+        result[:5, 1] = 0
         assert result.isfinite().all()
 
 
@@ -337,8 +399,9 @@ def test_neither_kernel_waits_for_the_host() -> None:
             mask_free(case, given, num_splits)  # compiles
             with OnDevice():
                 mask_free(case, given, num_splits)
-        counts, mask = given.tables.prefix + case.queries, torch.ones(1, 5, 75, dtype=torch.bool, device=DEVICE)
-        arguments = (given.query, given.keys, given.values, given.tables.slots, counts, mask)
+        counts, mask = given.tables.prefix + 3, torch.ones(1, 3, 73, dtype=torch.bool, device=DEVICE)
+        query = given.query[:3].transpose(0, 1).unsqueeze(0)
+        arguments = (query, given.keys, given.values, given.tables.slots, counts, mask)
         masked_attention_triton(*arguments, scale=1.0)
         with OnDevice():
             masked_attention_triton(*arguments, scale=1.0)
@@ -353,7 +416,7 @@ def test_memory_does_not_grow_with_the_prefix(kind: str) -> None:
         for num_splits in (1, 3):
             with OnDevice() as calls:
                 mask_free(case, given, num_splits)
-            shapes = [(1, 5, 2, 20)] + ([(1, 5, 2, 3, 20), (1, 5, 2, 3)] if num_splits == 3 else [])
+            shapes = [(5, 2, 20)] + ([(5, 2, 3, 20), (5, 2, 3)] if num_splits == 3 else [])
             assert calls.allocated == shapes
         with OnDevice() as calls:
             mask_free(case, given, None)

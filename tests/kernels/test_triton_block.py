@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import rms_norm, silu
@@ -11,6 +13,7 @@ pytest.importorskip("triton")
 from kernel_device import DEVICE
 
 from foretoken.attention.layout import AttentionLayout
+from foretoken.core.passes import Pass
 from foretoken.target.lean.triton_block import add_and_norm, gated_silu, rotate_and_write
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -54,39 +57,58 @@ def test_gated_silu(width, dtype) -> None:
     assert_rounded(gated_silu(gate_up), silu(gate) * up)
 
 
+def tables_of(positions):
+    """Of a pass of two sequences, three tokens and two."""
+    parents = torch.tensor([-1, 0, 0, -1, 0], device=DEVICE)
+    work = Pass(
+        tokens=parents, positions=positions, parents=parents, slots=[3, 1], prefix_lens=[5, 0], offsets=[0, 3, 5],
+        logit_rows=None,
+    )  # fmt: skip
+    tables = AttentionLayout(work).tables()
+    assert tables.written_rows.tolist() == [5, 6, 7, 0, 1]
+    return tables
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 8), (3, 1, 80), (2, 2, 6)])
 @pytest.mark.parametrize("has_norms", [True, False])
 def test_rotate_and_write(heads, kv_heads, size, dtype, *, has_norms) -> None:
-    """Queries come back rotated, keys and values stand in the rows of the pass, and no other row is touched."""
-    batch, width, slots, capacity = 2, 3, 4, 11
-    joined = random(batch, width, (heads + 2 * kv_heads) * size, dtype=dtype)
+    """Queries come back rotated, keys and values stand in the rows of the pass, and no other row is touched.
+
+    The last two tokens belong to no sequence.
+    """
+    tokens, slots, capacity = 7, 4, 11
+    joined = random(tokens, (heads + 2 * kv_heads) * size, dtype=dtype)
     angles = random(20, size // 2, seed=3)
     cos, sin = angles.cos(), angles.sin()
-    positions = torch.tensor([[5, 6, 6], [0, 1, 19]], device=DEVICE)
-    layout = AttentionLayout(slots=[3, 1], prefix=[5, 0], positions=positions)
+    positions = torch.tensor([5, 6, 6, 0, 19, 0, 0], device=DEVICE)
+    tables = replace(
+        tables_of(positions[:5]),
+        written_slots=torch.tensor([3, 3, 3, 1, 1, 3, 0], device=DEVICE),
+        written_rows=torch.tensor([5, 6, 7, 0, 1, -1, -1], device=DEVICE),
+    )
     keys, values = (random(slots, kv_heads, capacity, size, dtype=dtype, seed=seed) for seed in (4, 5))
     expected_keys, expected_values = keys.double(), values.double()
     norms = (random(size, dtype=dtype, seed=6), random(size, dtype=dtype, seed=7)) if has_norms else None
-    query = rotate_and_write(joined, cos, sin, positions, keys, values, layout.tables(), norms, EPSILON)
+    query = rotate_and_write(joined, cos, sin, positions, keys, values, tables, norms, EPSILON)
 
-    parts = joined.double().unflatten(2, (-1, size)).split([heads, kv_heads, kv_heads], dim=2)
+    parts = joined.double().unflatten(1, (-1, size)).split([heads, kv_heads, kv_heads], dim=1)
     exact, new_keys, new_values = parts
     if norms is not None:
         exact, new_keys = (
             rms_norm(part, (size,), norm.double(), EPSILON).to(dtype).double()
             for part, norm in zip((exact, new_keys), norms, strict=True)
         )
-    c, s = (table.double()[positions].unsqueeze(2) for table in (cos, sin))
+    c, s = (table.double()[positions].unsqueeze(1) for table in (cos, sin))
 
     def rotated(part):
         a, b = part.chunk(2, dim=-1)
         return torch.cat([a * c - b * s, b * c + a * s], dim=-1)
 
     new_keys = rotated(new_keys)
-    for row, (slot, start) in enumerate([(3, 5), (1, 0)]):
-        expected_keys[slot, :, start : start + width] = new_keys[row].transpose(0, 1)
-        expected_values[slot, :, start : start + width] = new_values[row].transpose(0, 1)
+    for token, (slot, row) in enumerate([(3, 5), (3, 6), (3, 7), (1, 0), (1, 1)]):
+        expected_keys[slot, :, row] = new_keys[token]
+        expected_values[slot, :, row] = new_values[token]
     assert_rounded(query, rotated(exact), 4)
     assert_rounded(keys, expected_keys, 4)
     assert torch.equal(values.double(), expected_values)

@@ -1,6 +1,7 @@
 """The law at a tree node is the law of the plain sequence that the node stands for, whatever the request asks."""
 
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from slow_processors import (
 
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.sampling.batch import SamplingRequest
+from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.history import History
 from foretoken.sampling.node_scores import NodeScores
 
@@ -46,8 +47,13 @@ def path_to(row: TreeRow, node: int) -> list[int]:
 def scores_of(batch: list[Situation], rows: list[TreeRow], seed: int) -> NodeScores:
     params, history = as_tensors(batch)
     tree = TokenTree.from_rows(rows)
+    counts = [len(row.tokens) for row in rows]
     return NodeScores(
-        tree=tree, logits=random_logits(seed, len(batch), tree.width, VOCAB), batch=params, history=history
+        tree=tree,
+        logits=random_logits(seed, sum(counts), VOCAB),
+        starts=torch.tensor([0, *accumulate(counts)][:-1]),
+        batch=params,
+        history=history,
     )
 
 
@@ -63,7 +69,7 @@ def test_every_node_is_the_plain_sequence(batch: list[Situation], seed: int, dat
         for index, (now, row) in enumerate(zip(batch, rows, strict=True)):
             at = int(nodes[index])
             there = replace(now, output=[*now.output, *path_to(row, at)])
-            z = processed(scores.logits[index, at].tolist(), there)
+            z = processed(scores.logits[int(scores.starts[index]) + at].tolist(), there)
             expected = torch.tensor(probabilities(z, now.request.params))
             # The tolerances of test_processors.py.
             assert torch.equal(law[index] > 1e-20, expected > 1e-20)
@@ -85,12 +91,36 @@ def test_selected_rows_are_the_rows(batch: list[Situation], seed: int, data: st.
     )
 
 
+def test_rows_of_other_sequences_are_told_apart() -> None:
+    """Two sequences of a ragged batch, whose padded trees happen to have as many nodes as the whole batch has rows."""
+    rows = [TreeRow([1], [-1]), TreeRow([1, 2, 3], [-1, 0, 0]), TreeRow([1, 2], [-1, 0])]
+    requests = [SamplingRequest(params=SamplingParams(temperature=0.0), seed=0)] * 3
+    scores = NodeScores(
+        tree=TokenTree.from_rows(rows),
+        logits=torch.eye(VOCAB)[:6],
+        starts=torch.tensor([0, 1, 4]),
+        batch=SamplingBatch.build(requests, VOCAB),
+        history=None,
+    )
+    for selected in (scores, scores.select(torch.tensor([1, 2]))):
+        answers = selected.argmax_everywhere()
+        assert answers is not None
+        assert answers[-2].tolist() == [1, 2, 3]
+        assert answers[-1, :2].tolist() == [4, 5]
+
+
 def one(params: SamplingParams, row: TreeRow, logits: list[list[float]], **request: object) -> NodeScores:
     """A tree of one request whose prompt is the root alone."""
     now = Situation(SamplingRequest(params=params, seed=0, **request), [row.tokens[0]], [])
     batch, history = as_tensors([now])
     full = [[*values, *[-50.0] * (VOCAB - len(values))] for values in logits]
-    return NodeScores(tree=TokenTree.from_rows([row]), logits=torch.tensor([full]), batch=batch, history=history)
+    return NodeScores(
+        tree=TokenTree.from_rows([row]),
+        logits=torch.tensor(full),
+        starts=torch.tensor([0]),
+        batch=batch,
+        history=history,
+    )
 
 
 def test_greedy_rows_are_one_hot_at_the_lowest_of_equals() -> None:

@@ -21,10 +21,10 @@ def test_nodes_equal_their_paths(architecture: str, dtype: torch.dtype) -> None:
     assert runner.model.dtype == dtype
     assert {part.dtype for part in (*runner.cache.keys, *runner.cache.values)} == {dtype}
     for done in decode(runner, rounds=2):
-        assert done.output.logits.dtype == torch.float32
         for row in range(len(SLOTS)):
-            theirs = by_path(plain, done, row)
-            assert relative_error(done.output.logits[row, : len(theirs)], theirs) < TOLERANCE[dtype]
+            ours = done.logits(row)
+            assert ours.dtype == torch.float32
+            assert relative_error(ours, by_path(plain, done, row)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

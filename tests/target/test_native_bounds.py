@@ -16,11 +16,12 @@ import pytest
 import torch
 from tiny_models import CONTEXT_LEN, VOCAB_SIZE, tiny_model
 
-from foretoken.attention.layout import AttentionLayout
+from foretoken.core import passes
 from foretoken.core.errors import ForetokenError, PassError
+from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.target import runner
-from foretoken.target.decoder import UnsuitableError
+from foretoken.target.decoder import PassOutput, UnsuitableError
 from foretoken.target.lean import native, native_model, products, threads
 from foretoken.target.lean.native import NativeBlocks
 from foretoken.target.lean.products import NativeLinear
@@ -30,7 +31,7 @@ from foretoken.target.runner import Runner
 from foretoken.target.slot_cache import LayerShape, SlotCache
 
 IS_SANITIZED = os.environ.get("FORETOKEN_SANITIZE") == "1"  # by `make sanitize`
-SLOTS, CAPACITY, WIDTH = 2, 40, 3
+SLOTS, CAPACITY = 2, 40
 TREE = TokenTree.from_rows([TreeRow([5, 6, 7], [-1, 0, 0])] * 2)
 
 
@@ -42,70 +43,75 @@ def blocks(change: Callable[[LeanWeights], LeanWeights] = lambda weights: weight
     return NativeBlocks(change(read_weights(model, CAPACITY)), cache, model.dtype, [1, 4])
 
 
-def a_pass(**changes: Any) -> tuple[torch.Tensor, AttentionLayout, torch.Tensor | None]:
-    """Two sequences of three tokens as a tree, everything as it should be but what is named."""
-    tokens = changes.pop("tokens", TREE.tokens)
-    logits = changes.pop("logits", torch.empty(2, WIDTH, VOCAB_SIZE))
-    given: dict[str, Any] = {"slots": [0, 1], "prefix": [4, 0], "tree": TREE}
-    given["positions"] = TREE.depths + torch.tensor([[4], [0]])
-    return tokens, AttentionLayout(**{**given, **changes}), logits
+def a_pass(**changes: Any) -> Pass:
+    """Two sequences of three tokens as a tree, with all logits; everything as it should be but what is named."""
+    made = Pass.of_tree(TREE, slots=[0, 1], prefix_lens=[4, 0], last_position=CAPACITY - 1)
+    return replace(made, **changes)
 
 
-def level(**changes: Any) -> tuple[torch.Tensor, AttentionLayout, torch.Tensor | None]:
-    """The same as a level of a tree that is drafted, behind two earlier rows."""
-    given: dict[str, Any] = {"tree": None, "offset": 2, "visible": torch.ones(2, WIDTH, 5, dtype=torch.bool)}
-    return a_pass(**{**given, "scratch_positions": torch.arange(5).expand(2, -1), **changes})
+def level(**changes: Any) -> Pass:
+    """The same as a level of a tree that is drafted, each behind two earlier nodes."""
+    given: dict[str, Any] = {
+        "positions": torch.tensor([4, 5, 6, 6, 6, 0, 1, 2, 2, 2]),
+        "parents": torch.tensor([-1, 0, 0, 1, 1] * 2),
+        "num_earlier": [2, 2],
+    }
+    return a_pass(**{**given, **changes})
 
 
-def with_parents(*parents: int) -> TokenTree:
-    return replace(TREE, parents=torch.tensor([parents] * 2))
+def with_parents(*parents: int) -> torch.Tensor:
+    return torch.tensor(parents * 2)
+
+
+def run(made: NativeBlocks, work: Any, inputs: torch.Tensor | None = None) -> PassOutput:
+    return made.run(work, inputs)
 
 
 LARGE = 2**62
+TOKENS, POSITIONS, PARENTS = a_pass().tokens, a_pass().positions, a_pass().parents
 WRONG: dict[str, Any] = {
-    "bool tokens": lambda: a_pass(tokens=TREE.tokens.bool()),
-    "int32 tokens": lambda: a_pass(tokens=TREE.tokens.int()),
-    "double inputs": lambda: a_pass(tokens=torch.zeros(2, WIDTH, 32, dtype=torch.float64)),
-    "narrow inputs": lambda: a_pass(tokens=torch.zeros(2, WIDTH, 31)),
-    "tokens without data": lambda: a_pass(tokens=TREE.tokens.to("meta")),
-    "freed tokens": lambda: a_pass(tokens=freed(TREE.tokens)),
-    "a token past the vocabulary": lambda: a_pass(tokens=TREE.tokens + VOCAB_SIZE - 6),
-    "a negative token": lambda: a_pass(tokens=TREE.tokens - 6),
-    "a huge token": lambda: a_pass(tokens=TREE.tokens + LARGE),
-    "positions of another shape": lambda: a_pass(positions=torch.zeros(2, 2, dtype=torch.int64)),
-    "float positions": lambda: a_pass(positions=torch.zeros(2, WIDTH)),
-    "a negative position": lambda: a_pass(positions=TREE.depths - 1),
-    "a position past the tables": lambda: a_pass(positions=TREE.depths + CAPACITY - 1),
-    "a slot too high": lambda: a_pass(slots=[0, SLOTS]),
-    "a negative slot": lambda: a_pass(slots=[-1, 0]),
-    "too few slots": lambda: a_pass(slots=[0]),
-    "too many prefixes": lambda: a_pass(prefix=[0, 0, 0]),
-    "a prefix that leaves no room": lambda: a_pass(prefix=[0, CAPACITY - 2]),
-    "a negative prefix": lambda: a_pass(prefix=[0, -1]),
-    "a huge prefix": lambda: a_pass(prefix=[0, 2**63 - 1]),
-    "more tokens than rows": lambda: a_pass(
-        tokens=torch.zeros(2, 50, dtype=torch.int64), positions=torch.zeros(2, 50, dtype=torch.int64), tree=None,
-        logits=None,
-    ),
-    "a parent that comes after": lambda: a_pass(tree=with_parents(-1, 2, 1)),
-    "a node that is its own parent": lambda: a_pass(tree=with_parents(-1, 1, 0)),
-    "a parent below the root": lambda: a_pass(tree=with_parents(-2, 0, 0)),
-    "parents of another dtype": lambda: a_pass(tree=replace(TREE, parents=TREE.parents.int())),
-    "parents of another shape": lambda: a_pass(tree=replace(TREE, parents=TREE.parents[:1])),
-    "a mask of another shape": lambda: level(visible=torch.ones(2, WIDTH, 4, dtype=torch.bool)),
-    "a mask of another dtype": lambda: level(visible=torch.ones(2, WIDTH, 5)),
-    "no scratch positions": lambda: level(scratch_positions=None),
-    "scratch positions of another shape": lambda: level(scratch_positions=torch.zeros(2, 4, dtype=torch.int64)),
-    "huge scratch positions": lambda: level(scratch_positions=torch.full((2, 5), -(2**63))),
-    "a negative offset": lambda: level(offset=-1, visible=torch.ones(2, WIDTH, 2, dtype=torch.bool)),
-    "an offset past the rows": lambda: level(
-        offset=CAPACITY, visible=torch.ones(2, WIDTH, CAPACITY + WIDTH, dtype=torch.bool),
-        scratch_positions=torch.zeros(2, CAPACITY + WIDTH, dtype=torch.int64),
-    ),
-    "half logits": lambda: a_pass(logits=torch.empty(2, WIDTH, VOCAB_SIZE, dtype=torch.bfloat16)),
-    "narrow logits": lambda: a_pass(logits=torch.empty(2, WIDTH, VOCAB_SIZE - 1)),
-    "scattered logits": lambda: a_pass(logits=torch.empty(2, VOCAB_SIZE, WIDTH).transpose(1, 2)),
-}  # fmt: skip
+    "bool tokens": lambda: (a_pass(tokens=TOKENS.bool()),),
+    "int32 tokens": lambda: (a_pass(tokens=TOKENS.int()),),
+    "double inputs": lambda: (a_pass(), torch.zeros(6, 32, dtype=torch.float64)),
+    "narrow inputs": lambda: (a_pass(), torch.zeros(6, 31)),
+    "too few inputs": lambda: (a_pass(), torch.zeros(5, 32)),
+    "too few tokens": lambda: (a_pass(tokens=TOKENS[:5]),),
+    "tokens without data": lambda: (a_pass(tokens=TOKENS.to("meta")),),
+    "freed tokens": lambda: (a_pass(tokens=freed(TOKENS)),),
+    "a token past the vocabulary": lambda: (a_pass(tokens=TOKENS + VOCAB_SIZE - 6),),
+    "a negative token": lambda: (a_pass(tokens=TOKENS - 6),),
+    "a huge token": lambda: (a_pass(tokens=TOKENS + LARGE),),
+    "positions of another shape": lambda: (a_pass(positions=POSITIONS[:4]),),
+    "positions of earlier nodes left out": lambda: (level(positions=POSITIONS),),
+    "float positions": lambda: (a_pass(positions=POSITIONS.float()),),
+    "a negative position": lambda: (a_pass(positions=POSITIONS - 1),),
+    "a position past the tables": lambda: (a_pass(positions=POSITIONS + CAPACITY - 4),),
+    "a huge position of an earlier node": lambda: (level(positions=torch.tensor([-(2**63)] + [0] * 9)),),
+    "a slot too high": lambda: (a_pass(slots=[0, SLOTS]),),
+    "a negative slot": lambda: (a_pass(slots=[-1, 0]),),
+    "a prefix that leaves no room": lambda: (a_pass(prefix_lens=[0, CAPACITY - 2]),),
+    "a prefix that leaves no room for earlier nodes": lambda: (level(prefix_lens=[0, CAPACITY - 4]),),
+    "a negative prefix": lambda: (a_pass(prefix_lens=[0, -1]),),
+    "a huge prefix": lambda: (a_pass(prefix_lens=[0, 2**63 - 1]),),
+    "more tokens than rows": lambda: (Pass.of_chains([[1] * (CAPACITY + 1)], slots=[0], prefix_lens=[0]),),
+    "a parent that comes after": lambda: (a_pass(parents=with_parents(-1, 2, 1)),),
+    "a node that is its own parent": lambda: (a_pass(parents=with_parents(-1, 1, 0)),),
+    "a parent below the root": lambda: (a_pass(parents=with_parents(-2, 0, 0)),),
+    "a parent in the sequence before": lambda: (a_pass(parents=torch.tensor([-1, 0, 0, 2, 0, 0])),),
+    "parents of another dtype": lambda: (a_pass(parents=PARENTS.int()),),
+    "parents of another shape": lambda: (a_pass(parents=PARENTS[:3]),),
+    "parents of earlier nodes left out": lambda: (level(parents=PARENTS),),
+    "a sequence without tokens": lambda: (a_pass(offsets=[0, 6, 6]),),
+    "offsets that go back": lambda: (a_pass(offsets=[0, 9, 6]),),
+    "offsets that begin late": lambda: (a_pass(offsets=[1, 3, 6]),),
+    "more tokens than offsets say": lambda: (a_pass(offsets=[0, 3, 7]),),
+    "fewer nodes than tokens": lambda: (a_pass(num_earlier=[-1, 0], positions=POSITIONS[1:], parents=PARENTS[1:]),),
+    "a row of logits past the tokens": lambda: (a_pass(logit_rows=torch.tensor([0, 6])),),
+    "a negative row of logits": lambda: (a_pass(logit_rows=torch.tensor([-1, 0])),),
+    "rows of logits out of order": lambda: (a_pass(logit_rows=torch.tensor([3, 2])),),
+    "more rows of logits than tokens": lambda: (a_pass(logit_rows=torch.tensor([0] * 7)),),
+    "rows of logits of another dtype": lambda: (a_pass(logit_rows=torch.tensor([0.0, 1.0])),),
+}
 
 
 def freed(tensor: torch.Tensor) -> torch.Tensor:
@@ -120,36 +126,39 @@ def test_a_pass_that_does_not_fit_is_refused_and_does_nothing(what: str) -> None
     made = blocks()
     before = [made._described._cache.keys[0].clone(), made._described._cache.values[2].clone()]
     with pytest.raises(ForetokenError) as caught:
-        made.decode(*WRONG[what]())
+        run(made, *WRONG[what]())
     assert isinstance(caught.value, PassError)
     assert isinstance(caught.value, ValueError)
     after = [made._described._cache.keys[0], made._described._cache.values[2]]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     for good in (a_pass(), level()):
-        made.decode(*good)
-        assert bool(good[2].isfinite().all())  # type: ignore[union-attr]
+        assert bool(made.run(good).logits.isfinite().all())  # type: ignore[union-attr]
 
 
-def test_no_assert_guards_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`python -O` removes them: none stands before the kernels, and those of the layout are not needed."""
-    for module in (native, native_model, products, threads, runner):
+def test_no_assert_guards_memory() -> None:
+    """`python -O` removes them: none stands before the kernels."""
+    for module in (native, native_model, passes, products, threads, runner):
         tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
         assert not [node for node in ast.walk(tree) if isinstance(node, ast.Assert)], module.__name__
-    monkeypatch.setattr(AttentionLayout, "__post_init__", lambda layout: None)
-    positions = torch.zeros(2, WIDTH, dtype=torch.int64)
-    mask = torch.ones(2, WIDTH, WIDTH, dtype=torch.bool)
-    for case in (a_pass(offset=2), a_pass(visible=mask, scratch_positions=positions)):
-        with pytest.raises(PassError, match="do not fit `visible`"):
-            blocks().decode(*case)
 
 
-@pytest.mark.parametrize("shape", [(0, WIDTH), (2, 0), (0, 0)])
-def test_passes_of_nothing(shape: tuple[int, int]) -> None:
-    nothing = torch.zeros(*shape, dtype=torch.int64)
-    layout = AttentionLayout(slots=[0, 1][: shape[0]], prefix=[0, 0][: shape[0]], positions=nothing)
-    features = blocks().decode(nothing, layout, torch.empty(*shape, VOCAB_SIZE))
-    assert features is not None
-    assert features.shape == (*shape, 2, 32)
+def test_no_row_of_logits() -> None:
+    logits = blocks().run(a_pass(logit_rows=torch.zeros(0, dtype=torch.int64))).logits
+    assert logits is not None
+    assert logits.shape == (0, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"slots": [0]}, {"slots": []}, {"prefix_lens": [0, 0, 0]}, {"offsets": [0, 6]}, {"offsets": [0, 3, 6, 6]},
+        {"num_earlier": [0]},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_pass_whose_lists_disagree_is_none(changes: Any) -> None:
+    with pytest.raises(ValueError, match=r"sequence|offsets"):
+        a_pass(**changes)
 
 
 def shrunk(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,14 +196,14 @@ def test_weights_that_do_not_fit_are_refused(change: Any, what: str) -> None:
 def test_torchs_default_dtype_is_not_that_of_the_buffers(dtype: torch.dtype) -> None:
     """Half as many bytes as the kernels write would end the process."""
     made, linear = blocks(), NativeLinear(torch.ones(300, 200))
-    expected, product = made.decode(*a_pass()), linear(torch.ones(4, 200))
+    expected, product = made.run(a_pass()).features, linear(torch.ones(4, 200))
     model = wrap_model(tiny_model("llama"), name="tiny")
     native = Runner(model, num_slots=1, max_nodes=4, runner="lean-native")
     logits = native.verify([0], [0], TokenTree.roots([5])).logits
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        got, again = made.decode(*a_pass(logits=None)), native.verify([0], [0], TokenTree.roots([5])).logits
+        got, again = made.run(a_pass(logit_rows=None)).features, native.verify([0], [0], TokenTree.roots([5])).logits
         assert torch.equal(linear(torch.ones(4, 200, dtype=torch.float32)), product)
     finally:
         torch.set_default_dtype(before)
@@ -232,9 +241,9 @@ def test_layers_of_what_does_not_fit(weight: torch.Tensor, bias: torch.Tensor | 
 def test_a_workspace_that_cannot_be_had() -> None:
     """Of more than there is, and of sizes past 64 bits."""
     made = blocks()
-    for tokens in (2**40, 2**56, 2**62, 2**63 - 1):
-        with pytest.raises(PassError, match=f"there is no memory for a pass of {tokens} tokens"):
-            made._take_workspace(tokens, 1)
+    for nodes in (2**40, 2**56, 2**62, 2**63 - 1):
+        with pytest.raises(PassError, match=f"there is no memory for a pass of {nodes} nodes"):
+            made._take_workspace(nodes, 1)
 
 
 @pytest.mark.skipif(IS_SANITIZED, reason="the sanitizers need more address space than there is")
@@ -261,12 +270,12 @@ def test_more_threads_than_any_machine_has(monkeypatch: pytest.MonkeyPatch) -> N
     """The kernels take no more than a few per processor, whatever torch was told; the bits are the same."""
     linear, x = NativeLinear(torch.randn(512, 512)), torch.randn(4, 512)
     expected, made = linear(x), blocks()
-    features = made.decode(*a_pass())
+    features = made.run(a_pass()).features
     for module in (threads.torch, products.torch):
         monkeypatch.setattr(module, "get_num_threads", lambda: 100_000)
     assert threads.kernel_threads() == threads.MAX_THREADS
     assert torch.equal(linear(x), expected)
-    assert torch.equal(made.decode(*a_pass()), features)  # type: ignore[arg-type]
+    assert torch.equal(made.run(a_pass()).features, features)  # type: ignore[arg-type]
 
 
 def test_positions_of_padding_may_be_anything() -> None:
@@ -275,9 +284,9 @@ def test_positions_of_padding_may_be_anything() -> None:
     made = Runner(model, num_slots=1, context_len=20, max_nodes=4, runner="lean-native")
     assert made.last_position < CONTEXT_LEN - 1
     tree = TokenTree.from_rows([TreeRow([5, 6], [-1, 0])])
-    expected = made.verify([0], [0], tree).logits[0, 0]
+    expected = made.verify([0], [0], tree).logits[0]
     far = replace(tree, depths=torch.tensor([[0, 10**12]]))
-    assert torch.equal(made.verify([0], [0], far).logits[0, 0], expected)
+    assert torch.equal(made.verify([0], [0], far).logits[0], expected)
 
 
 @pytest.mark.skipif(not IS_SANITIZED, reason="`make sanitize` runs it")

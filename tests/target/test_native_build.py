@@ -139,4 +139,4 @@ def test_older_processors(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -
         made.prefill(0, [3, 4, 5, 6, 7, 8, 9, 10, 11], 0)
     ours, theirs = (made.verify([0], [9], tree).logits for made in (older, newer))
     assert (ours - theirs).abs().max() < (1e-5 if dtype == torch.float32 else 0.1) * theirs.abs().max()
-    assert torch.equal(older.verify([0], [9], TokenTree.roots([5])).logits[0, 0], ours[0, 0])
+    assert torch.equal(older.verify([0], [9], TokenTree.roots([5])).logits[0], ours[0])

@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from foretoken.attention.layout import AttentionLayout
 from foretoken.attention.reference import reference_attention
 from foretoken.core.errors import ModelError
+from foretoken.core.passes import Pass
 from foretoken.target.plugin import ATTENTION_NAME, ForwardPass, as_transformers_cache, current_pass, running
 from foretoken.target.slot_cache import LayerShape, SlotCache
 
@@ -22,7 +23,7 @@ def attend(module: dict[str, Any], **arguments: Any) -> tuple[torch.Tensor, Forw
     """A prompt of five tokens through the registered function, with scores large enough to tell scales apart."""
     generator = torch.Generator().manual_seed(0)
     states = 2 * torch.randn(3, 1, HEADS, LENGTH, WIDTH, generator=generator)
-    layout = AttentionLayout(slots=[0], prefix=[0], positions=torch.arange(LENGTH).unsqueeze(0))
+    layout = AttentionLayout(Pass.of_chains([[0] * LENGTH], slots=[0], prefix_lens=[0]))
     with running(ForwardPass(layout=layout)) as forward_pass:
         function = ALL_ATTENTION_FUNCTIONS[ATTENTION_NAME]
         output, weights = function(
@@ -63,7 +64,7 @@ def test_scale_cap_and_sinks() -> None:
 
 
 def test_layers_without_an_index_are_counted() -> None:
-    layout = AttentionLayout(slots=[0], prefix=[0], positions=torch.zeros(1, 1, dtype=torch.int64))
+    layout = AttentionLayout(Pass.of_chains([[0]], slots=[0], prefix_lens=[0]))
     one = torch.ones(1, 1, 1, 1)
     with running(ForwardPass(layout=layout)) as forward_pass:
         for _ in range(3):
@@ -83,7 +84,7 @@ def test_what_models_merely_hand_on_is_not() -> None:
 
 
 def test_passes_nest_and_end() -> None:
-    layout = AttentionLayout(slots=[0], prefix=[0], positions=torch.zeros(1, 1, dtype=torch.int64))
+    layout = AttentionLayout(Pass.of_chains([[0]], slots=[0], prefix_lens=[0]))
     assert current_pass() is None
     with running(ForwardPass(layout=layout)) as outer:
         with running(ForwardPass(layout=layout)) as inner:
@@ -101,7 +102,7 @@ def test_the_cache_is_written_only_inside_a_pass() -> None:
     one = torch.ones(1, 1, 1, 1)
     with pytest.raises(AssertionError, match="only inside a pass"):
         cache.update(one, one, 0)
-    layout = AttentionLayout(slots=[0], prefix=[2], positions=torch.full((1, 1), 2))
+    layout = AttentionLayout(Pass.of_chains([[0]], slots=[0], prefix_lens=[2]))
     with running(ForwardPass(layout=layout)):
         keys, values = cache.update(one, -one, 0)
     assert keys.flatten().tolist() == [0, 0, 1, 0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -39,22 +40,21 @@ def run(module: Any, num_slots: int = 2) -> Runner:
     return Runner(wrap_model(module, name="tiny"), num_slots=num_slots, max_nodes=12, runner="generic")
 
 
+def changed(layout: AttentionLayout, **changes: Any) -> AttentionLayout:
+    """The layout of another pass than the one that runs."""
+    return AttentionLayout(replace(layout._work, **changes))
+
+
 def causal_over_rows(query: Tensor, keys: Tensor, values: Tensor, layout: AttentionLayout, **options: Any) -> Tensor:
     """Attention that takes a tree for a chain."""
-    chain = AttentionLayout(slots=layout.slots, prefix=layout.prefix, positions=layout.positions)
-    return tree_attention(query, keys, values, chain, **options)
+    return tree_attention(query, keys, values, changed(layout, is_causal=True), **options)
 
 
 def every_row(query: Tensor, keys: Tensor, values: Tensor, layout: AttentionLayout, **options: Any) -> Tensor:
     """Attention that has lost its mask."""
-    batch, queries = layout.positions.shape
-    everything = AttentionLayout(
-        slots=layout.slots,
-        prefix=layout.prefix,
-        positions=layout.positions,
-        visible=torch.ones(batch, queries, queries, dtype=torch.bool),
-        scratch_positions=layout.positions,
-    )
+    everything = AttentionLayout(layout._work)
+    for row in range(len(layout.slots)):
+        everything._masks[row, options.get("window")] = None
     return tree_attention(query, keys, values, everything, **options)
 
 
@@ -81,28 +81,30 @@ def first_sequence_twice(
 ) -> Tensor:
     """Attention that is right for one sequence and takes the second for the first."""
     output = tree_attention(query, keys, values, layout, **options)
-    return output[:1].expand_as(output)
+    first = output[layout.tokens_of(0)]
+    return first[torch.arange(len(output)) % len(first)]
 
 
 def same_length(query: Tensor, keys: Tensor, values: Tensor, layout: AttentionLayout, **options: Any) -> Tensor:
     """Attention that takes the first prefix for everybody's."""
-    even = replace(layout, prefix=[layout.prefix[0]] * len(layout.prefix))
-    return tree_attention(query, keys, values, even, **options)
+    prefix_lens = [layout._work.prefix_lens[0]] * len(layout.slots)
+    return tree_attention(query, keys, values, changed(layout, prefix_lens=prefix_lens), **options)
 
 
 def same_tree(query: Tensor, keys: Tensor, values: Tensor, layout: AttentionLayout, **options: Any) -> Tensor:
     """Attention that takes the first tree for everybody's."""
-    if layout.tree is None or layout.tree.width == 1:
-        return tree_attention(query, keys, values, layout, **options)
-    visible = layout.tree.ancestor_mask()[:1].expand(len(layout.slots), -1, -1)
-    even = replace(layout, tree=None, visible=visible, scratch_positions=layout.positions)
-    return tree_attention(query, keys, values, even, **options)
+    parents, first = layout._work.parents, layout._work.parents[layout.tokens_of(0)]
+    even = first[torch.cat([torch.arange(count) for count in tokens_of_each(layout)])]
+    return tree_attention(query, keys, values, changed(layout, parents=even[: len(parents)]), **options)
+
+
+def tokens_of_each(layout: AttentionLayout) -> list[int]:
+    return [end - start for start, end in pairwise(layout._work.offsets)]
 
 
 def in_order(query: Tensor, keys: Tensor, values: Tensor, layout: AttentionLayout, **options: Any) -> Tensor:
     """Attention that takes the slots in order."""
-    even = replace(layout, slots=sorted(layout.slots))
-    return tree_attention(query, keys, values, even, **options)
+    return tree_attention(query, keys, values, changed(layout, slots=sorted(layout.slots)), **options)
 
 
 @pytest.mark.parametrize("broken", [first_sequence_twice, same_length, same_tree, in_order])
@@ -116,10 +118,10 @@ def test_attention_that_is_right_for_one_sequence_only_is_refused(
 
 
 def test_what_a_batch_makes_a_model_raise_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def one_only(query: Tensor, *args: Any, **options: Any) -> Tensor:
-        if query.shape[0] > 1:
+    def one_only(query: Tensor, keys: Tensor, values: Tensor, layout: AttentionLayout, **options: Any) -> Tensor:
+        if len(layout.slots) > 1:
             raise RuntimeError("view size is not compatible\nwith input tensor's size")
-        return tree_attention(query, *args, **options)
+        return tree_attention(query, keys, values, layout, **options)
 
     monkeypatch.setattr("foretoken.target.plugin.tree_attention", one_only)
     match = r"^LlamaForCausalLM cannot run a batch of token trees \(view size is not compatible\)\. It cannot be used"
@@ -138,7 +140,8 @@ def test_rows_written_to_the_wrong_place_are_refused(monkeypatch: pytest.MonkeyP
     whole = SlotCache.write
 
     def shifted(cache: SlotCache, layer: int, layout: AttentionLayout, key: Tensor, value: Tensor) -> Any:
-        return whole(cache, layer, replace(layout, prefix=[start + 1 for start in layout.prefix]), key, value)
+        prefix_lens = [start + 1 for start in layout._work.prefix_lens]
+        return whole(cache, layer, changed(layout, prefix_lens=prefix_lens), key, value)
 
     monkeypatch.setattr(SlotCache, "write", shifted)
     with pytest.raises(ModelError, match="gives wrong logits for a token tree"):
@@ -232,6 +235,6 @@ def test_long_rope_ends_before_it_changes_frequencies() -> None:
     runner.prefill(0, short, 0)
     runner.prefill(1, longest, 0)
     tree = TokenTree.roots([9, 9])
-    ours = runner.verify([0, 1], [len(short), len(longest)], tree).logits[:, 0]
+    ours = runner.verify([0, 1], [len(short), len(longest)], tree).logits
     theirs = torch.stack([plain([*tokens, 9])[-1] for tokens in (short, longest)])
     assert relative_error(ours, theirs) < FLOAT32_TOLERANCE

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.attention.layout import AttentionLayout
+from foretoken.core.passes import Pass
 from foretoken.target.slot_cache import LayerShape, SlotCache
 
 SLOTS, CAPACITY = 3, 10
@@ -75,22 +76,34 @@ def test_rows_move_anywhere(data: st.DataObject) -> None:
     assert_equal(cache, expected)
 
 
-@pytest.mark.parametrize("is_recorded", [False, True])
+@pytest.mark.parametrize("is_captured", [False, True])
 @pytest.mark.parametrize("layer", range(len(SHAPES)))
-def test_writing_changes_its_own_rows_only(layer: int, *, is_recorded: bool) -> None:
+def test_writing_changes_its_own_rows_only(layer: int, *, is_captured: bool) -> None:
     cache, width = filled(), 3
     expected = snapshot(cache)
     shape = SHAPES[layer]
     key = -1 - torch.arange(2 * shape.num_heads * width * shape.key_width, dtype=torch.float64)
     value = -1000 - torch.arange(2 * shape.num_heads * width * shape.value_width, dtype=torch.float64)
-    key = key.view(2, shape.num_heads, width, shape.key_width)
-    value = value.view(2, shape.num_heads, width, shape.value_width)
-    for row, (slot, start) in enumerate([(2, 7), (0, 1)]):  # slots out of order, one of them to the very end
-        expected[layer][slot][:, start : start + width] = key[row].numpy()
-        expected[layer + len(SHAPES)][slot][:, start : start + width] = value[row].numpy()
-    layout = AttentionLayout(slots=[2, 0], prefix=[7, 1], positions=torch.zeros(2, width, dtype=torch.int64))
-    if is_recorded:
-        layout = AttentionLayout.for_recording(layout.tables(), layout.positions)
+    key = key.view(2 * width, shape.num_heads, shape.key_width)
+    value = value.view(2 * width, shape.num_heads, shape.value_width)
+    # Slots out of order, one of them to the very end, and one behind a node of an earlier pass.
+    for first, slot, start, end in ((0, 2, 6, 10), (4, 0, 2, 4)):
+        tokens = slice(first, first + end - start)
+        expected[layer][slot][:, start:end] = key[tokens].transpose(0, 1).numpy()
+        expected[layer + len(SHAPES)][slot][:, start:end] = value[tokens].transpose(0, 1).numpy()
+    work = Pass(
+        tokens=torch.zeros(6, dtype=torch.int64),
+        positions=torch.zeros(7, dtype=torch.int64),
+        parents=torch.full((7,), -1),
+        slots=[2, 0],
+        prefix_lens=[6, 1],
+        offsets=[0, 4, 6],
+        num_earlier=[0, 1],
+        logit_rows=None,
+    )
+    layout = AttentionLayout(work)
+    if is_captured:
+        layout = AttentionLayout.of_tables(work, layout.tables())
     keys, values = cache.write(layer, layout, key, value)
     assert keys is cache.keys[layer]
     assert values is cache.values[layer]
@@ -117,9 +130,9 @@ def test_nothing_moves_in_memory() -> None:
         shape = SHAPES[layer]
         cache.write(
             layer,
-            AttentionLayout(slots=[step % SLOTS], prefix=[start], positions=torch.zeros(1, 4, dtype=torch.int64)),
-            torch.ones(1, shape.num_heads, 4, shape.key_width, dtype=torch.float64),
-            torch.ones(1, shape.num_heads, 4, shape.value_width, dtype=torch.float64),
+            AttentionLayout(Pass.of_chains([[0] * 4], slots=[step % SLOTS], prefix_lens=[start])),
+            torch.ones(4, shape.num_heads, shape.key_width, dtype=torch.float64),
+            torch.ones(4, shape.num_heads, shape.value_width, dtype=torch.float64),
         )
         cache.move_rows(step % SLOTS, [start + 1, start + 3], start)
         cache.poison(step % SLOTS, start + 2)

@@ -25,10 +25,10 @@ def rows_of(runner: Runner, slot: int, length: int) -> list[torch.Tensor]:
 def test_nodes_equal_their_paths(architecture: str, runner_name: str) -> None:
     runner, plain = tiny_runner(architecture, runner=runner_name), PlainModel(tiny_model(architecture))
     for done in decode(runner, rounds=3):
-        assert done.output.logits.dtype == torch.float32
         for row in range(len(SLOTS)):
-            theirs = by_path(plain, done, row)
-            assert relative_error(done.output.logits[row, : len(theirs)], theirs) < FLOAT32_TOLERANCE
+            ours = done.logits(row)
+            assert ours.dtype == torch.float32
+            assert relative_error(ours, by_path(plain, done, row)) < FLOAT32_TOLERANCE
 
 
 @pytest.mark.parametrize(("architecture", "runner_name"), CASES)
@@ -72,12 +72,7 @@ def test_control_rows_left_where_they_were_show(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(SlotCache, "move_rows", lambda self, slot, source, start: None)
     plain = PlainModel(tiny_model("llama"))
     done = decode(tiny_runner("llama"), rounds=3)
-    errors = [
-        relative_error(one.output.logits[row, : len(theirs)], theirs)
-        for one in done
-        for row in range(len(SLOTS))
-        for theirs in [by_path(plain, one, row)]
-    ]
+    errors = [relative_error(one.logits(row), by_path(plain, one, row)) for one in done for row in range(len(SLOTS))]
     assert max(errors) > 1e-2
 
 

@@ -29,6 +29,21 @@ class Round:
     tree: TokenTree
     output: PassOutput
 
+    def logits(self, row: int) -> torch.Tensor:
+        """(N, V) of one sequence's nodes, padding left out."""
+        return logits_by_sequence(self.output, self.tree)[row]
+
+    def features(self, row: int) -> torch.Tensor:
+        """(N, F, D), likewise."""
+        assert self.output.features is not None
+        return self.output.features.split(self.tree.node_counts())[row]
+
+
+def logits_by_sequence(output: PassOutput, tree: TokenTree) -> Sequence[torch.Tensor]:
+    """(N, V) of every sequence of a verified batch."""
+    assert output.logits is not None
+    return output.logits.split(tree.node_counts())
+
 
 # Every architecture on the transformers model, and those that the lean decoders know on these too.
 CASES = [

@@ -249,7 +249,7 @@ def test_serving_reads_another_feature(tmp_path: Path, monkeypatch: pytest.Monke
 
     def shifted(self: Runner, slot: int, tokens: Any, start: int) -> Tensor | None:
         features = prefill(self, slot, tokens, start)
-        return None if features is None else features.roll(1, dims=1)
+        return None if features is None else features.roll(1, dims=0)
 
     monkeypatch.setattr(Runner, "prefill", shifted)
     case = Examination(method="medusa", prompts=PROMPTS, max_tokens=MAX_TOKENS, runner="generic")

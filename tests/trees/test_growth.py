@@ -287,12 +287,11 @@ def test_nodes_without_children_cost_nothing(monkeypatch: pytest.MonkeyPatch) ->
     assert seen == [(1, 1, VOCAB, 0, 0), (1, 1, VOCAB, 2, 1)]
 
 
-def test_levels_and_what_they_see() -> None:
+def test_levels_and_relations() -> None:
     batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(), seed=0)], VOCAB)
     draws = DraftDraws.build(batch, [False], torch.tensor([3]))
     growth = TreeGrowth(TreeShape.cartesian((2, 2)), torch.tensor([7]), draws)
     assert [growth.level(depth) for depth in range(3)] == [[0], [1, 2], [3, 4, 5, 6]]
     assert [growth.parents_at(depth) for depth in range(3)] == [[0], [1, 2], []]
     assert growth.parents_of([3, 4, 5, 6]) == [1, 1, 2, 2]
-    assert growth.visible([1, 2])[0].int().tolist() == [[1, 0], [0, 1]]
-    assert growth.visible([4, 5])[0].int().tolist() == [[1, 0, 0, 1, 0], [0, 1, 0, 0, 1]]
+    assert growth.relations_until(5).tolist() == [[0, 0, 1, 1, 2], [1, 1, 2, 2, 2]]  # parents and depths of nodes 1 … 5

@@ -8,7 +8,7 @@
 // a token's logits are the same, bit for bit, whether it is decoded alone or in a tree beside others. (Hence std::fma in
 // the scalar loops: a compiler that vectorises some of their steps would round those twice.)
 //
-// Letters: B sequences, T tokens of each, M = B T rows, K and N inputs and outputs of a matrix, S visible keys.
+// Letters: S sequences, M tokens of a pass, W nodes of its trees, R rows of logits, K and N inputs and outputs of a matrix.
 
 #include <algorithm>
 #include <cmath>
@@ -52,19 +52,21 @@ struct Model {
   const Layer* layers;
 };
 
+// New tokens of several sequences, one sequence after another. Behind its prefix a sequence has a tree of nodes: first those
+// that earlier passes fed, then a node for each new token. A node sees the prefix, its ancestors and itself.
 struct Pass {
-  int64_t num_threads, batch, width, offset, num_scratch;
-  const int64_t *tokens, *positions;   // (B, T)
-  const float* inputs;                 // (M, hidden) in the place of the tokens' embeddings; or null
-  const int64_t *slots, *prefix;       // (B,)
-  const int64_t* parents;              // (B, T), -1 at the root: a token sees its ancestors; or null
-  const uint8_t* visible;              // (B, T, W) of the scratch rows; or null. Neither of the two: causal
-  const int64_t* scratch_positions;    // (B, W), read only where `visible` is and a window slides
-  float* logits;                       // (M, vocab), or null
-  const int64_t* taps;                 // (F,) ascending boundary indices; layers + 1 means after the final norm
+  int64_t num_threads, num_sequences, num_logits;
+  const int64_t* tokens;                 // (M,)
+  const float* inputs;                   // (M, hidden) in the place of the tokens' embeddings; or null
+  const int64_t *positions, *parents;    // (W,), a parent is a node of the same sequence, -1 where there is none
+  const int64_t *slots, *prefix;         // (S,)
+  const int64_t *starts, *node_starts;   // (S + 1,), where each sequence's tokens and nodes begin
+  const int64_t* logit_rows;             // (R,) ascending, the tokens whose logits are wanted
+  float* logits;                         // (R, vocab), or null
+  const int64_t* taps;                   // (F,) ascending boundary indices; layers + 1 means after the final norm
   int64_t num_taps;
-  float* features;                     // (F, M, hidden)
-  void* workspace;                     // of at least `foretoken_workspace_bytes`
+  float* features;                       // (F, M, hidden)
+  void* workspace;                       // of at least `foretoken_workspace_bytes`
 };
 
 }  // extern "C"
@@ -81,7 +83,8 @@ enum class Status : int64_t {
   kSlots = 6,
   kCacheRows = 7,
   kParents = 8,
-  kScratch = 9,
+  kSequences = 9,
+  kLogitRows = 10,
 };
 
 namespace {
@@ -409,25 +412,23 @@ struct View {
   int64_t size() const { return prefix - low + count; }
 };
 
-View view_of(const Pass& pass, int64_t window, int64_t b, int64_t t, int32_t* scratch) {
-  const int64_t prefix = pass.prefix[b], position = pass.positions[b * pass.width + t];
+// What node t of sequence s sees; `runs` says of each node how many nodes before it are its nearest ancestors.
+View view_of(const Pass& pass, const int32_t* runs, int64_t window, int64_t s, int64_t t, int32_t* scratch) {
+  const int64_t first = pass.node_starts[s], prefix = pass.prefix[s], position = pass.positions[first + t];
   const int64_t low = window > 0 ? std::min(std::max<int64_t>(0, position - window + 1), prefix) : 0;
+  const int64_t *parents = pass.parents + first, *positions = pass.positions + first;
   int64_t count = 0;
-  if (pass.parents != nullptr) {
-    const int64_t *parents = pass.parents + b * pass.width, *positions = pass.positions + b * pass.width;
-    for (int64_t node = t; node >= 0 && (window <= 0 || position - positions[node] < window); node = parents[node]) {
-      scratch[count++] = int32_t(node);
-    }
-    std::reverse(scratch, scratch + count);
-  } else if (pass.visible == nullptr) {
-    for (int64_t w = window > 0 ? std::max<int64_t>(0, t - window + 1) : 0; w <= t; ++w) scratch[count++] = int32_t(w);
+  if (window > 0) {
+    for (int64_t node = t; node >= 0 && position - positions[node] < window; node = parents[node]) scratch[count++] = int32_t(node);
   } else {
-    const uint8_t* visible = pass.visible + (b * pass.width + t) * pass.num_scratch;
-    const int64_t* positions = pass.scratch_positions + b * pass.num_scratch;
-    for (int64_t w = 0; w < pass.num_scratch; ++w) {
-      if (visible[w] && (window <= 0 || position - positions[w] < window)) scratch[count++] = int32_t(w);
+    for (int64_t node = t; node >= 0;) {
+      const int64_t last = node - runs[first + node];
+      for (int64_t i = node; i >= last; --i) scratch[count + node - i] = int32_t(i);
+      count += node - last + 1;
+      node = parents[last];
     }
   }
+  std::reverse(scratch, scratch + count);
   return {low, prefix, count, scratch};
 }
 
@@ -604,10 +605,14 @@ template <class T>
 struct Workspace {
   float *residual, *query, *key, *value, *gate, *up;
   typename Fragment<T>::Token *normed, *rotated, *mixed, *inner;
-  float* scores;     // kTokens rows a thread
-  int32_t* scratch;  // likewise
+  float* scores;      // kTokens rows a thread
+  int32_t* scratch;   // likewise
+  int32_t* runs;      // (W,), see `view_of`
+  int64_t *sequence;  // (M,), of each token
+  int64_t *units;     // (S + 1,), where each sequence's portions of attention begin
   int64_t size = 0;  // -1 where it is beyond what 64 bits count
 
+  // M: tokens or nodes, whichever is more.
   Workspace(const Model& model, int64_t M, int64_t threads, void* base) {
     const int64_t q = model.heads * model.head_dim, kv = model.kv_heads * model.head_dim;
     if (M > std::numeric_limits<int64_t>::max() - kTokens) size = -1;
@@ -624,6 +629,9 @@ struct Workspace {
     take(base, inner, padded_M, Inputs<T>::padded(model.intermediate));
     take(base, scores, threads, kTokens * greatest_rows(model));
     take(base, scratch, threads, kTokens * greatest_rows(model));
+    take(base, runs, M, 1);
+    take(base, sequence, M, 1);
+    take(base, units, padded_M + 1, 1);
   }
 
  private:
@@ -644,13 +652,23 @@ class Decoder {
   Decoder(const Model& model, const Pass& pass)
       : model_(model),
         pass_(pass),
-        rows_(pass.batch * pass.width),
-        space_(model, rows_, pass.num_threads, pass.workspace),
+        rows_(pass.starts[pass.num_sequences]),
+        space_(model, pass.node_starts[pass.num_sequences], pass.num_threads, pass.workspace),
         normed_(space_.normed, model.hidden, rows_ == 1),
         mixed_(space_.mixed, model.heads * model.head_dim, rows_ == 1),
         inner_(space_.inner, model.intermediate, rows_ == 1),
-        group_(group_size(model)),
-        chunks_((group_ * pass.width + kTokens - 1) / kTokens) {}
+        group_(group_size(model)) {
+    space_.units[0] = 0;
+    for (int64_t s = 0; s < pass.num_sequences; ++s) {
+      std::fill(space_.sequence + pass.starts[s], space_.sequence + pass.starts[s + 1], s);
+      space_.units[s + 1] = space_.units[s] + model.kv_heads * chunks_of(s);
+      const int64_t first = pass.node_starts[s];
+      for (int64_t g = first; g < pass.node_starts[s + 1]; ++g) {
+        const bool follows = g > first && pass.parents[g] == g - first - 1;
+        space_.runs[g] = follows ? space_.runs[g - 1] + 1 : 0;
+      }
+    }
+  }
 
   // Runs inside a parallel region, all threads together.
   void run() {
@@ -661,10 +679,17 @@ class Decoder {
       feed_forward(model_.layers[i]);
     }
     keep_features(model_.num_layers);
-    if (pass_.logits == nullptr && !wants(model_.num_layers + 1)) return;
-    normalise(model_.final_norm);
+    const bool has_all_logits = pass_.logits != nullptr && pass_.num_logits == rows_;
+    if (has_all_logits || wants(model_.num_layers + 1)) normalise(model_.final_norm);
     if (wants(model_.num_layers + 1)) keep_final();
-    if (pass_.logits != nullptr) project(model_.head, normed_, pass_.logits);
+    if (has_all_logits) {
+      project(model_.head, normed_, rows_, pass_.logits);
+    } else if (pass_.logits != nullptr) {
+#pragma omp barrier
+      const Inputs<T> chosen(space_.normed, model_.hidden, pass_.num_logits == 1);
+      normalise(model_.final_norm, chosen, pass_.num_logits, [&](int64_t r) { return pass_.logit_rows[r]; });
+      project(model_.head, chosen, pass_.num_logits, pass_.logits);
+    }
   }
 
  private:
@@ -683,14 +708,17 @@ class Decoder {
 
   void attend(const Layer& layer) {
     normalise(layer.attention_norm);
-    project(layer.query, normed_, space_.query);
-    project(layer.key, normed_, space_.key);
-    project(layer.value, normed_, space_.value);
+    project(layer.query, normed_, rows_, space_.query);
+    project(layer.key, normed_, rows_, space_.key);
+    project(layer.value, normed_, rows_, space_.value);
 #pragma omp barrier
     share(rows_, [&](int64_t m) { place(layer, m); });
 #pragma omp barrier
-    share(pass_.batch * model_.kv_heads * chunks_, [&](int64_t unit) {
-      attend(layer, unit / chunks_ / model_.kv_heads, unit / chunks_ % model_.kv_heads, unit % chunks_ * kTokens);
+    const int64_t* ends = space_.units + 1;
+    share(space_.units[pass_.num_sequences], [&](int64_t unit) {
+      const int64_t s = std::upper_bound(ends, ends + pass_.num_sequences, unit) - ends;
+      const int64_t chunks = chunks_of(s), place = unit - space_.units[s];
+      attend(layer, s, place / chunks, place % chunks * kTokens);
     });
 #pragma omp barrier
     add(layer.output, mixed_);
@@ -698,8 +726,8 @@ class Decoder {
 
   void feed_forward(const Layer& layer) {
     normalise(layer.mlp_norm);
-    project(layer.gate, normed_, space_.gate);
-    project(layer.up, normed_, space_.up);
+    project(layer.gate, normed_, rows_, space_.gate);
+    project(layer.up, normed_, rows_, space_.up);
 #pragma omp barrier
     const int64_t I = model_.intermediate, portions = (I + kPortion - 1) / kPortion;
     share(rows_ * portions, [&](int64_t unit) {
@@ -714,21 +742,27 @@ class Decoder {
   }
 
   void normalise(const float* weight) {
-    share(rows_, [&](int64_t m) {
-      const float* x = space_.residual + m * model_.hidden;
+    normalise(weight, normed_, rows_, [](int64_t m) { return m; });
+  }
+
+  // The RMS norm of `count` tokens; token(i) is the i-th of them.
+  template <class Token>
+  void normalise(const float* weight, const Inputs<T>& out, int64_t count, Token&& token) {
+    share(count, [&](int64_t i) {
+      const float* x = space_.residual + token(i) * model_.hidden;
       const float factor = norm_factor(x, model_.hidden, model_.epsilon);
       int64_t k = 0;
       for (; k + kLanes <= model_.hidden; k += kLanes) {
-        normed_.put(m, k, load_lanes(x + k) * factor * load_lanes(weight + k));
+        out.put(i, k, load_lanes(x + k) * factor * load_lanes(weight + k));
       }
-      for (; k < model_.hidden; ++k) normed_.put(m, k, x[k] * factor * weight[k]);
+      for (; k < model_.hidden; ++k) out.put(i, k, x[k] * factor * weight[k]);
     });
 #pragma omp barrier
   }
 
-  // out = x times the transposed matrix.
-  void project(const Matrix& matrix, const Inputs<T>& x, float* out) {
-    multiply(matrix, x, rows_, [&](int64_t m, int64_t n, auto count, const float* values) {
+  // out = x (M, K) times the transposed matrix.
+  void project(const Matrix& matrix, const Inputs<T>& x, int64_t M, float* out) {
+    multiply(matrix, x, M, [&](int64_t m, int64_t n, auto count, const float* values) {
       for (int i = 0; i < count; ++i) out[m * matrix.rows + n + i] = values[i];
     });
   }
@@ -743,30 +777,31 @@ class Decoder {
 
   // Rotates a token's queries and keys, and writes its keys and values to their cache rows.
   void place(const Layer& layer, int64_t m) {
-    const int64_t D = model_.head_dim, b = m / pass_.width, row = pass_.prefix[b] + pass_.offset + m % pass_.width;
+    const int64_t D = model_.head_dim, s = space_.sequence[m], t = m - pass_.starts[s], node = num_earlier(s) + t;
+    const int64_t row = pass_.prefix[s] + node, position = pass_.positions[pass_.node_starts[s] + node];
     for (int64_t h = 0; h < model_.heads; ++h) {
       float* query = space_.query + (m * model_.heads + h) * D;
-      rotate(query, layer.query_norm, m);
-      const Inputs<T> queries = queries_of(b, h / group_);
-      for (int64_t i = 0; i < D; ++i) queries.put(m % pass_.width * group_ + h % group_, i, query[i]);
+      rotate(query, layer.query_norm, position);
+      const Inputs<T> queries = queries_of(s, h / group_);
+      for (int64_t i = 0; i < D; ++i) queries.put(t * group_ + h % group_, i, query[i]);
     }
     for (int64_t h = 0; h < model_.kv_heads; ++h) {
       float *key = space_.key + (m * model_.kv_heads + h) * D, *value = space_.value + (m * model_.kv_heads + h) * D;
-      rotate(key, layer.key_norm, m);
-      const int64_t at = cache_row(b, h, row);
+      rotate(key, layer.key_norm, position);
+      const int64_t at = cache_row(s, h, row);
       for (int64_t i = 0; i < D; ++i) assign(static_cast<T*>(layer.keys)[at + i], key[i]);
       for (int64_t i = 0; i < D; ++i) assign(static_cast<T*>(layer.values)[at + i], value[i]);
     }
   }
 
-  // Norm, where the architecture has one, and rotary embedding of one head of token m.
-  void rotate(float* x, const float* norm, int64_t m) {
+  // Norm, where the architecture has one, and rotary embedding of one head of a token.
+  void rotate(float* x, const float* norm, int64_t position) {
     const int64_t D = model_.head_dim, half = D / 2;
     if (norm != nullptr) {
       const float factor = norm_factor(x, D, model_.epsilon);
       for (int64_t i = 0; i < D; ++i) x[i] *= factor * norm[i];
     }
-    const float *cos = model_.cos + pass_.positions[m] * half, *sin = model_.sin + pass_.positions[m] * half;
+    const float *cos = model_.cos + position * half, *sin = model_.sin + position * half;
     for (int64_t i = 0; i < half; ++i) {
       const float a = x[i], b = x[i + half];
       x[i] = a * cos[i] - b * sin[i];
@@ -774,22 +809,23 @@ class Decoder {
     }
   }
 
-  // Attention of the queries first.. of the group of heads that shares a KV head; query t * group + h is head h of token t.
-  void attend(const Layer& layer, int64_t b, int64_t kv_head, int64_t first) {
+  // Attention of the queries first.. of the group of heads that shares a KV head; query t * group + h is head h of the
+  // sequence's token t.
+  void attend(const Layer& layer, int64_t s, int64_t kv_head, int64_t first) {
     const int64_t D = model_.head_dim, thread = omp_get_thread_num(), stride = greatest_rows(model_);
-    const int count = int(std::min<int64_t>(kTokens, group_ * pass_.width - first));
+    const int count = int(std::min<int64_t>(kTokens, group_ * num_tokens(s) - first));
     View views[kTokens];
     for (int c = 0; c < count; ++c) {
       int32_t* scratch = space_.scratch + (thread * kTokens + c) * stride;
-      views[c] = view_of(pass_, layer.window, b, (first + c) / group_, scratch);
+      views[c] = view_of(pass_, space_.runs, layer.window, s, num_earlier(s) + (first + c) / group_, scratch);
     }
-    const int64_t start = cache_row(b, kv_head, 0);
+    const int64_t start = cache_row(s, kv_head, 0);
     SharedAttention<T> attention(views, count, static_cast<const T*>(layer.keys) + start,
                                  static_cast<const T*>(layer.values) + start, D,
                                  space_.scores + thread * kTokens * stride, stride);
-    attention.score(queries_of(b, kv_head).at(first, 0), model_.scale);
+    attention.score(queries_of(s, kv_head).at(first, 0), model_.scale);
     attention.mix([&](int c, int64_t d, auto values) {
-      const int64_t m = b * pass_.width + (first + c) / group_, k = (kv_head * group_ + (first + c) % group_) * D + d;
+      const int64_t m = pass_.starts[s] + (first + c) / group_, k = (kv_head * group_ + (first + c) % group_) * D + d;
       if constexpr (std::is_same_v<decltype(values), float>) {
         mixed_.put(m, k, values);
       } else if (k % kLanes == 0) {
@@ -800,15 +836,20 @@ class Decoder {
     });
   }
 
-  // Rotated queries of all tokens of a sequence and of the heads that share a KV head.
-  Inputs<T> queries_of(int64_t b, int64_t kv_head) const {
-    const int64_t size = Inputs<T>::size(group_ * pass_.width, model_.head_dim);
-    return {space_.rotated + (b * model_.kv_heads + kv_head) * size, model_.head_dim, false};
+  // Rotated queries of all tokens of a sequence and of the heads that share a KV head. They take no more than as many
+  // times the room of one token's queries.
+  Inputs<T> queries_of(int64_t s, int64_t kv_head) const {
+    const int64_t D = model_.head_dim, first = pass_.starts[s] * model_.kv_heads * Inputs<T>::size(group_, D);
+    return {space_.rotated + first + kv_head * Inputs<T>::size(group_ * num_tokens(s), D), D, false};
   }
 
-  int64_t cache_row(int64_t b, int64_t head, int64_t row) const {
-    return ((pass_.slots[b] * model_.kv_heads + head) * model_.capacity + row) * model_.head_dim;
+  int64_t cache_row(int64_t s, int64_t head, int64_t row) const {
+    return ((pass_.slots[s] * model_.kv_heads + head) * model_.capacity + row) * model_.head_dim;
   }
+
+  int64_t num_tokens(int64_t s) const { return pass_.starts[s + 1] - pass_.starts[s]; }
+  int64_t num_earlier(int64_t s) const { return pass_.node_starts[s + 1] - pass_.node_starts[s] - num_tokens(s); }
+  int64_t chunks_of(int64_t s) const { return (group_ * num_tokens(s) + kTokens - 1) / kTokens; }  // portions of kTokens queries
 
   bool wants(int64_t tap) const { return std::binary_search(pass_.taps, pass_.taps + pass_.num_taps, tap); }
 
@@ -837,7 +878,7 @@ class Decoder {
   const int64_t rows_;
   const Workspace<T> space_;
   const Inputs<T> normed_, mixed_, inner_;
-  const int64_t group_, chunks_;  // query heads a KV head; portions of kTokens queries that share it
+  const int64_t group_;  // query heads a KV head
 };
 
 bool all_within(const int64_t* values, int64_t count, int64_t end) {
@@ -847,30 +888,35 @@ bool all_within(const int64_t* values, int64_t count, int64_t end) {
 
 // Whether a pass stays within the model's tables, the cache and its own buffers.
 Status check(const Model& model, const Pass& pass) {
-  const int64_t B = pass.batch, T = pass.width, M = B * T;
-  if ((pass.tokens == nullptr && pass.inputs == nullptr) || pass.positions == nullptr || pass.slots == nullptr ||
-      pass.prefix == nullptr || pass.workspace == nullptr || (pass.num_taps > 0 && pass.features == nullptr) ||
-      (pass.visible != nullptr && pass.scratch_positions == nullptr)) {
+  if ((pass.tokens == nullptr && pass.inputs == nullptr) || pass.positions == nullptr || pass.parents == nullptr ||
+      pass.slots == nullptr || pass.prefix == nullptr || pass.starts == nullptr || pass.node_starts == nullptr ||
+      pass.workspace == nullptr || (pass.num_taps > 0 && pass.features == nullptr) ||
+      (pass.logits != nullptr && pass.logit_rows == nullptr)) {
     return Status::kMissing;
   }
-  if (pass.num_threads < 1 || pass.num_threads > std::numeric_limits<int>::max()) return Status::kThreads;
-  if (pass.inputs == nullptr && !all_within(pass.tokens, M, model.vocab)) return Status::kTokens;
-  if (!all_within(pass.positions, M, model.num_positions)) return Status::kPositions;
-  if (!all_within(pass.slots, B, model.num_slots)) return Status::kSlots;
-  const int64_t room = model.capacity - T;  // for a prefix and earlier scratch rows
-  if (pass.offset < 0 || pass.offset > room || !all_within(pass.prefix, B, room - pass.offset + 1)) return Status::kCacheRows;
-  if (pass.visible == nullptr) {
-    if (pass.offset != 0) return Status::kScratch;  // nothing says who sees the earlier rows
-  } else if (pass.parents != nullptr || pass.num_scratch != pass.offset + T ||
-             !all_within(pass.scratch_positions, B * pass.num_scratch, model.num_positions)) {
-    return Status::kScratch;
-  }
-  if (pass.parents != nullptr) {
-    for (int64_t m = 0; m < M; ++m) {
-      if (pass.parents[m] < -1 || pass.parents[m] >= m % T) return Status::kParents;  // ancestors come before
+  const int64_t S = pass.num_sequences, *starts = pass.starts, *node_starts = pass.node_starts;
+  if (starts[0] != 0 || node_starts[0] != 0) return Status::kSequences;
+  for (int64_t s = 0; s < S; ++s) {
+    const int64_t count = starts[s + 1] - starts[s], nodes = node_starts[s + 1] - node_starts[s];
+    if (count < 1 || nodes < count) return Status::kSequences;
+    if (nodes > model.capacity || pass.prefix[s] < 0 || pass.prefix[s] > model.capacity - nodes) return Status::kCacheRows;
+    for (int64_t t = 0; t < nodes; ++t) {
+      const int64_t parent = pass.parents[node_starts[s] + t];
+      if (parent < -1 || parent >= t) return Status::kParents;  // ancestors come before
     }
   }
-  return Status::kDone;
+  const int64_t M = starts[S];
+  if (pass.num_threads < 1 || pass.num_threads > std::numeric_limits<int>::max()) return Status::kThreads;
+  if (pass.inputs == nullptr && !all_within(pass.tokens, M, model.vocab)) return Status::kTokens;
+  if (!all_within(pass.positions, node_starts[S], model.num_positions)) return Status::kPositions;
+  if (!all_within(pass.slots, S, model.num_slots)) return Status::kSlots;
+  if (pass.logits == nullptr) return Status::kDone;
+  int64_t last = -1;  // ascending, so that there are at most M
+  for (int64_t r = 0; r < pass.num_logits; ++r) {
+    if (pass.logit_rows[r] <= last || pass.logit_rows[r] >= M) return Status::kLogitRows;
+    last = pass.logit_rows[r];
+  }
+  return pass.num_logits < 1 ? Status::kLogitRows : Status::kDone;
 }
 
 template <class T>
@@ -885,14 +931,14 @@ void decode(const Model& model, const Pass& pass) {
 extern "C" {
 
 // -1 where that is beyond what 64 bits count.
-int64_t foretoken_workspace_bytes(const Model* model, int64_t num_tokens, int64_t num_threads) {
-  return model->is_bfloat16 ? Workspace<Bfloat16>(*model, num_tokens, num_threads, nullptr).size
-                            : Workspace<float>(*model, num_tokens, num_threads, nullptr).size;
+int64_t foretoken_workspace_bytes(const Model* model, int64_t num_nodes, int64_t num_threads) {
+  return model->is_bfloat16 ? Workspace<Bfloat16>(*model, num_nodes, num_threads, nullptr).size
+                            : Workspace<float>(*model, num_nodes, num_threads, nullptr).size;
 }
 
 // Gives a `Status`; a pass that is refused has written nothing.
 Status foretoken_decode(const Model* model, const Pass* pass) {
-  if (pass->batch < 1 || pass->width < 1) return Status::kDone;
+  if (pass->num_sequences < 1) return Status::kDone;
   const Status status = check(*model, *pass);
   if (status != Status::kDone) return status;
   model->is_bfloat16 ? decode<Bfloat16>(*model, *pass) : decode<float>(*model, *pass);

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref, c_int64
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,14 +18,14 @@ from foretoken.core.errors import PassError
 from foretoken.target.decoder import PassOutput, UnsuitableError
 from foretoken.target.lean.build import native_library
 from foretoken.target.lean.native_model import NativeModel
-from foretoken.target.lean.structures import Pass, Status
+from foretoken.target.lean.structures import PassArguments, Status
 from foretoken.target.lean.threads import kernel_threads
 from foretoken.target.lean.weights import LeanWeights, read_weights, tap_indices
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.attention.layout import AttentionLayout
+    from foretoken.core.passes import Pass
     from foretoken.target.loading import LoadedModel
     from foretoken.target.slot_cache import SlotCache
     from foretoken.target.taps import Tap
@@ -33,10 +34,10 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class _Workspace(NamedTuple):
-    """Buffers that suffice for so many tokens and threads."""
+    """Buffers that suffice for so many nodes and threads."""
 
     memory: Tensor
-    num_tokens: int
+    num_nodes: int
     threads: int
 
 
@@ -64,14 +65,9 @@ class NativeDecoder:
         """Whether the kernels are made for a model's device and dtype."""
         return model.device.type == "cpu" and model.dtype in _DTYPES
 
-    def run(self, tokens: Tensor, layout: AttentionLayout) -> PassOutput:
+    def run(self, work: Pass) -> PassOutput:
         """See `Decoder`."""
-        logits = torch.empty(*tokens.shape, self._vocab, dtype=torch.float32, device="cpu")
-        return PassOutput(logits=logits, features=self._blocks.decode(tokens, layout, logits))
-
-    def fill(self, tokens: Tensor, layout: AttentionLayout) -> Tensor | None:
-        """See `Decoder`."""
-        return self._blocks.decode(tokens, layout, None)
+        return self._blocks.run(work)
 
 
 class NativeBlocks:
@@ -105,16 +101,12 @@ class NativeBlocks:
         self._model = self._described.structure
         self._idle: list[_Workspace] = []
 
-    def decode(self, tokens: Tensor, layout: AttentionLayout, logits: Tensor | None) -> Tensor | None:
+    def run(self, work: Pass, inputs: Tensor | None = None) -> PassOutput:
         """One call of the kernels.
 
         Args:
-            tokens: (B, T) int64; or (B, T, D) float32, what stands in the place of their embeddings.
-            layout: Positions, slots and who sees what.
-            logits: (B, T, V) float32, filled; or None.
-
-        Returns:
-            The (B, T, F, D) features.
+            work: Tokens and who sees what.
+            inputs: (M, D) float32, what stands in the place of the tokens' embeddings; None for these.
 
         Raises:
             PassError: When something does not fit the model or the cache, or a weight's memory was freed; nothing has
@@ -123,24 +115,27 @@ class NativeBlocks:
         if self._described.has_moved():
             self._describe_anew()
         described = self._described  # until the end of the pass, also where another thread describes it anew
-        given, held = self._prepare(tokens, layout, logits)
-        features = None
+        arguments, held = self._prepare(work, inputs)
+        features = logits = None
         if self._taps:
-            shape = (len(self._tap_order), given.batch, given.width, self._model.hidden)
+            shape = (len(self._tap_order), work.num_tokens, self._model.hidden)
             features = torch.empty(shape, dtype=torch.float32, device="cpu")
-            given.features = features.data_ptr()
-        workspace = self._take_workspace(given.batch * given.width, given.num_threads)
-        given.workspace = workspace.memory.data_ptr()
-        status = self._library.foretoken_decode(byref(described.structure), byref(given))
+            arguments.features = features.data_ptr()
+        if work.logit_rows is not None:
+            wanted = (len(work.logit_rows), self._model.head.rows)
+            logits = torch.empty(wanted, dtype=torch.float32, device="cpu")
+            arguments.logits = logits.data_ptr()  # null where no row is asked for
+        workspace = self._take_workspace(work.node_offsets[-1], arguments.num_threads)
+        arguments.workspace = workspace.memory.data_ptr()
+        status = self._library.foretoken_decode(byref(described.structure), byref(arguments))
         self._idle.append(workspace)
         del held  # the kernels read it until here
         if status:
-            raise PassError(self._complaint(Status(status), tokens, layout))
-        if features is None:
-            return None
-        if len(self._taps) == 1:
-            return features[0].unsqueeze(2).to(self._dtype)
-        return features[self._taken].permute(1, 2, 0, 3).to(self._dtype)
+            raise PassError(self._complaint(Status(status), work))
+        if features is not None:
+            features = features[0].unsqueeze(1) if len(self._taps) == 1 else features[self._taken].transpose(0, 1)
+            features = features.to(self._dtype)
+        return PassOutput(logits=logits, features=features)
 
     def _describe_anew(self) -> None:
         """Takes the addresses of weights that have moved.
@@ -154,51 +149,44 @@ class NativeBlocks:
             raise PassError(str(err)) from err
         self._model = self._described.structure
 
-    def _prepare(self, tokens: Tensor, layout: AttentionLayout, logits: Tensor | None) -> tuple[Pass, list[Any]]:
+    def _prepare(self, work: Pass, inputs: Tensor | None) -> tuple[PassArguments, list[Any]]:
         """What the kernels are told of a pass, and what must live as long as they run.
 
         Raises:
             PassError: When a tensor has another shape, dtype or device; the kernels check what is in it.
         """
-        batch, width = tokens.shape[:2]
-        if len(layout.slots) != batch or len(layout.prefix) != batch:
-            raise PassError(f"{len(layout.slots)} slots, {len(layout.prefix)} prefixes. Expected {batch} of each.")
-        slots, prefix = (c_int64 * batch)(*layout.slots), (c_int64 * batch)(*layout.prefix)
-        positions = _fitting("positions", layout.positions, torch.int64, (batch, width))
-        given = Pass(
+        num, node_offsets = work.num_sequences, work.node_offsets
+        lists = [(c_int64 * num)(*work.slots), (c_int64 * num)(*work.prefix_lens)]
+        lists += [(c_int64 * (num + 1))(*work.offsets), (c_int64 * (num + 1))(*node_offsets)]
+        nodes = (node_offsets[-1],)
+        positions = _fitting("positions", work.positions, torch.int64, nodes)
+        parents = _fitting("parents", work.parents, torch.int64, nodes)
+        slots, prefix, starts, node_starts = map(ctypes.addressof, lists)
+        arguments = PassArguments(
             num_threads=kernel_threads(),
-            batch=batch,
-            width=width,
-            offset=layout.offset,
+            num_sequences=num,
             positions=positions.data_ptr(),
-            slots=ctypes.addressof(slots),
-            prefix=ctypes.addressof(prefix),
+            parents=parents.data_ptr(),
+            slots=slots,
+            prefix=prefix,
+            starts=starts,
+            node_starts=node_starts,
             taps=self._tap_order.data_ptr(),
             num_taps=len(self._tap_order),
         )
-        if tokens.is_floating_point():
-            tokens = _fitting("inputs", tokens, torch.float32, (batch, width, self._model.hidden))
-            given.inputs = tokens.data_ptr()
+        held: list[Any] = [*lists, positions, parents]
+        if inputs is not None:
+            held.append(_fitting("inputs", inputs, torch.float32, (work.num_tokens, self._model.hidden)))
+            arguments.inputs = held[-1].data_ptr()
         else:
-            tokens = _fitting("tokens", tokens, torch.int64, (batch, width))
-            given.tokens = tokens.data_ptr()
-        held: list[Any] = [tokens, positions, slots, prefix]
-        if layout.tree is not None:
-            held.append(_fitting("parents", layout.tree.parents, torch.int64, (batch, width)))
-            given.parents = held[-1].data_ptr()
-        if layout.visible is not None:
-            given.num_scratch = rows = layout.offset + width
-            held.append(_fitting("visible", layout.visible, torch.bool, (batch, width, rows)))
-            given.visible = held[-1].data_ptr()
-            held.append(_fitting("scratch_positions", layout.scratch_positions, torch.int64, (batch, rows)))
-            given.scratch_positions = held[-1].data_ptr()
-        if logits is not None:
-            if not logits.is_contiguous():
-                raise PassError("logits are not contiguous. Expected a tensor to fill in place.")
-            given.logits = _fitting("logits", logits, torch.float32, (batch, width, self._model.head.rows)).data_ptr()
-        return given, held
+            held.append(_fitting("tokens", work.tokens, torch.int64, (work.num_tokens,)))
+            arguments.tokens = held[-1].data_ptr()
+        if work.logit_rows is not None:
+            held.append(_fitting("logit_rows", work.logit_rows, torch.int64, (len(work.logit_rows),)))
+            arguments.logit_rows, arguments.num_logits = held[-1].data_ptr(), len(work.logit_rows)
+        return arguments, held
 
-    def _take_workspace(self, num_tokens: int, threads: int) -> _Workspace:
+    def _take_workspace(self, num_nodes: int, threads: int) -> _Workspace:
         """An idle workspace that is large enough for a pass, or a new one; two Python threads never share one.
 
         Raises:
@@ -208,43 +196,53 @@ class NativeBlocks:
             idle = self._idle.pop()
         except IndexError:
             idle = _Workspace(torch.empty(0, dtype=torch.uint8, device="cpu"), 0, 0)
-        if num_tokens <= idle.num_tokens and threads <= idle.threads:
+        if num_nodes <= idle.num_nodes and threads <= idle.threads:
             return idle
-        num_tokens, threads = max(num_tokens, idle.num_tokens), max(threads, idle.threads)
-        size = self._library.foretoken_workspace_bytes(byref(self._model), c_int64(num_tokens), c_int64(threads))
+        num_nodes, threads = max(num_nodes, idle.num_nodes), max(threads, idle.threads)
+        size = self._library.foretoken_workspace_bytes(byref(self._model), c_int64(num_nodes), c_int64(threads))
         try:
-            return _Workspace(torch.empty(size, dtype=torch.uint8, device="cpu"), num_tokens, threads)
+            return _Workspace(torch.empty(size, dtype=torch.uint8, device="cpu"), num_nodes, threads)
         except RuntimeError as err:
             self._idle.append(idle)
             # torch has no type for it; a size below 0 stands for one beyond 64 bits
-            raise PassError(f"there is no memory for a pass of {num_tokens} tokens. Feed fewer at once.") from err
+            raise PassError(f"there is no memory for a pass of {num_nodes} nodes. Feed fewer at once.") from err
 
-    def _complaint(self, status: Status, tokens: Tensor, layout: AttentionLayout) -> str:
+    def _complaint(self, status: Status, work: Pass) -> str:
         """What is wrong with a pass that the kernels refused."""
         model = self._model
-        rows = f"prefixes {list(layout.prefix)}, {layout.offset} earlier rows and {tokens.shape[1]} new ones"
         match status:
             case Status.TOKENS:
-                text = f"tokens lie in {_range(tokens)}. Expected ids in 0..{model.vocab - 1}."
+                text = f"tokens lie in {_range(work.tokens)}. Expected ids in 0..{model.vocab - 1}."
             case Status.POSITIONS:
-                text = f"positions lie in {_range(layout.positions)}. Expected 0..{model.num_positions - 1}."
+                text = f"positions lie in {_range(work.positions)}. Expected 0..{model.num_positions - 1}."
             case Status.SLOTS:
-                text = f"the slots are {list(layout.slots)}. Expected 0..{model.num_slots - 1}."
+                text = f"the slots are {list(work.slots)}. Expected 0..{model.num_slots - 1}."
             case Status.CACHE_ROWS:
-                text = f"{rows} do not fit. Expected at most {model.capacity} rows a slot in all."
+                text = (
+                    f"prefixes {list(work.prefix_lens)} and the nodes after them, {_lengths(work.node_offsets)}, do "
+                    f"not fit. Expected at most {model.capacity} rows a slot in all."
+                )
             case Status.PARENTS:
                 text = "a node's parent does not come before it. Expected parents in -1..node - 1."
-            case Status.SCRATCH:
+            case Status.SEQUENCES:
                 text = (
-                    f"{rows} do not fit `visible` and `scratch_positions`, which say who sees the rows after a prefix."
+                    f"the sequences have {_lengths(work.offsets)} tokens and {_lengths(work.node_offsets)} nodes. "
+                    "Expected at least one token each, and a node for each token."
                 )
+            case Status.LOGIT_ROWS:
+                text = f"logit_rows are not ascending in 0..{work.num_tokens - 1}."
             case Status.NO_MEMORY:
-                text = f"there is no memory for a pass of {tokens.numel()} tokens. Feed fewer at once."
+                text = f"there is no memory for a pass of {work.num_tokens} tokens. Feed fewer at once."
             case _:
                 text = (
                     f"the pass lacks something: {status.name}. Expected tensors with memory, and at least one thread."
                 )
         return text
+
+
+def _lengths(offsets: Sequence[int]) -> list[int]:
+    """Differences of offsets."""
+    return [end - start for start, end in pairwise(offsets)]
 
 
 def _fitting(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from foretoken.attention.dispatch import tree_attention
+from foretoken.attention.layout import AttentionLayout
 from foretoken.target.decoder import PassOutput
 from foretoken.target.held_memory import check_memory, plain_tensors
 from foretoken.target.lean.fused_linear import FusedLinear, fuse, is_packable
@@ -20,7 +21,7 @@ from foretoken.target.lean.weights import Block, read_weights, tap_indices
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from foretoken.attention.layout import AttentionLayout
+    from foretoken.core.passes import Pass
     from foretoken.target.loading import LoadedModel
     from foretoken.target.slot_cache import SlotCache
     from foretoken.target.taps import Tap
@@ -77,18 +78,19 @@ class StockDecoder:
         self._head: Callable[[Tensor], Tensor] = _head(model.module)
         self._shared = plain_tensors(model.module)
 
-    def run(self, tokens: Tensor, layout: AttentionLayout) -> PassOutput:
+    def run(self, work: Pass) -> PassOutput:
         """See `Decoder`."""
-        check_memory(self._shared)
-        with torch.inference_mode():
-            final, features = self._hidden(tokens, layout)
-            return PassOutput(logits=self._head(final).float(), features=features)
+        return self.run_on(work, AttentionLayout(work))
 
-    def fill(self, tokens: Tensor, layout: AttentionLayout) -> Tensor | None:
-        """See `Decoder`."""
+    def run_on(self, work: Pass, layout: AttentionLayout) -> PassOutput:
+        """`run` where the layout of the pass exists already."""
         check_memory(self._shared)
         with torch.inference_mode():
-            return self._hidden(tokens, layout)[1]
+            final, features = self._hidden(work, layout)
+            if work.logit_rows is None:
+                return PassOutput(logits=None, features=features)
+            wanted = final if work.has_all_logits else final[work.logit_rows]
+            return PassOutput(logits=self._head(wanted).float(), features=features)
 
     def _layer(self, block: Block) -> _Layer:
         """Fuses one block."""
@@ -106,50 +108,57 @@ class StockDecoder:
             window=block.window,
         )
 
-    def _hidden(self, tokens: Tensor, layout: AttentionLayout) -> tuple[Tensor, Tensor | None]:
-        """(B, T, D) what the LM head reads, and the (B, T, F, D) tapped features."""
-        weights, steps = self._weights, self._steps
-        x, delta = functional.embedding(tokens, weights.embedding), None
+    def _hidden(self, work: Pass, layout: AttentionLayout) -> tuple[Tensor, Tensor | None]:
+        """(M, D) what the LM head reads, and the (M, F, D) tapped features."""
+        weights, steps, positions = self._weights, self._steps, work.token_positions
+        x, delta = functional.embedding(work.tokens, weights.embedding), None
         rotation = None
         if steps.rotate_and_write is None:
-            cos, sin = (table[layout.positions].to(self._dtype).unsqueeze(2) for table in (weights.cos, weights.sin))
+            cos, sin = (table[positions].to(self._dtype).unsqueeze(1) for table in (weights.cos, weights.sin))
             rotation = (cos, sin)
         boundaries = []
         for index, layer in enumerate(self._layers):
             x, normed = steps.add_and_norm(x, delta, layer.attention_norm, weights.epsilon)
             boundaries.append(x)
             joined = layer.query_key_value(normed)
-            query = self._rotated_query(index, layer, joined, layout, rotation)
+            if rotation is None:
+                query = self._rotated_and_written(index, layer, joined, layout, positions)
+            else:
+                query = self._rotated_query(index, layer, joined, layout, rotation)
             mixed = tree_attention(
-                query.transpose(1, 2), self._cache.keys[index], self._cache.values[index], layout,
-                scale=weights.scale, window=layer.window,
+                query, self._cache.keys[index], self._cache.values[index], layout, scale=weights.scale,
+                window=layer.window,
             )  # fmt: skip
-            x, normed = steps.add_and_norm(x, layer.output(mixed.flatten(2)), layer.mlp_norm, weights.epsilon)
+            x, normed = steps.add_and_norm(x, layer.output(mixed.flatten(1)), layer.mlp_norm, weights.epsilon)
             delta = layer.down(steps.gated_silu(layer.gate_up(normed)))
         x, final = steps.add_and_norm(x, delta, self._final_norm, weights.epsilon)
         boundaries += [x, final]
-        return final, torch.stack([boundaries[tap] for tap in self._taps], dim=2) if self._taps else None
+        return final, torch.stack([boundaries[tap] for tap in self._taps], dim=1) if self._taps else None
+
+    def _rotated_and_written(
+        self, index: int, layer: _Layer, joined: Tensor, layout: AttentionLayout, positions: Tensor
+    ) -> Tensor:
+        """As `_rotated_query`, in one launch."""
+        assert self._steps.rotate_and_write is not None, "the caller looks"
+        return self._steps.rotate_and_write(
+            joined, self._weights.cos, self._weights.sin, positions, self._cache.keys[index],
+            self._cache.values[index], layout.tables(), layer.query_key_norms, self._weights.epsilon,
+        )  # fmt: skip
 
     def _rotated_query(
-        self, index: int, layer: _Layer, joined: Tensor, layout: AttentionLayout, rotation: tuple[Tensor, Tensor] | None
+        self, index: int, layer: _Layer, joined: Tensor, layout: AttentionLayout, rotation: tuple[Tensor, Tensor]
     ) -> Tensor:
-        """(B, T, H, E) queries with their positions; writes the layer's keys and values."""
-        weights, size = self._weights, self._weights.head_dim
-        if rotation is None:
-            assert self._steps.rotate_and_write is not None, "one of both rotates"
-            return self._steps.rotate_and_write(
-                joined, weights.cos, weights.sin, layout.positions, self._cache.keys[index], self._cache.values[index],
-                layout.tables(), layer.query_key_norms, weights.epsilon,
-            )  # fmt: skip
+        """(M, H, E) queries with their positions; writes the layer's keys and values."""
+        weights = self._weights
         heads, kv_heads = weights.num_heads, weights.num_kv_heads
-        query, key, value = joined.unflatten(2, (-1, size)).split([heads, kv_heads, kv_heads], dim=2)
+        query, key, value = joined.unflatten(1, (-1, weights.head_dim)).split([heads, kv_heads, kv_heads], dim=1)
         if layer.query_key_norms is not None:
             query, key = (
                 functional.rms_norm(part, norm.shape, norm, weights.epsilon)
                 for part, norm in zip((query, key), layer.query_key_norms, strict=True)
             )
         query, key = _rotated(query, *rotation), _rotated(key, *rotation)
-        self._cache.write(index, layout, key.transpose(1, 2), value.transpose(1, 2))
+        self._cache.write(index, layout, key, value)
         return query
 
 
@@ -197,6 +206,6 @@ def _head(module: Any) -> Any:
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of (B, T, heads, E), halves paired."""
+    """Rotary embedding of (M, heads, E), halves paired."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

@@ -38,14 +38,14 @@ class Model(Structure):
     )  # fmt: skip
 
 
-class Pass(Structure):
+class PassArguments(Structure):
     """Inputs and outputs of one call."""
 
     _fields_ = (
-        *((name, c_int64) for name in ("num_threads", "batch", "width", "offset", "num_scratch")),
+        *((name, c_int64) for name in ("num_threads", "num_sequences", "num_logits")),
         *((name, c_void_p) for name in (
-            "tokens", "positions", "inputs", "slots", "prefix", "parents", "visible", "scratch_positions", "logits",
-            "taps",
+            "tokens", "inputs", "positions", "parents", "slots", "prefix", "starts", "node_starts", "logit_rows",
+            "logits", "taps",
         )),
         ("num_taps", c_int64),
         ("features", c_void_p),
@@ -65,4 +65,5 @@ class Status(IntEnum):
     SLOTS = 6
     CACHE_ROWS = 7
     PARENTS = 8
-    SCRATCH = 9
+    SEQUENCES = 9
+    LOGIT_ROWS = 10

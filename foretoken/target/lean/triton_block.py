@@ -1,10 +1,10 @@
 """What stands between the matrix products of a decoder block, in one launch each, for GPUs.
 
-In a recorded pass the host costs nothing, but every kernel still has a beginning and an end of some microseconds; torch
+In a captured pass the host costs nothing, but every kernel still has a beginning and an end of some microseconds; torch
 takes about thirty of them a layer, these three and attention take six. Rows are computed alone: what a token gets does
 not depend on the width of the pass.
 
-Letters: R tokens of a pass (B T), D hidden size, H query heads, Hk KV heads, E head size, I width of the gated layer.
+Letters: M tokens of a pass, D hidden size, H query heads, Hk KV heads, E head size, I width of the gated layer.
 """
 
 from __future__ import annotations
@@ -69,27 +69,27 @@ def rotate_and_write(  # noqa: PLR0913, PLR0917 - one launch reads all of it
     """Rotary positions for queries and keys, after their norms where there are such; keys and values into the cache.
 
     Args:
-        joined: (B, T, (H + 2 Hk) E), contiguous: queries, keys, values.
+        joined: (M, (H + 2 Hk) E), contiguous: queries, keys, values.
         cos: (P, E / 2) float32, contiguous.
         sin: Likewise.
-        positions: (B, T) int64, contiguous.
+        positions: (M,) int64, contiguous.
         keys: (slots, Hk, capacity, E), one layer of the cache; written.
         values: Likewise.
-        tables: Says which rows.
+        tables: Says which rows; tokens of no sequence write none.
         norms: (E,) weights of the queries' and the keys' RMS norm, or None.
         epsilon: Of these norms.
 
     Returns:
-        (B, T, H, E) queries.
+        (M, H, E) queries.
     """
-    batch, width, _ = joined.shape
+    tokens = len(joined)
     kv_heads, size = keys.shape[1], keys.shape[3]
-    heads = joined.shape[2] // size - 2 * kv_heads
-    query = joined.new_empty(batch, width, heads, size)
+    heads = joined.shape[1] // size - 2 * kv_heads
+    query = joined.new_empty(tokens, heads, size)
     query_norm, key_norm = norms or (cos, cos)
-    _rotate_kernel[(batch * width, heads + 2 * kv_heads)](
+    _rotate_kernel[(tokens, heads + 2 * kv_heads)](
         joined, cos, sin, positions, query, keys, values, tables.written_slots, tables.written_rows,
-        query_norm, key_norm, width, epsilon, *keys.stride()[:3], *values.stride()[:3],
+        query_norm, key_norm, epsilon, *keys.stride()[:3], *values.stride()[:3],
         HEADS=heads, KV_HEADS=kv_heads, SIZE=size, BLOCK=triton.next_power_of_2(size // 2), HAS_NORMS=norms is not None,
         num_warps=1,
     )  # fmt: skip
@@ -131,7 +131,7 @@ def _gate_kernel(gate_up, out, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def _rotate_kernel(  # noqa: PLR0913, PLR0917 - a kernel takes all that it reads
-    joined, cos, sin, positions, query, keys, values, slots, rows, query_norm, key_norm, width, epsilon,
+    joined, cos, sin, positions, query, keys, values, slots, rows, query_norm, key_norm, epsilon,
     key_slot_stride, key_head_stride, key_row_stride, value_slot_stride, value_head_stride, value_row_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
@@ -143,12 +143,13 @@ def _rotate_kernel(  # noqa: PLR0913, PLR0917 - a kernel takes all that it reads
     source = joined + (token * (HEADS + 2 * KV_HEADS) + head) * SIZE + column
     a = tl.load(source, mask=is_column, other=0.0)
     b = tl.load(source + half, mask=is_column, other=0.0)
-    slot, row = tl.load(slots + token // width), tl.load(rows + token)
+    slot, row = tl.load(slots + token), tl.load(rows + token)
+    is_written = is_column & (row >= 0)
     if head >= HEADS + KV_HEADS:
         kv_head = head - HEADS - KV_HEADS
         target = values + slot * value_slot_stride + kv_head * value_head_stride + row * value_row_stride + column
-        tl.store(target, a, mask=is_column)
-        tl.store(target + half, b, mask=is_column)
+        tl.store(target, a, mask=is_written)
+        tl.store(target + half, b, mask=is_written)
     else:
         if HAS_NORMS:
             x, y = a.to(tl.float32), b.to(tl.float32)
@@ -162,7 +163,8 @@ def _rotate_kernel(  # noqa: PLR0913, PLR0917 - a kernel takes all that it reads
         x, y = a.to(tl.float32), b.to(tl.float32)
         if head < HEADS:
             target = query + (token * HEADS + head) * SIZE + column
+            is_written = is_column
         else:
             target = keys + slot * key_slot_stride + (head - HEADS) * key_head_stride + row * key_row_stride + column
-        tl.store(target, (x * c - y * s).to(a.dtype), mask=is_column)
-        tl.store(target + half, (y * c + x * s).to(a.dtype), mask=is_column)
+        tl.store(target, (x * c - y * s).to(a.dtype), mask=is_written)
+        tl.store(target + half, (y * c + x * s).to(a.dtype), mask=is_written)

@@ -90,7 +90,7 @@ def check_serving(target: LoadedModel, tokens: Tensor, runner: str) -> list[Chec
         ]
     served = serving.prefill(0, ids, 0)
     assert served is not None, "there is a tap"
-    error = _relative_error(served[0, :, 0].float(), Teacher(target).features(tokens[:, : len(ids)])[0].float())
+    error = _relative_error(served[:, 0].float(), Teacher(target).features(tokens[:, : len(ids)])[0].float())
     return [
         Check(
             name=names[0], verdict="ok", value=serving.name, expected="logits of every node as after its path alone",

@@ -1,0 +1,174 @@
+"""A pass: the new tokens of several sequences, packed, so that nothing is computed for padding.
+
+Behind the committed prefix of each sequence stands a tree of nodes. A decode step is a root, a verification is a token
+tree, a chunk of a prompt is a chain; one pass may mix them. Nodes that earlier passes computed over the same prefix, as
+by a draft model that expands its tree level by level, are listed first and cost nothing: their keys and values lie in
+the KV cache. Node i of a sequence has cache row `prefix_len + i`.
+
+Letters: S sequences, M new tokens, W nodes (M and those computed earlier), R rows of logits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from foretoken.core.checks import require
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.core.token_tree import TokenTree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pass:
+    """What a decoder runs. A token sees the prefix of its sequence, its ancestors among the nodes, and itself.
+
+    Attributes:
+        tokens: (M,) int64, one sequence after another. Not read where inputs take the place of their embeddings.
+        positions: (W,) int64, rotary position of each node.
+        parents: (W,) int64, index of the node before it among the nodes of its own sequence, below its own; -1 for a
+            node that sees the prefix alone.
+        slots: S cache slots, all different.
+        prefix_lens: S committed cache rows that every node of the sequence sees; row i holds position i.
+        offsets: S + 1, where the tokens of each sequence begin; every sequence has at least one.
+        num_earlier: S numbers of nodes that earlier passes computed; None for none.
+        logit_rows: (R,) int64, ascending, the tokens whose logits are wanted; None for none.
+        is_causal: Whether every sequence is a chain, node i the child of node i - 1: known on the host, so that no mask
+            is needed. May be False for chains.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    parents: Tensor
+    slots: Sequence[int]
+    prefix_lens: Sequence[int]
+    offsets: Sequence[int]
+    num_earlier: Sequence[int] | None = None
+    logit_rows: Tensor | None
+    is_causal: bool = False
+
+    def __post_init__(self) -> None:
+        """Checks what decoders rely on and would not notice."""
+        num = len(self.slots)
+        require(num > 0, "a pass has at least one sequence")
+        require(len(self.prefix_lens) == num, f"{len(self.prefix_lens)} prefixes of {num} sequences")
+        require(len(self.offsets) == num + 1, f"{len(self.offsets)} offsets of {num} sequences, expected one more")
+        require(self.num_earlier is None or len(self.num_earlier) == num, f"num_earlier is not of {num} sequences")
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.slots)
+
+    @property
+    def num_tokens(self) -> int:
+        """M."""
+        return self.offsets[-1]
+
+    @property
+    def node_offsets(self) -> Sequence[int]:
+        """S + 1, where the nodes of each sequence begin."""
+        if self.num_earlier is None:
+            return self.offsets
+        return [start + before for start, before in zip(self.offsets, [0, *accumulate(self.num_earlier)], strict=True)]
+
+    @property
+    def token_positions(self) -> Tensor:
+        """(M,) int64, positions of the tokens: of each sequence's last nodes."""
+        if self.num_earlier is None:
+            return self.positions
+        ends = zip(pairwise(self.offsets), self.node_offsets[1:], strict=True)
+        return torch.cat([self.positions[end - (stop - start) : end] for (start, stop), end in ends])
+
+    @property
+    def has_all_logits(self) -> bool:
+        """Whether the logits of every token are wanted."""
+        return self.logit_rows is not None and len(self.logit_rows) == self.num_tokens
+
+    @classmethod
+    def of_tree(cls, tree: TokenTree, *, slots: Sequence[int], prefix_lens: Sequence[int], last_position: int) -> Pass:
+        """The verification of a batch of token trees, roots included, without their padding; with all logits.
+
+        Args:
+            tree: Of S sequences.
+            slots: See `Pass`.
+            prefix_lens: Likewise: the root goes to this position.
+            last_position: Greatest position the model takes. Nodes past it are never accepted; they get it.
+        """
+        prefix = torch.tensor(prefix_lens, device=tree.tokens.device).unsqueeze(1)
+        positions = (prefix + tree.depths).clamp_max(last_position)
+        counts = tree.node_counts()
+        offsets = [0, *accumulate(counts)]
+        if min(counts) == tree.width:
+            parts = (tree.tokens.flatten(), positions.flatten(), tree.parents.flatten())
+        else:
+            index = torch.cat([torch.arange(n) + row * tree.width for row, n in enumerate(counts)]).to(prefix.device)
+            parts = (tree.tokens.flatten()[index], positions.flatten()[index], tree.parents.flatten()[index])
+        return cls(
+            tokens=parts[0],
+            positions=parts[1],
+            parents=parts[2],
+            slots=slots,
+            prefix_lens=prefix_lens,
+            offsets=offsets,
+            logit_rows=torch.arange(offsets[-1], device=prefix.device),
+            is_causal=tree.width == 1,
+        )
+
+    @classmethod
+    def of_chains(
+        cls,
+        tokens: Sequence[Sequence[int]],
+        *,
+        slots: Sequence[int],
+        prefix_lens: Sequence[int],
+        device: torch.device | str = "cpu",
+        has_last_logits: bool = False,
+    ) -> Pass:
+        """Consecutive tokens of several sequences: chunks of prompts, or what a draft model has not seen yet.
+
+        Args:
+            tokens: Of S sequences, at least one each, of any length.
+            slots: See `Pass`.
+            prefix_lens: Likewise.
+            device: Where the tensors go.
+            has_last_logits: Whether the logits after the last token of each are wanted; else none are.
+        """
+        lengths = [len(ids) for ids in tokens]
+        offsets = [0, *accumulate(lengths)]
+        each = list(zip(prefix_lens, lengths, strict=True))
+        packed = torch.tensor(
+            [
+                [token for ids in tokens for token in ids],
+                [position for prefix, length in each for position in range(prefix, prefix + length)],
+                [parent for length in lengths for parent in range(-1, length - 1)],
+            ],
+            dtype=torch.int64,
+            device=device,
+        )
+        last = torch.tensor([end - 1 for end in offsets[1:]], device=device) if has_last_logits else None
+        return cls(
+            tokens=packed[0], positions=packed[1], parents=packed[2], slots=slots, prefix_lens=prefix_lens,
+            offsets=offsets, logit_rows=last, is_causal=True,
+        )  # fmt: skip
+
+    def with_chains(self, chains: Pass) -> Pass:
+        """This pass followed by another one of other sequences, which has no logits and no earlier nodes."""
+        require(chains.logit_rows is None and chains.num_earlier is None, "logits belong to the first of both")
+        require(self.num_earlier is None, "nodes computed earlier stand before the new ones of their sequence")
+        return Pass(
+            tokens=torch.cat([self.tokens, chains.tokens]),
+            positions=torch.cat([self.positions, chains.positions]),
+            parents=torch.cat([self.parents, chains.parents]),
+            slots=[*self.slots, *chains.slots],
+            prefix_lens=[*self.prefix_lens, *chains.prefix_lens],
+            offsets=[*self.offsets, *(self.num_tokens + offset for offset in chains.offsets[1:])],
+            logit_rows=self.logit_rows,
+            is_causal=self.is_causal and chains.is_causal,
+        )

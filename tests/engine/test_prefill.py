@@ -1,0 +1,109 @@
+"""Prompts ride in the passes of those who decode, as much of them as is allowed, and the texts are the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from end_to_end.tiny_llms import drafters, llm
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.errors import ConfigError
+from foretoken.core.passes import Pass
+from foretoken.engine.prefill_budget import PrefillBudget
+
+PROMPTS = [[5, 6, 7], list(range(3, 33)), list(range(30, 50)), [9], list(range(20, 44))]
+PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=12, ignore_eos=True)
+CHUNK = 512
+
+
+def watched(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
+    """Of every pass: tokens with logits, and tokens of each sequence without."""
+    seen, original = [], engine.target.run
+
+    def run(work: Pass) -> Any:
+        count = 0 if work.logit_rows is None else len(work.logit_rows)
+        each = zip(work.offsets, work.offsets[1:], strict=False)
+        seen.append((count, [end - start for start, end in each if start >= count]))
+        return original(work)
+
+    monkeypatch.setattr(engine.target, "run", run)
+    return seen
+
+
+@pytest.mark.parametrize("limit", [None, 1, 4, 7, 64])
+@pytest.mark.parametrize("drafter", ["none", "ngram tree", "draft itself tree"])
+def test_texts_do_not_depend_on_the_budget(drafter: str, limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = [llm({}).generate([prompt], PARAMS)[0].outputs[0].token_ids for prompt in PROMPTS]
+    engine = llm(drafters()[drafter](None), max_num_seqs=3, max_num_batched_tokens=limit)
+    passes = watched(engine, monkeypatch)
+    got = [output.outputs[0].token_ids for output in engine.generate(PROMPTS, PARAMS)]
+    assert got == plain
+    mixed = [(count, chunks) for count, chunks in passes if count and chunks]
+    assert mixed, "or nothing was shown"
+    if limit is not None:
+        assert all(sum(chunks) <= max(limit - count, 1) for count, chunks in passes)
+
+
+def test_prompts_share_a_pass_in_order_of_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llm({}, max_num_seqs=4, max_num_batched_tokens=40)
+    passes = watched(engine, monkeypatch)
+    engine.generate(PROMPTS[:3], PARAMS)
+    # The one-token root of each prompt is not prefilled: 2, 29 and 19 tokens are.
+    assert passes[0] == (0, [2, 29, 9])
+    assert passes[1] == (2, [10])
+
+
+def test_one_pass_reads_all_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llm({}, max_num_seqs=8)
+    passes = watched(engine, monkeypatch)
+    engine.generate([[5, 6, 7]] * 8, PARAMS)
+    assert passes[0] == (0, [2] * 8)
+
+
+def test_records_say_what_a_pass_read() -> None:
+    records: list[Any] = []
+    llm({}, max_num_seqs=4, max_num_batched_tokens=10, on_step=records.append).generate(PROMPTS, PARAMS)
+    assert sum(record.num_prompt_tokens for record in records) > 20
+    assert all(record.num_tokens + record.num_prompt_tokens <= 11 for record in records)
+
+
+class TestBudget:
+    """What `PrefillBudget` learns."""
+
+    def test_all_fits_while_nobody_decodes_and_while_nothing_is_known(self) -> None:
+        budget = PrefillBudget()
+        assert budget.tokens(0, CHUNK) == budget.tokens(8, CHUNK) == CHUNK
+        budget.learn(1.0, num_decoding=8, num_prompt=0)
+        assert budget.tokens(8, CHUNK) == CHUNK
+
+    def test_a_step_with_prompts_is_to_take_two_and_a_half_without(self) -> None:
+        budget = PrefillBudget()
+        budget.learn(0.010, num_decoding=1, num_prompt=0)
+        budget.learn(0.100, num_decoding=0, num_prompt=100)  # a millisecond each
+        assert budget.tokens(1, CHUNK) == 15
+        assert budget.tokens(0, CHUNK) == CHUNK
+
+    def test_it_follows_what_mixed_steps_take(self) -> None:
+        budget = PrefillBudget()
+        budget.learn(0.010, num_decoding=1, num_prompt=0)
+        for _ in range(40):
+            budget.learn(0.010 + 0.002 * 5, num_decoding=1, num_prompt=5)
+        assert budget.tokens(1, CHUNK) == pytest.approx(7, abs=1)
+
+    def test_something_is_always_read(self) -> None:
+        budget = PrefillBudget()
+        budget.learn(1e-6, num_decoding=1, num_prompt=0)
+        budget.learn(1.0, num_decoding=0, num_prompt=1)
+        assert budget.tokens(1, CHUNK) == 1
+        assert PrefillBudget(4).tokens(9, CHUNK) == 1
+
+    def test_a_limit_counts_drafted_nodes(self) -> None:
+        assert PrefillBudget(64).tokens(24, CHUNK) == 40
+        assert PrefillBudget(4096).tokens(24, CHUNK) == CHUNK
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, True, "8"])
+def test_limits_that_are_none(value: Any) -> None:
+    with pytest.raises(ConfigError, match="max_num_batched_tokens"):
+        llm({}, max_num_batched_tokens=value)
