@@ -11,7 +11,7 @@ FUZZ ?= requests --count 20000
 
 NATIVE_TESTS := tests/target/test_lean.py tests/target/test_native_bounds.py tests/target/test_native_build.py \
 	tests/target/test_native_fork.py tests/target/test_tree_passes.py tests/target/test_taps.py \
-	tests/heads/test_quickened.py tests/heads/test_prefix_block.py
+	tests/target/test_held_memory.py tests/heads/test_quickened.py tests/heads/test_prefix_block.py
 
 .PHONY: demo test sanitize fuzz lint clean gpu-suite gpu-rehearsal
 
