@@ -113,7 +113,7 @@ def test_weights_changed_in_place_are_seen(runner: str) -> None:
     made = Runner(wrap_model(module, name="mine"), num_slots=1, runner=runner)
     with torch.no_grad():
         module.model.layers[1].mlp.down_proj.weight.mul_(0.5)
-    logits = made.verify([0], [0], TokenTree.roots([5])).logits[0, 0]
+    logits = made.verify([0], [0], TokenTree.roots([5])).logits[0]
     with torch.inference_mode():
         theirs = module(torch.tensor([[5]])).logits[0, 0]
     torch.testing.assert_close(logits, theirs, rtol=1e-4, atol=1e-4)
