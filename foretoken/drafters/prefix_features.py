@@ -1,12 +1,12 @@
 """The decoder block of Hydra++ (`heads/prefix_layer.py`) while drafting: its KV cache and what it gave last.
 
 The cache follows the target's: positions enter it when they are committed, in order, so there is never anything to take
-back. On CPUs the block is a model of one block on the native kernels, on GPUs one CUDA graph for each batch, width and
-bound of the context, elsewhere and for long parts torch's operations.
+back. On CPUs the block is a model of one block on the native kernels, on GPUs one CUDA graph for each size of pass (see
+`foretoken.target.captured_pass`), elsewhere and for long parts torch's operations.
 
 Source: Ankner et al. 2024 (arXiv 2402.05109), section 4.3.
 
-Letters: B sequences, T positions, E hidden size.
+Letters: M positions of a pass, T positions and B slots of sequences, E hidden size.
 """
 
 from __future__ import annotations

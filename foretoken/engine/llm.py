@@ -102,8 +102,8 @@ class LLM:
             max_num_seqs: Sequences decoded at once.
             max_model_len: Most tokens of a sequence, at most the model's limit, which is also the default.
             max_num_batched_tokens: Most tokens of a pass, drafted nodes and chunks of joining prompts together; at
-                least one prompt token is always read. None keeps passes that also read prompts near two and a half
-                times as long as those that do not, by what passes take here.
+                least one prompt token is always read. None aims at passes that take two and a half times as long
+                as those without prompts, by what passes take here.
             seed: Makes requests without a seed of their own reproducible, in the order in which they come.
             tokenizer: A tokenizer, or the directory or hub id of one; None takes the model's own.
             runner: "auto", "generic" (the transformers model itself) or "lean" (a forward of our own, for the

@@ -1,7 +1,7 @@
 """How many prompt tokens a step computes: all that fit while nobody is decoding, few enough beside those who are.
 
 A step that also reads a chunk of a prompt takes longer, and every sequence that is decoding waits for it. Left to
-itself the budget learns what such steps cost here and keeps them near `_LONGEST_STEP` times a step without prompts.
+itself the budget learns what such steps cost here and aims at `_LONGEST_STEP` times a step without prompts.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class PrefillBudget:
         return max(budget, 1)
 
     def learn(self, seconds: float, *, num_decoding: int, num_prompt: int) -> None:
-        """Counts a step.
+        """Learns from a step.
 
         Args:
             seconds: Of the pass.
