@@ -9,9 +9,9 @@ GPU_PYTHON ?= python3
 NAME ?= h200
 FUZZ ?= requests --count 20000
 
-NATIVE_TESTS := tests/target/test_lean.py tests/target/test_native_bounds.py tests/target/test_native_build.py \
-	tests/target/test_native_fork.py tests/target/test_tree_passes.py tests/target/test_taps.py \
-	tests/target/test_held_memory.py tests/heads/test_quickened.py tests/heads/test_prefix_block.py
+NATIVE_TESTS := tests/decoder/test_lean.py tests/decoder/test_native_bounds.py tests/decoder/test_native_build.py \
+	tests/decoder/test_native_fork.py tests/decoder/test_tree_passes.py tests/hf/test_taps.py \
+	tests/decoder/test_held_memory.py tests/heads/test_optimized_heads.py tests/heads/test_prefix_block.py
 
 .PHONY: demo test sanitize fuzz lint clean gpu-suite gpu-rehearsal
 

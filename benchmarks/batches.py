@@ -20,8 +20,8 @@ from foretoken.core.token_tree import TokenTree, TreeRow
 
 if TYPE_CHECKING:
     from foretoken.core.records import StepRecord
+    from foretoken.core.taps import Tap
     from foretoken.drafters.base import Committed, DraftContext, Drafter, TargetFacts
-    from foretoken.target.taps import Tap
 
 _WIDE, _BATCH, _STEPS = 64, 8, 40
 _JOINING, _PROMPT_LEN = 7, 480

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from foretoken.target.lean.products import NativeLinear
+from foretoken.decoder.lean.native_linear import NativeLinear
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

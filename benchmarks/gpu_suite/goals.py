@@ -147,8 +147,8 @@ def _step_goals(record: Record, ceilings: Ceilings) -> list[Goal]:
     passes = passes_by_context(record)
     runners = sorted({row["runner"] for rows in passes.values() for row in rows.values()})
     goals = [
-        _goal("passes of the 8B-shaped target are recorded", "lean-recorded", ", ".join(runners),
-              is_met=runners == ["lean-recorded"] if runners else None)
+        _goal("passes of the 8B-shaped target are recorded", "lean-graphs", ", ".join(runners),
+              is_met=runners == ["lean-graphs"] if runners else None)
     ]  # fmt: skip
     for context in sorted(passes):
         if 1 not in passes[context]:

@@ -12,7 +12,7 @@ from foretoken.bench.setups import PLAIN, Setup, parse_setup
 from foretoken.bench.verify import verify_setups
 from foretoken.bench.workload import Workload
 from foretoken.drafters.adversarial import BEHAVIOURS
-from foretoken.target.loading import LoadedModel, load_model, load_tokenizer
+from foretoken.hf.loading import LoadedModel, load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -24,7 +24,7 @@ from benchmarks.gpu_suite.attention_inputs import (
     make_problem,
 )
 from foretoken.attention.reference import reference_attention
-from foretoken.target.captured_pass import captured_pass, padded_inputs, shape_of
+from foretoken.decoder.captured_pass import captured_pass, padded_inputs, shape_of
 
 if TYPE_CHECKING:
     from benchmarks.gpu_suite.work import Work

@@ -12,8 +12,8 @@ from foretoken.core.token_tree import TokenTree, TreeRow
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from foretoken.core.taps import Tap
     from foretoken.drafters.base import Committed, DraftContext, Drafter, TargetFacts
-    from foretoken.target.taps import Tap
     from foretoken.trees.choices import TreeShape
 
 _WRONG = 100  # how far a wrong token is from any that could be right

@@ -25,8 +25,8 @@ from benchmarks.gpu_suite.successor_model import (
 from benchmarks.gpu_suite.timing import Times, queued_seconds, waited_seconds
 from foretoken import LLM, SamplingParams
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.target.loading import LoadedModel, wrap_model
-from foretoken.target.runner import Runner
+from foretoken.hf.loading import LoadedModel, wrap_model
+from foretoken.runner.runner import Runner
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.published import PUBLISHED
 

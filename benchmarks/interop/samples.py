@@ -13,17 +13,17 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.mapping import head_shapes
 from foretoken.formats.registry import head_readers, read_head, write_head
-from foretoken.formats.surroundings import Surroundings
+from foretoken.formats.target_info import TargetInfo
 from foretoken.heads.prefix_layer import PrefixConfig
-from foretoken.target.loading import load_model
-from foretoken.target.parts import target_parts
+from foretoken.hf.loading import load_model
+from foretoken.hf.parts import target_parts
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from foretoken.formats.readers import Reader
     from foretoken.heads.base import HeadConfig
-    from foretoken.target.parts import TargetParts
+    from foretoken.hf.parts import TargetParts
 
 E, V, H = 16, 97, 4
 BATCH, LENGTH = 2, 12
@@ -37,13 +37,13 @@ class Target:
     Attributes:
         directory: Where it lies.
         parts: Embedding and LM head.
-        surroundings: As `foretoken convert --target` has them.
+        target_info: As `foretoken convert --target` has them.
         rope_scaling: Its rotary scaling, or None.
     """
 
     directory: Path
     parts: TargetParts
-    surroundings: Surroundings
+    target_info: TargetInfo
     rope_scaling: dict[str, Any] | None
 
     @classmethod
@@ -57,7 +57,7 @@ class Target:
         )  # fmt: skip
         LlamaForCausalLM(config).save_pretrained(directory)
         loaded = load_model(str(directory), dtype="float32", device="cpu")
-        return cls(directory, target_parts(loaded), Surroundings.of_directory(str(directory)), rope_scaling)
+        return cls(directory, target_parts(loaded), TargetInfo.of_directory(str(directory)), rope_scaling)
 
 
 def random_head(config: HeadConfig, target: Target) -> HeadCheckpoint:
@@ -103,9 +103,9 @@ def written(
     name: str, head: HeadCheckpoint, target: Target, directory: Path, **options: Any
 ) -> tuple[HeadCheckpoint, dict[str, Reader]]:
     """Writes a head; what foretoken reads back, and what it says of other readers, by program."""
-    write_head(name, head, directory, target=target.surroundings, **options)
-    readers = head_readers(name, head, target=target.surroundings, **options)
-    back = read_head(directory, base_config=target.surroundings.config, weights=target.surroundings.load)[1]
+    write_head(name, head, directory, target=target.target_info, **options)
+    readers = head_readers(name, head, target=target.target_info, **options)
+    back = read_head(directory, base_config=target.target_info.config, weights=target.target_info.load)[1]
     return back, {reader.program: reader for reader in readers}
 
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from foretoken.bench.prompt_sets import HELD_OUT, load_prompts
-from foretoken.target.loading import load_tokenizer
+from foretoken.hf.loading import load_tokenizer
 
 
 def read_prompts(source: str, model: str, *, limit: int) -> list[list[int]]:

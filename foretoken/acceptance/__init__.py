@@ -1,4 +1,4 @@
-"""Which path of a verified tree survives. Rules are pure functions of tree, target laws and explicit decisions.
+"""Which path of a verified tree survives: pure functions of tree, target distributions and explicit decisions.
 
 Deliberately unknown here: models, KV rows, which drafter made the tree, where random numbers come from.
 """

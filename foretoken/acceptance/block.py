@@ -22,15 +22,15 @@ def accept_block(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> 
     """Verifies chains of independently drawn tokens as blocks.
 
     Args:
-        tree: Chains (node i's parent is i - 1) whose nodes were all drawn from `tree.law` independently.
-        log_probs: The target's law after each node.
+        tree: Chains (node i's parent is i - 1) whose nodes were all drawn from `tree.distributions` independently.
+        log_probs: The target distribution after each node.
         decisions: Source of the tests and draws.
 
     Returns:
         Path and correction or bonus token; lossless.
     """
-    law = tree.law
-    assert law is not None, "block verification needs the draft distributions"
+    drafts = tree.distributions
+    assert drafts is not None, "block verification needs the draft distributions"
     batch, device = tree.batch_size, tree.tokens.device
     index = torch.arange(batch, device=device)
     gamma = tree.num_nodes - 1
@@ -43,14 +43,14 @@ def accept_block(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> 
         exists = i <= gamma
         if i:
             token = tree.tokens[:, i : i + 1]
-            draft_probs = law.rows[index, law.row_of[:, i].clamp_min(0)].to(prefix.dtype)
+            draft_probs = drafts.rows[index, drafts.row_of[:, i].clamp_min(0)].to(prefix.dtype)
             ratio = target_probs.gather(1, token)[:, 0] / draft_probs.gather(1, token)[:, 0]
             prefix = torch.where(exists, (prefix * ratio).clamp_max(1.0), prefix)
             node = torch.where(exists, i, node)
             target_probs = log_probs(node).exp()
         is_last = gamma == i
-        following = law.row_of[:, min(i + 1, tree.width - 1)].clamp_min(0)
-        next_draft = law.rows[index, following].to(prefix.dtype)
+        following = drafts.row_of[:, min(i + 1, tree.width - 1)].clamp_min(0)
+        next_draft = drafts.rows[index, following].to(prefix.dtype)
         scaled = prefix.unsqueeze(1) * target_probs
         surplus = (scaled - next_draft).clamp_min(0).sum(1)
         # P_i = 1 and S_i = 0 means p = q: position i then never passes, which changes nothing, as i + 1 surely does.

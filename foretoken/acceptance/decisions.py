@@ -41,7 +41,7 @@ class Decisions(Protocol):
     """The three kinds of random choice. `lane` tells apart the choices of one kind within one iteration."""
 
     def target_token(self, log_probs: Tensor, depth: int) -> Tensor:
-        """A draw from the target's law at the position `depth + 1` after the root, the same in every iteration.
+        """A draw from the target distribution at the position `depth + 1` after the root, the same in every iteration.
 
         Args:
             log_probs: (B, V).

@@ -26,7 +26,7 @@ def accept_lenient(
 
     Args:
         tree: Chains (node i's parent is i - 1), sampled or one-hot.
-        log_probs: The target's law after each node.
+        log_probs: The target distribution after each node.
         unwarped_log_probs: The same at temperature 1.
         greedy: (B,) bool, requests at temperature 0.
         decisions: Source of the tests and draws.
@@ -86,7 +86,7 @@ def accept_typical(
 
     Args:
         tree: Candidates drawn in any way.
-        log_probs: The target's law after each node.
+        log_probs: The target distribution after each node.
         decisions: Source of the draw.
         epsilon: Posterior threshold, published 0.09.
         delta: Posterior alpha, published 0.3 (the square root of epsilon).
@@ -98,16 +98,16 @@ def accept_typical(
     """
     batch, width = tree.tokens.shape
     index = torch.arange(batch, device=tree.tokens.device)
-    root_law = log_probs(torch.zeros_like(tree.num_nodes))
+    root_log_probs = log_probs(torch.zeros_like(tree.num_nodes))
     is_kept = torch.zeros(batch, width, dtype=torch.bool, device=tree.tokens.device)
     is_kept[:, 0] = True
-    path_score = torch.zeros(batch, width, dtype=root_law.dtype, device=tree.tokens.device)
+    path_score = torch.zeros(batch, width, dtype=root_log_probs.dtype, device=tree.tokens.device)
     for i in range(1, width):
         parent = tree.parents[:, i].clamp_min(0)
-        law = log_probs(parent)
-        probs = law.exp()
+        parent_log_probs = log_probs(parent)
+        probs = parent_log_probs.exp()
         entropy = -(probs * (probs + 1e-5).log()).sum(1)
-        score = law.gather(1, tree.tokens[:, i : i + 1])[:, 0]
+        score = parent_log_probs.gather(1, tree.tokens[:, i : i + 1])[:, 0]
         is_typical = score.exp() > (delta * (-entropy).exp()).clamp_max(epsilon)
         is_kept[:, i] = is_kept[index, parent] & is_typical & (tree.parents[:, i] >= 0)
         path_score[:, i] = path_score[index, parent] + score
@@ -124,11 +124,11 @@ def accept_typical(
 
 
 def _draft_probs(tree: TokenTree, node: int, like: Tensor) -> Tensor:
-    """(B, V), the law that a chain's node was drawn from; one-hot where it was chosen otherwise."""
+    """(B, V), the draft distribution that a chain's node was drawn from; one-hot where it was chosen otherwise."""
     one_hot = torch.zeros_like(like).scatter_(1, tree.tokens[:, node : node + 1], 1.0)
-    if tree.law is None:
+    if tree.distributions is None:
         return one_hot
     index = torch.arange(tree.batch_size, device=like.device)
-    rows = tree.law.rows[index, tree.law.row_of[:, node].clamp_min(0)].to(like.dtype)
-    is_one_hot = tree.law.kinds[:, node : node + 1] == DrawKind.ONE_HOT
+    rows = tree.distributions.rows[index, tree.distributions.row_of[:, node].clamp_min(0)].to(like.dtype)
+    is_one_hot = tree.distributions.kinds[:, node : node + 1] == DrawKind.ONE_HOT
     return torch.where(is_one_hot, one_hot, rows)

@@ -82,8 +82,8 @@ class AcceptancePolicy:
             is_seeded: Whether it has a seed.
             row: Its place in the batch, so that the rule cannot depend on its neighbours; None asks for one rule that
                 fits all rows.
-            is_plain: Whether temperature is all that changes its law, on a device with kernels for that: what would be
-                "coupled" is then "drawn", the same with the tokens after all nodes drawn at once.
+            is_plain: Whether temperature is all that changes its distribution, on a device with kernels for that: what
+                would be "coupled" is then "drawn", the same with the tokens after all nodes drawn at once.
 
         Seeded requests are coupled, so that their text depends on nothing but the seed. Without a seed, a chain with
         draft distributions is verified as a block, a tree with them by the sequential test, and one-hot drafts by
@@ -95,7 +95,7 @@ class AcceptancePolicy:
             return self.rule
         if is_greedy:
             return "greedy"
-        if self.is_coupled(is_seeded=is_seeded) or (self.rule == "auto" and tree.law is None):
+        if self.is_coupled(is_seeded=is_seeded) or (self.rule == "auto" and tree.distributions is None):
             return "drawn" if is_plain else "coupled"
         return "block" if self.rule in ("auto", "block") and _is_sampled_chain(tree, rows) else "sequential"
 
@@ -168,7 +168,7 @@ def _is_chain(tree: TokenTree, rows: slice) -> bool:
 
 def _is_sampled_chain(tree: TokenTree, rows: slice) -> bool:
     """Whether the nodes of some rows were drawn independently and are chains. Synchronises with the host."""
-    if tree.law is None or not _is_chain(tree, rows):
+    if tree.distributions is None or not _is_chain(tree, rows):
         return False
     is_drafted = tree.parents[rows] >= 0
-    return bool(((tree.law.kinds[rows] == DrawKind.INDEPENDENT) | ~is_drafted).all())
+    return bool(((tree.distributions.kinds[rows] == DrawKind.INDEPENDENT) | ~is_drafted).all())

@@ -168,7 +168,7 @@ def accept_coupled(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -
 
     Args:
         tree: Candidates drawn in any way.
-        log_probs: The target's law after each node.
+        log_probs: The target distribution after each node.
         decisions: Source of the draws.
     """
     return walk(tree, lambda node, depth: decisions.target_token(log_probs(node), depth))

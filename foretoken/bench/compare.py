@@ -11,11 +11,11 @@ import torch
 
 from foretoken.bench.setups import PLAIN, Setup
 from foretoken.bench.workload import Workload, no_progress
+from foretoken.control.costs import WIDTHS, measure_costs
 from foretoken.core.results import GenerationMetrics
-from foretoken.engine.costs import WIDTHS, measure_costs
 from foretoken.engine.llm import LLM
-from foretoken.target.plain import run_plain
-from foretoken.target.runner import Runner
+from foretoken.hf.plain import run_plain
+from foretoken.runner.runner import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from foretoken.core.records import StepRecord
     from foretoken.core.results import RequestOutput
     from foretoken.core.sampling_params import SamplingParams
-    from foretoken.target.loading import LoadedModel
+    from foretoken.hf.loading import LoadedModel
 
 
 @dataclass(slots=True)

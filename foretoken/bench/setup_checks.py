@@ -41,7 +41,7 @@ def what_lies_at(place: str | Path) -> Found | None:
     """
     from foretoken.formats.describe import native_facts
     from foretoken.formats.registry import holds_head, method_of
-    from foretoken.target.model_files import check_model_files
+    from foretoken.hf.model_files import check_model_files
 
     path = Path(place)
     if not path.exists():

@@ -10,8 +10,8 @@ import torch
 
 from foretoken.bench.workload import TokenProgress, no_progress
 from foretoken.engine.llm import LLM
+from foretoken.hf.plain import generate_plain, run_plain
 from foretoken.sampling.noise import KeyedNoise, Purpose, derive_seed
-from foretoken.target.plain import generate_plain, run_plain
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from foretoken.bench.workload import Workload
     from foretoken.core.results import RequestOutput
     from foretoken.core.sampling_params import SamplingParams
-    from foretoken.target.loading import LoadedModel
+    from foretoken.hf.loading import LoadedModel
 
 Verdict = Literal["identical", "near-tie", "bug"]
 # A difference counts as a near-tie when the two tokens' scores (logits; with temperature and noise where sampled) are

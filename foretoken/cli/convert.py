@@ -67,12 +67,12 @@ def convert(
     from foretoken.bench.setup_checks import check_is_no_model
     from foretoken.formats.hub import local_head
     from foretoken.formats.registry import head_readers, read_head, write_head
-    from foretoken.formats.surroundings import Surroundings
+    from foretoken.formats.target_info import TargetInfo
 
     _check_out(out, force=force)
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"dtype '{dtype}' does not exist here. {nearest_name_hint(dtype, _DTYPES)}")
-    around = Surroundings() if target is None else Surroundings.of_directory(target)
+    around = TargetInfo() if target is None else TargetInfo.of_directory(target)
     place = local_head(source, revision)
     try:
         name, checkpoint = read_head(

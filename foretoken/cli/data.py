@@ -128,8 +128,8 @@ def data(
 def _tokenizer(target: str) -> Any:
     """The target's tokenizer, without its weights."""
     from foretoken.bench.setup_checks import check_is_no_head
-    from foretoken.target.loading import load_tokenizer
-    from foretoken.target.model_files import check_model_files
+    from foretoken.hf.loading import load_tokenizer
+    from foretoken.hf.model_files import check_model_files
 
     if not Path(target).is_dir():
         check_model_files(target)  # one sentence about a name that is neither a directory nor a hub id

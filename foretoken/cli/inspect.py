@@ -28,7 +28,7 @@ def inspect(
     if facts is None:
         facts = _head_facts(directory, target, verify=verify)
     if facts is None:
-        from foretoken.target.describe import describe_directory
+        from foretoken.hf.describe import describe_directory
 
         facts = describe_directory(directory)
     has_findings = bool(facts.get("findings"))
@@ -52,7 +52,7 @@ def _local(place: str) -> Path:
 def _quick_facts(directory: Path) -> dict[str, Any] | None:
     """Facts that configuration and headers tell without torch; None where they do not."""
     from foretoken.formats.describe import native_facts
-    from foretoken.target.describe import describe_plain
+    from foretoken.hf.describe import describe_plain
 
     head = native_facts(directory)
     return describe_plain(directory) if head is None else {"directory": str(directory), **head}
@@ -62,11 +62,11 @@ def _head_facts(directory: Path, target: str | None, *, verify: bool) -> dict[st
     """Facts about a head; None when the directory holds none."""
     from foretoken.formats import describe
     from foretoken.formats.registry import holds_head, read_head
-    from foretoken.formats.surroundings import Surroundings
+    from foretoken.formats.target_info import TargetInfo
 
     if not holds_head(directory):
         return None
-    around = Surroundings() if target is None else Surroundings.of_directory(target)
+    around = TargetInfo() if target is None else TargetInfo.of_directory(target)
     with describe.kept_warnings() as warnings:
         name, checkpoint = read_head(
             directory,

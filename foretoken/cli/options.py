@@ -14,7 +14,7 @@ from foretoken.core.checks import lone_surrogate
 from foretoken.core.errors import ConfigError, ModelError, RequestError
 
 if TYPE_CHECKING:
-    from foretoken.target.loading import LoadedModel
+    from foretoken.hf.loading import LoadedModel
 
 Model = Annotated[str, typer.Argument(help="Target: a model directory in Hugging Face layout, or a hub id.")]
 Dtype = Annotated[
@@ -62,8 +62,8 @@ def load_target(model: str, dtype: str, device: str, threads: int | None) -> tup
         RequestError: When the model has no tokenizer to read text prompts with.
     """
     from foretoken.bench.setup_checks import check_is_no_head
-    from foretoken.target.lean.threads import set_num_threads
-    from foretoken.target.loading import load_model, load_tokenizer
+    from foretoken.decoder.lean.threads import set_num_threads
+    from foretoken.hf.loading import load_model, load_tokenizer
 
     check_device(device)
     if threads is not None:

@@ -181,7 +181,7 @@ def train(
 
 def _check_values(save_every_s: float, cache_gib: float, save_dtype: str) -> None:
     """Raises `ConfigError` for values that would end a run after the work."""
-    from foretoken.target.placement import DTYPES
+    from foretoken.hf.placement import DTYPES
 
     for option, value in (("--save-every-s", save_every_s), ("--cache-gib", cache_gib)):
         if not math.isfinite(value) or value < 0:

@@ -169,7 +169,7 @@ class SamplingParams:
 
     @property
     def is_plain(self) -> bool:
-        """Whether temperature is all that changes the target's law."""
+        """Whether temperature is all that changes the target distribution."""
         return not (
             self.has_penalties or self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.logit_bias
             or self.bad_words or self.min_tokens

@@ -9,7 +9,7 @@ Letters: B sequences, N nodes (root included), D greatest depth, R draft distrib
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -33,8 +33,8 @@ class DrawKind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftLaw:
-    """The exact law each sampled child was drawn from.
+class DraftDistributions:
+    """The exact distributions that sampled nodes were drawn from.
 
     Attributes:
         kinds: (B, N) int64, a `DrawKind` per node; the root's is ignored.
@@ -56,8 +56,10 @@ class TreeRow(NamedTuple):
     parents: Sequence[int]
 
 
-class Vouched(NamedTuple):
-    """What whoever made a batch of trees answers for, besides their structure; known on the host.
+class HostFacts(NamedTuple):
+    """What the producer of a batch of trees guarantees, known on the host: nobody has to look at the tensors.
+
+    Their structure is that of trees, and the draft distributions are those that nodes were drawn from.
 
     Attributes:
         roots: Root token of each sequence.
@@ -66,9 +68,9 @@ class Vouched(NamedTuple):
         num_tokens: All tokens are at least 0 and below this.
     """
 
-    roots: tuple[int, ...]
-    depths: tuple[int, ...]
-    num_nodes: tuple[int, ...]
+    roots: Sequence[int]
+    depths: Sequence[int]
+    num_nodes: Sequence[int]
     num_tokens: int
 
 
@@ -87,8 +89,9 @@ class TokenTree:
         max_depth: Upper bound of `depths`, known on the host so that loops over depth need no synchronisation.
         scores: (B, N) float32 or None, the drafter's path log-probability at each node.
         source: (B, N) int64 or None, a bit set of the drafters that proposed the node (bit i = drafter i).
-        law: How the nodes were drawn, or None when all are one-hot.
-        vouched: What whoever made the tree answers for: `from_rows`, which checks it, and `vouch`. Lost with a change.
+        distributions: How the nodes were drawn, or None when all are one-hot.
+        host_facts: What the producer guarantees; None where nobody does. `dataclasses.replace` carries it over: whoever
+            changes a tensor passes another one.
     """
 
     tokens: Tensor
@@ -98,8 +101,8 @@ class TokenTree:
     max_depth: int
     scores: Tensor | None = None
     source: Tensor | None = None
-    law: DraftLaw | None = None
-    vouched: Vouched | None = field(default=None, init=False, repr=False, compare=False)
+    distributions: DraftDistributions | None = None
+    host_facts: HostFacts | None = None
 
     @property
     def batch_size(self) -> int:
@@ -135,36 +138,21 @@ class TokenTree:
             parents.append([*row.parents, *([-1] * padding)])
             depths.append([*row_depths, *([0] * padding)])
         packed = torch.tensor([tokens, parents, depths], dtype=torch.int64, device=device)
-        tree = cls(
+        counts, deepest = [len(row.tokens) for row in rows], list(map(max, depths))
+        facts = None
+        if min(map(min, tokens)) >= 0:
+            facts = HostFacts(
+                roots=[row.tokens[0] for row in rows], depths=deepest, num_nodes=counts,
+                num_tokens=max(map(max, tokens)) + 1,
+            )  # fmt: skip
+        return cls(
             tokens=packed[0],
             parents=packed[1],
             depths=packed[2],
-            num_nodes=torch.tensor([len(row.tokens) for row in rows], dtype=torch.int64, device=device),
-            max_depth=max(max(row) for row in depths),
+            num_nodes=torch.tensor(counts, dtype=torch.int64, device=device),
+            max_depth=max(deepest),
+            host_facts=facts,
         )
-        if min(map(min, tokens)) < 0:
-            return tree
-        return tree.vouch(
-            roots=[row.tokens[0] for row in rows],
-            depths=list(map(max, depths)),
-            num_nodes=[len(row.tokens) for row in rows],
-            num_tokens=max(map(max, tokens)) + 1,
-        )
-
-    def vouch(
-        self, *, roots: Sequence[int], depths: Sequence[int], num_nodes: Sequence[int], num_tokens: int
-    ) -> TokenTree:
-        """The same tree, for which the caller answers, law included: nobody has to look at it on the device.
-
-        Args:
-            roots: See `Vouched`.
-            depths: Likewise.
-            num_nodes: Likewise.
-            num_tokens: Likewise.
-        """
-        tree = replace(self)
-        object.__setattr__(tree, "vouched", Vouched(tuple(roots), tuple(depths), tuple(num_nodes), num_tokens))
-        return tree
 
     @classmethod
     def roots(cls, tokens: Sequence[int], *, device: torch.device | str = "cpu") -> TokenTree:
@@ -172,8 +160,8 @@ class TokenTree:
         return cls.from_rows([TreeRow([token], [-1]) for token in tokens], device=device)
 
     def node_counts(self) -> list[int]:
-        """Nodes of each tree, root included. Synchronises with the host where nobody answers for the tree."""
-        return self.num_nodes.tolist() if self.vouched is None else list(self.vouched.num_nodes)
+        """Nodes of each tree, root included. Synchronises with the host without `host_facts`."""
+        return self.num_nodes.tolist() if self.host_facts is None else list(self.host_facts.num_nodes)
 
     def rows(self) -> list[TreeRow]:
         """The batch as plain lists, without padding. Synchronises with the host."""
@@ -186,9 +174,9 @@ class TokenTree:
         Args:
             rows: (R,) int64, indices into the batch.
         """
-        law = self.law and replace(
-            self.law, kinds=self.law.kinds[rows], rows=self.law.rows[rows], row_of=self.law.row_of[rows]
-        )
+        drafts = self.distributions
+        if drafts is not None:
+            drafts = replace(drafts, kinds=drafts.kinds[rows], rows=drafts.rows[rows], row_of=drafts.row_of[rows])
         return replace(
             self,
             tokens=self.tokens[rows],
@@ -197,7 +185,8 @@ class TokenTree:
             num_nodes=self.num_nodes[rows],
             scores=None if self.scores is None else self.scores[rows],
             source=None if self.source is None else self.source[rows],
-            law=law,
+            distributions=drafts,
+            host_facts=None,
         )
 
     def validate(self) -> None:
@@ -221,8 +210,8 @@ class TokenTree:
             raise TreeError("padding nodes must have parent -1 and the widest tree must have no padding.")
         if not torch.equal(again.depths, self.depths.cpu()) or again.max_depth > self.max_depth:
             raise TreeError("depths disagree with parents, or max_depth is below the greatest depth.")
-        if self.law is not None:
-            _check_law(self, self.law)
+        if self.distributions is not None:
+            _check_distributions(self, self.distributions)
 
     def ancestor_mask(self) -> Tensor:
         """Which nodes each node sees inside the tree: its ancestors and itself.
@@ -329,15 +318,15 @@ def _check_row(index: int, row: TreeRow) -> None:
             raise TreeError(f"tree {index}: node {node} has parent {parent}. Expected 0..{node - 1}.")
 
 
-def _check_law(tree: TokenTree, law: DraftLaw) -> None:
-    """Raises `TreeError` when a law cannot be what the sampled nodes were drawn from."""
-    if law.kinds.shape != tree.tokens.shape or law.row_of.shape != tree.tokens.shape:
-        shapes = {"kinds": tuple(law.kinds.shape), "row_of": tuple(law.row_of.shape)}
-        raise TreeError(f"draft law {shapes} does not fit the tree {tuple(tree.tokens.shape)}.")
-    is_sampled = (law.kinds != DrawKind.ONE_HOT) & (tree.parents >= 0)
+def _check_distributions(tree: TokenTree, drafts: DraftDistributions) -> None:
+    """Raises `TreeError` when distributions cannot be what the sampled nodes were drawn from."""
+    if drafts.kinds.shape != tree.tokens.shape or drafts.row_of.shape != tree.tokens.shape:
+        shapes = {"kinds": tuple(drafts.kinds.shape), "row_of": tuple(drafts.row_of.shape)}
+        raise TreeError(f"draft distributions {shapes} do not fit the tree {tuple(tree.tokens.shape)}.")
+    is_sampled = (drafts.kinds != DrawKind.ONE_HOT) & (tree.parents >= 0)
     sequence, node = is_sampled.nonzero(as_tuple=True)
-    kind, row, token = law.kinds[sequence, node], law.row_of[sequence, node], tree.tokens[sequence, node]
-    _, num_rows, vocab_size = law.rows.shape
+    kind, row, token = drafts.kinds[sequence, node], drafts.row_of[sequence, node], tree.tokens[sequence, node]
+    _, num_rows, vocab_size = drafts.rows.shape
     for name, values, end in (("kind", kind, len(DrawKind)), ("row_of", row, num_rows), ("token", token, vocab_size)):
         wrong = ((values < 0) | (values >= end)).nonzero()
         if wrong.numel():
@@ -346,16 +335,16 @@ def _check_law(tree: TokenTree, law: DraftLaw) -> None:
                 f"tree {int(sequence[at])}: sampled node {int(node[at])} has {name} {int(values[at])}. "
                 f"Expected 0..{end - 1}."
             )
-    probs = law.rows[sequence, row]
-    is_law = (probs >= 0).all(1) & ((probs.sum(1) - 1).abs() < 1e-3) & (probs.gather(1, token.unsqueeze(1))[:, 0] > 0)
-    if not bool(is_law.all()):
-        at = int((~is_law).nonzero()[0])
+    probs = drafts.rows[sequence, row]
+    is_valid = (probs >= 0).all(1) & ((probs.sum(1) - 1).abs() < 1e-3) & (probs.gather(1, token.unsqueeze(1))[:, 0] > 0)
+    if not bool(is_valid.all()):
+        at = int((~is_valid).nonzero()[0])
         raise TreeError(
             f"tree {int(sequence[at])}: node {int(node[at])} was not drawn from its draft distribution. Expected "
             "probabilities that sum to 1 and are above 0 at the token."
         )
     siblings = torch.zeros_like(tree.parents).scatter_add_(1, tree.parents.clamp_min(0), is_sampled.to(torch.int64))
-    if int(siblings.max()) > law.max_siblings:
+    if int(siblings.max()) > drafts.max_siblings:
         raise TreeError(
-            f"a node has {int(siblings.max())} sampled children. Expected at most max_siblings, {law.max_siblings}."
+            f"a node has {int(siblings.max())} sampled children. Expected at most max_siblings, {drafts.max_siblings}."
         )

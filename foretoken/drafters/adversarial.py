@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from pydantic import Field
 
-from foretoken.core.token_tree import DraftLaw, DrawKind, TokenTree
+from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree
 from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, TargetFacts
 from foretoken.trees.choices import TreeShape
 
 if TYPE_CHECKING:
-    from foretoken.target.taps import Tap
+    from foretoken.core.taps import Tap
 
 Behaviour = Literal[
     "random", "raises", "raises_in_commit", "out_of_vocabulary", "nan", "eos", "duplicates", "empty", "too_deep",
@@ -72,19 +72,19 @@ class AdversarialDrafter:
             depths[:, 1:] += 3
         elif behaviour == "wrong_parents":
             parents[:, 1:] = nodes
-        law = None
+        distributions = None
         if behaviour == "nan":
             rows = torch.full((batch, 1, self._target.vocab_size), float("nan"), dtype=torch.float32)
             kinds = torch.full((batch, nodes), DrawKind.INDEPENDENT.value)
             kinds, rows = kinds.to(device), rows.to(device)
-            law = DraftLaw(kinds=kinds, rows=rows, row_of=torch.zeros_like(kinds), max_siblings=3)
+            distributions = DraftDistributions(kinds=kinds, rows=rows, row_of=torch.zeros_like(kinds), max_siblings=3)
         return TokenTree(
             tokens=tokens.to(device),
             parents=parents.to(device),
             depths=depths.to(device),
             num_nodes=torch.full((batch,), nodes, device=device),
             max_depth=int(depths.max()),
-            law=law,
+            distributions=distributions,
         )
 
     def commit(self, committed: Committed) -> None:  # noqa: ARG002 - the protocol's signature

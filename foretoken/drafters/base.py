@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from foretoken.core.taps import Tap
     from foretoken.core.token_tree import TokenTree
+    from foretoken.hf.loading import LoadedModel
     from foretoken.sampling.batch import SamplingBatch
-    from foretoken.target.loading import LoadedModel
-    from foretoken.target.taps import Tap
 
 LONGEST_CHAIN = 16  # drafted tokens a pass when nothing else sets a bound
 
@@ -116,7 +116,7 @@ class TargetFacts:
         num_slots: Sequences held at once.
         device: Where trees should lie.
         dtype: Of the target; a draft model takes the same.
-        runner: Which runner a draft model should run on, see `foretoken.target.runner`.
+        runner: Which runner a draft model should run on, see `foretoken.runner.runner`.
         tree_nodes: Nodes, root included, of the tree that pays best on this machine in this dtype, as far as the cost
             of the target's passes tells; measured when first asked for.
         pass_seconds: Seconds of a target pass by its number of tokens, likewise.

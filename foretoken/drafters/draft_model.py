@@ -19,16 +19,16 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, TargetFacts
+from foretoken.hf.loading import load_model, load_tokenizer
+from foretoken.runner.runner import Runner
 from foretoken.sampling.draft_draws import DraftDraws
-from foretoken.target.loading import load_model, load_tokenizer
-from foretoken.target.runner import Runner
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.growth import TreeGrowth
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.target.taps import Tap
+    from foretoken.core.taps import Tap
 
 # Best node first: any beginning of the list is a tree.
 _BRANCHING = (

@@ -17,8 +17,8 @@ from foretoken.drafters.base import DrafterOptions, TargetFacts, TreeOption
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.hub import local_head
 from foretoken.formats.registry import read_head
+from foretoken.hf.parts import TargetParts, target_parts
 from foretoken.sampling.draft_draws import DraftDraws
-from foretoken.target.parts import TargetParts, target_parts
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.published import PUBLISHED
 from foretoken.trees.search import best_shape
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.drafters.base import Committed, DraftContext
-    from foretoken.drafters.recorded_growth import RecordedGrowth
+    from foretoken.drafters.captured_growth import CapturedGrowth
     from foretoken.heads.base import Head
     from foretoken.trees.growth import TreeGrowth
 
@@ -92,7 +92,7 @@ def load_head(options: HeadOptions, target: TargetFacts, method: str) -> LoadedH
     dtype = torch.float32 if is_on_cpu else target.dtype  # drafts need no exactness: neither does it widen any weight
     head = checkpoint.module(device=target.device, dtype=dtype)
     if is_on_cpu:
-        head.quicken()
+        head.optimize_for_inference()
     return LoadedHead(head, target_parts(target.model, dtype=dtype, is_inference=True), checkpoint)
 
 
@@ -211,7 +211,7 @@ class Proposal:
         """Roots alone."""
         return TokenTree.roots(self._context.roots, device=self._device)
 
-    def grown(self, grower: RecordedGrowth, state: Tensor) -> TokenTree:
+    def grown(self, grower: CapturedGrowth, state: Tensor) -> TokenTree:
         """The trees of the whole batch.
 
         Args:

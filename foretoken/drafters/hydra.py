@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from foretoken.drafters.captured_growth import CapturedGrowth
 from foretoken.drafters.heads import (
     HeadOptions,
     LastFeatures,
@@ -23,13 +24,12 @@ from foretoken.drafters.heads import (
     load_head,
 )
 from foretoken.drafters.prefix_features import PrefixFeatures
-from foretoken.drafters.recorded_growth import RecordedGrowth
 from foretoken.heads.hydra import HydraHeads
 
 if TYPE_CHECKING:
+    from foretoken.core.taps import Tap
     from foretoken.core.token_tree import TokenTree
     from foretoken.drafters.base import Committed, DraftContext, Drafter, TargetFacts
-    from foretoken.target.taps import Tap
 
 
 class Options(HeadOptions):
@@ -47,7 +47,7 @@ class HydraDrafter:
         assert isinstance(head, HydraHeads), "`load_head` checks the method"
         self._options, self._device = options, target.device
         size, dtype = head.config.hidden_size, head.weight.dtype
-        self._grower = RecordedGrowth(partial(grow, head, loaded.parts), target.device)
+        self._grower = CapturedGrowth(partial(grow, head, loaded.parts), target.device)
         self._features: LastFeatures | PrefixFeatures
         if head.prefix is None:
             self._features = LastFeatures(target.num_slots, size, device=target.device, dtype=dtype)

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from foretoken.drafters.captured_growth import CapturedGrowth
 from foretoken.drafters.heads import HeadOptions, LastFeatures, LoadedHead, Proposal, head_shape, load_head, timed
-from foretoken.drafters.recorded_growth import RecordedGrowth
 from foretoken.heads.medusa import MedusaHeads
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from foretoken.core.taps import Tap
     from foretoken.core.token_tree import TokenTree
     from foretoken.drafters.base import Committed, DraftContext, Drafter, TargetFacts
-    from foretoken.target.taps import Tap
     from foretoken.trees.choices import TreeShape
     from foretoken.trees.growth import TreeGrowth
 
@@ -37,7 +37,7 @@ class MedusaDrafter:
         head = loaded.head
         assert isinstance(head, MedusaHeads), "`load_head` checks the method"
         self._options, self._head, self._parts, self._device = options, head, loaded.parts, target.device
-        self._grower = RecordedGrowth(self._fill, target.device)
+        self._grower = CapturedGrowth(self._fill, target.device)
         self._features = LastFeatures(
             target.num_slots, head.config.hidden_size, device=target.device, dtype=head.weight.dtype
         )

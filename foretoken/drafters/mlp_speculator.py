@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from foretoken.drafters.captured_growth import CapturedGrowth
 from foretoken.drafters.heads import (
     HeadOptions,
     LastFeatures,
@@ -20,12 +21,11 @@ from foretoken.drafters.heads import (
     head_shape,
     load_head,
 )
-from foretoken.drafters.recorded_growth import RecordedGrowth
 
 if TYPE_CHECKING:
+    from foretoken.core.taps import Tap
     from foretoken.core.token_tree import TokenTree
     from foretoken.drafters.base import Committed, DraftContext, Drafter, TargetFacts
-    from foretoken.target.taps import Tap
 
 
 class Options(HeadOptions):
@@ -40,7 +40,7 @@ class MlpSpeculatorDrafter:
 
     def __init__(self, options: Options, target: TargetFacts, loaded: LoadedHead) -> None:
         self._options, self._head, self._device = options, loaded.head, target.device
-        self._grower = RecordedGrowth(partial(grow, loaded.head, loaded.parts), target.device)
+        self._grower = CapturedGrowth(partial(grow, loaded.head, loaded.parts), target.device)
         self._features = LastFeatures(
             target.num_slots,
             loaded.head.config.hidden_size,

@@ -18,7 +18,7 @@ from foretoken.trees.merge import Trie
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.target.taps import Tap
+    from foretoken.core.taps import Tap
 
 
 class Options(DrafterOptions):

@@ -16,7 +16,7 @@ from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOpt
 from foretoken.trees.merge import Trie
 
 if TYPE_CHECKING:
-    from foretoken.target.taps import Tap
+    from foretoken.core.taps import Tap
 
 
 class Options(DrafterOptions):

@@ -2,7 +2,7 @@
 
 The cache follows the target's: positions enter it when they are committed, in order, so there is never anything to take
 back. On CPUs the block is a model of one block on the native kernels, on GPUs one CUDA graph for each size of pass (see
-`foretoken.target.captured_pass`), elsewhere and for long parts torch's operations.
+`foretoken.decoder.captured_pass`), elsewhere and for long parts torch's operations.
 
 Source: Ankner et al. 2024 (arXiv 2402.05109), section 4.3.
 
@@ -22,23 +22,23 @@ from torch.nn.functional import pad
 from foretoken.attention.dispatch import has_kernel, tree_attention
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.passes import Pass
-from foretoken.target.captured_pass import PassShape, captured_pass, padded_inputs, shape_of
-from foretoken.target.decoder import UnsuitableError
-from foretoken.target.lean.native import NativeBlocks
-from foretoken.target.recorder import GraphRecorder, Recordings
-from foretoken.target.slot_cache import LayerShape, SlotCache
+from foretoken.decoder.base import UnsuitableError
+from foretoken.decoder.captured_pass import PassShape, captured_pass, padded_inputs, shape_of
+from foretoken.decoder.cuda_graphs import CapturedGraphs, CudaGraphCapture
+from foretoken.decoder.lean.native import NativeBlocks
+from foretoken.decoder.slot_cache import LayerShape, SlotCache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from foretoken.decoder.cuda_graphs import GraphCapture
     from foretoken.drafters.base import Committed, TargetFacts
     from foretoken.heads.prefix_layer import PrefixLayer
-    from foretoken.target.recorder import Recorder
 
 _TOGETHER = 32  # positions of a sequence that are fed beside others; longer parts are fed alone
 _CHUNK = 512  # positions of a long part fed at once
 _AFTER_ITS_NORM = 2  # the tap of a model of one block
-_MAX_RECORDINGS = 32
+_MAX_GRAPHS = 32
 
 
 class PrefixFeatures:
@@ -52,7 +52,7 @@ class PrefixFeatures:
     """
 
     def __init__(
-        self, layer: PrefixLayer, target: TargetFacts, dtype: torch.dtype, *, recorder: Recorder | None = None
+        self, layer: PrefixLayer, target: TargetFacts, dtype: torch.dtype, *, capture: GraphCapture | None = None
     ) -> None:
         """Nothing is known yet.
 
@@ -60,7 +60,7 @@ class PrefixFeatures:
             layer: The block.
             target: Tells slots, context and device.
             dtype: Of the block.
-            recorder: Makes recordings; None for CUDA graphs on GPUs and none elsewhere.
+            capture: Captures; None for CUDA graphs on GPUs and none elsewhere.
         """
         config = layer.config
         shape = LayerShape(config.num_key_value_heads, config.head_dim, config.head_dim)
@@ -69,13 +69,13 @@ class PrefixFeatures:
             device=target.device,
         )  # fmt: skip
         self._layer, self._dtype = layer, dtype
-        if recorder is None and target.device.type == "cuda":
-            recorder = GraphRecorder(target.device)
-        self._recordings: Recordings[Tensor] | None = None
-        if recorder is not None and has_kernel(dtype, config.head_dim):
-            self._recordings = Recordings(recorder, target.device, limit=_MAX_RECORDINGS, name="a decoder block")
+        if capture is None and target.device.type == "cuda":
+            capture = CudaGraphCapture(target.device)
+        self._graphs: CapturedGraphs[Tensor] | None = None
+        if capture is not None and has_kernel(dtype, config.head_dim):
+            self._graphs = CapturedGraphs(capture, target.device, limit=_MAX_GRAPHS, name="a decoder block")
         self._native: NativeBlocks | None = None
-        if target.device.type == "cpu" and self._recordings is None:
+        if target.device.type == "cpu" and self._graphs is None:
             with suppress(UnsuitableError):
                 self._native = NativeBlocks(layer.as_blocks(self.cache.capacity), self.cache, dtype, [_AFTER_ITS_NORM])
         self._fed = [0] * target.num_slots  # positions in the cache
@@ -127,10 +127,10 @@ class PrefixFeatures:
         work = Pass.of_chains(
             [[0] * length for length in lengths], slots=slots, prefix_lens=prefix_lens, device=features.device
         )
-        if self._recordings is not None and max(lengths) <= _TOGETHER:
+        if self._graphs is not None and max(lengths) <= _TOGETHER:
             shape = shape_of(work)
             inputs = [*padded_inputs(work, shape), pad(features, (0, 0, 0, shape.num_tokens - len(features)))]
-            encoded = self._recordings.run(shape, inputs, partial(self._run_captured, shape))
+            encoded = self._graphs.run(shape, inputs, partial(self._run_captured, shape))
         else:
             encoded = self._run(features, work)
         last = torch.tensor([end - 1 for end in work.offsets[1:]], device=features.device)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter, TargetFacts
 
 _LONGEST_SHOWN = 60  # characters
-_NOT_METHODS = {"base", "heads", "prefix_features", "recorded_growth", "registry"}
+_NOT_METHODS = {"base", "heads", "prefix_features", "captured_growth", "registry"}
 # Tools of benchmarks and tests, which need the answer or misbehave on purpose: by their exact names only.
 _TOOLS = {"adversarial", "oracle"}
 # Methods of papers and of other engines, without dashes: known by name, and not there yet.

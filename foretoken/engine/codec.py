@@ -10,7 +10,7 @@ from typing import Any
 
 from foretoken.core.checks import checked_token_ids, shown
 from foretoken.core.errors import RequestError
-from foretoken.target.model_files import one_line
+from foretoken.hf.model_files import one_line
 
 REPLACEMENT = "\ufffd"  # what decoding shows for bytes that do not make a character
 

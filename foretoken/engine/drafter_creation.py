@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from foretoken.core.taps import Tap
     from foretoken.drafters.base import Drafter
-    from foretoken.target.taps import Tap
 
 _METHODS = ("propose", "commit", "release")
 _ATTRIBUTES = ("name", "taps", "max_nodes", *_METHODS)

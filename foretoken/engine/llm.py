@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from foretoken.acceptance.select import AcceptancePolicy
+from foretoken.control.costs import CostCurve, pass_costs
+from foretoken.control.depth_budget import DepthBudget
 from foretoken.core.checks import check_boolean, check_integer, check_text, shown
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.core.results import StreamChunk
 from foretoken.drafters.base import TargetFacts, nodes_by_depth
 from foretoken.drafters.registry import create_drafter
-from foretoken.engine.budget import DepthBudget
 from foretoken.engine.config import parse_speculative_config
-from foretoken.engine.costs import CostCurve, pass_costs
 from foretoken.engine.drafter_creation import make_drafter
 from foretoken.engine.fair_lock import FairLock
 from foretoken.engine.loop import Engine
@@ -34,7 +34,7 @@ from foretoken.engine.requests import Request, RequestReader
 from foretoken.engine.torch_state import own_torch_state
 from foretoken.engine.vllm_arguments import check_other_arguments
 from foretoken.engine.vocabulary import ids_without_token
-from foretoken.target.runner import Runner
+from foretoken.runner.runner import Runner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator, Mapping
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter
     from foretoken.engine.prompts import Prompt
     from foretoken.engine.sequence import Sequence
-    from foretoken.target.loading import LoadedModel
+    from foretoken.hf.loading import LoadedModel
 
 _SHORTEST_CONTEXT = 8  # tokens that the proof at load needs
 _MOST_SEQUENCES = 1 << 16

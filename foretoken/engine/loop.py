@@ -34,12 +34,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.acceptance.decisions import Acceptance
+    from foretoken.control.depth_budget import DepthBudget
     from foretoken.core.passes import Pass
-    from foretoken.engine.budget import DepthBudget
+    from foretoken.decoder.base import PassOutput
     from foretoken.engine.draft_guard import SafeDraft
     from foretoken.engine.sequence import Sequence
-    from foretoken.target.decoder import PassOutput
-    from foretoken.target.runner import Runner
+    from foretoken.runner.runner import Runner
 
 _UNBOUNDED = 1 << 20
 _NO_TOKEN = "no token is possible: the target's logits, or what the request's parameters make of them, are not finite."

@@ -10,8 +10,8 @@ import torch
 from foretoken.core.checks import check_text, shown
 from foretoken.core.errors import ConfigError
 from foretoken.engine.vocabulary import check_vocabulary
-from foretoken.target.loading import LoadedModel, load_model, load_tokenizer, wrap_model
-from foretoken.target.placement import check_placement
+from foretoken.hf.loading import LoadedModel, load_model, load_tokenizer, wrap_model
+from foretoken.hf.placement import check_placement
 
 _DTYPE_NAMES = {"half": "float16", "float": "float32", "double": "float64"}  # vLLM's and torch's other names
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from foretoken.engine.draft_guard import DraftGuard
     from foretoken.engine.sequence import Sequence
-    from foretoken.target.runner import Runner
+    from foretoken.runner.runner import Runner
 
 
 class Chunk(NamedTuple):

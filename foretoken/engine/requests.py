@@ -19,7 +19,7 @@ from foretoken.sampling.batch import SamplingRequest
 from foretoken.sampling.noise import derive_seed
 
 if TYPE_CHECKING:
-    from foretoken.target.runner import Runner
+    from foretoken.runner.runner import Runner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

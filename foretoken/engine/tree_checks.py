@@ -2,7 +2,7 @@
 
 A tree is refused as a whole where its shape, types or structure are wrong, and cut where single tokens are impossible.
 Types and shapes are known on the host; a look at the values costs one synchronisation, which a tree that its producer
-guarantees (`TokenTree.vouched`) is spared.
+guarantees (`TokenTree.host_facts`) is spared.
 
 Letters: B sequences, N nodes, V vocabulary.
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.checks import shown
-from foretoken.core.token_tree import DraftLaw, DrawKind, TokenTree
+from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -76,8 +76,8 @@ def find_fault(tree: TokenTree, roots: Sequence[int], max_nodes: int, device: to
     misfit = find_misfit(tree, len(roots), max_nodes, device)
     if misfit is not None:
         return misfit
-    if tree.vouched is not None:
-        return None if tree.vouched.roots == tuple(roots) else "tree with wrong root"
+    if tree.host_facts is not None:
+        return None if list(tree.host_facts.roots) == list(roots) else "tree with wrong root"
     width = tree.width
     node = torch.arange(width, device=tree.tokens.device)
     is_real = node < tree.num_nodes.unsqueeze(1)
@@ -106,8 +106,8 @@ def make_legal(tree: TokenTree, vocab_size: int, max_depth: Sequence[int]) -> To
         vocab_size: V.
         max_depth: Deepest node allowed in each sequence.
     """
-    vouched = tree.vouched
-    if vouched is not None and vouched.num_tokens <= vocab_size and all(map(le, vouched.depths, max_depth)):
+    facts = tree.host_facts
+    if facts is not None and facts.num_tokens <= vocab_size and all(map(le, facts.depths, max_depth)):
         return tree
     limit = torch.tensor(max_depth, device=tree.tokens.device).unsqueeze(1)
     is_cut = (tree.tokens < 0) | (tree.tokens >= vocab_size) | (tree.depths > limit)
@@ -120,33 +120,40 @@ def make_legal(tree: TokenTree, vocab_size: int, max_depth: Sequence[int]) -> To
         parents=torch.where(is_cut, -1, tree.parents),
         scores=scores,
         source=source,
+        host_facts=None,
     )
-    return legal if legal.law is None or _has_law(legal, is_cut, vocab_size) else replace(legal, law=None)
+    return (
+        legal
+        if legal.distributions is None or _has_valid_distributions(legal, is_cut, vocab_size)
+        else replace(legal, distributions=None)
+    )
 
 
-def _has_law(tree: TokenTree, is_cut: Tensor, vocab_size: int) -> bool:
+def _has_valid_distributions(tree: TokenTree, is_cut: Tensor, vocab_size: int) -> bool:
     """Whether the whole tree may have been drawn from its draft distributions: each allows what was drawn from it."""
-    law, (batch, width) = tree.law, tree.tokens.shape
-    if not isinstance(law, DraftLaw) or not all(type(part) is Tensor for part in (law.kinds, law.rows, law.row_of)):
+    drafts, (batch, width) = tree.distributions, tree.tokens.shape
+    if not isinstance(drafts, DraftDistributions) or not all(
+        type(part) is Tensor for part in (drafts.kinds, drafts.rows, drafts.row_of)
+    ):
         return False
-    if law.kinds.shape != (batch, width) or law.row_of.shape != (batch, width):
+    if drafts.kinds.shape != (batch, width) or drafts.row_of.shape != (batch, width):
         return False
-    if law.kinds.dtype != torch.int64 or law.row_of.dtype != torch.int64 or not law.rows.is_floating_point():
+    if drafts.kinds.dtype != torch.int64 or drafts.row_of.dtype != torch.int64 or not drafts.rows.is_floating_point():
         return False
-    if law.rows.shape[0] != batch or law.rows.shape[2:] != (vocab_size,) or type(law.max_siblings) is not int:
+    if drafts.rows.shape[0] != batch or drafts.rows.shape[2:] != (vocab_size,) or type(drafts.max_siblings) is not int:
         return False
-    if not 0 <= law.max_siblings < width:
+    if not 0 <= drafts.max_siblings < width:
         return False
-    is_drawn = (law.kinds != DrawKind.ONE_HOT) & (tree.parents >= 0)
-    row = law.row_of.clamp(0, law.rows.shape[1] - 1)
-    prob = law.rows[torch.arange(batch, device=row.device).unsqueeze(1), row, tree.tokens]
-    sums = law.rows.sum(2)
+    is_drawn = (drafts.kinds != DrawKind.ONE_HOT) & (tree.parents >= 0)
+    row = drafts.row_of.clamp(0, drafts.rows.shape[1] - 1)
+    prob = drafts.rows[torch.arange(batch, device=row.device).unsqueeze(1), row, tree.tokens]
+    sums = drafts.rows.sum(2)
     siblings = torch.zeros_like(tree.parents).scatter_add_(1, tree.parents.clamp_min(0), is_drawn.to(torch.int64))
     is_possible = (
-        ((row == law.row_of) & (prob > 0) & (law.kinds <= max(DrawKind)) & (law.kinds > 0) | ~is_drawn).all()
+        ((row == drafts.row_of) & (prob > 0) & (drafts.kinds <= max(DrawKind)) & (drafts.kinds > 0) | ~is_drawn).all()
         & (((sums - 1).abs() < 1e-3) | (sums == 0)).all()
-        & (law.rows >= 0).all()
-        & (siblings <= law.max_siblings).all()
+        & (drafts.rows >= 0).all()
+        & (siblings <= drafts.max_siblings).all()
         & ~is_cut.any()
     )
     return bool(is_possible)

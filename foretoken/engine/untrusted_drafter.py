@@ -24,9 +24,9 @@ from foretoken.engine.tree_checks import find_misfit
 from foretoken.trees.choices import TreeShape
 
 if TYPE_CHECKING:
+    from foretoken.core.taps import Tap
     from foretoken.drafters.base import Drafter
     from foretoken.sampling.batch import SamplingBatch
-    from foretoken.target.taps import Tap
 
 
 class UntrustedDrafter:

@@ -41,7 +41,7 @@ _ONE_DEVICE = "The model runs on one device, named by 'device'. Leave it out."
 _CACHE = "The KV cache takes what max_num_seqs and max_model_len need, at most half of the free memory. Set these."
 _DRAFTER = "Pass speculative_config={'method': NAME, 'model': DIR, 'num_speculative_tokens': K}."
 _NO_REMOTE = "Code that comes with a model is never run. Leave it out."
-_REVISION = "Pass foretoken.target.loading.load_model(NAME, revision=REVISION) as the model."
+_REVISION = "Pass foretoken.hf.loading.load_model(NAME, revision=REVISION) as the model."
 _CHUNKS = "Prompts are always fed in chunks; max_num_batched_tokens bounds them. Leave it out."
 _SAFETENSORS = "Models are loaded from safetensors. Leave it out."
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError
-from foretoken.target.model_files import one_line
+from foretoken.hf.model_files import one_line
 
 if TYPE_CHECKING:
-    from foretoken.target.runner import Runner
+    from foretoken.runner.runner import Runner
 
 
 def check_vocabulary(tokenizer: Any) -> None:

@@ -11,14 +11,14 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from foretoken.core.errors import ConfigError, ModelError
+from foretoken.decoder.held_memory import in_own_memory
 from foretoken.heads.base import Head, HeadConfig, build_head
-from foretoken.target.held_memory import in_own_memory
-from foretoken.target.parts import target_parts
+from foretoken.hf.parts import target_parts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from foretoken.target.loading import LoadedModel
+    from foretoken.hf.loading import LoadedModel
 
 _HASHED_ROWS = 64
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from foretoken.core.bounded_reads import check_regular, read_regular
 from foretoken.core.errors import ModelError
-from foretoken.target.model_files import one_line
+from foretoken.hf.model_files import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

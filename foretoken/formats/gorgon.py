@@ -19,7 +19,7 @@ from foretoken.formats.saving import finished
 if TYPE_CHECKING:
     from foretoken.formats.checkpoint import HeadCheckpoint
     from foretoken.formats.files import HeadFiles, Weights
-    from foretoken.formats.surroundings import Surroundings
+    from foretoken.formats.target_info import TargetInfo
 
 NAMES = MedusaNames(block="{head}.blocks.{layer}.linear", lm_head="{head}.lm_head.weight")
 _NORM = re.compile(r"\d{1,4}\.norm\.weight")
@@ -30,7 +30,7 @@ def recognises(files: HeadFiles) -> bool:
     return NAMES.recognises(_compiled_or_not(files))
 
 
-def read(files: HeadFiles, target: Surroundings) -> HeadCheckpoint:
+def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """Reads heads; warns when their norm is not the target's, as far as that is at hand.
 
     Raises:
@@ -49,7 +49,7 @@ def _compiled_or_not(files: HeadFiles) -> Weights:
     return files.weights.renamed(lambda key: key.replace("_orig_mod.", ""))
 
 
-def _compare_norms(weights: Weights, norms: list[str], target: Surroundings) -> None:
+def _compare_norms(weights: Weights, norms: list[str], target: TargetInfo) -> None:
     """Warns when a norm is not the target's."""
     if not norms or target.weights is None or target.weights.norm is None:
         return

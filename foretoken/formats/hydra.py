@@ -22,7 +22,7 @@ from foretoken.formats.mapping import read_tensors, scatter
 from foretoken.formats.readers import HYDRA_CODE, TRT_HYDRA, Reader, has_different_blocks, needs_target_name
 from foretoken.formats.saving import expect_method, finished, own_entries, save, target_name
 from foretoken.heads.hydra import HydraConfig
-from foretoken.target.rotary import target_scaling
+from foretoken.hf.rotary import target_scaling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from foretoken.formats.checkpoint import HeadCheckpoint
     from foretoken.formats.files import HeadFiles, Weights
     from foretoken.formats.saving import WriteOptions
-    from foretoken.formats.surroundings import Surroundings
+    from foretoken.formats.target_info import TargetInfo
 
 _SPELLINGS = ("prefix_embeding_layer", "prefix_embedding_layer")
 _ANY = re.compile(r"hydra_(mlp|lm_head)\.\d+\..*")
@@ -60,7 +60,7 @@ def recognises(files: HeadFiles) -> bool:
     return bool(files.weights.matches(_ANY)) or "hydra_head_arch" in files.config
 
 
-def read(files: HeadFiles, target: Surroundings) -> HeadCheckpoint:
+def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """Reads heads.
 
     Args:
@@ -143,7 +143,7 @@ def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     return [official, port]
 
 
-def _refuse_other_networks(checkpoint: HeadCheckpoint, config: HydraConfig, target: Surroundings) -> None:
+def _refuse_other_networks(checkpoint: HeadCheckpoint, config: HydraConfig, target: TargetInfo) -> None:
     """Raises `ConfigError` for heads that the original code would load without a word and compute otherwise."""
     elsewhere = "pass --safetensors, which that code does not open, or convert to 'tensorrt_llm' or 'native'."
     if has_different_blocks(checkpoint, "weight", "bias"):
@@ -202,7 +202,7 @@ def _warn_of_counts(name: str, config: Mapping[str, Any], found: HydraConfig) ->
             )
 
 
-def _compare_embedding(weights: Weights, target: Surroundings) -> None:
+def _compare_embedding(weights: Weights, target: TargetInfo) -> None:
     """Warns when the heads were trained with another embedding than the target's."""
     if target.weights is None:
         return

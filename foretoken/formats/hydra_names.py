@@ -12,7 +12,7 @@ from foretoken.core.errors import ModelError
 from foretoken.formats.mapping import Place, count, make_config, most_common
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.prefix_layer import PrefixConfig
-from foretoken.target.rotary import target_scaling
+from foretoken.hf.rotary import target_scaling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from foretoken.formats.files import Weights
     from foretoken.formats.saving import WriteOptions
-    from foretoken.formats.surroundings import Surroundings
+    from foretoken.formats.target_info import TargetInfo
 
 _PREFIX_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_theta")
 _SCALING = "prefix_rope_scaling"
@@ -82,7 +82,7 @@ class HydraNames:
             places[f"{norm}.weight"] = Place("prefix.norm")
         return places
 
-    def config(self, weights: Weights, stated: Mapping[str, Any], target: Surroundings) -> HydraConfig:
+    def config(self, weights: Weights, stated: Mapping[str, Any], target: TargetInfo) -> HydraConfig:
         """The configuration that a file's tensors tell, with what they cannot tell from elsewhere.
 
         Args:
@@ -118,7 +118,7 @@ class HydraNames:
         )
         return config
 
-    def _prefix_config(self, weights: Weights, stated: Mapping[str, Any], target: Surroundings) -> PrefixConfig | None:
+    def _prefix_config(self, weights: Weights, stated: Mapping[str, Any], target: TargetInfo) -> PrefixConfig | None:
         """The decoder block's sizes: its tensors do not say how its width is cut into attention heads."""
         if self.prefix is None or not any(key.startswith(self.prefix[0]) for key in weights.shapes):
             return None

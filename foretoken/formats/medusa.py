@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from foretoken.formats.checkpoint import HeadCheckpoint
     from foretoken.formats.files import HeadFiles
     from foretoken.formats.saving import WriteOptions
-    from foretoken.formats.surroundings import Surroundings
+    from foretoken.formats.target_info import TargetInfo
 
 _OFFICIAL_HEADS = 5  # the number that the original code builds, whatever a configuration says
 _PREFIXES = ("", "medusa_head.", "medusa_heads.")
@@ -47,7 +47,7 @@ def recognises(files: HeadFiles) -> bool:
     return any(OFFICIAL.prefixed(prefix).recognises(files.weights) for prefix in _PREFIXES)
 
 
-def read(files: HeadFiles, target: Surroundings) -> HeadCheckpoint:
+def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """Reads heads; those without LM heads share the target's.
 
     Args:

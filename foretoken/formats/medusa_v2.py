@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from foretoken.formats.checkpoint import HeadCheckpoint
     from foretoken.formats.files import HeadFiles
     from foretoken.formats.saving import WriteOptions
-    from foretoken.formats.surroundings import Surroundings
+    from foretoken.formats.target_info import TargetInfo
 
 
 def recognises(files: HeadFiles) -> bool:
@@ -30,7 +30,7 @@ def recognises(files: HeadFiles) -> bool:
     return bool(blocks) and not lm_heads
 
 
-def read(files: HeadFiles, target: Surroundings) -> HeadCheckpoint:
+def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """See `medusa.read`."""
     return medusa.read(files, target)
 

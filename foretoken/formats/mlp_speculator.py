@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from foretoken.formats.checkpoint import HeadCheckpoint
     from foretoken.formats.files import HeadFiles, Weights
     from foretoken.formats.saving import WriteOptions
-    from foretoken.formats.surroundings import Surroundings
+    from foretoken.formats.target_info import TargetInfo
 
 _PREFIX = "speculator."
 _KEY = re.compile(r"(speculator\.)?(emb|proj|head|ln)\.(?P<stage>\d{1,4})\.(weight|bias)")
@@ -36,7 +36,7 @@ def recognises(files: HeadFiles) -> bool:
     return {"emb", "proj"} <= found
 
 
-def read(files: HeadFiles, target: Surroundings) -> HeadCheckpoint:
+def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """Reads a speculator.
 
     Raises:

@@ -14,7 +14,7 @@ from foretoken.core.errors import ModelError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, check_keys
 from foretoken.formats.whole_files import whole_files, write_config, write_weights
 from foretoken.heads.base import HeadConfig, build_head
-from foretoken.target.model_files import one_line
+from foretoken.hf.model_files import one_line
 
 if TYPE_CHECKING:
     from pathlib import Path

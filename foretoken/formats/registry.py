@@ -16,10 +16,10 @@ from foretoken.formats.files import HeadFiles, holds_pickles, open_files
 from foretoken.formats.mapping import check_values
 from foretoken.formats.readers import Reader
 from foretoken.formats.saving import WriteOptions
-from foretoken.formats.surroundings import Surroundings
+from foretoken.formats.target_info import TargetInfo
 from foretoken.formats.unserved import unserved_head
 from foretoken.formats.whole_files import whole_files
-from foretoken.target.model_files import one_line
+from foretoken.hf.model_files import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-    from foretoken.formats.surroundings import TargetWeights
+    from foretoken.formats.target_info import TargetWeights
 
 NATIVE = "native"
 # Those that recognise part of what another one recognises come first.
@@ -114,7 +114,7 @@ def read_head(
         check_values(str(directory), checkpoint.weights)
         return name, checkpoint
     try:
-        return name, _module(name).read(files, Surroundings(fingerprint=target, config=base_config, load=weights))
+        return name, _module(name).read(files, TargetInfo(fingerprint=target, config=base_config, load=weights))
     except _NONSENSE as err:  # a value of the wrong type in a configuration can fail anywhere
         raise ModelError(f"the config.json of '{directory}' makes no sense: {one_line(err)}. Copy it again.") from err
 
@@ -124,7 +124,7 @@ def write_head(
     checkpoint: HeadCheckpoint,
     directory: Path,
     *,
-    target: Surroundings | None = None,
+    target: TargetInfo | None = None,
     dtype: torch.dtype | None = None,
     tp_size: int = 1,
     as_safetensors: bool = False,
@@ -155,7 +155,7 @@ def write_head(
     if name == NATIVE:
         native.write(checkpoint, directory, replaces=replaces)
         return
-    options = WriteOptions(target=target or Surroundings(), tp_size=tp_size, as_safetensors=as_safetensors)
+    options = WriteOptions(target=target or TargetInfo(), tp_size=tp_size, as_safetensors=as_safetensors)
     with whole_files(directory, replaces=replaces) as new:
         _module(name).write(checkpoint, new, options)
 
@@ -164,7 +164,7 @@ def head_readers(
     name: str,
     checkpoint: HeadCheckpoint,
     *,
-    target: Surroundings | None = None,
+    target: TargetInfo | None = None,
     tp_size: int = 1,
     as_safetensors: bool = False,
 ) -> list[Reader]:
@@ -172,7 +172,7 @@ def head_readers(
     ours = Reader("foretoken", True, f"speculative_config with method '{checkpoint.config.method}' and its directory")
     if name == NATIVE:
         return [ours]
-    options = WriteOptions(target=target or Surroundings(), tp_size=tp_size, as_safetensors=as_safetensors)
+    options = WriteOptions(target=target or TargetInfo(), tp_size=tp_size, as_safetensors=as_safetensors)
     return [ours, *_module(name).readers(checkpoint, options)]
 
 

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.mapping import with_ties
-from foretoken.formats.surroundings import Surroundings
+from foretoken.formats.target_info import TargetInfo
 from foretoken.formats.whole_files import write_config, write_weights
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class WriteOptions:
         as_safetensors: Whether to write safetensors where a format's own file is a pickle.
     """
 
-    target: Surroundings = field(default_factory=Surroundings)
+    target: TargetInfo = field(default_factory=TargetInfo)
     tp_size: int = 1
     as_safetensors: bool = False
 
@@ -79,7 +79,7 @@ def own_entry(config: Mapping[str, Any], key: str, default: Any = None) -> Any:
 
 
 def finished(
-    name: str, config: Mapping[str, Any], sizes: HeadConfig, weights: Mapping[str, Tensor], target: Surroundings
+    name: str, config: Mapping[str, Any], sizes: HeadConfig, weights: Mapping[str, Tensor], target: TargetInfo
 ) -> HeadCheckpoint:
     """A checkpoint from what a format's reader found.
 

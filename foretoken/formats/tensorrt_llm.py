@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from foretoken.formats.files import HeadFiles
     from foretoken.formats.mapping import Place
     from foretoken.formats.saving import WriteOptions
-    from foretoken.formats.surroundings import Surroundings
+    from foretoken.formats.target_info import TargetInfo
 
 MEDUSA = MedusaNames(
     block="medusa_heads.{head}.medusa_layers.{layer}.linear", lm_head="medusa_heads.{head}.lm_head.weight"
@@ -75,7 +75,7 @@ def recognises(files: HeadFiles) -> bool:
     return MEDUSA.recognises(files.weights) or bool(files.weights.matches(_HYDRA_KEY))
 
 
-def read(files: HeadFiles, target: Surroundings) -> HeadCheckpoint:
+def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """Reads heads from all ranks.
 
     Args:

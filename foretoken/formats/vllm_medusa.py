@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from foretoken.formats.checkpoint import HeadCheckpoint
     from foretoken.formats.files import HeadFiles
     from foretoken.formats.saving import WriteOptions
-    from foretoken.formats.surroundings import Surroundings
+    from foretoken.formats.target_info import TargetInfo
 
 NAMES = MedusaNames(block="blocks.{head}.layers.{layer}", lm_head="lm_heads.{head}.weight")
 _PREFIX = "medusa_heads."
@@ -45,7 +45,7 @@ def recognises(files: HeadFiles) -> bool:
     return is_shared and files.weights.shapes.keys() == {_SHARED}
 
 
-def read(files: HeadFiles, target: Surroundings) -> HeadCheckpoint:
+def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     """Reads heads.
 
     Args:
@@ -211,7 +211,7 @@ def _with_token_map(
 
 
 def _with_shared_lm_head(
-    name: str, stored: MedusaConfig, tensors: dict[str, Tensor], shared: Tensor, target: Surroundings
+    name: str, stored: MedusaConfig, tensors: dict[str, Tensor], shared: Tensor, target: TargetInfo
 ) -> MedusaConfig:
     """Shares the target's LM head when this is it, and copies it into each head when it is another one."""
     known = target.weights

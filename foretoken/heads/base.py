@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
 
-from foretoken.target.lean.products import quicken
+from foretoken.decoder.lean.native_linear import optimize_for_inference
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from foretoken.target.parts import TargetParts
+    from foretoken.hf.parts import TargetParts
 
 
 class HeadConfig(BaseModel):
@@ -78,9 +78,9 @@ class Head(nn.Module, ABC):
     def logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
         """(..., V) logits of head i over x_{t+2+i}; hidden: as `step` gave it."""
 
-    def quicken(self) -> None:
+    def optimize_for_inference(self) -> None:
         """Makes the large products of a head in float32 faster on a CPU, where a few rows pass; for drafting alone."""
-        quicken(self)
+        optimize_for_inference(self)
 
     def teacher_forced(self, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Tensor]:
         """What each head's `logits` reads when the text itself is fed.

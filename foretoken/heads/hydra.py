@@ -18,12 +18,12 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear, silu
 
+from foretoken.decoder.lean.native_linear import fast_linear, linear_layer, optimize_for_inference
 from foretoken.heads.base import Head, HeadConfig
 from foretoken.heads.prefix_layer import PrefixConfig, PrefixLayer
-from foretoken.target.lean.products import fast_linear, linear_layer, quicken
 
 if TYPE_CHECKING:
-    from foretoken.target.parts import TargetParts
+    from foretoken.hf.parts import TargetParts
 
 
 class HydraConfig(HeadConfig):
@@ -112,12 +112,12 @@ class HydraHeads(Head):
         logits: Tensor = self.lm_heads[index](hidden) if self.lm_heads else parts.lm_head(hidden)
         return logits
 
-    def quicken(self) -> None:
+    def optimize_for_inference(self) -> None:
         """See `Head`; the decoder block of Hydra++ runs as a whole, see `PrefixLayer.as_blocks`."""
         for block in self._first_blocks():
             block.stack()
-        quicken(self.first)
-        quicken(self.lm_heads)
+        optimize_for_inference(self.first)
+        optimize_for_inference(self.lm_heads)
         more = len(self.weight[0])
         self._further = [
             [fast_linear(linear_layer(self.weight[index, kept], self.bias[index, kept])) for kept in range(more)]

@@ -14,13 +14,13 @@ from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from foretoken.decoder.lean.native_linear import fast_linear, linear_layer
 from foretoken.heads.base import Head, HeadConfig
-from foretoken.target.lean.products import fast_linear, linear_layer
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from foretoken.target.parts import TargetParts
+    from foretoken.hf.parts import TargetParts
 
 
 class MedusaConfig(HeadConfig):
@@ -112,7 +112,7 @@ class MedusaHeads(Head):
             return parts.lm_head(hidden)
         return self._whole_vocabulary(nn.functional.linear(hidden, self.lm_head[index]))
 
-    def quicken(self) -> None:
+    def optimize_for_inference(self) -> None:
         """See `Head`; the stacked LM heads are taken apart."""
         for weight in [] if self.lm_head is None else self.lm_head.detach():
             self._quick_lm_heads.append(fast_linear(linear_layer(weight)))

@@ -22,7 +22,7 @@ from foretoken.heads.base import Head, HeadConfig
 if TYPE_CHECKING:
     from typing import Self
 
-    from foretoken.target.parts import TargetParts
+    from foretoken.hf.parts import TargetParts
 
 _EPSILON = 1e-6
 

@@ -17,8 +17,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-from foretoken.target.lean.weights import Block, LeanWeights
-from foretoken.target.rotary import scaled_frequencies
+from foretoken.decoder.lean.weights import Block, LeanWeights
+from foretoken.hf.rotary import scaled_frequencies
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -156,6 +156,8 @@ class PrefixLayer(nn.Module):
             blocks=[block],
             final_norm=norm,
             head=nn.Identity(),
+            module=self,
+            is_borrowed=False,
             num_heads=config.num_attention_heads,
             num_kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,

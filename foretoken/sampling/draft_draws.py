@@ -1,7 +1,7 @@
 """How a drafter with probabilities chooses tokens, so that each request can be verified by its own rule.
 
 Greedy requests take the most probable tokens. Coupled requests share the target's noise, position by position, which is
-what makes guesses agree. All others draw with the drafter's noise and carry the law they were drawn from.
+what makes guesses agree. All others draw with the drafter's noise and carry the distribution they were drawn from.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ class NodeScores:
         return apply_processors(self.batch.processors, rows, NodeView(self.history.extended(path), path))
 
     def log_probs(self, nodes: Tensor) -> Tensor:
-        """The law of the token after each node, warped; one-hot for greedy requests.
+        """The warped distribution of the token after each node; one-hot for greedy requests.
 
         Args:
             nodes: (B,) int64, one node a sequence.
@@ -113,8 +113,8 @@ class NodeScores:
     def drawn_everywhere(self, root_positions: Tensor) -> Tensor:
         """The target's draw after every node: argmax of logits / temperature plus the noise of its position.
 
-        For requests whose law nothing but temperature changes. A request is always served by this or never: where it
-        and the walk node by node round differently, two tokens as good as equal could swap.
+        For requests whose distribution nothing but temperature changes. A request is always served by this or never:
+        where it and the walk node by node round differently, two tokens as good as equal could swap.
 
         Args:
             root_positions: (B,) int64, absolute position of each root.

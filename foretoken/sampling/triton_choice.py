@@ -1,8 +1,8 @@
 """The target's token at every node of a batch of trees: greedy, or a Gumbel-max draw with position-keyed noise.
 
 The noise is `KeyedNoise.gumbel(positions, Purpose.TARGET, V)`, made where it is used: its 53-bit integers are the same
-bit for bit, its logarithms may differ in the last place. Requests whose law is more than temperature (processors,
-top-k, top-p, min-p) are not served here.
+bit for bit, its logarithms may differ in the last place. Requests whose distribution is more than temperature
+(processors, top-k, top-p, min-p) are not served here.
 
 A row's result depends on nothing but the row: neither on the other rows nor on how the vocabulary is cut up.
 

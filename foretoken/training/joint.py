@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.core.errors import ConfigError
-from foretoken.target.parts import target_parts
+from foretoken.hf.parts import target_parts
 from foretoken.training.losses import kl_loss, token_loss
 from foretoken.training.objectives.base import Examples, HeadSums, accumulate
 from foretoken.training.trainer import Trainer, parameter_groups
 
 if TYPE_CHECKING:
     from foretoken.heads.base import Head
-    from foretoken.target.loading import LoadedModel
+    from foretoken.hf.loading import LoadedModel
     from foretoken.training.config import JointConfig, TrainConfig
     from foretoken.training.objectives.base import Objective
     from foretoken.training.trainer import Batches, Processes

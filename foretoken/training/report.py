@@ -21,9 +21,9 @@ from foretoken.core.results import GenerationMetrics
 from foretoken.engine.llm import LLM
 from foretoken.formats import native
 from foretoken.formats.whole_files import safetensors_errors
-from foretoken.target.loading import load_config
-from foretoken.target.parts import target_parts
-from foretoken.target.placement import DTYPES
+from foretoken.hf.loading import load_config
+from foretoken.hf.parts import target_parts
+from foretoken.hf.placement import DTYPES
 from foretoken.training.card import head_card, read_curve
 from foretoken.training.processes import training_processes
 from foretoken.training.teacher import Teacher
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from foretoken.formats.checkpoint import HeadCheckpoint
     from foretoken.heads.base import Head
-    from foretoken.target.loading import LoadedModel
+    from foretoken.hf.loading import LoadedModel
 
 _NUM_RANKS = 10
 _MAX_TOKENS = 128

@@ -21,8 +21,8 @@ from foretoken.core.atomic_files import told_as, write_file
 from foretoken.core.errors import ConfigError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
-from foretoken.target.loading import wrap_model
-from foretoken.target.parts import TargetParts, target_parts
+from foretoken.hf.loading import wrap_model
+from foretoken.hf.parts import TargetParts, target_parts
 from foretoken.training.joint import JointTrainer
 from foretoken.training.processes import training_processes
 from foretoken.training.teacher import FeatureCache, Teacher
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.heads.base import Head, HeadConfig
-    from foretoken.target.loading import LoadedModel
+    from foretoken.hf.loading import LoadedModel
     from foretoken.training.config import JointConfig, TrainConfig
     from foretoken.training.objectives.base import Objective
     from foretoken.training.trainer import Batches, Processes

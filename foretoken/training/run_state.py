@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from foretoken.core.atomic_files import new_directory, told_as
 from foretoken.core.errors import ModelError
 from foretoken.formats.whole_files import write_weights
-from foretoken.target.model_files import one_line
+from foretoken.hf.model_files import one_line
 
 if TYPE_CHECKING:
     from pathlib import Path

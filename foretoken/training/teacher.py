@@ -13,12 +13,12 @@ from torch import Tensor
 
 from foretoken.core.atomic_files import new_file
 from foretoken.formats.whole_files import safetensors_errors
-from foretoken.target.plain import own_attention
+from foretoken.hf.plain import own_attention
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from foretoken.target.loading import LoadedModel
+    from foretoken.hf.loading import LoadedModel
 
 _SAMPLED = 4096  # values of each weight that tell targets apart
 _log = logging.getLogger(__name__)

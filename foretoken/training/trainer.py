@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from foretoken.heads.base import Head
-    from foretoken.target.parts import TargetParts
+    from foretoken.hf.parts import TargetParts
     from foretoken.training.config import TrainConfig
     from foretoken.training.objectives.base import Objective
 

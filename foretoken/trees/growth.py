@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from foretoken.core.token_tree import DraftLaw, DrawKind, TokenTree
+from foretoken.core.token_tree import DraftDistributions, DrawKind, HostFacts, TokenTree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,7 +52,7 @@ class TreeGrowth:
             self._kinds = torch.zeros_like(self.tokens)
             self._row_of = torch.full_like(self.tokens, -1)
         self._num_tokens = 0
-        self._families: list[_Family] = []  # kept alive for recordings of this growth, which read their tensors
+        self._families: list[_Family] = []  # kept alive for graphs captured of this growth, which read their tensors
 
     def level(self, depth: int) -> list[int]:
         """Nodes of one depth, in order."""
@@ -98,7 +98,7 @@ class TreeGrowth:
         best = keys.topk(family.num_candidates, dim=2)
         if self._draws.has_sampled:
             # Draws are taken in order: one that follows a draw left out, as a shape with gaps in its ranks would have
-            # it, has a law that nobody states.
+            # it, has a distribution that nobody states.
             candidate = torch.where(self._draws.is_sampled.unsqueeze(1), family.order, family.rank)
         else:
             candidate = family.rank.expand(logits.shape[0], -1)
@@ -107,14 +107,14 @@ class TreeGrowth:
         self.tokens[:, children] = chosen
         self._scores[:, children] = self._scores[:, family.parents] + _entries(log_probs, family.place, chosen)
         if self._draws.has_sampled:
-            # A token that the stated law gives no chance is a choice, not a draw: past the support, where a probability
-            # underflows, and where the drafter's logits are no numbers.
-            law = log_probs.exp()
-            is_drawn = self._draws.is_sampled.unsqueeze(1) & (_entries(law, family.place, chosen) > 0)
+            # A token without a chance in the stated distribution is a choice, not a draw: past the support, where a
+            # probability underflows, and where the drafter's logits are no numbers.
+            probs = log_probs.exp()
+            is_drawn = self._draws.is_sampled.unsqueeze(1) & (_entries(probs, family.place, chosen) > 0)
             row = sum(rows.shape[1] for rows in self._rows) + (family.place if log_probs.shape[1] > 1 else 0)
             self._kinds[:, children] = torch.where(is_drawn, family.kind, DrawKind.ONE_HOT.value)
             self._row_of[:, children] = torch.where(is_drawn, row, -1)
-            self._rows.append(law)
+            self._rows.append(probs)
 
     def finish(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
         """The trees of a whole batch of which only some sequences were drafted for.
@@ -128,9 +128,8 @@ class TreeGrowth:
         deepest = [min(max(depth, 0), self.shape.depth) for depth in room]
         bound = max(self._num_tokens, max(roots) + 1)
         if len(rows) == total and min(deepest) == self.shape.depth:
-            return self._whole().vouch(
-                roots=roots, depths=deepest, num_nodes=[self.shape.num_nodes] * total, num_tokens=bound
-            )
+            counts = [self.shape.num_nodes] * total
+            return self._whole(HostFacts(roots=roots, depths=deepest, num_nodes=counts, num_tokens=bound))
         index = torch.tensor(list(rows), device=device)
         depths = self._relations.places[1].expand(total, -1)
         is_kept = depths <= torch.tensor(deepest, device=device).unsqueeze(1)
@@ -142,35 +141,35 @@ class TreeGrowth:
 
         tokens = spread(self.tokens, 0)
         tokens[:, 0] = torch.tensor(list(roots), device=device)
-        law = None
+        distributions = None
         if self._rows:
             stated = torch.cat(self._rows, dim=1)
             probs = torch.zeros(total, *stated.shape[1:], dtype=stated.dtype, device=device)
             probs[index] = stated
-            law = DraftLaw(
+            distributions = DraftDistributions(
                 kinds=spread(self._kinds, 0), rows=probs, row_of=spread(self._row_of, -1),
                 max_siblings=self._relations.max_siblings,
             )  # fmt: skip
-        tree = TokenTree(
+        # The shape is a tree, and what is cut off are whole levels.
+        counts = [bisect_right(self._relations.depths, depth) for depth in deepest]
+        return TokenTree(
             tokens=tokens,
             parents=torch.where(is_kept, self._relations.places[0], -1),
             depths=torch.where(is_kept, depths, 0),
             num_nodes=is_kept.sum(1),
             max_depth=self.shape.depth,
             scores=spread(self._scores, 0.0),
-            law=law,
+            distributions=distributions,
+            host_facts=HostFacts(roots=roots, depths=deepest, num_nodes=counts, num_tokens=bound),
         )
-        # The shape is a tree, and what is cut off are whole levels.
-        counts = [bisect_right(self._relations.depths, depth) for depth in deepest]
-        return tree.vouch(roots=roots, depths=deepest, num_nodes=counts, num_tokens=bound)
 
-    def _whole(self) -> TokenTree:
+    def _whole(self, facts: HostFacts) -> TokenTree:
         """The trees as they are, where every sequence has one."""
         batch, width = self.tokens.shape
         parents, depths = (place.expand(batch, -1) for place in self._relations.places)
-        law = None
+        distributions = None
         if self._rows:
-            law = DraftLaw(
+            distributions = DraftDistributions(
                 kinds=self._kinds, rows=torch.cat(self._rows, dim=1), row_of=self._row_of,
                 max_siblings=self._relations.max_siblings,
             )  # fmt: skip
@@ -181,7 +180,8 @@ class TreeGrowth:
             num_nodes=torch.full((batch,), width, device=self.tokens.device),
             max_depth=self.shape.depth,
             scores=self._scores,
-            law=law,
+            distributions=distributions,
+            host_facts=facts,
         )
 
 

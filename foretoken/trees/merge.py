@@ -28,9 +28,9 @@ def merge_trees(trees: Sequence[TokenTree], *, max_nodes: int = MAX_NODES) -> To
         A one-hot tree whose `source` holds bit i where tree i proposed the node; the root has every bit.
 
     Raises:
-        TreeError: When roots differ or a tree carries a draft law.
+        TreeError: When roots differ or a tree carries draft distributions.
     """
-    if any(tree.law is not None for tree in trees):
+    if any(tree.distributions is not None for tree in trees):
         raise TreeError("a tree with sampled nodes cannot be merged without bias. Mark its nodes one-hot first.")
     merged, sources = [], []
     for rows in zip(*(tree.rows() for tree in trees), strict=True):

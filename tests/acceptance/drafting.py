@@ -12,7 +12,7 @@ import torch
 from enumeration import Drafts
 from torch import Tensor
 
-from foretoken.core.token_tree import DraftLaw, DrawKind, TokenTree, TreeRow
+from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree, TreeRow
 
 
 class Child(NamedTuple):
@@ -20,7 +20,7 @@ class Child(NamedTuple):
 
     token: int
     kind: DrawKind
-    law: Tensor | None
+    distribution: Tensor | None
 
 
 Proposal = Callable[[int], list[tuple[list[Child], float]]]
@@ -150,9 +150,9 @@ class _Growing:
         copy.prob = self.prob * prob
         for child in children:
             index = -1
-            if child.law is not None:
-                index = next((i for i, row in enumerate(copy.rows) if row is child.law), len(copy.rows))
-                copy.rows += [child.law] if index == len(copy.rows) else []
+            if child.distribution is not None:
+                index = next((i for i, row in enumerate(copy.rows) if row is child.distribution), len(copy.rows))
+                copy.rows += [child.distribution] if index == len(copy.rows) else []
             copy.tokens.append(child.token)
             copy.parents.append(node)
             copy.depths.append(self.depths[node] + 1)
@@ -173,8 +173,10 @@ def _as_drafts(trees: Sequence[_Growing], vocab: int) -> Drafts:
         rows = torch.zeros(len(trees), num_rows, vocab, dtype=torch.float64)
         for index, t in enumerate(trees):
             rows[index, : len(t.rows)] = torch.stack(t.rows) if t.rows else 0.0
-        law = DraftLaw(kinds=padded("kinds", 0), rows=rows, row_of=padded("row_of", -1), max_siblings=_siblings(trees))
-        tree = replace(tree, law=law)
+        distribution = DraftDistributions(
+            kinds=padded("kinds", 0), rows=rows, row_of=padded("row_of", -1), max_siblings=_siblings(trees)
+        )
+        tree = replace(tree, distributions=distribution)
     tree.validate()
     probs = torch.tensor([t.prob for t in trees], dtype=torch.float64)
     assert abs(probs.sum().item() - 1) < 1e-12, "the proposals' probabilities do not sum to 1"

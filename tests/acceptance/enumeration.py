@@ -1,4 +1,4 @@
-"""The exact law of an acceptance rule: every draft, every random choice, no randomness. In float64.
+"""The exact distribution of an acceptance rule: every draft, every random choice, no randomness. In float64.
 
 Contexts (the tokens after the root) are numbered like a heap: the empty one is 0, and context c followed by token x is
 c * V + 1 + x, so a table of distributions is one (C, V) tensor.
@@ -13,8 +13,8 @@ from torch import Tensor
 from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs
 from foretoken.core.token_tree import TokenTree
 
-# Laws are sums of some 10^5 float64 products, each good to 1e-16 relative: 1e-12 leaves three digits of room, while the
-# smallest bias that any of the mutants in test_mutants.py makes is above 1e-3.
+# Distributions are sums of some 10^5 float64 products, each good to 1e-16 relative: 1e-12 leaves three digits of room,
+# while the smallest bias that any of the mutants in test_mutants.py makes is above 1e-3.
 EXACT = 1e-12
 
 # Branches that exist by rounding alone are not followed: 10^5 of them would weigh 1e-13, a tenth of EXACT.
@@ -46,7 +46,7 @@ class ExactLaw:
     """What a rule does.
 
     Attributes:
-        tokens: (V ** length,), law of the next `length` tokens; what the rule did not emit is drawn from the target.
+        tokens: (V ** length,), of the next `length` tokens; what the rule did not emit is drawn from the target.
         target: The same of the target alone.
         vocab: V.
         num_accepted: Expected number of accepted drafted tokens.
@@ -65,7 +65,7 @@ class ExactLaw:
         return (self.tokens - self.target).abs().max().item()
 
     def first_token(self) -> tuple[Tensor, Tensor]:
-        """(V,) laws of the first token: the rule's and the target's."""
+        """(V,) distributions of the first token: the rule's and the target's."""
         return self.tokens.view(self.vocab, -1).sum(1), self.target.view(self.vocab, -1).sum(1)
 
 
@@ -122,7 +122,7 @@ class ReplayedDecisions:
 DecisionsFactory = Callable[[Tensor, Tensor, Tensor], ReplayedDecisions]
 
 
-def exact_law(
+def exact_distribution(
     rule: Rule,
     drafts: Drafts,
     target: Tensor,
@@ -136,7 +136,7 @@ def exact_law(
     Args:
         rule: What is tested.
         drafts: All trees.
-        target: (C, V) float64, the target's law after every context of at most the trees' depth.
+        target: (C, V) float64, the target distribution after every context of at most the trees' depth.
         lookup: Replaces the log-probabilities that the rule sees, for broken variants.
         decisions: (script, weight, draft) -> decisions.
         walks: The rule looks at one node a depth and stops at the first node it looks at twice. Only saves time: later
@@ -200,7 +200,7 @@ def _emitted_context(result: Acceptance, tree: TokenTree, contexts: Tensor, voca
 
 
 def _extended(mass: Tensor, target: Tensor, length: int) -> Tensor:
-    """Pushes mass on short contexts down to contexts of `length` tokens by the target's law."""
+    """Pushes mass on short contexts down to contexts of `length` tokens by the target distribution."""
     vocab, mass = target.shape[1], mass.clone()
     for level in range(length):
         above, below, end = (_num_contexts(vocab, n) for n in (level - 1, level, level + 1))

@@ -16,7 +16,7 @@ from torch import Tensor
 from foretoken.acceptance.block import accept_block
 from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs, residual
 from foretoken.acceptance.lossy import accept_lenient, accept_typical
-from foretoken.acceptance.sequential import accept_sequential, conditional_law, sampled_children
+from foretoken.acceptance.sequential import accept_sequential, conditional_draft_probs, sampled_children
 from foretoken.acceptance.walk import child_with_token, descend
 from foretoken.core.token_tree import DrawKind, TokenTree
 
@@ -25,7 +25,7 @@ VOCAB = 3
 
 @dataclass(frozen=True)
 class Setting:
-    """A rule that has the target's law on these drafts."""
+    """A rule that has the target distribution on these drafts."""
 
     rule: Rule
     drafts: Drafts
@@ -65,7 +65,7 @@ BEST_PAIR = setting(accept_sequential, best, (2,))
 
 
 def unchanged(target_probs: Tensor, draft_probs: Tensor) -> Tensor:
-    """In place of the residual: the target's own law."""
+    """In place of the residual: the target's own distribution."""
     return target_probs
 
 
@@ -92,19 +92,19 @@ def parent_row_after_the_whole_chain(tree: TokenTree, contexts: Tensor, log_prob
 
 def other_temperature(every_draft: Drafts) -> Drafts:
     """Tokens drawn at one temperature, tested with the distribution of another."""
-    law = every_draft.tree.law
-    assert law is not None
-    squared = law.rows**2
-    law = replace(law, rows=squared / squared.sum(-1, keepdim=True).clamp_min(1e-9))
-    return replace(every_draft, tree=replace(every_draft.tree, law=law))
+    distribution = every_draft.tree.distributions
+    assert distribution is not None
+    squared = distribution.rows**2
+    distribution = replace(distribution, rows=squared / squared.sum(-1, keepdim=True).clamp_min(1e-9))
+    return replace(every_draft, tree=replace(every_draft.tree, distributions=distribution))
 
 
 def marked(every_draft: Drafts, kind: DrawKind) -> Drafts:
     """The same trees, with every node said to have been chosen in another way."""
-    law = every_draft.tree.law
-    assert law is not None
-    law = replace(law, kinds=torch.full_like(law.kinds, kind), max_siblings=2)
-    return replace(every_draft, tree=replace(every_draft.tree, law=law))
+    distribution = every_draft.tree.distributions
+    assert distribution is not None
+    distribution = replace(distribution, kinds=torch.full_like(distribution.kinds, kind), max_siblings=2)
+    return replace(every_draft, tree=replace(every_draft.tree, distributions=distribution))
 
 
 def larger_of_two(q: Tensor, count: int) -> Proposal:
@@ -144,7 +144,7 @@ def siblings_tested_with_unmodified_target(tree: TokenTree, log_probs: LogProbs,
         child = torch.full_like(node, -1)
         for slot in range(table.shape[2]):
             candidate = table[index, node, slot]
-            draft_probs = conditional_law(tree, table, node, slot, probs)
+            draft_probs = conditional_draft_probs(tree, table, node, slot, probs)
             token = tree.tokens.gather(1, candidate.clamp_min(0).unsqueeze(1))
             is_tested = (candidate >= 0) & (child < 0)
             p, q = probs.gather(1, token)[:, 0], draft_probs.gather(1, token)[:, 0]
@@ -177,9 +177,9 @@ class ReusesTheDraftsNumber(ReplayedDecisions):
 
     def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:
         tree = ONE_DRAWN.drafts.tree
-        assert tree.law is not None
+        assert tree.distributions is not None
         token = tree.tokens[self._draft, 1]
-        high = tree.law.rows[0, 0].cumsum(0)[token]
+        high = tree.distributions.rows[0, 0].cumsum(0)[token]
         low = high - draft_prob
         return super().accept((target_prob / draft_prob - low).clamp_min(0), draft_prob, lane)
 

@@ -1,4 +1,4 @@
-"""A target whose law depends on the path through penalties, seen through `NodeScores` as the engine sees it."""
+"""A target whose distribution depends on the path through penalties, seen through `NodeScores` as the engine does."""
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ def raw_logits(vocab: int) -> Tensor:
 
 
 def penalised_target(vocab: int, depth: int) -> Tensor:
-    """(C, V), the law after every context, token by token from the definition of the penalties."""
+    """(C, V), the distribution after every context, token by token from the definition of the penalties."""
     contexts: list[list[int]] = [[]]
     for context in contexts:
         if len(context) < depth:
@@ -39,8 +39,8 @@ def penalised_target(vocab: int, depth: int) -> Tensor:
 
 def penalised_rule(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:
     """The sequential test over the engine's own view of the target; the table's log-probabilities are not looked at."""
-    assert tree.law is not None
-    batch, vocab = tree.batch_size, tree.law.rows.shape[2]
+    assert tree.distributions is not None
+    batch, vocab = tree.batch_size, tree.distributions.rows.shape[2]
     params = SamplingParams(presence_penalty=PRESENCE, frequency_penalty=FREQUENCY)
     table = HistoryTable(1, vocab)
     table.start(0, [0], needs_counts=True)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from foretoken.acceptance.decisions import LogProbs
-from foretoken.core.token_tree import DraftLaw, DrawKind, TokenTree, TreeRow
+from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree, TreeRow
 
 VOCAB = 6
 
@@ -17,8 +17,8 @@ class Batch:
     """What a rule is given.
 
     Attributes:
-        tree: B trees, with a law.
-        log_probs: (B, N, V) float64, the target's law after each node.
+        tree: B trees, with a distribution.
+        log_probs: (B, N, V) float64, the target distribution after each node.
         unwarped: (B, N, V), the same at temperature 1, for the lenient rule.
         greedy: (B,) bool, for the lenient rule.
         seeds: (B,).
@@ -39,18 +39,18 @@ class Batch:
 
     def alone(self, row: int) -> "Batch":
         """One row as it would be built with no other: no padding, its own bounds."""
-        tree, law = self.tree, self.tree.law
-        assert law is not None
+        tree, distribution = self.tree, self.tree.distributions
+        assert distribution is not None
         only, width = slice(row, row + 1), int(tree.num_nodes[row])
         cut = TokenTree.from_rows([tree.rows()[row]])
-        own_law = DraftLaw(
-            kinds=law.kinds[only, :width],
-            rows=law.rows[only],
-            row_of=law.row_of[only, :width],
-            max_siblings=_most_sampled_siblings(cut, law.kinds[only, :width]),
+        own_distribution = DraftDistributions(
+            kinds=distribution.kinds[only, :width],
+            rows=distribution.rows[only],
+            row_of=distribution.row_of[only, :width],
+            max_siblings=_most_sampled_siblings(cut, distribution.kinds[only, :width]),
         )
         return Batch(
-            replace(cut, law=own_law),
+            replace(cut, distributions=own_distribution),
             self.log_probs[only, :width],
             self.unwarped[only, :width],
             self.greedy[only],
@@ -59,19 +59,19 @@ class Batch:
         )
 
     def padded(self, nodes: int) -> "Batch":
-        """The same trees with more padding, whose draft law, target rows and bounds are rubbish."""
-        tree, law = self.tree, self.tree.law
-        assert law is not None
+        """The same trees with more padding, whose draft distributions, target rows and bounds are rubbish."""
+        tree, distribution = self.tree, self.tree.distributions
+        assert distribution is not None
 
         def wider(tensor: Tensor, value: float) -> Tensor:
             filler = torch.full((tensor.shape[0], nodes, *tensor.shape[2:]), value, dtype=tensor.dtype)
             return torch.cat([tensor, filler], dim=1)
 
-        wide_law = replace(
-            law,
-            kinds=wider(law.kinds, DrawKind.INDEPENDENT),
-            row_of=wider(law.row_of, 0),
-            max_siblings=law.max_siblings + 2,
+        wide_distribution = replace(
+            distribution,
+            kinds=wider(distribution.kinds, DrawKind.INDEPENDENT),
+            row_of=wider(distribution.row_of, 0),
+            max_siblings=distribution.max_siblings + 2,
         )
         wide = replace(
             tree,
@@ -79,7 +79,7 @@ class Batch:
             parents=wider(tree.parents, -1),
             depths=wider(tree.depths, 0),
             max_depth=tree.max_depth + nodes,
-            law=wide_law,
+            distributions=wide_distribution,
         )
         return replace(
             self, tree=wide, log_probs=wider(self.log_probs, float("nan")), unwarped=wider(self.unwarped, float("nan"))
@@ -105,13 +105,13 @@ def chains(draw: st.DrawFn, *, max_rows: int = 5, max_nodes: int = 9) -> Batch:
 
 
 def _filled(rows: list[TreeRow], seed: int, kind: DrawKind | None) -> Batch:
-    """Random tokens, laws and targets in given trees; `kind` None mixes the kinds."""
+    """Random tokens, distributions and targets in given trees; `kind` None mixes the kinds."""
     generator = torch.Generator().manual_seed(seed)
     tree = TokenTree.from_rows(rows)
     batch, width = tree.tokens.shape
     shape = (batch, width)
 
-    def random_law(count: int) -> Tensor:
+    def random_distribution(count: int) -> Tensor:
         logits = torch.randn(batch, count, VOCAB, dtype=torch.float64, generator=generator) * 1.5
         return logits.log_softmax(-1)
 
@@ -119,18 +119,18 @@ def _filled(rows: list[TreeRow], seed: int, kind: DrawKind | None) -> Batch:
     tokens = torch.randint(VOCAB, shape, generator=generator)
     kinds = torch.randint(3, shape, generator=generator) if kind is None else torch.full(shape, kind.value)
     # Draft rows near the target's, so that accepting and rejecting are both common.
-    near = random_law(width) * 0.3
-    log_probs = random_law(width)
+    near = random_distribution(width) * 0.3
+    log_probs = random_distribution(width)
     rows_of_parents = (log_probs + near).softmax(-1)
     kinds = torch.where(is_real, kinds, 0)
-    law = DraftLaw(
+    distribution = DraftDistributions(
         kinds=kinds,
         rows=rows_of_parents,
         row_of=torch.where(kinds == DrawKind.ONE_HOT, -1, tree.parents),
         max_siblings=_most_sampled_siblings(tree, kinds),
     )
     return Batch(
-        replace(tree, tokens=torch.where(is_real, tokens, 0), law=law),
+        replace(tree, tokens=torch.where(is_real, tokens, 0), distributions=distribution),
         log_probs,
         (log_probs * 0.7).log_softmax(-1),
         torch.rand(batch, generator=generator) < 0.3,

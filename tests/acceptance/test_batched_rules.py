@@ -102,7 +102,7 @@ def without_subtree(batch: Batch, cut: int) -> tuple[Batch, Batch, list[int]]:
     marked[0, cut] = -1
     anew = TreeRow([tokens[n] for n in kept], [kept.index(parents[n]) if n else -1 for n in kept])
     return (
-        replace(batch, tree=replace(batch.tree, parents=marked, law=None)),
+        replace(batch, tree=replace(batch.tree, parents=marked, distributions=None)),
         replace(batch, tree=TokenTree.from_rows([anew]), log_probs=batch.log_probs[:, kept]),
         kept,
     )

@@ -33,12 +33,12 @@ def test_residual_by_hand(target: list[float], draft: list[float], expected: lis
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_residual_of_equal_laws_is_the_target(dtype: torch.dtype) -> None:
-    law = tensor([0.2, 0.3, 0.5], dtype=dtype)
-    torch.testing.assert_close(residual(law, law), law)
-    # A rest that is rounding alone is no law either: one part in 10^7 of float32.
-    almost = (law + tensor([1e-7, 0.0, -1e-7], dtype=dtype)).to(torch.float32)
-    torch.testing.assert_close(residual(almost, law.to(torch.float32)), almost, rtol=0, atol=1e-6)
+def test_residual_of_equal_distributions_is_the_target(dtype: torch.dtype) -> None:
+    distribution = tensor([0.2, 0.3, 0.5], dtype=dtype)
+    torch.testing.assert_close(residual(distribution, distribution), distribution)
+    # A rest that is rounding alone is no distribution either: one part in 10^7 of float32.
+    almost = (distribution + tensor([1e-7, 0.0, -1e-7], dtype=dtype)).to(torch.float32)
+    torch.testing.assert_close(residual(almost, distribution.to(torch.float32)), almost, rtol=0, atol=1e-6)
 
 
 def test_residual_is_row_by_row() -> None:
@@ -89,12 +89,12 @@ def test_kinds_of_choice_are_independent() -> None:
 
 def test_token_ignores_scale_and_excludes_zero() -> None:
     many = 50_000
-    law = tensor([0.2, 0.0, 0.5, 0.3]).expand(many, 4)
-    drawn = decisions(many).token(law, 0)
-    assert torch.equal(drawn, decisions(many).token(law * 0.125, 0))
+    distribution = tensor([0.2, 0.0, 0.5, 0.3]).expand(many, 4)
+    drawn = decisions(many).token(distribution, 0)
+    assert torch.equal(drawn, decisions(many).token(distribution * 0.125, 0))
     share = drawn.bincount(minlength=4) / many
     assert share[1] == 0
-    assert (share - law[0]).abs().max() < 5 * 0.5 / many**0.5
+    assert (share - distribution[0]).abs().max() < 5 * 0.5 / many**0.5
 
 
 def test_target_token_is_keyed_by_absolute_position() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from drafting import best, best_and_one, drafts, independent, random_table, tables, without_replacement
-from enumeration import EXACT, exact_law
+from enumeration import EXACT, exact_distribution
 from torch import Tensor
 
 from foretoken.acceptance.block import accept_block
@@ -38,16 +38,16 @@ def best_length(target: Tensor, draft: Tensor, widths: Sequence[int], context: i
 @pytest.mark.parametrize("seed", range(3))
 def test_sequential_chain(gamma: int, seed: int) -> None:
     target, draft = tables("dense", 3, gamma, seed)
-    law = exact_law(accept_sequential, drafts([independent(draft, 1)] * gamma, 3), target)
-    assert abs(law.num_accepted - chain_length(target, draft, gamma)) <= EXACT
+    distribution = exact_distribution(accept_sequential, drafts([independent(draft, 1)] * gamma, 3), target)
+    assert abs(distribution.num_accepted - chain_length(target, draft, gamma)) <= EXACT
 
 
 @pytest.mark.parametrize("rule", [accept_sequential, accept_coupled])
 @pytest.mark.parametrize("widths", [(1,), (3,), (2, 2), (2, 1, 1)], ids=str)
 def test_one_hot_tree(rule: object, widths: Sequence[int]) -> None:
     target, draft = tables("dense", 4, len(widths))
-    law = exact_law(rule, drafts([best(draft, width) for width in widths], 4), target)
-    assert abs(law.num_accepted - best_length(target, draft, widths)) <= EXACT
+    distribution = exact_distribution(rule, drafts([best(draft, width) for width in widths], 4), target)
+    assert abs(distribution.num_accepted - best_length(target, draft, widths)) <= EXACT
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -55,18 +55,18 @@ def test_one_hot_tree(rule: object, widths: Sequence[int]) -> None:
 def test_best_and_one(count: int, seed: int) -> None:
     """p(T) + sum over the others of min(p, q restricted to them), 2502.18779; needs sampled children tested first."""
     target, draft = tables("dense", 4, 1, seed)
-    law = exact_law(accept_sequential, drafts([best_and_one(draft, count)], 4), target)
+    distribution = exact_distribution(accept_sequential, drafts([best_and_one(draft, count)], 4), target)
     p, q = target[0], draft[0].clone()
     fixed = q.topk(count - 1).indices
     q[fixed] = 0.0
     expected = p[fixed].sum() + torch.minimum(p, q / q.sum()).sum()
-    assert abs(law.num_accepted - expected.item()) <= EXACT
+    assert abs(distribution.num_accepted - expected.item()) <= EXACT
 
 
 def test_all_tokens_drawn_without_replacement_are_always_accepted() -> None:
     target, draft = tables("dense", 3, 1)
-    law = exact_law(accept_sequential, drafts([without_replacement(draft, 3)], 3), target)
-    assert abs(law.num_accepted - 1.0) <= EXACT
+    distribution = exact_distribution(accept_sequential, drafts([without_replacement(draft, 3)], 3), target)
+    assert abs(distribution.num_accepted - 1.0) <= EXACT
 
 
 def test_draws_without_replacement_beat_independent_ones() -> None:
@@ -74,8 +74,8 @@ def test_draws_without_replacement_beat_independent_ones() -> None:
     gains = []
     for seed in range(10):
         target, draft = tables("dense", 4, 1, seed)
-        without = exact_law(accept_sequential, drafts([without_replacement(draft, 2)], 4), target)
-        repeated = exact_law(accept_sequential, drafts([independent(draft, 2)], 4), target)
+        without = exact_distribution(accept_sequential, drafts([without_replacement(draft, 2)], 4), target)
+        repeated = exact_distribution(accept_sequential, drafts([independent(draft, 2)], 4), target)
         gains.append(without.num_accepted - repeated.num_accepted)
     assert min(gains) > 0
 
@@ -85,7 +85,7 @@ def test_draws_without_replacement_beat_independent_ones() -> None:
 def test_block_keeps_at_least_as_much_as_sequential(gamma: int, seed: int) -> None:
     target, draft = tables("dense", 3, gamma, seed)
     every_draft = drafts([independent(draft, 1)] * gamma, 3)
-    block, sequential = (exact_law(rule, every_draft, target) for rule in (accept_block, accept_sequential))
+    block, sequential = (exact_distribution(rule, every_draft, target) for rule in (accept_block, accept_sequential))
     assert block.num_accepted >= sequential.num_accepted - EXACT
 
 
@@ -93,7 +93,7 @@ def test_block_keeps_at_least_as_much_as_sequential(gamma: int, seed: int) -> No
 def test_block_of_one_is_sequential(seed: int) -> None:
     target, draft = tables("dense", 4, 1, seed)
     every_draft = drafts([independent(draft, 1)], 4)
-    block, sequential = (exact_law(rule, every_draft, target) for rule in (accept_block, accept_sequential))
+    block, sequential = (exact_distribution(rule, every_draft, target) for rule in (accept_block, accept_sequential))
     assert abs(block.num_accepted - sequential.num_accepted) <= EXACT
 
 
@@ -101,8 +101,8 @@ def test_example_of_the_block_paper() -> None:
     """Two tokens, p = (1/3, 2/3), q = (2/3, 1/3), gamma 2: 10/9 token by token, 11/9 as a block (2403.10444)."""
     target = torch.tensor([1.0, 2.0], dtype=torch.float64).expand(7, 2) / 3
     every_draft = drafts([independent(target.flip(1), 1)] * 2, 2)
-    assert abs(exact_law(accept_sequential, every_draft, target).num_accepted - 10 / 9) <= EXACT
-    assert abs(exact_law(accept_block, every_draft, target).num_accepted - 11 / 9) <= EXACT
+    assert abs(exact_distribution(accept_sequential, every_draft, target).num_accepted - 10 / 9) <= EXACT
+    assert abs(exact_distribution(accept_block, every_draft, target).num_accepted - 11 / 9) <= EXACT
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from drafting import CASES, Proposal, best, drafts, independent, random_table, tables
-from enumeration import EXACT, Rule, exact_law
+from enumeration import EXACT, Rule, exact_distribution
 from torch import Tensor
 
 from foretoken.acceptance.decisions import Acceptance, Decisions, KeyedDecisions, LogProbs
@@ -42,16 +42,16 @@ def test_lossy_rules_are_not_called_lossless() -> None:
 @pytest.mark.parametrize("gamma", [1, 2, 3])
 def test_lenience_one_is_lossless(gamma: int, draw: str, case: str) -> None:
     target, draft = tables(case, 3, gamma)
-    law = exact_law(lenient(1.0), drafts([DRAWS[draw](draft, 1)] * gamma, 3), target)
-    assert law.error <= EXACT
-    assert law.lossy_tv == 0.0
+    distribution = exact_distribution(lenient(1.0), drafts([DRAWS[draw](draft, 1)] * gamma, 3), target)
+    assert distribution.error <= EXACT
+    assert distribution.lossy_tv == 0.0
 
 
 @pytest.mark.parametrize("levels", [(independent, best), (best, independent)], ids=["drawn first", "drawn last"])
 def test_lenience_one_is_lossless_on_mixed_chains(levels: tuple[ProposalMaker, ...]) -> None:
     target, draft = tables("dense", 3, 2)
-    law = exact_law(lenient(1.0), drafts([draw(draft, 1) for draw in levels], 3), target)
-    assert law.error <= EXACT
+    distribution = exact_distribution(lenient(1.0), drafts([draw(draft, 1) for draw in levels], 3), target)
+    assert distribution.error <= EXACT
 
 
 @pytest.mark.parametrize("lenience", [0.3, 0.5, 0.8, 0.95])
@@ -60,22 +60,24 @@ def test_lenience_one_is_lossless_on_mixed_chains(levels: tuple[ProposalMaker, .
 def test_lenience_is_off_by_what_it_reports(case: str, draw: str, lenience: float) -> None:
     """TV(out, p) = sum min(p / l, q) - sum min(p, q), and no token exceeds p / l."""
     target, draft = tables(case, 4, 1)
-    law = exact_law(lenient(lenience), drafts([DRAWS[draw](draft, 1)], 4), target)
-    out, p = law.first_token()
+    distribution = exact_distribution(lenient(lenience), drafts([DRAWS[draw](draft, 1)], 4), target)
+    out, p = distribution.first_token()
     q = draft[0] if draw == "drawn" else torch.eye(4, dtype=torch.float64)[draft[0].argmax()]
     accepted = torch.minimum(p / lenience, q).sum().item()
     distance = (out - p).clamp_min(0).sum().item()
-    assert abs(distance - law.lossy_tv) <= EXACT
+    assert abs(distance - distribution.lossy_tv) <= EXACT
     assert abs(distance - (accepted - torch.minimum(p, q).sum().item())) <= EXACT
-    assert abs(law.num_accepted - accepted) <= EXACT
+    assert abs(distribution.num_accepted - accepted) <= EXACT
     assert (out <= p / lenience + EXACT).all()
 
 
 def test_lenience_accepts_more_and_costs_something() -> None:
     target, draft = tables("dense", 4, 1)
-    laws = [exact_law(lenient(lenience), drafts([independent(draft, 1)], 4), target) for lenience in (1.0, 0.5)]
-    assert laws[1].num_accepted > laws[0].num_accepted + 0.01
-    assert laws[1].lossy_tv > 0.01
+    distributions = [
+        exact_distribution(lenient(lenience), drafts([independent(draft, 1)], 4), target) for lenience in (1.0, 0.5)
+    ]
+    assert distributions[1].num_accepted > distributions[0].num_accepted + 0.01
+    assert distributions[1].lossy_tv > 0.01
 
 
 def lenient_greedy(raw: list[float], token: int, lenience: float) -> tuple[int, int, float]:
@@ -119,17 +121,17 @@ def test_lenience_one_decides_ties_like_plain_greedy() -> None:
 @pytest.mark.parametrize("gamma", [1, 2])
 def test_typical_acceptance_is_not_lossless(gamma: int, end: str) -> None:
     target, draft = tables("dense", 4, gamma)
-    law = exact_law(ENDS[end], drafts([best(draft, 1)] * gamma, 4), target)
-    out, p = law.first_token()
+    distribution = exact_distribution(ENDS[end], drafts([best(draft, 1)] * gamma, 4), target)
+    out, p = distribution.first_token()
     assert (out - p).clamp_min(0).sum() > 0.1
-    assert law.lossy_tv != law.lossy_tv, "its distance is not known, so NaN"
+    assert distribution.lossy_tv != distribution.lossy_tv, "its distance is not known, so NaN"
 
 
 def typical_path(rows: list[list[float]], tree: TreeRow) -> list[int]:
-    """Nodes accepted when `rows[v]` is the law after node v."""
-    law = torch.tensor(rows, dtype=torch.float64)
+    """Nodes accepted when `rows[v]` is the distribution after node v."""
+    distribution = torch.tensor(rows, dtype=torch.float64)
     decisions = KeyedDecisions(KeyedNoise(torch.tensor([1])), torch.tensor([2]))
-    path = typical(TokenTree.from_rows([tree]), lambda nodes: law[nodes].log(), decisions).path[0]
+    path = typical(TokenTree.from_rows([tree]), lambda nodes: distribution[nodes].log(), decisions).path[0]
     return path[path >= 0].tolist()
 
 
@@ -169,31 +171,33 @@ def test_typical_compares_whole_paths() -> None:
 
 
 def test_typical_emits_a_target_token_after_the_path() -> None:
-    """The correction token of every path has the target's law there: the lossy part is the path."""
+    """The correction token of every path has the target distribution there: the lossy part is the path."""
     target = random_table(4, 1, seed=3)
-    law = exact_law(typical, drafts([best(target, 1)], 4), target)
+    distribution = exact_distribution(typical, drafts([best(target, 1)], 4), target)
     first = int(target[0].argmax())
-    after = law.tokens.view(4, 4)[first]
-    assert law.num_accepted == pytest.approx(1.0)
+    after = distribution.tokens.view(4, 4)[first]
+    assert distribution.num_accepted == pytest.approx(1.0)
     assert (after - target[1 + first]).abs().max() <= EXACT
 
 
 @pytest.mark.parametrize("draw", DRAWS)
 def test_typical_end_changes_nothing_but_the_token_after_the_path(draw: str) -> None:
-    """Both keep the same paths; the last token has the target's law there, or is its argmax."""
+    """Both keep the same paths; the last token has the target distribution there, or is its argmax."""
     target = random_table(4, 1, seed=3)
     draft = random_table(4, 1, seed=4)
     kept = target > (0.3 * (target * (target + 1e-5).log()).sum(1, keepdim=True).exp()).clamp_max(0.09)
     q = draft[0] if draw == "drawn" else torch.eye(4, dtype=torch.float64)[draft[0].argmax()]
     refused = (q * ~kept[0]).sum()
-    laws = {end: exact_law(rule, drafts([DRAWS[draw](draft, 1)], 4), target) for end, rule in ENDS.items()}
-    for end, law in laws.items():
+    distributions = {
+        end: exact_distribution(rule, drafts([DRAWS[draw](draft, 1)], 4), target) for end, rule in ENDS.items()
+    }
+    for end, distribution in distributions.items():
         ends = target if end == "draw" else torch.zeros_like(target).scatter(1, target.argmax(1, keepdim=True), 1.0)
         # A kept first token is followed by the rule's own end; a refused one by that end, and then by the target.
         expected = q.unsqueeze(1) * kept[0].unsqueeze(1) * ends[1:] + refused * ends[0].unsqueeze(1) * target[1:]
-        assert (law.tokens.view(4, 4) - expected).abs().max() <= EXACT, end
-        assert law.num_accepted == pytest.approx(1 - refused.item())
-    assert (laws["draw"].tokens - laws["argmax"].tokens).abs().max() > 0.01
+        assert (distribution.tokens.view(4, 4) - expected).abs().max() <= EXACT, end
+        assert distribution.num_accepted == pytest.approx(1 - refused.item())
+    assert (distributions["draw"].tokens - distributions["argmax"].tokens).abs().max() > 0.01
 
 
 def test_without_drafts_a_typical_end_is_the_target_or_greedy() -> None:
@@ -221,10 +225,10 @@ def test_typical_of_greedy_requests_is_exact_match() -> None:
 
 def test_lenient_handles_chains_of_different_length() -> None:
     """A sequence whose chain ended earlier draws its bonus token from the row after its own last node."""
-    laws: Tensor = torch.eye(5, dtype=torch.float64)
+    distributions: Tensor = torch.eye(5, dtype=torch.float64)
     tree = TokenTree.from_rows([TreeRow([9, 0, 1, 2], [-1, 0, 1, 2]), TreeRow([9, 0], [-1, 0]), TreeRow([9], [-1])])
     decisions = KeyedDecisions(KeyedNoise(torch.arange(3)), torch.arange(3))
-    log_probs = lambda nodes: laws[nodes].log()  # noqa: E731
+    log_probs = lambda nodes: distributions[nodes].log()  # noqa: E731
     result = accept_lenient(tree, log_probs, log_probs, torch.zeros(3, dtype=torch.bool), decisions, lenience=0.5)
     assert result.num_accepted.tolist() == [3, 1, 0]
     assert result.next_token.tolist() == [3, 1, 0]

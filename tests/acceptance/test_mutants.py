@@ -1,10 +1,10 @@
-"""The exact tests see every bug they are meant for: each mutant's law is off, its healthy setting's is not."""
+"""The exact tests see every bug they are meant for: each mutant's distribution is off, its healthy setting's is not."""
 
 from dataclasses import dataclass
 
 import pytest
 import torch
-from enumeration import EXACT, exact_law
+from enumeration import EXACT, exact_distribution
 from mutants import MUTANTS
 from torch import Tensor
 
@@ -16,12 +16,14 @@ from foretoken.sampling.noise import KeyedNoise, Purpose
 def test_mutant_is_seen(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mutant = MUTANTS[name]
     healthy = mutant.setting
-    assert exact_law(healthy.rule, healthy.drafts, healthy.target).error <= EXACT
+    assert exact_distribution(healthy.rule, healthy.drafts, healthy.target).error <= EXACT
     for target, replacement in mutant.patches.items():
         monkeypatch.setattr(target, replacement)
     broken = mutant.broken or healthy
-    law = exact_law(broken.rule, broken.drafts, broken.target, lookup=mutant.lookup, decisions=mutant.decisions)
-    assert law.error > 1e-3
+    distribution = exact_distribution(
+        broken.rule, broken.drafts, broken.target, lookup=mutant.lookup, decisions=mutant.decisions
+    )
+    assert distribution.error > 1e-3
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,17 +11,17 @@ from random_trees import VOCAB, Batch, batches, chains
 from foretoken.acceptance.select import AcceptancePolicy, accept
 from foretoken.core.errors import ConfigError
 from foretoken.core.sampling_params import SamplingParams
-from foretoken.core.token_tree import DraftLaw, DrawKind, TokenTree, TreeRow
+from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree, TreeRow
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.node_scores import NodeScores
 
 
 def sampled(parents: list[int], kinds: list[int], *, others: list[TreeRow] | None = None) -> TokenTree:
-    """One tree with a law, perhaps among others."""
+    """One tree with a distribution, perhaps among others."""
     tree = TokenTree.from_rows([TreeRow([0] * len(parents), parents), *(others or [])])
     padded = torch.tensor(kinds + [0] * (tree.width - len(kinds))).expand(tree.batch_size, -1)
     rows = torch.full((tree.batch_size, 1, 3), 1 / 3)
-    return replace(tree, law=DraftLaw(kinds=padded, rows=rows, row_of=padded * 0, max_siblings=2))
+    return replace(tree, distributions=DraftDistributions(kinds=padded, rows=rows, row_of=padded * 0, max_siblings=2))
 
 
 DRAWN, CHOSEN, DISTINCT = DrawKind.INDEPENDENT.value, DrawKind.ONE_HOT.value, DrawKind.WITHOUT_REPLACEMENT.value
@@ -29,7 +29,7 @@ CHAIN = sampled([-1, 0, 1], [0, DRAWN, DRAWN])
 TREE = sampled([-1, 0, 0], [0, DISTINCT, DISTINCT])
 MIXED_CHAIN = sampled([-1, 0, 1], [0, DRAWN, CHOSEN])
 RAGGED_CHAINS = sampled([-1, 0, 1], [0, DRAWN, DRAWN], others=[TreeRow([0], [-1])])
-ONE_HOT_CHAIN, ONE_HOT_TREE = replace(CHAIN, law=None), replace(TREE, law=None)
+ONE_HOT_CHAIN, ONE_HOT_TREE = replace(CHAIN, distributions=None), replace(TREE, distributions=None)
 
 
 @pytest.mark.parametrize(
@@ -122,8 +122,8 @@ def test_a_policy_says_how_typical_paths_end(batch: Batch) -> None:
     )
     assert torch.equal(drawn.path, best.path)
     last = torch.cat([torch.zeros_like(batch.root_positions).unsqueeze(1), best.path], dim=1).amax(1)
-    laws = scores.log_probs(last)
-    assert torch.equal(best.next_token, laws.argmax(1))
+    distributions = scores.log_probs(last)
+    assert torch.equal(best.next_token, distributions.argmax(1))
 
 
 def assert_each_row_gets_its_rule(batch: Batch, rules: list[str]) -> None:

@@ -12,7 +12,7 @@ from drafting import random_table
 from torch import Tensor
 
 from foretoken.acceptance.decisions import Acceptance, Decisions, KeyedDecisions, LogProbs
-from foretoken.core.token_tree import DraftLaw, DrawKind, TokenTree
+from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree
 from foretoken.sampling.noise import KeyedNoise, Purpose
 from foretoken.trees.choices import TreeShape
 
@@ -44,13 +44,13 @@ def draft_table() -> Tensor:
     return table / table.sum(1, keepdim=True)
 
 
-def joint_law() -> Tensor:
-    """(V ** LENGTH,), the target's law of the first tokens after START."""
-    table, law, context = target_table(), torch.ones(1, dtype=torch.float64), torch.tensor([START])
+def joint_distribution() -> Tensor:
+    """(V ** LENGTH,), the target distribution of the first tokens after START."""
+    table, distribution, context = target_table(), torch.ones(1, dtype=torch.float64), torch.tensor([START])
     for _ in range(LENGTH):
-        law = (law[:, None] * table[context]).flatten()
+        distribution = (distribution[:, None] * table[context]).flatten()
         context = (context[:, None] % VOCAB * VOCAB + torch.arange(VOCAB)).flatten()
-    return law
+    return distribution
 
 
 def propose(shape: TreeShape, context: Tensor, noise: KeyedNoise, positions: Tensor, draw: DraftNoise) -> tuple:
@@ -61,11 +61,11 @@ def propose(shape: TreeShape, context: Tensor, noise: KeyedNoise, positions: Ten
     table = draft_table()
     rows = []
     for node in range(nodes):
-        law = table[contexts[:, node]]
-        rows.append(law)
+        distribution = table[contexts[:, node]]
+        rows.append(distribution)
         children = [child for child, parent in enumerate(parents) if parent == node]
         if children:
-            keys = law.log() + draw(noise, positions, node, shape.depths[node])
+            keys = distribution.log() + draw(noise, positions, node, shape.depths[node])
             tokens[:, children] = keys.topk(len(children), dim=1).indices
             contexts[:, children] = contexts[:, node : node + 1] % VOCAB * VOCAB + tokens[:, children]
     widest = max(parents.count(node) for node in range(nodes))
@@ -77,7 +77,7 @@ def propose(shape: TreeShape, context: Tensor, noise: KeyedNoise, positions: Ten
         depths=torch.tensor(shape.depths).expand(batch, -1),
         num_nodes=torch.full((batch,), nodes),
         max_depth=shape.depth,
-        law=DraftLaw(
+        distributions=DraftDistributions(
             kinds=torch.full((batch, nodes), kind.value), rows=torch.stack(rows, 1), row_of=row_of, max_siblings=widest
         ),
     )
@@ -103,7 +103,7 @@ def generate(
         shape: Of the drafts.
         seeds: (B,).
         draw: Noise of the drafts.
-        is_one_hot: Hides the draft law from the rule, as for drafts that share the target's noise.
+        is_one_hot: Hides the draft distributions from the rule, as for drafts that share the target's noise.
         position_step: How far an emitted token moves the root; 0 reuses every number in the next iteration.
     """
     batch = len(seeds)
@@ -113,7 +113,7 @@ def generate(
     while int(length.min()) < LENGTH:
         positions = FIRST_POSITION + length * position_step
         tree, contexts = propose(shape, context, noise, positions, draw)
-        tree = replace(tree, law=None) if is_one_hot else tree
+        tree = replace(tree, distributions=None) if is_one_hot else tree
 
         def log_probs(nodes: Tensor, contexts: Tensor = contexts) -> Tensor:
             return table[contexts[index, nodes]]
@@ -143,7 +143,7 @@ def plain_text(seeds: Tensor) -> Tensor:
 
 
 def chi_square_p_value(counts: Sequence[int] | Tensor, probs: Tensor) -> float:
-    """Pearson's test of counts against a law; cells expected below 5 are pooled."""
+    """Pearson's test of counts against a distribution; cells expected below 5 are pooled."""
     observed = torch.as_tensor(counts, dtype=torch.float64)
     expected = probs * observed.sum()
     small = expected < 5

@@ -24,8 +24,8 @@ from transformers import PreTrainedTokenizerFast
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
-from foretoken.target.loading import load_model
-from foretoken.target.parts import target_parts
+from foretoken.hf.loading import load_model
+from foretoken.hf.parts import target_parts
 from foretoken.training.config import head_config
 from foretoken.training.data.document import Document
 from foretoken.training.data.packed import write_packed

@@ -32,8 +32,8 @@ def test_trees_lose_their_padding() -> None:
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_the_host_need_not_know_the_sizes(is_known: bool) -> None:
-    tree = TREES if is_known else replace(TREES)
-    assert (tree.vouched is not None) == is_known
+    tree = TREES if is_known else replace(TREES, host_facts=None)
+    assert (tree.host_facts is not None) == is_known
     assert torch.equal(verification(tree).tokens, verification(TREES).tokens)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from foretoken.core import token_tree
 from foretoken.core.errors import TreeError
-from foretoken.core.token_tree import MAX_NODES, DraftLaw, DrawKind, TokenTree, TreeRow
+from foretoken.core.token_tree import MAX_NODES, DraftDistributions, DrawKind, TokenTree, TreeRow
 
 SMALL = TreeRow([7, 1, 2, 3], [-1, 0, 0, 1])
 SINGLE = TreeRow([9], [-1])
@@ -62,25 +62,27 @@ def test_select(batch: list[TreeRow], data: st.DataObject) -> None:
     chosen = tree.select(torch.tensor(picked))
     assert [plain(row) for row in chosen.rows()] == [plain(batch[index]) for index in picked]
     assert chosen.max_depth == tree.max_depth
-    assert chosen.law is not None
-    assert chosen.law.max_siblings == 12
+    assert chosen.distributions is not None
+    assert chosen.distributions.max_siblings == 12
     for name in ("scores", "source", "depths"):
         assert torch.equal(getattr(chosen, name), getattr(tree, name)[picked])
     for name in ("kinds", "rows", "row_of"):
-        assert torch.equal(getattr(chosen.law, name), getattr(tree.law, name)[picked])
+        assert torch.equal(getattr(chosen.distributions, name), getattr(tree.distributions, name)[picked])
 
 
 def test_select_without_extras() -> None:
     chosen = TokenTree.from_rows([SMALL, SINGLE]).select(torch.tensor([1]))
-    assert (chosen.scores, chosen.source, chosen.law) == (None, None, None)
+    assert (chosen.scores, chosen.source, chosen.distributions) == (None, None, None)
 
 
 def with_extras(tree: TokenTree) -> TokenTree:
-    """Distinguishable scores, sources and law."""
+    """Distinguishable scores, sources and distribution."""
     shape = tree.tokens.shape
     numbers = torch.arange(tree.tokens.numel()).view(shape)
-    law = DraftLaw(kinds=numbers % 3, rows=torch.rand(shape[0], 2, 5), row_of=numbers % 2, max_siblings=12)
-    return replace(tree, scores=numbers.float(), source=numbers + 1, law=law)
+    distribution = DraftDistributions(
+        kinds=numbers % 3, rows=torch.rand(shape[0], 2, 5), row_of=numbers % 2, max_siblings=12
+    )
+    return replace(tree, scores=numbers.float(), source=numbers + 1, distributions=distribution)
 
 
 def test_doctests_run() -> None:
@@ -157,8 +159,8 @@ def test_a_looser_depth_bound_is_valid() -> None:
     replace(GOOD, max_depth=9).validate()
 
 
-def law(**changes: object) -> DraftLaw:
-    """A law of GOOD: nodes 1 and 2 drawn without replacement from row 0, node 3 one-hot."""
+def distribution(**changes: object) -> DraftDistributions:
+    """A distribution of GOOD: nodes 1 and 2 drawn without replacement from row 0, node 3 one-hot."""
     distinct, one_hot = DrawKind.WITHOUT_REPLACEMENT.value, DrawKind.ONE_HOT.value
     fields = {
         "kinds": torch.tensor([[one_hot, distinct, distinct, one_hot], [0, 0, 0, 0]]),
@@ -166,7 +168,7 @@ def law(**changes: object) -> DraftLaw:
         "row_of": torch.tensor([[-1, 0, 0, -1], [-1, -1, -1, -1]]),
         "max_siblings": 2,
     }
-    return DraftLaw(**fields | changes)
+    return DraftDistributions(**fields | changes)
 
 
 def at(values: list[int]) -> torch.Tensor:
@@ -177,7 +179,10 @@ def at(values: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kinds": torch.zeros(2, 3)}, "draft law {'kinds': (2, 3), 'row_of': (2, 4)} does not fit the tree (2, 4)."),
+        (
+            {"kinds": torch.zeros(2, 3)},
+            "draft distributions {'kinds': (2, 3), 'row_of': (2, 4)} do not fit the tree (2, 4).",
+        ),
         ({"kinds": at([0, 2, 3, 0])}, "tree 0: sampled node 2 has kind 3. Expected 0..2."),
         ({"row_of": at([-1, 0, -1, -1])}, "tree 0: sampled node 2 has row_of -1. Expected 0..0."),
         ({"row_of": at([-1, 1, 0, -1])}, "tree 0: sampled node 1 has row_of 1. Expected 0..0."),
@@ -192,9 +197,9 @@ def at(values: list[int]) -> torch.Tensor:
         ({"rows": torch.tensor([[[0.5, 0.5, 0.0, 0.0]]] * 2)}, "tree 0: node 2 was not drawn from"),
     ],
 )
-def test_validate_looks_at_the_law(changes: dict[str, object], message: str) -> None:
-    """A law that is wrong in any of these ways would bias sampling in silence."""
-    replace(GOOD, law=law()).validate()
+def test_validate_looks_at_the_distribution(changes: dict[str, object], message: str) -> None:
+    """A distribution that is wrong in any of these ways would bias sampling in silence."""
+    replace(GOOD, distributions=distribution()).validate()
     with pytest.raises(TreeError) as error:
-        replace(GOOD, law=law(**changes)).validate()
+        replace(GOOD, distributions=distribution(**changes)).validate()
     assert message in str(error.value)

@@ -44,13 +44,13 @@ def test_trees_that_are_wrong_in_what_they_hold(behaviour: Behaviour) -> None:
     siblings = len({(p, t) for p, t in zip(tree.parents[0].tolist()[1:], drafted[0].tolist(), strict=True)})
     shows = {
         "out_of_vocabulary": ((drafted >= VOCAB_SIZE) | (drafted < 0)).any(),
-        "nan": tree.law is not None and tree.law.rows.isnan().all(),
+        "nan": tree.distributions is not None and tree.distributions.rows.isnan().all(),
         "eos": (drafted == 0).all(),
         "duplicates": siblings < drafted.shape[1],
         "empty": tree.width == 1,
     }
     assert shows.get(behaviour, torch.tensor(tree.width > 4))
-    assert make_legal(tree, VOCAB_SIZE, [8, 8]).law is None
+    assert make_legal(tree, VOCAB_SIZE, [8, 8]).distributions is None
 
 
 def test_raising_and_seeding() -> None:

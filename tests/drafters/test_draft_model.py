@@ -15,8 +15,8 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.target.loading import wrap_model
-from foretoken.target.runner import Runner
+from foretoken.hf.loading import wrap_model
+from foretoken.runner.runner import Runner
 
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_speculative_tokens": 5},
@@ -173,15 +173,15 @@ def test_target_ids_that_the_draft_model_lacks() -> None:
     """Padding rows of the target's head: fed as some token, never drafted."""
     made = drafter(tiny_model("llama", dtype=torch.float64, vocab_size=60), num_speculative_tokens=3)
     tree = made.propose(context([[5, 66, 62]], params=[SamplingParams(temperature=2.0, seed=1)]))
-    assert tree.law is not None
-    assert tree.law.rows.shape[-1] == VOCAB_SIZE
-    assert float(tree.law.rows[..., 60:].sum()) == 0.0
+    assert tree.distributions is not None
+    assert tree.distributions.rows.shape[-1] == VOCAB_SIZE
+    assert float(tree.distributions.rows[..., 60:].sum()) == 0.0
     assert int(tree.tokens[0, 1:].max()) < 60
     wide = drafter(tiny_model("llama", dtype=torch.float64, vocab_size=80), num_speculative_tokens=3)
     tree = wide.propose(context([[5]], params=[SamplingParams(temperature=2.0, seed=1)]))
-    assert tree.law is not None
-    assert tree.law.rows.shape[-1] == VOCAB_SIZE
-    torch.testing.assert_close(tree.law.rows.sum(-1), torch.ones(1, 3))
+    assert tree.distributions is not None
+    assert tree.distributions.rows.shape[-1] == VOCAB_SIZE
+    torch.testing.assert_close(tree.distributions.rows.sum(-1), torch.ones(1, 3))
 
 
 def test_nothing_to_do() -> None:

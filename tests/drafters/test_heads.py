@@ -20,8 +20,8 @@ from foretoken.drafters.registry import create_drafter, drafter_options
 from foretoken.formats import hub, native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
-from foretoken.target.loading import wrap_model
-from foretoken.target.parts import target_parts
+from foretoken.hf.loading import wrap_model
+from foretoken.hf.parts import target_parts
 from foretoken.training.config import head_config
 from foretoken.trees.published import PUBLISHED
 
@@ -112,17 +112,17 @@ def test_a_sequence_is_drafted_for_as_if_alone(method: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_sampled_requests_draft_by_a_law(method: str, tmp_path: Path) -> None:
-    """Without a seed children are drawn, and the tree says from what; "greedy" takes the best and needs no law."""
+def test_sampled_requests_draft_by_a_distribution(method: str, tmp_path: Path) -> None:
+    """Without a seed children are drawn, and the tree says from what; "greedy" takes the best, drawn from nothing."""
     directory = saved(tmp_path / "head", method)
     params = [SamplingParams(temperature=0.9)]
-    for how, has_law in (("probabilistic", True), ("greedy", False)):
+    for how, has_distribution in (("probabilistic", True), ("greedy", False)):
         made = drafter(directory, method, tree=[[0], [1], [0, 0]], draft_sample_method=how)
         commit(made, 0, 0, 2)
         tree = made.propose(context([[5, 6, 7]], params=params))
-        assert (tree.law is not None) == has_law
-        if tree.law is not None:
-            kinds = tree.law.kinds[0, 1:].tolist()
+        assert (tree.distributions is not None) == has_distribution
+        if tree.distributions is not None:
+            kinds = tree.distributions.kinds[0, 1:].tolist()
             assert kinds == [DrawKind.WITHOUT_REPLACEMENT, DrawKind.WITHOUT_REPLACEMENT, DrawKind.INDEPENDENT]
 
 

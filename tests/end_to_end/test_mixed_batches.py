@@ -32,7 +32,7 @@ def rule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.mark.parametrize("drafter", ["draft", "draft tree", "draft gapped choices", "ngram tree", "oracle tree", "nan"])
 def test_unseeded_neighbours_change_nothing(drafter: str) -> None:
-    """Drafts with and without a law, greedy, coupled, block and sequential verification side by side."""
+    """Drafts with and without a distribution, greedy, coupled, block and sequential verification side by side."""
     mix, plain = request_mix(), plain_mix()
     engine = llm(DRAFTERS[drafter](references(plain)), max_num_seqs=7, max_model_len=CONTEXT_LEN)
     prompts, params = [], []

@@ -21,8 +21,8 @@ from foretoken import LLM
 from foretoken.drafters.adversarial import BEHAVIOURS
 from foretoken.drafters.base import Drafter, TargetFacts
 from foretoken.drafters.draft_model import DraftModelDrafter, Options
-from foretoken.target.loading import wrap_model
-from foretoken.target.runner import Runner
+from foretoken.hf.loading import wrap_model
+from foretoken.runner.runner import Runner
 
 MEDUSA_CHOICES = [[0], [1], [0, 0], [0, 1], [2], [0, 0, 0], [0, 0, 0, 0], [1, 0]]
 GAPPED_CHOICES = [[1], [3], [1, 0], [1, 2], [1, 2, 1]]  # ranks that a search over measured acceptance may skip

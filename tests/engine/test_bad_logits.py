@@ -10,7 +10,7 @@ from end_to_end.tiny_llms import drafters, llm
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.passes import Pass
-from foretoken.target.decoder import PassOutput
+from foretoken.decoder.base import PassOutput
 
 DRAFTERS = drafters()
 PROMPTS = [[5], [6, 7], [8, 9, 10]]

@@ -15,7 +15,7 @@ from end_to_end.tiny_llms import llm
 from tiny_models import VOCAB_SIZE
 
 from foretoken import SamplingParams
-from foretoken.core.token_tree import DraftLaw, DrawKind, TokenTree, TreeRow
+from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree, TreeRow
 from foretoken.drafters.base import DraftContext
 from foretoken.engine.tree_checks import find_fault, make_legal
 
@@ -23,19 +23,20 @@ ROOTS = [7, 9]
 
 
 def good_tree() -> TokenTree:
-    """Two different trees over the roots."""
-    return TokenTree.from_rows([TreeRow([7, 1, 2, 3], [-1, 0, 0, 1]), TreeRow([9, 4], [-1, 0])])
+    """Two different trees over the roots, about which nothing is guaranteed."""
+    tree = TokenTree.from_rows([TreeRow([7, 1, 2, 3], [-1, 0, 0, 1]), TreeRow([9, 4], [-1, 0])])
+    return replace(tree, host_facts=None)
 
 
-def good_law(**changes: Any) -> DraftLaw:
-    """A law under which `good_tree` may have been drawn."""
+def good_distribution(**changes: Any) -> DraftDistributions:
+    """A distribution under which `good_tree` may have been drawn."""
     fields: dict[str, Any] = {
         "kinds": torch.full((2, 4), int(DrawKind.WITHOUT_REPLACEMENT)),
         "rows": torch.full((2, 1, VOCAB_SIZE), 1 / VOCAB_SIZE),
         "row_of": torch.zeros(2, 4, dtype=torch.int64),
         "max_siblings": 2,
     }
-    return DraftLaw(**{**fields, **changes})
+    return DraftDistributions(**{**fields, **changes})
 
 
 FAULTS: dict[str, Callable[[TokenTree], TokenTree]] = {
@@ -114,11 +115,14 @@ LIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_laws_that_cannot_be_true_are_dropped(lie: str) -> None:
-    """Without a law every node counts as one-hot, which is lossless for any token."""
-    assert make_legal(replace(good_tree(), law=good_law()), VOCAB_SIZE, [2, 2]).law is not None
-    legal = make_legal(replace(good_tree(), law=good_law(**LIES[lie])), VOCAB_SIZE, [2, 2])
-    assert legal.law is None
+def test_distributions_that_cannot_be_true_are_dropped(lie: str) -> None:
+    """Without a distribution every node counts as one-hot, which is lossless for any token."""
+    assert (
+        make_legal(replace(good_tree(), distributions=good_distribution()), VOCAB_SIZE, [2, 2]).distributions
+        is not None
+    )
+    legal = make_legal(replace(good_tree(), distributions=good_distribution(**LIES[lie])), VOCAB_SIZE, [2, 2])
+    assert legal.distributions is None
     assert torch.equal(legal.tokens, good_tree().tokens)
 
 
@@ -144,15 +148,19 @@ class RubbishDrafter:
         tree = TokenTree.from_rows(rows)
         if self.calls % 2:
             return tree
-        batch, law = len(rows), good_law()
+        batch, distribution = len(rows), good_distribution()
         changes: list[dict[str, Any]] = [
             {"tokens": tree.tokens[0]},
             {"num_nodes": tree.num_nodes + 4},
             {"scores": torch.zeros(1)},
             {"max_depth": 7},
-            {"law": law},
-            {"law": replace(law, kinds=tree.parents, row_of=tree.parents, rows=torch.rand(batch, 3, VOCAB_SIZE))},
-            {"law": replace(law, rows=torch.zeros(0))},
+            {"distributions": distribution},
+            {
+                "distributions": replace(
+                    distribution, kinds=tree.parents, row_of=tree.parents, rows=torch.rand(batch, 3, VOCAB_SIZE)
+                )
+            },
+            {"distributions": replace(distribution, rows=torch.zeros(0))},
             {"tokens": torch.randint(-9, 99, tree.tokens.shape, generator=generator)},
             {"parents": torch.randint(-2, 7, tree.tokens.shape, generator=generator)},
             {"depths": torch.randint(-2, 7, tree.tokens.shape, generator=generator)},

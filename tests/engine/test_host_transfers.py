@@ -1,9 +1,9 @@
 """How often an iteration waits for the device, counted where our own code asks a tensor for its values.
 
-A greedy iteration asks once, for the packed outcome, where the drafter's tree is vouched for; the guard asks once more
-where a drafter made a tree of its own. On a CPU the walk down the tree is plain Python, numpy finds the best tokens,
-rows are moved one sequence after another and kinds of draws are looked up: there a look costs less than an operation on
-tensors.
+A greedy iteration asks once, for the packed outcome, where the drafter's tree has `host_facts`; the guard asks once
+more where a drafter made a tree of its own. On a CPU the walk down the tree is plain Python, numpy finds the best
+tokens, rows are moved one sequence after another and kinds of draws are looked up: there a look costs less than an
+operation on tensors.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from tiny_models import VOCAB_SIZE
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.records import StepRecord
-from foretoken.core.token_tree import DraftLaw, DrawKind, TokenTree, TreeRow
+from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree, TreeRow
 from foretoken.drafters.base import Committed, DraftContext
 
 PROMPTS = [[5, 6, 5, 6], [7, 8, 9], [9], [4, 4, 4]]
@@ -127,15 +127,8 @@ def test_tokens_are_accepted_from_such_a_drafter() -> None:
     assert all(record.draft_error is None for record in records)
 
 
-def changed(tree: TokenTree, **values: Any) -> TokenTree:
-    """A tree with other fields that still carries the guarantees of the first."""
-    other = replace(tree, **values)
-    object.__setattr__(other, "vouched", tree.vouched)
-    return other
-
-
 def in_place(tree: TokenTree, name: str, row: int, node: int, value: int) -> TokenTree:
-    """A tree of which one number was changed in place after it had been vouched for."""
+    """A tree of which one number was changed in place after the guarantee."""
     getattr(tree, name)[row, min(node, tree.width - 1)] = value
     return tree
 
@@ -146,10 +139,6 @@ class Sly(TokenTree):
     @property
     def width(self) -> int:
         return random.Random().randrange(9)
-
-    @property
-    def vouched(self) -> Any:  # type: ignore[override]
-        return super().vouched
 
 
 class Tensors(torch.Tensor):
@@ -164,12 +153,14 @@ class Tensors(torch.Tensor):
         )
 
 
-def lying_law(tree: TokenTree, kind: DrawKind = DrawKind.INDEPENDENT) -> TokenTree:
+def lying_distribution(tree: TokenTree, kind: DrawKind = DrawKind.INDEPENDENT) -> TokenTree:
     """A tree whose chosen tokens are said to be drawn from an even distribution."""
     rows = torch.full((tree.batch_size, 1, VOCAB_SIZE), 1 / VOCAB_SIZE)
     kinds = torch.full_like(tree.tokens, kind.value)
-    law = DraftLaw(kinds=kinds, rows=rows, row_of=torch.zeros_like(kinds), max_siblings=max(1, tree.width - 1))
-    return changed(tree, law=law)
+    distribution = DraftDistributions(
+        kinds=kinds, rows=rows, row_of=torch.zeros_like(kinds), max_siblings=max(1, tree.width - 1)
+    )
+    return replace(tree, distributions=distribution)
 
 
 TREES: dict[str, Callable[[TokenTree], Any]] = {
@@ -181,30 +172,30 @@ TREES: dict[str, Callable[[TokenTree], Any]] = {
     "parent outside, guaranteed": lambda t: in_place(t, "parents", 0, 1, 77),
     "root with a parent, guaranteed": lambda t: in_place(t, "parents", 0, 0, 0),
     "wrong depth, guaranteed": lambda t: in_place(t, "depths", 0, 1, 5),
-    "greater depth than there is, guaranteed": lambda t: changed(t, max_depth=10**9),
-    "no depth, guaranteed": lambda t: changed(t, max_depth=0),
-    "negative depth, guaranteed": lambda t: changed(t, max_depth=-1),
-    "too many nodes, guaranteed": lambda t: changed(t, num_nodes=t.num_nodes + 7),
-    "depths of a lie": lambda t: t.vouch(roots=t.tokens[:, 0].tolist(), depths=[0] * t.batch_size, num_tokens=1),
-    "another batch, guaranteed": lambda t: changed(t, tokens=t.tokens[:, :1].expand(-1, t.width).contiguous()),
-    "law of a lie": lying_law,
-    "law of a lie, without replacement": lambda t: lying_law(t, DrawKind.WITHOUT_REPLACEMENT),
-    "law of nonsense": lambda t: changed(t, law="uniform"),
-    "float depth": lambda t: changed(t, max_depth=float(t.max_depth)),
-    "depth that is a truth": lambda t: changed(t, max_depth=True),
-    "depth as a tensor": lambda t: changed(t, max_depth=torch.tensor(t.max_depth)),
-    "lists": lambda t: changed(t, tokens=t.tokens.tolist()),
-    "numpy": lambda t: changed(t, parents=t.parents.numpy()),
-    "nothing for a tensor": lambda t: changed(t, depths=None),
-    "floats": lambda t: changed(t, tokens=t.tokens.float()),
-    "sparse": lambda t: changed(t, tokens=t.tokens.to_sparse()),
-    "meta": lambda t: changed(t, parents=t.parents.to("meta")),
-    "a tensor of its own kind": lambda t: changed(t, tokens=t.tokens.as_subclass(Tensors)),
-    "wider than memory": lambda t: changed(t, tokens=torch.zeros(1, dtype=torch.int64).expand(t.batch_size, 10**12)),
-    "no dimension": lambda t: changed(t, tokens=torch.tensor(5)),
-    "no nodes": lambda t: changed(t, tokens=t.tokens[:, :0], parents=t.parents[:, :0], depths=t.depths[:, :0]),
-    "overlapping memory": lambda t: changed(t, depths=t.depths[:, :1].expand(-1, t.width)),
-    "scores of nonsense": lambda t: changed(t, scores="high", source=7),
+    "greater depth than there is, guaranteed": lambda t: replace(t, max_depth=10**9),
+    "no depth, guaranteed": lambda t: replace(t, max_depth=0),
+    "negative depth, guaranteed": lambda t: replace(t, max_depth=-1),
+    "too many nodes, guaranteed": lambda t: replace(t, num_nodes=t.num_nodes + 7),
+    "depths of a lie": lambda t: replace(t, host_facts=t.host_facts._replace(depths=[0] * t.batch_size, num_tokens=1)),
+    "another batch, guaranteed": lambda t: replace(t, tokens=t.tokens[:, :1].expand(-1, t.width).contiguous()),
+    "distribution of a lie": lying_distribution,
+    "distribution of a lie, without replacement": lambda t: lying_distribution(t, DrawKind.WITHOUT_REPLACEMENT),
+    "distribution of nonsense": lambda t: replace(t, distributions="uniform"),
+    "float depth": lambda t: replace(t, max_depth=float(t.max_depth)),
+    "depth that is a truth": lambda t: replace(t, max_depth=True),
+    "depth as a tensor": lambda t: replace(t, max_depth=torch.tensor(t.max_depth)),
+    "lists": lambda t: replace(t, tokens=t.tokens.tolist()),
+    "numpy": lambda t: replace(t, parents=t.parents.numpy()),
+    "nothing for a tensor": lambda t: replace(t, depths=None),
+    "floats": lambda t: replace(t, tokens=t.tokens.float()),
+    "sparse": lambda t: replace(t, tokens=t.tokens.to_sparse()),
+    "meta": lambda t: replace(t, parents=t.parents.to("meta")),
+    "a tensor of its own kind": lambda t: replace(t, tokens=t.tokens.as_subclass(Tensors)),
+    "wider than memory": lambda t: replace(t, tokens=torch.zeros(1, dtype=torch.int64).expand(t.batch_size, 10**12)),
+    "no dimension": lambda t: replace(t, tokens=torch.tensor(5)),
+    "no nodes": lambda t: replace(t, tokens=t.tokens[:, :0], parents=t.parents[:, :0], depths=t.depths[:, :0]),
+    "overlapping memory": lambda t: replace(t, depths=t.depths[:, :1].expand(-1, t.width)),
+    "scores of nonsense": lambda t: replace(t, scores="high", source=7),
     "a sly tree": lambda t: Sly(tokens=t.tokens, parents=t.parents, depths=t.depths, num_nodes=t.num_nodes,
                                 max_depth=t.max_depth),
     "None": lambda t: None,

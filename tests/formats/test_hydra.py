@@ -17,14 +17,14 @@ from tiny_heads import (
     random_head,
     round_trip,
     shapes_of,
-    surroundings,
+    target_info,
     target_weights,
     write_files,
 )
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.registry import read_head, write_head
-from foretoken.formats.surroundings import Surroundings, TargetWeights
+from foretoken.formats.target_info import TargetInfo, TargetWeights
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.prefix_layer import PrefixConfig
 
@@ -134,7 +134,7 @@ def test_published_names(tmp_path: Path) -> None:
     assert torch.equal(head.weights["first.1.residual.weight"], tensors["hydra_mlp.1.0.res_connection.weight"])
     assert torch.equal(head.weights["bias"][1, 0], tensors["hydra_mlp.1.1.linear.bias"])
     assert torch.equal(head.weights["lm_heads.1.bias"], tensors["hydra_lm_head.1.bias"])
-    write_head("hydra", head, tmp_path / "again", target=surroundings())
+    write_head("hydra", head, tmp_path / "again", target=target_info())
     assert shapes_of(tmp_path / "again" / "hydra_lm_head.pt") == PLAIN
     config = json.loads((tmp_path / "again" / "config.json").read_text())
     assert CONFIG.items() <= config.items()
@@ -232,11 +232,11 @@ def test_one_error_names_everything(tmp_path: Path) -> None:
 
 def test_shared_lm_head_is_copied_with_its_bias(tmp_path: Path) -> None:
     head = random_head(hydra(own_lm_head=False))
-    for around in (Surroundings(), surroundings(is_plain=False)):
+    for around in (TargetInfo(), target_info(is_plain=False)):
         with pytest.raises(ConfigError, match="share the target's LM head"):
             write_head("hydra", head, tmp_path / "no", target=around)
-    write_head("hydra", head, tmp_path / "plain", target=surroundings())
+    write_head("hydra", head, tmp_path / "plain", target=target_info())
     for ours, theirs in zip(logits(head), logits(read_head(tmp_path / "plain")[1]), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)  # one LM head is float32, the test's float64
-    write_head("hydra", head, tmp_path / "biased", target=surroundings(lm_head_bias=torch.ones(V)))
+    write_head("hydra", head, tmp_path / "biased", target=target_info(lm_head_bias=torch.ones(V)))
     assert torch.equal(read_head(tmp_path / "biased")[1].weights["lm_heads.1.bias"], torch.ones(V))

@@ -17,14 +17,14 @@ from tiny_heads import (
     random_head,
     round_trip,
     shapes_of,
-    surroundings,
+    target_info,
     target_weights,
     write_files,
 )
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.registry import read_head, write_head
-from foretoken.formats.surroundings import Surroundings
+from foretoken.formats.target_info import TargetInfo
 from foretoken.heads.medusa import MedusaConfig
 
 OFFICIAL = {
@@ -196,11 +196,11 @@ def test_numbers_of_absurd_size_are_refused(tmp_path: Path) -> None:
 
 def test_shared_lm_head_is_copied_only_from_the_target(tmp_path: Path) -> None:
     head = random_head(medusa(own_lm_head=False))
-    for around in (None, Surroundings(), surroundings(is_plain=False), surroundings(lm_head_bias=torch.ones(V))):
+    for around in (None, TargetInfo(), target_info(is_plain=False), target_info(lm_head_bias=torch.ones(V))):
         with pytest.raises(ConfigError, match="share the target's LM head"):
             write_head("medusa", head, tmp_path / "no", target=around)
     assert not (tmp_path / "no").exists()
-    write_head("medusa", head, tmp_path / "yes", target=surroundings())
+    write_head("medusa", head, tmp_path / "yes", target=target_info())
     back = read_head(tmp_path / "yes")[1]
     assert back.config == medusa()
     assert torch.equal(back.weights["lm_head"][2], target_weights().lm_head)

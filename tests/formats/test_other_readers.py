@@ -12,14 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from tiny_heads import E, V, logits, numbers, random_head, round_trip, surroundings, target_weights
+from tiny_heads import E, V, logits, numbers, random_head, round_trip, target_info, target_weights
 from torch import Tensor, nn
 
 from foretoken.core.errors import ConfigError
 from foretoken.formats.checkpoint import HeadCheckpoint
 from foretoken.formats.readers import Reader
 from foretoken.formats.registry import head_readers, known_formats, read_head, write_head
-from foretoken.formats.surroundings import Surroundings
+from foretoken.formats.target_info import TargetInfo
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
@@ -139,10 +139,10 @@ def test_medusa_v2_takes_no_blocks_that_differ_in_any_file(tmp_path: Path) -> No
             write_head("medusa_v2", head, tmp_path / "out", as_safetensors=as_safetensors)
 
 
-def target(scaling: dict[str, object] | None) -> Surroundings:
+def target(scaling: dict[str, object] | None) -> TargetInfo:
     """A target with a rotary scaling."""
     rope = {"rope_type": "default", "rope_theta": 1e6} if scaling is None else {"rope_theta": 1e6, **scaling}
-    return Surroundings(config=SimpleNamespace(rope_parameters=rope, max_position_embeddings=128))
+    return TargetInfo(config=SimpleNamespace(rope_parameters=rope, max_position_embeddings=128))
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_who_reads_hydra() -> None:
 def test_heads_without_blocks(tmp_path: Path, name: str, own_lm_head: bool, has_bias: bool) -> None:
     """Heads that are LM heads alone come back, a shared one too; formats that know none keep copies."""
     head = random_head(medusa(num_layers=0, own_lm_head=own_lm_head, has_bias=has_bias))
-    back = round_trip(name, head, tmp_path, target=surroundings())
+    back = round_trip(name, head, tmp_path, target=target_info())
     assert all(torch.allclose(a, b) for a, b in zip(logits(head), logits(back), strict=True))
     is_shared = not own_lm_head and name in ("native", "vllm_medusa")
     assert back.config == head.config.model_copy(update={"own_lm_head": not is_shared})

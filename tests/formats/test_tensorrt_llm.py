@@ -17,13 +17,13 @@ from tiny_heads import (
     random_head,
     round_trip,
     shapes_of,
-    surroundings,
+    target_info,
     write_files,
 )
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.registry import read_head, write_head
-from foretoken.formats.surroundings import Surroundings
+from foretoken.formats.target_info import TargetInfo
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.prefix_layer import PrefixConfig
@@ -127,7 +127,7 @@ def test_hydra_names(tmp_path: Path) -> None:
     )
     assert (name, head.config) == ("tensorrt_llm", hydra(num_heads=1, num_layers=3, prefix=prefix))
     assert torch.equal(head.weights["weight"][0, 1], tensors["hydra_heads.0.hydra_mlps.1.linear.weight"])
-    write_head("tensorrt_llm", head, tmp_path / "again", target=Surroundings(config=BASE))
+    write_head("tensorrt_llm", head, tmp_path / "again", target=TargetInfo(config=BASE))
     assert shapes_of(tmp_path / "again" / "rank0.safetensors") == HYDRA_NAMES
     stored = json.loads((tmp_path / "again" / "config.json").read_text())
     assert HYDRA_CONFIG.items() <= stored.items()
@@ -237,7 +237,7 @@ def test_shared_lm_head_needs_the_target(tmp_path: Path) -> None:
     for config in (medusa(own_lm_head=False), hydra(own_lm_head=False)):
         with pytest.raises(ConfigError, match="share the target's LM head"):
             write_head("tensorrt_llm", random_head(config), tmp_path / "no")
-        write_head("tensorrt_llm", random_head(config), tmp_path / config.method, target=surroundings(), tp_size=2)
+        write_head("tensorrt_llm", random_head(config), tmp_path / config.method, target=target_info(), tp_size=2)
         assert read_head(tmp_path / config.method)[1].config == config.model_copy(update={"own_lm_head": True})
 
 

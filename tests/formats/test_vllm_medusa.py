@@ -17,7 +17,7 @@ from tiny_heads import (
     random_head,
     round_trip,
     shapes_of,
-    surroundings,
+    target_info,
     target_weights,
     write_files,
 )
@@ -112,7 +112,7 @@ def test_shared_lm_head(tmp_path: Path, key: str, caplog: pytest.LogCaptureFixtu
     assert other.config == medusa(has_bias=False)
     assert all(torch.equal(part, tensors[key]) for part in other.weights["lm_head"])
     head = random_head(shared)
-    assert_same(head, round_trip("vllm_medusa", head, tmp_path / "out", target=surroundings()))
+    assert_same(head, round_trip("vllm_medusa", head, tmp_path / "out", target=target_info()))
     assert shapes_of(tmp_path / "out" / "one" / "model.safetensors") == BLOCKS | {"lm_head.weight": (V, E)}
     with pytest.raises(ConfigError, match="share the target's LM head"):
         write_head("vllm_medusa", head, tmp_path / "no")

@@ -16,9 +16,9 @@ from foretoken.core.errors import ModelError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.mapping import head_shapes
 from foretoken.formats.registry import read_head, write_head
-from foretoken.formats.surroundings import Surroundings, TargetWeights
+from foretoken.formats.target_info import TargetInfo, TargetWeights
 from foretoken.heads.base import HeadConfig
-from foretoken.target.parts import TargetParts
+from foretoken.hf.parts import TargetParts
 
 E, V = 8, 13
 
@@ -49,9 +49,9 @@ def target_weights(dtype: torch.dtype = torch.float32, **more: Any) -> TargetWei
     )
 
 
-def surroundings(**more: Any) -> Surroundings:
+def target_info(**more: Any) -> TargetInfo:
     """A target at hand."""
-    return Surroundings(load=lambda: target_weights(**more))
+    return TargetInfo(load=lambda: target_weights(**more))
 
 
 def logits(checkpoint: HeadCheckpoint) -> list[Tensor]:
@@ -85,7 +85,7 @@ def assert_same_logits(one: HeadCheckpoint, other: HeadCheckpoint) -> None:
 
 def round_trip(name: str, checkpoint: HeadCheckpoint, directory: Path, **options: Any) -> HeadCheckpoint:
     """Written, read, written again, read again: both readings are the same."""
-    around = options.get("target") or Surroundings()
+    around = options.get("target") or TargetInfo()
     write_head(name, checkpoint, directory / "one", **options)
     found, first = read_head(directory / "one", base_config=around.config, weights=around.load)
     assert found == name

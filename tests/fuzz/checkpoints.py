@@ -16,7 +16,7 @@ from tiny_models import tiny_model
 from foretoken import SamplingParams
 from foretoken.core.errors import ForetokenError
 from foretoken.formats.registry import known_formats, read_head, write_head
-from foretoken.formats.surroundings import Surroundings
+from foretoken.formats.target_info import TargetInfo
 from fuzz import engines, files
 from fuzz.worker import Case, check_refusal, limit_memory
 
@@ -26,11 +26,11 @@ _MEGABYTES = 4096
 
 
 @cache
-def around() -> Surroundings:
+def around() -> TargetInfo:
     """The target of the heads."""
     directory = Path(tempfile.mkdtemp(prefix="foretoken-fuzz-target-"))
     tiny_model("llama").save_pretrained(directory)
-    return Surroundings.of_directory(str(directory))
+    return TargetInfo.of_directory(str(directory))
 
 
 @cache

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from foretoken.core.errors import ConfigError, ForetokenError
-from foretoken.target.runner import Runner
+from foretoken.runner.runner import Runner
 from fuzz.command import described
 from fuzz.worker import Case, FindingError, Report, Settings, check_refusal, limit_memory, run_cases
 

@@ -35,14 +35,14 @@ class Fed:
     """A `PrefixFeatures` beside the whole texts that it is fed with."""
 
     def __init__(
-        self, layer: PrefixLayer, dtype: torch.dtype, num_slots: int = 3, context_len: int = 96, recorder: Any = None
+        self, layer: PrefixLayer, dtype: torch.dtype, num_slots: int = 3, context_len: int = 96, capture: Any = None
     ) -> None:
         facts = TargetFacts(
             name="target", vocab_size=4, context_len=context_len, num_slots=num_slots, device=torch.device("cpu"),
             dtype=dtype,
         )  # fmt: skip
-        self.layer, self.features = layer, PrefixFeatures(deepcopy(layer).to(dtype), facts, dtype, recorder=recorder)
-        assert (self.features._native is None) == (dtype == torch.float64 or recorder is not None)
+        self.layer, self.features = layer, PrefixFeatures(deepcopy(layer).to(dtype), facts, dtype, capture=capture)
+        assert (self.features._native is None) == (dtype == torch.float64 or capture is not None)
         self.same = SAME if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
         self.texts: list[Tensor] = [torch.empty(0)] * num_slots
         self.encoded: list[Tensor] = [torch.empty(0)] * num_slots

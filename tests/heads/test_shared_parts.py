@@ -10,10 +10,10 @@ from tiny_models import ARCHITECTURES, VOCAB_SIZE, tiny_model
 from torch import Tensor
 
 from foretoken.heads.medusa import MedusaConfig, MedusaHeads
-from foretoken.target.loading import LoadedModel, wrap_model
-from foretoken.target.parts import target_parts
-from foretoken.target.plain import run_plain
-from foretoken.target.taps import find_blocks
+from foretoken.hf.loading import LoadedModel, wrap_model
+from foretoken.hf.parts import target_parts
+from foretoken.hf.plain import run_plain
+from foretoken.hf.taps import find_blocks
 from foretoken.training.teacher import Teacher
 
 # Learned positions are added after the embedding, and Granite's factor is outside of its embedding module.

@@ -16,9 +16,9 @@ from foretoken.acceptance import triton_walk
 from foretoken.attention import triton_masked, triton_tables, triton_tree
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.passes import Pass
+from foretoken.decoder import triton_commit, triton_write
+from foretoken.decoder.lean import triton_block
 from foretoken.sampling import triton_choice
-from foretoken.target import triton_commit, triton_write
-from foretoken.target.lean import triton_block
 
 BF16 = torch.bfloat16
 POINTERS = {

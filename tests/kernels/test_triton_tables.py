@@ -17,7 +17,7 @@ from foretoken.attention.layout import AttentionLayout
 from foretoken.attention.tables import PassTables
 from foretoken.attention.triton_tables import pass_tables
 from foretoken.core.passes import Pass
-from foretoken.target.captured_pass import captured_pass, padded_inputs, shape_of
+from foretoken.decoder.captured_pass import captured_pass, padded_inputs, shape_of
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from kernel_device import DEVICE, OnDevice
 
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.passes import Pass
-from foretoken.target.slot_cache import LayerShape, SlotCache
+from foretoken.decoder.slot_cache import LayerShape, SlotCache
 
 PASS = Pass.of_chains([[0] * 3, [0] * 2], slots=[3, 1], prefix_lens=[5, 0], device=DEVICE)
 

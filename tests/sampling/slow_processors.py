@@ -50,7 +50,7 @@ def processed(logits: Sequence[float], now: Situation) -> list[float]:
 
 
 def probabilities(z: Sequence[float], params: SamplingParams) -> list[float]:
-    """The law after temperature, top-k, top-p and min-p."""
+    """The distribution after temperature, top-k, top-p and min-p."""
     if params.temperature == 0:
         best = max(range(len(z)), key=lambda token: (z[token], -token))
         return [float(token == best) for token in range(len(z))]
@@ -58,14 +58,16 @@ def probabilities(z: Sequence[float], params: SamplingParams) -> list[float]:
     if 0 < params.top_k < len(z):
         smallest = sorted(z, reverse=True)[params.top_k - 1]
         z = [value if value >= smallest else NEVER for value in z]
-    law = softmax(z)
+    distribution = softmax(z)
     mass = 0.0
-    for token in sorted(range(len(z)), key=lambda token: -law[token]):
+    for token in sorted(range(len(z)), key=lambda token: -distribution[token]):
         if mass >= params.top_p and mass > 0:
             z[token] = NEVER
-        mass += law[token]
-    law = softmax(z)
-    return softmax([v if p >= params.min_p * max(law) else NEVER for v, p in zip(z, law, strict=True)])
+        mass += distribution[token]
+    distribution = softmax(z)
+    return softmax(
+        [v if p >= params.min_p * max(distribution) else NEVER for v, p in zip(z, distribution, strict=True)]
+    )
 
 
 def softmax(z: Sequence[float]) -> list[float]:

@@ -1,4 +1,4 @@
-"""The law at a tree node is the law of the plain sequence that the node stands for, whatever the request asks."""
+"""The distribution at a tree node is that of the plain sequence that the node stands for, whatever the request asks."""
 
 from dataclasses import replace
 from itertools import accumulate
@@ -65,15 +65,19 @@ def test_every_node_is_the_plain_sequence(batch: list[Situation], seed: int, dat
     scores = scores_of(batch, rows, seed)
     for node in range(scores.tree.width):
         nodes = torch.tensor([min(node, len(row.tokens) - 1) for row in rows])
-        law, raw, best = scores.log_probs(nodes).exp(), scores.unwarped_log_probs(nodes).exp(), scores.argmax(nodes)
+        distribution, raw, best = (
+            scores.log_probs(nodes).exp(),
+            scores.unwarped_log_probs(nodes).exp(),
+            scores.argmax(nodes),
+        )
         for index, (now, row) in enumerate(zip(batch, rows, strict=True)):
             at = int(nodes[index])
             there = replace(now, output=[*now.output, *path_to(row, at)])
             z = processed(scores.logits[int(scores.starts[index]) + at].tolist(), there)
             expected = torch.tensor(probabilities(z, now.request.params))
             # The tolerances of test_processors.py.
-            assert torch.equal(law[index] > 1e-20, expected > 1e-20)
-            torch.testing.assert_close(law[index], expected, rtol=1e-4, atol=1e-6)
+            assert torch.equal(distribution[index] > 1e-20, expected > 1e-20)
+            torch.testing.assert_close(distribution[index], expected, rtol=1e-4, atol=1e-6)
             torch.testing.assert_close(raw[index], torch.tensor(softmax(z)), rtol=1e-4, atol=1e-6)
             # Equal but for rounding: the tensor code may add in float32 what Python adds in float64.
             assert z[int(best[index])] >= max(z) - 1e-4

@@ -103,11 +103,11 @@ def test_gumbel_columns_are_independent() -> None:
         assert chi_square_p_value((cells[:, left] * 30 + cells[:, right]).bincount(minlength=900)) > LEVEL
 
 
-def test_argmax_draws_from_the_law() -> None:
-    """A law with a rare token: argmax(log p + g) has its frequencies."""
-    law = torch.tensor([0.5, 0.3, 0.15, 0.049, 0.001], dtype=torch.float64)
-    drawn = (law.log() + KeyedNoise(RUNNING).gumbel(FIXED, Purpose.TARGET, 5)).argmax(1)
-    expected = law * MANY
+def test_argmax_draws_from_the_distribution() -> None:
+    """A distribution with a rare token: argmax(log p + g) has its frequencies."""
+    distribution = torch.tensor([0.5, 0.3, 0.15, 0.049, 0.001], dtype=torch.float64)
+    drawn = (distribution.log() + KeyedNoise(RUNNING).gumbel(FIXED, Purpose.TARGET, 5)).argmax(1)
+    expected = distribution * MANY
     statistic = ((drawn.bincount(minlength=5) - expected) ** 2 / expected).sum()
     assert torch.special.gammaincc(torch.tensor(2.0).double(), statistic / 2) > LEVEL
 

@@ -34,17 +34,17 @@ def test_mixed_batches_against_plain_python(batch: list[Situation], seed: int) -
     logits = random_logits(seed, len(batch), VOCAB)
     before = logits.clone()
     z = apply_processors(params.processors, logits, NodeView(history, NO_PATH))
-    law = warp(z, params)
-    law = torch.where(params.greedy.unsqueeze(1), one_hot_log_probs(z), law).exp()
+    distribution = warp(z, params)
+    distribution = torch.where(params.greedy.unsqueeze(1), one_hot_log_probs(z), distribution).exp()
     for row, now in enumerate(batch):
         expected = processed(logits[row].tolist(), now)
         # Sums of a few numbers up to 100 in float32.
         torch.testing.assert_close(z[row], torch.tensor(expected), rtol=1e-6, atol=2e-5)
-        expected_law = torch.tensor(probabilities(expected, now.request.params))
+        expected_distribution = torch.tensor(probabilities(expected, now.request.params))
         # A bias of -100 leaves 1e-44, which the two may round to 0 or not; all else is above 1e-20 or exactly 0.
-        assert torch.equal(law[row] > 1e-20, expected_law > 1e-20), "another support"
+        assert torch.equal(distribution[row] > 1e-20, expected_distribution > 1e-20), "another support"
         # The logits' 2e-5 pass through the exponential.
-        torch.testing.assert_close(law[row], expected_law, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(distribution[row], expected_distribution, rtol=1e-4, atol=1e-6)
     assert torch.equal(logits, before), "the target's logits were changed in place"
 
 
@@ -76,7 +76,7 @@ def log(*probs: float) -> list[float]:
         ({"min_p": 1.0}, [1, 0, 0, 0]),
         ({"min_p": 0.1}, [0.4, 0.1, 0.3, 0.2]),
         ({"temperature": 0.5}, [0.5333, 0.0333, 0.3, 0.1333]),
-        ({"temperature": 0.5, "min_p": 0.6}, [1, 0, 0, 0]),  # min-p reads the law at the temperature
+        ({"temperature": 0.5, "min_p": 0.6}, [1, 0, 0, 0]),  # min-p reads the distribution at the temperature
         ({"temperature": 0.5, "top_p": 0.6}, [0.64, 0, 0.36, 0]),  # and so does top-p
         ({"top_k": 2, "top_p": 0.5}, [1, 0, 0, 0]),  # 0.4 / 0.7 already reaches it
     ],
@@ -89,8 +89,8 @@ def test_unlimited_rows_keep_every_token_beside_limited_ones() -> None:
     """The mass before a rare token rounds to 1 in float32; a request without top-p keeps it all the same."""
     requests = [SamplingRequest(params=SamplingParams(top_p=top_p), seed=0) for top_p in (1.0, 0.5)]
     logits = torch.tensor([[0.0, -30.0, -40.0]]).expand(2, 3)
-    law = warp(logits, SamplingBatch.build(requests, 3))
-    assert law.isfinite().tolist() == [[True, True, True], [True, False, False]]
+    distribution = warp(logits, SamplingBatch.build(requests, 3))
+    assert distribution.isfinite().tolist() == [[True, True, True], [True, False, False]]
 
 
 def test_ties() -> None:

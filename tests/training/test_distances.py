@@ -17,7 +17,7 @@ def rows(seed: int, scale: float = 2.0) -> Tensor:
     return scale * torch.randn(M, V, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def laws() -> tuple[Tensor, Tensor]:
+def distributions() -> tuple[Tensor, Tensor]:
     """Distributions, one of which is certain and one of which lacks tokens, and their entropies."""
     probs = rows(2).softmax(1)
     probs[0] = torch.eye(V, dtype=torch.float64)[3]
@@ -33,7 +33,7 @@ def softmax(scores: list[float]) -> list[float]:
 
 
 def test_values() -> None:
-    logits, labels, (probs, entropy) = rows(1), torch.tensor([3, 0, 6, 6]), laws()
+    logits, labels, (probs, entropy) = rows(1), torch.tensor([3, 0, 6, 6]), distributions()
     tokens, kl, tv = token_loss(logits, labels), kl_loss(logits, probs, entropy), tv_loss(logits, probs)
     for m in range(M):
         q, p = softmax(logits[m].tolist()), probs[m].tolist()
@@ -67,7 +67,7 @@ def test_kl_is_from_the_target_to_the_head() -> None:
 
 @pytest.mark.parametrize("name", ["token", "kl", "tv"])
 def test_gradients(name: str) -> None:
-    labels, (probs, entropy) = torch.tensor([3, 0, 6, 6]), laws()
+    labels, (probs, entropy) = torch.tensor([3, 0, 6, 6]), distributions()
     losses = {
         "token": lambda logits: token_loss(logits, labels),
         "kl": lambda logits: kl_loss(logits, probs, entropy),
@@ -77,7 +77,7 @@ def test_gradients(name: str) -> None:
 
 
 def test_gradient_of_kl_is_that_of_the_written_out_sum() -> None:
-    probs, entropy = laws()
+    probs, entropy = distributions()
     weights = torch.tensor([1.0, -2.0, 0.5, 3.0]).double()  # rows count differently, as heads do
     ours, naive = rows(1).requires_grad_(), rows(1).requires_grad_()
     (kl_loss(ours, probs, entropy) * weights).sum().backward()

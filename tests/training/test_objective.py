@@ -14,7 +14,7 @@ from foretoken.heads.base import Head, HeadConfig, build_head
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
-from foretoken.target.parts import TargetParts
+from foretoken.hf.parts import TargetParts
 from foretoken.training.objectives import base
 from foretoken.training.objectives.base import Examples, HeadSums, Objective, accumulate, label_counts
 

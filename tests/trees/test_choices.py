@@ -175,7 +175,7 @@ def test_shape_lattice(has_pairs: bool, shape: TreeShape) -> None:
     source = lattice(2, 4, 4, has_pairs=has_pairs)
     tree = shape_lattice(source, shape, torch.tensor([70, 71]))
     tree.validate()
-    assert tree.law is None
+    assert tree.distributions is None
     for row in range(2):
         assert tree.tokens[row, 0] == 70 + row
         assert tree.scores is not None

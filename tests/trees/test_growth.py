@@ -14,44 +14,46 @@ from foretoken.trees.choices import TreeShape
 from foretoken.trees.growth import TreeGrowth
 
 VOCAB, POSITION = 4, 9
-LAW = torch.tensor([0.4, 0.3, 0.2, 0.1])
+DISTRIBUTION = torch.tensor([0.4, 0.3, 0.2, 0.1])
 GAPS = TreeShape.from_choices([[0], [2], [0, 1]])  # no rank 1 after the root, no rank 0 below it
 
 
 def grow(shape: TreeShape, many: int, temperature: float, *, is_coupled: bool) -> tuple[TokenTree, SamplingBatch]:
-    """Trees whose draft distribution is LAW everywhere, one seed a row."""
+    """Trees whose draft distribution is DISTRIBUTION everywhere, one seed a row."""
     params = SamplingParams(temperature=temperature)
     batch = SamplingBatch.build([SamplingRequest(params=params, seed=seed) for seed in range(many)], VOCAB)
     positions = torch.full((many,), POSITION)
     growth = TreeGrowth(shape, torch.full((many,), 7), DraftDraws.build(batch, [is_coupled] * many, positions))
     for depth in range(shape.depth):
-        growth.expand(growth.parents_at(depth), LAW.log().expand(many, len(growth.parents_at(depth)), VOCAB))
+        growth.expand(growth.parents_at(depth), DISTRIBUTION.log().expand(many, len(growth.parents_at(depth)), VOCAB))
     return growth.finish(range(many), [shape.depth] * many, [7] * many), batch
 
 
-def assert_is_law(counts: Tensor, law: Tensor) -> None:
+def assert_is_distribution(counts: Tensor, distribution: Tensor) -> None:
     """Chi-square at level 1e-6, for fixed seeds."""
-    expected = law.double() * counts.sum()
+    expected = distribution.double() * counts.sum()
     statistic = ((counts - expected) ** 2 / expected).sum()
-    degrees = torch.tensor((len(law) - 1) / 2, dtype=torch.float64)
+    degrees = torch.tensor((len(distribution) - 1) / 2, dtype=torch.float64)
     assert torch.special.gammaincc(degrees, statistic / 2) > 1e-6
 
 
 @pytest.mark.parametrize("shape", [TreeShape.cartesian((2, 1)), GAPS], ids=["dense", "gaps"])
-def test_sampled_children_have_the_law_they_are_said_to_have(shape: TreeShape) -> None:
-    """The first from LAW, the second from LAW without it, an only child from LAW, whatever their ranks."""
+def test_sampled_children_have_the_distribution_they_are_said_to_have(shape: TreeShape) -> None:
+    """The first from DISTRIBUTION, the second from it without the first, an only child from it, whatever the ranks."""
     tree, _ = grow(shape, 20_000, 1.0, is_coupled=False)
     tree.validate()
-    assert tree.law is not None
+    assert tree.distributions is not None
     first, second, below = tree.tokens[:, 1], tree.tokens[:, 2], tree.tokens[:, 3]
-    assert (tree.law.kinds[:, 1:3] == DrawKind.WITHOUT_REPLACEMENT).all()
-    assert (tree.law.kinds[:, 3] == DrawKind.INDEPENDENT).all()
-    torch.testing.assert_close(tree.law.rows[0], LAW.expand_as(tree.law.rows[0]))
-    ordered = LAW[:, None] * LAW / (1 - LAW[:, None])
+    assert (tree.distributions.kinds[:, 1:3] == DrawKind.WITHOUT_REPLACEMENT).all()
+    assert (tree.distributions.kinds[:, 3] == DrawKind.INDEPENDENT).all()
+    torch.testing.assert_close(tree.distributions.rows[0], DISTRIBUTION.expand_as(tree.distributions.rows[0]))
+    ordered = DISTRIBUTION[:, None] * DISTRIBUTION / (1 - DISTRIBUTION[:, None])
     is_pair = ~torch.eye(VOCAB, dtype=torch.bool)
-    assert_is_law((first * VOCAB + second).bincount(minlength=16)[is_pair.flatten()], ordered[is_pair])
-    assert_is_law(below.bincount(minlength=VOCAB), LAW)
-    assert_is_law((first * VOCAB + below).bincount(minlength=16), (LAW[:, None] * LAW).flatten())
+    assert_is_distribution((first * VOCAB + second).bincount(minlength=16)[is_pair.flatten()], ordered[is_pair])
+    assert_is_distribution(below.bincount(minlength=VOCAB), DISTRIBUTION)
+    assert_is_distribution(
+        (first * VOCAB + below).bincount(minlength=16), (DISTRIBUTION[:, None] * DISTRIBUTION).flatten()
+    )
 
 
 def test_coupled_children_are_the_targets_best_guesses() -> None:
@@ -59,15 +61,15 @@ def test_coupled_children_are_the_targets_best_guesses() -> None:
     tree, batch = grow(GAPS, 200, 1.0, is_coupled=True)
     for node, depth, rank in ((1, 0, 0), (2, 0, 2), (3, 1, 1)):
         positions = torch.full((200,), POSITION + depth + 1)
-        keys = LAW.log() + batch.noise.gumbel(positions, Purpose.TARGET, VOCAB)
+        keys = DISTRIBUTION.log() + batch.noise.gumbel(positions, Purpose.TARGET, VOCAB)
         assert torch.equal(tree.tokens[:, node], keys.argsort(dim=1, descending=True)[:, rank])
-    assert tree.law is None
+    assert tree.distributions is None
 
 
 def test_greedy_children_are_the_most_probable() -> None:
     tree, _ = grow(GAPS, 2, 0.0, is_coupled=False)
     assert tree.tokens.tolist() == [[7, 0, 2, 1]] * 2
-    assert tree.law is None
+    assert tree.distributions is None
 
 
 def test_tokens_past_the_support_are_not_said_to_be_drawn() -> None:
@@ -76,11 +78,11 @@ def test_tokens_past_the_support_are_not_said_to_be_drawn() -> None:
     growth = TreeGrowth(
         TreeShape.cartesian((3,)), torch.tensor([7]), DraftDraws.build(batch, [False], torch.tensor([3]))
     )
-    growth.expand([0], LAW.log().view(1, 1, VOCAB))
+    growth.expand([0], DISTRIBUTION.log().view(1, 1, VOCAB))
     tree = growth.finish([0], [1], [7])
     tree.validate()
-    assert tree.law is not None
-    assert tree.law.kinds[0].tolist() == [0, 2, 0, 0]
+    assert tree.distributions is not None
+    assert tree.distributions.kinds[0].tolist() == [0, 2, 0, 0]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -89,28 +91,28 @@ def test_logits_that_are_no_numbers_draw_nothing(value: float) -> None:
     batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(), seed=1)], VOCAB)
     draws = DraftDraws.build(batch, [False], torch.tensor([3]))
     growth = TreeGrowth(TreeShape.cartesian((2, 2)), torch.tensor([7]), draws)
-    growth.expand([0], LAW.log().view(1, 1, VOCAB))
-    logits = LAW.log().repeat(1, 2, 1)
+    growth.expand([0], DISTRIBUTION.log().view(1, 1, VOCAB))
+    logits = DISTRIBUTION.log().repeat(1, 2, 1)
     logits[0, 1, 2] = value
     growth.expand([1, 2], logits)
     tree = growth.finish([0], [2], [7])
-    assert tree.law is not None
-    assert tree.law.kinds[0].tolist() == [0, 2, 2, 2, 2, 0, 0]
-    assert tree.law.row_of[0].tolist() == [-1, 0, 0, 1, 1, -1, -1]
+    assert tree.distributions is not None
+    assert tree.distributions.kinds[0].tolist() == [0, 2, 2, 2, 2, 0, 0]
+    assert tree.distributions.row_of[0].tolist() == [-1, 0, 0, 1, 1, -1, -1]
     assert ((tree.tokens >= 0) & (tree.tokens < 8)).all()
 
 
 def test_probabilities_that_underflow_are_not_said_to_be_drawn() -> None:
-    """After a token with all of the probability that float32 can tell, a second one has none in the stated law."""
+    """After a token with all of the probability that float32 can tell, a second one has none."""
     batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(temperature=0.1), seed=1)], VOCAB)
     draws = DraftDraws.build(batch, [False], torch.tensor([3]))
     growth = TreeGrowth(TreeShape.cartesian((2,)), torch.tensor([7]), draws)
     growth.expand([0], torch.tensor([0.0, 30.0, 0.0, 0.0]).view(1, 1, VOCAB))
     tree = growth.finish([0], [1], [7])
     tree.validate()
-    assert tree.law is not None
+    assert tree.distributions is not None
     assert tree.tokens[0, 1] == 1
-    assert tree.law.kinds[0].tolist() == [0, 2, 0]
+    assert tree.distributions.kinds[0].tolist() == [0, 2, 0]
 
 
 def test_sequences_without_room_keep_their_root() -> None:
@@ -118,14 +120,14 @@ def test_sequences_without_room_keep_their_root() -> None:
     shape = TreeShape.chain(2)
     growth = TreeGrowth(shape, torch.tensor([7, 8]), DraftDraws.build(batch, [False] * 2, torch.tensor([3, 4])))
     for node in range(3):
-        growth.expand([node], LAW.log().expand(2, 1, VOCAB))
+        growth.expand([node], DISTRIBUTION.log().expand(2, 1, VOCAB))
     tree = growth.finish([0, 2], [2, 0, 1], [7, 9, 8])
     tree.validate()
     assert tree.num_nodes.tolist() == [3, 1, 2]
     assert tree.tokens[:, 0].tolist() == [7, 9, 8]
     assert tree.parents.tolist() == [[-1, 0, 1], [-1, -1, -1], [-1, 0, -1]]
-    assert tree.law is not None
-    assert tree.law.row_of.tolist() == [[-1, 0, 1], [-1, -1, -1], [-1, 0, -1]]
+    assert tree.distributions is not None
+    assert tree.distributions.row_of.tolist() == [[-1, 0, 1], [-1, -1, -1], [-1, 0, -1]]
 
 
 # Requests side by side: sampled, truncated in every way, coupled with and without truncation, greedy.
@@ -170,7 +172,7 @@ def obvious(
     scores, row_of = torch.zeros(count, size), torch.full((count, size), -1)
     families = [[c for c, parent in enumerate(shape.parents) if parent == node] for node in range(size)]
     inner = [node for node in range(size) if families[node]]
-    laws = torch.zeros(count, len(inner), WIDE)
+    distributions = torch.zeros(count, len(inner), WIDE)
     for row, (params, is_coupled) in enumerate(requests):
         only = batch.select(torch.tensor([row]))
         for index, node in enumerate(inner):
@@ -183,7 +185,7 @@ def obvious(
             elif not params.is_greedy:
                 keys = keys + only.noise.gumbel(root + shape.depths[node] + 1, Purpose.TARGET, WIDE)[0]
             order = keys.argsort(descending=True)
-            laws[row, index] = log_q[0].exp()
+            distributions[row, index] = log_q[0].exp()
             for place, child in enumerate(families[node]):
                 token = order[place if is_sampled else shape.ranks[child]]
                 has_support = bool(keys[token] > float("-inf"))
@@ -193,22 +195,22 @@ def obvious(
                     is_only = len(families[node]) == 1
                     kinds[row, child] = DrawKind.INDEPENDENT if is_only else DrawKind.WITHOUT_REPLACEMENT
                     row_of[row, child] = index
-    has_law = any(not params.is_greedy and not is_coupled for params, is_coupled in requests)
-    return tokens, scores, kinds, row_of, laws if has_law else None
+    has_distribution = any(not params.is_greedy and not is_coupled for params, is_coupled in requests)
+    return tokens, scores, kinds, row_of, distributions if has_distribution else None
 
 
 def assert_is_obvious(tree: TokenTree, expected: tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]) -> None:
     """Equal bit for bit."""
     tree.validate()
-    tokens, scores, kinds, row_of, laws = expected
+    tokens, scores, kinds, row_of, distributions = expected
     assert tree.scores is not None
     assert torch.equal(torch.where(tokens < 0, -1, tree.tokens), tokens)
     assert torch.equal(tree.scores, scores)
-    assert (tree.law is None) == (laws is None)
-    if tree.law is not None and laws is not None:
-        assert torch.equal(tree.law.kinds, kinds)
-        assert torch.equal(tree.law.row_of, row_of)
-        assert torch.equal(tree.law.rows, laws)
+    assert (tree.distributions is None) == (distributions is None)
+    if tree.distributions is not None and distributions is not None:
+        assert torch.equal(tree.distributions.kinds, kinds)
+        assert torch.equal(tree.distributions.row_of, row_of)
+        assert torch.equal(tree.distributions.rows, distributions)
 
 
 @pytest.mark.parametrize("how", ["parents", "levels", "nodes"])
@@ -231,7 +233,7 @@ def test_a_level_at_once_is_its_nodes_one_by_one(kind: str, shape: str, how: str
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_one_row_of_logits_serves_a_level(kind: str, shape: str) -> None:
-    """The tree is that of the same logits after each node; the law of a level is stated once."""
+    """The tree is that of the same logits after each node; the distribution of a level is stated once."""
     filled, requests = SHAPES[shape], REQUESTS[kind]
     by_depth = 3 * torch.randn(3, filled.depth, WIDE, generator=torch.Generator().manual_seed(6))
     batch = SamplingBatch.build([SamplingRequest(params=p, seed=p.seed or 0) for p, _ in requests], WIDE)
@@ -241,13 +243,15 @@ def test_one_row_of_logits_serves_a_level(kind: str, shape: str) -> None:
         growth.expand(growth.level(depth), by_depth[:, depth : depth + 1])
     tree = growth.finish(range(3), [9] * 3, [7] * 3)
     everywhere = by_depth[:, [min(depth, filled.depth - 1) for depth in filled.depths]]
-    tokens, scores, kinds, row_of, laws = obvious(filled, requests, everywhere)
-    if laws is not None:
+    tokens, scores, kinds, row_of, distributions = obvious(filled, requests, everywhere)
+    if distributions is not None:
         inner = sorted(set(filled.parents) - {-1})
         depth_of = torch.tensor([filled.depths[node] for node in inner])
-        laws = torch.stack([laws[:, (depth_of == depth).nonzero()[0, 0]] for depth in range(filled.depth)], dim=1)
+        distributions = torch.stack(
+            [distributions[:, (depth_of == depth).nonzero()[0, 0]] for depth in range(filled.depth)], dim=1
+        )
         row_of = torch.where(row_of < 0, -1, depth_of[row_of.clamp_min(0)])
-    assert_is_obvious(tree, (tokens, scores, kinds, row_of, laws))
+    assert_is_obvious(tree, (tokens, scores, kinds, row_of, distributions))
 
 
 def test_children_past_the_support_in_a_level() -> None:
@@ -256,14 +260,14 @@ def test_children_past_the_support_in_a_level() -> None:
     growth = TreeGrowth(
         TreeShape.cartesian((2, 3)), torch.tensor([7]), DraftDraws.build(batch, [False], torch.tensor([3]))
     )
-    growth.expand([0], LAW.log().view(1, 1, VOCAB))
+    growth.expand([0], DISTRIBUTION.log().view(1, 1, VOCAB))
     narrow = torch.tensor([0.0, 0.5, 0.5, 0.0]).log()
-    growth.expand([1, 2], torch.stack([LAW.log(), narrow]).unsqueeze(0))
+    growth.expand([1, 2], torch.stack([DISTRIBUTION.log(), narrow]).unsqueeze(0))
     tree = growth.finish([0], [2], [7])
     tree.validate()
-    assert tree.law is not None
-    assert tree.law.kinds[0, 3:].tolist() == [2, 2, 2, 2, 2, 0]
-    assert tree.law.row_of[0, 3:].tolist() == [1, 1, 1, 2, 2, -1]
+    assert tree.distributions is not None
+    assert tree.distributions.kinds[0, 3:].tolist() == [2, 2, 2, 2, 2, 0]
+    assert tree.distributions.row_of[0, 3:].tolist() == [1, 1, 1, 2, 2, -1]
     assert sorted(tree.tokens[0, 6:8].tolist()) == [1, 2]
     assert len(set(tree.tokens[0, 6:].tolist())) == 3
 
@@ -281,9 +285,9 @@ def test_nodes_without_children_cost_nothing(monkeypatch: pytest.MonkeyPatch) ->
         return keys(self, logits, nodes, depth)
 
     monkeypatch.setattr(DraftDraws, "keys", looking)
-    growth.expand([0], LAW.log().view(1, 1, VOCAB))
-    growth.expand(growth.level(1), LAW.log().expand(1, 3, VOCAB))
-    growth.expand(growth.level(2), LAW.log().expand(1, 1, VOCAB))
+    growth.expand([0], DISTRIBUTION.log().view(1, 1, VOCAB))
+    growth.expand(growth.level(1), DISTRIBUTION.log().expand(1, 3, VOCAB))
+    growth.expand(growth.level(2), DISTRIBUTION.log().expand(1, 1, VOCAB))
     assert seen == [(1, 1, VOCAB, 0, 0), (1, 1, VOCAB, 2, 1)]
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.core.errors import TreeError
-from foretoken.core.token_tree import DraftLaw, TokenTree, TreeRow
+from foretoken.core.token_tree import DraftDistributions, TokenTree, TreeRow
 from foretoken.trees.merge import Trie, merge_trees
 
 
@@ -34,7 +34,7 @@ def test_union_and_provenance(batch: list[list[TreeRow]]) -> None:
     trees = [TokenTree.from_rows([drafts[i] for drafts in batch]) for i in range(count)]
     merged = merge_trees(trees)
     merged.validate()
-    assert merged.law is None
+    assert merged.distributions is None
     assert merged.source is not None
     for index, row in enumerate(merged.rows()):
         found = paths(row)
@@ -89,9 +89,11 @@ def test_roots_must_agree() -> None:
 
 def test_sampled_trees_cannot_be_merged() -> None:
     tree = TokenTree.roots([4])
-    law = DraftLaw(kinds=torch.zeros(1, 1), rows=torch.ones(1, 1, 1), row_of=torch.zeros(1, 1), max_siblings=1)
+    distribution = DraftDistributions(
+        kinds=torch.zeros(1, 1), rows=torch.ones(1, 1, 1), row_of=torch.zeros(1, 1), max_siblings=1
+    )
     with pytest.raises(TreeError, match=r"cannot be merged without bias\. Mark its nodes one-hot first"):
-        merge_trees([tree, replace(tree, law=law)])
+        merge_trees([tree, replace(tree, distributions=distribution)])
 
 
 def test_trie() -> None:

@@ -15,8 +15,8 @@ from foretoken.core.token_tree import TokenTree, TreeRow
 
 if TYPE_CHECKING:
     from foretoken.core.records import StepRecord
+    from foretoken.core.taps import Tap
     from foretoken.drafters.base import Committed, DraftContext, TargetFacts
-    from foretoken.target.taps import Tap
 
 
 class WideDrafter:

@@ -17,7 +17,7 @@ import re
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ConfigError
-from foretoken.target.model_files import one_line
+from foretoken.hf.model_files import one_line
 from foretoken.training.data.document import Document
 
 if TYPE_CHECKING:

@@ -15,17 +15,17 @@ from torch import Tensor
 from foretoken.core.errors import ModelError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
-from foretoken.target.parts import target_parts
-from foretoken.target.plain import run_plain
-from foretoken.target.runner import Runner
+from foretoken.hf.parts import target_parts
+from foretoken.hf.plain import run_plain
+from foretoken.runner.runner import Runner
 from foretoken.training.teacher import Teacher
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from foretoken.heads.base import Head, HeadConfig
-    from foretoken.target.loading import LoadedModel
-    from foretoken.target.parts import TargetParts
+    from foretoken.hf.loading import LoadedModel
+    from foretoken.hf.parts import TargetParts
 
 Verdict = Literal["ok", "warning", "fault", "skipped"]
 _LARGEST = 1e4

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.records import StepRecord
     from foretoken.core.results import RequestOutput
-    from foretoken.target.loading import LoadedModel
+    from foretoken.hf.loading import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,8 @@ import torch
 from foretoken.core.errors import ForetokenError
 from foretoken.formats.checkpoint import TargetFingerprint
 from foretoken.formats.registry import read_head
-from foretoken.formats.surroundings import TargetWeights
-from foretoken.target.parts import target_parts
+from foretoken.formats.target_info import TargetWeights
+from foretoken.hf.parts import target_parts
 from foretoken.training.config import head_config
 from foretoken.training.doctor.checks import (
     Check,
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from foretoken.formats.checkpoint import HeadCheckpoint
-    from foretoken.target.loading import LoadedModel
+    from foretoken.hf.loading import LoadedModel
     from foretoken.training.trainer import Batches
 
 _OF_THE_HEAD = ("head trained", "head values", "feature", "labels", "knowledge", "depth", "drafting")

@@ -18,15 +18,15 @@ from torch import Tensor
 from foretoken.core.errors import ModelError, RequestError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.engine.llm import LLM
-from foretoken.target.taps import find_blocks, find_final_norm
+from foretoken.hf.taps import find_blocks, find_final_norm
 from foretoken.training.teacher import Teacher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from foretoken.heads.base import Head
-    from foretoken.target.loading import LoadedModel
-    from foretoken.target.parts import TargetParts
+    from foretoken.hf.loading import LoadedModel
+    from foretoken.hf.parts import TargetParts
 
 SHIFTS = (0, -1, 1, 2)  # tokens later than head i's own label; the first is where it belongs
 AT_ONCE = 8  # sequences decoded together

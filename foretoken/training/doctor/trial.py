@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import ModelError
-from foretoken.target.parts import target_parts
+from foretoken.hf.parts import target_parts
 from foretoken.training.config import objective_config, train_config
 from foretoken.training.doctor.checks import Check, fresh_head, skipped
 from foretoken.training.doctor.readings import IN_PLACE, Texts, predictions, read_features, target_choices
@@ -20,8 +20,8 @@ from foretoken.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from foretoken.heads.base import HeadConfig
-    from foretoken.target.loading import LoadedModel
-    from foretoken.target.parts import TargetParts
+    from foretoken.hf.loading import LoadedModel
+    from foretoken.hf.parts import TargetParts
     from foretoken.training.trainer import Batches
 
 _STEPS, _WINDOWS, _LENGTH = 100, 2, 16

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from foretoken.heads.base import Head
-    from foretoken.target.parts import TargetParts
+    from foretoken.hf.parts import TargetParts
 
 _PORTION_VALUES = 1 << 24  # logits of one portion
 
@@ -156,21 +156,21 @@ def _one_head(  # noqa: PLR0913, PLR0917 - one step of the loop above
         sequence, position = rows.unbind(1)
         hidden = leaf[sequence, position]
         logits = head.logits(index, hidden, parts).float()
-        law = taught(sequence, position + index + 1)
+        teacher = taught(sequence, position + index + 1)
         loss = torch.zeros(len(rows), device=leaf.device)
         if objective.ce_weight:
             loss = loss + objective.ce_weight * token_loss(logits, examples.tokens[sequence, position + index + 2])
         if objective.kl_weight:
-            loss = loss + objective.kl_weight * kl_loss(logits, law.probs, law.entropy)
+            loss = loss + objective.kl_weight * kl_loss(logits, teacher.probs, teacher.entropy)
         if objective.tv_weight:
-            loss = loss + objective.tv_weight * tv_loss(logits, law.probs)
+            loss = loss + objective.tv_weight * tv_loss(logits, teacher.probs)
         if objective.feature_weight:
             aim = examples.features[sequence, position + index + 1].detach()
             loss = loss + objective.feature_weight * smooth_l1_loss(hidden, aim, reduction="none").mean(1)
         if loss.requires_grad:
             (loss.sum() * scale).backward()
         total += loss.detach().double().sum()
-        matches += (logits.detach().argmax(1) == law.best).sum()
+        matches += (logits.detach().argmax(1) == teacher.best).sum()
     return total, matches, torch.tensor(len(where), dtype=torch.float64, device=leaf.device)
 
 

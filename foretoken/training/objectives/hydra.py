@@ -9,11 +9,11 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from foretoken.heads.hydra import HydraConfig
-from foretoken.target.rotary import STATIC_KINDS, target_scaling
+from foretoken.hf.rotary import STATIC_KINDS, target_scaling
 from foretoken.training.objectives.base import Objective
 
 if TYPE_CHECKING:
-    from foretoken.target.loading import LoadedModel
+    from foretoken.hf.loading import LoadedModel
 
 
 class HydraObjective(Objective):

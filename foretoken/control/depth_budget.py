@@ -1,0 +1,168 @@
+"""How deep a draft pays: expected tokens per second from measured costs and measured acceptance.
+
+With c(T) the seconds of a target pass over T tokens, d(K) those of drafting K levels, h(n) those of the host for n
+tokens, w(K) the nodes of a draft of depth K, q the probability that the drafter has anything to say and A_k the
+probability that at least k of its tokens survive, asking for a draft of depth K earns n = 1 + A_1 + … + A_K tokens in
+c(w(K)) + d(K) + h(n) seconds with probability q, and else one token in c(1) + d(0) + h(1).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from foretoken.core.records import Declined
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.control.costs import CostCurve
+    from foretoken.core.records import StepRecord
+
+_HALF_LIFE = 40.0  # drafts after which an observation counts half
+_DRAFTS_KEPT = 9
+_FIRST_PROBE, _LAST_PROBE = 32, 512  # iterations after which a draft is tried although none seems to pay
+_REFRESH_EVERY = 8  # iterations for which costs are taken from the table
+_FADE = 0.5 ** (1.0 / _HALF_LIFE)
+
+
+class DepthBudget:
+    """Chooses the depth of the next draft from what recent drafts brought."""
+
+    def __init__(self, cost: CostCurve, nodes_by_depth: Sequence[int]) -> None:
+        """A budget that knows nothing of the drafter yet.
+
+        Args:
+            cost: Seconds of a pass.
+            nodes_by_depth: Nodes, root included, of a draft that is 0, 1, 2, … deep; 1, 2, 3, … for a chain.
+        """
+        max_depth = len(nodes_by_depth) - 1
+        self._cost, self._max_depth = cost, max_depth
+        self._nodes = np.array(nodes_by_depth)
+        self._depths = np.arange(1, max_depth + 1)
+        self._reached = np.zeros(max_depth)  # drafts whose first d tokens were tested or accepted, fading
+        self._accepted = np.zeros(max_depth)  # of these, the ones that accepted token d
+        self._asked = self._answered = 1.0  # sequences that were to be drafted for, and those that were, fading
+        self._levels: deque[float] = deque(maxlen=_DRAFTS_KEPT)  # seconds a level of recent drafts
+        self._misses: deque[float] = deque(maxlen=_DRAFTS_KEPT)  # seconds of recent calls that brought nothing
+        self._host = FadingLine()  # seconds of accepting and committing by tokens emitted
+        self._is_asking = False
+        self._idle, self._next_probe = 0, _FIRST_PROBE
+        self._table: tuple[int, np.ndarray] | None = None  # batch size, seconds of passes by depth
+        self._age = 0
+        self._reason: Declined | None = None  # of the last decision against drafting
+
+    @property
+    def declined(self) -> Declined | None:
+        """Why the last call of `depth` chose not to draft; None where it chose a draft, be it to learn from."""
+        return None if self._is_asking else self._reason
+
+    def depth(self, batch_size: int) -> int:
+        """Depth that earns the most tokens per second for a batch; 0 where plain decoding does.
+
+        Args:
+            batch_size: Sequences in the pass.
+        """
+        best = self._paying_depth(batch_size) if self._is_due(batch_size) else 0
+        self._is_asking = best > 0
+        if self._is_asking:
+            self._idle, self._next_probe = 0, _FIRST_PROBE
+            return best
+        self._idle += 1
+        if self._idle > self._next_probe + 1:  # in vain: what does not pay is tried less and less often
+            self._idle, self._next_probe = 1, min(2 * self._next_probe, _LAST_PROBE)
+        # Two in a row: the first catches up with what it missed, the second shows what a draft costs.
+        self._is_asking = self._idle >= self._next_probe
+        return int(self._is_asking)
+
+    def _is_due(self, batch_size: int) -> bool:
+        """Whether to decide anew: while nothing is drafted, an iteration teaches nothing that would change much."""
+        is_idle = self._idle > 1 and not self._is_asking
+        return not is_idle or self._idle % _REFRESH_EVERY == 0 or self._table is None or self._table[0] != batch_size
+
+    def _paying_depth(self, batch_size: int) -> int:
+        """The depth that earns most; 0 where plain decoding does."""
+        # The fastest: a draft that also reads a prompt, or all that passed while nothing was drafted, takes many times
+        # as long and says nothing of the next one.
+        miss = min(self._misses, default=0.0)
+        drafts = np.maximum(self._depths * min(self._levels, default=0.0), miss)
+        passes = self._pass_seconds(batch_size)
+        plain = passes[0] + self._host(batch_size)
+        hit = self._answered / self._asked
+        tokens = 1.0 + self._conditional().cumprod().cumsum()
+        seconds = hit * (passes[1:] + drafts + self._host(batch_size * tokens)) + (1 - hit) * (plain + miss)
+        rates = (hit * tokens + 1 - hit) / seconds
+        best = int(rates.argmax())
+        if rates[best] > 1.0 / plain:
+            return best + 1
+        self._reason = Declined(
+            width=batch_size * int(self._nodes[best + 1]),
+            pass_cost=float(passes[best + 1] / passes[0]),
+            draft_cost=float(drafts[best] / passes[0]),
+            acceptance=float(self._conditional()[0]) if self._reached[0] else None,
+            hit_rate=float(hit),
+        )
+        return 0
+
+    def learn(self, record: StepRecord) -> None:
+        """Counts an iteration's drafts and their cost."""
+        if not record.num_prompt_tokens:  # else the pass took longer than its trees do
+            self._cost.learn(record.num_tokens, record.seconds.verify)
+        emitted = sum(step.num_emitted for step in record.sequences)
+        self._host.learn(emitted, record.seconds.accept + record.seconds.commit)
+        deepest = max((step.tree_depth for step in record.sequences), default=0)
+        if deepest:
+            self._levels.append(record.seconds.draft / deepest)
+        elif self._is_asking:
+            self._misses.append(record.seconds.draft)
+        for step in record.sequences:
+            if self._is_asking:
+                self._asked = self._asked * _FADE + 1
+                self._answered = self._answered * _FADE + (step.tree_depth > 0)
+            if step.tree_depth == 0:
+                continue
+            tested = min(step.num_accepted + 1, step.tree_depth, self._max_depth)
+            self._reached = self._reached * _FADE + (self._depths <= tested)
+            self._accepted = self._accepted * _FADE + (self._depths <= step.num_accepted)
+
+    def _pass_seconds(self, batch_size: int) -> np.ndarray:
+        """Seconds of passes at depths 0, 1, …; read off the curve anew now and then, as it hardly moves."""
+        if self._table is None or self._table[0] != batch_size or self._age >= _REFRESH_EVERY:
+            widths = batch_size * self._nodes
+            self._table, self._age = (batch_size, self._cost.seconds(widths)), 0
+        self._age += 1
+        return self._table[1]
+
+    def _conditional(self) -> np.ndarray:
+        """P(token survives | the ones before did) by depth, drawn towards the pooled rate where little is known."""
+        pooled = (self._accepted.sum() + 1.5) / (self._reached.sum() + 2.5)
+        result: np.ndarray = (self._accepted + 4 * pooled) / (self._reached + 4)
+        return result
+
+
+class FadingLine:
+    """A rising line through observations, the older ones counting less: least squares."""
+
+    def __init__(self) -> None:
+        self._count = self._x = self._y = self._xx = self._xy = 0.0
+
+    def learn(self, x: float, y: float) -> None:
+        """Adds an observation."""
+        self._count = self._count * _FADE + 1
+        self._x = self._x * _FADE + x
+        self._y = self._y * _FADE + y
+        self._xx = self._xx * _FADE + x * x
+        self._xy = self._xy * _FADE + x * y
+
+    def __call__(self, x: float | np.ndarray) -> float | np.ndarray:
+        """The line's height; 0 before anything was observed."""
+        if not self._count:
+            return 0.0 * x
+        mean_x, mean_y = self._x / self._count, self._y / self._count
+        variance = self._xx / self._count - mean_x**2
+        slope = (self._xy / self._count - mean_x * mean_y) / variance if variance > 1e-6 else 0.0
+        steepest = mean_y / mean_x if mean_x > 0 else 0.0
+        slope = min(max(slope, 0.0), steepest)  # neither falls nor starts below 0
+        return mean_y + slope * (x - mean_x)

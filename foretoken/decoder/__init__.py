@@ -1,0 +1,1 @@
+"""Forward passes over KV slots: what a decoder is, lean decoders, CUDA graphs. Knows no transformers."""

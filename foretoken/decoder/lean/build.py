@@ -1,0 +1,188 @@
+"""Compiling the native kernels with the machine's own compiler, once per machine and version of the source.
+
+FORETOKEN_SANITIZE=1 compiles them with GCC's address and undefined behaviour sanitizers; see `make sanitize`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from foretoken.core.errors import ConfigError
+from foretoken.core.user_cache import open_cache, read_kept, say_nothing_is_kept, write_kept
+from foretoken.decoder.base import UnsuitableError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_SOURCE = Path(__file__).with_name("decoder.cpp")
+_COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp")
+_WIDE = "-mprefer-vector-width=512"  # x86: compilers hesitate to use the widest registers
+_SANITIZE = (
+    "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
+)  # fmt: skip
+_SYMBOLS = ("foretoken_decode", "foretoken_linear", "foretoken_workspace_bytes")
+_TIMEOUT_S = 300
+_MOST_BYTES = 1 << 26  # of a library that is kept
+_log = logging.getLogger(__name__)
+
+
+@cache
+def native_library() -> ctypes.CDLL:
+    """The compiled kernels; the first call on a machine compiles for a few seconds.
+
+    Where nothing can be kept they are compiled into a private temporary directory, which is gone once they are loaded.
+
+    Raises:
+        UnsuitableError: When there is no compiler, or it fails.
+    """
+    compiler = _compiler()
+    directory, name = open_cache(), f"decoder-{_fingerprint(compiler)}.so"
+    kept = None if directory is None else _kept_library(directory / name)
+    if kept is not None:
+        return kept
+    try:
+        _log.info("compiling the CPU kernels, once on this machine: takes a few seconds")
+        with _workplace(directory) as work:
+            made = Path(work) / name
+            _compile(compiler, made)
+            library = _load(made)
+            if directory is not None and made.parent.parent == directory:
+                _keep(made, directory / name)
+            return library
+    except (OSError, subprocess.TimeoutExpired) as err:
+        raise UnsuitableError(f"its kernels cannot be compiled: {err}.") from err
+
+
+def kernels_version() -> str:
+    """Changes with the kernels' source."""
+    return hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
+
+
+def _compiler() -> tuple[str, ...]:
+    """The command that compiles: CXX, which may have arguments as in `ccache g++`, or the first compiler there is.
+
+    Raises:
+        UnsuitableError: When there is none.
+    """
+    named = os.environ.get("CXX", "").strip()
+    try:
+        words = [named] if shutil.which(named) else shlex.split(named)
+    except ValueError as err:
+        raise UnsuitableError(f"CXX is '{named}': {err}. Set it to a C++ compiler.") from err
+    if not words:
+        words = list(filter(None, map(shutil.which, _COMPILERS)))[:1]
+    if not words:
+        raise UnsuitableError("there is no C++ compiler for its kernels. Install one, such as g++.")
+    return tuple(words)
+
+
+def _fingerprint(compiler: Sequence[str]) -> str:
+    """Changes with whatever may change the binary: source, flags, compiler and the processor's instructions."""
+    capabilities = sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True)
+    parts = [kernels_version(), *_flags(), *compiler, platform.machine(), *capabilities]
+    return hashlib.sha256("\n".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
+
+
+def _flags() -> tuple[str, ...]:
+    """The compiler's flags on this machine.
+
+    Raises:
+        ConfigError: When FORETOKEN_SANITIZE is neither 0 nor 1.
+    """
+    sanitize = os.environ.get("FORETOKEN_SANITIZE", "0")
+    if sanitize not in ("0", "1"):
+        raise ConfigError(f"FORETOKEN_SANITIZE is '{sanitize}'. Expected 0 or 1.")
+    wide = (_WIDE,) if platform.machine() in ("x86_64", "AMD64") else ()
+    return (*_FLAGS, *wide, *(_SANITIZE if sanitize == "1" else ()))
+
+
+def _kept_library(path: Path) -> ctypes.CDLL | None:
+    """The library that was compiled before; None where there is none or it is not what was compiled."""
+    if not os.path.lexists(path):
+        return None
+    data, digest = read_kept(path, limit=_MOST_BYTES), read_kept(_digest_path(path), limit=64)
+    reason = "it is not what was compiled, or others can write to it"
+    if data is not None and digest == _digest(data):
+        try:
+            return _load(path)
+        except UnsuitableError as err:
+            reason = str(err)
+    _log.warning("the compiled kernels '%s' are compiled anew: %s", path, reason)
+    return None
+
+
+def _workplace(directory: Path | None) -> tempfile.TemporaryDirectory[str]:
+    """A new directory that only this user can enter: in the cache, for /tmp may forbid to run what lies there."""
+    if directory is not None:
+        try:
+            return tempfile.TemporaryDirectory(dir=directory)
+        except OSError as err:
+            say_nothing_is_kept(str(err))
+    return tempfile.TemporaryDirectory(prefix="foretoken-")
+
+
+def _compile(compiler: Sequence[str], library: Path) -> None:
+    """Writes the library.
+
+    Raises:
+        UnsuitableError: When the compiler fails.
+    """
+    command = [*compiler, *_flags(), str(_SOURCE), "-o", str(library)]
+    result = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
+    if result.returncode:
+        lines = [*result.stderr.decode(errors="replace").splitlines(), "no message"]
+        raise UnsuitableError(f"'{shlex.join(compiler)}' cannot compile its kernels: {lines[0]}.")
+    library.chmod(0o700)
+
+
+def _load(path: Path) -> ctypes.CDLL:
+    """Loads a library.
+
+    Raises:
+        UnsuitableError: When it cannot be loaded or is another one.
+    """
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as err:
+        raise UnsuitableError(f"its kernels cannot be loaded: {err}.") from err
+    missing = [name for name in _SYMBOLS if not hasattr(library, name)]
+    if missing:
+        raise UnsuitableError(f"its kernels cannot be loaded: they lack {', '.join(missing)}.")
+    return library
+
+
+def _keep(made: Path, path: Path) -> None:
+    """Moves a library to its place in the cache, and its digest beside it.
+
+    Processes may do so at the same time; one that finds the digest of another's library compiles anew.
+    """
+    try:
+        digest = _digest(made.read_bytes())
+        made.replace(path)
+        write_kept(_digest_path(path), digest)
+    except OSError as err:
+        say_nothing_is_kept(str(err))
+
+
+def _digest_path(path: Path) -> Path:
+    """Where the digest of a library is kept."""
+    return path.with_suffix(".sha256")
+
+
+def _digest(data: bytes) -> bytes:
+    """What is kept of a library's contents to know them again."""
+    return hashlib.sha256(data).hexdigest().encode()

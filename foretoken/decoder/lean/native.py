@@ -1,0 +1,263 @@
+"""The lean decoder on kernels of our own, for CPUs: `decoder.cpp`, one call a pass.
+
+It reads the weights where transformers put them and shares them with the module. Its arithmetic does not depend on how
+many tokens or sequences share a pass: what a tree's path gets is what plain decoding gets, bit for bit, in every dtype.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import byref, c_int64
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foretoken.core.errors import PassError
+from foretoken.decoder.base import PassOutput, UnsuitableError
+from foretoken.decoder.lean.build import native_library
+from foretoken.decoder.lean.native_model import NativeModel
+from foretoken.decoder.lean.structures import PassArguments, Status
+from foretoken.decoder.lean.threads import kernel_threads
+from foretoken.decoder.lean.weights import LeanWeights, tap_indices
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.core.passes import Pass
+    from foretoken.core.taps import Tap
+    from foretoken.decoder.slot_cache import SlotCache
+
+_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class _Workspace(NamedTuple):
+    """Buffers that suffice for so many nodes and threads."""
+
+    memory: Tensor
+    num_nodes: int
+    threads: int
+
+
+class NativeDecoder:
+    """See `Decoder`."""
+
+    name = "lean-native"
+    is_exact = True
+
+    def __init__(self, weights: LeanWeights, cache: SlotCache, taps: Sequence[Tap]) -> None:
+        """Compiles the kernels where that has not been done yet.
+
+        Raises:
+            UnsuitableError: When the weights are not on a CPU in float32 or bfloat16, a tap does not exist, or the
+                kernels cannot be compiled.
+        """
+        if not self.runs(weights.device, weights.dtype):
+            raise UnsuitableError(f"it runs float32 and bfloat16 on CPUs, not {weights.dtype} on {weights.device}.")
+        self._blocks = NativeBlocks(weights, cache, weights.dtype, tap_indices(taps, len(weights.blocks)))
+
+    @staticmethod
+    def runs(device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether the kernels are made for a device and a dtype."""
+        return device.type == "cpu" and dtype in _DTYPES
+
+    def run(self, work: Pass) -> PassOutput:
+        """See `Decoder`."""
+        return self._blocks.run(work)
+
+
+class NativeBlocks:
+    """The blocks of a model on a slot cache, with whatever stands before and after them."""
+
+    def __init__(self, weights: LeanWeights, cache: SlotCache, dtype: torch.dtype, taps: Sequence[int]) -> None:
+        """Compiles the kernels where that has not been done yet.
+
+        Args:
+            weights: On a CPU.
+            cache: In the same dtype.
+            dtype: float32 or bfloat16.
+            taps: Boundary indices of the features that passes give.
+
+        Raises:
+            UnsuitableError: For another dtype, when the kernels cannot be compiled, when a weight has been packed, or
+                when sizes do not fit each other.
+        """
+        if dtype not in _DTYPES:
+            raise UnsuitableError(f"it runs float32 and bfloat16, not {dtype}.")
+        self._library = native_library()
+        self._library.foretoken_workspace_bytes.restype = c_int64
+        self._library.foretoken_decode.restype = c_int64
+        self._dtype, self._taps = dtype, list(taps)
+        if any(not 0 <= tap <= len(weights.blocks) + 1 for tap in self._taps):
+            raise UnsuitableError(f"taps {self._taps} do not all exist.")
+        self._tap_order = torch.tensor(sorted(set(self._taps)), dtype=torch.int64, device="cpu")
+        self._taken = torch.searchsorted(self._tap_order, torch.tensor(self._taps, dtype=torch.int64, device="cpu"))
+        self._weights, self._cache = weights, cache
+        self._described = NativeModel(weights, cache, dtype)  # holds what the structure points to
+        self._model = self._described.structure
+        self._idle: list[_Workspace] = []
+
+    def run(self, work: Pass, inputs: Tensor | None = None) -> PassOutput:
+        """One call of the kernels.
+
+        Args:
+            work: Tokens and who sees what.
+            inputs: (M, D) float32, what stands in the place of the tokens' embeddings; None for these.
+
+        Raises:
+            PassError: When something does not fit the model or the cache, or a weight's memory was freed; nothing has
+                been computed then.
+        """
+        if self._described.has_moved():
+            self._describe_anew()
+        described = self._described  # until the end of the pass, also where another thread describes it anew
+        arguments, held = self._prepare(work, inputs)
+        features = logits = None
+        if self._taps:
+            shape = (len(self._tap_order), work.num_tokens, self._model.hidden)
+            features = torch.empty(shape, dtype=torch.float32, device="cpu")
+            arguments.features = features.data_ptr()
+        if work.logit_rows is not None:
+            wanted = (len(work.logit_rows), self._model.head.rows)
+            logits = torch.empty(wanted, dtype=torch.float32, device="cpu")
+            arguments.logits = logits.data_ptr()  # null where no row is asked for
+        workspace = self._take_workspace(work.node_offsets[-1], arguments.num_threads)
+        arguments.workspace = workspace.memory.data_ptr()
+        status = self._library.foretoken_decode(byref(described.structure), byref(arguments))
+        self._idle.append(workspace)
+        del held  # the kernels read it until here
+        if status:
+            raise PassError(self._complaint(Status(status), work))
+        if features is not None:
+            features = features[0].unsqueeze(1) if len(self._taps) == 1 else features[self._taken].transpose(0, 1)
+            features = features.to(self._dtype)
+        return PassOutput(logits=logits, features=features)
+
+    def _describe_anew(self) -> None:
+        """Takes the addresses of weights that have moved.
+
+        Raises:
+            PassError: When they are no longer what the kernels can run on.
+        """
+        try:
+            self._described = NativeModel(self._weights, self._cache, self._dtype)
+        except UnsuitableError as err:
+            raise PassError(str(err)) from err
+        self._model = self._described.structure
+
+    def _prepare(self, work: Pass, inputs: Tensor | None) -> tuple[PassArguments, list[Any]]:
+        """What the kernels are told of a pass, and what must live as long as they run.
+
+        Raises:
+            PassError: When a tensor has another shape, dtype or device; the kernels check what is in it.
+        """
+        num, node_offsets = work.num_sequences, work.node_offsets
+        lists = [(c_int64 * num)(*work.slots), (c_int64 * num)(*work.prefix_lens)]
+        lists += [(c_int64 * (num + 1))(*work.offsets), (c_int64 * (num + 1))(*node_offsets)]
+        nodes = (node_offsets[-1],)
+        positions = _fitting("positions", work.positions, torch.int64, nodes)
+        parents = _fitting("parents", work.parents, torch.int64, nodes)
+        slots, prefix, starts, node_starts = map(ctypes.addressof, lists)
+        arguments = PassArguments(
+            num_threads=kernel_threads(),
+            num_sequences=num,
+            positions=positions.data_ptr(),
+            parents=parents.data_ptr(),
+            slots=slots,
+            prefix=prefix,
+            starts=starts,
+            node_starts=node_starts,
+            taps=self._tap_order.data_ptr(),
+            num_taps=len(self._tap_order),
+        )
+        held: list[Any] = [*lists, positions, parents]
+        if inputs is not None:
+            held.append(_fitting("inputs", inputs, torch.float32, (work.num_tokens, self._model.hidden)))
+            arguments.inputs = held[-1].data_ptr()
+        else:
+            held.append(_fitting("tokens", work.tokens, torch.int64, (work.num_tokens,)))
+            arguments.tokens = held[-1].data_ptr()
+        if work.logit_rows is not None:
+            held.append(_fitting("logit_rows", work.logit_rows, torch.int64, (len(work.logit_rows),)))
+            arguments.logit_rows, arguments.num_logits = held[-1].data_ptr(), len(work.logit_rows)
+        return arguments, held
+
+    def _take_workspace(self, num_nodes: int, threads: int) -> _Workspace:
+        """An idle workspace that is large enough for a pass, or a new one; two Python threads never share one.
+
+        Raises:
+            PassError: When there is no memory for it.
+        """
+        try:
+            idle = self._idle.pop()
+        except IndexError:
+            idle = _Workspace(torch.empty(0, dtype=torch.uint8, device="cpu"), 0, 0)
+        if num_nodes <= idle.num_nodes and threads <= idle.threads:
+            return idle
+        num_nodes, threads = max(num_nodes, idle.num_nodes), max(threads, idle.threads)
+        size = self._library.foretoken_workspace_bytes(byref(self._model), c_int64(num_nodes), c_int64(threads))
+        try:
+            return _Workspace(torch.empty(size, dtype=torch.uint8, device="cpu"), num_nodes, threads)
+        except RuntimeError as err:
+            self._idle.append(idle)
+            # torch has no type for it; a size below 0 stands for one beyond 64 bits
+            raise PassError(f"there is no memory for a pass of {num_nodes} nodes. Feed fewer at once.") from err
+
+    def _complaint(self, status: Status, work: Pass) -> str:
+        """What is wrong with a pass that the kernels refused."""
+        model = self._model
+        match status:
+            case Status.TOKENS:
+                text = f"tokens lie in {_range(work.tokens)}. Expected ids in 0..{model.vocab - 1}."
+            case Status.POSITIONS:
+                text = f"positions lie in {_range(work.positions)}. Expected 0..{model.num_positions - 1}."
+            case Status.SLOTS:
+                text = f"the slots are {list(work.slots)}. Expected 0..{model.num_slots - 1}."
+            case Status.CACHE_ROWS:
+                text = (
+                    f"prefixes {list(work.prefix_lens)} and the nodes after them, {_lengths(work.node_offsets)}, do "
+                    f"not fit. Expected at most {model.capacity} rows a slot in all."
+                )
+            case Status.PARENTS:
+                text = "a node's parent does not come before it. Expected parents in -1..node - 1."
+            case Status.SEQUENCES:
+                text = (
+                    f"the sequences have {_lengths(work.offsets)} tokens and {_lengths(work.node_offsets)} nodes. "
+                    "Expected at least one token each, and a node for each token."
+                )
+            case Status.LOGIT_ROWS:
+                text = f"logit_rows are not ascending in 0..{work.num_tokens - 1}."
+            case Status.NO_MEMORY:
+                text = f"there is no memory for a pass of {work.num_tokens} tokens. Feed fewer at once."
+            case _:
+                text = (
+                    f"the pass lacks something: {status.name}. Expected tensors with memory, and at least one thread."
+                )
+        return text
+
+
+def _lengths(offsets: Sequence[int]) -> list[int]:
+    """Differences of offsets."""
+    return [end - start for start, end in pairwise(offsets)]
+
+
+def _fitting(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    """A contiguous tensor of what the kernels read.
+
+    Raises:
+        PassError: When it is anything else.
+    """
+    if tensor is None or tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_cpu:
+        raise PassError(f"{name} is {_described(tensor)}. Expected {shape} {dtype} on a CPU.")
+    return tensor.contiguous()
+
+
+def _described(tensor: Tensor | None) -> str:
+    """Shape, dtype and device."""
+    return "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
+
+
+def _range(values: Tensor) -> str:
+    """Least and greatest value."""
+    return f"{values.min()}..{values.max()}"

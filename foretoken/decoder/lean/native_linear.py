@@ -1,0 +1,121 @@
+"""Products with few rows on the CPU by the native kernels: torch takes several times as long for two or four."""
+
+from __future__ import annotations
+
+from ctypes import addressof, c_int64, c_void_p
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.core.errors import PassError
+from foretoken.decoder.base import UnsuitableError
+from foretoken.decoder.held_memory import HeldMemory, check_memory, has_memory
+from foretoken.decoder.lean.build import native_library
+from foretoken.decoder.lean.structures import Matrix
+from foretoken.decoder.lean.threads import kernel_threads
+
+_ALONE = 1 << 15  # products of so few multiplications are over before a second thread has begun
+
+
+class NativeLinear(nn.Module):
+    """A linear layer for inference, on the weights where they are."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        """Takes weights.
+
+        Args:
+            weight: (N, K), on a CPU, contiguous, in float32 or bfloat16.
+            bias: (N,), or None.
+
+        Raises:
+            UnsuitableError: When the weight is anything else, or the kernels cannot be compiled here.
+        """
+        super().__init__()
+        if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+            raise UnsuitableError(f"native products take float32 and bfloat16 on CPUs, not {weight.dtype}.")
+        if weight.dim() != 2 or not weight.numel() or not weight.is_contiguous():
+            raise UnsuitableError("native products take a matrix whose rows lie one after another.")
+        if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_cpu):
+            raise UnsuitableError(f"a bias {tuple(bias.shape)} on {bias.device} does not fit {tuple(weight.shape)}.")
+        self._weight = weight.detach()
+        self._bias = None if bias is None else bias.detach().float().contiguous()
+        for part in self._parts():
+            if type(part) is not Tensor or not has_memory(part):
+                raise UnsuitableError(f"native products take plain tensors with memory, not a {type(part).__name__}.")
+        self._rows, self._cols = weight.shape
+        self._matrix, self._memory = self._described()
+        self._is_bfloat16 = weight.dtype == torch.bfloat16
+        self._multiply: Any = native_library().foretoken_linear
+        self._multiply.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_void_p, c_int64)
+        self._multiply.restype = c_int64
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., K) of any dtype, on a CPU, to (..., N) float32.
+
+        Raises:
+            PassError: When it is anything else, there is no memory, or that of the weight was freed.
+        """
+        if self._memory.has_changed():
+            check_memory(self._parts())
+            self._matrix, self._memory = self._described()
+        if not x.is_cpu or x.shape[-1:] != (self._cols,):
+            raise PassError(f"inputs are {tuple(x.shape)} on {x.device}. Expected (..., {self._cols}) on a CPU.")
+        rows = x.reshape(-1, self._cols).float().contiguous()
+        count = rows.shape[0]
+        out = torch.empty(count, self._rows, dtype=torch.float32, device="cpu")
+        if count:
+            threads = 1 if count * self._rows * self._cols <= _ALONE else kernel_threads()
+            if self._multiply(
+                addressof(self._matrix), self._is_bfloat16, rows.data_ptr(), count, out.data_ptr(), threads
+            ):
+                raise PassError(f"there is no memory for {count} inputs of {self._cols}. Feed fewer at once.")
+        return out.view(*x.shape[:-1], self._rows)
+
+    def _described(self) -> tuple[Matrix, HeldMemory]:
+        """What the kernels are told of the weights, and what tells that it holds no more."""
+        bias = None if self._bias is None else self._bias.data_ptr()
+        matrix = Matrix(weight=self._weight.data_ptr(), bias=bias, rows=self._rows, cols=self._cols)
+        return matrix, HeldMemory(self._parts())
+
+    def _parts(self) -> list[Tensor]:
+        """The tensors whose addresses the kernels get."""
+        return [self._weight] if self._bias is None else [self._weight, self._bias]
+
+
+def fast_linear(layer: nn.Module, *, is_shared: bool = False) -> nn.Module:
+    """A native layer where it can be one, else the layer itself.
+
+    Args:
+        layer: Any module.
+        is_shared: The layer's own weight stays in use, so take it where it is. Else a weight in float32 becomes one in
+            bfloat16 where that holds it exactly: half the bytes to read.
+    """
+    if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
+        return layer
+    try:
+        return NativeLinear(layer.weight if is_shared else _compact(layer.weight), layer.bias)
+    except UnsuitableError:
+        return layer
+
+
+def optimize_for_inference(module: nn.Module) -> None:
+    """Puts native layers in the place of all linear layers within a module that can be such."""
+    for name, child in module.named_children():
+        setattr(module, name, fast_linear(child))
+        optimize_for_inference(child)
+
+
+def linear_layer(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    """A layer on weights that exist, without gradients; weight (N, K), bias (N,) or None."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return layer
+
+
+def _compact(weight: Tensor) -> Tensor:
+    """The same numbers in bfloat16 where that holds them exactly."""
+    half = weight.detach().to(torch.bfloat16)
+    return half if torch.equal(half.to(weight.dtype), weight) else weight

@@ -1,0 +1,37 @@
+"""How long a context the machine can hold KV rows for."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.decoder.slot_cache import LayerShape
+
+_SHARE = 0.5  # of the memory that is free once the weights are loaded
+
+
+def affordable_rows(shapes: Sequence[LayerShape], *, num_slots: int, dtype: torch.dtype, device: torch.device) -> int:
+    """Cache rows a slot that fit into half of the free memory.
+
+    Args:
+        shapes: Sizes of every layer's keys and values.
+        num_slots: Sequences held at once.
+        dtype: Of keys and values.
+        device: Where they live.
+    """
+    row_bytes = sum(s.num_heads * (s.key_width + s.value_width) for s in shapes) * dtype.itemsize
+    return int(_free_bytes(device) * _SHARE) // (row_bytes * num_slots)
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory that can still be allocated."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return 1 << 62  # unknown: the allocator will say

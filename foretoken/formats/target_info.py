@@ -1,0 +1,146 @@
+"""What formats may need of the target beside the head: sizes that files leave out, tensors that files repeat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.functional import linear
+
+from foretoken.core.errors import ConfigError
+from foretoken.formats.checkpoint import TargetFingerprint
+from foretoken.hf.loading import load_config, load_model
+from foretoken.hf.model_files import check_model_files
+from foretoken.hf.parts import target_parts
+from foretoken.hf.placement import DTYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch import Tensor
+
+    from foretoken.hf.loading import LoadedModel
+
+_FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetWeights:
+    """Tensors of the target that other formats keep a copy of.
+
+    Attributes:
+        lm_head: (V, E).
+        lm_head_bias: (V,), or None.
+        embedding: (V, E), rows as stored.
+        norm: (E,), of the final norm, or None where it is not found.
+        is_plain: Whether logits are just LM head times feature plus bias, neither scaled nor capped.
+    """
+
+    lm_head: Tensor
+    embedding: Tensor
+    lm_head_bias: Tensor | None = None
+    norm: Tensor | None = None
+    is_plain: bool = True
+
+    @classmethod
+    def of(cls, model: LoadedModel) -> TargetWeights:
+        """Those of a loaded target, not copied."""
+        module: Any = model.module
+        parts, head = target_parts(model), module.get_output_embeddings()
+        norm = next((getattr(model.backbone, name) for name in _FINAL_NORMS if hasattr(model.backbone, name)), None)
+        with torch.no_grad():
+            probe = parts.lm_head_weight[:4] * 100  # long enough to bend at any cap
+            plain = linear(probe, parts.lm_head_weight, head.bias)
+            is_plain = torch.allclose(parts.lm_head(probe).double(), plain.double(), rtol=1e-2)
+        return cls(
+            lm_head=parts.lm_head_weight,
+            lm_head_bias=None if head.bias is None else head.bias.detach(),
+            embedding=module.get_input_embeddings().weight.detach(),
+            norm=None if norm is None else norm.weight.detach(),
+            is_plain=is_plain,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetInfo:
+    """All that is known of the target; every part may be missing.
+
+    Attributes:
+        fingerprint: Which target it is.
+        config: Its transformers text configuration.
+        load: Gives its weights; called once, and only by formats that need them.
+    """
+
+    fingerprint: TargetFingerprint | None = None
+    config: Any | None = None
+    load: Callable[[], TargetWeights] | None = None
+
+    @classmethod
+    def of_directory(cls, name: str) -> TargetInfo:
+        """A target that is not loaded yet; name: a model directory.
+
+        Raises:
+            ModelError: When it is no model.
+        """
+        check_model_files(name)
+        config = load_config(name).get_text_config()
+        stored = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        fingerprint = TargetFingerprint(
+            name=name,
+            hidden_size=config.hidden_size,
+            vocab_size=config.vocab_size,
+            num_layers=config.num_hidden_layers,
+        )
+        dtype = stored if stored in DTYPES else "float32"
+        return cls(
+            fingerprint=fingerprint,
+            config=config,
+            load=lambda: TargetWeights.of(load_model(name, dtype=dtype, device="cpu")),
+        )
+
+    @cached_property
+    def weights(self) -> TargetWeights | None:
+        """The target's weights, or None where they are out of reach."""
+        return None if self.load is None else self.load()
+
+    def loaded(self) -> TargetWeights:
+        """The target's weights, loaded once for all who ask.
+
+        Raises:
+            ConfigError: When they are out of reach.
+        """
+        if self.weights is None:
+            raise ConfigError("the target's weights are needed. Pass --target.")
+        return self.weights
+
+    @property
+    def vocab_size(self) -> int | None:
+        """Width of the target's logits, or None."""
+        if self.fingerprint is not None:
+            return self.fingerprint.vocab_size
+        size = getattr(self.config, "vocab_size", None)
+        return None if size is None else int(size)
+
+    def copy_of_lm_head(self, what: str, *, with_bias: bool) -> tuple[Tensor, Tensor | None]:
+        """The target's LM head, for a format whose heads have one of their own.
+
+        Args:
+            what: The format, for messages.
+            with_bias: Whether the format has room for a bias.
+
+        Raises:
+            ConfigError: When the target is not at hand, or a copy would not compute the same.
+        """
+        weights = self.weights
+        if weights is None:
+            raise ConfigError(
+                f"the heads share the target's LM head, and {what} keeps a copy of it in each head. Pass --target."
+            )
+        if not weights.is_plain or (weights.lm_head_bias is not None and not with_bias):
+            raise ConfigError(
+                f"the heads share the target's LM head, which has a bias, a scale or a cap that {what} cannot express. "
+                "Expected a plain LM head. Keep the head in another format."
+            )
+        return weights.lm_head, weights.lm_head_bias

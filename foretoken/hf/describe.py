@@ -1,0 +1,138 @@
+"""What a model directory holds, read from its configuration and weight headers without loading weights.
+
+transformers knows every configuration, but takes seconds to import. Models of a few common architectures, with all
+their sizes in `config.json`, are described without it, to the same facts.
+"""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from safetensors import safe_open
+
+from foretoken.core.bounded_reads import read_regular
+from foretoken.core.errors import ModelError
+from foretoken.hf.model_files import check_model_files
+from foretoken.hf.sizes import ATTENTION_LAYERS, SIZES, is_size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+_PLAIN = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_PLAIN_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
+_PLAIN_TENSORS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
+_YES = "yes, if it loads and the self-test agrees"
+
+
+def describe_plain(directory: Path) -> dict[str, Any] | None:
+    """Facts about a model of a common architecture as `describe_directory` gives them, without transformers or torch.
+
+    Args:
+        directory: Anything.
+
+    Returns:
+        None where it is something else, or anything about it is unusual: a draft head may have such a configuration.
+
+    Raises:
+        ModelError: When a file is damaged.
+    """
+    try:
+        config = json.loads(read_regular(directory / "config.json").decode("utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None  # whoever looks for something else here says what is wrong
+    paths = sorted(directory.glob("*.safetensors"))
+    if not isinstance(config, dict) or not paths:
+        return None
+    model_type, layer_types = str(config.get("model_type")), config.get("layer_types") or []
+    is_plain = (
+        config.get("architectures") == [_PLAIN.get(model_type)]
+        and all(is_size(config.get(key)) for key in (*_PLAIN_SIZES, "intermediate_size", "num_attention_heads"))
+        and all(is_size(config[key]) for key in SIZES if config.get(key) is not None)
+        and config["hidden_size"] % config["num_attention_heads"] == 0
+        and all(isinstance(config.get(key), dict | None) for key in ("rope_parameters", "rope_scaling"))
+        and isinstance(layer_types, list)
+        and all(isinstance(kind, str) and kind in ATTENTION_LAYERS for kind in layer_types)
+        and not {"auto_map", "is_encoder_decoder", "quantization_config", "text_config"} & config.keys()
+    )
+    if not is_plain:
+        return None
+    check_model_files(str(directory), may_be_hub_id=False)
+    if not all(key.startswith(_PLAIN_TENSORS) for path in paths for key in _keys(path)):
+        return None
+    sizes = dict(zip(("layers", "hidden_size", "vocabulary", "context"), map(config.get, _PLAIN_SIZES), strict=True))
+    return _facts(directory, paths, _PLAIN[model_type], sizes, _YES)
+
+
+def describe_directory(directory: Path) -> dict[str, Any]:
+    """Facts about a model directory, JSON-ready.
+
+    Args:
+        directory: In Hugging Face layout.
+
+    Raises:
+        ModelError: When it is not a model, or damaged.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from foretoken.hf.loading import check_architecture, load_config
+
+    check_model_files(str(directory), may_be_hub_id=False)
+    config = load_config(str(directory))
+    text = config.get_text_config()
+    try:
+        check_architecture(config, str(directory))
+        is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        target = _YES if is_causal else "no: it is no causal LM of transformers"
+    except ModelError as err:
+        target = f"no: {err}"
+    sizes = {
+        "layers": getattr(text, "num_hidden_layers", None),
+        "hidden_size": getattr(text, "hidden_size", None),
+        "vocabulary": getattr(text, "vocab_size", None),
+        "context": getattr(text, "max_position_embeddings", None),
+    }
+    architecture = ", ".join(config.architectures or [type(config).__name__])
+    return _facts(directory, sorted(directory.glob("*.safetensors")), architecture, sizes, target)
+
+
+def _facts(
+    directory: Path, paths: list[Path], architecture: str, sizes: Mapping[str, int | None], target: str
+) -> dict[str, Any]:
+    """The facts in order; paths: of the weights, target: whether it can be one."""
+    num_parameters, dtypes = _weights(paths)
+    return {
+        "directory": str(directory),
+        "architecture": architecture,
+        **sizes,
+        "parameters": num_parameters,
+        "weight_dtypes": sorted(dtypes),
+        "weight_bytes": sum(path.stat().st_size for path in paths),
+        "has_tokenizer": any(directory.glob("tokenizer*")),
+        "can_be_target": target,
+    }
+
+
+def _keys(path: Path) -> list[str]:
+    """Names of a file's tensors."""
+    with safe_open(path, framework="np") as file:
+        return list(file.keys())
+
+
+def _weights(paths: list[Path]) -> tuple[int, set[str]]:
+    """Number of parameters and their dtypes over several safetensors files."""
+    total, dtypes = 0, set()
+    for path in paths:
+        with safe_open(path, framework="np") as file:
+            for key in file.keys():  # noqa: SIM118 - the file is no mapping
+                part = file.get_slice(key)
+                total += prod(part.get_shape())
+                dtypes.add(str(part.get_dtype()))
+    return total, dtypes

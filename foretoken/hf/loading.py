@@ -1,0 +1,253 @@
+"""Loading a causal LM and its tokenizer from a directory or a hub id, strictly and without running its code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
+
+from foretoken.core.errors import ModelError
+from foretoken.decoder.held_memory import in_own_memory, plain_tensors
+from foretoken.hf.adapters import adapt_attention
+from foretoken.hf.config_checks import check_quantization, check_sizes, end_tokens
+from foretoken.hf.model_files import check_model_files, check_readable, one_line
+from foretoken.hf.placement import check_placement, resolve_device, resolve_dtype
+from foretoken.hf.plugin import ATTENTION_NAME
+from foretoken.hf.shared_copy import shared_copy
+from foretoken.hf.sizes import ATTENTION_LAYERS
+from foretoken.hf.weight_files import (
+    check_counts,
+    check_dtypes,
+    check_keys,
+    check_shapes,
+    check_total,
+    check_unused,
+    read_headers,
+)
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A causal LM ready to run, with the facts that the rest needs.
+
+    Attributes:
+        module: The transformers model in evaluation mode, its attention set to the plug-in.
+        config: Its text configuration.
+        name: Where it came from.
+        vocab_size: Width of the logits.
+        context_len: Most positions it can embed, whatever the other sequences of a batch.
+        num_layers: L.
+        dtype: Of weights and cache.
+        device: Of weights and cache.
+        eos_ids: End-of-sequence tokens of its generation configuration.
+        is_borrowed: Whether the weights lie in the memory of a caller's model, which has to stay as it is.
+    """
+
+    module: nn.Module
+    config: Any
+    name: str
+    vocab_size: int
+    context_len: int
+    num_layers: int
+    dtype: torch.dtype
+    device: torch.device
+    eos_ids: tuple[int, ...]
+    is_borrowed: bool = False
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The model without its LM head."""
+        backbone: nn.Module = self.module.base_model  # type: ignore[assignment]
+        return backbone
+
+
+def load_model(
+    name: str | os.PathLike[str], *, dtype: str = "auto", device: str = "auto", revision: str | None = None
+) -> LoadedModel:
+    """Loads a causal LM. Its files may be changed or removed afterwards: the weights are in memory, not mapped.
+
+    Args:
+        name: A directory in Hugging Face layout, or a hub id.
+        dtype: "auto" (float32 on CPU, else the checkpoint's), or a key of `placement.DTYPES`.
+        device: "auto" (an accelerator where there is one), or a torch device.
+        revision: Hub revision.
+
+    Raises:
+        ModelError: When the model is missing, damaged, incomplete, not safetensors, or of an architecture that cannot
+            be rolled back.
+    """
+    name = os.fspath(name)
+    check_model_files(name)
+    place = resolve_device(device)
+    kind = resolve_dtype(dtype, place)
+    config, headers = load_config(name, revision), read_headers(Path(name))
+    check_architecture(config, name)
+    check_quantization(config, name)
+    check_counts(headers, config.get_text_config(), name)
+    is_quantised = getattr(config, "quantization_config", None) is not None
+    if not is_quantised:
+        check_total(name, config, headers)
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            revision=revision,
+            dtype=kind,
+            attn_implementation="eager",  # the one that every architecture has; see `_plug_in`
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except Exception as err:  # damaged files and configurations raise anything inside transformers
+        check_shapes(name, config, headers)
+        raise ModelError(f"model '{name}' cannot be loaded: {one_line(err)}. Check that it is complete.") from err
+    module, info = loaded
+    check_keys(name, missing=info["missing_keys"], misshaped=[str(key) for key in info["mismatched_keys"]])
+    check_unused(info["unexpected_keys"], config.get_text_config(), name)
+    if not is_quantised:
+        check_dtypes(headers, module, name)
+    if info["unexpected_keys"]:
+        # No error: published checkpoints carry extra heads and buffers that a plain causal LM has no use for.
+        logging.getLogger(__name__).warning("%s: unused weights: %s", name, ", ".join(sorted(info["unexpected_keys"])))
+    module.to(place)
+    for tensor in (*plain_tensors(module), *module.buffers()):
+        tensor.data = in_own_memory(tensor.data)
+    return _ready(module, name)
+
+
+def wrap_model(module: Any, *, name: str, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+    """Makes a target of a transformers causal LM in memory, which stays as it is and may be used meanwhile.
+
+    The target has modules of its own over the same weights, see `shared_copy`. Of weights that the caller changes in
+    place the generic decoder sees everything, `lean-native` everything but norms and biases, and the other lean
+    decoders what they have not joined or packed: they keep joined and packed projections beside the caller's. Weights
+    may move in memory between passes, as by `share_memory()`; while a pass runs nothing may move or free them.
+
+    Args:
+        module: The model. Its mode, attention, hooks and configuration are not changed.
+        name: Of the model, for messages.
+        dtype: "auto", or the name of the dtype that the model has.
+        device: "auto", or the device that the model is on.
+
+    Raises:
+        ModelError: When it is no causal LM, of an architecture that cannot be served, or has another dtype or device.
+    """
+    model = replace(_ready(shared_copy(module), name), is_borrowed=True)
+    check_placement(model, dtype=dtype, device=device)
+    return model
+
+
+def _ready(module: Any, name: str) -> LoadedModel:
+    """A model that is ours, set up for passes over a slot cache, in place; see `wrap_model` for what it raises."""
+    config = module.config.get_text_config()
+    check_architecture(module.config, name, is_stateful=bool(getattr(module, "_is_stateful", False)))
+    module.eval()
+    _plug_in(module, name)
+    parameter = next((each for each in module.parameters() if each.is_floating_point()), None)
+    if parameter is None:
+        raise ModelError(f"'{name}' has no weights of real numbers. Expected a causal LM.")
+    vocab_size = module.get_output_embeddings().out_features
+    return LoadedModel(
+        module=module,
+        config=config,
+        name=name,
+        vocab_size=vocab_size,
+        context_len=_context_len(config),
+        num_layers=config.num_hidden_layers,
+        dtype=parameter.dtype,
+        device=parameter.device,
+        eos_ids=end_tokens(module.generation_config, config, vocab_size=vocab_size, name=name),
+    )
+
+
+def _plug_in(module: Any, name: str) -> None:
+    """Sends the model's attention to ours.
+
+    Raises:
+        ModelError: When its architecture knows no other attention than its own.
+    """
+    if adapt_attention(module):
+        module.config._attn_implementation = "eager"
+        return
+    module.set_attn_implementation(ATTENTION_NAME)
+    if module.config.get_text_config()._attn_implementation != ATTENTION_NAME:
+        raise ModelError(
+            f"'{name}' ({type(module).__name__}) ignores the attention plug-in: transformers computes attention inside "
+            "this architecture, where token trees cannot be shown to it. It cannot be used as a target."
+        )
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> Any | None:
+    """The tokenizer of a model, or None when its directory has none.
+
+    Raises:
+        ModelError: When it is damaged, or what lies there is no directory.
+    """
+    directory = Path(name)
+    if directory.exists() and not directory.is_dir():
+        raise ModelError(f"'{name}' is no directory. Expected one with tokenizer files, or a hub id.")
+    if directory.is_dir():
+        check_readable(directory)
+    if directory.is_dir() and not any(directory.glob("tokenizer*")) and not any(directory.glob("*vocab*")):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+    except Exception as err:  # damaged files raise anything inside tokenizers, even bare Exception
+        raise ModelError(f"the tokenizer of '{name}' cannot be loaded: {one_line(err)}.") from err
+
+
+def check_architecture(config: Any, name: str, *, is_stateful: bool = False) -> None:
+    """Refuses what cannot be rolled back after a rejected draft.
+
+    Raises:
+        ModelError: For encoder-decoder models, recurrent state and attention kinds that are not supported.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"'{name}' is an encoder-decoder model. Expected a decoder-only causal LM.")
+    text = config.get_text_config()
+    foreign = sorted(set(getattr(text, "layer_types", None) or ()) - ATTENTION_LAYERS)
+    if is_stateful or foreign:
+        kinds = f"layers of kind {', '.join(foreign)}" if foreign else "recurrent state"
+        raise ModelError(
+            f"'{name}' ({type(text).__name__}) has {kinds}, which cannot be rolled back to the accepted tokens after a "
+            "rejected draft. Expected full or sliding-window attention in every layer."
+        )
+    check_sizes(text, name)
+
+
+def load_config(name: str, revision: str | None = None) -> Any:
+    """The model's configuration; code named inside it is never run.
+
+    Raises:
+        ModelError: When it cannot be read or makes no sense.
+    """
+    try:
+        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+    except Exception as err:  # a field of the wrong type raises anything, ZeroDivisionError included
+        raise ModelError(f"the configuration of '{name}' cannot be read: {one_line(err)}.") from err
+
+
+def _context_len(config: Any) -> int:
+    """Positions at which a token's embedding depends on nothing but its position.
+
+    LongRoPE has two sets of frequencies and takes the long one for the whole batch once any position is past the
+    pretrained length: neighbours and drafted nodes would change a sequence's text, so the context ends before that.
+    """
+    longest = int(getattr(config, "max_position_embeddings", None) or 4096)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if part.get("rope_type") == "longrope":
+            longest = min(longest, int(part["original_max_position_embeddings"]))
+    return longest

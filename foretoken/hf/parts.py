@@ -1,0 +1,90 @@
+"""The target's embedding and LM head, which draft heads share, as functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.decoder.lean.native_linear import NativeLinear, fast_linear, linear_layer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from foretoken.hf.loading import LoadedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetParts:
+    """What heads share with the target. Never trained with them.
+
+    Attributes:
+        embed: (...) int64 to (..., E), the target's input embeddings.
+        lm_head: (..., E), the feature `final`, to (..., V) logits with whatever the target does to them.
+        lm_head_weight: (V, E), for heads that begin with a copy.
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    lm_head: Callable[[Tensor], Tensor]
+    lm_head_weight: Tensor
+
+
+def target_parts(model: LoadedModel, *, dtype: torch.dtype | None = None, is_inference: bool = False) -> TargetParts:
+    """The parts of a loaded target.
+
+    Args:
+        model: The target.
+        dtype: What the caller computes in; None for the target's own.
+        is_inference: Whether no gradient is wanted: nothing is copied then, and the LM head may run on native kernels
+            and give float32.
+    """
+    module: Any = model.module
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    shape_logits = _logits_shape(model.config)
+    if is_inference:
+        embed, product = _casting(embedding, fast_linear(head, is_shared=True), head.weight.dtype, dtype or model.dtype)
+    elif dtype is not None and dtype != model.dtype:
+        embed, product = _converted(embedding, head, dtype)
+    else:
+        embed, product = embedding, head
+    return TargetParts(
+        embed=embed,
+        lm_head=lambda features: shape_logits(product(features)),
+        lm_head_weight=head.weight.detach(),
+    )
+
+
+def _casting(embedding: Any, head: Any, own: torch.dtype, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The modules themselves for a caller that computes in another dtype; native products take any."""
+    takes_any = own == dtype or isinstance(head, NativeLinear)
+    return lambda tokens: embedding(tokens).to(dtype), head if takes_any else lambda x: head(x.to(own))
+
+
+def _converted(embedding: Any, head: Any, dtype: torch.dtype) -> tuple[Any, nn.Linear]:
+    """Copies in another dtype; tied weights stay one copy."""
+    is_tied = embedding.weight is head.weight
+    bias = None if head.bias is None else head.bias.to(dtype)
+    copy = linear_layer(head.weight.to(dtype), bias)
+    rows = copy.weight if is_tied else embedding.weight.detach().to(dtype)
+    # An embedding module may scale what it looks up, as Gemma's does.
+    scale = getattr(embedding, "embed_scale", None)
+    factor = 1.0 if scale is None else float(scale)
+
+    def embed(tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, rows) * factor
+
+    return embed, copy
+
+
+def _logits_shape(config: Any) -> Callable[[Tensor], Tensor]:
+    """What the target does to its LM head's output."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    factor = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+
+    def shaped(logits: Tensor) -> Tensor:
+        logits = logits if factor == 1.0 else logits * factor
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    return shaped

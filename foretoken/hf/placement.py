@@ -1,0 +1,87 @@
+"""Dtypes and devices by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from foretoken.core.checks import shown
+from foretoken.core.errors import ModelError, nearest_name_hint
+from foretoken.hf.model_files import one_line
+
+if TYPE_CHECKING:
+    from foretoken.hf.loading import LoadedModel
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+_LONGEST_REASON = 100  # characters
+
+
+def check_placement(model: LoadedModel, *, dtype: str, device: str) -> None:
+    """Refuses to take a model in memory for one in another dtype or on another device.
+
+    Args:
+        model: What was loaded before.
+        dtype: "auto", or a key of `DTYPES`.
+        device: "auto", or a torch device.
+
+    Raises:
+        ModelError: When they differ from what it has, or do not exist.
+    """
+    if dtype != "auto" and resolve_dtype(dtype, model.device) != model.dtype:
+        own = str(model.dtype).removeprefix("torch.")
+        raise ModelError(
+            f"dtype '{dtype}' was asked for, but {model.name} is in memory as {own}. Expected 'auto' or '{own}'. "
+            "Convert it first, or pass the name of the model."
+        )
+    place = None if device == "auto" else resolve_device(device)
+    if place is not None and (place.type != model.device.type or place.index not in (None, model.device.index)):
+        raise ModelError(
+            f"device '{device}' was asked for, but {model.name} is on '{model.device}'. Expected 'auto' or "
+            f"'{model.device}'. Move it first, or pass the name of the model."
+        )
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+    """The dtype to load in; float32 on CPU by default, where it is exact and no slower for small models."""
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {shown(dtype)} does not exist. {nearest_name_hint(shown(dtype), [*DTYPES, 'auto'])}")
+    return DTYPES[dtype]
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device to load on; with "auto" an accelerator where there is one.
+
+    Raises:
+        ModelError: When there is no such device here, or it holds no numbers.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device == "auto":
+        return accelerator or torch.device("cpu")
+    try:
+        place = torch.device(device)
+        torch.empty(1, dtype=torch.float32, device=place).tolist()
+    except (RuntimeError, AssertionError, ImportError) as err:
+        said = one_line(err).rstrip("!")
+        # torch names all its kinds of devices for one that does not exist, and all its backends for one it lacks.
+        reason = said if len(said) < _LONGEST_REASON else "this torch cannot compute on it"
+        raise ModelError(f"device {shown(device)} cannot be used: {reason}. {_usable_devices(accelerator)}") from err
+    return place
+
+
+def _usable_devices(accelerator: torch.device | None) -> str:
+    """What can be asked for on this machine, and how there would be more."""
+    if accelerator is not None:
+        return f"Expected 'auto', 'cpu' or '{accelerator.type}', also with an index of a device that is there."
+    return (
+        "Expected 'auto' or 'cpu': torch finds no accelerator here. Where there is one, install its driver and a build "
+        "of torch that is made for it."
+    )

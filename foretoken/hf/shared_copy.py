@@ -1,0 +1,100 @@
+"""A second set of modules over the same weights, so that a caller's model stays as it is."""
+
+from __future__ import annotations
+
+import copy
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from foretoken.core.errors import ModelError
+from foretoken.decoder.held_memory import has_memory, lost_memory, plain_tensors
+
+
+def shared_copy(model: Any) -> Any:
+    """Copies the structure of a transformers model and shares its weights.
+
+    The copy has modules, configuration, mode and attention of its own, and the original keeps its own. Every parameter
+    and buffer of the copy lies in the original's memory, so a weight that is changed in place changes in both; one that
+    is replaced (`model.to(...)`) is replaced in the original alone. Tied weights stay tied. Hooks are called on both.
+
+    Args:
+        model: A transformers causal LM; also one inside `torch.compile`, or with peft adapters.
+
+    Raises:
+        ModelError: When it is anything else, or its weights lie nowhere, or on several devices.
+    """
+    source = _plain_model(model)
+    try:
+        return copy.deepcopy(source, _kept_as_they_are(source))
+    except Exception as err:  # an attribute may hold anything: locks, files, generators
+        raise ModelError(
+            f"{type(source).__name__} holds something that cannot be copied ({type(err).__name__}). Expected a "
+            "transformers causal LM as it was loaded. Save it with save_pretrained and pass the directory."
+        ) from err
+
+
+def _plain_model(model: Any) -> PreTrainedModel:
+    """The transformers model within wrappers that leave its arithmetic as it is.
+
+    Raises:
+        ModelError: When there is none that can be run.
+    """
+    model = getattr(model, "_orig_mod", model)  # torch.compile
+    name = type(model).__name__
+    if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
+        if any(getattr(config, "is_prompt_learning", False) for config in model.peft_config.values()):
+            raise ModelError(
+                f"{name} learns prompts, which come before the tokens of every request. Expected a model, or adapters "
+                "within its layers (LoRA and its kind)."
+            )
+        model = model.get_base_model()
+    if not isinstance(model, PreTrainedModel):
+        raise ModelError(
+            f"a {name} is no transformers model. Expected a causal LM such as AutoModelForCausalLM gives; unwrap it "
+            "first where it is inside something else."
+        )
+    head = model.get_output_embeddings()
+    if not isinstance(getattr(head, "weight", None), Tensor):
+        raise ModelError(f"{name} has no LM head. Expected a causal LM: load it with AutoModelForCausalLM.")
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if "meta" in devices:
+        raise ModelError(
+            f"some weights of {name} are on the device 'meta': they were never loaded, or are offloaded. Expected all "
+            "weights in memory. Load it without device_map, on one device."
+        )
+    lost = next((tensor for tensor in plain_tensors(model) if not has_memory(tensor)), None)
+    if lost is not None:
+        raise ModelError(f"{name} cannot be used: {lost_memory(lost)}")
+    if len(devices) > 1:
+        raise ModelError(f"{name} is spread over {', '.join(devices)}. Expected all its weights on one device.")
+    return model
+
+
+def _kept_as_they_are(source: nn.Module) -> dict[int, Any]:
+    """The memo of `copy.deepcopy` by which tensors are shared, and hooks called instead of copied."""
+    inside = {id(module) for module in source.modules()}
+    memo: dict[int, Any] = {}
+    for module in source.modules():
+        for value in (*module._buffers.values(), *vars(module).values()):
+            if isinstance(value, Tensor):
+                memo[id(value)] = value
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                memo.setdefault(id(parameter), _alias(parameter))
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for hook in hooks.values():
+                if not (isinstance(hook, MethodType) and id(hook.__self__) in inside):
+                    memo[id(hook)] = hook
+    return memo
+
+
+def _alias(parameter: nn.Parameter) -> nn.Parameter:
+    """Another parameter over the same memory; subclasses, which quantised layers use, are shared as they are."""
+    if type(parameter) is not nn.Parameter:
+        return parameter
+    with torch.no_grad():
+        return nn.Parameter(parameter.detach(), requires_grad=False)

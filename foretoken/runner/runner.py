@@ -1,0 +1,234 @@
+"""The runner: a model over preallocated KV slots, as a target or as a draft model.
+
+It offers what the engine needs (prefill, verify a tree, commit a path) and the general pass below them, which draft
+models use to grow a tree level by level. Cache lengths belong to the caller. How a pass is computed is the decoder's
+matter: `generic` runs the transformers model itself, `lean` a forward of our own for architectures it knows.
+
+Letters: B sequences, T tokens fed, N tree nodes, V vocabulary, D hidden size, F taps.
+"""
+
+from __future__ import annotations
+
+import logging
+from itertools import pairwise
+from operator import add
+from typing import TYPE_CHECKING
+
+from foretoken.core.errors import ConfigError, ModelError, PassError, RequestError, nearest_name_hint
+from foretoken.core.passes import Pass
+from foretoken.core.token_tree import MAX_NODES, TokenTree
+from foretoken.decoder.graph_decoder import GraphDecoder
+from foretoken.decoder.lean.native import NativeDecoder
+from foretoken.decoder.lean.stock import StockDecoder
+from foretoken.decoder.memory import affordable_rows
+from foretoken.decoder.slot_cache import SlotCache
+from foretoken.hf.generic import GenericDecoder
+from foretoken.hf.lean_weights import read_weights
+from foretoken.runner.self_test import NUM_ROWS, check_tree_attention, probe_layer_shapes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from torch import Tensor
+
+    from foretoken.core.taps import Tap
+    from foretoken.decoder.base import Decoder, PassOutput
+    from foretoken.hf.loading import LoadedModel
+
+RUNNERS = ("auto", "generic", "lean", "lean-native", "lean-graphs", "lean-stock")
+_DECODERS: dict[str, Callable[[LoadedModel, SlotCache, Sequence[Tap]], Decoder]] = {
+    "lean-native": lambda model, cache, taps: NativeDecoder(read_weights(model, cache.capacity), cache, taps),
+    "lean-graphs": lambda model, cache, taps: GraphDecoder(read_weights(model, cache.capacity), cache, taps),
+    "lean-stock": lambda model, cache, taps: StockDecoder(read_weights(model, cache.capacity), cache, taps),
+    "generic": GenericDecoder,
+}
+_log = logging.getLogger(__name__)
+_said: set[str] = set()
+
+
+class Runner:
+    """Runs a model over preallocated KV slots.
+
+    Attributes:
+        model: What was loaded, with its configuration facts.
+        cache: KV rows by slot.
+        context_len: Most tokens a sequence may reach.
+        max_nodes: Widest tree, root included.
+        prefill_chunk: Prompt tokens fed per pass.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        *,
+        num_slots: int,
+        context_len: int | None = None,
+        max_nodes: int = 64,
+        taps: Sequence[Tap] = (),
+        prefill_chunk: int = 512,
+        runner: str = "auto",
+    ) -> None:
+        """Allocates the cache and proves on the model itself that trees are attended to correctly.
+
+        Args:
+            model: A loaded causal LM.
+            num_slots: Sequences held at once.
+            context_len: Most tokens a sequence may reach; the model's own limit when None. Cut, with a warning, to what
+                half of the free memory holds.
+            max_nodes: Widest tree, root included.
+            taps: Features to read, see `foretoken.hf.taps`.
+            prefill_chunk: Prompt tokens fed per pass.
+            runner: One of `RUNNERS`. "auto" takes the fastest that fits the model, "lean" the fastest but generic.
+
+        Raises:
+            ConfigError: When there is no such runner.
+            ModelError: When the model ignores the attention plug-in, a tap cannot be read, there is no memory, or the
+                runner that was asked for does not fit.
+        """
+        self.model = model
+        self.max_nodes = min(max_nodes, MAX_NODES)
+        self.prefill_chunk = prefill_chunk
+        shapes = probe_layer_shapes(model.module)
+        rows = affordable_rows(shapes, num_slots=num_slots, dtype=model.dtype, device=model.device)
+        wanted = min(context_len or model.context_len, model.context_len)
+        self.context_len = min(wanted, rows - self.max_nodes)
+        if self.context_len < min(wanted, NUM_ROWS):
+            raise ModelError(f"there is no memory for the KV cache of '{model.name}'. Lower max_num_seqs.")
+        if self.context_len < wanted:
+            _log.warning(
+                "%s: KV rows for %d sequences of %d tokens do not fit into half of the free memory; the context is cut "
+                "to %d. Lower max_num_seqs for longer ones.", model.name, num_slots, wanted, self.context_len,
+            )  # fmt: skip
+        self.cache = SlotCache(
+            shapes,
+            num_slots=num_slots,
+            capacity=max(self.context_len + self.max_nodes, NUM_ROWS),
+            dtype=model.dtype,
+            device=model.device,
+        )
+        self._decoder = self._proven_decoder(runner, taps)
+
+    @property
+    def name(self) -> str:
+        """How passes are computed, named in reports: one of `RUNNERS` that names a decoder."""
+        return self._decoder.name
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether a token's logits have the same bits at any width, batch and number of threads; see `Decoder`."""
+        return self._decoder.is_exact
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs go and outputs come from."""
+        return self.model.device
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the width of the logits."""
+        return self.model.vocab_size
+
+    @property
+    def last_position(self) -> int:
+        """The greatest position that a pass may feed."""
+        return min(self.model.context_len, self.cache.capacity) - 1
+
+    def run(self, work: Pass) -> PassOutput:
+        """One pass over new tokens of several sequences; writes the cache rows of their nodes.
+
+        Raises:
+            PassError: When the rows do not fit the cache, or the pass the model.
+        """
+        nodes = [end - start for start, end in pairwise(work.node_offsets)]
+        rows = max(map(add, work.prefix_lens, nodes))
+        if rows > self.cache.capacity:
+            raise PassError(f"the pass needs {rows} rows of a slot, which has {self.cache.capacity}. Feed fewer.")
+        return self._decoder.run(work)
+
+    def prefill(self, slot: int, tokens: Sequence[int], start: int) -> Tensor | None:
+        """Feeds prompt tokens of one sequence, at most `prefill_chunk` of them, without computing logits.
+
+        Args:
+            slot: Which sequence.
+            tokens: Tokens at positions start, start + 1, …
+            start: Rows of the slot already filled.
+
+        Returns:
+            (T, F, D) tapped features, or None without taps.
+
+        Raises:
+            RequestError: When the prompt does not fit.
+        """
+        end = start + len(tokens)
+        if end > self.context_len:
+            raise RequestError(f"{end} tokens do not fit. Expected at most {self.context_len}. Shorten the prompt.")
+        return self.run(Pass.of_chains([tokens], slots=[slot], prefix_lens=[start], device=self.device)).features
+
+    def verification(self, slots: Sequence[int], lengths: Sequence[int], tree: TokenTree) -> Pass:
+        """The pass that gives target logits at every node of some trees. Committed rows stay untouched.
+
+        Args:
+            slots: B slots.
+            lengths: Committed KV rows of each: the root goes to position `lengths[b]`.
+            tree: (B, N) candidates.
+        """
+        return Pass.of_tree(tree, slots=slots, prefix_lens=lengths, last_position=self.last_position)
+
+    def verify(self, slots: Sequence[int], lengths: Sequence[int], tree: TokenTree) -> PassOutput:
+        """`verification`, run by itself."""
+        return self.run(self.verification(slots, lengths, tree))
+
+    def commit(self, slots: Sequence[int], lengths: Sequence[int], path: Tensor, num_accepted: Tensor) -> None:
+        """Makes the accepted paths' rows permanent: root and path follow the committed rows.
+
+        Args:
+            slots: B slots.
+            lengths: Committed rows of each before this iteration; the root's row is `lengths[b]`.
+            path: (B, D) int64, accepted nodes in order, without the root; -1 past the last.
+            num_accepted: (B,) int64, how many.
+        """
+        if path.shape[1]:
+            self.cache.move_paths(slots, lengths, path, num_accepted)
+
+    def _proven_decoder(self, runner: str, taps: Sequence[Tap]) -> Decoder:
+        """The first decoder of those asked for that knows the model and passes the self-test; says why others did not.
+
+        Raises:
+            ConfigError, ModelError: See `__init__`.
+        """
+        if runner not in RUNNERS:
+            raise ConfigError(f"runner '{runner}' does not exist. {nearest_name_hint(runner, RUNNERS)}")
+        own = "lean-graphs" if self.device.type == "cuda" else "lean-native"
+        lean = (
+            [own, "lean-stock"]
+            if own == "lean-graphs" or NativeDecoder.runs(self.device, self.model.dtype)
+            else ["lean-stock"]
+        )
+        kinds = {"auto": [*lean, "generic"], "lean": lean}.get(runner, [runner])
+        refusals: dict[str, list[str]] = {}  # reason to kinds
+        for kind in kinds:
+            try:
+                decoder = self._decoder = _DECODERS[kind](self.model, self.cache, taps)
+                check_tree_attention(self)
+            except ModelError as err:
+                if kind == "generic":
+                    raise
+                refusals.setdefault(str(err), []).append(kind)
+                continue
+            if refusals:
+                _say_once(f"{self.model.name} runs on the {kind} runner. {_join(refusals)}")
+            return decoder
+        raise ModelError(f"runner '{runner}' cannot run '{self.model.name}'. {_join(refusals)}")
+
+
+def _join(refusals: dict[str, list[str]]) -> str:
+    """Who refused, and why."""
+    return " ".join(f"{', '.join(kinds)}: {reason}" for reason, kinds in refusals.items())
+
+
+def _say_once(message: str) -> None:
+    """Logs a message that has not been logged before."""
+    if message not in _said:
+        _said.add(message)
+        _log.warning("%s", message)

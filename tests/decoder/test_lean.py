@@ -1,0 +1,346 @@
+"""The lean decoders against the generic one: every option of the block they know, and what they leave to others."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import weakref
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+from tiny_models import random_model, tiny_config, tiny_model
+from torch import Tensor, nn
+from tree_decoding import SLOTS, decode, logits_by_sequence
+
+from foretoken.core.errors import ConfigError, ModelError
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.decoder.lean.fused_linear import fuse
+from foretoken.hf.loading import wrap_model
+from foretoken.hf.plain import run_plain
+from foretoken.runner import runner as runner_module
+from foretoken.runner.runner import Runner
+
+LEAN = ("lean-native", "lean-stock")
+TOLERANCE = 1e-5  # relative to the largest logit, float32
+
+# What published checkpoints of these architectures differ in, each where it could be lost.
+VARIANTS: dict[str, Any] = {
+    "llama": tiny_config("llama"),
+    "tied": tiny_config("llama", tie_word_embeddings=True),
+    "attention bias": tiny_config("llama", attention_bias=True),
+    "mlp bias": tiny_config("llama", mlp_bias=True),
+    "one kv head": tiny_config("llama", num_key_value_heads=1),
+    "as many kv heads": tiny_config("llama", num_key_value_heads=4),
+    "three in a group": tiny_config("llama", hidden_size=48, num_attention_heads=6, num_key_value_heads=2, head_dim=8),
+    "head_dim above hidden / heads": tiny_config("llama", head_dim=16),
+    "head_dim 80": tiny_config("llama", head_dim=80),
+    "head_dim 128": tiny_config("llama", head_dim=128, num_hidden_layers=2),
+    "odd sizes": tiny_config("llama", hidden_size=44, intermediate_size=101, head_dim=6, vocab_size=131),
+    "rope theta": tiny_config("llama", rope_parameters={"rope_type": "default", "rope_theta": 50.0}),
+    "rope linear": tiny_config("llama", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+    "rope dynamic": tiny_config("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+    "rope yarn": tiny_config(
+        "llama",
+        rope_parameters={
+            "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 24,
+        },
+    ),
+    "rope llama3": tiny_config(
+        "llama",
+        rope_parameters={
+            "rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 24,
+        },
+    ),
+    "mistral": tiny_config("mistral"),
+    "mistral without a window": tiny_config("mistral", sliding_window=None),
+    "qwen2": tiny_config("qwen2"),
+    "qwen2 sliding some": tiny_config(
+        "qwen2", use_sliding_window=True, sliding_window=6, max_window_layers=1,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+    ),
+    "qwen3": tiny_config("qwen3"),
+    "qwen3 tied": tiny_config("qwen3", tie_word_embeddings=True, attention_bias=True),
+}  # fmt: skip
+
+
+def runner(config: Any, kind: str, dtype: torch.dtype = torch.float32, **more: Any) -> Runner:
+    return Runner(wrap_model(random_model(config, dtype=dtype), name="tiny"), num_slots=4, runner=kind, **more)
+
+
+@pytest.mark.parametrize("kind", LEAN)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_equal_the_generic_runners(variant: str, kind: str) -> None:
+    config = VARIANTS[variant]
+    ours, theirs = (decode(runner(config, k, max_nodes=12), rounds=4) for k in (kind, "generic"))
+    for a, b in zip(ours, theirs, strict=True):
+        for row in range(len(SLOTS)):
+            mine, reference = a.logits(row), b.logits(row)
+            assert (mine - reference).abs().max() <= TOLERANCE * reference.abs().max()
+
+
+@pytest.mark.parametrize("kind", LEAN)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("variant", ["llama", "odd sizes", "qwen3", "mistral"])
+def test_no_further_from_the_truth_than_the_generic_runner(variant: str, dtype: torch.dtype, kind: str) -> None:
+    """In bfloat16 two correct forwards differ visibly; float64 tells which is nearer."""
+    config = VARIANTS[variant]
+    exact = wrap_model(random_model(config, dtype=dtype).double(), name="exact")
+    truth = decode(Runner(exact, num_slots=4, max_nodes=12, runner="generic"))
+    errors = {}
+    for k in (kind, "generic"):
+        done = decode(runner(config, k, dtype, max_nodes=12))
+        errors[k] = max(
+            float((a.logits(row) - b.logits(row)).norm() / b.logits(row).norm())
+            for a, b in zip(done, truth, strict=True)
+            for row in range(len(SLOTS))
+        )
+    assert errors[kind] <= 1.3 * errors["generic"] + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("variant", ["llama", "odd sizes", "qwen3", "mistral", "three in a group", "head_dim 80"])
+def test_native_arithmetic_does_not_depend_on_company(variant: str, dtype: torch.dtype) -> None:
+    """A path in a tree, in a batch, on two threads: bit for bit what one token at a time gives on one."""
+    made = runner(VARIANTS[variant], "lean-native", dtype, max_nodes=40)
+    prompt, path = [5, 9, 3, 60, 21, 8, 30, 33, 2], [7, 11, 13, 4, 40]
+    made.prefill(0, prompt, 0)
+    alone = []
+    for depth, token in enumerate(path):
+        alone.append(made.verify([0], [len(prompt) + depth], TokenTree.roots([token])).logits[0])
+    # The path in the middle of a tree: every second node is a stranger.
+    tokens, parents, nodes = [path[0], 50], [-1, 0], [0]
+    for token in path[1:]:
+        parents += [nodes[-1], nodes[-1]]
+        nodes.append(len(tokens))
+        tokens += [token, 51]
+    tree = TreeRow(tokens, parents)
+    wide = TreeRow(tokens + [52] * (38 - len(tokens)), parents + [0] * (38 - len(parents)))
+    threads = torch.get_num_threads()
+    try:
+        for num_threads in (1, 2):
+            torch.set_num_threads(num_threads)
+            for slot, other in ((1, 3), (2, 0)):
+                for start in range(0, len(prompt), 4):
+                    made.prefill(slot, prompt[start : start + 4], start)
+                made.prefill(other, [3, 4], 0)
+                for rows in ([tree], [wide], [wide, TreeRow([6, 7], [-1, 0])], [TreeRow([6], [-1]), tree]):
+                    at = next(i for i, row in enumerate(rows) if len(row.tokens) > 2)
+                    slots = [other, other][: len(rows)]
+                    slots[at] = slot
+                    lengths = [2] * len(rows)
+                    lengths[at] = len(prompt)
+                    trees = TokenTree.from_rows(rows)
+                    logits = logits_by_sequence(made.verify(slots, lengths, trees), trees)[at]
+                    for node, expected in zip(nodes, alone, strict=True):
+                        assert torch.equal(logits[node], expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+DECODERS = (*LEAN, "generic")
+
+
+@pytest.mark.parametrize("is_borrowed", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+def test_decoders_of_one_model_do_not_disturb_each_other(dtype: torch.dtype, is_borrowed: bool) -> None:
+    """Each gives what it gives alone, in any order, and the weights are the bits they were."""
+    tree = TokenTree.from_rows([TreeRow([5, 6, 7], [-1, 0, 0])])
+    kinds = [kind for kind in DECODERS if dtype != torch.float64 or kind != "lean-native"]
+
+    def logits(model: Any, kind: str) -> Tensor:
+        return Runner(model, num_slots=1, runner=kind).verify([0], [0], tree).logits
+
+    def loaded() -> Any:
+        return replace(wrap_model(tiny_model("qwen2", dtype=dtype), name="tiny"), is_borrowed=is_borrowed)
+
+    alone = {kind: logits(loaded(), kind) for kind in kinds}
+    for order in itertools.permutations(kinds):
+        model = loaded()
+        before = {key: value.clone() for key, value in model.module.state_dict().items()}
+        for kind in (*order, *order):
+            assert torch.equal(logits(model, kind), alone[kind])
+        after = model.module.state_dict()
+        assert before.keys() == after.keys()
+        assert all(torch.equal(value, after[key]) for key, value in before.items())
+
+
+@pytest.mark.parametrize("kind", LEAN)
+def test_positions_of_padding_do_no_harm(kind: str) -> None:
+    """Nobody checks the depths of padding nodes, and a kernel looks positions up in a table."""
+    made = runner(VARIANTS["llama"], kind, max_nodes=12)
+    made.prefill(0, [5, 9, 3], 0)
+    made.prefill(1, [5, 9], 0)
+    tree = TokenTree.from_rows([TreeRow([5, 6, 7, 8], [-1, 0, 0, 2]), TreeRow([5], [-1])])
+    expected = made.verify([0, 1], [3, 2], tree).logits
+    depths = tree.depths.clone()
+    depths[1, 1:] = -(10**9)
+    logits = made.verify([0, 1], [3, 2], replace(tree, depths=depths)).logits
+    assert torch.equal(logits, expected)
+
+
+def test_decoders_share_what_they_pack_and_give_it_back() -> None:
+    model = wrap_model(tiny_model("llama"), name="tiny")
+    attention: Any = model.backbone.layers[0].self_attn
+    names = ("q_proj", "k_proj", "v_proj")
+    first, second = (Runner(model, num_slots=1, runner="lean-stock") for _ in range(2))
+    whole = weakref.ref(fuse(attention, *names))
+    assert whole() is fuse(attention, *names)
+    del first
+    gc.collect()
+    assert whole() is not None
+    del second
+    gc.collect()
+    assert whole() is None
+
+
+@pytest.mark.parametrize("is_borrowed", [True, False])
+def test_joined_weights_are_in_memory_once_in_a_model_of_ours(is_borrowed: bool) -> None:
+    """In float64 nothing is packed: joined projections are the memory of the originals, unless these are a caller's."""
+    module = tiny_model("llama", dtype=torch.float64)
+    before = [parameter.data_ptr() for parameter in module.parameters()]
+    model = replace(wrap_model(module, name="tiny"), is_borrowed=is_borrowed)
+    made = Runner(model, num_slots=1, runner="lean-stock")
+    layers: Any = [layer.self_attn for layer in model.backbone.layers]
+    for layer in layers:
+        parts = [layer.q_proj.weight, layer.k_proj.weight, layer.v_proj.weight]
+        stores = {part.untyped_storage().data_ptr() for part in parts}
+        assert len(stores) == (3 if is_borrowed else 1)
+    assert [parameter.data_ptr() for parameter in module.parameters()] == before, "the caller's are left alone"
+    assert made.name == "lean-stock"
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        *((kind, dtype) for kind in LEAN for dtype in (torch.float32, torch.bfloat16)),
+        ("lean-stock", torch.float64),
+    ],
+)
+def test_a_model_that_runs_lean_can_still_be_saved(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model: Any = replace(wrap_model(tiny_model("qwen2", dtype=dtype), name="tiny"), is_borrowed=False)
+    before = {key: value.clone() for key, value in model.module.state_dict().items()}
+    made = Runner(model, num_slots=1, runner=kind)
+    model.module.save_pretrained(tmp_path)
+    assert made.name == kind
+    again = hf.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype).state_dict()
+    assert before.keys() == again.keys()
+    assert all(torch.equal(value, again[key]) for key, value in before.items())
+
+
+def test_native_kernels_read_weights_in_place() -> None:
+    module = tiny_model("llama")
+    made = Runner(wrap_model(module, name="tiny"), num_slots=1, runner="lean-native")
+    tree = TokenTree.roots([5])
+    before = made.verify([0], [0], tree).logits
+    with torch.no_grad():
+        module.model.layers[1].mlp.down_proj.weight.zero_()
+    after = made.verify([0], [0], tree).logits
+    assert not torch.equal(before, after)
+    torch.testing.assert_close(after[0], run_plain(module, torch.tensor([[5]])).logits[0, 0], rtol=1e-4, atol=1e-4)
+
+
+class TestWhatIsLeftToTheGenericRunner:
+    """`auto` falls back and says so once; `lean` is refused with a sentence."""
+
+    @staticmethod
+    def foreign() -> dict[str, nn.Module]:
+        gelu = random_model(tiny_config("llama", hidden_act="gelu"))
+        mixed, hooked, adapted = tiny_model("llama"), tiny_model("llama"), tiny_model("llama")
+        mixed.model.norm.to(torch.bfloat16)
+        hooked.model.layers[0].mlp.up_proj.register_forward_hook(lambda *event: event[2] * 2)
+        layer = adapted.model.layers[2].self_attn
+        layer.q_proj = nn.Sequential(layer.q_proj, nn.Identity())
+        return {
+            "GPT2LMHeadModel is not among the architectures it knows": tiny_model("gpt2"),
+            "with activation 'gelu' is not among what it knows": gelu,
+            "its weights differ in dtype: torch.bfloat16, torch.float32": mixed,
+            "up_proj (Linear) is not a plain linear layer": hooked,
+            "q_proj (Sequential) is not a plain linear layer": adapted,
+        }
+
+    @pytest.mark.parametrize("reason", list(foreign()))
+    def test_it_is_named(self, reason: str, caplog: pytest.LogCaptureFixture) -> None:
+        model = wrap_model(self.foreign()[reason], name=reason)
+        for _ in range(2):
+            assert Runner(model, num_slots=1).name == "generic"
+        assert caplog.text.count("runs on the generic runner. lean-native, lean-stock: ") == 1
+        assert reason in caplog.text
+        with pytest.raises(ModelError, match=r"runner 'lean' cannot run '.*'\. lean-native, lean-stock: "):
+            Runner(model, num_slots=1, runner="lean")
+
+    def test_a_hooked_layer_is_heard(self) -> None:
+        module = self.foreign()["up_proj (Linear) is not a plain linear layer"]
+        made = Runner(wrap_model(module, name="hooked"), num_slots=1)
+        theirs = run_plain(module, torch.tensor([[5]])).logits[0, 0]
+        torch.testing.assert_close(made.verify([0], [0], TokenTree.roots([5])).logits[0], theirs)
+
+    def test_subclasses_are_strangers(self) -> None:
+        class LlamaForCausalLM(hf.LlamaForCausalLM):
+            pass
+
+        module = LlamaForCausalLM(tiny_config("llama"))
+        assert Runner(wrap_model(module, name="subclass"), num_slots=1).name == "generic"
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+    def test_native_kernels_know_two_dtypes(self, dtype: torch.dtype, caplog: pytest.LogCaptureFixture) -> None:
+        model = wrap_model(tiny_model("llama", dtype=dtype), name="tiny")
+        with pytest.raises(ModelError, match="runs float32 and bfloat16 on CPUs, not torch"):
+            Runner(model, num_slots=1, runner="lean-native")
+        assert Runner(model, num_slots=1).name == "lean-stock"
+        assert not caplog.text, "where they are not meant to serve nobody need be told"
+
+    def test_a_lean_decoder_that_fails_its_self_test_is_dropped(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        check = runner_module.check_tree_attention
+
+        def strict(made: Runner) -> None:
+            check(made)
+            if made.name != "generic":
+                raise ModelError("wrong logits.")
+
+        monkeypatch.setattr(runner_module, "check_tree_attention", strict)
+        model = wrap_model(tiny_model("llama"), name="suspect")
+        assert Runner(model, num_slots=1).name == "generic"
+        assert "suspect runs on the generic runner. lean-native, lean-stock: wrong logits." in caplog.text
+
+    def test_no_such_runner(self) -> None:
+        with pytest.raises(ConfigError, match=r"runner 'leen' does not exist\. .*'lean'"):
+            Runner(wrap_model(tiny_model("llama"), name="tiny"), num_slots=1, runner="leen")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_exact_decoder_is_the_default_on_every_processor(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Matrix units, which only the stock kernels use, are faster and not exact: they are taken when asked for."""
+    capabilities = {**torch.cpu.get_capabilities(), "amx_bf16": True, "amx_tile": True}
+    model = wrap_model(tiny_model("llama", dtype=dtype), name="tiny")
+    made = Runner(model, num_slots=1)  # compiled for the processor that there is
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    assert Runner(model, num_slots=1).name == made.name == "lean-native"
+    assert made.is_exact
+
+
+def test_only_the_native_decoder_is_exact() -> None:
+    model = wrap_model(tiny_model("llama"), name="tiny")
+    exact = {kind: Runner(model, num_slots=1, runner=kind).is_exact for kind in DECODERS}
+    assert exact == {"lean-native": True, "lean-stock": False, "generic": False}
+
+
+def test_deep_copies_are_independent() -> None:
+    """A noisy copy of a model whose original runs on native kernels must not write into the original."""
+    module = tiny_model("llama")
+    made = Runner(wrap_model(module, name="tiny"), num_slots=1, runner="lean-native")
+    before = made.verify([0], [0], TokenTree.roots([5])).logits
+    other = copy.deepcopy(module)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert torch.equal(made.verify([0], [0], TokenTree.roots([5])).logits, before)

@@ -1,0 +1,142 @@
+"""Compiling the native kernels: once a machine, never in the way."""
+
+from __future__ import annotations
+
+import platform
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from foretoken.core.errors import ModelError
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.decoder.lean import build
+from foretoken.decoder.lean.native_linear import NativeLinear, fast_linear
+from foretoken.hf.loading import wrap_model
+from foretoken.runner.runner import Runner
+
+
+@pytest.fixture
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty cache, and nothing loaded yet."""
+    monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
+    build.native_library.cache_clear()
+    yield tmp_path / "cache"
+    build.native_library.cache_clear()
+
+
+def script(path: Path, text: str) -> str:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def llama_runner(kind: str = "auto") -> Runner:
+    return Runner(wrap_model(tiny_model("llama"), name="tiny llama"), num_slots=1, runner=kind)
+
+
+def test_it_compiles_once(fresh: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = tmp_path / "log"
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", f'echo called >> {log}\nexec c++ "$@"'))
+    for _ in range(2):
+        build.native_library.cache_clear()
+        assert llama_runner("lean-native").name == "lean-native"
+    assert log.read_text() == "called\n"
+    assert sorted(path.suffix for path in fresh.iterdir()) == [".sha256", ".so"], "nothing unfinished is left"
+    assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in (fresh, *fresh.iterdir())} == {0}
+
+
+@pytest.mark.parametrize(
+    ("compiler", "message"),
+    [
+        ("echo 'decoder.cpp: error: no such thing' >&2; exit 1", "cannot compile its kernels: decoder.cpp: error: no"),
+        ("exit 1", "cannot compile its kernels: no message"),
+        ("exit 0", "its kernels cannot be compiled"),  # says it did, and wrote nothing
+        ('for last; do :; done; echo rubbish > "$last"', "its kernels cannot be loaded"),
+    ],
+)
+@pytest.mark.usefixtures("fresh")
+def test_a_compiler_that_fails(
+    compiler: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", compiler))
+    monkeypatch.setattr("foretoken.runner.runner._said", set())
+    assert llama_runner().name == "lean-stock"
+    assert message in caplog.text
+    with pytest.raises(ModelError, match="runner 'lean-native' cannot run 'tiny llama'"):
+        llama_runner("lean-native")
+
+
+@pytest.mark.usefixtures("fresh")
+def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr("foretoken.runner.runner._said", set())
+    monkeypatch.setenv("PATH", "")
+    assert llama_runner().name == "lean-stock"
+    assert "there is no C++ compiler for its kernels. Install one, such as g++." in caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 16, 33, 70])
+@pytest.mark.parametrize(("rows", "cols"), [(1, 1), (7, 33), (24, 64), (50, 100), (131, 31), (96, 4100)])
+def test_products(rows: int, cols: int, num_tokens: int, dtype: torch.dtype) -> None:
+    """Against float64, with sizes around every block: rows, tokens and the length of a sum."""
+    generator = torch.Generator().manual_seed(rows + cols)
+    weight = torch.randn(rows, cols, generator=generator).to(dtype)
+    x = torch.randn(num_tokens, cols, generator=generator).to(dtype)
+    bias = torch.randn(rows, generator=generator).to(dtype)
+    got = NativeLinear(weight, bias)(x)
+    exact = x.double() @ weight.double().T + bias.double()
+    scale = x.double().abs() @ weight.double().abs().T + bias.double().abs()
+    assert ((got - exact).abs() / scale).max() < 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("lead", [(1,), (2,), (3, 4), (0,)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_linear_layer(lead: tuple[int, ...], has_bias: bool, dtype: torch.dtype) -> None:
+    layer = torch.nn.Linear(33, 50, bias=has_bias, dtype=dtype)
+    x = torch.randn(*lead, 33).to(dtype)
+    got = fast_linear(layer)(x)
+    assert isinstance(fast_linear(layer), NativeLinear)
+    assert got.dtype == torch.float32
+    bias = 0.0 if layer.bias is None else layer.bias.double()
+    torch.testing.assert_close(got.double(), x.double() @ layer.weight.double().T + bias, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_are_not_for_native_products() -> None:
+    """Other dtypes, transposed weights and subclasses stay what they are."""
+    transposed = torch.nn.Linear(4, 6)
+    transposed.weight = torch.nn.Parameter(torch.randn(4, 6).T)
+
+    class Scaled(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    for layer in (torch.nn.Linear(4, 6, dtype=torch.float64), transposed, Scaled(4, 6), torch.nn.Identity()):
+        assert fast_linear(layer) is layer
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names a generation of x86 processors")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_older_processors(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without 512-bit registers and bf16 products the same source serves, and is as independent of company."""
+    model = wrap_model(tiny_model("qwen3", dtype=dtype), name="tiny")
+    newer = Runner(model, num_slots=1, max_nodes=8, runner="lean-native")
+    flags = [flag.replace("=native", "=x86-64-v3") for flag in build._flags() if flag != build._WIDE]
+    monkeypatch.setattr(build, "_flags", lambda: flags)
+    build.native_library.cache_clear()
+    try:
+        older = Runner(model, num_slots=1, max_nodes=8, runner="lean-native")
+    finally:
+        build.native_library.cache_clear()
+    assert older._decoder._blocks._library is not newer._decoder._blocks._library
+    tree = TokenTree.from_rows([TreeRow([5, 6, 7, 8, 9], [-1, 0, 0, 1, 3])])
+    for made in (newer, older):
+        made.prefill(0, [3, 4, 5, 6, 7, 8, 9, 10, 11], 0)
+    ours, theirs = (made.verify([0], [9], tree).logits for made in (older, newer))
+    assert (ours - theirs).abs().max() < (1e-5 if dtype == torch.float32 else 0.1) * theirs.abs().max()
+    assert torch.equal(older.verify([0], [9], TokenTree.roots([5])).logits[0], ours[0])

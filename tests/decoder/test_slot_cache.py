@@ -1,0 +1,150 @@
+"""Moving, writing and poisoning rows against a numpy model; nothing is allocated after the start."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foretoken.attention.layout import AttentionLayout
+from foretoken.core.passes import Pass
+from foretoken.decoder.slot_cache import LayerShape, SlotCache
+
+SLOTS, CAPACITY = 3, 10
+# Layers of two sizes whose keys and values differ, and a square one between them that shares the first one's key size.
+SHAPES = [LayerShape(2, 3, 5), LayerShape(2, 3, 3), LayerShape(1, 4, 2), LayerShape(2, 3, 5)]
+
+
+def filled() -> SlotCache:
+    """A cache in which every number is another one."""
+    cache = SlotCache(SHAPES, num_slots=SLOTS, capacity=CAPACITY, dtype=torch.float64, device=torch.device("cpu"))
+    count = 0
+    for part in (*cache.keys, *cache.values):
+        part.copy_(torch.arange(count, count + part.numel(), dtype=torch.float64).view_as(part))
+        count += part.numel()
+    return cache
+
+
+def snapshot(cache: SlotCache) -> list[np.ndarray]:
+    return [part.numpy().copy() for part in (*cache.keys, *cache.values)]
+
+
+def assert_equal(cache: SlotCache, expected: list[np.ndarray]) -> None:
+    for ours, theirs in zip(snapshot(cache), expected, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_shapes_and_sharing() -> None:
+    cache = filled()
+    for shape, keys, values in zip(SHAPES, cache.keys, cache.values, strict=True):
+        assert keys.shape == (SLOTS, shape.num_heads, CAPACITY, shape.key_width)
+        assert values.shape == (SLOTS, shape.num_heads, CAPACITY, shape.value_width)
+    # Every number of `filled` is there once: no two layers lie on the same memory.
+    everything = np.concatenate([part.ravel() for part in snapshot(cache)])
+    assert len(np.unique(everything)) == everything.size
+    pointers = {part.untyped_storage().data_ptr() for part in (*cache.keys, *cache.values)}
+    assert len(pointers) == len({(2, 3), (2, 5), (1, 4), (1, 2)})  # one store a size
+
+
+@given(data=st.data())
+def test_rows_move_like_a_copy_of_the_rows(data: st.DataObject) -> None:
+    """Any increasing rows to any place at or before them: how accepted paths move, overlaps included."""
+    slot, start = data.draw(st.integers(0, SLOTS - 1)), data.draw(st.integers(0, CAPACITY - 1))
+    source = sorted(data.draw(st.sets(st.integers(start, CAPACITY - 1), max_size=CAPACITY - start)))
+    cache = filled()
+    expected = snapshot(cache)
+    for part in expected:
+        rows = part[slot][:, source].copy()
+        part[slot][:, start : start + len(source)] = rows
+    cache.move_rows(slot, source, start)
+    assert_equal(cache, expected)
+
+
+@given(data=st.data())
+def test_rows_move_anywhere(data: st.DataObject) -> None:
+    """Rows in any order, twice even, to any place, in front or behind."""
+    count = data.draw(st.integers(0, CAPACITY))
+    start = data.draw(st.integers(0, CAPACITY - count))
+    source = data.draw(st.lists(st.integers(0, CAPACITY - 1), min_size=count, max_size=count))
+    cache = filled()
+    expected = snapshot(cache)
+    for part in expected:
+        part[1][:, start : start + count] = part[1][:, source].copy()
+    cache.move_rows(1, source, start)
+    assert_equal(cache, expected)
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+@pytest.mark.parametrize("layer", range(len(SHAPES)))
+def test_writing_changes_its_own_rows_only(layer: int, *, is_captured: bool) -> None:
+    cache, width = filled(), 3
+    expected = snapshot(cache)
+    shape = SHAPES[layer]
+    key = -1 - torch.arange(2 * shape.num_heads * width * shape.key_width, dtype=torch.float64)
+    value = -1000 - torch.arange(2 * shape.num_heads * width * shape.value_width, dtype=torch.float64)
+    key = key.view(2 * width, shape.num_heads, shape.key_width)
+    value = value.view(2 * width, shape.num_heads, shape.value_width)
+    # Slots out of order, one of them to the very end, and one behind a node of an earlier pass.
+    for first, slot, start, end in ((0, 2, 6, 10), (4, 0, 2, 4)):
+        tokens = slice(first, first + end - start)
+        expected[layer][slot][:, start:end] = key[tokens].transpose(0, 1).numpy()
+        expected[layer + len(SHAPES)][slot][:, start:end] = value[tokens].transpose(0, 1).numpy()
+    work = Pass(
+        tokens=torch.zeros(6, dtype=torch.int64),
+        positions=torch.zeros(7, dtype=torch.int64),
+        parents=torch.full((7,), -1),
+        slots=[2, 0],
+        prefix_lens=[6, 1],
+        offsets=[0, 4, 6],
+        num_earlier=[0, 1],
+        logit_rows=None,
+    )
+    layout = AttentionLayout(work)
+    if is_captured:
+        layout = AttentionLayout.of_tables(work, layout.tables())
+    keys, values = cache.write(layer, layout, key, value)
+    assert keys is cache.keys[layer]
+    assert values is cache.values[layer]
+    assert_equal(cache, expected)
+
+
+@pytest.mark.parametrize("start", [0, 4, CAPACITY])
+def test_poison_is_everything_from_a_row_on(start: int) -> None:
+    cache = filled()
+    expected = snapshot(cache)
+    for part in expected:
+        part[1][:, start:] = np.nan
+    cache.poison(1, start)
+    assert_equal(cache, expected)
+
+
+def test_nothing_moves_in_memory() -> None:
+    """Thousands of iterations write where the first one did; transformers keeps the views of the first pass."""
+    cache = filled()
+    parts = [*cache.keys, *cache.values]
+    before = [part.data_ptr() for part in parts]
+    for step in range(2000):
+        layer, start = step % len(SHAPES), step % 5
+        shape = SHAPES[layer]
+        cache.write(
+            layer,
+            AttentionLayout(Pass.of_chains([[0] * 4], slots=[step % SLOTS], prefix_lens=[start])),
+            torch.ones(4, shape.num_heads, shape.key_width, dtype=torch.float64),
+            torch.ones(4, shape.num_heads, shape.value_width, dtype=torch.float64),
+        )
+        cache.move_rows(step % SLOTS, [start + 1, start + 3], start)
+        cache.poison(step % SLOTS, start + 2)
+    after = [*cache.keys, *cache.values]
+    assert [part.data_ptr() for part in after] == before
+    assert all(one is other for one, other in zip(parts, after, strict=True))
+
+
+def test_a_chain_needs_no_move() -> None:
+    """Accepted rows of a chain already stand where they belong: not a single number is written."""
+    cache = filled()
+    versions = [part._version for part in (*cache.keys, *cache.values)]
+    cache.move_rows(0, [4, 5, 6], 4)
+    cache.move_rows(0, [], 4)
+    assert [part._version for part in (*cache.keys, *cache.values)] == versions

@@ -1,0 +1,82 @@
+"""Every architecture, ragged batches, several rounds: a tree pass is its paths' ordinary forwards."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from plain_model import FLOAT32_TOLERANCE, PlainModel, relative_error
+from tiny_models import tiny_model
+from tree_decoding import CASES, SLOTS, UNUSED, by_path, decode, prefill, prompts, tiny_runner
+
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.decoder.slot_cache import SlotCache
+from foretoken.runner.runner import Runner
+
+# Rows of the cache hold keys and values of order 1 to 10 that come out of at most 3 layers of float32.
+ROW_TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def rows_of(runner: Runner, slot: int, length: int) -> list[torch.Tensor]:
+    """The committed keys and values of a slot, layer by layer."""
+    return [part[slot, :, :length].clone() for part in (*runner.cache.keys, *runner.cache.values)]
+
+
+@pytest.mark.parametrize(("architecture", "runner_name"), CASES)
+def test_nodes_equal_their_paths(architecture: str, runner_name: str) -> None:
+    runner, plain = tiny_runner(architecture, runner=runner_name), PlainModel(tiny_model(architecture))
+    for done in decode(runner, rounds=3):
+        for row in range(len(SLOTS)):
+            ours = done.logits(row)
+            assert ours.dtype == torch.float32
+            assert relative_error(ours, by_path(plain, done, row)) < FLOAT32_TOLERANCE
+
+
+@pytest.mark.parametrize(("architecture", "runner_name"), CASES)
+def test_committed_rows_equal_a_fresh_prefill(architecture: str, runner_name: str) -> None:
+    runner, fresh = tiny_runner(architecture, runner=runner_name), tiny_runner(architecture, runner=runner_name)
+
+    def compare(slot: int, tokens: list[int]) -> None:
+        prefill(fresh, slot, tokens)
+        for ours, theirs in zip(rows_of(runner, slot, len(tokens)), rows_of(fresh, slot, len(tokens)), strict=True):
+            torch.testing.assert_close(ours, theirs, **ROW_TOLERANCE)
+
+    decode(runner, rounds=3, after_commit=compare)
+
+
+@pytest.mark.parametrize(("architecture", "runner_name"), CASES)
+def test_uncommitted_rows_never_matter(architecture: str, runner_name: str) -> None:
+    clean, poisoned = tiny_runner(architecture, runner=runner_name), tiny_runner(architecture, runner=runner_name)
+
+    def poison(slot: int, tokens: list[int]) -> None:
+        poisoned.cache.poison(slot, len(tokens))
+        poisoned.cache.poison(UNUSED, 0)
+
+    for before, after in zip(decode(clean), decode(poisoned, after_commit=poison), strict=True):
+        assert torch.equal(before.output.logits, after.output.logits)  # bit by bit: the same arithmetic
+
+
+@pytest.mark.parametrize(("architecture", "runner_name"), CASES)
+def test_chunks_of_a_prompt_change_nothing(architecture: str, runner_name: str) -> None:
+    whole, chunked = tiny_runner(architecture, runner=runner_name), tiny_runner(architecture, runner=runner_name)
+    tree = TokenTree.from_rows([TreeRow([5, 6, 7, 8], [-1, 0, 0, 2])])
+    for prompt in prompts():
+        prefill(whole, 0, prompt)
+        prefill(chunked, 0, prompt, chunk=3)
+        for ours, theirs in zip(rows_of(chunked, 0, len(prompt)), rows_of(whole, 0, len(prompt)), strict=True):
+            torch.testing.assert_close(ours, theirs, **ROW_TOLERANCE)
+        logits = [runner.verify([0], [len(prompt)], tree).logits for runner in (whole, chunked)]
+        assert relative_error(logits[1], logits[0]) < FLOAT32_TOLERANCE
+
+
+def test_control_rows_left_where_they_were_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlotCache, "move_rows", lambda self, slot, source, start: None)
+    plain = PlainModel(tiny_model("llama"))
+    done = decode(tiny_runner("llama"), rounds=3)
+    errors = [relative_error(one.logits(row), by_path(plain, one, row)) for one in done for row in range(len(SLOTS))]
+    assert max(errors) > 1e-2
+
+
+def test_control_poison_on_a_committed_row_shows() -> None:
+    runner = tiny_runner("llama")
+    done = decode(runner, after_commit=lambda slot, tokens: runner.cache.poison(slot, len(tokens) - 1))
+    assert done[-1].output.logits.isnan().all()

@@ -1,0 +1,101 @@
+"""Heads whose products run on native kernels, as they do when drafting on a CPU, against the same heads in torch."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import tiny_model
+
+from foretoken.decoder.lean.native_linear import NativeLinear, fast_linear, linear_layer
+from foretoken.heads.base import Head, HeadConfig, build_head
+from foretoken.heads.hydra import HydraConfig, HydraHeads
+from foretoken.heads.medusa import MedusaConfig, MedusaHeads
+from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
+from foretoken.heads.prefix_layer import PrefixConfig
+from foretoken.hf.loading import wrap_model
+from foretoken.hf.parts import target_parts
+
+SIZES: dict[str, Any] = {"hidden_size": 32, "vocab_size": 61, "num_heads": 3}
+PREFIX = PrefixConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=24)
+HEADS: dict[str, HeadConfig] = {
+    "medusa": MedusaConfig(**SIZES, num_layers=2),
+    "medusa, own LM heads": MedusaConfig(**SIZES, own_lm_head=True),
+    "medusa, part of the vocabulary": MedusaConfig(**SIZES, own_lm_head=True, draft_vocab_size=20),
+    "hydra": HydraConfig(**SIZES, num_layers=3),
+    "hydra, tied": HydraConfig(**SIZES, num_layers=3, tied_blocks=True),
+    "hydra++, own LM heads": HydraConfig(**SIZES, num_layers=1, own_lm_head=True, prefix=PREFIX),
+    "mlp_speculator": MlpSpeculatorConfig(**SIZES, inner_dim=24),
+    "mlp_speculator, tied": MlpSpeculatorConfig(**SIZES, inner_dim=24, tie_weights=True),
+}
+
+
+def pair(name: str, *, fits_bfloat16: bool) -> tuple[Head, Head]:
+    """A random head, and the same one quickened."""
+    torch.manual_seed(0)
+    head = build_head(HEADS[name], dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.3)
+            if fits_bfloat16:
+                parameter.copy_(parameter.to(torch.bfloat16))
+    head.requires_grad_(requires_grad=False).eval()
+    quick = deepcopy(head)
+    quick.optimize_for_inference()
+    return head, quick
+
+
+@pytest.mark.parametrize("fits_bfloat16", [False, True])
+@pytest.mark.parametrize("name", HEADS)
+def test_the_same_logits(name: str, fits_bfloat16: bool) -> None:
+    target = wrap_model(tiny_model("llama"), name="tiny")
+    parts = target_parts(target)
+    head, quick = pair(name, fits_bfloat16=fits_bfloat16)
+    torch.manual_seed(1)
+    # A product in bfloat16 rounds what it reads, where the processor multiplies that.
+    tolerance = 0.05 if fits_bfloat16 else 1e-4
+    for batch, nodes in ((1, 1), (2, 5)):
+        expected_state = found_state = torch.randn(batch, nodes, 32)
+        for index in range(head.config.num_heads):
+            tokens = torch.randint(61, (batch, nodes))
+            expected_state, hidden = head.step(index, expected_state, tokens, parts)
+            expected = head.logits(index, hidden, parts)
+            found_state, hidden = quick.step(index, found_state, tokens, parts)
+            found = quick.logits(index, hidden, parts)
+            is_known = expected > float("-inf")
+            assert torch.equal(found > float("-inf"), is_known)
+            assert (found - expected)[is_known].abs().max() < tolerance * expected[is_known].abs().max()
+
+
+@pytest.mark.parametrize("name", [name for name in HEADS if name.startswith("medusa")])
+def test_all_heads_of_medusa_at_once(name: str) -> None:
+    target = wrap_model(tiny_model("llama"), name="tiny")
+    parts = target_parts(target)
+    head, quick = pair(name, fits_bfloat16=False)
+    assert isinstance(head, MedusaHeads)
+    assert isinstance(quick, MedusaHeads)
+    features = torch.randn(3, 32)
+    for count in (1, 2, 3):
+        expected = head.all_logits(features, parts, count)
+        torch.testing.assert_close(quick.all_logits(features, parts, count), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_hydras_first_blocks_are_one_product() -> None:
+    _, quick = pair("hydra", fits_bfloat16=True)
+    assert isinstance(quick, HydraHeads)
+    assert all(isinstance(block.both, NativeLinear) for block in quick.first)
+
+
+def test_weights_that_fit_are_halved() -> None:
+    """A float32 weight is kept in bfloat16 only where that holds it exactly, and only where nobody else uses it."""
+    weight = torch.randn(8, 16).to(torch.bfloat16).float()
+    for changed, shared, expected in (
+        (weight, False, torch.bfloat16),
+        (weight, True, torch.float32),
+        (weight + 2.0**-20, False, torch.float32),
+    ):
+        quick = fast_linear(linear_layer(changed), is_shared=shared)
+        assert isinstance(quick, NativeLinear)
+        assert quick._weight.dtype == expected

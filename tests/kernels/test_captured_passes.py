@@ -1,0 +1,216 @@
+"""A captured pass, run again with other contents of its tensors, is the pass that those contents describe."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from kernel_device import DEVICE, OnDevice, random_parents
+from tiny_models import random_model, tiny_config
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.passes import Pass
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.decoder.cuda_graphs import CudaGraphCapture
+from foretoken.decoder.graph_decoder import MAX_GRAPHS, GraphDecoder
+from foretoken.decoder.lean.stock import fused_steps
+from foretoken.hf.lean_weights import read_weights
+from foretoken.hf.loading import wrap_model
+from foretoken.runner import runner as runner_module
+from foretoken.runner.runner import Runner
+
+CONTEXT_LEN, SLOTS = 32, 3
+
+
+class Rerun:
+    """Runs the function itself again, into the tensors of the first run: what a graph does, without one."""
+
+    def __init__(self):
+        self.num_captured = self.num_runs = 0
+
+    def capture(self, run):
+        self.num_captured += 1
+        first = run()
+
+        def again():
+            self.num_runs += 1
+            with OnDevice():  # a graph could not look at a tensor's content, and neither may this
+                output = run()
+            first.logits.copy_(output.logits)
+            if first.features is not None:
+                first.features.copy_(output.features)
+
+        return first, again
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    """What the runner "lean-graphs" captures with here."""
+    made = CudaGraphCapture(torch.device(DEVICE)) if DEVICE == "cuda" else Rerun()
+    monkeypatch.setattr("foretoken.decoder.cuda_graphs._LEAST_BOUND", 32)  # fewer programs for the interpreter
+    monkeypatch.setattr("foretoken.decoder.lean.fused_linear.is_packable", lambda weight: False)  # as on a GPU
+    monkeypatch.setitem(
+        runner_module._DECODERS,
+        "lean-graphs",
+        lambda model, cache, taps: GraphDecoder(
+            read_weights(model, cache.capacity), cache, taps, capture=made, steps=fused_steps()
+        ),
+    )
+    return made
+
+
+def model(architecture, **options):
+    return random_model(tiny_config(architecture, **{"num_hidden_layers": 1, **options})).to(DEVICE)
+
+
+def runner(name, module, max_nodes=8, taps=()):
+    loaded = wrap_model(module, name="tiny")
+    return Runner(loaded, num_slots=SLOTS, context_len=CONTEXT_LEN, max_nodes=max_nodes, runner=name, taps=taps)
+
+
+def random_tree(sizes, seed):
+    generator = torch.Generator().manual_seed(seed)
+    rows = [
+        TreeRow(torch.randint(0, 60, (size,), generator=generator).tolist(), random_parents(size, 4, generator))
+        for size in sizes
+    ]
+    return TokenTree.from_rows(rows, device=DEVICE)
+
+
+def prefilled(lengths, module, **options):
+    """A runner without graphs and one with them, whose slots hold prompts of these lengths."""
+    pair = [runner(name, module, **options) for name in ("lean-stock", "lean-graphs")]
+    for slot, length in lengths.items():
+        for each in pair:
+            each.prefill(slot, [(5 * i + slot) % 60 for i in range(length)], 0)
+    return pair
+
+
+def assert_same(work, plain, captured):
+    """Runs a pass on both; gives the second one's output."""
+    theirs, ours = plain.run(work), captured.run(work)
+    assert ours.logits.shape == theirs.logits.shape == (len(work.logit_rows), captured.vocab_size)
+    torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-4)
+    if theirs.features is not None:
+        assert ours.features.shape == theirs.features.shape == (work.num_tokens, *theirs.features.shape[1:])
+        torch.testing.assert_close(ours.features, theirs.features, rtol=1e-4, atol=1e-4)
+    for own, other in zip(captured.cache._stores.values(), plain.cache._stores.values(), strict=True):
+        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-4)  # every row, those that nothing wrote included
+    return ours
+
+
+def num_captured(capture):
+    return capture.num_captured if DEVICE == "cpu" else 0
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral"])
+def test_passes_of_one_shape(architecture, capture) -> None:
+    """Slots, lengths, sizes and trees change from pass to pass, and how many sequences; features are read as well."""
+    lengths = {0: 12, 1: 5, 2: 1}
+    plain, captured = prefilled(lengths, model(architecture), taps=("final", 0))
+    assert captured.name == "lean-graphs"
+    before, kept = num_captured(capture), []
+    batches = [((0, 2), (5, 7)), ((2, 1), (8, 2)), ((1, 0), (5, 5)), ((0, 2, 1), (1, 6, 3))]
+    for seed, (slots, sizes) in enumerate(batches):
+        work = captured.verification(slots, [lengths[slot] for slot in slots], random_tree(sizes, seed))
+        ours = assert_same(work, plain, captured)
+        kept.append((ours.logits, ours.logits.clone(), ours.features, ours.features.clone()))
+    for logits, as_given, features, features_as_given in kept:
+        assert torch.equal(logits, as_given), "what a caller keeps is not overwritten"
+        assert torch.equal(features, features_as_given)
+    if DEVICE == "cpu":
+        assert capture.num_captured <= before + 2, "two sequences or three, 9 to 16 nodes, up to 8 of them in a tree"
+
+
+def test_levels_and_chains(capture) -> None:
+    """Levels of trees behind nodes of earlier passes, another number for each sequence, and last logits of chains."""
+    lengths = {0: 6, 1: 4, 2: 9}
+    plain, captured = prefilled(lengths, model("llama"))
+    count = num_captured(capture)
+    device = captured.device
+    for turn, slots in enumerate(((2, 0), (0, 1))):
+        prefix = [lengths[slot] - turn for slot in slots]
+        trees = [[-1, 0, 0, 1, 3], [-1, -1, 1, 1, 2, 0, 5]]
+        first, new = (3, 4), (2, 3)  # nodes fed before, and now
+        for num_earlier, fed in ((None, first), (list(first), new)):
+            ends = [0 if num_earlier is None else num_earlier[row] + fed[row] for row in range(2)]
+            nodes = [tree[: end or fed[row]] for row, (tree, end) in enumerate(zip(trees, ends, strict=True))]
+            depths = [[0] * len(tree) for tree in nodes]
+            for row, tree in enumerate(nodes):
+                for node, parent in enumerate(tree):
+                    depths[row][node] = depths[row][parent] + 1 if parent >= 0 else 0
+            work = Pass(
+                tokens=torch.arange(sum(fed), device=device) + 7 * turn,
+                positions=torch.tensor(
+                    [prefix[row] + depth for row in range(2) for depth in depths[row]], device=device
+                ),
+                parents=torch.tensor([parent for tree in nodes for parent in tree], device=device),
+                slots=slots, prefix_lens=prefix, offsets=[0, fed[0], sum(fed)], num_earlier=num_earlier,
+                logit_rows=torch.arange(sum(fed), device=device),
+            )  # fmt: skip
+            assert_same(work, plain, captured)
+        chains = Pass.of_chains(
+            [[1, 2], [3]], slots=slots, prefix_lens=prefix, device=device, has_last_logits=True
+        )  # fmt: skip
+        assert_same(chains, plain, captured)
+    assert num_captured(capture) <= count + 3, "each of the three shapes is captured once"
+
+
+def test_trees_beside_prompts(capture, monkeypatch) -> None:
+    """One pass of a tree and chunks of two prompts, whose logits nobody wants, is captured as long as it is short."""
+    monkeypatch.setattr("foretoken.decoder.graph_decoder._MOST_UNWANTED", 8)
+    lengths = {0: 6, 1: 3}
+    plain, captured = prefilled(lengths, model("llama"))
+    runs = capture.num_runs if DEVICE == "cpu" else 0
+    for slots, prefix, sizes in (((0, 1, 2), [6, 3, 0], (1, 7)), ((1, 2, 0), [3, 7, 0], (2, 7))):
+        tree = captured.verification([slots[0]], [prefix[0]], random_tree([5], slots[0]))
+        chunks = [[(11 * i + slot) % 60 for i in range(size)] for slot, size in zip(slots[1:], sizes, strict=True)]
+        chains = Pass.of_chains(chunks, slots=slots[1:], prefix_lens=prefix[1:], device=captured.device)
+        assert_same(tree.with_chains(chains), plain, captured)
+    if DEVICE == "cpu":
+        assert capture.num_runs == runs + 1, "the second chunks have nine tokens"
+
+
+def test_passes_at_the_end_of_the_cache(capture) -> None:
+    """What a pass is padded with takes no rows: where its own nodes fit it is captured."""
+    plain, captured = prefilled({1: CONTEXT_LEN - 1, 0: 3}, model("llama"), max_nodes=5)
+    runs = capture.num_runs if DEVICE == "cpu" else 0
+    end = captured.cache.capacity - 5
+    for each in (plain, captured):
+        each.cache.poison(1, end)
+    work = captured.verification([1], [end], random_tree([5], 0))
+    theirs, ours = plain.run(work).logits, captured.run(work).logits
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    if DEVICE == "cpu":
+        assert capture.num_runs == runs + 1
+
+
+def test_graphs_are_bounded(capture, monkeypatch) -> None:
+    monkeypatch.setattr("foretoken.decoder.graph_decoder.MAX_GRAPHS", 2)
+    assert MAX_GRAPHS > 2
+    captured = runner("lean-graphs", model("llama"))
+    for size in (1, 2, 4, 2):
+        captured.verify([0], [3], random_tree([size], 0))
+    assert [shape.num_tokens for shape in captured._decoder._graphs.shapes] == [4, 2]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_text_is_plain_decodings(temperature, capture) -> None:
+    module = model("llama")
+    prompts = [{"prompt_token_ids": ids} for ids in ([3, 4, 5, 3, 4, 5, 3], [7, 8, 7, 8, 7])]
+    params = SamplingParams(temperature=temperature, seed=3, max_tokens=6, ignore_eos=True)
+    texts = []
+    for config in (None, {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}):
+        engine = LLM(module, runner="lean-graphs", speculative_config=config, max_num_seqs=2, max_model_len=CONTEXT_LEN)
+        texts.append([output.outputs[0].token_ids for output in engine.generate(prompts, params)])
+    assert all(len(text) == params.max_tokens for text in texts[0])
+    assert texts[0] == texts[1]
+
+
+def test_other_devices_say_why() -> None:
+    module = model("llama")
+    if DEVICE == "cpu":
+        with pytest.raises(Exception, match="CUDA graphs on NVIDIA GPUs only"):
+            runner("lean-graphs", module)

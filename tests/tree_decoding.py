@@ -1,0 +1,156 @@
+"""Decoding with random trees and random acceptance, so that what is fed does not depend on what comes out."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tiny_models import ARCHITECTURES, LEAN_ARCHITECTURES, VOCAB_SIZE, tiny_model
+
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.decoder.base import PassOutput
+from foretoken.hf.loading import wrap_model
+from foretoken.runner.runner import Runner
+
+SLOTS = (2, 0, 3)  # of the three sequences, out of order
+UNUSED = 1  # a slot that no sequence has
+PROMPT_LENS = (4, 9, 17)  # around and past the sliding window of 6
+MAX_NODES = 12
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """One iteration: what was committed before it, the trees, and what verifying them gave."""
+
+    committed: list[list[int]]
+    tree: TokenTree
+    output: PassOutput
+
+    def logits(self, row: int) -> torch.Tensor:
+        """(N, V) of one sequence's nodes, padding left out."""
+        return logits_by_sequence(self.output, self.tree)[row]
+
+    def features(self, row: int) -> torch.Tensor:
+        """(N, F, D), likewise."""
+        assert self.output.features is not None
+        return self.output.features.split(self.tree.node_counts())[row]
+
+
+def logits_by_sequence(output: PassOutput, tree: TokenTree) -> Sequence[torch.Tensor]:
+    """(N, V) of every sequence of a verified batch."""
+    assert output.logits is not None
+    return output.logits.split(tree.node_counts())
+
+
+# Every architecture on the transformers model, and those that the lean decoders know on these too.
+CASES = [
+    *((architecture, "generic") for architecture in ARCHITECTURES),
+    *((architecture, runner) for architecture in LEAN_ARCHITECTURES for runner in ("lean-native", "lean-stock")),
+]
+
+
+def tiny_runner(architecture: str, *, dtype: torch.dtype = torch.float32, **options: Any) -> Runner:
+    """A runner with four slots over a tiny model."""
+    model = wrap_model(tiny_model(architecture, dtype=dtype), name=architecture)
+    return Runner(model, num_slots=4, max_nodes=MAX_NODES, **options)
+
+
+def random_tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(VOCAB_SIZE) for _ in range(count)]
+
+
+def prompts(seed: int = 0) -> list[list[int]]:
+    """Three prompts of different lengths."""
+    rng = random.Random(f"prompts {seed}")
+    return [random_tokens(rng, length) for length in PROMPT_LENS]
+
+
+def random_tree(rng: random.Random, num_nodes: int) -> TreeRow:
+    """A tree that branches at random."""
+    return TreeRow(
+        random_tokens(rng, num_nodes), [-1 if node == 0 else rng.randrange(node) for node in range(num_nodes)]
+    )
+
+
+def prefill(runner: Runner, slot: int, tokens: Sequence[int], chunk: int | None = None) -> None:
+    """Feeds a prompt in chunks, whole when `chunk` is None."""
+    step = chunk or len(tokens)
+    for start in range(0, len(tokens), step):
+        runner.prefill(slot, tokens[start : start + step], start)
+
+
+def decode(
+    runner: Runner,
+    *,
+    seed: int = 0,
+    rounds: int = 3,
+    after_commit: Callable[[int, list[int]], None] | None = None,
+) -> list[Round]:
+    """Prefills three prompts, then verifies random trees and commits random paths.
+
+    Args:
+        runner: With the slots `SLOTS`.
+        seed: Of prompts, trees and paths.
+        rounds: Iterations.
+        after_commit: Called with a slot and the tokens committed in it, after prefill and after every commit.
+
+    Returns:
+        Every round; at least one committed path left rows out, or the test would prove nothing about moving them.
+    """
+    rng = random.Random(seed)
+    committed = prompts(seed)
+    done, has_gap = [], False
+    for slot, tokens in zip(SLOTS, committed, strict=True):
+        prefill(runner, slot, tokens, runner.prefill_chunk)
+        if after_commit:
+            after_commit(slot, tokens)
+    for _ in range(rounds):
+        tree = TokenTree.from_rows([random_tree(rng, rng.randint(5, 10)) for _ in SLOTS])
+        output = runner.verify(SLOTS, [len(tokens) for tokens in committed], tree)
+        done.append(Round(committed=[list(tokens) for tokens in committed], tree=tree, output=output))
+        accepted = torch.tensor([rng.randrange(int(count)) for count in tree.num_nodes])
+        paths = [[node for node in path if node >= 0] for path in tree.path_nodes(accepted).tolist()]
+        lengths = [len(tokens) for tokens in committed]
+        runner.commit(SLOTS, lengths, tree.path_nodes(accepted), torch.tensor([len(path) for path in paths]))
+        for row, (slot, path) in enumerate(zip(SLOTS, paths, strict=True)):
+            has_gap |= path != list(range(1, len(path) + 1))
+            committed[row] = committed[row] + [int(tree.tokens[row, node]) for node in [0, *path]]
+            if after_commit:
+                after_commit(slot, committed[row])
+    assert has_gap
+    return done
+
+
+def node_paths(tree: TokenTree, row: int) -> list[list[int]]:
+    """Root-to-leaf paths of one tree as lists of nodes; every node is on one of them."""
+    parents = tree.rows()[row].parents
+    paths = []
+    for leaf in set(range(len(parents))) - set(parents):
+        path = [leaf]
+        while path[0] != 0:
+            path.insert(0, parents[path[0]])
+        paths.append(path)
+    return paths
+
+
+def by_path(reference: Callable[[list[int]], torch.Tensor], before: Round, row: int) -> torch.Tensor:
+    """What an ordinary forward of each path says at each node of one sequence's tree.
+
+    Args:
+        reference: Tokens of a whole sequence to a tensor (T, …), one entry a position.
+        before: The round.
+        row: Index of the sequence.
+
+    Returns:
+        (N, …), padding nodes left out.
+    """
+    tokens = before.tree.tokens[row].tolist()
+    prompt = before.committed[row]
+    nodes: dict[int, torch.Tensor] = {}
+    for path in node_paths(before.tree, row):
+        values = reference([*prompt, *(tokens[node] for node in path)])
+        nodes |= dict(zip(path, values[len(prompt) :], strict=True))
+    return torch.stack([nodes[node] for node in range(len(nodes))])
