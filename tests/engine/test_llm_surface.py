@@ -185,7 +185,7 @@ def test_without_a_tokenizer_text_is_refused(prompt: Any, params: SamplingParams
         ({"enable_chunked_prefill": False}, "enable_chunked_prefill = False is not supported. Prompts are always fed"),
         ({"enable_prefix_caching": True}, "enable_prefix_caching = True is not supported. There is no prefix cache"),
         ({"quantization": "awq"}, "quantization = 'awq' is not supported"),
-        ({"revision": "v1"}, r"revision = 'v1' is not supported\. Pass foretoken\.target\.loading\.load_model"),
+        ({"revision": "v1"}, r"revision = 'v1' is not supported\. Pass foretoken\.hf\.loading\.load_model"),
         ({"num_speculative_tokens": 5}, "num_speculative_tokens = 5 is not supported. Pass speculative_config="),
         ({"torch_dtype": torch.float32}, "torch_dtype = of type dtype is not supported. Pass it as 'dtype'"),
         ({"speculative_config": "[" * 100_000}, "speculative_config is not valid JSON"),
