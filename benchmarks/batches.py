@@ -12,16 +12,17 @@ import gc
 import json
 import statistics
 import time
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.drafters.base import TargetReads
 
 if TYPE_CHECKING:
     from foretoken.core.records import StepRecord
-    from foretoken.core.taps import Tap
-    from foretoken.drafters.base import Committed, DraftContext, Drafter, TargetFacts
+    from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
 
 _WIDE, _BATCH, _STEPS = 64, 8, 40
 _JOINING, _PROMPT_LEN = 7, 480
@@ -30,15 +31,22 @@ _JOINING, _PROMPT_LEN = 7, 480
 class WideTree:
     """Drafts a fixed number of tokens for the first sequence of a batch, and none for the others."""
 
-    taps: tuple[Tap, ...] = ()
+    reads = TargetReads()
 
     def __init__(self, num_nodes: int) -> None:
-        self.name, self.max_nodes = f"{num_nodes} nodes for one", num_nodes
+        self.name, self.nodes_by_depth = f"{num_nodes} nodes for one", (1, num_nodes)
+
+    def attach(self, target: TargetHandle) -> None:
+        """See `Drafter`."""
+
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        """See `Drafter`."""
 
     def propose(self, context: DraftContext) -> TokenTree:
         """See `Drafter`: a root with wrong children, so that nothing is accepted."""
         first, *others = context.roots
-        tree = TreeRow([first, *[7] * (self.max_nodes - 1)], [-1, *[0] * (self.max_nodes - 1)])
+        drafted = self.nodes_by_depth[-1] - 1
+        tree = TreeRow([first, *[7] * drafted], [-1, *[0] * drafted])
         return TokenTree.from_rows([tree, *(TreeRow([root], [-1]) for root in others)])
 
     def commit(self, committed: Committed) -> None:
@@ -54,11 +62,14 @@ def ragged(model: str, options: dict[str, Any]) -> dict[str, float]:
     def seconds(num_nodes: int, batch: int) -> float:
         records: list[StepRecord] = []
 
-        def make(facts: TargetFacts) -> Drafter:
-            del facts
-            return WideTree(num_nodes)
-
-        llm = LLM(model, drafter=make, max_num_seqs=batch, max_model_len=512, on_step=records.append, **options)
+        llm = LLM(
+            model,
+            drafter=partial(WideTree, num_nodes),
+            max_num_seqs=batch,
+            max_model_len=512,
+            on_step=records.append,
+            **options,
+        )
         params = SamplingParams(temperature=0.0, max_tokens=_STEPS, ignore_eos=True)
         llm.generate([{"prompt_token_ids": [5 + row] * 40} for row in range(batch)], params)
         full = [record.seconds.verify for record in records if len(record.sequences) == batch]

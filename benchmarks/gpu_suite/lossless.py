@@ -11,8 +11,8 @@ from foretoken.bench.prompt_sets import load_prompts
 from foretoken.bench.setups import PLAIN, Setup, parse_setup
 from foretoken.bench.verify import verify_setups
 from foretoken.bench.workload import Workload
-from foretoken.drafters.adversarial import BEHAVIOURS
 from foretoken.hf.loading import LoadedModel, load_model, load_tokenizer
+from tests.drafters.adversarial import BEHAVIOURS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ def run(work: Work) -> None:
     model = load_model(str(_TARGET), dtype="float32", device=work.device.type)
     tokenizer = load_tokenizer(str(_TARGET))
     drafting = drafting_setups()
-    bad = [parse_setup(f'{{"method": "adversarial", "behaviour": "{name}"}}') for name in BEHAVIOURS]
+    bad = [parse_setup(f'{{"method": "tests.drafters.adversarial", "behaviour": "{name}"}}') for name in BEHAVIOURS]
     jobs = [(batch, setup) for batch in (8, 1, 3) for setup in drafting] + [(3, setup) for setup in bad]
     max_tokens = 48
     if work.is_rehearsal:

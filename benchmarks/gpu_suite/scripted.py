@@ -8,12 +8,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.drafters.base import TargetReads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from foretoken.core.taps import Tap
-    from foretoken.drafters.base import Committed, DraftContext, Drafter, TargetFacts
+    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
     from foretoken.trees.choices import TreeShape
 
 _WRONG = 100  # how far a wrong token is from any that could be right
@@ -23,30 +23,35 @@ class ScriptedDrafter:
     """Drafts the successors of the root down one path of a tree, and what is certainly wrong elsewhere."""
 
     name = "scripted"
-    taps: tuple[Tap, ...] = ()
+    reads = TargetReads()
 
-    def __init__(self, shape: TreeShape, pattern: Sequence[int], target: TargetFacts) -> None:
-        self.max_nodes = shape.num_nodes
-        self._target, self._pattern = target, pattern
+    def __init__(self, shape: TreeShape, pattern: Sequence[int]) -> None:
+        self.nodes_by_depth = (1, *[shape.num_nodes] * shape.depth)
         self._parents, self._depth = shape.parents, shape.depth
         # The right child is another one in each pass: accepted rows then have to be moved, as in real decoding.
         self._plans = [_plan(shape.parents, min(right, shape.depth), turn) for turn, right in enumerate(pattern)]
         self._passes: dict[int, int] = {}
 
+    def attach(self, target: TargetHandle) -> None:
+        """Learns what a wrong token can be."""
+        self._target = target
+
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        """The script starts anew."""
+        del request
+        self._passes[slot] = 0
+
     def propose(self, context: DraftContext) -> TokenTree:
         """See `Drafter`."""
         return TokenTree.from_rows(
-            [
-                self._row(self._passes.get(slot, 0), root)
-                for slot, root in zip(context.slots, context.roots, strict=True)
-            ],
+            [self._row(self._passes[slot], root) for slot, root in zip(context.slots, context.roots, strict=True)],
             device=self._target.device,
         )
 
     def commit(self, committed: Committed) -> None:
-        """The script goes on by one pass; prefill starts it anew."""
-        for slot, start in zip(committed.slots, committed.starts, strict=True):
-            self._passes[slot] = 0 if start == 0 else self._passes.get(slot, -1) + 1
+        """The script goes on by one pass, except after a part of a prompt."""
+        for slot in committed.slots if committed.verified is not None else ():
+            self._passes[slot] += 1
 
     def release(self, slot: int) -> None:
         """See `Drafter`."""
@@ -58,14 +63,14 @@ class ScriptedDrafter:
         return TreeRow([(root + step) % self._target.vocab_size for step in plan], self._parents)
 
 
-def scripted(shape: TreeShape, pattern: Sequence[int]) -> Callable[[TargetFacts], Drafter]:
+def scripted(shape: TreeShape, pattern: Sequence[int]) -> Callable[[], Drafter]:
     """A drafter to hand to `LLM`.
 
     Args:
         shape: Of every draft.
         pattern: Right tokens in each pass, repeated from the start when it ends.
     """
-    return lambda facts: ScriptedDrafter(shape, pattern, facts)
+    return lambda: ScriptedDrafter(shape, pattern)
 
 
 def _plan(parents: Sequence[int], num_right: int, turn: int) -> list[int]:

@@ -38,10 +38,11 @@ class SequenceStep:
 
     Attributes:
         request_id: The sequence's request, unique in the life of an engine.
-        num_drafted: Drafted nodes in its tree, root not counted.
+        num_drafted: Drafted nodes of its tree that were verified, neither root nor probes counted.
         tree_depth: Greatest depth of its tree.
         num_accepted: Drafted tokens that survived verification, 0..tree_depth.
         num_emitted: Tokens added to the output: `num_accepted + 1`, or fewer when the sequence stopped inside the path.
+        tokens: These tokens.
         accepted_by: Accepted nodes per drafter name; a node proposed by two drafters counts for both.
     """
 
@@ -50,6 +51,7 @@ class SequenceStep:
     tree_depth: int
     num_accepted: int
     num_emitted: int
+    tokens: Sequence[int] = ()
     accepted_by: dict[str, int]
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
 MAX_NODES = 512
+PROBE = 1 << 62  # bit of `TokenTree.source`: the node is verified only to read the target's answer
 
 
 class DrawKind(IntEnum):
@@ -87,8 +88,11 @@ class TokenTree:
         depths: (B, N) int64, 0 at the root and at padding.
         num_nodes: (B,) int64, real nodes including the root, at least 1.
         max_depth: Upper bound of `depths`, known on the host so that loops over depth need no synchronisation.
-        scores: (B, N) float32 or None, the drafter's path log-probability at each node.
-        source: (B, N) int64 or None, a bit set of the drafters that proposed the node (bit i = drafter i).
+        scores: (B, N) float32 or None, the drafter's log-probability that the whole path down to the node is accepted,
+            as well as it can tell: the draft distribution's. Controllers calibrate it by what was accepted.
+        source: (B, N) int64 or None for the one drafter there is: a bit set of the drafters that proposed the node, bit
+            i for drafter i. `PROBE` marks nodes that are verified only to read the target's answer there
+            (`foretoken.drafters.base.Verified.top_ids`): they are never accepted, nor are nodes below them.
         distributions: How the nodes were drawn, or None when all are one-hot.
         host_facts: What the producer guarantees; None where nobody does. `dataclasses.replace` carries it over: whoever
             changes a tensor passes another one.
@@ -188,6 +192,12 @@ class TokenTree:
             distributions=drafts,
             host_facts=None,
         )
+
+    def without_probes(self) -> TokenTree:
+        """The tree as acceptance may walk it: probes have no parent, so nothing reaches them. No synchronisation."""
+        if self.source is None:
+            return self
+        return replace(self, parents=torch.where((self.source & PROBE) != 0, -1, self.parents))
 
     def validate(self) -> None:
         """Checks every invariant. Synchronises with the host.

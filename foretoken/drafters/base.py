@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, field_validator
@@ -18,12 +19,83 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from foretoken.control.costs import CostCurve
+    from foretoken.core.passes import Pass
+    from foretoken.core.sampling_params import SamplingParams
     from foretoken.core.taps import Tap
     from foretoken.core.token_tree import TokenTree
+    from foretoken.decoder.base import PassOutput
     from foretoken.hf.loading import LoadedModel
     from foretoken.sampling.batch import SamplingBatch
 
 LONGEST_CHAIN = 16  # drafted tokens a pass when nothing else sets a bound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetReads:
+    """What a drafter reads of the target's passes.
+
+    Attributes:
+        taps: Features, see `foretoken.core.taps`; they come with `Committed.features`, in this order.
+        top_k: Most probable tokens wanted at every verified node, see `Verified.top_ids`; 0 for none.
+    """
+
+    taps: tuple[Tap, ...] = ()
+    top_k: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetHandle:
+    """What a drafter is given of the target, once, when the target can run.
+
+    Model and tokenizer are the target's own: whoever changes them changes what the target writes.
+
+    Attributes:
+        name: The target's directory or id.
+        vocab_size: V, width of the target's logits.
+        context_len: Most tokens of a sequence.
+        num_slots: Sequences held at once; slots are 0 … `num_slots` - 1.
+        device: Where trees must lie.
+        dtype: Of the target; a draft model takes the same.
+        runner: Which runner a draft model should run on, see `foretoken.runner.runner`.
+        tokenizer: The target's tokenizer, or None.
+        model: The loaded target, for drafters that share its embedding and LM head (`foretoken.hf.parts.target_parts`).
+        run: One pass of the target, for drafters that run the target itself: tokens behind the committed rows of some
+            slots, whose rows the next verification writes anew. Trusted drafters only, others get a `PassError`.
+        measured_costs: Gives `costs`.
+    """
+
+    name: str
+    vocab_size: int
+    context_len: int
+    num_slots: int
+    device: torch.device
+    dtype: torch.dtype
+    runner: str
+    tokenizer: Any
+    model: LoadedModel
+    run: Callable[[Pass], PassOutput]
+    measured_costs: Callable[[], CostCurve]
+
+    @property
+    def costs(self) -> CostCurve:
+        """Seconds of a target pass by its number of tokens, on this machine; measured when first asked for."""
+        return self.measured_costs()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftRequest:
+    """A sequence that begins in a slot.
+
+    Attributes:
+        request_id: Unique in the life of an engine; completions of one request share it.
+        prompt: Token ids of the prompt. Not to be changed, see `DraftContext.tokens`.
+        params: What the request asks for.
+    """
+
+    request_id: str
+    prompt: Sequence[int]
+    params: SamplingParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +106,17 @@ class DraftContext:
         slots: B slots; a drafter keeps its state by slot.
         tokens: All committed tokens of each sequence, the root last. Not to be changed: the methods of the package get
             the engine's own lists and parameters, other drafters copies.
-        max_depth: How deep a drafted token may lie in each sequence: the budget, or what the request still allows.
-        sampling: Sampling parameters and noise of the B requests.
+        max_depth: How deep a drafted token may lie in each sequence: what the controller allows, and the request still
+            needs.
+        max_nodes: Most nodes of each tree, root included, that the controller allows.
+        sampling: Sampling parameters and noise of the B requests, the processors of their logits among them.
         is_coupled: Whether each request is verified by coupling, so that drafts should share the target's noise.
     """
 
     slots: Sequence[int]
     tokens: Sequence[Sequence[int]]
     max_depth: Sequence[int]
+    max_nodes: Sequence[int]
     sampling: SamplingBatch
     is_coupled: Sequence[bool]
 
@@ -52,37 +127,90 @@ class DraftContext:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Verified:
+    """What the target said of a batch of trees.
+
+    Attributes:
+        tree: The B trees that were verified, merged with other drafters' where there are several.
+        paths: Accepted nodes of each, in order, the root left out.
+        offsets: B + 1; node i of sequence b is row `offsets[b] + i` of what is below.
+        top_ids: (M, k) int64, the target's most probable tokens after every node of every tree, the best first; None
+            where no drafter reads them.
+    """
+
+    tree: TokenTree
+    paths: Sequence[Sequence[int]]
+    offsets: Sequence[int]
+    top_ids: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Committed:
-    """Positions that just entered the target's KV for good, at prefill and after every accepted path.
+    """Positions that just entered the target's KV for good, at prefill and after every accepted path; packed.
+
+    After a verification these are the root and the accepted path; the token after them, the new root, is not among
+    them.
 
     Attributes:
         slots: B slots.
         starts: First new position of each.
-        lengths: New positions of each.
-        features: (B, T, F, D) tapped features of these positions, rows past `lengths` arbitrary; None without taps.
+        tokens: Tokens at the new positions of each, one at least.
+        features: (P, F, D) tapped features of these positions, one sequence after another; None without taps.
+        verified: What the verification said; None after a part of a prompt.
     """
 
     slots: Sequence[int]
     starts: Sequence[int]
-    lengths: Sequence[int]
+    tokens: Sequence[Sequence[int]]
     features: Tensor | None
+    verified: Verified | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """New positions of each sequence."""
+        return [len(ids) for ids in self.tokens]
+
+    @property
+    def offsets(self) -> list[int]:
+        """B + 1, where the features of each sequence begin."""
+        return [0, *accumulate(self.lengths)]
 
 
 class Drafter(Protocol):
     """Proposes a tree of candidate continuations for each sequence. Whatever it does can cost speed, never text.
 
     A drafter that changes the target's weights or the engine's code is no drafter; one that is trusted (see
-    `DrafterOptions.is_trusted` and `trust_drafter` of `LLM`) answers for its draft distributions.
+    `DrafterOptions.is_trusted` and `trust_drafter` of `LLM`) answers for its draft distributions and for what its trees
+    guarantee.
 
-    Attributes:
-        name: Shown in statistics. Read once, when the drafter is made, as the two below.
-        taps: Target features it reads; empty for most.
-        max_nodes: Widest tree it proposes, root included.
+    The three attributes are read when the drafter is made. A trusted one's `nodes_by_depth` is read again once it is
+    attached, by when it may have become smaller.
     """
 
-    name: str
-    taps: tuple[Tap, ...]
-    max_nodes: int
+    @property
+    def name(self) -> str:
+        """Shown in statistics."""
+
+    @property
+    def reads(self) -> TargetReads:
+        """What it reads of the target."""
+
+    @property
+    def nodes_by_depth(self) -> Sequence[int]:
+        """Most nodes, root included, of drafts that are at most 0, 1, 2, … deep; the cache has room for the last one.
+
+        `range(1, 6)` for chains of four tokens, `(1, 3, 7)` for binary trees.
+        """
+
+    def attach(self, target: TargetHandle) -> None:
+        """Prepares for a target, once: loads weights, allocates state.
+
+        Raises:
+            ForetokenError: When the drafter does not fit the target.
+        """
+
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        """A sequence begins in a slot; nothing of it is committed yet."""
 
     def propose(self, context: DraftContext) -> TokenTree:
         """A tree over each sequence's root. May be called and thrown away; an empty proposal is the root alone."""
@@ -92,49 +220,6 @@ class Drafter(Protocol):
 
     def release(self, slot: int) -> None:
         """The slot's sequence is over; its state may be forgotten."""
-
-
-def nodes_by_depth(drafter: Drafter) -> Sequence[int]:
-    """Nodes, root included, of a drafter's trees that are 0, 1, 2, … deep: of its `shape`, or of chains without one."""
-    shape: TreeShape | None = getattr(drafter, "shape", None)
-    if shape is None:
-        return range(1, drafter.max_nodes + 1)
-    return [shape.truncated(depth).num_nodes for depth in range(shape.depth + 1)]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetFacts:
-    """What a drafter may know of the target when it is made.
-
-    Model and tokenizer are the target's own: whoever changes them changes what the target writes. Everything else is a
-    value.
-
-    Attributes:
-        name: The target's directory or id.
-        vocab_size: Width of the target's logits.
-        context_len: Most tokens of a sequence.
-        num_slots: Sequences held at once.
-        device: Where trees should lie.
-        dtype: Of the target; a draft model takes the same.
-        runner: Which runner a draft model should run on, see `foretoken.runner.runner`.
-        tree_nodes: Nodes, root included, of the tree that pays best on this machine in this dtype, as far as the cost
-            of the target's passes tells; measured when first asked for.
-        pass_seconds: Seconds of a target pass by its number of tokens, likewise.
-        tokenizer: The target's tokenizer, or None.
-        model: The target itself, for heads that share its embedding and LM head; None where there is none.
-    """
-
-    name: str
-    vocab_size: int
-    context_len: int
-    num_slots: int
-    device: torch.device
-    dtype: torch.dtype
-    runner: str = "auto"
-    tree_nodes: Callable[[], int] = lambda: 16
-    pass_seconds: Callable[[int], float] = lambda tokens: 1.0 + tokens / 16
-    tokenizer: Any = None
-    model: LoadedModel | None = None
 
 
 TreeOption = str | InstanceOf[TreeShape]
@@ -162,8 +247,8 @@ class DrafterOptions(BaseModel):
     is_trusted: ClassVar[bool] = (
         False  # gets the engine's own values, and its word is taken; see `trust_drafter` of LLM
     )
-    can_adapt_depth: ClassVar[bool] = True
-    can_adapt_tree: ClassVar[bool] = False  # whether "tree" is a fixed shape that the drafter shows as `shape`
+    can_adapt_depth: ClassVar[bool] = True  # whether drafts of any depth up to the greatest make sense
+    can_prune_tree: ClassVar[bool] = False  # whether "tree" is drafted at once, at the same cost whatever is kept of it
 
     method: str
     model: str | None = None
@@ -190,10 +275,9 @@ class DrafterOptions(BaseModel):
         return value
 
     @property
-    def adapts_depth(self) -> bool:
-        """Whether the engine chooses the depth of each draft: for chains and own trees whose depth nobody fixed."""
-        is_own = self.tree == "chain" or (self.can_adapt_tree and self.tree == "tree")
-        return self.can_adapt_depth and is_own and self.num_speculative_tokens is None
+    def is_adaptive(self) -> bool:
+        """Whether a controller chooses how much is drafted: for chains and own trees whose size nobody fixed."""
+        return self.can_adapt_depth and self.tree in _OWN_TREES and self.num_speculative_tokens is None
 
     @property
     def chain_len(self) -> int:

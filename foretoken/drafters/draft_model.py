@@ -9,7 +9,7 @@ Letters: B sequences, P parents of one level, V target vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -18,7 +18,15 @@ from torch import Tensor
 from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, TargetFacts
+from foretoken.drafters.base import (
+    Committed,
+    DraftContext,
+    Drafter,
+    DrafterOptions,
+    DraftRequest,
+    TargetHandle,
+    TargetReads,
+)
 from foretoken.hf.loading import load_model, load_tokenizer
 from foretoken.runner.runner import Runner
 from foretoken.sampling.draft_draws import DraftDraws
@@ -26,15 +34,14 @@ from foretoken.trees.choices import TreeShape
 from foretoken.trees.growth import TreeGrowth
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from foretoken.core.taps import Tap
+    from foretoken.hf.loading import LoadedModel
 
 # Best node first: any beginning of the list is a tree.
 _BRANCHING = (
     (0,), (0, 0), (1,), (0, 0, 0), (0, 1), (1, 0), (0, 0, 0, 0), (2,), (0, 0, 1), (0, 1, 0), (0, 0, 0, 0, 0),
 )  # fmt: skip
-_FEWEST_NODES = 5  # of the branching tree, root included
 _LONGEST_CATCH_UP = 2  # after full acceptance the last drafted token and the bonus token are new to the draft model
 
 
@@ -96,16 +103,37 @@ class DraftModelDrafter:
     """Drafts with a language model, level by level."""
 
     name = "draft_model"
-    taps: tuple[Tap, ...] = ()
+    reads = TargetReads()
 
-    def __init__(self, options: Options, target: TargetFacts, runner: Runner) -> None:
-        self._options, self._target, self._runner = options, target, runner
-        self._shape = tree_shape(options, target)
-        self.max_nodes = self._shape.num_nodes
+    def __init__(self, options: Options, load: Callable[[TargetHandle], LoadedModel]) -> None:
+        """A drafter whose model is not loaded yet.
+
+        Args:
+            options: Of the drafter.
+            load: Gives the draft model for a target.
+        """
+        self._options, self._load = options, load
+        self._shape = options.shape(lambda: TreeShape.from_choices(_BRANCHING))
+        self.nodes_by_depth: Sequence[int] = [
+            self._shape.truncated(depth).num_nodes for depth in range(self._shape.depth + 1)
+        ]
         self._slots: dict[int, _SlotState] = {}
 
+    def attach(self, target: TargetHandle) -> None:
+        """Loads the model, and allocates its KV cache."""
+        self._target = target
+        self._runner = Runner(
+            self._load(target), num_slots=target.num_slots, context_len=target.context_len,
+            max_nodes=self._shape.num_nodes + 1, runner=target.runner,
+        )  # fmt: skip
+
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        """Starts with an empty cache; the prompt is read when the first draft is asked for."""
+        del request
+        self._slots[slot] = _SlotState([])
+
     def propose(self, context: DraftContext) -> TokenTree:
-        """See `Drafter`."""
+        """The shape, expanded level by level."""
         room = [
             min(depth, self._runner.context_len - len(tokens))
             for depth, tokens in zip(context.max_depth, context.tokens, strict=True)
@@ -130,7 +158,7 @@ class DraftModelDrafter:
         """Nothing to learn: the next proposal reads the accepted path off the committed tokens."""
 
     def release(self, slot: int) -> None:
-        """See `Drafter`."""
+        """Forgets the sequence."""
         self._slots.pop(slot, None)
 
     def _catch_up(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
@@ -157,7 +185,7 @@ class DraftModelDrafter:
 
     def _keep_accepted(self, slot: int, tokens: Sequence[int]) -> _SlotState:
         """Moves the rows of drafted nodes that were accepted into place; forgets the others."""
-        state = self._slots.setdefault(slot, _SlotState([]))
+        state = self._slots[slot]
         del state.tokens[len(tokens) - 1 :]  # the last proposal was thrown away: its root is fed again for its logits
         path: list[int] = []
         if state.drafted is not None:
@@ -223,38 +251,38 @@ class DraftModelDrafter:
         return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
 
 
-def tree_shape(options: Options, target: TargetFacts) -> TreeShape:
-    """The shape asked for; the branching one has as many nodes as pay on this target, 5 to 12."""
-    return options.shape(lambda: TreeShape.from_choices(_BRANCHING[: max(_FEWEST_NODES, target.tree_nodes()) - 1]))
-
-
-def create(options: Options, target: TargetFacts) -> Drafter:
+def create(options: Options) -> Drafter:
     """See `foretoken.drafters.registry`.
 
     Raises:
-        ConfigError: Without a model, or when its vocabulary is another one.
+        ConfigError: Without a model.
     """
     if options.model is None:
         raise ConfigError("method 'draft_model' needs a model. Expected the draft model's directory. Set 'model'.")
+    return DraftModelDrafter(options, partial(_loaded, options, options.model))
+
+
+def _loaded(options: Options, name: str, target: TargetHandle) -> LoadedModel:
+    """The draft model.
+
+    Raises:
+        ConfigError: When its vocabulary is not the target's.
+        ModelError: When it cannot be loaded.
+    """
     dtype, device = str(target.dtype).removeprefix("torch."), str(target.device)
-    model = load_model(options.model, dtype=dtype, device=device, revision=options.revision)
-    tokenizer = load_tokenizer(options.model, options.revision)
+    model = load_model(name, dtype=dtype, device=device, revision=options.revision)
+    tokenizer = load_tokenizer(name, options.revision)
     if tokenizer is not None and hasattr(target.tokenizer, "get_vocab"):
         ours, theirs = target.tokenizer.get_vocab(), tokenizer.get_vocab()
         if ours != theirs:
             differing = len(set(ours.items()) ^ set(theirs.items()))
             raise ConfigError(
-                f"draft model '{options.model}' has another vocabulary than '{target.name}': {differing} entries "
+                f"draft model '{name}' has another vocabulary than '{target.name}': {differing} entries "
                 "differ. Expected the same tokenizer. Use a draft model of the same family."
             )
     elif model.vocab_size != target.vocab_size:
         raise ConfigError(
-            f"draft model '{options.model}' has {model.vocab_size} tokens, the target {target.vocab_size}, and there "
+            f"draft model '{name}' has {model.vocab_size} tokens, the target {target.vocab_size}, and there "
             "are no tokenizers to compare. Expected the same vocabulary."
         )
-    shape = tree_shape(options, target)
-    runner = Runner(
-        model, num_slots=target.num_slots, context_len=target.context_len, max_nodes=shape.num_nodes + 1,
-        runner=target.runner,
-    )  # fmt: skip
-    return DraftModelDrafter(options, target, runner)
+    return model

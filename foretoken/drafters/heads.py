@@ -1,4 +1,6 @@
-"""What the drafters over trained heads share: options, loading, the tree that pays, and growing it with a head.
+"""Drafters over trained heads: options, loading, features, the choice of a tree and its construction.
+
+A method derives from `HeadDrafter` and adds what is its own.
 
 Letters: B sequences, E hidden size, W width of a head's state, K heads.
 """
@@ -12,27 +14,31 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import ConfigError
+from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.base import DrafterOptions, TargetFacts, TreeOption
+from foretoken.drafters.base import DrafterOptions, TargetReads, TreeOption
+from foretoken.drafters.captured_growth import CapturedGrowth
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.hub import local_head
 from foretoken.formats.registry import read_head
 from foretoken.hf.parts import TargetParts, target_parts
+from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.published import PUBLISHED
 from foretoken.trees.search import best_shape
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from foretoken.drafters.base import Committed, DraftContext
-    from foretoken.drafters.captured_growth import CapturedGrowth
+    from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
+    from foretoken.drafters.prefix_features import PrefixFeatures
     from foretoken.heads.base import Head
     from foretoken.trees.growth import TreeGrowth
 
 
 _FALLBACK_TREE = "mc_sim_7b_63"
+_TIMED_CALLS = 5  # the first ones warm up
 
 
 class HeadOptions(DrafterOptions):
@@ -50,7 +56,6 @@ class HeadOptions(DrafterOptions):
     """
 
     is_trusted: ClassVar[bool] = True
-    can_adapt_tree: ClassVar[bool] = True
 
     revision: str | None = None
     tree: TreeOption = "tree"
@@ -59,14 +64,15 @@ class HeadOptions(DrafterOptions):
 
 
 class LoadedHead(NamedTuple):
-    """A head ready to draft with, what it shares with the target, and where it came from."""
+    """A head ready to draft with, what it shares with the target, where it came from, and the dtype of its features."""
 
     head: Head
     parts: TargetParts
     checkpoint: HeadCheckpoint
+    dtype: torch.dtype
 
 
-def load_head(options: HeadOptions, target: TargetFacts, method: str) -> LoadedHead:
+def load_head(options: HeadOptions, target: TargetHandle, method: str) -> LoadedHead:
     """Loads the head that the options name.
 
     Raises:
@@ -75,8 +81,6 @@ def load_head(options: HeadOptions, target: TargetFacts, method: str) -> LoadedH
     """
     if options.model is None:
         raise ConfigError(f"method '{method}' needs a trained head. Expected its directory or hub id. Set 'model'.")
-    if target.model is None:
-        raise ConfigError(f"method '{method}' reads the target's own weights. Expected a target that is loaded.")
     fingerprint = TargetFingerprint.of(target.model)
     path = local_head(options.model, options.revision)
     _, checkpoint = read_head(path, target=fingerprint, base_config=target.model.config)
@@ -93,143 +97,154 @@ def load_head(options: HeadOptions, target: TargetFacts, method: str) -> LoadedH
     head = checkpoint.module(device=target.device, dtype=dtype)
     if is_on_cpu:
         head.optimize_for_inference()
-    return LoadedHead(head, target_parts(target.model, dtype=dtype, is_inference=True), checkpoint)
+    return LoadedHead(head, target_parts(target.model, dtype=dtype, is_inference=True), checkpoint, dtype)
 
 
-def head_shape(
-    options: HeadOptions, loaded: LoadedHead, target: TargetFacts, draft_seconds: Callable[[TreeShape], float]
-) -> TreeShape:
-    """The tree that the options ask for, no deeper than there are heads.
+class HeadDrafter:
+    """Drafts with a trained head, evaluated at every node that has children.
 
-    Args:
-        options: Of the drafter.
-        loaded: The head.
-        target: Tells what passes cost.
-        draft_seconds: Seconds that drafting a shape takes.
-    """
-
-    def branching() -> TreeShape:
-        checkpoint = loaded.checkpoint
-        if checkpoint.acceptance is not None:
-            table = checkpoint.acceptance[: options.num_speculative_tokens]
-            level_s = draft_seconds(TreeShape.chain(len(table))) / len(table)
-            return best_shape(table, target.pass_seconds, level_seconds=level_s, max_nodes=options.max_nodes)
-        choices = PUBLISHED[_FALLBACK_TREE] if checkpoint.choices is None else checkpoint.choices
-        shape = TreeShape.from_choices(tuple(choice) for choice in choices)
-        return TreeShape(shape.choices[: options.max_nodes - 1])
-
-    depth = loaded.head.config.num_heads
-    if options.num_speculative_tokens is not None and options.num_speculative_tokens > depth:
-        raise ConfigError(
-            f"num_speculative_tokens is {options.num_speculative_tokens}, but '{options.model}' has {depth} heads, "
-            f"which draft a token each. Expected at most {depth}."
-        )
-    shape = options.shape(branching)
-    if shape.depth > depth and not isinstance(options.tree, str):
-        raise ConfigError(
-            f"the tree is {shape.depth} deep, but '{options.model}' has {depth} heads. Expected choices no longer "
-            "than that."
-        )
-    return shape.truncated(depth)
-
-
-@torch.inference_mode()
-def chain_seconds(shape: TreeShape, loaded: LoadedHead, state: Tensor) -> float:
-    """Seconds that a head evaluated step by step takes for a chain as deep as a shape.
-
-    Args:
-        shape: Tells the depth.
-        loaded: The head.
-        state: (1, W), what steps start from.
-    """
-
-    def draft() -> None:
-        states, tokens = state.unsqueeze(1), torch.zeros(1, 1, dtype=torch.int64, device=state.device)
-        for depth in range(shape.depth):
-            states, hidden = loaded.head.step(depth, states, tokens, loaded.parts)
-            tokens = loaded.head.logits(depth, hidden, loaded.parts).float().topk(10, dim=2).indices[:, :, 0]
-
-    return timed(draft, state.device)
-
-
-def timed(draft: Callable[[], object], device: torch.device) -> float:
-    """Seconds of the fastest of a few calls, until the device is done: the first ones warm up."""
-    best = float("inf")
-    for _ in range(5):
-        begin = time.perf_counter()
-        draft()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - begin)
-    return best
-
-
-class Proposal:
-    """One call of `propose` in the making: for which sequences of the batch, and how their trees are to grow.
+    A method overrides `fill` where its head works otherwise, `state_of` where steps do not start from the feature
+    itself, and `features_for` where features are encoded first.
 
     Attributes:
-        rows: The sequences that are drafted for, by their place in the batch; none when the tree is roots alone.
+        shape: The tree that is drafted, cut off at the depth that is allowed.
     """
 
-    def __init__(
-        self, context: DraftContext, shape: TreeShape, is_ready: Callable[[int, int], bool], options: HeadOptions,
-        device: torch.device,
-    ) -> None:  # fmt: skip
-        """Begins a proposal.
+    name: str
+    reads = TargetReads(taps=("final",))
 
-        Args:
-            context: What the engine tells.
-            shape: The tree to grow.
-            is_ready: Slot and number of committed positions to whether the drafter knows the features up to there.
-            options: Of the drafter.
-            device: Where trees lie.
-        """
-        self._context, self._device = context, device
-        self._room = [
-            depth if is_ready(slot, len(tokens) - 1) else 0
+    def __init__(self, options: HeadOptions) -> None:
+        self.options = options
+        self.shape = TreeShape(())
+        self.nodes_by_depth: Sequence[int] = (1, options.max_nodes)
+
+    def attach(self, target: TargetHandle) -> None:
+        """Loads the head, and chooses the tree by what passes cost and drafting takes."""
+        self._target = target
+        self.loaded = load_head(self.options, target, self.name)
+        self._features = self.features_for(target)
+        self._growth = CapturedGrowth(self.fill, target.device)
+        self.shape = self._chosen_shape()
+        self.nodes_by_depth = [self.shape.truncated(depth).num_nodes for depth in range(self.shape.depth + 1)]
+
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        """Starts without features."""
+        del request
+        self._features.forget(slot)
+
+    @torch.inference_mode()
+    def propose(self, context: DraftContext) -> TokenTree:
+        """The shape, for sequences whose features came in; roots alone for the others."""
+        room = [
+            depth if self._features.is_known(slot, len(tokens) - 1) else 0
             for slot, tokens, depth in zip(context.slots, context.tokens, context.max_depth, strict=True)
         ]
-        self.rows = [row for row, depth in enumerate(self._room) if depth > 0]
-        if not self.rows:
-            return
-        is_everyone = len(self.rows) == len(self._room)
-        self._draws = DraftDraws.build(
-            context.sampling if is_everyone else context.sampling.select(torch.tensor(self.rows, device=device)),
-            [context.is_coupled[row] for row in self.rows],
-            torch.tensor([len(context.tokens[row]) - 1 for row in self.rows], device=device),
-            greedy=options.draft_sample_method == "greedy",
+        rows = [row for row, depth in enumerate(room) if depth > 0]
+        if not rows:
+            return TokenTree.roots(context.roots, device=self._target.device)
+        state = self.state_of(self._features.of([context.slots[row] for row in rows]))
+        growth = self._expanded(context, rows, self.shape.truncated(max(room)), state)
+        return growth.finish(rows, room, context.roots)
+
+    def commit(self, committed: Committed) -> None:
+        """Takes the features."""
+        self._features.learn(committed)
+
+    def release(self, slot: int) -> None:
+        """Forgets the features."""
+        self._features.forget(slot)
+
+    def features_for(self, target: TargetHandle) -> LastFeatures | PrefixFeatures:
+        """What is kept of the target's features: the last one of each slot."""
+        return LastFeatures(
+            target.num_slots, self.loaded.head.config.hidden_size, device=target.device, dtype=self.loaded.dtype
         )
-        self._roots = torch.tensor([context.roots[row] for row in self.rows], device=device)
-        self._shape = shape.truncated(max(self._room))
 
-    @property
-    def slots(self) -> list[int]:
-        """Slots of the sequences that are drafted for."""
-        return [self._context.slots[row] for row in self.rows]
+    def state_of(self, features: Tensor) -> Tensor:
+        """(B, W), what steps start from, of (B, E) features."""
+        return features
 
-    def without_drafts(self) -> TokenTree:
-        """Roots alone."""
-        return TokenTree.roots(self._context.roots, device=self._device)
-
-    def grown(self, grower: CapturedGrowth, state: Tensor) -> TokenTree:
-        """The trees of the whole batch.
+    def fill(self, growth: TreeGrowth, state: Tensor) -> None:
+        """Fills a tree of roots level by level, without a look at the content of any tensor.
 
         Args:
-            grower: Grows them.
-            state: (rows, W), what its steps start from.
+            growth: A tree of roots; changed.
+            state: (B, W), what steps start from.
         """
-        growth = grower.grow(self._shape, self._roots, self._draws, state)
-        return growth.finish(self.rows, self._room, self._context.roots)
+        fill_by_steps(self.loaded.head, self.loaded.parts, growth, state)
+
+    def _expanded(self, context: DraftContext, rows: Sequence[int], shape: TreeShape, state: Tensor) -> TreeGrowth:
+        """Trees of one shape for some sequences of the batch; state: (rows, W)."""
+        device, sampling = self._target.device, context.sampling
+        if len(rows) < len(context.slots):
+            sampling = sampling.select(torch.tensor(rows, device=device))
+        draws = DraftDraws.build(
+            sampling,
+            [context.is_coupled[row] for row in rows],
+            torch.tensor([len(context.tokens[row]) - 1 for row in rows], device=device),
+            greedy=self.options.draft_sample_method == "greedy",
+        )
+        roots = torch.tensor([context.roots[row] for row in rows], device=device)
+        return self._growth.grow(shape, roots, draws, state)
+
+    def _chosen_shape(self) -> TreeShape:
+        """The tree that the options ask for, no deeper than there are heads.
+
+        Raises:
+            ConfigError: When they ask for a deeper one.
+        """
+        options, depth = self.options, self.loaded.head.config.num_heads
+        if options.num_speculative_tokens is not None and options.num_speculative_tokens > depth:
+            raise ConfigError(
+                f"num_speculative_tokens is {options.num_speculative_tokens}, but '{options.model}' has {depth} "
+                f"heads, which draft a token each. Expected at most {depth}."
+            )
+        shape = options.shape(self._best_shape)
+        if shape.depth > depth and not isinstance(options.tree, str):
+            raise ConfigError(
+                f"the tree is {shape.depth} deep, but '{options.model}' has {depth} heads. Expected choices no longer "
+                "than that."
+            )
+        return shape.truncated(depth)
+
+    def _best_shape(self) -> TreeShape:
+        """The tree that pays most here by the acceptance stored with the head, else the head's published one."""
+        checkpoint, max_nodes = self.loaded.checkpoint, self.options.max_nodes
+        if checkpoint.acceptance is None:
+            choices = PUBLISHED[_FALLBACK_TREE] if checkpoint.choices is None else checkpoint.choices
+            shape = TreeShape.from_choices(tuple(choice) for choice in choices)
+            return TreeShape(shape.choices[: max_nodes - 1])
+        table = checkpoint.acceptance[: self.options.num_speculative_tokens]
+        level_s = self._chain_seconds(len(table)) / len(table)
+        return best_shape(table, self._target.costs, level_seconds=level_s, max_nodes=max_nodes)
+
+    @torch.inference_mode()
+    def _chain_seconds(self, depth: int) -> float:
+        """Seconds of the fastest of a few drafts of a chain, until the device is done."""
+        device, size = self._target.device, self.loaded.head.config.hidden_size
+        request = SamplingRequest(params=SamplingParams(temperature=0.0), seed=0)
+        batch = SamplingBatch.build([request], self._target.vocab_size, device)
+        draws = DraftDraws.build(batch, [False], torch.zeros(1, dtype=torch.int64, device=device))
+        roots = torch.zeros(1, dtype=torch.int64, device=device)
+        features = torch.zeros(1, size, device=device, dtype=self.loaded.dtype)
+        best = float("inf")
+        for _ in range(_TIMED_CALLS):
+            begin = time.perf_counter()
+            self._growth.grow(TreeShape.chain(depth), roots, draws, self.state_of(features))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            best = min(best, time.perf_counter() - begin)
+        return best
 
 
-def grow(head: Head, parts: TargetParts, growth: TreeGrowth, state: Tensor) -> None:
-    """Fills a tree with a head that is evaluated at every node that has children.
+def fill_by_steps(head: Head, parts: TargetParts, growth: TreeGrowth, state: Tensor) -> None:
+    """Fills a tree of roots with a head that is evaluated at every node that has children.
 
     Args:
         head: Takes a token a step.
         parts: What it shares with the target.
         growth: A tree of roots; changed.
-        state: (B, W), what its steps start from.
+        state: (B, W), what steps start from.
     """
     level, states = [0], state.unsqueeze(1)
     for depth in range(growth.shape.depth):
@@ -256,13 +271,10 @@ class LastFeatures:
     def learn(self, committed: Committed) -> None:
         """Takes what entered the target's KV."""
         assert committed.features is not None, "the drafter taps features"
-        features = committed.features[:, :, 0]
-        if features.shape[1] == 1:
-            latest = features[:, 0]
-        else:
-            last = torch.tensor([length - 1 for length in committed.lengths], device=features.device)
-            latest = features[torch.arange(len(last), device=last.device), last]
-        self._features[torch.tensor(list(committed.slots), device=features.device)] = latest.to(self._features.dtype)
+        latest = committed.features[:, 0]
+        if len(latest) > len(committed.slots):
+            latest = latest[torch.tensor([end - 1 for end in committed.offsets[1:]], device=latest.device)]
+        self._features[torch.tensor(list(committed.slots), device=latest.device)] = latest.to(self._features.dtype)
         for slot, start, length in zip(committed.slots, committed.starts, committed.lengths, strict=True):
             self._known[slot] = start + length
 

@@ -12,13 +12,19 @@ from typing import TYPE_CHECKING, ClassVar
 from pydantic import Field, model_validator
 
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, TargetFacts
+from foretoken.drafters.base import (
+    Committed,
+    DraftContext,
+    Drafter,
+    DrafterOptions,
+    DraftRequest,
+    TargetHandle,
+    TargetReads,
+)
 from foretoken.trees.merge import Trie
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from foretoken.core.taps import Tap
 
 
 class Options(DrafterOptions):
@@ -30,6 +36,7 @@ class Options(DrafterOptions):
     """
 
     is_trusted: ClassVar[bool] = True
+    can_prune_tree: ClassVar[bool] = True
 
     prompt_lookup_max: int = Field(default=4, ge=1, le=32)
     prompt_lookup_min: int = Field(default=2, ge=1, le=32)
@@ -70,24 +77,34 @@ class NgramIndex:
 
 
 class NgramDrafter:
-    """Prompt lookup over each sequence's own tokens."""
+    """Proposes what followed the current tokens earlier in the same sequence."""
 
     name = "ngram"
-    taps: tuple[Tap, ...] = ()
+    reads = TargetReads()
 
-    def __init__(self, options: Options, target: TargetFacts) -> None:
-        self._options, self._device = options, target.device
+    def __init__(self, options: Options) -> None:
+        self._options = options
         self._is_chain = options.tree == "chain"
-        self.max_nodes = (
-            options.chain_len + 1 if self._is_chain else min(options.max_nodes, max(target.tree_nodes(), 4))
-        )
+        self.nodes_by_depth: Sequence[int] = range(1, options.chain_len + 2)
+        if not self._is_chain:
+            self.nodes_by_depth = (1, *[options.max_nodes] * options.chain_len)
         self._indices: dict[int, NgramIndex] = {}
 
+    def attach(self, target: TargetHandle) -> None:
+        """Learns where trees lie."""
+        self._device = target.device
+
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        """Indexes the prompt."""
+        index = self._indices[slot] = NgramIndex(self._options.prompt_lookup_min, self._options.prompt_lookup_max)
+        index.extend(request.prompt)
+
     def propose(self, context: DraftContext) -> TokenTree:
-        """See `Drafter`."""
+        """The continuation of the best match, or of several that share a tree."""
+        each = zip(context.slots, context.tokens, context.max_depth, context.max_nodes, strict=True)
         rows = [
-            self._propose_row(slot, tokens, min(depth, self._options.chain_len))
-            for slot, tokens, depth in zip(context.slots, context.tokens, context.max_depth, strict=True)
+            self._row(slot, tokens, min(depth, self._options.chain_len), min(nodes, self.nodes_by_depth[-1]))
+            for slot, tokens, depth, nodes in each
         ]
         return TokenTree.from_rows(rows, device=self._device)
 
@@ -95,24 +112,22 @@ class NgramDrafter:
         """Nothing to learn: the index follows the committed tokens when it proposes."""
 
     def release(self, slot: int) -> None:
-        """See `Drafter`."""
+        """Forgets the index."""
         self._indices.pop(slot, None)
 
-    def _propose_row(self, slot: int, tokens: Sequence[int], depth: int) -> TreeRow:
+    def _row(self, slot: int, tokens: Sequence[int], depth: int, max_nodes: int) -> TreeRow:
         """One sequence's tree: the first match's continuation, or those of all matches as far as nodes allow."""
-        index = self._indices.get(slot)
-        if index is None:
-            index = self._indices[slot] = NgramIndex(self._options.prompt_lookup_min, self._options.prompt_lookup_max)
+        index = self._indices[slot]
         index.extend(tokens)
         trie = Trie(tokens[-1])
         if depth > 0:
             for end in index.matches(tokens):
-                trie.add_path(tokens[end : end + depth], self.max_nodes)
-                if self._is_chain or len(trie.tokens) >= self.max_nodes:
+                trie.add_path(tokens[end : end + depth], max_nodes)
+                if self._is_chain or len(trie.tokens) >= max_nodes:
                     break
         return trie.row()
 
 
-def create(options: Options, target: TargetFacts) -> Drafter:
+def create(options: Options) -> Drafter:
     """See `foretoken.drafters.registry`."""
-    return NgramDrafter(options, target)
+    return NgramDrafter(options)

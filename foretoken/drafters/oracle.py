@@ -7,16 +7,21 @@ pass. `pattern=[0]` is always wrong, `pattern=[5]` always right to depth 5.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from pydantic import Field
 
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, TargetFacts
+from foretoken.drafters.base import (
+    Committed,
+    DraftContext,
+    Drafter,
+    DrafterOptions,
+    DraftRequest,
+    TargetHandle,
+    TargetReads,
+)
 from foretoken.trees.merge import Trie
-
-if TYPE_CHECKING:
-    from foretoken.core.taps import Tap
 
 
 class Options(DrafterOptions):
@@ -38,18 +43,28 @@ class OracleDrafter:
     """Drafts the reference continuation, right as far as the script says and wrong from there."""
 
     name = "oracle"
-    taps: tuple[Tap, ...] = ()
+    reads = TargetReads()
 
-    def __init__(self, options: Options, target: TargetFacts) -> None:
-        self._options, self._target = options, target
+    def __init__(self, options: Options) -> None:
+        self._options = options
         self._depth = options.num_speculative_tokens or max(1, *options.pattern)
         self._has_siblings = options.tree != "chain"
-        self.max_nodes = self._depth * (2 if self._has_siblings else 1) + 1
+        step = 2 if self._has_siblings else 1
+        self.nodes_by_depth: Sequence[int] = range(1, step * self._depth + 2, step)
         self._references: dict[int, Sequence[int]] = {}
         self._passes: dict[int, int] = {}
 
+    def attach(self, target: TargetHandle) -> None:
+        """Learns where trees lie, and what a wrong token can be."""
+        self._target = target
+
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        """The script starts anew."""
+        del request
+        self._references[slot], self._passes[slot] = (), 0
+
     def propose(self, context: DraftContext) -> TokenTree:
-        """See `Drafter`."""
+        """What follows in the reference, with the wrong tokens of the script."""
         rows = [
             self._trie(slot, tokens, min(self._depth, depth)).row()
             for slot, tokens, depth in zip(context.slots, context.tokens, context.max_depth, strict=True)
@@ -57,24 +72,24 @@ class OracleDrafter:
         return TokenTree.from_rows(rows, device=self._target.device)
 
     def commit(self, committed: Committed) -> None:
-        """The script goes on by one pass, except at prefill, which starts at position 0."""
-        for slot in committed.slots:
-            if slot in self._references:
-                self._passes[slot] = self._passes.get(slot, 0) + 1
+        """The script goes on by one pass, except after a part of a prompt."""
+        if committed.verified is not None:
+            for slot in committed.slots:
+                self._passes[slot] += 1
 
     def release(self, slot: int) -> None:
-        """See `Drafter`."""
+        """Forgets the sequence."""
         self._references.pop(slot, None)
         self._passes.pop(slot, None)
 
     def _trie(self, slot: int, tokens: Sequence[int], depth: int) -> Trie:
         """One sequence's tree: a chain, with a wrong sibling before every node when siblings are asked for."""
         # Texts may share a prompt, so the one that fitted so far need not fit any longer.
-        if list(self._references.get(slot, ())[: len(tokens)]) != list(tokens):
+        if list(self._references[slot][: len(tokens)]) != list(tokens):
             known = (r for r in self._options.references if list(r[: len(tokens)]) == list(tokens))
             self._references[slot] = next(known, ())
         following = self._references[slot][len(tokens) : len(tokens) + depth]
-        num_right = self._options.pattern[self._passes.get(slot, 0) % len(self._options.pattern)]
+        num_right = self._options.pattern[self._passes[slot] % len(self._options.pattern)]
         trie, node = Trie(tokens[-1]), 0
         for d, token in enumerate(following):
             wrong = (token + 1) % self._target.vocab_size
@@ -84,6 +99,6 @@ class OracleDrafter:
         return trie
 
 
-def create(options: Options, target: TargetFacts) -> Drafter:
+def create(options: Options) -> Drafter:
     """See `foretoken.drafters.registry`."""
-    return OracleDrafter(options, target)
+    return OracleDrafter(options)

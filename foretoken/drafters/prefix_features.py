@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.decoder.cuda_graphs import GraphCapture
-    from foretoken.drafters.base import Committed, TargetFacts
+    from foretoken.drafters.base import Committed, TargetHandle
     from foretoken.heads.prefix_layer import PrefixLayer
 
 _TOGETHER = 32  # positions of a sequence that are fed beside others; longer parts are fed alone
@@ -52,7 +52,7 @@ class PrefixFeatures:
     """
 
     def __init__(
-        self, layer: PrefixLayer, target: TargetFacts, dtype: torch.dtype, *, capture: GraphCapture | None = None
+        self, layer: PrefixLayer, target: TargetHandle, dtype: torch.dtype, *, capture: GraphCapture | None = None
     ) -> None:
         """Nothing is known yet.
 
@@ -90,13 +90,13 @@ class PrefixFeatures:
     def learn(self, committed: Committed) -> None:
         """Takes what entered the target's KV."""
         assert committed.features is not None, "the drafter taps features"
-        each = zip(committed.slots, committed.starts, committed.lengths, strict=True)
-        for row, (slot, start, length) in enumerate(each):
+        parts = committed.features[:, 0].to(self._dtype).split(committed.lengths)
+        for slot, start, features in zip(committed.slots, committed.starts, parts, strict=True):
             if start == 0:
                 self.forget(slot)
             if start == self._known[slot]:  # else a part is missing: the slot stays behind and is not drafted for
-                self._waiting[slot].append(committed.features[row, :length, 0].to(self._dtype))
-                self._known[slot] += length
+                self._waiting[slot].append(features)
+                self._known[slot] += len(features)
 
     def forget(self, slot: int) -> None:
         """The slot's sequence is over."""

@@ -1,7 +1,8 @@
-"""Finding a drafter by the name of its file, and checking its options.
+"""Finding a drafter by its method's name, and checking its options.
 
-A method is a module of this package with a class `Options(DrafterOptions)` and a function
-`create(options, target) -> Drafter`; there is no list to keep.
+A method is a module with a class `Options(DrafterOptions)` and a function `create(options) -> Drafter`. Modules of this
+package are found by the name of their file, those of other packages by an entry point of the group
+`foretoken.drafters`, or by their import path, which has a dot: `{"method": "my_package.my_drafter"}`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import pkgutil
 from importlib import import_module
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
@@ -21,12 +23,13 @@ from foretoken.drafters.base import DrafterOptions
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from foretoken.drafters.base import Drafter, TargetFacts
+    from foretoken.drafters.base import Drafter
 
+_GROUP = "foretoken.drafters"
 _LONGEST_SHOWN = 60  # characters
 _NOT_METHODS = {"base", "heads", "prefix_features", "captured_growth", "registry"}
-# Tools of benchmarks and tests, which need the answer or misbehave on purpose: by their exact names only.
-_TOOLS = {"adversarial", "oracle"}
+# A tool of benchmarks, which needs the answer: by its exact name only.
+_TOOLS = {"oracle"}
 # Methods of papers and of other engines, without dashes: known by name, and not there yet.
 _PLANNED = frozenset({
     "clover", "dflash", "eagle", "eagle2", "eagle3", "falcon", "hass", "kangaroo", "layerskip", "lookahead", "mtp",
@@ -35,13 +38,23 @@ _PLANNED = frozenset({
 
 
 def known_methods() -> list[str]:
-    """Names that `speculative_config["method"]` may have."""
-    modules = pkgutil.iter_modules(foretoken.drafters.__path__)
-    return sorted(module.name for module in modules if module.name not in _NOT_METHODS)
+    """Names that `speculative_config["method"]` may have, besides import paths."""
+    modules = {module.name for module in pkgutil.iter_modules(foretoken.drafters.__path__)}
+    return sorted((modules - _NOT_METHODS) | {point.name for point in entry_points(group=_GROUP)})
+
+
+def is_method(name: str) -> bool:
+    """Whether a name is a method's, or may be the import path of one."""
+    return name in known_methods() or is_import_path(name)
+
+
+def is_import_path(name: str) -> bool:
+    """Whether a name is a module's within a package."""
+    return "." in name and all(part.isidentifier() for part in name.split("."))
 
 
 def offered_methods() -> list[str]:
-    """The methods that are named to a user who mistyped one: all but the tools of benchmarks and tests."""
+    """The methods that are named to a user who mistyped one: all but the tools of benchmarks."""
     return [method for method in known_methods() if method not in _TOOLS]
 
 
@@ -56,7 +69,7 @@ def drafter_options(config: Mapping[str, Any], *, other_keys: frozenset[str] = f
         ConfigError: For an unknown method, an unknown key (with the nearest known one) or a value out of range.
     """
     method = config.get("method")
-    if not isinstance(method, str) or method not in known_methods():
+    if not isinstance(method, str) or not is_method(method):
         raise ConfigError(_unknown(method))
     options_type: type[DrafterOptions] = _module(method).Options
     unknown = sorted(set(config) - set(options_type.model_fields))
@@ -84,9 +97,9 @@ def _unknown(method: object) -> str:
     return f"speculative method {shown(method)} does not exist. {nearest_name_hint(shown(method), offered_methods())}"
 
 
-def create_drafter(options: DrafterOptions, target: TargetFacts) -> Drafter:
-    """Makes the drafter that the options describe, loading its weights where it has some."""
-    drafter: Drafter = _module(options.method).create(options, target)
+def create_drafter(options: DrafterOptions) -> Drafter:
+    """Makes the drafter that the options describe; its weights are loaded when it is attached."""
+    drafter: Drafter = _module(options.method).create(options)
     return drafter
 
 
@@ -105,14 +118,16 @@ def _module(method: str) -> Any:
     Raises:
         ConfigError: When it cannot be imported or lacks what a method is made of.
     """
+    points = {point.name: point.value for point in entry_points(group=_GROUP)}
+    path = method if is_import_path(method) else points.get(method, f"foretoken.drafters.{method}")
     try:
-        module = import_module(f"foretoken.drafters.{method}")
+        module = import_module(path)
     except Exception as err:  # the file may be anybody's
         raise ConfigError(f"the file of method '{method}' cannot be imported: {described(err)}. Mend it.") from err
     options, create = getattr(module, "Options", None), getattr(module, "create", None)
     if not (isinstance(options, type) and issubclass(options, DrafterOptions) and callable(create)):
         raise ConfigError(
             f"the file of method '{method}' is no drafter. Expected a class Options(DrafterOptions) and a function "
-            "create(options, target) in it, see foretoken.drafters.registry."
+            "create(options) in it, see foretoken.drafters.registry."
         )
     return module

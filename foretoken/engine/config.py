@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "enforce_eager": (None, False, True),
 }
 _UNSET = ("revision",)  # keys of some methods that vLLM also gives to the others, as None
-ENGINE_KEYS = frozenset({"acceptance", "rejection_sample_method", _TYPICAL_END, *_POLICY_KEYS, *_NEUTRAL})
+_MOST_DRAFTERS = 16
+ENGINE_KEYS = frozenset({"acceptance", "drafters", "rejection_sample_method", _TYPICAL_END, *_POLICY_KEYS, *_NEUTRAL})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +45,11 @@ class SpeculativeConfig:
     """A checked `speculative_config`.
 
     Attributes:
-        options: The drafter's part.
+        options: The part of each drafter, one at least.
         policy: The acceptance rule.
     """
 
-    options: DrafterOptions
+    options: Sequence[DrafterOptions]
     policy: AcceptancePolicy
 
 
@@ -66,10 +67,39 @@ def parse_speculative_config(config: Mapping[str, Any] | str, *, target: str) ->
             supported.
     """
     config = _mapping(config)
-    config = {**config, "method": _method(config)}
     for key, values in _NEUTRAL.items():
         if key in config and not _is_one_of(config[key], values):
             raise ConfigError(f"'{key}' = {shown(config[key])} is not supported. Leave it out.")
+    each = [config] if config.get("drafters") is None else _drafters(config)
+    return SpeculativeConfig(options=[_options(one, target) for one in each], policy=_policy(config))
+
+
+def _drafters(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The configurations of several drafters.
+
+    Raises:
+        ConfigError: When they are none, too many, or mixed with the keys of a single one.
+    """
+    drafters = config["drafters"]
+    is_list = isinstance(drafters, list | tuple) and all(isinstance(one, Mapping) for one in drafters)
+    if not is_list or not 0 < len(drafters) <= _MOST_DRAFTERS:
+        raise ConfigError(
+            f"'drafters' is {shown(drafters)}. Expected a list of 1 to {_MOST_DRAFTERS} configurations, as "
+            '[{"method": "ngram"}, {"method": "draft_model"}].'
+        )
+    others = sorted(set(config) - ENGINE_KEYS)
+    if others:
+        raise ConfigError(f"'{others[0]}' stands beside 'drafters'. Put it into the configuration of one of them.")
+    for one in drafters:
+        wrong = sorted(set(map(str, one)) & ENGINE_KEYS)
+        if wrong:
+            raise ConfigError(f"'{wrong[0]}' is not a single drafter's. Put it beside 'drafters'.")
+    return [_mapping(one) for one in drafters]
+
+
+def _options(config: Mapping[str, Any], target: str) -> DrafterOptions:
+    """One drafter's options, the bundled model filled in."""
+    config = {**config, "method": _method(config)}
     own = {
         key: value for key, value in config.items() if key not in ENGINE_KEYS and not (key in _UNSET and value is None)
     }
@@ -79,7 +109,7 @@ def parse_speculative_config(config: Mapping[str, Any] | str, *, target: str) ->
             own["model"] = str(bundled)
     if isinstance(own.get("model"), str):
         checked_path("'model' of speculative_config", own["model"])
-    return SpeculativeConfig(options=drafter_options(own, other_keys=ENGINE_KEYS), policy=_policy(config))
+    return drafter_options(own, other_keys=ENGINE_KEYS)
 
 
 def _mapping(config: Any) -> Mapping[str, Any]:

@@ -18,7 +18,7 @@ from foretoken.engine.tree_checks import find_fault, make_legal
 if TYPE_CHECKING:
     import torch
 
-    from foretoken.drafters.base import Committed, DraftContext, Drafter
+    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest
 
 _FAILURES_IN_A_ROW = 5
 _log = logging.getLogger(__name__)
@@ -35,19 +35,30 @@ class DraftGuard:
     """Calls a drafter and outlives its failures.
 
     Attributes:
-        name: The drafter's name, empty without one; also after it has been switched off.
+        name: The drafter's name, also after it has been switched off.
     """
 
-    def __init__(self, drafter: Drafter | None, *, vocab_size: int, max_nodes: int, device: torch.device) -> None:
-        self._drafter, self._vocab_size, self._max_nodes, self._device = drafter, vocab_size, max_nodes, device
-        self.name = "" if drafter is None else drafter.name
+    def __init__(self, drafter: Drafter, *, vocab_size: int, max_nodes: int, device: torch.device) -> None:
+        self._drafter: Drafter | None = drafter
+        self._vocab_size, self._max_nodes, self._device = vocab_size, max_nodes, device
+        self.name = drafter.name
         self._failures: Counter[str] = Counter()  # in a row, by call
         self._logged: set[tuple[str, str]] = set()  # calls and kinds of failure
 
     @property
     def is_active(self) -> bool:
-        """Whether there is a drafter and it has not been switched off."""
+        """Whether the drafter has not been switched off."""
         return self._drafter is not None
+
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        """Passes on that a sequence begins."""
+        if self._drafter is None:
+            return
+        try:
+            self._drafter.begin(slot, request)
+            self._count("begin")
+        except Exception as err:  # noqa: BLE001 - whatever a drafter raises must not cost text
+            self._failed("begin", err)
 
     def propose(self, context: DraftContext) -> SafeDraft:
         """The drafter's tree made legal, or roots alone.
@@ -58,7 +69,7 @@ class DraftGuard:
         roots, error = context.roots, None
         tree: TokenTree | None = None
         drafter = self._drafter
-        if drafter is not None and max(context.max_depth) > 0:
+        if drafter is not None:
             try:
                 draft = drafter.propose(context)
                 error = find_fault(draft, roots, self._max_nodes, self._device)

@@ -13,20 +13,20 @@ from collections import deque
 from contextlib import closing, contextmanager, nullcontext
 from functools import cache, partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm.auto import tqdm
 
 from foretoken.acceptance.select import AcceptancePolicy
 from foretoken.control.costs import CostCurve, pass_costs
-from foretoken.control.depth_budget import DepthBudget
 from foretoken.core.checks import check_boolean, check_integer, check_text, shown
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.core.results import StreamChunk
-from foretoken.drafters.base import TargetFacts, nodes_by_depth
+from foretoken.drafters.base import TargetHandle
 from foretoken.drafters.registry import create_drafter
 from foretoken.engine.config import parse_speculative_config
-from foretoken.engine.drafter_creation import make_drafter
+from foretoken.engine.drafter_creation import attach_drafter, make_drafter
+from foretoken.engine.drafting import Drafting, choose_controller, joint_reads
 from foretoken.engine.fair_lock import FairLock
 from foretoken.engine.loop import Engine
 from foretoken.engine.model_arguments import target_model, target_tokenizer
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from foretoken.core.records import StepRecord
     from foretoken.core.results import RequestOutput
     from foretoken.core.sampling_params import SamplingParams
-    from foretoken.drafters.base import Drafter
+    from foretoken.drafters.base import Drafter, DrafterOptions
     from foretoken.engine.prompts import Prompt
     from foretoken.engine.sequence import Sequence
     from foretoken.hf.loading import LoadedModel
@@ -73,7 +73,7 @@ class LLM:
         model: str | os.PathLike[str] | LoadedModel | torch.nn.Module,
         *,
         speculative_config: Mapping[str, Any] | str | None = None,
-        drafter: Callable[[TargetFacts], Drafter] | None = None,
+        drafter: Callable[[], Drafter] | None = None,
         trust_drafter: bool = False,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
@@ -93,8 +93,10 @@ class LLM:
             model: Directory or hub id of the target, a model loaded before, or a transformers causal LM in memory.
             speculative_config: `{"method": NAME, ...}` with vLLM's keys and ours, or the same as JSON text; None for
                 plain decoding. Where `model` names a drafter, the method may be left out.
-            drafter: Makes a drafter of your own, instead of `speculative_config`. It cannot change the text: it gets
-                copies, its trees are checked, and its tokens count as chosen, not as drawn from a distribution.
+                `{"drafters": [{...}, {...}]}` merges the trees of several.
+            drafter: Makes a drafter of your own, as its class does, instead of `speculative_config`. It cannot change
+                the text: it gets copies, its trees are checked, and its tokens count as chosen, not as drawn from a
+                distribution.
             trust_drafter: Takes that drafter for as reliable as the package's own: it gets the engine's lists and
                 tensors, and what its trees guarantee and which distributions they were drawn from is believed.
             dtype: "auto" (float32 on CPU), "float32", "bfloat16", "float16", "float64", or a torch dtype.
@@ -148,36 +150,15 @@ class LLM:
         def costs() -> CostCurve:
             return pass_costs(loaded, runner)
 
-        facts = TargetFacts(
-            name=loaded.name,
-            vocab_size=loaded.vocab_size,
-            context_len=max_model_len or loaded.context_len,
-            num_slots=max_num_seqs,
-            device=loaded.device,
-            dtype=loaded.dtype,
-            runner=runner,
-            tree_nodes=lambda: costs().tree_nodes(),
-            pass_seconds=lambda tokens: costs()(tokens),  # noqa: PLW0108 - not measured unless asked for
-            tokenizer=self.tokenizer,
-            model=loaded,
-        )
-        policy, adapts, made = AcceptancePolicy(), False, None
-        if drafter is not None:
-            create: Callable[[], Drafter] = partial(drafter, facts)
-            made = make_drafter(create, maker="the drafter function", is_trusted=trust_drafter, device=loaded.device)
-        if speculative_config is not None:
-            config = parse_speculative_config(speculative_config, target=loaded.name)
-            policy, adapts, options = config.policy, config.options.adapts_depth, config.options
-            create = partial(create_drafter, options, facts)
-            made = make_drafter(
-                create, maker=f"method '{options.method}'", is_trusted=options.is_trusted, device=loaded.device
-            )
+        setup = _drafter_setup(drafter, speculative_config, target=loaded, is_trusted=trust_drafter)
+        drafters = setup.drafters
+        context_len, reads = max_model_len or loaded.context_len, joint_reads(drafters)
         self.target = Runner(
             loaded,
             num_slots=max_num_seqs,
-            context_len=facts.context_len,
-            max_nodes=made.max_nodes if made is not None else 1,
-            taps=made.taps if made is not None else (),
+            context_len=context_len,
+            max_nodes=max((each.nodes_by_depth[-1] for each in drafters), default=1),
+            taps=reads.taps,
             runner=runner,
         )
         if max_model_len is not None and self.target.context_len < max_model_len:
@@ -185,12 +166,32 @@ class LLM:
                 f"max_model_len {max_model_len} needs more memory than there is. Expected at most "
                 f"{self.target.context_len} with max_num_seqs {max_num_seqs}. Lower one of them."
             )
+        handle = TargetHandle(
+            name=loaded.name,
+            vocab_size=loaded.vocab_size,
+            context_len=self.target.context_len,
+            num_slots=max_num_seqs,
+            device=loaded.device,
+            dtype=loaded.dtype,
+            runner=runner,
+            tokenizer=self.tokenizer,
+            model=loaded,
+            run=self.target.run,
+            measured_costs=costs,
+        )
+        for each in drafters:
+            attach_drafter(each, handle)
         self._engine = Engine(
             self.target,
-            made,
-            policy=policy,
+            Drafting(
+                drafters,
+                choose_controller(setup.options, drafters, costs) if drafters else None,
+                vocab_size=loaded.vocab_size,
+                max_nodes=self.target.max_nodes,
+                device=loaded.device,
+            ),
+            policy=setup.policy,
             max_num_seqs=max_num_seqs,
-            budget=DepthBudget(costs(), nodes_by_depth(made)) if made is not None and adapts else None,
             on_step=on_step,
             max_num_batched_tokens=max_num_batched_tokens,
             impossible_ids=None if allow_unknown_ids else ids_without_token(self.tokenizer, self.target),
@@ -335,6 +336,42 @@ class LLM:
                 self._engine.abort()
             self._end_given_up()
             yield
+
+
+class _DrafterSetup(NamedTuple):
+    """Drafters that are not attached yet, the options of those that have some, and how drafts are verified."""
+
+    drafters: list[Drafter]
+    options: Seq[DrafterOptions]
+    policy: AcceptancePolicy
+
+
+def _drafter_setup(
+    make: Callable[[], Drafter] | None, config: Mapping[str, Any] | str | None, *, target: LoadedModel, is_trusted: bool
+) -> _DrafterSetup:
+    """The drafters that are asked for.
+
+    Args:
+        make: Makes one of the caller's.
+        config: A `speculative_config`.
+        target: The target.
+        is_trusted: Whether drafters of others are trusted too.
+    """
+    if make is not None:
+        maker = "the drafter function"
+        made = make_drafter(make, maker=maker, is_trusted=is_trusted, device=target.device)
+        return _DrafterSetup([made], [], AcceptancePolicy())
+    if config is None:
+        return _DrafterSetup([], [], AcceptancePolicy())
+    parsed = parse_speculative_config(config, target=target.name)
+    drafters = [
+        make_drafter(
+            partial(create_drafter, options), maker=f"method '{options.method}'",
+            is_trusted=options.is_trusted or is_trusted, device=target.device,
+        )
+        for options in parsed.options
+    ]  # fmt: skip
+    return _DrafterSetup(drafters, parsed.options, parsed.policy)
 
 
 def _after_fork() -> None:

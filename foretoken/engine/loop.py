@@ -18,8 +18,7 @@ import torch
 from foretoken.acceptance.select import AcceptancePolicy, accept
 from foretoken.core.errors import described
 from foretoken.core.records import StepRecord
-from foretoken.drafters.base import DraftContext, Drafter
-from foretoken.engine.draft_guard import DraftGuard
+from foretoken.drafters.base import DraftContext, DraftRequest
 from foretoken.engine.outcomes import Outcome, newly_committed, outcomes_on_host, sequence_step, token_scores
 from foretoken.engine.prefill import Chunk, Prefill
 from foretoken.engine.stage_clock import StageClock
@@ -34,14 +33,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.acceptance.decisions import Acceptance
-    from foretoken.control.depth_budget import DepthBudget
     from foretoken.core.passes import Pass
     from foretoken.decoder.base import PassOutput
-    from foretoken.engine.draft_guard import SafeDraft
+    from foretoken.engine.drafting import Draft, Drafting
     from foretoken.engine.sequence import Sequence
     from foretoken.runner.runner import Runner
 
-_UNBOUNDED = 1 << 20
 _NO_TOKEN = "no token is possible: the target's logits, or what the request's parameters make of them, are not finite."
 _log = logging.getLogger(__name__)
 
@@ -60,7 +57,7 @@ class Verified(NamedTuple):
 
     trees: Pass
     chunks: list[Chunk]
-    draft: SafeDraft
+    draft: Draft
     output: PassOutput
     acceptance: Acceptance
     outcomes: list[Outcome]
@@ -83,11 +80,10 @@ class Engine:
     def __init__(
         self,
         target: Runner,
-        drafter: Drafter | None,
+        drafting: Drafting,
         *,
         policy: AcceptancePolicy,
         max_num_seqs: int,
-        budget: DepthBudget | None = None,
         on_step: Callable[[StepRecord], None] | None = None,
         impossible_ids: Tensor | None = None,
         max_num_batched_tokens: int | None = None,
@@ -96,20 +92,16 @@ class Engine:
 
         Args:
             target: With at least `max_num_seqs` slots.
-            drafter: None for plain decoding.
+            drafting: The drafters and their controller.
             policy: How sampled requests are verified.
             max_num_seqs: Sequences decoded at once.
-            budget: Chooses the depth of drafts; None leaves it to the drafter.
             on_step: Called with every iteration's record.
             impossible_ids: (U,) int64, token ids that are never generated; None for none.
             max_num_batched_tokens: See `PrefillBudget`.
         """
         self.target, self.policy, self._impossible_ids = target, policy, impossible_ids
-        self._guard = DraftGuard(
-            drafter, vocab_size=target.vocab_size, max_nodes=target.max_nodes, device=target.device
-        )
-        self._prefill = Prefill(target, self._guard, max_num_batched_tokens)
-        self._budget, self._on_step = budget, on_step
+        self._drafting, self._on_step = drafting, on_step
+        self._prefill = Prefill(target, drafting, max_num_batched_tokens)
         self._history = HistoryTable(max_num_seqs, target.vocab_size, target.device)
         self._free_slots = list(range(max_num_seqs))[::-1]
         self._waiting: deque[Sequence] = deque()
@@ -194,8 +186,7 @@ class Engine:
                 self._feed(self._prefill.next_chunks([sequence], 0))
             return
         record = self._commit(sequences, verified, clock)
-        if self._budget is not None and self._guard.is_active:
-            self._budget.learn(record)
+        self._drafting.learn(record)
         self._call_back(record)
 
     def _call_back(self, record: StepRecord) -> None:
@@ -213,11 +204,11 @@ class Engine:
     def _verify(self, sequences: list[Sequence], joining: list[Sequence], clock: StageClock) -> Verified:
         """Propose, verify, accept, and move accepted KV rows into place. The sequences themselves stay as they are."""
         batch = self._sampling_batch(sequences)
-        draft = self._guard.propose(self._draft_context(sequences, batch))
-        tree = draft.tree
+        draft = self._drafting.propose(self._draft_context(sequences, batch))
+        tree = draft.tree.without_probes()
         clock.mark()
         slots, lengths = [_slot(s) for s in sequences], [len(s.tokens) - 1 for s in sequences]
-        work = trees = self.target.verification(slots, lengths, tree)
+        work = trees = self.target.verification(slots, lengths, draft.tree)
         chunks = self._prefill.next_chunks(joining, trees.num_tokens)
         if chunks:
             work = trees.with_chains(self._prefill.as_pass(chunks))
@@ -252,25 +243,29 @@ class Engine:
 
     def _commit(self, sequences: list[Sequence], verified: Verified, clock: StageClock) -> StepRecord:
         """Appends tokens to the sequences, tells the drafter, and records the iteration."""
-        lengths = [len(sequence.tokens) for sequence in sequences]
+        lengths, roots = [len(s.tokens) for s in sequences], [s.tokens[-1] for s in sequences]
         for row, (sequence, outcome) in enumerate(zip(sequences, verified.outcomes, strict=True)):
             self._contained(sequence, self._emit, outcome, verified.logits_of(row))
-        emitted = [len(sequence.tokens) - before for sequence, before in zip(sequences, lengths, strict=True)]
-        self._guard.commit(newly_committed(verified.trees, verified.outcomes, verified.output.features))
+        generated = [sequence.tokens[before:] for sequence, before in zip(sequences, lengths, strict=True)]
+        num_decoding, top_ids = verified.trees.num_tokens, None
+        if self._drafting.reads.top_k and verified.output.logits is not None:
+            top_ids = verified.output.logits.topk(self._drafting.reads.top_k, dim=1).indices
+        tree, features = verified.draft.tree, verified.output.features
+        self._drafting.commit(newly_committed(roots, verified.trees, tree, verified.outcomes, features, top_ids))
         clock.mark()
-        seconds, num_decoding = clock.seconds(), verified.trees.num_tokens
-        features = None if verified.output.features is None else verified.output.features[num_decoding:]
+        seconds = clock.seconds()
+        features = None if features is None else features[num_decoding:]
         self._prefill.learn(verified.chunks, features, seconds.verify, num_decoding)
         record = StepRecord(
             sequences=[
-                sequence_step(self._guard.name, *each)
-                for each in zip(sequences, verified.outcomes, emitted, strict=True)
+                sequence_step(self._drafting, *each)
+                for each in zip(sequences, verified.outcomes, generated, strict=True)
             ],
             num_tokens=num_decoding,
             num_prompt_tokens=sum(len(chunk.tokens) for chunk in verified.chunks),
             seconds=seconds,
             draft_error=verified.draft.error,
-            declined=self._budget.declined if self._budget is not None and self._guard.is_active else None,
+            declined=verified.draft.declined,
             lossy_tv=float(verified.acceptance.lossy_tv.mean()) if self.policy.is_lossy else 0.0,
         )
         for sequence, step in zip(sequences, record.sequences, strict=True):
@@ -290,29 +285,31 @@ class Engine:
             sequence = self._waiting.popleft()
             sequence.slot = self._free_slots.pop()
             self._running.append(sequence)
-            self._contained(sequence, self._start_history)
+            self._contained(sequence, self._begin)
 
-    def _start_history(self, sequence: Sequence) -> None:
-        """Begins what processors read of a sequence."""
-        self._history.start(_slot(sequence), sequence.tokens, needs_counts=sequence.params.has_penalties)
+    def _begin(self, sequence: Sequence) -> None:
+        """Begins what processors and drafters know of a sequence."""
+        slot, params = _slot(sequence), sequence.params
+        self._history.start(slot, sequence.tokens, needs_counts=params.has_penalties)
+        request = DraftRequest(request_id=sequence.request_id, prompt=list(sequence.tokens), params=params)
+        self._drafting.begin(slot, request)
 
     def _leave(self) -> None:
         """Frees the slots of sequences that are over."""
         for sequence in self._running:
             if sequence.finish_reason is not None and sequence.slot is not None:
-                self._guard.release(sequence.slot)
+                self._drafting.release(sequence.slot)
                 self._free_slots.append(sequence.slot)
                 sequence.slot = None
         self._running = [s for s in self._running if s.finish_reason is None]
 
     def _draft_context(self, sequences: list[Sequence], batch: SamplingBatch) -> DraftContext:
         """What the drafter is told. A pass always emits one token of the target's own, so drafts leave room for it."""
-        is_limited = self._budget is not None and self._guard.is_active
-        limit = self._budget.depth(len(sequences)) if self._budget is not None and is_limited else _UNBOUNDED
         return DraftContext(
             slots=[_slot(s) for s in sequences],
             tokens=[s.tokens for s in sequences],
-            max_depth=[min(s.remaining - 1, limit) for s in sequences],
+            max_depth=[s.remaining - 1 for s in sequences],
+            max_nodes=[self.target.max_nodes] * len(sequences),
             sampling=batch,
             is_coupled=[self.policy.is_coupled(is_seeded=s.is_seeded) for s in sequences],
         )

@@ -5,18 +5,21 @@ Letters: B sequences, N nodes, V vocabulary, K tokens of one sequence.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foretoken.core.records import SequenceStep
-from foretoken.drafters.base import Committed
+from foretoken.drafters.base import Committed, Verified
 from foretoken.engine.sequence import TokenScores
 
 if TYPE_CHECKING:
     from foretoken.acceptance.decisions import Acceptance
     from foretoken.core.passes import Pass
+    from foretoken.core.token_tree import TokenTree
+    from foretoken.engine.drafting import Drafting
     from foretoken.engine.sequence import Sequence
     from foretoken.sampling.node_scores import NodeScores
 
@@ -28,8 +31,9 @@ class Outcome(NamedTuple):
         path: Accepted nodes in order.
         tokens: Accepted tokens and the correction or bonus token.
         num_valid: Leading tokens that rest on finite target logits and are possible under the request's parameters.
-        num_drafted: Drafted nodes of its tree.
-        tree_depth: Greatest depth of its tree.
+        num_drafted: Drafted nodes of its tree that could be accepted.
+        tree_depth: Greatest depth of these.
+        sources: Of the accepted nodes, see `TokenTree.source`; all 1 where one drafter proposed everything.
     """
 
     path: list[int]
@@ -37,27 +41,34 @@ class Outcome(NamedTuple):
     num_valid: int
     num_drafted: int
     tree_depth: int
+    sources: list[int]
 
 
 def outcomes_on_host(scores: NodeScores, acceptance: Acceptance) -> list[Outcome]:
     """Everything the host needs of an iteration in one transfer.
 
     Args:
-        scores: The tree, and its logits, to tell whether those on the path are finite.
+        scores: The tree without probes, and its logits, to tell whether those on the path are finite.
         acceptance: What survived.
     """
     tree, path, nodes = scores.tree, acceptance.path, acceptance.path.clamp_min(0)
     is_finite = scores.by_node(torch.isfinite(scores.logits.amax(1)))
-    packed = torch.cat([
-        acceptance.num_accepted.unsqueeze(1), acceptance.next_token.unsqueeze(1), tree.num_nodes.unsqueeze(1),
-        tree.depths.amax(1, keepdim=True), path, tree.tokens.gather(1, nodes), is_finite[:, :1],
-        is_finite.gather(1, nodes),
-    ], dim=1)  # fmt: skip
-    outcomes = []
-    depth = path.shape[1]
-    for row in packed.tolist():  # the synchronisation
-        accepted, next_token, num_nodes, tree_depth = row[:4]
-        on_path, tokens, is_valid = row[4 : 4 + depth], row[4 + depth : 4 + 2 * depth], row[4 + 2 * depth :]
+    columns = [
+        acceptance.num_accepted.unsqueeze(1), acceptance.next_token.unsqueeze(1), path, tree.tokens.gather(1, nodes),
+        is_finite[:, :1], is_finite.gather(1, nodes),
+    ]  # fmt: skip
+    facts = tree.host_facts if tree.source is None else None
+    if facts is None:
+        is_drafted = tree.parents >= 0
+        columns += [is_drafted.sum(1, keepdim=True), (tree.depths * is_drafted).amax(1, keepdim=True)]
+    if tree.source is not None:
+        columns.append(tree.source.gather(1, nodes))
+    outcomes, depth = [], path.shape[1]
+    for row, values in enumerate(torch.cat(columns, dim=1).tolist()):  # the synchronisation
+        accepted, next_token = values[:2]
+        on_path, tokens, is_valid = values[2 : 2 + depth], values[2 + depth : 2 + 2 * depth], values[2 + 2 * depth :]
+        rest = values[3 + 3 * depth :]
+        num_drafted, tree_depth = (facts.num_nodes[row] - 1, facts.depths[row]) if facts is not None else rest[:2]
         # One token rests on the root's row and on each row of the path; the first bad row ends plain decoding. A row
         # without a possible token, which finite logits may become under the request's parameters, draws -1.
         num_valid = min([*is_valid[: accepted + 1], 0].index(0), accepted + (next_token >= 0))
@@ -66,8 +77,9 @@ def outcomes_on_host(scores: NodeScores, acceptance: Acceptance) -> list[Outcome
                 path=on_path[:accepted],
                 tokens=[*tokens[:accepted], next_token],
                 num_valid=num_valid,
-                num_drafted=num_nodes - 1,
+                num_drafted=num_drafted,
                 tree_depth=tree_depth,
+                sources=rest[2 : 2 + accepted] if tree.source is not None else [1] * accepted,
             )
         )
     return outcomes
@@ -93,40 +105,56 @@ def token_scores(logits: Tensor, tokens: list[int], count: int) -> list[TokenSco
     ]
 
 
-def newly_committed(trees: Pass, outcomes: list[Outcome], features: Tensor | None) -> Committed:
-    """What the drafter learns: root and path of every sequence entered the KV, with their features.
+def newly_committed(
+    roots: list[int],
+    trees: Pass,
+    tree: TokenTree,
+    outcomes: list[Outcome],
+    features: Tensor | None,
+    top_ids: Tensor | None,
+) -> Committed:
+    """What drafters learn: root and path of every sequence entered the KV, with their features.
 
     Args:
-        trees: The verification, of B sequences.
+        roots: Root token of each of B sequences.
+        trees: Their verification.
+        tree: What was verified.
         outcomes: What was accepted.
         features: (M, F, D) tapped features of its tokens, perhaps followed by others, or None.
+        top_ids: See `Verified`.
     """
-    counts = [len(outcome.path) + 1 for outcome in outcomes]
+    starts = trees.offsets[:-1]
+    paths = [outcome.path for outcome in outcomes]
     if features is not None:
-        longest = max(counts)
-        rows = [
-            [start, *(start + node for node in outcome.path), *[start] * (longest - count)]
-            for start, outcome, count in zip(trees.offsets[:-1], outcomes, counts, strict=True)
-        ]
-        features = features[torch.tensor(rows, dtype=torch.int64, device=features.device)]
-    return Committed(slots=trees.slots, starts=trees.prefix_lens, lengths=counts, features=features)
+        nodes = [start + node for start, path in zip(starts, paths, strict=True) for node in (0, *path)]
+        if len(nodes) < len(features) or nodes != list(range(len(nodes))):
+            features = features[torch.tensor(nodes, dtype=torch.int64, device=features.device)]
+    return Committed(
+        slots=trees.slots,
+        starts=trees.prefix_lens,
+        tokens=[[root, *outcome.tokens[: len(outcome.path)]] for root, outcome in zip(roots, outcomes, strict=True)],
+        features=features,
+        verified=Verified(tree=tree, paths=paths, offsets=trees.offsets, top_ids=top_ids),
+    )
 
 
-def sequence_step(drafter: str, sequence: Sequence, outcome: Outcome, num_emitted: int) -> SequenceStep:
+def sequence_step(drafting: Drafting, sequence: Sequence, outcome: Outcome, generated: list[int]) -> SequenceStep:
     """The record of one sequence's iteration.
 
     Args:
-        drafter: Its name.
+        drafting: Knows the drafters' names.
         sequence: The sequence.
         outcome: What was accepted.
-        num_emitted: Tokens added to its output.
+        generated: Tokens added to its output.
     """
-    accepted = min(len(outcome.path), num_emitted)
+    accepted = min(len(outcome.path), len(generated))
+    credit = Counter(name for source in outcome.sources[:accepted] for name in drafting.credit(source))
     return SequenceStep(
         request_id=sequence.request_id,
         num_drafted=outcome.num_drafted,
         tree_depth=outcome.tree_depth,
         num_accepted=accepted,
-        num_emitted=num_emitted,
-        accepted_by={drafter: accepted} if accepted else {},
+        num_emitted=len(generated),
+        tokens=generated,
+        accepted_by=dict(credit),
     )

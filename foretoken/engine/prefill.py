@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.core.passes import Pass
@@ -14,7 +13,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.engine.draft_guard import DraftGuard
+    from foretoken.engine.drafting import Drafting
     from foretoken.engine.sequence import Sequence
     from foretoken.runner.runner import Runner
 
@@ -35,16 +34,16 @@ class Prefill:
         budget: How many prompt tokens a pass takes.
     """
 
-    def __init__(self, target: Runner, guard: DraftGuard, max_num_batched_tokens: int | None = None) -> None:
+    def __init__(self, target: Runner, drafting: Drafting, max_num_batched_tokens: int | None = None) -> None:
         """Nothing is being fed.
 
         Args:
             target: Whose cache is filled.
-            guard: Passes the features on to the drafter.
+            drafting: Gets the features.
             max_num_batched_tokens: See `PrefillBudget`.
         """
         self.budget = PrefillBudget(max_num_batched_tokens)
-        self._target, self._guard = target, guard
+        self._target, self._drafting = target, drafting
 
     @staticmethod
     def is_over(sequence: Sequence) -> bool:
@@ -86,12 +85,19 @@ class Prefill:
             seconds: Of the whole pass.
             num_decoding: Its tokens that belong to sequences that are decoding.
         """
-        ends = list(accumulate(len(chunk.tokens) for chunk in chunks))
-        num_prompt = ends[-1] if ends else 0
+        num_prompt = sum(len(chunk.tokens) for chunk in chunks)
         self.budget.learn(seconds, num_decoding=num_decoding, num_prompt=num_prompt)
-        for chunk, end in zip(chunks, ends, strict=True):
+        if not chunks:
+            return
+        self._drafting.commit(
+            Committed(
+                slots=[chunk.slot for chunk in chunks],
+                starts=[chunk.start for chunk in chunks],
+                tokens=[chunk.tokens for chunk in chunks],
+                features=features,
+            )
+        )
+        for chunk in chunks:
             count = len(chunk.tokens)
-            own = None if features is None else features[end - count : end].unsqueeze(0)
-            self._guard.commit(Committed(slots=[chunk.slot], starts=[chunk.start], lengths=[count], features=own))
             chunk.sequence.num_cached += count
             chunk.sequence.metrics.prefill_seconds += seconds * count / (num_prompt + num_decoding)

@@ -111,9 +111,8 @@ def make_legal(tree: TokenTree, vocab_size: int, max_depth: Sequence[int]) -> To
         return tree
     limit = torch.tensor(max_depth, device=tree.tokens.device).unsqueeze(1)
     is_cut = (tree.tokens < 0) | (tree.tokens >= vocab_size) | (tree.depths > limit)
-    scores, source = (
-        None if part is None or part.shape != tree.tokens.shape else part for part in (tree.scores, tree.source)
-    )
+    scores = tree.scores if _fits(tree.scores, tree, torch.float32) else None
+    source = tree.source if _fits(tree.source, tree, torch.int64) else None
     legal = replace(
         tree,
         tokens=tree.tokens.clamp(0, vocab_size - 1),
@@ -126,6 +125,17 @@ def make_legal(tree: TokenTree, vocab_size: int, max_depth: Sequence[int]) -> To
         legal
         if legal.distributions is None or _has_valid_distributions(legal, is_cut, vocab_size)
         else replace(legal, distributions=None)
+    )
+
+
+def _fits(part: object, tree: TokenTree, dtype: torch.dtype) -> bool:
+    """Whether something is a tensor with a value for every node of a tree, where the tree lies."""
+    return (
+        type(part) is Tensor
+        and part.shape == tree.tokens.shape
+        and part.dtype == dtype
+        and part.device == tree.tokens.device
+        and part.layout == torch.strided
     )
 
 

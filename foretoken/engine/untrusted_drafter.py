@@ -10,23 +10,28 @@ Letters: B sequences, N nodes.
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from foretoken.core.errors import TreeError
-from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.base import Committed, DraftContext
+from foretoken.core.errors import PassError, TreeError
+from foretoken.core.token_tree import PROBE, TokenTree
+from foretoken.drafters.base import Committed, DraftContext, Verified
 from foretoken.engine.torch_state import restored_torch_state
 from foretoken.engine.tree_checks import find_misfit
-from foretoken.trees.choices import TreeShape
 
 if TYPE_CHECKING:
-    from foretoken.core.taps import Tap
-    from foretoken.drafters.base import Drafter
+    from collections.abc import Sequence
+
+    from foretoken.core.passes import Pass
+    from foretoken.decoder.base import PassOutput
+    from foretoken.drafters.base import Drafter, DraftRequest, TargetHandle, TargetReads
     from foretoken.sampling.batch import SamplingBatch
+
+_TREE_TENSORS = ("tokens", "parents", "depths", "num_nodes", "scores", "source")
 
 
 class UntrustedDrafter:
@@ -34,20 +39,28 @@ class UntrustedDrafter:
 
     Attributes:
         name: See `Drafter`; what the drafter said when it was made, as the two below.
-        taps: Likewise.
-        max_nodes: Likewise.
-        shape: The drafter's static shape, or None.
+        reads: Likewise.
+        nodes_by_depth: Likewise.
     """
 
     def __init__(
-        self, drafter: Drafter, *, name: str, taps: tuple[Tap, ...], max_nodes: int, device: torch.device
+        self, drafter: Drafter, *, name: str, reads: TargetReads, nodes_by_depth: Sequence[int], device: torch.device
     ) -> None:
         """Takes a drafter whose attributes have been read and checked; device: where its trees must lie."""
-        self.name, self.taps, self.max_nodes = name, taps, max_nodes
-        shape = getattr(drafter, "shape", None)
-        self.shape = shape if isinstance(shape, TreeShape) else None
+        self.name, self.reads, self.nodes_by_depth = name, reads, nodes_by_depth
         self._drafter, self._device = drafter, device
         self._sampling: tuple[SamplingBatch, SamplingBatch] | None = None  # the engine's, and the copy of it
+
+    def attach(self, target: TargetHandle) -> None:
+        """Hands on everything but the run of the target, whose rows it could overwrite."""
+        with restored_torch_state():
+            self._drafter.attach(replace(target, run=_no_run))
+
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        """Hands on a copy."""
+        theirs = replace(request, prompt=list(request.prompt), params=copy(request.params))
+        with restored_torch_state():
+            self._drafter.begin(slot, theirs)
 
     def propose(self, context: DraftContext) -> TokenTree:
         """A copy of the drafter's tree.
@@ -59,6 +72,7 @@ class UntrustedDrafter:
             slots=list(context.slots),
             tokens=[list(tokens) for tokens in context.tokens],
             max_depth=list(context.max_depth),
+            max_nodes=list(context.max_nodes),
             sampling=self._copied_sampling(context.sampling),
             is_coupled=list(context.is_coupled),
         )
@@ -67,13 +81,14 @@ class UntrustedDrafter:
         return self._copied_tree(draft, len(context.slots))
 
     def commit(self, committed: Committed) -> None:
-        """See `Drafter`."""
-        features = committed.features
+        """Hands on a copy."""
+        features, verified = committed.features, committed.verified
         theirs = Committed(
             slots=list(committed.slots),
             starts=list(committed.starts),
-            lengths=list(committed.lengths),
+            tokens=[list(tokens) for tokens in committed.tokens],
             features=None if features is None else features.clone(),
+            verified=None if verified is None else _copied_verdict(verified),
         )
         with restored_torch_state():
             self._drafter.commit(theirs)
@@ -92,21 +107,23 @@ class UntrustedDrafter:
 
     def _copied_tree(self, draft: object, batch: int) -> TokenTree:
         """What can be checked of a tree, in tensors of our own; no look at their values."""
-        misfit = find_misfit(draft, batch, self.max_nodes, self._device)
+        misfit = find_misfit(draft, batch, self.nodes_by_depth[-1], self._device)
         if misfit is not None or not isinstance(draft, TokenTree):
             raise TreeError(str(misfit))
         shape = draft.tokens.shape
-        return replace(
-            draft,
+        return TokenTree(
             tokens=self._copied(draft.tokens, shape),
             parents=self._copied(draft.parents, shape),
             depths=self._copied(draft.depths, shape),
             num_nodes=self._copied(draft.num_nodes, shape[:1]),
+            max_depth=draft.max_depth,
+            scores=self._copied(draft.scores, shape, torch.float32) if _is_like(draft.scores, draft) else None,
+            source=self._copied(draft.source, shape) & PROBE if _is_like(draft.source, draft) else None,
         )
 
-    def _copied(self, part: Tensor, shape: torch.Size) -> Tensor:
+    def _copied(self, part: Any, shape: torch.Size, dtype: torch.dtype = torch.int64) -> Tensor:
         """A copy, of this shape even where the drafter gives the tensor another one meanwhile."""
-        return torch.empty(shape, dtype=torch.int64, device=self._device).copy_(part)
+        return torch.empty(shape, dtype=dtype, device=self._device).copy_(part)
 
 
 def _read_once(draft: object) -> object:
@@ -119,4 +136,35 @@ def _read_once(draft: object) -> object:
         depths=draft.depths,
         num_nodes=draft.num_nodes,
         max_depth=draft.max_depth,
+        scores=draft.scores,
+        source=draft.source,
     )
+
+
+def _is_like(part: object, tree: TokenTree) -> bool:
+    """Whether something is a dense tensor of numbers with a value for every node."""
+    return type(part) is Tensor and part.shape == tree.tokens.shape and part.layout == torch.strided
+
+
+def _copied_verdict(verified: Verified) -> Verified:
+    """A copy that shares nothing with the engine's values; draft distributions, which are large, are left out."""
+    tree = verified.tree
+    parts: dict[str, Any] = {
+        name: None if (part := getattr(tree, name)) is None else part.clone() for name in _TREE_TENSORS
+    }
+    return Verified(
+        tree=TokenTree(max_depth=tree.max_depth, **parts),
+        paths=[list(path) for path in verified.paths],
+        offsets=list(verified.offsets),
+        top_ids=None if verified.top_ids is None else verified.top_ids.clone(),
+    )
+
+
+def _no_run(work: Pass) -> PassOutput:
+    """What a drafter that is not trusted gets in place of the target's run.
+
+    Raises:
+        PassError: Always.
+    """
+    del work
+    raise PassError("a drafter that runs the target could overwrite its cache. Pass trust_drafter=True to LLM.")

@@ -1,4 +1,7 @@
-"""Merging several drafters' trees into one: the union of their tries, remembering who proposed what."""
+"""Merging several drafters' trees into one: the union of their paths, remembering who proposed what.
+
+Letters: B sequences, N nodes of the tree so far, M nodes of the one that is added.
+"""
 
 from __future__ import annotations
 
@@ -6,59 +9,208 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from foretoken.core.errors import TreeError
-from foretoken.core.token_tree import MAX_NODES, TokenTree, TreeRow
+from foretoken.core.token_tree import MAX_NODES, PROBE, DraftDistributions, DrawKind, TokenTree, TreeRow
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
 def merge_trees(trees: Sequence[TokenTree], *, max_nodes: int = MAX_NODES) -> TokenTree:
-    """Unites trees over the same roots; equal tokens under one parent become one node.
+    """Unites trees over the same roots; equal tokens under one parent become one node. No synchronisation.
 
-    Nodes are kept tree by tree in their own order, so when `max_nodes` cuts, earlier trees keep their nodes. Works on
-    plain lists: synchronises with the host.
+    A node that was drawn from a draft distribution stays a trial of its own: a chosen (one-hot) node with its token
+    joins it, another drawn one does not. Nodes stand tree by tree in their own order, so when `max_nodes` cuts, earlier
+    trees keep their nodes; a tree that was drawn from is left out as a whole where it does not fit, since a cut that
+    looks at drawn tokens would bias the output.
 
     Args:
-        trees: Trees of the same batch, all one-hot: merging is a choice by token, which sampled nodes do not survive.
+        trees: Trees of the same batch, each with at most `max_nodes` nodes; those that were drawn from come first in
+            the result, wherever they stand.
         max_nodes: Most nodes a merged tree may have, root included.
 
     Returns:
-        A one-hot tree whose `source` holds bit i where tree i proposed the node; the root has every bit.
+        A tree whose `source` holds bit i where tree i proposed the node, and `PROBE` where all who did meant a probe;
+        the root has every bit. `scores` are the greatest of those who proposed the node, 0 without any.
 
     Raises:
-        TreeError: When roots differ or a tree carries draft distributions.
+        TreeError: When a tree has more than `max_nodes` nodes or another number of sequences.
     """
-    if any(tree.distributions is not None for tree in trees):
-        raise TreeError("a tree with sampled nodes cannot be merged without bias. Mark its nodes one-hot first.")
-    merged, sources = [], []
-    for rows in zip(*(tree.rows() for tree in trees), strict=True):
-        row, source = _unite(rows, max_nodes)
-        merged.append(row)
-        sources.append(source)
-    tree = TokenTree.from_rows(merged, device=trees[0].tokens.device)
-    padded = [source + [0] * (tree.width - len(source)) for source in sources]
-    return replace(tree, source=torch.tensor(padded, dtype=torch.int64, device=tree.tokens.device))
+    for tree in trees:
+        if tree.width > max_nodes or tree.batch_size != trees[0].batch_size:
+            raise TreeError(
+                f"a tree of {tree.batch_size} sequences and {tree.width} nodes cannot be merged. Expected "
+                f"{trees[0].batch_size} sequences and at most {max_nodes} nodes."
+            )
+    order = sorted(range(len(trees)), key=lambda index: trees[index].distributions is None)
+    merged = _marked(trees[order[0]], order[0])
+    for index in order[1:]:
+        tree = trees[index]
+        if tree.distributions is not None and merged.width + tree.width - 1 > max_nodes:
+            continue
+        merged = _cut(_united(merged, _marked(tree, index)), max_nodes)
+    source = merged.source
+    assert source is not None, "every merged tree has one"
+    source = source.clone()
+    source[:, 0] = (1 << len(trees)) - 1
+    return replace(merged, source=source)
 
 
-def _unite(rows: Sequence[TreeRow], max_nodes: int) -> tuple[TreeRow, list[int]]:
-    """The union of several rows and each node's source bits."""
-    root = rows[0].tokens[0]
-    if any(row.tokens[0] != root for row in rows):
-        raise TreeError(f"trees to merge have different roots: {sorted({row.tokens[0] for row in rows})}.")
-    union = Trie(root)
-    source = [(1 << len(rows)) - 1]
-    for bit, row in enumerate(rows):
-        index = {0: 0}
-        for node in range(1, len(row.tokens)):
-            parent = index.get(row.parents[node])
-            if parent is None or (len(union.tokens) >= max_nodes and union.child(parent, row.tokens[node]) is None):
-                continue
-            index[node] = merged = union.add(parent, row.tokens[node])
-            source += [0] * (len(union.tokens) - len(source))
-            source[merged] |= 1 << bit
-    return union.row(), source
+def _marked(tree: TokenTree, index: int) -> TokenTree:
+    """A tree whose nodes are known to be drafter `index`'s, its guarantees given up; repeated siblings stay."""
+    is_real = torch.arange(tree.width, device=tree.tokens.device) < tree.num_nodes.unsqueeze(1)
+    is_probe = 0 if tree.source is None else tree.source & PROBE
+    scores = torch.zeros_like(tree.tokens, dtype=torch.float32) if tree.scores is None else tree.scores
+    source = torch.where(is_real, (1 << index) | is_probe, 0)
+    return replace(tree, source=source, scores=scores, host_facts=None)
+
+
+def _united(first: TokenTree, second: TokenTree) -> TokenTree:
+    """The union of two trees, (B, N + M - 1) with padding at the end."""
+    (batch, width), device = first.tokens.shape, first.tokens.device
+    index = torch.arange(width + second.width, device=device).expand(batch, -1)
+    is_first = index[:, :width] < first.num_nodes.unsqueeze(1)
+    is_second = second.parents >= 0  # neither the root nor padding nor what was cut off
+    may_join = torch.ones_like(second.tokens, dtype=torch.bool)
+    if second.distributions is not None:
+        may_join = second.distributions.kinds == DrawKind.ONE_HOT
+    place = width + index[:, : second.width]  # of each node of the second in the two laid side by side
+    place = torch.where(index[:, : second.width] == 0, 0, place)
+    joins = torch.zeros_like(may_join)
+    for depth in range(1, min(first.max_depth, second.max_depth) + 1):
+        parents = place.gather(1, second.parents.clamp_min(0))
+        is_same = (first.parents.unsqueeze(1) == parents.unsqueeze(2)) & is_first.unsqueeze(1)
+        is_same &= first.tokens.unsqueeze(1) == second.tokens.unsqueeze(2)
+        found = is_same.any(2) & (second.depths == depth) & is_second & may_join
+        place = torch.where(found, is_same.int().argmax(2), place)
+        joins |= found
+    side_by_side = _side_by_side(first, second, place, joins)
+    kept = torch.cat([is_first, is_second & ~joins], dim=1)
+    return _compacted(side_by_side, kept)
+
+
+def _side_by_side(first: TokenTree, second: TokenTree, place: Tensor, joins: Tensor) -> TokenTree:
+    """Both trees as one, the second's parents where they are now; nodes that join are padding to be removed.
+
+    Args:
+        first: Of N nodes.
+        second: Of M nodes.
+        place: (B, M) int64, the node that each of the second's is.
+        joins: (B, M) bool, which of them are nodes of the first.
+    """
+    assert first.source is not None and second.source is not None, "marked before"  # noqa: PT018 - one fact
+    assert first.scores is not None and second.scores is not None, "marked before"  # noqa: PT018
+    width = first.width
+    target = torch.where(joins, place, 0)  # the root takes what does not join
+    proposed = torch.where(joins, second.source, 0)
+    bits = (second.source & ~PROBE).amax(1, keepdim=True)  # one drafter's bit
+    has_bit = torch.zeros_like(first.source).scatter_reduce_(1, target, (proposed & ~PROBE).ne(0).long(), "amax") > 0
+    is_draft = torch.zeros_like(first.source).scatter_reduce_(
+        1, target, (joins & (second.source & PROBE).eq(0)).long(), "amax"
+    )
+    source = torch.where(has_bit, first.source | bits, first.source)
+    source = torch.where(is_draft > 0, source & ~PROBE, source)
+    scores = first.scores.scatter_reduce(1, target, torch.where(joins, second.scores, -torch.inf), "amax")
+    parents = torch.where(second.parents >= 0, place.gather(1, second.parents.clamp_min(0)), -1)
+    return TokenTree(
+        tokens=torch.cat([first.tokens, second.tokens], dim=1),
+        parents=torch.cat([first.parents, parents], dim=1),
+        depths=torch.cat([first.depths, second.depths], dim=1),
+        num_nodes=first.num_nodes,
+        max_depth=max(first.max_depth, second.max_depth),
+        scores=torch.cat([scores, second.scores], dim=1),
+        source=torch.cat([source, second.source], dim=1),
+        distributions=_united_distributions(first, second, width),
+    )
+
+
+def _united_distributions(first: TokenTree, second: TokenTree, width: int) -> DraftDistributions | None:
+    """What the nodes of two trees side by side were drawn from; width: N."""
+    ours, theirs = first.distributions, second.distributions
+    if ours is None:
+        return None  # those that were drawn from come first
+    kinds = torch.full_like(second.tokens, DrawKind.ONE_HOT.value) if theirs is None else theirs.kinds
+    row_of = torch.full_like(second.tokens, -1)
+    rows, siblings = ours.rows, ours.max_siblings
+    if theirs is not None:
+        row_of = torch.where(theirs.row_of >= 0, theirs.row_of + rows.shape[1], -1)
+        rows, siblings = torch.cat([rows, theirs.rows], dim=1), siblings + theirs.max_siblings
+    return DraftDistributions(
+        kinds=torch.cat([ours.kinds[:, :width], kinds], dim=1),
+        rows=rows,
+        row_of=torch.cat([ours.row_of[:, :width], row_of], dim=1),
+        max_siblings=siblings,
+    )
+
+
+def _compacted(tree: TokenTree, kept: Tensor) -> TokenTree:
+    """A tree without some of its nodes, all of whose descendants are removed or stand under kept ones.
+
+    Args:
+        tree: Of N nodes.
+        kept: (B, N) bool; the root is kept.
+    """
+    order = (~kept).int().argsort(dim=1, stable=True)
+    width = int(kept.shape[1])
+    new_place = torch.empty_like(order).scatter_(1, order, torch.arange(width, device=order.device).expand_as(order))
+    parents = torch.where(tree.parents >= 0, new_place.gather(1, tree.parents.clamp_min(0)), -1)
+
+    def moved(part: Tensor, empty: float) -> Tensor:
+        return torch.where(kept, part, empty).gather(1, order)
+
+    drafts = tree.distributions
+    if drafts is not None:
+        drafts = replace(drafts, kinds=moved(drafts.kinds, 0), row_of=moved(drafts.row_of, -1))
+    return TokenTree(
+        tokens=moved(tree.tokens, 0),
+        parents=moved(parents, -1),
+        depths=moved(tree.depths, 0),
+        num_nodes=kept.sum(1),
+        max_depth=tree.max_depth,
+        scores=None if tree.scores is None else moved(tree.scores, 0.0),
+        source=None if tree.source is None else moved(tree.source, 0),
+        distributions=drafts,
+    )
+
+
+def _cut(tree: TokenTree, max_nodes: int) -> TokenTree:
+    """A tree's first nodes, which are a tree, without the columns past them."""
+    if tree.width <= max_nodes:
+        return tree
+    drafts = tree.distributions
+    if drafts is not None:
+        drafts = replace(drafts, kinds=drafts.kinds[:, :max_nodes], row_of=drafts.row_of[:, :max_nodes])
+    return replace(
+        tree,
+        tokens=tree.tokens[:, :max_nodes],
+        parents=tree.parents[:, :max_nodes],
+        depths=tree.depths[:, :max_nodes],
+        num_nodes=tree.num_nodes.clamp_max(max_nodes),
+        scores=None if tree.scores is None else tree.scores[:, :max_nodes],
+        source=None if tree.source is None else tree.source[:, :max_nodes],
+        distributions=drafts,
+    )
+
+
+def prune(tree: TokenTree, kept: Tensor) -> TokenTree:
+    """A tree without some of its chosen nodes. No synchronisation.
+
+    Args:
+        tree: Any tree.
+        kept: (B, N) bool, which nodes stay where they were chosen; the root and drawn nodes stay whatever it says, and
+            a node whose parent goes, goes too.
+    """
+    kept = kept.clone()
+    kept[:, 0] = True
+    if tree.distributions is not None:
+        kept |= tree.distributions.kinds != DrawKind.ONE_HOT
+    kept &= torch.arange(tree.width, device=kept.device) < tree.num_nodes.unsqueeze(1)
+    parents = tree.parents.clamp_min(0)
+    for _ in range(tree.max_depth):
+        kept = kept & (kept.gather(1, parents) | (tree.depths == 0))
+    return _compacted(tree, kept)
 
 
 @dataclass(slots=True, init=False)

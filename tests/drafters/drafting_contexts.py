@@ -9,25 +9,48 @@ import torch
 from tiny_models import VOCAB_SIZE
 
 from foretoken import SamplingParams
-from foretoken.drafters.base import DraftContext, TargetFacts
+from foretoken.control.costs import CostCurve
+from foretoken.core.token_tree import TokenTree
+from foretoken.drafters.base import DraftContext, DraftRequest, TargetHandle, Verified
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def facts(**changes: Any) -> TargetFacts:
-    """A target of the tiny models' size with eight slots."""
+def handle(**changes: Any) -> TargetHandle:
+    """A target of the tiny models' size with eight slots; 16 tokens take twice as long as one."""
     values: dict[str, Any] = {
         "name": "target", "vocab_size": VOCAB_SIZE, "context_len": 96, "num_slots": 8, "device": torch.device("cpu"),
-        "dtype": torch.float32,
+        "dtype": torch.float32, "runner": "auto", "tokenizer": None, "model": None, "run": None,
+        "measured_costs": lambda: CostCurve((1, 16), (1.0, 2.0)),
     }  # fmt: skip
-    return TargetFacts(**{**values, **changes})
+    return TargetHandle(**{**values, **changes})
+
+
+def attached(drafter: Any, **changes: Any) -> Any:
+    """A drafter that is attached and has a sequence in every slot."""
+    target = handle(**changes)
+    drafter.attach(target)
+    for slot in range(target.num_slots):
+        begin(drafter, slot)
+    return drafter
+
+
+def begin(drafter: Any, slot: int, prompt: Sequence[int] = ()) -> None:
+    """A sequence begins in a slot."""
+    drafter.begin(slot, DraftRequest(request_id=str(slot), prompt=list(prompt), params=GREEDY))
+
+
+def verified() -> Verified:
+    """What a drafter is told of a pass over roots."""
+    return Verified(tree=TokenTree.roots([5]), paths=[[]], offsets=[0, 1], top_ids=None)
 
 
 def context(
     tokens: Sequence[Sequence[int]],
     *,
     max_depth: int | Sequence[int] = 8,
+    max_nodes: int = 512,
     params: Sequence[SamplingParams] | None = None,
     is_coupled: Sequence[bool] | None = None,
     slots: Sequence[int] | None = None,
@@ -39,6 +62,7 @@ def context(
         slots=range(len(tokens)) if slots is None else slots,
         tokens=tokens,
         max_depth=[max_depth] * len(tokens) if isinstance(max_depth, int) else max_depth,
+        max_nodes=[max_nodes] * len(tokens),
         sampling=SamplingBatch.build(requests, VOCAB_SIZE),
         is_coupled=[False] * len(tokens) if is_coupled is None else is_coupled,
     )

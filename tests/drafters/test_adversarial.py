@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_contexts import context, facts
+from drafters.adversarial import BEHAVIOURS, AdversarialDrafter, Behaviour, Options
+from drafting_contexts import attached, context
 from tiny_models import VOCAB_SIZE
 
-from foretoken.drafters.adversarial import BEHAVIOURS, AdversarialDrafter, Behaviour, Options
 from foretoken.drafters.base import Committed
 from foretoken.engine.tree_checks import find_fault, make_legal
 
@@ -25,13 +25,16 @@ FAULTS: dict[str, str] = {
 
 def drafter(behaviour: Behaviour, **options: Any) -> AdversarialDrafter:
     """A drafter with a behaviour."""
-    return AdversarialDrafter(Options(method="adversarial", behaviour=behaviour, **options), facts())
+    made: AdversarialDrafter = attached(
+        AdversarialDrafter(Options(method="adversarial", behaviour=behaviour, **options))
+    )
+    return made
 
 
 @pytest.mark.parametrize("behaviour", FAULTS)
 def test_trees_that_are_none(behaviour: Behaviour) -> None:
     adversary = drafter(behaviour, tree={"widths": [8, 2]})
-    fault = find_fault(adversary.propose(context(TOKENS)), [6, 9], adversary.max_nodes)
+    fault = find_fault(adversary.propose(context(TOKENS)), [6, 9], adversary.nodes_by_depth[-1])
     assert FAULTS[behaviour] in str(fault)
 
 
@@ -39,7 +42,7 @@ def test_trees_that_are_none(behaviour: Behaviour) -> None:
 def test_trees_that_are_wrong_in_what_they_hold(behaviour: Behaviour) -> None:
     adversary = drafter(behaviour, tree="tree")
     tree = adversary.propose(context(TOKENS))
-    assert find_fault(tree, [6, 9], adversary.max_nodes) is None
+    assert find_fault(tree, [6, 9], adversary.nodes_by_depth[-1]) is None
     drafted = tree.tokens[:, 1:]
     siblings = len({(p, t) for p, t in zip(tree.parents[0].tolist()[1:], drafted[0].tolist(), strict=True)})
     shows = {
@@ -57,7 +60,7 @@ def test_raising_and_seeding() -> None:
     with pytest.raises(RuntimeError, match="always fails"):
         drafter("raises").propose(context(TOKENS))
     with pytest.raises(RuntimeError, match="always fails"):
-        drafter("raises_in_commit").commit(Committed(slots=[0], starts=[0], lengths=[1], features=None))
+        drafter("raises_in_commit").commit(Committed(slots=[0], starts=[0], tokens=[[5]], features=None))
     trees = [drafter("random", seed=seed).propose(context(TOKENS)).tokens for seed in (0, 0, 1)]
     assert torch.equal(trees[0], trees[1])
     assert not torch.equal(trees[0], trees[2])

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.drafters.captured_growth import CapturedGrowth
-from foretoken.drafters.heads import grow
+from foretoken.drafters.heads import fill_by_steps
 from foretoken.heads.hydra import HydraConfig, HydraHeads
 from foretoken.hf.parts import TargetParts
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
@@ -61,7 +61,7 @@ def fill() -> Any:
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
     weight = torch.randn(VOCAB_SIZE, WIDTH, generator=generator)
     parts = TargetParts(embed=lambda ids: weight[ids], lm_head=lambda x: x @ weight.T, lm_head_weight=weight)
-    return partial(grow, head, parts)
+    return partial(fill_by_steps, head, parts)
 
 
 def call(seed: int, params: list[dict[str, Any]], is_coupled: list[bool]) -> tuple[Tensor, DraftDraws, Tensor]:

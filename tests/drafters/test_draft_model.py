@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_contexts import context, facts
+from drafting_contexts import attached, begin, context
 from end_to_end.tiny_llms import GAPPED_CHOICES, MEDUSA_CHOICES, WIDTHS, draft_model, noisy
 from tiny_models import VOCAB_SIZE, tiny_model
 
@@ -29,7 +29,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def drafter(module: Any = None, **options: Any) -> DraftModelDrafter:
     """A drafter over a tiny model."""
-    made = draft_model(noisy() if module is None else module, **options)(facts())
+    made = attached(draft_model(noisy() if module is None else module, **options)())
     assert isinstance(made, DraftModelDrafter)
     return made
 
@@ -87,6 +87,7 @@ def test_cache_is_that_of_a_fresh_prefill(shape: str, how: str) -> None:
             texts[0] += [draw.randrange(VOCAB_SIZE) for _ in range(7)]
         if len(texts[1]) > 40:
             made.release(slots[1])
+            begin(made, slots[1])
             texts[1] = texts[1][:3]
         texts[:] = [text[:80] for text in texts]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from drafting_contexts import context, facts
+from drafting_contexts import attached, context
 from end_to_end.tiny_llms import GAPPED_CHOICES, WIDTHS, draft_model, noisy
 from tiny_models import VOCAB_SIZE
 from torch import Tensor
@@ -33,7 +33,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 def propose(shape: str, **options: Any) -> TokenTree:
     """One proposal for sampled, truncated, coupled and greedy requests side by side."""
-    made = draft_model(noisy(), **SHAPES[shape], **options)(facts())
+    made = attached(draft_model(noisy(), **SHAPES[shape], **options)())
     tree = made.propose(context(TEXTS, params=PARAMS, is_coupled=IS_COUPLED))
     tree.validate()
     return tree
@@ -133,10 +133,10 @@ def test_scores_are_path_log_probabilities() -> None:
 
 def test_draws_depend_on_the_position_not_on_the_neighbours() -> None:
     """The same request alone, in another slot, or behind others proposes the same tree."""
-    made = draft_model(noisy(), tree=WIDTHS)(facts())
+    made = attached(draft_model(noisy(), tree=WIDTHS)())
     together = made.propose(context(TEXTS, params=PARAMS, is_coupled=IS_COUPLED))
     for row in range(3):
-        alone = draft_model(noisy(), tree=WIDTHS)(facts()).propose(
+        alone = attached(draft_model(noisy(), tree=WIDTHS)()).propose(
             context([TEXTS[row]], params=[PARAMS[row]], is_coupled=[IS_COUPLED[row]], slots=[7])
         )
         assert torch.equal(alone.tokens[0], together.tokens[row])

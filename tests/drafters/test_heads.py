@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from drafters.drafting_contexts import context, facts
+from drafters.drafting_contexts import attached, begin, context, handle
 from tiny_models import tiny_model
 
 from foretoken import LLM, SamplingParams
+from foretoken.control.costs import CostCurve
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.token_tree import DrawKind
-from foretoken.drafters.base import Committed, nodes_by_depth
+from foretoken.drafters.base import Committed
 from foretoken.drafters.heads import load_head
 from foretoken.drafters.registry import create_drafter, drafter_options
 from foretoken.formats import hub, native
@@ -41,27 +42,26 @@ def saved(directory: Path, method: str, *, architecture: str = "llama", seed: in
     return directory
 
 
-def drafter(directory: Path, method: str, architecture: str = "llama", facts_: Any = None, **keys: Any) -> Any:
+def drafter(directory: Path, method: str, architecture: str = "llama", changes: Any = None, **keys: Any) -> Any:
     target = wrap_model(tiny_model(architecture), name=architecture)
     options = drafter_options({"method": method, "model": str(directory), **keys})
-    return create_drafter(options, facts(model=target, vocab_size=target.vocab_size, **(facts_ or {})))
+    return attached(create_drafter(options), model=target, vocab_size=target.vocab_size, **(changes or {}))
 
 
 def commit(made: Any, slot: int, start: int, length: int, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
-    features = torch.randn(1, length, 1, 32, generator=generator)
-    made.commit(Committed(slots=[slot], starts=[start], lengths=[length], features=features))
+    features = torch.randn(length, 1, 32, generator=generator)
+    made.commit(Committed(slots=[slot], starts=[start], tokens=[[5] * length], features=features))
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_tree_is_bought_by_acceptance_and_cost(method: str, tmp_path: Path) -> None:
     """Where width is free the whole table is drafted; where each token costs a pass, the best candidate alone."""
     directory = saved(tmp_path / "head", method, acceptance=TABLE)
-    free = drafter(directory, method, facts_={"pass_seconds": lambda tokens: 1.0 + 1e-9 * tokens})
-    dear = drafter(directory, method, facts_={"pass_seconds": lambda tokens: 1.0 * tokens})
-    assert free.max_nodes == 1 + 3 + 9
+    free = drafter(directory, method, changes={"measured_costs": lambda: CostCurve((1, 64), (1.0, 1.0 + 1e-7))})
+    dear = drafter(directory, method, changes={"measured_costs": lambda: CostCurve((1, 64), (1.0, 64.0))})
+    assert free.nodes_by_depth == [1, 4, 13]
     assert dear.shape.choices == ((0,),)
-    assert nodes_by_depth(free) == [1, 4, 13]
     assert drafter(directory, method, num_speculative_tokens=1).shape.depth == 1
 
 
@@ -86,6 +86,7 @@ def test_only_slots_whose_features_came_in_are_drafted_for(method: str, tmp_path
     commit(made, 2, 2, 1)
     assert made.propose(context(tokens, slots=[0, 1, 2])).num_nodes.tolist() == [3, 1, 3]
     made.release(0)
+    begin(made, 0)
     assert made.propose(context(tokens, slots=[0, 1, 2])).num_nodes.tolist() == [1, 1, 3]
 
 
@@ -97,10 +98,10 @@ def test_a_sequence_is_drafted_for_as_if_alone(method: str, tmp_path: Path) -> N
     texts = [[5, 6, 7, 8, 9], [11, 12, 13], [20, 21, 22, 23]]
     alone = []
     for slot, text in enumerate(texts):
-        made = drafter(directory, method, tree="mc_sim_7b_63", facts_=double)
+        made = drafter(directory, method, tree="mc_sim_7b_63", changes=double)
         commit(made, slot, 0, len(text) - 1, seed=slot)
         alone.append(made.propose(context([text], slots=[slot])).tokens[0])
-    together = drafter(directory, method, tree="mc_sim_7b_63", facts_=double)
+    together = drafter(directory, method, tree="mc_sim_7b_63", changes=double)
     for slot, text in enumerate(texts):
         commit(together, slot, 0, len(text) - 1, seed=slot)
     for _ in range(2):
@@ -136,8 +137,8 @@ def test_heads_for_others_are_refused(tmp_path: Path) -> None:
         drafter(directory, "medusa", tree=[[0], [0, 0], [0, 0, 0]])
     nameless = drafter_options({"method": "medusa"})
     with pytest.raises(ConfigError, match="needs a trained head"):
-        create_drafter(nameless, facts())
-    assert drafter(tmp_path / "qwen", "medusa", allow_other_target=True).max_nodes > 2
+        create_drafter(nameless).attach(handle())
+    assert drafter(tmp_path / "qwen", "medusa", allow_other_target=True).nodes_by_depth[-1] > 2
     config = json.loads((directory / "config.json").read_text())
     config["config"]["hidden_size"] = 16
     (directory / "config.json").write_text(json.dumps(config))
@@ -170,7 +171,7 @@ def test_heads_by_hub_id(method: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(hub, "snapshot_download", lambda name, *, revision, **_: str(places[revision]))
     target = wrap_model(tiny_model("llama"), name="llama")
     loaded = [
-        load_head(drafter_options({"method": method, "model": "some/head", **keys}), facts(model=target), method)
+        load_head(drafter_options({"method": method, "model": "some/head", **keys}), handle(model=target), method)
         for keys in ({}, {"revision": "v1"})
     ]
     first, second = (next(iter(one.head.state_dict().values())) for one in loaded)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from drafting_contexts import context, facts
+from drafting_contexts import attached, begin, context
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +16,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
 def drafter(**options: Any) -> NgramDrafter:
     """A drafter with the given options."""
-    made = create(Options(method="ngram", **options), facts())
+    made = attached(create(Options(method="ngram", **options)))
     assert isinstance(made, NgramDrafter)
     return made
 
@@ -93,7 +93,7 @@ def test_a_released_slot_starts_anew() -> None:
     lookup = drafter()
     lookup.propose(context([[1, 2, 3, 1, 2]]))
     lookup.release(0)
-    lookup.release(5)  # never used
+    begin(lookup, 0)
     assert lookup.propose(context([[7, 8, 9, 1, 2]])).rows()[0].tokens == [2]
 
 
@@ -109,6 +109,6 @@ def test_a_proposal_may_be_thrown_away() -> None:
 @pytest.mark.parametrize(("options", "width"), [({}, 17), ({"num_speculative_tokens": 5}, 6), ({"max_nodes": 4}, 4)])
 def test_no_tree_is_wider_than_announced(options: dict[str, Any], width: int) -> None:
     lookup = drafter(**options)
-    assert lookup.max_nodes == width
+    assert lookup.nodes_by_depth[-1] == width
     tokens = list(range(30)) + list(range(4))
     assert lookup.propose(context([tokens], max_depth=1000)).width == width

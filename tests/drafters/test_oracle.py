@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from drafting_contexts import context, facts
+from drafting_contexts import attached, begin, context, verified
 from tiny_models import VOCAB_SIZE
 
 from foretoken.drafters.base import Committed
@@ -16,12 +16,14 @@ TEXT = [5, 6, 7, 8, 9, 10, 11, 12, 13, 14]
 
 def oracle(pattern: tuple[int, ...], **options: Any) -> OracleDrafter:
     """An oracle that knows one text."""
-    return OracleDrafter(Options(method="oracle", references=[TEXT, [1, 2]], pattern=pattern, **options), facts())
+    options = {"references": [TEXT, [1, 2]], "pattern": pattern, **options}
+    made: OracleDrafter = attached(OracleDrafter(Options(method="oracle", **options)))
+    return made
 
 
 def commit(drafter: OracleDrafter, slot: int = 0) -> None:
     """One verified pass."""
-    drafter.commit(Committed(slots=[slot], starts=[0], lengths=[1], features=None))
+    drafter.commit(Committed(slots=[slot], starts=[0], tokens=[[5]], features=None, verified=verified()))
 
 
 def test_a_chain_is_right_as_far_as_the_script_says() -> None:
@@ -45,8 +47,8 @@ def test_it_stays_within_depth_and_text() -> None:
     assert drafter.propose(context([TEXT[:8]], max_depth=1)).rows()[0].tokens == [12, 13]
     assert drafter.propose(context([TEXT[:8]], max_depth=9)).rows()[0].tokens == [12, 13, 14]
     assert drafter.propose(context([TEXT[:8]], max_depth=0)).width == 1
-    assert drafter.max_nodes == 5
-    assert oracle((4,), tree="tree").max_nodes == 9
+    assert list(drafter.nodes_by_depth) == [1, 2, 3, 4, 5]
+    assert list(oracle((4,), tree="tree").nodes_by_depth) == [1, 3, 5, 7, 9]
 
 
 def test_an_unknown_text_gets_no_draft_and_slots_are_forgotten() -> None:
@@ -54,9 +56,11 @@ def test_an_unknown_text_gets_no_draft_and_slots_are_forgotten() -> None:
     assert drafter.propose(context([[3, 3]])).width == 1
     assert drafter.propose(context([TEXT[:2]])).width == 3, "another text may fit where the first does not"
     drafter.release(0)
+    begin(drafter, 0)
     assert drafter.propose(context([TEXT[:2]])).rows()[0].tokens == [6, 7, 8]
     commit(drafter)
     drafter.release(0)
+    begin(drafter, 0)
     assert drafter.propose(context([TEXT[:2]])).rows()[0].tokens == [6, 7, 8], "the script begins again too"
 
 
@@ -64,5 +68,5 @@ def test_an_unknown_text_gets_no_draft_and_slots_are_forgotten() -> None:
 def test_prefill_is_no_pass_of_the_script(prefilled: bool) -> None:
     drafter = oracle((1, 0))
     if prefilled:
-        commit(drafter)
+        drafter.commit(Committed(slots=[0], starts=[0], tokens=[[5]], features=None))
     assert drafter.propose(context([TEXT[:2]])).rows()[0].tokens == [6, 7]

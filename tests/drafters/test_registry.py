@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from drafting_contexts import facts
+from drafting_contexts import handle
 from end_to_end.tiny_llms import llm
 
 import foretoken.drafters
 from foretoken import SamplingParams
 from foretoken.core.errors import ConfigError
-from foretoken.drafters.base import LONGEST_CHAIN, DrafterOptions
+from foretoken.drafters.base import LONGEST_CHAIN, DrafterOptions, TargetReads
 from foretoken.drafters.registry import create_drafter, drafter_options, known_methods
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.published import PUBLISHED
 
 REPEAT = """
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.drafters.base import DrafterOptions
+from foretoken.drafters.base import DrafterOptions, TargetReads
 
 
 class Options(DrafterOptions):
@@ -29,10 +29,16 @@ class Options(DrafterOptions):
 
 
 class RepeatDrafter:
-    name, taps = "repeat", ()
+    name, reads = "repeat", TargetReads()
 
     def __init__(self, times):
-        self.times, self.max_nodes = times, times + 1
+        self.times, self.nodes_by_depth = times, range(1, times + 2)
+
+    def attach(self, target):
+        pass
+
+    def begin(self, slot, request):
+        pass
 
     def propose(self, context):
         parents = list(range(-1, self.times))
@@ -45,7 +51,7 @@ class RepeatDrafter:
         pass
 
 
-def create(options, target):
+def create(options):
     return RepeatDrafter(options.times)
 """
 
@@ -60,7 +66,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_the_methods_are_the_files() -> None:
-    assert {"adversarial", "draft_model", "ngram", "oracle"} <= set(known_methods())
+    assert {"draft_model", "ngram", "oracle"} <= set(known_methods())
     assert not {"base", "registry", "__init__"} & set(known_methods())
     assert known_methods() == sorted(known_methods())
 
@@ -87,7 +93,7 @@ def test_tools_are_offered_to_nobody(method: str) -> None:
         drafter_options({"method": method})
     offered = str(caught.value).rpartition(": ")[2].rstrip(".").split(", ")
     assert {"draft_model", "ngram"} <= set(offered)
-    assert not {"adversarial", "oracle"} & set(offered)
+    assert "oracle" not in offered
     assert ("is not there yet" in str(caught.value)) == (
         method in ("eagle", "EAGLE-3", "deepseek_mtp", "token_recycling")
     )
@@ -106,12 +112,12 @@ def test_every_method_has_the_two_names_and_sound_options() -> None:
         assert options.method == method
         if method in NEEDS_MODEL:
             with pytest.raises(ConfigError, match=f"method '{method}' needs a"):
-                create_drafter(options, facts())
+                create_drafter(options).attach(handle())
             continue
-        drafter = create_drafter(options, facts())
-        assert 2 <= drafter.max_nodes <= 512
+        drafter = create_drafter(options)
+        assert 2 <= drafter.nodes_by_depth[-1] <= 512
         assert isinstance(drafter.name, str)
-        assert isinstance(drafter.taps, tuple)
+        assert isinstance(drafter.reads, TargetReads)
 
 
 @pytest.mark.parametrize(
@@ -132,9 +138,9 @@ def test_shapes_that_options_ask_for(keys: dict[str, Any], shape: TreeShape) -> 
     assert DrafterOptions(method="any", **keys).shape(lambda: TreeShape.cartesian((2, 2))) == shape
 
 
-def test_depth_adapts_only_for_chains_that_nobody_fixed() -> None:
-    assert DrafterOptions(method="any").adapts_depth
-    assert not DrafterOptions(method="any", num_speculative_tokens=3).adapts_depth
-    assert not DrafterOptions(method="any", tree="tree").adapts_depth
-    assert not DrafterOptions(method="any", tree={"widths": [2]}).adapts_depth
-    assert not drafter_options({"method": "adversarial"}).adapts_depth
+def test_sizes_adapt_only_where_nobody_fixed_them() -> None:
+    assert DrafterOptions(method="any").is_adaptive
+    assert DrafterOptions(method="any", tree="tree").is_adaptive
+    assert not DrafterOptions(method="any", num_speculative_tokens=3).is_adaptive
+    assert not DrafterOptions(method="any", tree={"widths": [2]}).is_adaptive
+    assert not drafter_options({"method": "oracle", "references": [[1]]}).is_adaptive

@@ -53,17 +53,10 @@ def poison_draft_model(drafter: DraftModelDrafter) -> None:
 
 def poisoned_llm(arguments: dict[str, Any], runner: str, **more: Any) -> LLM:
     """An engine whose every cache is poisoned."""
-    make = arguments.get("drafter")
-
-    def made(facts: Any) -> Any:
-        drafter = make(facts)
-        poison_draft_model(drafter)
-        return drafter
-
-    engine = llm(
-        {**arguments, "drafter": made} if make else arguments, max_num_seqs=SLOTS, max_model_len=CONTEXT_LEN,
-        runner=runner,
-    )  # fmt: skip
+    engine = llm(arguments, max_num_seqs=SLOTS, max_model_len=CONTEXT_LEN, runner=runner)
+    for guard in engine._engine._drafting._guards:
+        if isinstance(guard._drafter, DraftModelDrafter):
+            poison_draft_model(guard._drafter)
     poison_target(engine, **more)
     return engine
 

@@ -12,17 +12,16 @@ from functools import cache
 from typing import Any
 
 import torch
+from drafters.adversarial import BEHAVIOURS
 from end_to_end.tiny_heads import HEADS, depth, head
 from tiny_models import tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from foretoken import LLM
-from foretoken.drafters.adversarial import BEHAVIOURS
-from foretoken.drafters.base import Drafter, TargetFacts
+from foretoken.drafters.base import Drafter
 from foretoken.drafters.draft_model import DraftModelDrafter, Options
 from foretoken.hf.loading import wrap_model
-from foretoken.runner.runner import Runner
 
 MEDUSA_CHOICES = [[0], [1], [0, 0], [0, 1], [2], [0, 0, 0], [0, 0, 0, 0], [1, 0]]
 GAPPED_CHOICES = [[1], [3], [1, 0], [1, 2], [1, 2, 1]]  # ranks that a search over measured acceptance may skip
@@ -74,22 +73,10 @@ def _byte_alphabet() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def draft_model(module: Any, **options: Any) -> Callable[[TargetFacts], Drafter]:
+def draft_model(module: Any, **options: Any) -> Callable[[], Drafter]:
     """Makes a draft-model drafter over a model in memory."""
-
-    def make(facts: TargetFacts) -> Drafter:
-        checked = Options(method="draft_model", **{"tree": "chain", **options})
-        widest = 64 if checked.tree == "tree" else checked.shape(None).num_nodes + 1  # type: ignore[arg-type]
-        runner = Runner(
-            wrap_model(module, name="draft"),
-            num_slots=facts.num_slots,
-            context_len=facts.context_len,
-            max_nodes=widest,
-            runner=facts.runner,
-        )
-        return DraftModelDrafter(checked, facts, runner)
-
-    return make
+    checked = Options(method="draft_model", **{"tree": "chain", **options})
+    return lambda: DraftModelDrafter(checked, lambda target: wrap_model(module, name="draft"))
 
 
 def oracle(pattern: Sequence[int], tree: Any = "chain") -> Callable[[Any], dict[str, Any]]:
@@ -109,6 +96,24 @@ def config(method: str, **keys: Any) -> Callable[[Any], dict[str, Any]]:
     return fixed(speculative_config={"method": method, **keys})
 
 
+def lookup(**keys: Any) -> dict[str, Any]:
+    """The configuration of prompt lookup."""
+    return {"method": "ngram", "prompt_lookup_min": 1, **keys}
+
+
+def merged(*parts: dict[str, Any] | str, architecture: str = "llama") -> Callable[[Any], dict[str, Any]]:
+    """Several drafters in one tree: configurations, and names of heads."""
+
+    def arguments(references: Any) -> dict[str, Any]:
+        each = [
+            part if isinstance(part, dict) else head(part, architecture)(references)["speculative_config"]
+            for part in parts
+        ]
+        return {"speculative_config": {"drafters": each}}
+
+    return arguments
+
+
 def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) -> dict[str, Callable[[Any], Any]]:
     """Every drafter and tree under a short name: references (prompt and plain output) to arguments of `LLM`."""
 
@@ -120,7 +125,12 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "none": fixed(),
         "ngram": config("ngram", num_speculative_tokens=5, prompt_lookup_min=1),
         "ngram adaptive": config("ngram", prompt_lookup_min=1),
-        "ngram tree": config("ngram", tree="tree", prompt_lookup_min=1),
+        "ngram tree": config("ngram", tree="tree", prompt_lookup_min=1, num_speculative_tokens=16),
+        "ngram tree adaptive": config("ngram", tree="tree", prompt_lookup_min=1),
+        "two lookups": merged(lookup(tree="tree"), lookup(prompt_lookup_max=9)),
+        "two lookups adaptive": merged(lookup(tree="tree"), lookup()),
+        "lookup and head": merged(lookup(num_speculative_tokens=3), "medusa", architecture=architecture),
+        "heads": merged("hydra++", "medusa", lookup(tree="tree"), architecture=architecture),
         "draft": draft(num_speculative_tokens=4),
         "draft adaptive": draft(),
         "draft itself": draft(0.0, num_speculative_tokens=3),
@@ -146,10 +156,10 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "mlp_speculator widths": head("mlp_speculator", architecture, tree=WIDTHS),
         "mlp_speculator chain": head("mlp_speculator", architecture, tree="chain", num_speculative_tokens=2),
         **{f"random {name}": head(name, architecture, steps=0, num_speculative_tokens=depth(name)) for name in HEADS},
-        **{name: config("adversarial", behaviour=name) for name in BEHAVIOURS},
+        **{name: config("drafters.adversarial", behaviour=name) for name in BEHAVIOURS},
         # Deep enough a shape that the 40 levels of "too_deep" fit the width and are cut by depth.
-        "too_deep, 64 nodes": config("adversarial", behaviour="too_deep", num_speculative_tokens=63),
-        "random wide": config("adversarial", behaviour="random", tree={"widths": [20, 2]}),
+        "too_deep, 64 nodes": config("drafters.adversarial", behaviour="too_deep", num_speculative_tokens=63),
+        "random wide": config("drafters.adversarial", behaviour="random", tree={"widths": [20, 2]}),
     }
 
 

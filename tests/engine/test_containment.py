@@ -218,7 +218,7 @@ RULES: list[dict[str, Any]] = [{}, *({"acceptance": rule} for rule in ("sequenti
 
 @pytest.mark.parametrize("reason", IMPOSSIBLE)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("method", ["none", "ngram", "adversarial"])
+@pytest.mark.parametrize("method", ["none", "ngram", "drafters.adversarial"])
 def test_a_request_without_a_possible_token_ends_with_an_error(method: str, temperature: float, reason: str) -> None:
     """Token 0 for ever was the answer."""
     params = SamplingParams(temperature=temperature, max_tokens=20, **IMPOSSIBLE[reason])

@@ -47,7 +47,7 @@ def outputs(name: str, runner: str, rule: str | None) -> list[RequestOutput]:
     ("name", "runner", "rule"),
     [
         ("none", "generic", None), ("none", "lean-native", None), ("none", "lean-stock", None),
-        ("ngram tree", "generic", "typical"), ("draft tree", "generic", None), ("medusa", "generic", "sequential"),
+        ("oracle tree", "generic", "typical"), ("draft tree", "generic", None), ("medusa", "generic", "sequential"),
         ("medusa", "lean-native", None), ("hydra++", "lean-native", "lenient"),
         ("mlp_speculator chain", "generic", "block"),
     ],

@@ -16,7 +16,7 @@ from tiny_models import VOCAB_SIZE
 
 from foretoken import SamplingParams
 from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree, TreeRow
-from foretoken.drafters.base import DraftContext
+from foretoken.drafters.base import DraftContext, TargetReads
 from foretoken.engine.tree_checks import find_fault, make_legal
 
 ROOTS = [7, 9]
@@ -136,10 +136,14 @@ def test_scores_of_another_shape_are_dropped() -> None:
 class RubbishDrafter:
     """Every other proposal lies about a tree; the ones between are legal, so that it is never switched off."""
 
-    name, taps, max_nodes = "rubbish", (), 8
+    name, reads, nodes_by_depth = "rubbish", TargetReads(), (1, 8)
 
     def __init__(self) -> None:
         self.calls = 0
+
+    def attach(self, target: Any) -> None: ...
+
+    def begin(self, slot: int, request: Any) -> None: ...
 
     def propose(self, context: DraftContext) -> TokenTree:
         self.calls += 1
@@ -180,7 +184,7 @@ def test_rubbish_costs_no_text(batch: int, is_trusted: bool) -> None:
     """Trees without a guarantee are checked wherever they come from."""
     mix, plain = request_mix(), plain_mix()
     engine = llm(
-        {"drafter": lambda facts: RubbishDrafter()}, trust_drafter=is_trusted, max_num_seqs=batch,
+        {"drafter": RubbishDrafter}, trust_drafter=is_trusted, max_num_seqs=batch,
         max_model_len=CONTEXT_LEN,
     )  # fmt: skip
     got = engine.generate([r.prompt for r in mix], [r.params for r in mix])
@@ -199,7 +203,7 @@ def test_a_drafter_that_keeps_failing_is_switched_off_once(call: str, caplog: py
 
     setattr(Failing, call, fail)
     drafter = Failing()
-    engine = llm({"drafter": lambda facts: drafter}, max_num_seqs=2)
+    engine = llm({"drafter": lambda: drafter}, max_num_seqs=2)
     with caplog.at_level(logging.WARNING, "foretoken"):
         outputs = engine.generate([[5]] * 12, SamplingParams(temperature=0.0, max_tokens=8))
     assert drafter.failures == 5
@@ -214,7 +218,7 @@ def test_a_drafter_that_keeps_failing_is_switched_off_once(call: str, caplog: py
 def test_failures_with_successes_between_are_forgiven() -> None:
     """Only failures in a row say that a drafter is broken."""
     drafter = RubbishDrafter()
-    engine = llm({"drafter": lambda facts: drafter})
+    engine = llm({"drafter": lambda: drafter})
     metrics = engine.generate([5], SamplingParams(temperature=0.0, max_tokens=80))[0].metrics
     assert metrics.draft_errors > 10
     assert drafter.calls > 60
@@ -234,7 +238,7 @@ def test_errors_without_a_text_cost_no_request(call: str, is_trusted: bool, capl
         raise UnprintableError
 
     drafter = type("Failing", (RubbishDrafter,), {call: fail})()
-    engine = llm({"drafter": lambda facts: drafter}, trust_drafter=is_trusted, max_num_seqs=2)
+    engine = llm({"drafter": lambda: drafter}, trust_drafter=is_trusted, max_num_seqs=2)
     params = SamplingParams(temperature=0.0, max_tokens=8)
     outputs = engine.generate([[5]] * 12, params)
     assert [o.outputs[0] for o in outputs] == [llm({}).generate([5], params)[0].outputs[0]] * 12
@@ -253,7 +257,7 @@ def test_the_first_failure_of_each_kind_is_said(caplog: pytest.LogCaptureFixture
                 raise error
             return TokenTree.roots(context.roots) if error is None else error
 
-    engine = llm({"drafter": lambda facts: Failing()})
+    engine = llm({"drafter": Failing})
     with caplog.at_level(logging.DEBUG, "foretoken"):
         output = engine.generate([5], SamplingParams(temperature=0.0, max_tokens=33))[0]
     said = [

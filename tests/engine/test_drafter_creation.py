@@ -13,12 +13,17 @@ from end_to_end.tiny_llms import llm
 import foretoken.drafters
 from foretoken.core.errors import ConfigError, ForetokenError, ModelError
 from foretoken.core.token_tree import TokenTree
+from foretoken.drafters.base import TargetReads
 
 
 class Good:
     """A drafter that proposes nothing."""
 
-    name, taps, max_nodes = "good", (), 2
+    name, reads, nodes_by_depth = "good", TargetReads(), (1, 2)
+
+    def attach(self, target: Any) -> None: ...
+
+    def begin(self, slot: int, request: Any) -> None: ...
 
     def propose(self, context: Any) -> TokenTree:
         return TokenTree.roots(context.roots)
@@ -38,17 +43,17 @@ class UnprintableError(Exception):
         raise ValueError("no text either")
 
 
-def raising(error: BaseException) -> Callable[[Any], Any]:
+def raising(error: BaseException) -> Callable[[], Any]:
     """A function that makes nothing."""
 
-    def make(facts: Any) -> Any:
+    def make() -> Any:
         raise error
 
     return make
 
 
 NOT_DRAFTERS: dict[str, tuple[Any, str]] = {
-    "nothing": (None, r"made None without name, taps, max_nodes, propose, commit, release\. Expected a drafter"),
+    "nothing": (None, r"made None without name, reads, nodes_by_depth, attach, begin, propose, commit, release\. Exp"),
     "a number": (5, "made 5 without name"),
     "a text": ("ngram", "made 'ngram' without name"),
     "a class": (Good, None),
@@ -56,12 +61,17 @@ NOT_DRAFTERS: dict[str, tuple[Any, str]] = {
     "no release": (type("X", (), {k: v for k, v in vars(Good).items() if k != "release"})(), "without release. Exp"),
     **{f"name {v!r}": (with_value("name", v), "name of the drafter of the drafter function (is|holds)")
        for v in (None, 5, b"good", "", "a\nb", "a" * 500, "\ud800")},
-    **{f"taps {v!r}": (with_value("taps", v), "taps of the drafter of the drafter function are")
+    **{f"reads {v!r}": (with_value("reads", v), "reads of the drafter of the drafter function is")
+       for v in (None, ("final",), "final", {})},
+    **{f"top_k {v!r}": (with_value("reads", TargetReads(top_k=v)), "top_k of the drafter of the drafter function is")
+       for v in (None, -1, 2000, "3", True)},
+    **{f"taps {v!r}": (with_value("reads", TargetReads(taps=v)), "taps of the drafter of the drafter function are")
        for v in (None, 3, "final", {1}, (-1,), ("last",), (True,), (1.0,), [None])},
-    **{f"max_nodes {v!r}": (with_value("max_nodes", v), "max_nodes of the drafter of the drafter function is")
-       for v in (None, "8", 0, -1, 513, 2.0, True, float("nan"), 10**30)},
+    **{f"nodes {v!r}": (with_value("nodes_by_depth", v), "nodes_by_depth of the drafter of the drafter function is")
+       for v in (None, "8", 8, (), (0,), (2,), (1, 513), (1, 2.0), (True, 2), (1, float("nan")), (1, 3, 2),
+                 range(9**9))},
     **{f"{k} no method": (with_value(k, 7), f"{k} of the drafter of the drafter function is 7. Expected a method")
-       for k in ("propose", "commit", "release")},
+       for k in ("attach", "begin", "propose", "commit", "release")},
     "a name that raises": (with_value("name", property(lambda self: 1 / 0)), "raised ZeroDivisionError: division by z"),
 }  # fmt: skip
 
@@ -73,7 +83,7 @@ def test_what_is_no_drafter_is_refused(case: str, is_trusted: bool) -> None:
     if is_trusted and case == "a name that raises":
         pytest.skip("a trusted drafter's mistake is shown where it happened")
     with pytest.raises(ConfigError, match=sentence) as caught:
-        llm({"drafter": lambda facts: made}, trust_drafter=is_trusted)
+        llm({"drafter": lambda: made}, trust_drafter=is_trusted)
     assert len(str(caught.value)) < 400
     assert str(caught.value).isprintable()
 
@@ -112,16 +122,16 @@ OPTIONS = "from foretoken.drafters.base import DrafterOptions\nclass Options(Dra
 FILES = {
     "": "the file of method 'third' is no drafter. Expected a class Options",
     OPTIONS: "the file of method 'third' is no drafter",
-    "def create(options, target): ...": "the file of method 'third' is no drafter",
-    "class Options: ...\ndef create(options, target): ...": "the file of method 'third' is no drafter",
+    "def create(options): ...": "the file of method 'third' is no drafter",
+    "class Options: ...\ndef create(options): ...": "the file of method 'third' is no drafter",
     "Options = create = 5": "the file of method 'third' is no drafter",
     f"{OPTIONS}create = 5": "the file of method 'third' is no drafter",
     "import nothing_of_this_name": "the file of method 'third' cannot be imported: ModuleNotFoundError: No module",
     "def create(:": "the file of method 'third' cannot be imported: SyntaxError",
     "1 / 0": "the file of method 'third' cannot be imported: ZeroDivisionError",
-    f"{OPTIONS}def create(options, target): ...": "method 'third' made None without name",
-    f"{OPTIONS}def create(options, target): return target": "method 'third' made of type TargetFacts without taps",
-    f"{OPTIONS}def create(options, target): 1 / 0": "method 'third' raised ZeroDivisionError: division by zero",
+    f"{OPTIONS}def create(options): ...": "method 'third' made None without name",
+    f"{OPTIONS}def create(options): return options": "method 'third' made of type Options without name",
+    f"{OPTIONS}def create(options): 1 / 0": "method 'third' raised ZeroDivisionError: division by zero",
     f"{OPTIONS}def create(): ...": "method 'third' raised TypeError: create",
 }
 

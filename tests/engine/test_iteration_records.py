@@ -105,7 +105,13 @@ def test_total_adds_everything_and_changes_nothing() -> None:
 @pytest.mark.parametrize(("rule", "is_known"), [("lenient", True), ("typical", False)])
 def test_lossy_rules_say_so(rule: str, is_known: bool) -> None:
     """Greedy text that the lenient rule bends costs total variation; the typical rule cannot tell how much."""
-    config = {"method": "adversarial", "behaviour": "random", "tree": "chain", "acceptance": rule, "lenience": 0.05}
+    config = {
+        "method": "drafters.adversarial",
+        "behaviour": "random",
+        "tree": "chain",
+        "acceptance": rule,
+        "lenience": 0.05,
+    }
     records: list[StepRecord] = []
     engine = llm({"speculative_config": config}, on_step=records.append)
     metrics = engine.generate([5], SamplingParams(temperature=0.0, max_tokens=60))[0].metrics

@@ -47,10 +47,10 @@ def test_keys_of_vllm_that_ask_for_nothing_are_accepted(key: str) -> None:
 
 def test_a_revision_is_for_methods_with_a_model() -> None:
     """vLLM gives it to all methods, as None where it asks for nothing."""
-    assert parse(method="ngram", revision=None).options.method == "ngram"
+    assert parse(method="ngram", revision=None).options[0].method == "ngram"
     for method in ("draft_model", "medusa", "hydra", "mlp_speculator"):
-        assert parse(method=method, model="/x", revision=None).options.revision is None
-        assert parse(method=method, model="/x", revision="v1").options.revision == "v1"
+        assert parse(method=method, model="/x", revision=None).options[0].revision is None
+        assert parse(method=method, model="/x", revision="v1").options[0].revision == "v1"
 
 
 WRONG_NUMBERS = (True, "3", 1.5, 3.0, float("nan"), [3], 10**30)
@@ -85,9 +85,9 @@ def test_every_option_of_every_method_has_exactly_its_type() -> None:
 
 
 def test_keys_of_vllm_that_ask_for_something() -> None:
-    ngram = parse(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=6).options
+    ngram = parse(method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=6).options[0]
     assert (ngram.num_speculative_tokens, ngram.prompt_lookup_min, ngram.prompt_lookup_max) == (3, 1, 6)
-    draft = parse(method="draft_model", model="/somewhere", draft_sample_method="greedy").options
+    draft = parse(method="draft_model", model="/somewhere", draft_sample_method="greedy").options[0]
     assert (draft.model, draft.draft_sample_method) == ("/somewhere", "greedy")
 
 
@@ -194,7 +194,7 @@ def test_values_of_any_type_are_taken_or_refused_in_one_line(key: str) -> None:
 )
 def test_trees_of_any_size_are_refused_in_one_line(tree: Any) -> None:
     with pytest.raises(ConfigError) as error:
-        llm({"speculative_config": {"method": "adversarial", "tree": tree}})
+        llm({"speculative_config": {"method": "oracle", "references": [[1]], "tree": tree}})
     assert_short_line(str(error.value))
 
 
@@ -202,7 +202,7 @@ def test_trees_of_any_size_are_refused_in_one_line(tree: Any) -> None:
 def test_widths_are_checked_before_any_node_is_made(tree: Any) -> None:
     """A billion nodes were listed first, and counted afterwards."""
     with pytest.raises(ConfigError, match=r"tree widths .* (give too many nodes|are not valid)\. Expected"):
-        llm({"speculative_config": {"method": "adversarial", "tree": tree}})
+        llm({"speculative_config": {"method": "oracle", "references": [[1]], "tree": tree}})
 
 
 def test_the_same_as_json_text() -> None:
@@ -215,30 +215,30 @@ def test_a_method_that_is_not_named_is_told_from_the_files(tmp_path: Path) -> No
     tiny_model("llama").save_pretrained(tmp_path / "small")
     for method in ("medusa", "hydra", "mlp_speculator"):
         bundled = Path(__file__).parents[2] / f"models/tinycode-{method}"
-        assert parse(model=str(bundled)).options.method == method
-    assert parse(model=str(tmp_path / "small")).options.method == "draft_model"
-    assert parse(method=None, model="owner/name").options.method == "draft_model"
-    assert parse(prompt_lookup_max=4, num_speculative_tokens=3).options.method == "ngram"
+        assert parse(model=str(bundled)).options[0].method == method
+    assert parse(model=str(tmp_path / "small")).options[0].method == "draft_model"
+    assert parse(method=None, model="owner/name").options[0].method == "draft_model"
+    assert parse(prompt_lookup_max=4, num_speculative_tokens=3).options[0].method == "ngram"
 
 
 def test_tree_choices_that_are_no_tree_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"tree choice \[0, 0\] has no parent. Add \[0\]"):
-        llm({"speculative_config": {"method": "adversarial", "tree": [[0, 0]]}})
+        llm({"speculative_config": {"method": "oracle", "references": [[1]], "tree": [[0, 0]]}})
 
 
 def test_a_drafter_beside_the_target_is_found(tmp_path: Path) -> None:
     """`TARGET-draft` for a draft model, `TARGET-METHOD` for the others, unless a model is named."""
     (tmp_path / "big-draft").mkdir()
     beside = parse_speculative_config({"method": "draft_model"}, target=str(tmp_path / "big"))
-    assert beside.options.model == str(tmp_path / "big-draft")
+    assert beside.options[0].model == str(tmp_path / "big-draft")
     named = parse_speculative_config({"method": "draft_model", "model": "/x"}, target=str(tmp_path / "big"))
-    assert named.options.model == "/x"
-    assert parse_speculative_config({"method": "ngram"}, target=str(tmp_path / "big")).options.model is None
+    assert named.options[0].model == "/x"
+    assert parse_speculative_config({"method": "ngram"}, target=str(tmp_path / "big")).options[0].model is None
 
 
 def test_drafter_and_config_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="exclude each other"):
-        llm({"speculative_config": {"method": "ngram"}, "drafter": lambda facts: None})
+        llm({"speculative_config": {"method": "ngram"}, "drafter": lambda: None})
 
 
 class TestDraftModelFromADirectory:

@@ -12,6 +12,7 @@ from end_to_end.tiny_llms import drafters, llm
 
 from foretoken import LLM, SamplingParams, StreamChunk
 from foretoken.core.errors import RequestError
+from foretoken.drafters.base import TargetReads
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30)
 DRAFTERS = drafters()
@@ -20,10 +21,14 @@ DRAFTERS = drafters()
 class Released:
     """A drafter without drafts that counts how its slots are given and released."""
 
-    name, taps, max_nodes = "released", (), 2
+    name, reads, nodes_by_depth = "released", TargetReads(), (1, 2)
 
     def __init__(self) -> None:
         self.released: list[int] = []
+
+    def attach(self, target: object) -> None: ...
+
+    def begin(self, slot: int, request: object) -> None: ...
 
     def propose(self, context: object) -> None:
         raise ValueError("nothing to propose")
@@ -97,7 +102,7 @@ def test_closing_a_stream_frees_its_slots(drafter: str) -> None:
 
 def test_every_slot_given_is_released_to_the_drafter() -> None:
     drafter = Released()
-    engine = llm({"drafter": lambda facts: drafter}, max_num_seqs=2)
+    engine = llm({"drafter": lambda: drafter}, max_num_seqs=2)
     engine.generate([[5], [6], [7]], SamplingParams(temperature=0.0, max_tokens=2))
     assert len(drafter.released) == 3
     stream = engine.stream([[5], [6], [7]], GREEDY)

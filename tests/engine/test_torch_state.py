@@ -12,6 +12,7 @@ from end_to_end.tiny_llms import draft_model, llm, noisy, target
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.drafters.base import TargetReads
 from foretoken.engine.torch_state import _autocast_nesting, own_torch_state, restored_torch_state
 
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=20, repetition_penalty=1.1, logprobs=1)
@@ -154,7 +155,7 @@ def test_what_foreign_code_leaves_on_ends_with_the_call(outer: str, left_on: str
 class Careless:
     """A drafter that leaves something switched on in one of its calls, or when it is made."""
 
-    name, taps, max_nodes = "careless", ("final",), 3
+    name, reads, nodes_by_depth = "careless", TargetReads(taps=("final",)), (1, 3)
 
     def __init__(self, call: str, left_on: Callable[[], object]) -> None:
         self._call, self._left_on = call, left_on
@@ -163,6 +164,12 @@ class Careless:
     def _leave(self, call: str) -> None:
         if call == self._call:
             self._left_on()
+
+    def attach(self, target: Any) -> None:
+        self._leave("attach")
+
+    def begin(self, slot: int, request: Any) -> None:
+        self._leave("begin")
 
     def propose(self, context: Any) -> TokenTree:
         rows = [TreeRow([root, 3, 4], [-1, 0, 0]) for root in context.roots]
@@ -179,13 +186,13 @@ class Careless:
 
 @pytest.mark.usefixtures("unchanged")
 @pytest.mark.parametrize("left_on", LEFT_ON)
-@pytest.mark.parametrize("call", ["creation", "propose", "commit", "release", "on_step"])
+@pytest.mark.parametrize("call", ["creation", "attach", "begin", "propose", "commit", "release", "on_step"])
 def test_a_drafter_or_callback_that_leaves_something_on(call: str, left_on: str) -> None:
     want = [o.outputs[0] for o in made("generic", is_drafting=False).generate(PROMPTS, PARAMS)]
     if call == "on_step":
         arguments: dict[str, Any] = {"on_step": lambda record: LEFT_ON[left_on]()}
     else:
-        arguments = {"drafter": lambda facts: Careless(call, LEFT_ON[left_on])}
+        arguments = {"drafter": lambda: Careless(call, LEFT_ON[left_on])}
     engine = llm(arguments, module=target("llama", torch.float32), max_num_seqs=2)
     before = torch_state()
     for _ in range(2):

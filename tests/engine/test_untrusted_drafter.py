@@ -16,7 +16,7 @@ from tiny_models import VOCAB_SIZE
 from foretoken import LLM, SamplingParams
 from foretoken.core.records import StepRecord
 from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree, TreeRow
-from foretoken.drafters.base import Committed, DraftContext
+from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle, TargetReads
 
 PROMPTS = [[5, 6, 5, 6], [7, 8, 9], [9], [4, 4, 4]]
 LONG: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
@@ -45,10 +45,14 @@ def plain() -> list[Any]:
 class Honest:
     """Drafts what plain decoding writes, so that drafts are accepted and every part of an iteration runs."""
 
-    name, taps, max_nodes = "honest", ("final",), 8
+    name, reads, nodes_by_depth = "honest", TargetReads(taps=("final",), top_k=2), (1, 8)
 
     def __init__(self) -> None:
         self.texts = [[*prompt, *want[0]] for prompt, want in zip(PROMPTS, plain(), strict=True)]
+
+    def attach(self, target: TargetHandle) -> None: ...
+
+    def begin(self, slot: int, request: DraftRequest) -> None: ...
 
     def row(self, tokens: list[int], depth: int) -> TreeRow:
         """A chain after some tokens."""
@@ -66,7 +70,7 @@ class Honest:
 
 def made_with(drafter: Any, **more: Any) -> LLM:
     """An engine with a drafter of the caller's."""
-    return llm({"drafter": lambda facts: drafter}, max_num_seqs=3, **more)
+    return llm({"drafter": lambda: drafter}, max_num_seqs=3, **more)
 
 
 def vandalise(thing: Any) -> int:
@@ -275,29 +279,29 @@ def test_only_drafters_of_the_package_get_the_engines_own_values(monkeypatch: py
         seen.clear()
     for name in ("ngram", "oracle [2]", "medusa"):
         engine = llm(drafters()[name]([[1, 2, 3]]))
-        assert type(engine._engine._guard._drafter).__module__.startswith("foretoken.drafters.")
+        assert type(engine._engine._drafting._guards[0]._drafter).__module__.startswith("foretoken.drafters.")
     engine = llm(drafters()["random"](None))
-    assert type(engine._engine._guard._drafter).__name__ == "UntrustedDrafter"
+    assert type(engine._engine._drafting._guards[0]._drafter).__name__ == "UntrustedDrafter"
 
 
 def test_what_a_drafter_says_of_itself_is_read_once() -> None:
     """Name, taps and width may be properties, and change their mind."""
 
     class Fickle(Honest):
-        reads = 0
+        num_reads = 0
 
         def _read(self, value: Any) -> Any:
-            self.reads += 1
-            if self.reads > 3:
+            self.num_reads += 1
+            if self.num_reads > 3:
                 raise RuntimeError("nobody's business")
             return value
 
         name = property(lambda self: self._read("fickle"))
-        taps = property(lambda self: self._read([]))
-        max_nodes = property(lambda self: self._read(8))
+        reads = property(lambda self: self._read(TargetReads()))
+        nodes_by_depth = property(lambda self: self._read((1, 8)))
 
     drafter = Fickle()
     engine = made_with(drafter)
     assert outcomes(engine) == plain()
-    assert drafter.reads == 3
-    assert engine._engine._guard.name == "fickle"
+    assert drafter.num_reads == 3
+    assert engine._engine._drafting.names == ["fickle"]

@@ -17,7 +17,17 @@ from fuzz.worker import Case, FindingError, check_refusal
 _KEYS = ("method", "model", "num_speculative_tokens", "tree", "max_nodes", "prompt_lookup_min", "prompt_lookup_max",
          "acceptance", "rejection_sample_method", "lenience", "posterior_threshold", "posterior_alpha", "quantization",
          "draft_sample_method", "behaviour", "references", "pattern", "seed", "enforce_eager", "nope")  # fmt: skip
-_METHODS = ("ngram", "draft_model", "adversarial", "oracle", "medusa", "hydra", "mlp_speculator", "eagle3", "Ngram")
+_METHODS = (
+    "ngram",
+    "draft_model",
+    "tests.drafters.adversarial",
+    "oracle",
+    "medusa",
+    "hydra",
+    "mlp_speculator",
+    "eagle3",
+    "Ngram",
+)
 _TREES = ("chain", "tree", "mc_sim_7b_63", {"widths": [2, 2]}, {"widths": [10**9]}, {"widths": []}, [[0], [1], [0, 0]],
           [[0, 0]], [[-1]], [[]], [[0] * 70], [[10**9]], {"widths": [1] * 600})  # fmt: skip
 _ARGUMENTS = ("max_num_seqs", "max_model_len", "seed", "runner", "dtype", "device", "tokenizer", "speculative_config",

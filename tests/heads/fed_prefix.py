@@ -7,10 +7,11 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+from drafters.drafting_contexts import handle
 from heads.head_formulas import SAME, E, numbers
 from torch import Tensor
 
-from foretoken.drafters.base import Committed, TargetFacts
+from foretoken.drafters.base import Committed
 from foretoken.drafters.prefix_features import PrefixFeatures
 from foretoken.heads.prefix_layer import PrefixConfig, PrefixLayer
 
@@ -37,11 +38,8 @@ class Fed:
     def __init__(
         self, layer: PrefixLayer, dtype: torch.dtype, num_slots: int = 3, context_len: int = 96, capture: Any = None
     ) -> None:
-        facts = TargetFacts(
-            name="target", vocab_size=4, context_len=context_len, num_slots=num_slots, device=torch.device("cpu"),
-            dtype=dtype,
-        )  # fmt: skip
-        self.layer, self.features = layer, PrefixFeatures(deepcopy(layer).to(dtype), facts, dtype, capture=capture)
+        target = handle(vocab_size=4, context_len=context_len, num_slots=num_slots, dtype=dtype)
+        self.layer, self.features = layer, PrefixFeatures(deepcopy(layer).to(dtype), target, dtype, capture=capture)
         assert (self.features._native is None) == (dtype == torch.float64 or capture is not None)
         self.same = SAME if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
         self.texts: list[Tensor] = [torch.empty(0)] * num_slots
@@ -55,13 +53,14 @@ class Fed:
         self.length[slot] = 0
 
     def commit(self, counts: dict[int, int]) -> None:
-        """Commits further positions of some slots in one call; rows past a slot's own are NaN."""
-        rows = torch.full((len(counts), max(counts.values()), 1, E), float("nan"), dtype=torch.float64)
-        starts = [self.length[slot] for slot in counts]
-        for row, (slot, count) in enumerate(counts.items()):
-            rows[row, :count, 0] = self.texts[slot][self.length[slot] :][:count]
+        """Commits further positions of some slots in one call."""
+        rows, starts = [], [self.length[slot] for slot in counts]
+        for slot, count in counts.items():
+            rows.append(self.texts[slot][self.length[slot] :][:count])
             self.length[slot] += count
-        self.features.learn(Committed(slots=list(counts), starts=starts, lengths=list(counts.values()), features=rows))
+        tokens = [[0] * count for count in counts.values()]
+        features = torch.cat(rows).unsqueeze(1)
+        self.features.learn(Committed(slots=list(counts), starts=starts, tokens=tokens, features=features))
 
     def check(self, slots: Sequence[int]) -> None:
         """What drafting would read is the whole pass's; then all rows that are not committed become NaN."""

@@ -1,4 +1,4 @@
-"""Merging trees: the union of their paths, who proposed what, and what a node budget leaves."""
+"""Merging trees: the union of their paths, who proposed what, what a bound leaves, what was drawn."""
 
 from dataclasses import replace
 
@@ -8,16 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.core.errors import TreeError
-from foretoken.core.token_tree import DraftDistributions, TokenTree, TreeRow
-from foretoken.trees.merge import Trie, merge_trees
+from foretoken.core.token_tree import PROBE, DraftDistributions, DrawKind, TokenTree, TreeRow
+from foretoken.trees.merge import Trie, merge_trees, prune
 
 
 @st.composite
 def rows(draw: st.DrawFn) -> TreeRow:
-    """Trees over few tokens, duplicates among siblings included."""
-    count = draw(st.integers(0, 7))
-    parents = [draw(st.integers(0, node)) for node in range(count)]
-    return TreeRow([50, *(draw(st.integers(0, 2)) for _ in range(count))], [-1, *parents])
+    """Trees over few tokens in which siblings differ."""
+    tokens, parents = [50], [-1]
+    for _ in range(draw(st.integers(0, 7))):
+        parent, token = draw(st.integers(0, len(tokens) - 1)), draw(st.integers(0, 2))
+        if (parent, token) not in zip(parents, tokens, strict=True):
+            parents.append(parent)
+            tokens.append(token)
+    return TreeRow(tokens, parents)
 
 
 def paths(row: TreeRow) -> list[tuple[int, ...]]:
@@ -33,25 +37,29 @@ def test_union_and_provenance(batch: list[list[TreeRow]]) -> None:
     count = min(len(drafts) for drafts in batch)
     trees = [TokenTree.from_rows([drafts[i] for drafts in batch]) for i in range(count)]
     merged = merge_trees(trees)
-    merged.validate()
     assert merged.distributions is None
     assert merged.source is not None
     for index, row in enumerate(merged.rows()):
         found = paths(row)
         assert len(set(found)) == len(found), "a path stands twice"
+        assert merged.depths[index, : len(found)].tolist() == list(map(len, found))
         proposed = [set(paths(drafts)) for drafts in batch[index][:count]]
         assert set(found) == set().union(*proposed)
         for node, path in enumerate(found):
             bits = sum(1 << i for i, mine in enumerate(proposed) if path in mine)
             assert merged.source[index, node] == bits
         assert (merged.source[index, len(found) :] == 0).all()
+        assert (merged.parents[index, len(found) :] == -1).all()
+        assert (merged.tokens[index, len(found) :] == 0).all()
 
 
-@given(drafts=st.lists(rows(), min_size=1, max_size=3), max_nodes=st.integers(1, 12))
-def test_a_budget_keeps_earlier_trees_whole(drafts: list[TreeRow], max_nodes: int) -> None:
+@given(drafts=st.lists(rows(), min_size=1, max_size=3), more=st.integers(0, 6))
+def test_a_bound_keeps_earlier_trees_whole(drafts: list[TreeRow], more: int) -> None:
+    max_nodes = max(len(row.tokens) for row in drafts) + more
     merged = merge_trees([TokenTree.from_rows([row]) for row in drafts], max_nodes=max_nodes)
     found = paths(merged.rows()[0])
     assert len(found) <= max_nodes
+    assert merged.width <= max_nodes
     kept: list[tuple[int, ...]] = [()]
     for row in drafts:
         for path in paths(row):
@@ -61,39 +69,102 @@ def test_a_budget_keeps_earlier_trees_whole(drafts: list[TreeRow], max_nodes: in
 
 
 def test_a_full_tree_still_learns_who_else_proposed_a_node() -> None:
-    first, second = TreeRow([5, 1, 2], [-1, 0, 1]), TreeRow([5, 3, 1, 2], [-1, 0, 0, 2])
+    first, second = TreeRow([5, 1, 2], [-1, 0, 1]), TreeRow([5, 1, 2], [-1, 0, 1])
     merged = merge_trees([TokenTree.from_rows([row]) for row in (first, second)], max_nodes=3)
     assert merged.tokens.tolist() == [[5, 1, 2]]
     assert merged.source is not None
     assert merged.source.tolist() == [[0b11, 0b11, 0b11]]
 
 
-def test_nodes_below_a_cut_node_are_not_attached_elsewhere() -> None:
-    """Token 1 below the cut 9 is not the child 1 of the root."""
-    first, second = TreeRow([5, 1], [-1, 0]), TreeRow([5, 9, 1, 4], [-1, 0, 1, 2])
-    merged = merge_trees([TokenTree.from_rows([row]) for row in (first, second)], max_nodes=2)
-    assert merged.source is not None
-    assert merged.source.tolist() == [[0b11, 0b01]]
+def test_trees_that_cannot_be_merged() -> None:
+    wide, two = TokenTree.from_rows([TreeRow([5, 1, 2], [-1, 0, 1])]), TokenTree.roots([4, 5])
+    with pytest.raises(TreeError, match=r"a tree of 1 sequences and 3 nodes cannot be merged\. Expected .* at most 2"):
+        merge_trees([wide], max_nodes=2)
+    with pytest.raises(TreeError, match=r"a tree of 2 sequences .* Expected 1 sequences"):
+        merge_trees([wide, two])
 
 
-def test_one_tree_is_only_deduplicated() -> None:
-    merged = merge_trees([TokenTree.from_rows([TreeRow([5, 1, 1, 2], [-1, 0, 0, 2])])])
-    assert merged.rows() == [TreeRow([5, 1, 2], [-1, 0, 1])]
+def scored(tree: TokenTree, *scores: float) -> TokenTree:
+    """A tree of one sequence with scores."""
+    return replace(tree, scores=torch.tensor([scores]))
 
 
-def test_roots_must_agree() -> None:
-    trees = [TokenTree.roots([4, 5]), TokenTree.roots([4, 6])]
-    with pytest.raises(TreeError, match=r"trees to merge have different roots: \[5, 6\]\."):
-        merge_trees(trees)
+def test_a_node_of_several_drafters_has_the_best_of_their_scores() -> None:
+    first = scored(TokenTree.from_rows([TreeRow([5, 1, 2], [-1, 0, 0])]), 0.0, -1.0, -2.0)
+    second = scored(TokenTree.from_rows([TreeRow([5, 2, 1, 7], [-1, 0, 0, 1])]), 0.0, -0.5, -3.0, -0.7)
+    merged = merge_trees([first, second])
+    assert merged.tokens.tolist()[0][:4] == [5, 1, 2, 7]
+    assert merged.scores is not None
+    torch.testing.assert_close(merged.scores[0, :4], torch.tensor([0.0, -1.0, -0.5, -0.7]))
 
 
-def test_sampled_trees_cannot_be_merged() -> None:
-    tree = TokenTree.roots([4])
-    distribution = DraftDistributions(
-        kinds=torch.zeros(1, 1), rows=torch.ones(1, 1, 1), row_of=torch.zeros(1, 1), max_siblings=1
+def test_a_probe_that_another_drafter_means_is_none() -> None:
+    row = TreeRow([5, 1, 2], [-1, 0, 1])
+    probes = replace(TokenTree.from_rows([row]), source=torch.tensor([[0, PROBE, PROBE]]))
+    plain = TokenTree.from_rows([TreeRow([5, 1], [-1, 0])])
+    for place, trees in enumerate(((probes, plain), (plain, probes))):
+        merged = merge_trees(trees)
+        assert merged.source is not None
+        assert merged.source[0, :3].tolist() == [0b11, 0b11, PROBE | 1 << place]
+        assert merged.without_probes().parents[0, :3].tolist() == [-1, 0, -1]
+
+
+def drawn(tokens: list[int], parents: list[int], seed: int = 0) -> TokenTree:
+    """A tree whose nodes were all drawn, siblings without replacement, from one distribution a parent."""
+    tree = TokenTree.from_rows([TreeRow(tokens, parents)])
+    rows = torch.rand(1, max(parents) + 1, 60, generator=torch.Generator().manual_seed(seed))
+    kinds = torch.full_like(tree.tokens, DrawKind.WITHOUT_REPLACEMENT.value)
+    row_of = tree.parents.clone()
+    return replace(
+        tree,
+        distributions=DraftDistributions(kinds=kinds, rows=rows / rows.sum(2, True), row_of=row_of, max_siblings=3),
     )
-    with pytest.raises(TreeError, match=r"cannot be merged without bias\. Mark its nodes one-hot first"):
-        merge_trees([tree, replace(tree, distributions=distribution)])
+
+
+def test_draws_stay_trials_of_their_own() -> None:
+    """Drawn nodes come first, keep what they were drawn from, and are joined by chosen nodes but not by each other."""
+    chosen = TokenTree.from_rows([TreeRow([5, 3, 1, 9], [-1, 0, 0, 2])])
+    first, second = drawn([5, 1, 2], [-1, 0, 0]), drawn([5, 1, 4], [-1, 0, 1], seed=1)
+    merged = merge_trees([chosen, first, second])
+    count = int(merged.num_nodes)
+    assert merged.tokens[0, :count].tolist() == [5, 1, 2, 1, 4, 3, 9]
+    assert merged.parents[0, :count].tolist() == [-1, 0, 0, 0, 3, 0, 1]
+    assert merged.source is not None
+    assert merged.source[0, :count].tolist() == [0b111, 0b011, 0b010, 0b100, 0b100, 0b001, 0b001]
+    drafts = merged.distributions
+    assert drafts is not None
+    is_drawn = [True, True, True, True, True, False, False]
+    assert (drafts.kinds[0, :count] != DrawKind.ONE_HOT).tolist() == is_drawn
+    for node, (tree, own) in {1: (first, 1), 2: (first, 2), 3: (second, 1), 4: (second, 2)}.items():
+        theirs = tree.distributions
+        assert theirs is not None
+        assert torch.equal(drafts.rows[0, drafts.row_of[0, node]], theirs.rows[0, theirs.row_of[0, own]])
+    assert drafts.max_siblings == 6
+
+
+def test_a_drawn_tree_is_never_cut() -> None:
+    """A cut that depends on how many nodes join depends on what was drawn."""
+    first, second = drawn([5, 1, 2], [-1, 0, 0]), drawn([5, 1, 4], [-1, 0, 1], seed=1)
+    for max_nodes, count in ((4, 3), (5, 5)):
+        assert int(merge_trees([first, second], max_nodes=max_nodes).num_nodes) == count
+
+
+@given(row=rows(), seed=st.integers(0, 9))
+def test_pruned_trees_are_what_is_kept_of_them(row: TreeRow, seed: int) -> None:
+    tree = TokenTree.from_rows([row, TreeRow([50, 1], [-1, 0])])
+    kept = torch.rand(tree.tokens.shape, generator=torch.Generator().manual_seed(seed)) < 0.6
+    pruned = prune(tree, kept)
+    for index, (before, after) in enumerate(zip(tree.rows(), pruned.rows(), strict=True)):
+        stays = [True]
+        for node in range(1, len(before.tokens)):
+            stays.append(stays[before.parents[node]] and bool(kept[index, node]))
+        assert paths(after) == [path for path, does in zip(paths(before), stays, strict=True) if does]
+        assert pruned.depths[index, : len(after.tokens)].tolist() == list(map(len, paths(after)))
+
+
+def test_what_was_drawn_is_not_pruned() -> None:
+    tree = drawn([5, 1, 2], [-1, 0, 0])
+    assert int(prune(tree, torch.zeros(1, 3, dtype=torch.bool)).num_nodes) == 3
 
 
 def test_trie() -> None:

@@ -12,11 +12,11 @@ from benchmarks.rivals.messages import Generation, Loaded, LoadRequest
 from benchmarks.rivals.workers.serve import ChunkClock, median_seconds, serve
 from foretoken import LLM, SamplingParams
 from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.drafters.base import TargetReads
 
 if TYPE_CHECKING:
     from foretoken.core.records import StepRecord
-    from foretoken.core.taps import Tap
-    from foretoken.drafters.base import Committed, DraftContext, TargetFacts
+    from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
 
 
 class WideDrafter:
@@ -25,8 +25,14 @@ class WideDrafter:
     name = "wide"
 
     def __init__(self, max_nodes: int) -> None:
-        self.taps: tuple[Tap, ...] = ()
-        self.max_nodes = max_nodes
+        self.reads = TargetReads()
+        self.nodes_by_depth = (1, max_nodes)
+
+    def attach(self, target: TargetHandle) -> None:
+        """Needs nothing."""
+
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        """Keeps nothing."""
 
     def propose(self, context: DraftContext) -> TokenTree:
         """Roots only."""
@@ -96,8 +102,7 @@ class Foretoken:
         if self._wide is None:
             nodes = self._request.max_width
 
-            def create(facts: TargetFacts) -> WideDrafter:
-                del facts
+            def create() -> WideDrafter:
                 return WideDrafter(nodes)
 
             arguments = {key: value for key, value in self._arguments.items() if key not in ("dtype", "device")}

@@ -15,8 +15,9 @@ import pytest
 from end_to_end.tiny_llms import llm
 
 from foretoken import SamplingParams
+from foretoken.control.adaptive_depth import AdaptiveDepth
 from foretoken.control.costs import CostCurve
-from foretoken.control.depth_budget import DepthBudget, FadingLine
+from foretoken.control.fading_line import FadingLine
 from foretoken.core.records import Declined, SequenceStep, StageSeconds, StepRecord
 
 FLAT = (1, 64), (1.0, 1.0)
@@ -51,7 +52,7 @@ def record(depth: int, accepted: list[int], *, level: float, verify: float = 1.0
     )
 
 
-def live(budget: DepthBudget, alpha: float, level: float, iterations: int, *, batch: int = 1) -> list[int]:
+def live(budget: AdaptiveDepth, alpha: float, level: float, iterations: int, *, batch: int = 1) -> list[int]:
     """Lets a budget decide, and tells it what happened; acceptance is geometric, spread evenly instead of drawn."""
     depths = []
     for i in range(iterations):
@@ -73,14 +74,14 @@ def live(budget: DepthBudget, alpha: float, level: float, iterations: int, *, ba
 def test_depth_is_the_closed_forms_optimum(alpha: float, level: float, best: int, gain: float) -> None:
     assert max(range(40), key=lambda depth: speed_up(alpha, depth, level)) == best
     assert speed_up(alpha, best, level) == pytest.approx(gain, abs=0.006)
-    depths = live(DepthBudget(CostCurve(*FLAT), chain(40)), alpha, level, 1200)[-300:]
+    depths = live(AdaptiveDepth(CostCurve(*FLAT), chain(40)), alpha, level, 1200)[-300:]
     # Acceptance is estimated from recent drafts: the optimum is flat, so what counts is the speed lost.
     mean = sum(speed_up(alpha, depth, level) for depth in depths) / len(depths)
     assert mean >= 0.98 * gain
 
 
 def test_nothing_is_drafted_where_nothing_pays_but_probes_go_on() -> None:
-    depths = live(DepthBudget(CostCurve(*FLAT), chain(8)), 0.3, 2.0, 2000)[100:]
+    depths = live(AdaptiveDepth(CostCurve(*FLAT), chain(8)), 0.3, 2.0, 2000)[100:]
     assert set(depths) == {0, 1}
     probes = [i for i, depth in enumerate(depths) if depth]
     gaps = [b - a for a, b in itertools.pairwise(probes)]
@@ -93,7 +94,7 @@ def test_asking_in_vain_is_part_of_the_price() -> None:
     """A drafter that is right but seldom has anything to say must not be asked when asking is dear."""
 
     def asked(seconds: float) -> int:
-        budget = DepthBudget(CostCurve(*FLAT), chain(4))
+        budget = AdaptiveDepth(CostCurve(*FLAT), chain(4))
         count = 0
         for i in range(1000):
             depth = budget.depth(1)
@@ -123,7 +124,7 @@ def test_what_the_host_takes_is_a_line_by_tokens() -> None:
 
 
 def test_drafting_comes_back_when_it_pays_again() -> None:
-    budget = DepthBudget(CostCurve(*FLAT), chain(8))
+    budget = AdaptiveDepth(CostCurve(*FLAT), chain(8))
     live(budget, 0.05, 0.3, 300)
     assert live(budget, 0.05, 0.3, 1)[0] == 0
     assert min(live(budget, 0.95, 0.05, 3000)[-100:]) >= 4
@@ -131,7 +132,7 @@ def test_drafting_comes_back_when_it_pays_again() -> None:
 
 def test_one_slow_draft_is_forgiven() -> None:
     """The first draft of a draft model reads the whole prompt: its time says nothing of the next one's."""
-    budget = DepthBudget(CostCurve(*FLAT), chain(8))
+    budget = AdaptiveDepth(CostCurve(*FLAT), chain(8))
     depth = budget.depth(1)
     budget.learn(record(depth, [depth], level=0.05, seconds=500.0))
     assert min(live(budget, 0.8, 0.05, 100)[-40:]) >= 4
@@ -139,8 +140,8 @@ def test_one_slow_draft_is_forgiven() -> None:
 
 def test_wide_passes_and_large_batches_cost() -> None:
     """Where every token costs as much as a pass nothing pays; a batch reaches the end of a cheap step sooner."""
-    linear = DepthBudget(CostCurve((1, 2), (1.0, 2.0)), chain(8))
-    stairs = DepthBudget(CostCurve((1, 8, 9, 64), (1.0, 1.0, 2.0, 14.0)), chain(16))
+    linear = AdaptiveDepth(CostCurve((1, 2), (1.0, 2.0)), chain(8))
+    stairs = AdaptiveDepth(CostCurve((1, 8, 9, 64), (1.0, 1.0, 2.0, 14.0)), chain(16))
     for _ in range(200):
         linear.learn(record(1, [0], level=0.0, verify=2.0))
         stairs.learn(record(7, [6], level=0.0))
@@ -151,14 +152,14 @@ def test_wide_passes_and_large_batches_cost() -> None:
 
 def test_an_untested_depth_is_judged_by_the_others() -> None:
     """Drafts of depth 2 that are always accepted say that deeper ones are worth a try."""
-    budget = DepthBudget(CostCurve(*FLAT), chain(16))
+    budget = AdaptiveDepth(CostCurve(*FLAT), chain(16))
     for _ in range(50):
         budget.learn(record(2, [2], level=0.02))
     assert budget.depth(1) > 4
 
 
 def test_plain_iterations_teach_no_acceptance() -> None:
-    budget = DepthBudget(CostCurve(*FLAT), chain(8))
+    budget = AdaptiveDepth(CostCurve(*FLAT), chain(8))
     before = budget.depth(1)
     for _ in range(100):
         budget.learn(record(0, [0], level=0.0))
@@ -168,7 +169,7 @@ def test_plain_iterations_teach_no_acceptance() -> None:
 def test_the_nodes_of_a_tree_are_paid_for() -> None:
     """A second level of 30 nodes is bought where 32 tokens cost what one does, not where each costs a pass."""
     tree = [1, 3, 33]
-    flat, linear = DepthBudget(CostCurve(*FLAT), tree), DepthBudget(CostCurve((1, 2), (1.0, 1.1)), tree)
+    flat, linear = AdaptiveDepth(CostCurve(*FLAT), tree), AdaptiveDepth(CostCurve((1, 2), (1.0, 1.1)), tree)
     for budget in (flat, linear):
         for _ in range(100):
             budget.learn(replace(record(2, [2], level=0.01), num_tokens=33))
@@ -178,11 +179,11 @@ def test_the_nodes_of_a_tree_are_paid_for() -> None:
 
 def test_the_reason_for_declining_has_the_numbers_of_the_decision() -> None:
     curve = (1, 2, 3, 64), (1.0, 1.6, 2.4, 60.0)
-    budget = DepthBudget(CostCurve(*curve), chain(8))
+    budget = AdaptiveDepth(CostCurve(*curve), chain(8))
     assert budget.depth(1) == 0
     assert budget.declined == Declined(width=2, pass_cost=1.6, draft_cost=0.0, acceptance=None, hit_rate=1.0)
     assert "acceptance not known yet" in str(budget.declined)
-    cheap = DepthBudget(CostCurve(*FLAT), chain(8))
+    cheap = AdaptiveDepth(CostCurve(*FLAT), chain(8))
     assert cheap.depth(1) > 0
     assert cheap.declined is None
     depths = live(budget, 0.3, 0.5, 200)
@@ -194,14 +195,14 @@ def test_the_reason_for_declining_has_the_numbers_of_the_decision() -> None:
 
 
 def test_a_probe_is_no_declined_draft() -> None:
-    budget = DepthBudget(CostCurve((1, 64), (1.0, 640.0)), chain(4))
+    budget = AdaptiveDepth(CostCurve((1, 64), (1.0, 640.0)), chain(4))
     for _ in range(100):
         assert (budget.depth(1) == 0) == (budget.declined is not None)
         budget.learn(record(0, [0], level=0.0))
 
 
 def test_the_width_is_that_of_the_whole_batch() -> None:
-    budget = DepthBudget(CostCurve((1, 64), (1.0, 640.0)), chain(4))
+    budget = AdaptiveDepth(CostCurve((1, 64), (1.0, 640.0)), chain(4))
     assert budget.depth(3) == 0
     assert budget.declined is not None
     assert budget.declined.width == 6
@@ -231,7 +232,7 @@ def test_a_line_through_nothing_emitted_is_level() -> None:
 
 def test_iterations_that_emit_nothing_leave_the_budget_working() -> None:
     """The first request had no possible token; every later one then failed, dividing by zero tokens."""
-    budget = DepthBudget(CostCurve(*FLAT), chain(4))
+    budget = AdaptiveDepth(CostCurve(*FLAT), chain(4))
     failed = record(0, [0], level=0.01)
     budget.learn(replace(failed, sequences=[replace(failed.sequences[0], num_emitted=0)]))
     assert budget.depth(1) > 0

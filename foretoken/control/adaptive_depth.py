@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from foretoken.control.base import Allotment, Allowance
+from foretoken.control.fading_line import FadingLine
+from foretoken.control.probing import ProbeSchedule
 from foretoken.core.records import Declined
 
 if TYPE_CHECKING:
@@ -20,23 +23,23 @@ if TYPE_CHECKING:
 
     from foretoken.control.costs import CostCurve
     from foretoken.core.records import StepRecord
+    from foretoken.core.token_tree import TokenTree
 
 _HALF_LIFE = 40.0  # drafts after which an observation counts half
 _DRAFTS_KEPT = 9
-_FIRST_PROBE, _LAST_PROBE = 32, 512  # iterations after which a draft is tried although none seems to pay
 _REFRESH_EVERY = 8  # iterations for which costs are taken from the table
 _FADE = 0.5 ** (1.0 / _HALF_LIFE)
 
 
-class DepthBudget:
-    """Chooses the depth of the next draft from what recent drafts brought."""
+class AdaptiveDepth:
+    """A controller that chooses the depth of the next draft from what recent drafts brought; for one drafter."""
 
     def __init__(self, cost: CostCurve, nodes_by_depth: Sequence[int]) -> None:
-        """A budget that knows nothing of the drafter yet.
+        """A controller that knows nothing of the drafter yet.
 
         Args:
             cost: Seconds of a pass.
-            nodes_by_depth: Nodes, root included, of a draft that is 0, 1, 2, … deep; 1, 2, 3, … for a chain.
+            nodes_by_depth: Of the drafter, see `foretoken.drafters.base.Drafter`.
         """
         max_depth = len(nodes_by_depth) - 1
         self._cost, self._max_depth = cost, max_depth
@@ -49,7 +52,7 @@ class DepthBudget:
         self._misses: deque[float] = deque(maxlen=_DRAFTS_KEPT)  # seconds of recent calls that brought nothing
         self._host = FadingLine()  # seconds of accepting and committing by tokens emitted
         self._is_asking = False
-        self._idle, self._next_probe = 0, _FIRST_PROBE
+        self._probes = ProbeSchedule()
         self._table: tuple[int, np.ndarray] | None = None  # batch size, seconds of passes by depth
         self._age = 0
         self._reason: Declined | None = None  # of the last decision against drafting
@@ -58,6 +61,15 @@ class DepthBudget:
     def declined(self) -> Declined | None:
         """Why the last call of `depth` chose not to draft; None where it chose a draft, be it to learn from."""
         return None if self._is_asking else self._reason
+
+    def allot(self, batch_size: int) -> Allotment:
+        """The same depth for everyone."""
+        allowance = Allowance(depth=self.depth(batch_size), nodes=int(self._nodes[-1]))
+        return Allotment(allowances=[allowance] * batch_size, declined=self.declined)
+
+    def select(self, trees: Sequence[TokenTree]) -> TokenTree:
+        """The drafter's tree: how deep it may be was decided before."""
+        return trees[0]
 
     def depth(self, batch_size: int) -> int:
         """Depth that earns the most tokens per second for a batch; 0 where plain decoding does.
@@ -68,19 +80,16 @@ class DepthBudget:
         best = self._paying_depth(batch_size) if self._is_due(batch_size) else 0
         self._is_asking = best > 0
         if self._is_asking:
-            self._idle, self._next_probe = 0, _FIRST_PROBE
+            self._probes.reset()
             return best
-        self._idle += 1
-        if self._idle > self._next_probe + 1:  # in vain: what does not pay is tried less and less often
-            self._idle, self._next_probe = 1, min(2 * self._next_probe, _LAST_PROBE)
-        # Two in a row: the first catches up with what it missed, the second shows what a draft costs.
-        self._is_asking = self._idle >= self._next_probe
+        self._is_asking = self._probes.advance()
         return int(self._is_asking)
 
     def _is_due(self, batch_size: int) -> bool:
         """Whether to decide anew: while nothing is drafted, an iteration teaches nothing that would change much."""
-        is_idle = self._idle > 1 and not self._is_asking
-        return not is_idle or self._idle % _REFRESH_EVERY == 0 or self._table is None or self._table[0] != batch_size
+        idle = self._probes.num_idle
+        is_idle = idle > 1 and not self._is_asking
+        return not is_idle or idle % _REFRESH_EVERY == 0 or self._table is None or self._table[0] != batch_size
 
     def _paying_depth(self, batch_size: int) -> int:
         """The depth that earns most; 0 where plain decoding does."""
@@ -140,29 +149,3 @@ class DepthBudget:
         pooled = (self._accepted.sum() + 1.5) / (self._reached.sum() + 2.5)
         result: np.ndarray = (self._accepted + 4 * pooled) / (self._reached + 4)
         return result
-
-
-class FadingLine:
-    """A rising line through observations, the older ones counting less: least squares."""
-
-    def __init__(self) -> None:
-        self._count = self._x = self._y = self._xx = self._xy = 0.0
-
-    def learn(self, x: float, y: float) -> None:
-        """Adds an observation."""
-        self._count = self._count * _FADE + 1
-        self._x = self._x * _FADE + x
-        self._y = self._y * _FADE + y
-        self._xx = self._xx * _FADE + x * x
-        self._xy = self._xy * _FADE + x * y
-
-    def __call__(self, x: float | np.ndarray) -> float | np.ndarray:
-        """The line's height; 0 before anything was observed."""
-        if not self._count:
-            return 0.0 * x
-        mean_x, mean_y = self._x / self._count, self._y / self._count
-        variance = self._xx / self._count - mean_x**2
-        slope = (self._xy / self._count - mean_x * mean_y) / variance if variance > 1e-6 else 0.0
-        steepest = mean_y / mean_x if mean_x > 0 else 0.0
-        slope = min(max(slope, 0.0), steepest)  # neither falls nor starts below 0
-        return mean_y + slope * (x - mean_x)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from pydantic import Field
 
 from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree
-from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, TargetFacts
+from foretoken.drafters.base import (
+    Committed,
+    DraftContext,
+    Drafter,
+    DrafterOptions,
+    DraftRequest,
+    TargetHandle,
+    TargetReads,
+)
 from foretoken.trees.choices import TreeShape
-
-if TYPE_CHECKING:
-    from foretoken.core.taps import Tap
 
 Behaviour = Literal[
     "random", "raises", "raises_in_commit", "out_of_vocabulary", "nan", "eos", "duplicates", "empty", "too_deep",
@@ -38,14 +43,21 @@ class Options(DrafterOptions):
 class AdversarialDrafter:
     """Proposes random trees with one thing wrong in them."""
 
-    taps: tuple[Tap, ...] = ()
+    reads = TargetReads()
 
-    def __init__(self, options: Options, target: TargetFacts) -> None:
-        self._options, self._target = options, target
+    def __init__(self, options: Options) -> None:
+        self._options = options
         self.name = f"adversarial:{options.behaviour}"
         self._shape = options.shape(lambda: TreeShape.cartesian((3, 2, 1)))
-        self.max_nodes = self._shape.num_nodes
+        self.nodes_by_depth = (1, self._shape.num_nodes)
         self._generator = torch.Generator().manual_seed(options.seed)
+
+    def attach(self, target: TargetHandle) -> None:
+        """Learns what a token can be."""
+        self._target = target
+
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        """Keeps no state."""
 
     def propose(self, context: DraftContext) -> TokenTree:
         """See `Drafter`; raises or returns rubbish, as its behaviour says."""
@@ -87,7 +99,7 @@ class AdversarialDrafter:
             distributions=distributions,
         )
 
-    def commit(self, committed: Committed) -> None:  # noqa: ARG002 - the protocol's signature
+    def commit(self, committed: Committed) -> None:
         """See `Drafter`."""
         if self._options.behaviour == "raises_in_commit":
             raise RuntimeError("this drafter always fails")
@@ -96,6 +108,6 @@ class AdversarialDrafter:
         """Keeps no state."""
 
 
-def create(options: Options, target: TargetFacts) -> Drafter:
+def create(options: Options) -> Drafter:
     """See `foretoken.drafters.registry`."""
-    return AdversarialDrafter(options, target)
+    return AdversarialDrafter(options)

@@ -1,0 +1,195 @@
+"""The controller that buys nodes one by one: of all drafted nodes of a batch, those that are worth their cost.
+
+Every node has a calibrated probability of being accepted with its whole path (`calibration`). No node is worth more
+than its parent, so the most valuable nodes of all sequences together are trees. With p_1 ≥ p_2 ≥ … their values, B
+sequences and c(T) the seconds of a pass over T tokens, the first k of them bring B + p_1 + … + p_k tokens in
+c(B + k) + d + h seconds, d those of drafting and h those of the host; the best k is taken. Several drafters' trees are
+merged before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from foretoken.control.base import UNBOUNDED, Allotment, Allowance
+from foretoken.control.calibration import Calibration
+from foretoken.control.fading_line import FadingLine
+from foretoken.control.probing import ProbeSchedule
+from foretoken.core.records import Declined
+from foretoken.core.token_tree import PROBE, DrawKind
+from foretoken.trees.merge import merge_trees, prune
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from foretoken.control.costs import CostCurve
+    from foretoken.core.records import SequenceStep, StepRecord
+    from foretoken.core.token_tree import TokenTree
+
+_FADE = 0.5 ** (1 / 40)  # of what drafts brought, by iteration
+_NO_GAIN = 0.98  # below this share of plain decoding's speed, drafts are given up for a while
+
+
+class _OnHost(NamedTuple):
+    """What calibration reads of one drafter's trees; all (B, N)."""
+
+    tokens: NDArray[np.int64]
+    parents: NDArray[np.int64]
+    depths: NDArray[np.int64]
+    scores: NDArray[np.float32] | None
+    is_drafted: NDArray[np.bool_]
+
+
+class BestNodes:
+    """A controller for any number of drafters."""
+
+    def __init__(self, cost: CostCurve, *, num_drafters: int, max_nodes: int) -> None:
+        """A controller that knows nothing of the drafters yet.
+
+        Args:
+            cost: Seconds of a pass.
+            num_drafters: How many trees `select` gets.
+            max_nodes: Most nodes of a verified tree, root included.
+        """
+        self._cost, self._max_nodes = cost, max_nodes
+        self._calibrations = [Calibration() for _ in range(num_drafters)]
+        self._host = FadingLine()  # seconds of accepting and committing by tokens generated
+        self._draft_s = 0.0  # of recent drafts, fading
+        self._gain = 1.0  # speed with drafts over speed without, as estimated for recent drafts, fading
+        self._acceptance: float | None = None  # of the most probable node of recent drafts
+        self._probes = ProbeSchedule()
+        self._is_asking = True
+        self._trees: list[_OnHost] = []  # those of the last call of `select`, before they were merged
+        self._width = 0
+
+    def allot(self, batch_size: int) -> Allotment:
+        """Whole drafts for everyone, or nothing while drafts do not pay."""
+        self._trees = []
+        if self._gain >= _NO_GAIN:
+            self._probes.reset()
+            self._is_asking = True
+        else:
+            self._is_asking = self._probes.advance()
+        if self._is_asking:
+            return Allotment(allowances=[Allowance(depth=UNBOUNDED, nodes=self._max_nodes)] * batch_size)
+        plain = self._cost(batch_size)
+        declined = Declined(
+            width=self._width,
+            pass_cost=self._cost(self._width) / plain,
+            draft_cost=self._draft_s / plain,
+            acceptance=self._acceptance,
+            hit_rate=1.0,
+        )
+        return Allotment(allowances=[Allowance(depth=0, nodes=1)] * batch_size, declined=declined)
+
+    def select(self, trees: Sequence[TokenTree]) -> TokenTree:
+        """The nodes worth their cost. Synchronises with the host."""
+        self._trees = [_on_host(tree) for tree in trees]
+        valued = []
+        for tree, host, calibration in zip(trees, self._trees, self._calibrations, strict=True):
+            values = _falling(calibration.probabilities(host.depths, host.scores), host)
+            log_values = torch.from_numpy(np.log(np.maximum(values, 1e-30))).to(torch.float32)
+            valued.append(replace(tree, scores=log_values.to(tree.tokens.device)))
+        merged = valued[0] if len(valued) == 1 else merge_trees(valued, max_nodes=self._max_nodes)
+        host = _on_host(merged)
+        if not host.is_drafted.any():
+            return merged
+        kept = self._bought(merged, host)
+        return merged if kept is None else prune(merged, kept)
+
+    def learn(self, record: StepRecord) -> None:
+        """Counts which nodes were accepted, what passes and drafts took."""
+        if not record.num_prompt_tokens:  # else the pass took longer than its trees do
+            self._cost.learn(record.num_tokens, record.seconds.verify)
+        num_generated = sum(step.num_emitted for step in record.sequences)
+        self._host.learn(num_generated, record.seconds.accept + record.seconds.commit)
+        if not self._is_asking:
+            return
+        self._draft_s += (1 - _FADE) * (record.seconds.draft - self._draft_s) if self._draft_s else record.seconds.draft
+        for host, calibration in zip(self._trees, self._calibrations, strict=False):
+            if len(host.tokens) == len(record.sequences):
+                _count(host, calibration, record.sequences)
+
+    def _bought(self, tree: TokenTree, host: _OnHost) -> torch.Tensor | None:
+        """(B, N) bool, the nodes that are worth their cost; None for all of them."""
+        assert host.scores is not None, "the trees are valued"
+        batch = len(host.tokens)
+        is_fixed = np.zeros_like(host.is_drafted)
+        if tree.distributions is not None:  # a cut that looks at what was drawn would bias the output
+            is_fixed |= (tree.distributions.kinds != DrawKind.ONE_HOT).cpu().numpy() & host.is_drafted
+        if tree.source is not None:  # what a drafter wants to read there is worth it, it says
+            is_fixed |= (tree.source & PROBE).ne(0).cpu().numpy() & (host.depths > 0)
+        values = np.exp(_falling(host.scores.astype(np.float64), host))
+        candidates = np.where(host.is_drafted & ~is_fixed, values, -1.0).ravel()
+        order = np.argsort(-candidates, kind="stable")
+        worth = candidates[order]
+        worth = worth[worth > 0]
+        num_fixed = batch + int(is_fixed.sum())
+        tokens = batch + float(values[is_fixed & host.is_drafted].sum()) + np.concatenate([[0.0], worth.cumsum()])
+        seconds = self._cost.seconds(num_fixed + np.arange(len(tokens))) + self._draft_s + self._host(tokens)
+        best = int((tokens / seconds).argmax())
+        self._note(batch, num_fixed + best, float(tokens[best] / seconds[best]), float(values[host.is_drafted].max()))
+        if best == len(worth):
+            return None
+        kept = is_fixed.ravel()
+        kept[order[:best]] = True
+        return torch.from_numpy(kept.reshape(host.tokens.shape)).to(tree.tokens.device)
+
+    def _note(self, batch: int, width: int, rate: float, best_value: float) -> None:
+        """Keeps what a decision was based on."""
+        plain = batch / (self._cost(batch) + float(self._host(batch)))
+        self._gain += (1 - _FADE) * (rate / plain - self._gain)
+        self._width = max(width, batch + 1)
+        self._acceptance = best_value
+
+
+def _on_host(tree: TokenTree) -> _OnHost:
+    """A tree's values on the host."""
+    source = torch.zeros_like(tree.tokens) if tree.source is None else tree.source
+    tokens, parents, depths, sources = torch.stack([tree.tokens, tree.parents, tree.depths, source]).cpu().numpy()
+    is_drafted = (parents >= 0) & (sources & PROBE == 0)  # neither the root nor padding nor what was cut off
+    scores = None if tree.scores is None else tree.scores.cpu().numpy()
+    return _OnHost(tokens, parents, depths, scores, is_drafted)
+
+
+def _falling(values: NDArray[np.float64], host: _OnHost) -> NDArray[np.float64]:
+    """(B, N) values, none above its parent's."""
+    rows = np.arange(len(values))[:, None]
+    parents = np.maximum(host.parents, 0)
+    result = values.copy()
+    for depth in range(2, int(host.depths.max(initial=0)) + 1):
+        result = np.where(host.depths == depth, np.minimum(result, result[rows, parents]), result)
+    return result
+
+
+def _count(host: _OnHost, calibration: Calibration, steps: Sequence[SequenceStep]) -> None:
+    """Tells a calibration which nodes the generated tokens followed, verified or not.
+
+    A node deeper than what was generated is left out where all that was generated agrees with it: nobody knows.
+    """
+    depths: list[int] = []
+    scores: list[float] = []
+    accepted: list[bool] = []
+    for row, step in enumerate(steps):
+        follows: list[bool | None] = [True]  # of each node; None where nobody knows
+        for node in range(1, host.tokens.shape[1]):
+            depth, above = int(host.depths[row, node]), follows[max(int(host.parents[row, node]), 0)]
+            does: bool | None = False
+            if above is not False and depth > 0:
+                is_known = above is True and depth <= len(step.tokens)
+                does = int(host.tokens[row, node]) == step.tokens[depth - 1] if is_known else None
+            follows.append(does)
+            if does is None or not host.is_drafted[row, node]:
+                continue
+            depths.append(depth)
+            accepted.append(does)
+            if host.scores is not None:
+                scores.append(float(host.scores[row, node]))
+    if depths:
+        calibration.learn(depths, scores if host.scores is not None else None, accepted)

@@ -1,0 +1,163 @@
+"""Drafters and their controller as the loop sees them: one thing that proposes a tree and learns what became of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from foretoken.control.adaptive_depth import AdaptiveDepth
+from foretoken.control.best_nodes import BestNodes
+from foretoken.control.fixed import Fixed
+from foretoken.core.token_tree import TokenTree
+from foretoken.drafters.base import TargetReads
+from foretoken.engine.draft_guard import DraftGuard
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from foretoken.control.base import Allotment, Controller
+    from foretoken.control.costs import CostCurve
+    from foretoken.core.records import Declined, StepRecord
+    from foretoken.core.taps import Tap
+    from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, DraftRequest
+
+
+class Draft(NamedTuple):
+    """A valid tree, and what is to know of how it came about.
+
+    Attributes:
+        tree: Over the batch's roots.
+        error: Why a drafter's own tree was dropped, or None.
+        declined: Why no drafter was asked, or None.
+    """
+
+    tree: TokenTree
+    error: str | None = None
+    declined: Declined | None = None
+
+
+def joint_reads(drafters: Sequence[Drafter]) -> TargetReads:
+    """What several drafters read of the target together: every tap once, in the order of who names it first."""
+    taps: dict[Tap, None] = dict.fromkeys(tap for drafter in drafters for tap in drafter.reads.taps)
+    return TargetReads(taps=tuple(taps), top_k=max((drafter.reads.top_k for drafter in drafters), default=0))
+
+
+def choose_controller(
+    options: Sequence[DrafterOptions], drafters: Sequence[Drafter], costs: Callable[[], CostCurve]
+) -> Controller:
+    """Who decides how much is drafted.
+
+    Args:
+        options: Of the drafters that have some.
+        drafters: Attached ones, at least one.
+        costs: Gives seconds of passes, measured when first asked for.
+
+    Returns:
+        The one that asks for whole drafts where options fix their size or a caller made the drafter; else the one that
+        buys nodes for several drafters and for trees that are drafted at once, and the one that chooses a depth for a
+        drafter that drafts level by level.
+    """
+    widest = max(drafter.nodes_by_depth[-1] for drafter in drafters)
+    if not options or not all(each.is_adaptive for each in options):
+        return Fixed(widest)
+    if len(options) == 1 and not (options[0].can_prune_tree and options[0].tree == "tree"):
+        return AdaptiveDepth(costs(), drafters[0].nodes_by_depth)
+    return BestNodes(costs(), num_drafters=len(drafters), max_nodes=widest)
+
+
+class Drafting:
+    """Any number of drafters behind guards, and the controller that decides how much they draft.
+
+    Attributes:
+        names: Of the drafters; also of those that have been switched off.
+    """
+
+    def __init__(
+        self,
+        drafters: Sequence[Drafter],
+        controller: Controller | None,
+        *,
+        vocab_size: int,
+        max_nodes: int,
+        device: torch.device,
+    ) -> None:
+        """Puts drafters to work that are attached.
+
+        Args:
+            drafters: None for plain decoding.
+            controller: None without drafters.
+            vocab_size: V, of the target.
+            max_nodes: Widest tree that the cache has room for.
+            device: Where trees must lie.
+        """
+        self._guards = [
+            DraftGuard(drafter, vocab_size=vocab_size, max_nodes=max_nodes, device=device) for drafter in drafters
+        ]
+        self._controller, self._device = controller, device
+        self.names = [guard.name for guard in self._guards]
+        self.reads = joint_reads(drafters)
+        # Which of the features each drafter reads; None for all of them in this order.
+        self._columns: list[list[int] | None] = []
+        for drafter in drafters:
+            columns = [self.reads.taps.index(tap) for tap in drafter.reads.taps]
+            self._columns.append(None if columns == list(range(len(self.reads.taps))) else columns)
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there is a drafter that has not been switched off."""
+        return any(guard.is_active for guard in self._guards)
+
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        """A sequence begins in a slot."""
+        for guard in self._guards:
+            guard.begin(slot, request)
+
+    def propose(self, context: DraftContext) -> Draft:
+        """A tree over each root: what drafters propose within the controller's allowances, as far as it pays.
+
+        Args:
+            context: Its bounds are those of requests and cache; the controller's are put in here.
+        """
+        if not self.is_active or self._controller is None:
+            return Draft(TokenTree.roots(context.roots, device=self._device))
+        allotment = self._controller.allot(len(context.slots))
+        context = _within(context, allotment)
+        if max(context.max_depth) <= 0:
+            return Draft(TokenTree.roots(context.roots, device=self._device), declined=allotment.declined)
+        drafts = [guard.propose(context) for guard in self._guards]
+        error = next((draft.error for draft in drafts if draft.error is not None), None)
+        return Draft(self._controller.select([draft.tree for draft in drafts]), error, allotment.declined)
+
+    def commit(self, committed: Committed) -> None:
+        """Positions entered the target's KV: every drafter gets the features it reads."""
+        for guard, columns in zip(self._guards, self._columns, strict=True):
+            features = committed.features
+            if columns is None or features is None:
+                guard.commit(committed)
+            else:
+                guard.commit(replace(committed, features=features[:, columns] if columns else None))
+
+    def release(self, slot: int) -> None:
+        """A slot is free."""
+        for guard in self._guards:
+            guard.release(slot)
+
+    def learn(self, record: StepRecord) -> None:
+        """Tells the controller what an iteration brought."""
+        if self._controller is not None and self.is_active:
+            self._controller.learn(record)
+
+    def credit(self, source: int) -> list[str]:
+        """Names of the drafters in a bit set of `TokenTree.source`."""
+        return [name for bit, name in enumerate(self.names) if source >> bit & 1]
+
+
+def _within(context: DraftContext, allotment: Allotment) -> DraftContext:
+    """A context with the tighter of its own bounds and those of an allotment."""
+    each = zip(context.max_depth, context.max_nodes, allotment.allowances, strict=True)
+    bounds = [(min(depth, allowance.depth), min(nodes, allowance.nodes)) for depth, nodes, allowance in each]
+    return replace(
+        context, max_depth=[depth for depth, _ in bounds], max_nodes=[max(nodes, 1) for _, nodes in bounds]
+    )  # fmt: skip
