@@ -98,10 +98,8 @@ class BestNodes:
             valued.append(replace(tree, scores=log_values.to(tree.tokens.device)))
         merged = valued[0] if len(valued) == 1 else merge_trees(valued, max_nodes=self._max_nodes)
         host = _on_host(merged)
-        if not host.is_drafted.any():
-            return merged
-        kept = self._bought(merged, host)
-        return merged if kept is None else prune(merged, kept)
+        kept = self._bought(merged, host) if host.is_drafted.any() else None
+        return (merged if kept is None else prune(merged, kept)).narrowed()
 
     def learn(self, record: StepRecord) -> None:
         """Counts which nodes were accepted, what passes and drafts took."""

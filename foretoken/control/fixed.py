@@ -30,8 +30,8 @@ class Fixed:
         return Allotment(allowances=[self._allowance] * batch_size)
 
     def select(self, trees: Sequence[TokenTree]) -> TokenTree:
-        """The tree, or all of them merged, earlier drafters first."""
-        return trees[0] if len(trees) == 1 else merge_trees(trees, max_nodes=self._max_nodes)
+        """The tree, or all of them merged, earlier drafters first, which synchronises once."""
+        return trees[0] if len(trees) == 1 else merge_trees(trees, max_nodes=self._max_nodes).narrowed()
 
     def learn(self, record: StepRecord) -> None:
         """Nothing to learn."""

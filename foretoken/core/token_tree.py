@@ -193,6 +193,28 @@ class TokenTree:
             host_facts=None,
         )
 
+    def narrowed(self) -> TokenTree:
+        """Valid trees without columns that are padding in all of them, and with `host_facts`. Synchronises once."""
+        is_node = self.parents >= 0
+        values = torch.stack([
+            self.num_nodes, (self.depths * is_node).amax(1), self.tokens[:, 0], self.tokens.amax(1),
+        ]).tolist()  # fmt: skip
+        counts, depths, roots, largest = values
+        width, drafts = max(counts), self.distributions
+        if drafts is not None:
+            drafts = replace(drafts, kinds=drafts.kinds[:, :width], row_of=drafts.row_of[:, :width])
+        return replace(
+            self,
+            tokens=self.tokens[:, :width],
+            parents=self.parents[:, :width],
+            depths=self.depths[:, :width],
+            max_depth=max(depths),
+            scores=None if self.scores is None else self.scores[:, :width],
+            source=None if self.source is None else self.source[:, :width],
+            distributions=drafts,
+            host_facts=HostFacts(roots=roots, depths=depths, num_nodes=counts, num_tokens=max(largest) + 1),
+        )
+
     def without_probes(self) -> TokenTree:
         """The tree as acceptance may walk it: probes have no parent, so nothing reaches them. No synchronisation."""
         if self.source is None:

@@ -73,9 +73,7 @@ def _united(first: TokenTree, second: TokenTree) -> TokenTree:
     index = torch.arange(width + second.width, device=device).expand(batch, -1)
     is_first = index[:, :width] < first.num_nodes.unsqueeze(1)
     is_second = second.parents >= 0  # neither the root nor padding nor what was cut off
-    may_join = torch.ones_like(second.tokens, dtype=torch.bool)
-    if second.distributions is not None:
-        may_join = second.distributions.kinds == DrawKind.ONE_HOT
+    may_join = ~_drawn(second)
     place = width + index[:, : second.width]  # of each node of the second in the two laid side by side
     place = torch.where(index[:, : second.width] == 0, 0, place)
     joins = torch.zeros_like(may_join)
@@ -202,15 +200,20 @@ def prune(tree: TokenTree, kept: Tensor) -> TokenTree:
         kept: (B, N) bool, which nodes stay where they were chosen; the root and drawn nodes stay whatever it says, and
             a node whose parent goes, goes too.
     """
-    kept = kept.clone()
+    kept = kept | _drawn(tree)
     kept[:, 0] = True
-    if tree.distributions is not None:
-        kept |= tree.distributions.kinds != DrawKind.ONE_HOT
     kept &= torch.arange(tree.width, device=kept.device) < tree.num_nodes.unsqueeze(1)
     parents = tree.parents.clamp_min(0)
     for _ in range(tree.max_depth):
         kept = kept & (kept.gather(1, parents) | (tree.depths == 0))
     return _compacted(tree, kept)
+
+
+def _drawn(tree: TokenTree) -> Tensor:
+    """(B, N) bool, the nodes that were drawn from a draft distribution."""
+    if tree.distributions is None:
+        return torch.zeros_like(tree.tokens, dtype=torch.bool)
+    return tree.distributions.kinds != DrawKind.ONE_HOT
 
 
 @dataclass(slots=True, init=False)

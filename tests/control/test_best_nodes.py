@@ -1,0 +1,203 @@
+"""Nodes are bought by what they are likely to bring, for what they cost, over the whole batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from foretoken.control.best_nodes import BestNodes
+from foretoken.control.calibration import Calibration
+from foretoken.control.costs import CostCurve
+from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
+from foretoken.core.token_tree import PROBE, DraftDistributions, DrawKind, TokenTree, TreeRow
+
+FLAT, STEEP = ((1, 64), (1.0, 1.0)), ((1, 64), (1.0, 64.0))
+
+
+def record(*texts: list[int], draft: float = 0.0) -> StepRecord:
+    """An iteration that generated some tokens for each sequence."""
+    steps = [
+        SequenceStep(
+            request_id=str(i), num_drafted=1, tree_depth=1, num_accepted=len(text) - 1, num_emitted=len(text),
+            tokens=text, accepted_by={},
+        )
+        for i, text in enumerate(texts)
+    ]  # fmt: skip
+    return StepRecord(sequences=steps, num_tokens=2 * len(texts), seconds=StageSeconds(draft=draft, verify=1.0))
+
+
+def controller(curve: Any, num_drafters: int = 1, max_nodes: int = 64) -> BestNodes:
+    return BestNodes(CostCurve(*curve), num_drafters=num_drafters, max_nodes=max_nodes)
+
+
+def scored(rows: list[TreeRow], scores: list[list[float]]) -> TokenTree:
+    """Trees whose scores are logarithms of probabilities."""
+    tree = TokenTree.from_rows(rows)
+    padded = torch.zeros(tree.tokens.shape)
+    for row, values in enumerate(scores):
+        padded[row, 1 : len(values) + 1] = torch.tensor(values).log()
+    return replace(tree, scores=padded)
+
+
+WIDE = TreeRow([5, 1, 2, 3, 4, 6], [-1, 0, 0, 1, 3, 2])
+VALUES = [0.9, 0.05, 0.7, 0.4, 0.03]
+
+
+def test_where_width_is_free_everything_is_verified() -> None:
+    chosen = controller(FLAT).select([scored([WIDE], [VALUES])])
+    assert chosen.rows() == [WIDE]
+
+
+def test_where_every_token_costs_a_pass_nothing_is() -> None:
+    chosen = controller(STEEP).select([scored([WIDE], [VALUES])])
+    assert chosen.num_nodes.tolist() == [1]
+
+
+@pytest.mark.parametrize("slope", [0.05, 0.2, 0.5, 0.8])
+def test_the_bought_nodes_are_the_best_of_all_trees(slope: float) -> None:
+    """Against a search through every subtree of two sequences, by the same estimates."""
+    curve = CostCurve((1, 64), (1.0, 1.0 + 63 * slope))
+    rows, values = [WIDE, TreeRow([7, 8, 9], [-1, 0, 0])], [VALUES, [0.6, 0.2]]
+    made = BestNodes(curve, num_drafters=1, max_nodes=64)
+    chosen = made.select([scored(rows, values)])
+    calibration = Calibration()
+
+    def estimate(row: TreeRow, value: list[float]) -> list[float]:
+        depths = [0]
+        for parent in row.parents[1:]:
+            depths.append(depths[parent] + 1)
+        found = calibration.probabilities(np.array(depths[1:]), np.log(np.array(value, dtype=np.float32)))
+        result = [1.0]
+        for node, p in enumerate(found, start=1):
+            parent = row.parents[node]
+            result.append(min(p, result[parent]) if parent else p)
+        return result
+
+    estimates = [estimate(row, value) for row, value in zip(rows, values, strict=True)]
+
+    def subtrees(row: TreeRow) -> list[set[int]]:
+        sets = []
+        for bits in product([False, True], repeat=len(row.tokens) - 1):
+            kept = {0, *(node for node, bit in enumerate(bits, start=1) if bit)}
+            if all(row.parents[node] in kept for node in kept if node):
+                sets.append(kept)
+        return sets
+
+    def rate(first: set[int], second: set[int]) -> float:
+        tokens = 2 + sum(estimates[0][n] for n in first if n) + sum(estimates[1][n] for n in second if n)
+        return tokens / curve(len(first) + len(second))
+
+    best = max(rate(a, b) for a in subtrees(rows[0]) for b in subtrees(rows[1]))
+    found = []
+    for row, kept in zip(rows, chosen.rows(), strict=True):
+        nodes = {0}
+        for token, parent in zip(kept.tokens[1:], kept.parents[1:], strict=True):
+            at = next(
+                n for n in range(1, len(row.tokens))
+                if row.tokens[n] == token and row.tokens[row.parents[n]] == kept.tokens[parent]
+            )  # fmt: skip
+            nodes.add(at)
+        found.append(nodes)
+    assert rate(*found) == pytest.approx(best)
+
+
+def test_drawn_nodes_and_probes_are_never_cut() -> None:
+    tree = scored([WIDE], [[1e-9] * 5])
+    kinds = torch.tensor([[0, 2, 2, 0, 0, 0]])
+    drawn = DraftDistributions(kinds=kinds, rows=torch.full((1, 1, 7), 1 / 7), row_of=kinds // 2 - 1, max_siblings=2)
+    assert controller(STEEP).select([replace(tree, distributions=drawn)]).num_nodes.tolist() == [3]
+    assert int(DrawKind.ONE_HOT) == 0
+    probes = torch.tensor([[0, PROBE, 0, PROBE, 0, 0]])
+    assert controller(STEEP).select([replace(tree, source=probes)]).tokens[0].tolist()[:3] == [5, 1, 3]
+
+
+def test_what_was_accepted_changes_what_is_bought() -> None:
+    """A lookup that is always right at depth 1 and never at 2 is soon cut to one token."""
+    made = controller(((1, 64), (1.0, 1.0 + 63 * 0.3)))
+    chain = TokenTree.from_rows([TreeRow([5, 1, 2, 3], [-1, 0, 1, 2])])
+    for _ in range(30):
+        made.allot(1)
+        chosen = made.select([chain])
+        made.learn(record([1, 9]))
+    assert chosen.rows()[0].tokens == [5, 1]
+
+
+def test_nodes_that_were_cut_are_learned_from_too() -> None:
+    """What is never verified would never be found to pay."""
+    made = controller(((1, 64), (1.0, 1.0 + 63 * 0.3)))
+    chain = TokenTree.from_rows([TreeRow([5, 1, 2, 3], [-1, 0, 1, 2])])
+    for _ in range(30):
+        made.allot(1)
+        made.select([chain])
+        made.learn(record([1, 9]))
+    for _ in range(120):
+        made.allot(1)
+        chosen = made.select([chain])
+        made.learn(record([1, 2, 3, 4][: chosen.width + 1]))
+    assert chosen.width == 4
+
+
+def test_two_drafters_are_judged_by_themselves() -> None:
+    """The same scores, but one drafter is right and the other never."""
+    made = controller(((1, 64), (1.0, 1.0 + 63 * 0.4)), num_drafters=2)
+    first = scored([TreeRow([5, 1], [-1, 0])], [[0.6]])
+    second = scored([TreeRow([5, 2], [-1, 0])], [[0.6]])
+    for _ in range(40):
+        made.allot(1)
+        chosen = made.select([first, second])
+        made.learn(record([2, 9]))
+    assert chosen.rows()[0].tokens == [5, 2]
+    assert chosen.source is not None
+    assert chosen.source.tolist() == [[0b11, 0b10]]
+
+
+def test_drafts_that_do_not_pay_are_given_up_and_tried_again() -> None:
+    made = controller(FLAT)
+    chain = TokenTree.from_rows([TreeRow([5, 1], [-1, 0])])
+    asked, reasons = [], []
+    for _ in range(200):
+        allotment = made.allot(1)
+        asked.append(allotment.allowances[0].depth > 0)
+        if asked[-1]:
+            made.select([chain])
+        else:
+            reasons.append(allotment.declined)
+        made.learn(record([9], draft=5.0 if asked[-1] else 0.0))
+    assert 0 < sum(asked[50:]) < 20
+    assert all(reason is not None and reason.draft_cost > 1 for reason in reasons)
+
+
+def test_a_record_of_another_batch_is_left_out() -> None:
+    """As after a batch that failed and was decoded again one by one."""
+    made = controller(FLAT)
+    made.allot(2)
+    made.select([TokenTree.from_rows([TreeRow([5, 1], [-1, 0])] * 2)])
+    made.learn(record([1, 9]))
+    assert not made._calibrations[0]._seen.any()
+
+
+def test_scores_that_are_no_numbers() -> None:
+    tree = replace(TokenTree.from_rows([WIDE]), scores=torch.tensor([[0.0, float("nan"), float("inf"), -1e30, 0.1, 7]]))
+    made = controller(FLAT)
+    for _ in range(3):
+        made.allot(1)
+        assert made.select([tree]).num_nodes.tolist() == [6]
+        made.learn(record([1, 3, 9]))
+
+
+def test_calibration_starts_from_the_drafters_own_word() -> None:
+    calibration = Calibration()
+    depths, scores = np.array([1, 1, 2]), np.log(np.array([0.99, 0.3, 0.001], dtype=np.float32))
+    first = calibration.probabilities(depths, scores)
+    assert first[0] > 0.9
+    assert 0.2 < first[1] < 0.4
+    assert first[2] < 0.02
+    assert calibration.probabilities(depths, None).tolist() == [0.5, 0.5, 0.25]
+    for _ in range(100):
+        calibration.learn([1], [float(scores[0])], [False])
+    assert calibration.probabilities(depths, scores)[0] < 0.1
