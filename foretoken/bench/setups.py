@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.bench.setup_checks import check_model_of, check_place_of_method, spelled, what_lies_at
 from foretoken.core.bounded_reads import MIB, read_named
 from foretoken.core.errors import ConfigError
+from foretoken.drafters.registry import known_methods
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -55,8 +56,8 @@ def parse_setup(text: str, *, target: str | None = None) -> Setup:
     """Reads a setup from the command line.
 
     Args:
-        text: `METHOD`, `METHOD:TREE`, either with `:KEY=VALUE` after it as often as needed, a JSON object, or `@FILE`
-            holding one; `plain` for none.
+        text: `METHOD`, `METHOD:TREE`, either with `:KEY=VALUE` after it as often as needed, several of these with `+`
+            between them for one merged tree, a JSON object, or `@FILE` holding one; `plain` for none.
         target: The target's directory or hub id; None where it does not matter yet.
 
     Raises:
@@ -67,10 +68,19 @@ def parse_setup(text: str, *, target: str | None = None) -> Setup:
     if text.lstrip().startswith(("@", "{", "[", '"')):
         setup = _from_json(_read(Path(text[1:])) if text.startswith("@") else text)
     else:
-        setup = _from_words(text)
-    if setup.config is not None and isinstance(setup.config.get("method"), str):
-        check_model_of(setup.config, target)
+        parts = [_from_words(part) for part in _between_drafters().split(text)]
+        setup = parts[0]
+        if len(parts) > 1:
+            setup = Setup("+".join(part.name for part in parts), {"drafters": [part.config for part in parts]})
+    for config in () if setup.config is None else setup.config.get("drafters") or [setup.config]:
+        if isinstance(config, dict) and isinstance(config.get("method"), str):
+            check_model_of(config, target)
     return setup
+
+
+def _between_drafters() -> re.Pattern[str]:
+    """What stands between two drafters: a plus before a method's name, as values may hold a plus too."""
+    return re.compile(rf"\+(?=(?:{'|'.join(map(re.escape, known_methods()))})(?:[:+]|$))")
 
 
 def _from_words(text: str) -> Setup:
@@ -103,6 +113,8 @@ def _from_json(text: str) -> Setup:
         raise ConfigError(f"speculative config is not valid JSON: {err}. {example}") from err
     if not isinstance(config, dict):
         raise ConfigError(f"speculative config is a JSON {type(config).__name__}, not an object. {example}")
+    if config.get("drafters") is not None:
+        return Setup(_names(config["drafters"]), config)
     if (
         config.get("method") is None
         and config.get("model") is None
@@ -111,6 +123,12 @@ def _from_json(text: str) -> Setup:
         raise ConfigError(f"speculative config has no 'method'. {example}")
     details = [f"{key}={json.dumps(value)}" for key, value in config.items() if key not in ("method", "model")]
     return Setup(" ".join([str(config.get("method")), *details]), config)
+
+
+def _names(drafters: Any) -> str:
+    """The methods of several configurations; what is wrong with them is said where they are read."""
+    each = drafters if isinstance(drafters, list) else []
+    return "+".join(str(one.get("method")) if isinstance(one, dict) else "?" for one in each) or "drafters"
 
 
 def _read(path: Path) -> str:

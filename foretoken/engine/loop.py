@@ -247,11 +247,13 @@ class Engine:
         for row, (sequence, outcome) in enumerate(zip(sequences, verified.outcomes, strict=True)):
             self._contained(sequence, self._emit, outcome, verified.logits_of(row))
         generated = [sequence.tokens[before:] for sequence, before in zip(sequences, lengths, strict=True)]
-        num_decoding, top_ids = verified.trees.num_tokens, None
-        if self._drafting.reads.top_k and verified.output.logits is not None:
-            top_ids = verified.output.logits.topk(self._drafting.reads.top_k, dim=1).indices
-        tree, features = verified.draft.tree, verified.output.features
-        self._drafting.commit(newly_committed(roots, verified.trees, tree, verified.outcomes, features, top_ids))
+        num_decoding, features = verified.trees.num_tokens, verified.output.features
+        if self._drafting.is_active:
+            self._drafting.commit(
+                newly_committed(
+                    roots, verified.trees, verified.draft.tree, verified.outcomes, features, self._top_ids(verified)
+                )
+            )
         clock.mark()
         seconds = clock.seconds()
         features = None if features is None else features[num_decoding:]
@@ -271,6 +273,12 @@ class Engine:
         for sequence, step in zip(sequences, record.sequences, strict=True):
             sequence.metrics.add_step(step, record)
         return record
+
+    def _top_ids(self, verified: Verified) -> Tensor | None:
+        """(M, k) the most probable tokens after every verified node, where drafters read them."""
+        if not self._drafting.reads.top_k or verified.output.logits is None:
+            return None
+        return verified.output.logits.topk(self._drafting.reads.top_k, dim=1).indices
 
     def _contained(self, sequence: Sequence, work: Callable[..., None], *arguments: Any) -> None:
         """Does one sequence's part of an iteration; whatever it raises ends that sequence."""
