@@ -11,10 +11,10 @@ import torch
 
 from foretoken.bench.setups import PLAIN, Setup
 from foretoken.bench.workload import Workload, no_progress
-from foretoken.control.costs import WIDTHS, measure_costs
 from foretoken.core.results import GenerationMetrics
 from foretoken.engine.llm import LLM
 from foretoken.hf.plain import run_plain
+from foretoken.runner.costs import WIDTHS, measure_costs
 from foretoken.runner.runner import Runner
 
 if TYPE_CHECKING:

@@ -54,7 +54,7 @@ def bench(
     from foretoken.bench.prompt_sets import load_prompts
     from foretoken.bench.setups import parse_setup
     from foretoken.bench.workload import Workload
-    from foretoken.control.costs import pass_costs
+    from foretoken.runner.costs import pass_costs
 
     setups = [parse_setup(text, target=model) for text in speculative_config or ["ngram"]]
     texts = load_prompts(prompts, limit=num_prompts)

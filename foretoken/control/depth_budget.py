@@ -18,8 +18,8 @@ from foretoken.core.records import Declined
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.control.costs import CostCurve
     from foretoken.core.records import StepRecord
+    from foretoken.runner.costs import CostCurve
 
 _HALF_LIFE = 40.0  # drafts after which an observation counts half
 _DRAFTS_KEPT = 9

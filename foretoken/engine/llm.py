@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 from tqdm.auto import tqdm
 
 from foretoken.acceptance.select import AcceptancePolicy
-from foretoken.control.costs import CostCurve, pass_costs
 from foretoken.control.depth_budget import DepthBudget
 from foretoken.core.checks import check_boolean, check_integer, check_text, shown
 from foretoken.core.errors import ConfigError, RequestError
@@ -34,6 +33,7 @@ from foretoken.engine.requests import Request, RequestReader
 from foretoken.engine.torch_state import own_torch_state
 from foretoken.engine.vllm_arguments import check_other_arguments
 from foretoken.engine.vocabulary import ids_without_token
+from foretoken.runner.costs import CostCurve, pass_costs
 from foretoken.runner.runner import Runner
 
 if TYPE_CHECKING:

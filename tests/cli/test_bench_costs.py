@@ -9,9 +9,9 @@ import pytest
 from command_line import MODEL, run
 
 import foretoken.bench.compare  # noqa: F401 - binds `measure_costs` when it is imported: not while that is replaced
-import foretoken.control.costs as costs_module
-from foretoken.control.costs import CostCurve
+import foretoken.runner.costs as costs_module
 from foretoken.decoder.lean.build import native_library
+from foretoken.runner.costs import CostCurve
 
 
 def test_costs_are_measured_anew_when_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

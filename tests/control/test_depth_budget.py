@@ -15,9 +15,9 @@ import pytest
 from end_to_end.tiny_llms import llm
 
 from foretoken import SamplingParams
-from foretoken.control.costs import CostCurve
 from foretoken.control.depth_budget import DepthBudget, FadingLine
 from foretoken.core.records import Declined, SequenceStep, StageSeconds, StepRecord
+from foretoken.runner.costs import CostCurve
 
 FLAT = (1, 64), (1.0, 1.0)
 

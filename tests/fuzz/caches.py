@@ -15,10 +15,10 @@ import torch
 from end_to_end.tiny_llms import llm, target
 
 from foretoken import SamplingParams
-from foretoken.control import costs
 from foretoken.core.user_cache import cache_directory
 from foretoken.decoder.lean import build
 from foretoken.hf.loading import wrap_model
+from foretoken.runner import costs
 from fuzz import engines
 from fuzz.worker import Case
 

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 
-import foretoken.control.costs as costs_module
-from foretoken.control.costs import WIDTHS, CostCurve, pass_costs
+import foretoken.runner.costs as costs_module
 from foretoken.core import user_cache
 from foretoken.hf.loading import wrap_model
+from foretoken.runner.costs import WIDTHS, CostCurve, pass_costs
 
 
 def test_curve_interpolates_and_goes_on_along_its_last_slope() -> None:
