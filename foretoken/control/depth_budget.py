@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.core.records import StepRecord
-    from foretoken.runner.costs import CostCurve
+    from foretoken.runner.cost_curve import CostCurve
 
 _HALF_LIFE = 40.0  # drafts after which an observation counts half
 _DRAFTS_KEPT = 9

@@ -33,7 +33,9 @@ from foretoken.engine.requests import Request, RequestReader
 from foretoken.engine.torch_state import own_torch_state
 from foretoken.engine.vllm_arguments import check_other_arguments
 from foretoken.engine.vocabulary import ids_without_token
-from foretoken.runner.costs import CostCurve, pass_costs
+from foretoken.runner.choice import likely_decoder
+from foretoken.runner.costs import pass_costs
+from foretoken.runner.pass_widths import PassWidths
 from foretoken.runner.runner import Runner
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ if TYPE_CHECKING:
     from foretoken.engine.prompts import Prompt
     from foretoken.engine.sequence import Sequence
     from foretoken.hf.loading import LoadedModel
+    from foretoken.runner.cost_curve import CostCurve
 
 _SHORTEST_CONTEXT = 8  # tokens that the proof at load needs
 _MOST_SEQUENCES = 1 << 16
@@ -106,8 +109,11 @@ class LLM:
                 as those without prompts, by what passes take here.
             seed: Makes requests without a seed of their own reproducible, in the order in which they come.
             tokenizer: A tokenizer, or the directory or hub id of one; None takes the model's own.
-            runner: "auto", "generic" (the transformers model itself) or "lean" (a forward of our own, for the
-                architectures it knows; "lean-native" or "lean-stock" choose its kernels).
+            runner: "auto" takes the runner that is exact (a token gets the same bits in every pass) where one fits,
+                else the fastest; "fastest" takes the one whose passes cost least here, exact or not, so that plain and
+                speculative decoding may write different text where two tokens score nearly the same, which `foretoken
+                verify` explains; "generic" is the transformers model itself, "lean" a forward of our own for the
+                architectures it knows ("lean-native" or "lean-stock" choose its kernels).
             on_step: Called with every iteration's record. It may not call this LLM; when it raises, which is logged, it
                 is called no more.
             allow_unknown_ids: Whether token ids that the tokenizer does not have, as the rows by which some models pad
@@ -144,9 +150,11 @@ class LLM:
             )
         self.tokenizer = target_tokenizer(tokenizer, model)
 
+        costs = cache(partial(pass_costs, loaded))  # by decoder
+
         @cache
-        def costs() -> CostCurve:
-            return pass_costs(loaded, runner)
+        def tree_costs() -> CostCurve:  # which decoder serves is known once the drafter has said what it needs
+            return costs(likely_decoder(loaded, runner, PassWidths(max_num_seqs), costs=costs)).tree
 
         facts = TargetFacts(
             name=loaded.name,
@@ -156,8 +164,8 @@ class LLM:
             device=loaded.device,
             dtype=loaded.dtype,
             runner=runner,
-            tree_nodes=lambda: costs().tree_nodes(),
-            pass_seconds=lambda tokens: costs()(tokens),  # noqa: PLW0108 - not measured unless asked for
+            tree_nodes=lambda: tree_costs().tree_nodes(),
+            pass_seconds=lambda tokens: tree_costs()(tokens),  # noqa: PLW0108 - not measured unless asked for
             tokenizer=self.tokenizer,
             model=loaded,
         )
@@ -179,18 +187,20 @@ class LLM:
             max_nodes=made.max_nodes if made is not None else 1,
             taps=made.taps if made is not None else (),
             runner=runner,
+            costs=costs,
         )
         if max_model_len is not None and self.target.context_len < max_model_len:
             raise ConfigError(
                 f"max_model_len {max_model_len} needs more memory than there is. Expected at most "
                 f"{self.target.context_len} with max_num_seqs {max_num_seqs}. Lower one of them."
             )
+        tree_curve = costs(self.target.name).tree if made is not None and adapts else None
         self._engine = Engine(
             self.target,
             made,
             policy=policy,
             max_num_seqs=max_num_seqs,
-            budget=DepthBudget(costs(), nodes_by_depth(made)) if made is not None and adapts else None,
+            budget=None if made is None or tree_curve is None else DepthBudget(tree_curve, nodes_by_depth(made)),
             on_step=on_step,
             max_num_batched_tokens=max_num_batched_tokens,
             impossible_ids=None if allow_unknown_ids else ids_without_token(self.tokenizer, self.target),
