@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -11,11 +12,12 @@ import torch
 
 from foretoken.bench.setups import PLAIN, Setup
 from foretoken.bench.workload import Workload, no_progress
-from foretoken.control.costs import WIDTHS, measure_costs
 from foretoken.core.results import GenerationMetrics
 from foretoken.engine.llm import LLM
 from foretoken.hf.plain import run_plain
-from foretoken.runner.runner import Runner
+from foretoken.runner.choice import likely_decoder
+from foretoken.runner.costs import measure_costs, pass_costs
+from foretoken.runner.pass_widths import PassWidths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -188,15 +190,25 @@ def compare_setups(
     return measurements
 
 
-def verify_costs(model: LoadedModel, runner: str) -> list[tuple[int, float]]:
-    """Seconds of target passes of 1 to 128 tokens behind 128 others, measured now; (width, seconds) pairs.
+def measure_anew(model: LoadedModel, runner: str, batch_size: int) -> None:
+    """Replaces the costs of passes that are kept: of the decoder that serves, and of those that it is chosen from.
 
     Args:
         model: The target.
         runner: See `LLM`.
+        batch_size: Sequences decoded at once.
     """
-    target = Runner(model, num_slots=1, context_len=256, max_nodes=WIDTHS[-1], runner=runner)
-    return measure_costs(target, limit_s=60.0).points
+    likely_decoder(model, runner, PassWidths(batch_size), costs=cache(partial(pass_costs, model, is_refreshed=True)))
+
+
+def verify_costs(model: LoadedModel, decoder: str) -> list[tuple[int, float]]:
+    """Seconds of target passes of 1 to 128 tokens behind 128 others, measured now; (width, seconds) pairs.
+
+    Args:
+        model: The target.
+        decoder: Which one, see `foretoken.runner.decoders`.
+    """
+    return measure_costs(model, decoder, limit_s=60.0).tree.points
 
 
 def _plain_texts(plain: LLM, workload: Workload) -> list[RequestOutput]:

@@ -50,18 +50,17 @@ def bench(
     text, in nats a token: what the rule's speed was bought with. The drafter `oracle` knows the text and is right as
     often as its `pattern` says: it shows what the engine costs by itself.
     """
-    from foretoken.bench.compare import compare_setups, verify_costs
+    from foretoken.bench.compare import compare_setups, measure_anew, verify_costs
     from foretoken.bench.prompt_sets import load_prompts
     from foretoken.bench.setups import parse_setup
     from foretoken.bench.workload import Workload
-    from foretoken.control.costs import pass_costs
 
     setups = [parse_setup(text, target=model) for text in speculative_config or ["ngram"]]
     texts = load_prompts(prompts, limit=num_prompts)
     workload = Workload(prompts=texts, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed)
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
     if refresh_costs:
-        pass_costs(loaded, runner, is_refreshed=True)
+        measure_anew(loaded, runner, batch_size)
     options.check_max_tokens(max_tokens, loaded)
     with progress("batches") as on_progress:
         measurements = compare_setups(
@@ -75,10 +74,11 @@ def bench(
             on_progress=on_progress,
         )
     header = options.run_header(
-        loaded, runner=measurements[0].runner, prompts=len(texts), max_tokens=max_tokens, batch_size=batch_size,
-        repeats=repeats, seed=seed, command=shlex.join(["foretoken", *sys.argv[1:]]),
+        loaded, runner=", ".join(dict.fromkeys(row.runner for row in measurements)), prompts=len(texts),
+        max_tokens=max_tokens, batch_size=batch_size, repeats=repeats, seed=seed,
+        command=shlex.join(["foretoken", *sys.argv[1:]]),
     )  # fmt: skip
-    costs = verify_costs(loaded, runner) if cost_curve else []
+    costs = verify_costs(loaded, measurements[0].runner) if cost_curve else []
     if as_json:
         options.print_json(
             {

@@ -25,7 +25,9 @@ RunnerName = Annotated[
     typer.Option(
         "--runner",
         metavar="NAME",
-        help="generic (the transformers model), lean (a forward of our own; also lean-native, lean-stock), or auto.",
+        help="auto (exact where an exact runner fits the model), fastest (by measured cost, exact or not: plain and "
+        "speculative text may then differ where two tokens score nearly the same, which `foretoken verify` explains), "
+        "generic (the transformers model), or lean (a forward of our own; also lean-native, lean-stock).",
     ),
 ]
 Device = Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda, another torch device, or auto.")]

@@ -1,1 +1,1 @@
-"""How much to draft and to verify, for whom: controllers, and what passes cost. Knows no drafter and no engine."""
+"""How much to draft and to verify, for whom: the controllers. Knows no drafter and no engine."""

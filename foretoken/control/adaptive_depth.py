@@ -21,9 +21,9 @@ from foretoken.core.records import Declined
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.control.costs import CostCurve
     from foretoken.core.records import StepRecord
     from foretoken.core.token_tree import TokenTree
+    from foretoken.runner.cost_curve import CostCurve
 
 _HALF_LIFE = 40.0  # drafts after which an observation counts half
 _DRAFTS_KEPT = 9

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from foretoken.control.costs import CostCurve
     from foretoken.core.records import SequenceStep, StepRecord
     from foretoken.core.token_tree import TokenTree
+    from foretoken.runner.cost_curve import CostCurve
 
 _FADE = 0.5 ** (1 / 40)  # of what drafts brought, by iteration
 _NO_GAIN = 0.98  # below this share of plain decoding's speed, drafts are given up for a while

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from foretoken.control.costs import CostCurve
     from foretoken.core.passes import Pass
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.core.taps import Tap
     from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import PassOutput
     from foretoken.hf.loading import LoadedModel
+    from foretoken.runner.cost_curve import CostCurve
     from foretoken.sampling.batch import SamplingBatch
 
 LONGEST_CHAIN = 16  # drafted tokens a pass when nothing else sets a bound

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import torch
 
     from foretoken.control.base import Allotment, Controller
-    from foretoken.control.costs import CostCurve
     from foretoken.core.records import Declined, StepRecord
     from foretoken.core.taps import Tap
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, DraftRequest
+    from foretoken.runner.cost_curve import CostCurve
 
 
 class Draft(NamedTuple):

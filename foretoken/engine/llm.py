@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tqdm.auto import tqdm
 
 from foretoken.acceptance.select import AcceptancePolicy
-from foretoken.control.costs import CostCurve, pass_costs
 from foretoken.core.checks import check_boolean, check_integer, check_text, shown
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.core.results import StreamChunk
@@ -34,6 +33,7 @@ from foretoken.engine.requests import Request, RequestReader
 from foretoken.engine.torch_state import own_torch_state
 from foretoken.engine.vllm_arguments import check_other_arguments
 from foretoken.engine.vocabulary import ids_without_token
+from foretoken.runner.costs import pass_costs
 from foretoken.runner.runner import Runner
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from foretoken.engine.prompts import Prompt
     from foretoken.engine.sequence import Sequence
     from foretoken.hf.loading import LoadedModel
+    from foretoken.runner.cost_curve import CostCurve
 
 _SHORTEST_CONTEXT = 8  # tokens that the proof at load needs
 _MOST_SEQUENCES = 1 << 16
@@ -65,6 +66,7 @@ class LLM:
     Attributes:
         target: The runner.
         tokenizer: The target's tokenizer, or None.
+        drafters: Attached to the target, in the order of the bits of `TokenTree.source`.
     """
 
     @own_torch_state()
@@ -108,8 +110,11 @@ class LLM:
                 as those without prompts, by what passes take here.
             seed: Makes requests without a seed of their own reproducible, in the order in which they come.
             tokenizer: A tokenizer, or the directory or hub id of one; None takes the model's own.
-            runner: "auto", "generic" (the transformers model itself) or "lean" (a forward of our own, for the
-                architectures it knows; "lean-native" or "lean-stock" choose its kernels).
+            runner: "auto" takes the runner that is exact (a token gets the same bits in every pass) where one fits,
+                else the fastest; "fastest" takes the one whose passes cost least here, exact or not, so that plain and
+                speculative decoding may write different text where two tokens score nearly the same, which `foretoken
+                verify` explains; "generic" is the transformers model itself, "lean" a forward of our own for the
+                architectures it knows ("lean-native" or "lean-stock" choose its kernels).
             on_step: Called with every iteration's record. It may not call this LLM; when it raises, which is logged, it
                 is called no more.
             allow_unknown_ids: Whether token ids that the tokenizer does not have, as the rows by which some models pad
@@ -146,26 +151,28 @@ class LLM:
             )
         self.tokenizer = target_tokenizer(tokenizer, model)
 
-        @cache
-        def costs() -> CostCurve:
-            return pass_costs(loaded, runner)
-
+        costs = cache(partial(pass_costs, loaded))  # by decoder
         setup = _drafter_setup(drafter, speculative_config, target=loaded, is_trusted=trust_drafter)
-        drafters = setup.drafters
-        context_len, reads = max_model_len or loaded.context_len, joint_reads(drafters)
+        self.drafters: Seq[Drafter] = setup.drafters
+        context_len, reads = max_model_len or loaded.context_len, joint_reads(self.drafters)
         self.target = Runner(
             loaded,
             num_slots=max_num_seqs,
             context_len=context_len,
-            max_nodes=max((each.nodes_by_depth[-1] for each in drafters), default=1),
+            max_nodes=max((each.nodes_by_depth[-1] for each in self.drafters), default=1),
             taps=reads.taps,
             runner=runner,
+            costs=costs,
         )
         if max_model_len is not None and self.target.context_len < max_model_len:
             raise ConfigError(
                 f"max_model_len {max_model_len} needs more memory than there is. Expected at most "
                 f"{self.target.context_len} with max_num_seqs {max_num_seqs}. Lower one of them."
             )
+
+        def tree_costs() -> CostCurve:
+            return costs(self.target.name).tree
+
         handle = TargetHandle(
             name=loaded.name,
             vocab_size=loaded.vocab_size,
@@ -177,15 +184,15 @@ class LLM:
             tokenizer=self.tokenizer,
             model=loaded,
             run=self.target.run,
-            measured_costs=costs,
+            measured_costs=tree_costs,
         )
-        for each in drafters:
+        for each in self.drafters:
             attach_drafter(each, handle)
         self._engine = Engine(
             self.target,
             Drafting(
-                drafters,
-                choose_controller(setup.options, drafters, costs) if drafters else None,
+                self.drafters,
+                choose_controller(setup.options, self.drafters, tree_costs) if self.drafters else None,
                 vocab_size=loaded.vocab_size,
                 max_nodes=self.target.max_nodes,
                 device=loaded.device,

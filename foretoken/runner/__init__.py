@@ -1,1 +1,1 @@
-"""A model over KV slots: prefill, verify, commit; the choice of a decoder, and the self-test at load."""
+"""A model over KV slots: prefill, verify, commit; what passes cost, the choice of a decoder, the self-test at load."""

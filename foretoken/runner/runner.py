@@ -1,8 +1,8 @@
 """The runner: a model over preallocated KV slots, as a target or as a draft model.
 
 It offers what the engine needs (prefill, verify a tree, commit a path) and the general pass below them, which draft
-models use to grow a tree level by level. Cache lengths belong to the caller. How a pass is computed is the decoder's
-matter: `generic` runs the transformers model itself, `lean` a forward of our own for architectures it knows.
+models use to expand a tree level by level. Cache lengths belong to the caller. How a pass is computed is the decoder's
+matter; which one serves is chosen when the runner is made (`foretoken.runner.choice`).
 
 Letters: B sequences, T tokens fed, N tree nodes, V vocabulary, D hidden size, F taps.
 """
@@ -10,21 +10,20 @@ Letters: B sequences, T tokens fed, N tree nodes, V vocabulary, D hidden size, F
 from __future__ import annotations
 
 import logging
+from functools import partial
 from itertools import pairwise
 from operator import add
 from typing import TYPE_CHECKING
 
-from foretoken.core.errors import ConfigError, ModelError, PassError, RequestError, nearest_name_hint
+from foretoken.core.errors import ModelError, PassError, RequestError
 from foretoken.core.passes import Pass
-from foretoken.core.token_tree import MAX_NODES, TokenTree
-from foretoken.decoder.graph_decoder import GraphDecoder
-from foretoken.decoder.lean.native import NativeDecoder
-from foretoken.decoder.lean.stock import StockDecoder
+from foretoken.core.token_tree import MAX_NODES
 from foretoken.decoder.memory import affordable_rows
 from foretoken.decoder.slot_cache import SlotCache
-from foretoken.hf.generic import GenericDecoder
-from foretoken.hf.lean_weights import read_weights
-from foretoken.runner.self_test import NUM_ROWS, check_tree_attention, probe_layer_shapes
+from foretoken.runner.choice import choose_decoder
+from foretoken.runner.costs import pass_costs
+from foretoken.runner.pass_widths import PassWidths
+from foretoken.runner.self_test import NUM_ROWS, probe_layer_shapes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,18 +32,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.core.taps import Tap
-    from foretoken.decoder.base import Decoder, PassOutput
+    from foretoken.core.token_tree import TokenTree
+    from foretoken.decoder.base import PassOutput
     from foretoken.hf.loading import LoadedModel
+    from foretoken.runner.costs import PassCosts
 
-RUNNERS = ("auto", "generic", "lean", "lean-native", "lean-graphs", "lean-stock")
-_DECODERS: dict[str, Callable[[LoadedModel, SlotCache, Sequence[Tap]], Decoder]] = {
-    "lean-native": lambda model, cache, taps: NativeDecoder(read_weights(model, cache.capacity), cache, taps),
-    "lean-graphs": lambda model, cache, taps: GraphDecoder(read_weights(model, cache.capacity), cache, taps),
-    "lean-stock": lambda model, cache, taps: StockDecoder(read_weights(model, cache.capacity), cache, taps),
-    "generic": GenericDecoder,
-}
+_FEWER = "Decode fewer sequences at once (max_num_seqs of LLM, --batch-size)"
 _log = logging.getLogger(__name__)
-_said: set[str] = set()
 
 
 class Runner:
@@ -56,6 +50,7 @@ class Runner:
         context_len: Most tokens a sequence may reach.
         max_nodes: Widest tree, root included.
         prefill_chunk: Prompt tokens fed per pass.
+        choice: Which decoder serves and why, in a sentence.
     """
 
     def __init__(
@@ -68,6 +63,7 @@ class Runner:
         taps: Sequence[Tap] = (),
         prefill_chunk: int = 512,
         runner: str = "auto",
+        costs: Callable[[str], PassCosts] | None = None,
     ) -> None:
         """Allocates the cache and proves on the model itself that trees are attended to correctly.
 
@@ -79,7 +75,8 @@ class Runner:
             max_nodes: Widest tree, root included.
             taps: Features to read, see `foretoken.hf.taps`.
             prefill_chunk: Prompt tokens fed per pass.
-            runner: One of `RUNNERS`. "auto" takes the fastest that fits the model, "lean" the fastest but generic.
+            runner: A decoder, or how to choose one; see `foretoken.runner.choice`.
+            costs: Gives what passes of a decoder cost; None reads or measures it, see `pass_costs`.
 
         Raises:
             ConfigError: When there is no such runner.
@@ -94,11 +91,14 @@ class Runner:
         wanted = min(context_len or model.context_len, model.context_len)
         self.context_len = min(wanted, rows - self.max_nodes)
         if self.context_len < min(wanted, NUM_ROWS):
-            raise ModelError(f"there is no memory for the KV cache of '{model.name}'. Lower max_num_seqs.")
+            raise ModelError(
+                f"there is no memory for the KV cache of '{model.name}', {num_slots} sequences of {NUM_ROWS} tokens at "
+                f"least. {_FEWER}, or free memory."
+            )
         if self.context_len < wanted:
             _log.warning(
                 "%s: KV rows for %d sequences of %d tokens do not fit into half of the free memory; the context is cut "
-                "to %d. Lower max_num_seqs for longer ones.", model.name, num_slots, wanted, self.context_len,
+                "to %d. For longer ones: %s.", model.name, num_slots, wanted, self.context_len, _FEWER,
             )  # fmt: skip
         self.cache = SlotCache(
             shapes,
@@ -107,11 +107,19 @@ class Runner:
             dtype=model.dtype,
             device=model.device,
         )
-        self._decoder = self._proven_decoder(runner, taps)
+        self._decoder, self.choice = choose_decoder(
+            model,
+            self.cache,
+            taps,
+            runner=runner,
+            widths=PassWidths(num_slots, self.max_nodes, min(prefill_chunk, self.context_len)),
+            context_len=self.context_len,
+            costs=partial(pass_costs, model) if costs is None else costs,
+        )
 
     @property
     def name(self) -> str:
-        """How passes are computed, named in reports: one of `RUNNERS` that names a decoder."""
+        """How passes are computed, named in reports: one of `DECODERS`."""
         return self._decoder.name
 
     @property
@@ -190,45 +198,3 @@ class Runner:
         """
         if path.shape[1]:
             self.cache.move_paths(slots, lengths, path, num_accepted)
-
-    def _proven_decoder(self, runner: str, taps: Sequence[Tap]) -> Decoder:
-        """The first decoder of those asked for that knows the model and passes the self-test; says why others did not.
-
-        Raises:
-            ConfigError, ModelError: See `__init__`.
-        """
-        if runner not in RUNNERS:
-            raise ConfigError(f"runner '{runner}' does not exist. {nearest_name_hint(runner, RUNNERS)}")
-        own = "lean-graphs" if self.device.type == "cuda" else "lean-native"
-        lean = (
-            [own, "lean-stock"]
-            if own == "lean-graphs" or NativeDecoder.runs(self.device, self.model.dtype)
-            else ["lean-stock"]
-        )
-        kinds = {"auto": [*lean, "generic"], "lean": lean}.get(runner, [runner])
-        refusals: dict[str, list[str]] = {}  # reason to kinds
-        for kind in kinds:
-            try:
-                decoder = self._decoder = _DECODERS[kind](self.model, self.cache, taps)
-                check_tree_attention(self)
-            except ModelError as err:
-                if kind == "generic":
-                    raise
-                refusals.setdefault(str(err), []).append(kind)
-                continue
-            if refusals:
-                _say_once(f"{self.model.name} runs on the {kind} runner. {_join(refusals)}")
-            return decoder
-        raise ModelError(f"runner '{runner}' cannot run '{self.model.name}'. {_join(refusals)}")
-
-
-def _join(refusals: dict[str, list[str]]) -> str:
-    """Who refused, and why."""
-    return " ".join(f"{', '.join(kinds)}: {reason}" for reason, kinds in refusals.items())
-
-
-def _say_once(message: str) -> None:
-    """Logs a message that has not been logged before."""
-    if message not in _said:
-        _said.add(message)
-        _log.warning("%s", message)

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from foretoken.core.errors import ForetokenError, ModelError
+from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.slot_cache import LayerShape
 from foretoken.hf.model_files import one_line
@@ -23,9 +24,11 @@ from foretoken.hf.plain import run_plain
 from foretoken.hf.plugin import current_pass
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-    from foretoken.runner.runner import Runner
+    from foretoken.decoder.base import Decoder
+    from foretoken.decoder.slot_cache import SlotCache
+    from foretoken.hf.loading import LoadedModel
 
 _PROMPT_LENS = (2, 5)
 _PARENTS = ((-1, 0, 0, 1, 2, 2), (-1, 0, 1, 1))  # two branches, one of which forks; one branch that forks late
@@ -60,60 +63,86 @@ def probe_layer_shapes(model: nn.Module) -> list[LayerShape]:
     return shapes
 
 
-def check_tree_attention(runner: Runner) -> None:
-    """Compares a batch of small trees with their paths; uses the first rows of the first and the last slot.
+def check_tree_attention(model: LoadedModel, decoder: Decoder, cache: SlotCache, *, context_len: int) -> None:
+    """Compares a batch of small trees with their paths; writes the first rows of the first and the last slot.
+
+    Args:
+        model: What the decoder runs.
+        decoder: Made for the cache.
+        cache: No sequence is in the two slots; `NUM_ROWS` rows or more.
+        context_len: Most tokens that a sequence will reach.
 
     Raises:
         ModelError: When the logits differ by more than rounding, or sliding windows are lost on the way.
     """
-    if runner.model.context_len <= _PATH_LEN:
+    if model.context_len <= _PATH_LEN:
         raise ModelError(
-            f"the context of '{runner.model.name}' is {runner.model.context_len} tokens. Expected at least "
-            f"{_PATH_LEN + 1}."
+            f"the context of '{model.name}' is {model.context_len} tokens. Expected at least {_PATH_LEN + 1}."
         )
-    if runner.name == "generic":  # the others read windows from the configuration themselves
-        _check_windows(runner)
+    tested = _Tested(model, decoder, cache, context_len)
+    if decoder.name == "generic":  # the others read windows from the configuration themselves
+        _check_windows(tested)
     # Measured on tiny random models: float32 reaches 4e-6, bfloat16 5e-2; a lost mask gives 1e-3 at the very least in
     # float32 (weights of scale 0.02) and 0.2 on the trained models here. In the narrow dtypes rounding may also send
     # one token of a mixture of experts to another expert (errors up to 0.7), but hardly with three sets of tokens.
-    is_wide = runner.model.dtype in (torch.float32, torch.float64)
+    is_wide = model.dtype in (torch.float32, torch.float64)
     tolerance, attempts = (2e-4, 1) if is_wide else (5e-2, 3)
-    least = [math.inf] * min(len(_PARENTS), runner.cache.num_slots)
+    least = [math.inf] * min(len(_PARENTS), cache.num_slots)
     for attempt in range(attempts):
-        errors = _errors(runner, first_token=3 + 11 * attempt)
+        errors = _errors(tested, first_token=3 + 11 * attempt)
         least = [min(pair) for pair in zip(least, errors, strict=True)]
         if max(least) <= tolerance:
             break
     else:
         raise ModelError(
-            f"{type(runner.model.module).__name__} gives wrong logits for a token tree (relative error {max(least):.1e}"
+            f"{type(model.module).__name__} gives wrong logits for a token tree (relative error {max(least):.1e}"
             f", expected at most {tolerance:.0e}): it ignores the attention plug-in or keeps state outside the KV "
             "cache. It cannot be used as a target."
         )
 
 
-def _errors(runner: Runner, first_token: int) -> list[float]:
+class _Tested(NamedTuple):
+    """What is tested; see `check_tree_attention`."""
+
+    model: LoadedModel
+    decoder: Decoder
+    cache: SlotCache
+    context_len: int
+
+    def prefill(self, slot: int, tokens: Sequence[int]) -> None:
+        """Feeds a prompt."""
+        self.decoder.run(Pass.of_chains([tokens], slots=[slot], prefix_lens=[0], device=self.model.device))
+
+    def verify(self, slots: Sequence[int], lengths: Sequence[int], tree: TokenTree) -> Tensor:
+        """(M, V) logits at the nodes of trees, without padding, one tree after another."""
+        last = min(self.model.context_len, self.cache.capacity) - 1
+        logits = self.decoder.run(Pass.of_tree(tree, slots=slots, prefix_lens=lengths, last_position=last)).logits
+        assert logits is not None, "a verification gives all logits"
+        return logits
+
+
+def _errors(tested: _Tested, first_token: int) -> list[float]:
     """Greatest relative error of a node's logits against an ordinary forward of its path, for each sequence.
 
-    A runner with a single slot is never given a batch, and is tested with one sequence.
+    A cache of a single slot is never given a batch, and is tested with one sequence.
 
     Raises:
         ModelError: When some logits are not numbers.
     """
-    module, slots = runner.model.module, [runner.cache.num_slots - 1, 0][: runner.cache.num_slots]
-    tokens = [(7 * i + first_token) % runner.vocab_size for i in range(2 * NUM_ROWS)]
+    model, num_slots = tested.model, tested.cache.num_slots
+    module, slots = model.module, [num_slots - 1, 0][:num_slots]
+    tokens = [(7 * i + first_token) % model.vocab_size for i in range(2 * NUM_ROWS)]
     prompts, rows = [], []
     for row in range(len(slots)):
-        length = min(_PROMPT_LENS[row], runner.context_len, runner.model.context_len - _PATH_LEN)
+        length = min(_PROMPT_LENS[row], tested.context_len, model.context_len - _PATH_LEN)
         own = tokens[row * NUM_ROWS :]
         prompts.append(own[:length])
         rows.append(TreeRow(own[length : length + len(_PARENTS[row])], _PARENTS[row]))
     with _refusing(module, "cannot run a batch of token trees", "It cannot be used as a target."):
         for slot, prompt in zip(slots, prompts, strict=True):
-            runner.prefill(slot, prompt, 0)
-        tree = TokenTree.from_rows(rows, device=runner.device)
-        logits = runner.verify(slots, [len(prompt) for prompt in prompts], tree).logits
-        assert logits is not None, "a verification gives all logits"
+            tested.prefill(slot, prompt)
+        tree = TokenTree.from_rows(rows, device=model.device)
+        logits = tested.verify(slots, [len(prompt) for prompt in prompts], tree)
         ours = _comparable(logits).split(tree.node_counts())
     errors = []
     for row, prompt in enumerate(prompts):
@@ -124,7 +153,7 @@ def _errors(runner: Runner, first_token: int) -> list[float]:
         errors.append(float((difference / theirs.norm(dim=-1).clamp_min(1e-9)).max()))
     if any(map(math.isnan, errors)):
         raise ModelError(
-            f"{type(module).__name__} gives logits that are not numbers in {runner.model.dtype}. Expected finite "
+            f"{type(module).__name__} gives logits that are not numbers in {model.dtype}. Expected finite "
             "logits. Its weights are damaged, or the dtype is too narrow for it: load it in float32."
         )
     return errors
@@ -146,12 +175,12 @@ def _comparable(logits: Tensor) -> Tensor:
     return logits.masked_fill(logits < -1e4, 0.0)
 
 
-def _check_windows(runner: Runner) -> None:
+def _check_windows(tested: _Tested) -> None:
     """Every layer that the configuration calls sliding must hand its window to attention.
 
     The trees of the self-test are shorter than any real window, so a lost one does not show in their logits.
     """
-    config: Any = runner.model.config
+    config: Any = tested.model.config
     seen: dict[int, int | None] = {}
 
     def watch(*_: Any) -> None:
@@ -159,10 +188,10 @@ def _check_windows(runner: Runner) -> None:
         if forward_pass is not None:
             seen.update(forward_pass.windows)
 
-    handle = runner.model.module.register_forward_hook(watch)
+    handle = tested.model.module.register_forward_hook(watch)
     try:
-        with _refusing(runner.model.module, "cannot run on a slot cache", "It cannot be used as a target."):
-            runner.verify([0], [0], TokenTree.roots([0], device=runner.device))
+        with _refusing(tested.model.module, "cannot run on a slot cache", "It cannot be used as a target."):
+            tested.verify([0], [0], TokenTree.roots([0], device=tested.model.device))
     finally:
         handle.remove()
     layer_types = getattr(config, "layer_types", None)
@@ -171,10 +200,10 @@ def _check_windows(runner: Runner) -> None:
     else:
         # Without layer types a window is meant for every layer, or is switched off by `use_sliding_window`.
         window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
-        is_lost = window is not None and window < runner.context_len and not any(seen.values())
+        is_lost = window is not None and window < tested.context_len and not any(seen.values())
         lost = list(seen) if is_lost else []
     if lost:
         raise ModelError(
-            f"layers {lost} of {type(runner.model.module).__name__} slide a window but do not say which to the "
+            f"layers {lost} of {type(tested.model.module).__name__} slide a window but do not say which to the "
             "attention function. It cannot be used as a target."
         )

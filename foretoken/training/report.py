@@ -194,7 +194,7 @@ def _drafting(
         speculative_config={"method": method, "model": str(directory), "tree": _QUOTED_TREE},
         on_step=progress.add,
     )
-    facts: dict[str, Any] = {"tree_nodes": llm.target.max_nodes}
+    facts: dict[str, Any] = {"tree_nodes": llm.drafters[0].nodes_by_depth[-1]}
     for temperature in workload.temperatures:
         outputs: Sequence[Any] = llm.generate(list(workload.prompts), workload.params(temperature))
         progress.end_run()

@@ -9,17 +9,18 @@ import pytest
 from command_line import MODEL, run
 
 import foretoken.bench.compare  # noqa: F401 - binds `measure_costs` when it is imported: not while that is replaced
-import foretoken.control.costs as costs_module
-from foretoken.control.costs import CostCurve
+import foretoken.runner.costs as costs_module
 from foretoken.decoder.lean.build import native_library
+from foretoken.runner.cost_curve import CostCurve
+from foretoken.runner.costs import PassCosts
 
 
 def test_costs_are_measured_anew_when_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     measured: list[str] = []
 
-    def instantly(made: Any) -> CostCurve:
-        measured.append(made.name)
-        return CostCurve((1, 2), (0.5, 0.75))
+    def instantly(model: Any, decoder: str) -> PassCosts:
+        measured.append(decoder)
+        return PassCosts(*[CostCurve((1,), (0.5,))] * 3)
 
     native_library()  # not to be compiled anew for an empty cache
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path))

@@ -16,9 +16,10 @@ from end_to_end.tiny_llms import llm
 
 from foretoken import SamplingParams
 from foretoken.control.adaptive_depth import AdaptiveDepth
-from foretoken.control.costs import CostCurve
 from foretoken.control.fading_line import FadingLine
 from foretoken.core.records import Declined, SequenceStep, StageSeconds, StepRecord
+from foretoken.runner.cost_curve import CostCurve
+from foretoken.runner.costs import PassCosts
 
 FLAT = (1, 64), (1.0, 1.0)
 
@@ -211,7 +212,7 @@ def test_the_width_is_that_of_the_whole_batch() -> None:
 @pytest.mark.parametrize(("curve", "is_dear"), [(FLAT, False), (((1, 64), (1.0, 6400.0)), True)])
 def test_metrics_count_declined_drafts(curve: Any, is_dear: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the real loop: passes are declined or drafted for, and an engine without a drafter declines nothing."""
-    monkeypatch.setattr("foretoken.engine.llm.pass_costs", lambda model, runner: CostCurve(*curve))
+    monkeypatch.setattr("foretoken.engine.llm.pass_costs", lambda model, name: PassCosts(*[CostCurve(*curve)] * 3))
     records: list[StepRecord] = []
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     drafting = llm({"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}, on_step=records.append)

@@ -12,9 +12,9 @@ import torch
 
 from foretoken.control.best_nodes import BestNodes
 from foretoken.control.calibration import Calibration
-from foretoken.control.costs import CostCurve
 from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
 from foretoken.core.token_tree import PROBE, DraftDistributions, DrawKind, TokenTree, TreeRow
+from foretoken.runner.cost_curve import CostCurve
 
 FLAT, STEEP = ((1, 64), (1.0, 1.0)), ((1, 64), (1.0, 64.0))
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
@@ -82,3 +85,69 @@ def test_nodes_of_earlier_passes_count_as_nodes_and_not_as_tokens() -> None:
     )
     assert list(work.node_offsets) == [0, 4, 5]
     assert work.token_positions.tolist() == [5, 5, 0]
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> list[TreeRow]:
+    """Trees of any sizes: roots alone, all equally wide, or ragged."""
+    sizes = draw(st.one_of(
+        st.lists(st.just(1), min_size=1, max_size=4),
+        st.integers(1, 6).flatmap(lambda size: st.lists(st.just(size), min_size=1, max_size=3)),
+        st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    ))  # fmt: skip
+    return [
+        TreeRow([draw(st.integers(0, 99)) for _ in range(size)],
+                [-1, *(draw(st.integers(0, node)) for node in range(size - 1))])
+        for size in sizes
+    ]  # fmt: skip
+
+
+@given(rows=batches(), prefix=st.lists(st.integers(0, 50), min_size=4, max_size=4), last=st.integers(0, 60),
+       is_known=st.booleans())  # fmt: skip
+def test_any_batch_is_packed_row_by_row(rows: list[TreeRow], prefix: list[int], last: int, is_known: bool) -> None:
+    """Against lists made node by node."""
+    tree = TokenTree.from_rows(rows)
+    tree = tree if is_known else replace(tree, host_facts=None)
+    slots, prefix = list(range(len(rows))), prefix[: len(rows)]
+    work = Pass.of_tree(tree, slots=slots, prefix_lens=prefix, last_position=last)
+    positions = []
+    for row, length in zip(rows, prefix, strict=True):
+        depths = [0]
+        for parent in row.parents[1:]:
+            depths.append(depths[parent] + 1)
+        positions += [min(length + depth, last) for depth in depths]
+    assert work.tokens.tolist() == [token for row in rows for token in row.tokens]
+    assert work.parents.tolist() == [parent for row in rows for parent in row.parents]
+    assert work.positions.tolist() == positions
+    assert list(work.offsets) == [sum(len(row.tokens) for row in rows[:end]) for end in range(len(rows) + 1)]
+    assert work.logit_rows is not None
+    assert work.logit_rows.tolist() == list(range(work.num_tokens))
+    assert work.is_causal == all(len(row.tokens) == 1 for row in rows)
+    for tensor in (work.tokens, work.parents, work.positions, work.logit_rows):
+        assert (tensor.dtype, tensor.dim()) == (torch.int64, 1)
+    assert tree.depths.tolist() == TokenTree.from_rows(rows).depths.tolist(), "the tree stays as it was"
+
+
+def test_a_step_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees of width 1 are roots, whoever made them: nobody waits for a device to say so."""
+
+    def looked(tensor: torch.Tensor) -> Any:
+        raise AssertionError("a tensor was read")
+
+    roots = replace(TokenTree.roots([4, 5]), host_facts=None)
+    monkeypatch.setattr(torch.Tensor, "tolist", looked)
+    assert verification(roots).offsets == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"slots": [], "prefix_lens": [], "offsets": [0]}, "a pass has at least one sequence"),
+        ({"prefix_lens": [1]}, "1 prefixes of 2 sequences"),
+        ({"offsets": [0, 5]}, "2 offsets of 2 sequences, expected one more"),
+        ({"num_earlier": [1, 2, 3]}, "3 numbers of earlier nodes of 2 sequences"),
+    ],
+)
+def test_sequences_agree_in_number(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        replace(verification(TREES), **changes)

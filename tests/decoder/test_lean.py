@@ -22,7 +22,7 @@ from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.lean.fused_linear import fuse
 from foretoken.hf.loading import wrap_model
 from foretoken.hf.plain import run_plain
-from foretoken.runner import runner as runner_module
+from foretoken.runner import decoders
 from foretoken.runner.runner import Runner
 
 LEAN = ("lean-native", "lean-stock")
@@ -292,20 +292,20 @@ class TestWhatIsLeftToTheGenericRunner:
         model = wrap_model(tiny_model("llama", dtype=dtype), name="tiny")
         with pytest.raises(ModelError, match="runs float32 and bfloat16 on CPUs, not torch"):
             Runner(model, num_slots=1, runner="lean-native")
-        assert Runner(model, num_slots=1).name == "lean-stock"
+        assert Runner(model, num_slots=1, runner="lean").name == "lean-stock"
         assert not caplog.text, "where they are not meant to serve nobody need be told"
 
     def test_a_lean_decoder_that_fails_its_self_test_is_dropped(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        check = runner_module.check_tree_attention
+        check = decoders.check_tree_attention
 
-        def strict(made: Runner) -> None:
-            check(made)
-            if made.name != "generic":
+        def strict(model: Any, decoder: Any, *arguments: Any, **options: Any) -> None:
+            check(model, decoder, *arguments, **options)
+            if decoder.name != "generic":
                 raise ModelError("wrong logits.")
 
-        monkeypatch.setattr(runner_module, "check_tree_attention", strict)
+        monkeypatch.setattr(decoders, "check_tree_attention", strict)
         model = wrap_model(tiny_model("llama"), name="suspect")
         assert Runner(model, num_slots=1).name == "generic"
         assert "suspect runs on the generic runner. lean-native, lean-stock: wrong logits." in caplog.text

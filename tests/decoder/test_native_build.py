@@ -63,8 +63,8 @@ def test_a_compiler_that_fails(
     compiler: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("CXX", script(tmp_path / "compiler", compiler))
-    monkeypatch.setattr("foretoken.runner.runner._said", set())
-    assert llama_runner().name == "lean-stock"
+    monkeypatch.setattr("foretoken.runner.choice._said", set())
+    assert llama_runner("lean").name == "lean-stock"
     assert message in caplog.text
     with pytest.raises(ModelError, match="runner 'lean-native' cannot run 'tiny llama'"):
         llama_runner("lean-native")
@@ -73,9 +73,9 @@ def test_a_compiler_that_fails(
 @pytest.mark.usefixtures("fresh")
 def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr("foretoken.runner.runner._said", set())
+    monkeypatch.setattr("foretoken.runner.choice._said", set())
     monkeypatch.setenv("PATH", "")
-    assert llama_runner().name == "lean-stock"
+    assert llama_runner("lean").name == "lean-stock"
     assert "there is no C++ compiler for its kernels. Install one, such as g++." in caplog.text
 
 

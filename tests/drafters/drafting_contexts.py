@@ -9,9 +9,9 @@ import torch
 from tiny_models import VOCAB_SIZE
 
 from foretoken import SamplingParams
-from foretoken.control.costs import CostCurve
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import DraftContext, DraftRequest, TargetHandle, Verified
+from foretoken.runner.cost_curve import CostCurve
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 
 GREEDY = SamplingParams(temperature=0.0)

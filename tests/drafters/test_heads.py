@@ -12,7 +12,6 @@ from drafters.drafting_contexts import attached, begin, context, handle
 from tiny_models import tiny_model
 
 from foretoken import LLM, SamplingParams
-from foretoken.control.costs import CostCurve
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.token_tree import DrawKind
 from foretoken.drafters.base import Committed
@@ -23,6 +22,7 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
 from foretoken.hf.loading import wrap_model
 from foretoken.hf.parts import target_parts
+from foretoken.runner.cost_curve import CostCurve
 from foretoken.training.config import head_config
 from foretoken.trees.published import PUBLISHED
 

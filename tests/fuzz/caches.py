@@ -15,10 +15,10 @@ import torch
 from end_to_end.tiny_llms import llm, target
 
 from foretoken import SamplingParams
-from foretoken.control import costs
 from foretoken.core.user_cache import cache_directory
 from foretoken.decoder.lean import build
 from foretoken.hf.loading import wrap_model
+from foretoken.runner import cost_file, costs
 from fuzz import engines
 from fuzz.worker import Case
 
@@ -80,7 +80,7 @@ def _fill(rng: random.Random, cache: Path, key: str, library: Path | None) -> st
             (cache / beside.name).write_bytes(beside.read_bytes())
         (cache / library.name).write_bytes(content if kind == "whole" else cut.get(kind, b""))
         said.append(f"kernels: {kind}, {(cache / library.name).stat().st_size} of {len(content)} bytes")
-    path = cache / costs._FILE
+    path = cache / cost_file.FILE
     kind = rng.choice(["text", "points", "points", "points", "folder", "bytes", "other keys", "missing"])
     text = {
         "text": rng.choice(["", '{"foretoken_costs": 1, "curves": ']) + rng.choice(_TEXTS),
@@ -117,6 +117,16 @@ def _points(rng: random.Random) -> Any:
     seconds: Any = row([0.001 * (i + 1) for i in range(count)])
     usual: list[Any] = [widths, seconds]
     measured = rng.choice([time.time(), time.time(), *_NUMBERS])
-    named = {"measured": measured, "widths": widths, "seconds": seconds}
-    others = [usual[:1], [seconds, widths, 3], rng.choice(_NUMBERS), {"a": widths}, "ab", named | {"widths": 3}]
+    curve = {"widths": widths, "seconds": seconds}
+    named: dict[str, Any] = {"measured": measured, "tree": curve}
+    for name, allowed in (("step", costs._STEP_WIDTHS), ("prompt", costs._PROMPT_WIDTHS)):
+        named[name] = rng.choice([{"widths": allowed, "seconds": [0.001] * len(allowed)}] * 3 + [curve, None])
+    others = [
+        usual[:1],
+        [seconds, widths, 3],
+        rng.choice(_NUMBERS),
+        {"a": widths},
+        "ab",
+        named | {"tree": {**curve, "widths": 3}},
+    ]
     return rng.choice([usual, usual, named, named, rng.choice(others)])

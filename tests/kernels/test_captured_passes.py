@@ -18,7 +18,7 @@ from foretoken.decoder.graph_decoder import MAX_GRAPHS, GraphDecoder
 from foretoken.decoder.lean.stock import fused_steps
 from foretoken.hf.lean_weights import read_weights
 from foretoken.hf.loading import wrap_model
-from foretoken.runner import runner as runner_module
+from foretoken.runner.decoders import DECODERS
 from foretoken.runner.runner import Runner
 
 CONTEXT_LEN, SLOTS = 32, 3
@@ -52,7 +52,7 @@ def capture(monkeypatch):
     monkeypatch.setattr("foretoken.decoder.cuda_graphs._LEAST_BOUND", 32)  # fewer programs for the interpreter
     monkeypatch.setattr("foretoken.decoder.lean.fused_linear.is_packable", lambda weight: False)  # as on a GPU
     monkeypatch.setitem(
-        runner_module._DECODERS,
+        DECODERS,
         "lean-graphs",
         lambda model, cache, taps: GraphDecoder(
             read_weights(model, cache.capacity), cache, taps, capture=made, steps=fused_steps()

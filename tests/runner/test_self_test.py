@@ -17,6 +17,7 @@ from transformers import DogeConfig, PhimoeConfig
 from foretoken.attention.dispatch import tree_attention
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.errors import ModelError
+from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.slot_cache import SlotCache
 from foretoken.hf.loading import wrap_model
@@ -149,12 +150,12 @@ def test_rows_written_to_the_wrong_place_are_refused(monkeypatch: pytest.MonkeyP
 
 
 def test_positions_by_row_instead_of_depth_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    verify = Runner.verify
+    of_tree = Pass.of_tree
 
-    def by_row(runner: Runner, slots: list[int], lengths: list[int], tree: TokenTree) -> Any:
-        return verify(runner, slots, lengths, replace(tree, depths=torch.arange(tree.width).expand_as(tree.depths)))
+    def by_row(tree: TokenTree, **others: Any) -> Pass:
+        return of_tree(replace(tree, depths=torch.arange(tree.width).expand_as(tree.depths)), **others)
 
-    monkeypatch.setattr(Runner, "verify", by_row)
+    monkeypatch.setattr(Pass, "of_tree", by_row)
     with pytest.raises(ModelError, match="gives wrong logits for a token tree"):
         run(tiny_model("llama"))
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
 import stat
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 
-import foretoken.control.costs as costs_module
-from foretoken.control.costs import WIDTHS, CostCurve, pass_costs
 from foretoken.core import user_cache
+from foretoken.core.passes import Pass
+from foretoken.decoder.base import PassOutput
+from foretoken.decoder.lean import fused_linear
 from foretoken.hf.loading import wrap_model
+from foretoken.runner import cost_curve, costs, decoders
+from foretoken.runner.cost_curve import CostCurve
+from foretoken.runner.costs import WIDTHS, PassCosts, measure_costs, pass_costs
+
+NARROW = tuple(width for width in WIDTHS if width <= 12)
 
 
 def test_curve_interpolates_and_goes_on_along_its_last_slope() -> None:
@@ -52,22 +60,33 @@ def test_measuring_takes_the_fastest_pass_and_stops_in_time(monkeypatch: pytest.
         passes.append(width)
         clock[0] += width * 0.01 * (3.0 if len(passes) % 5 == 0 else 1.0)  # now and then something else runs
 
-    monkeypatch.setattr(costs_module.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(costs_module, "_BURST_S", 0.0)
-    curve = CostCurve.measure(run, max_width=12, repeats=4, limit_s=1e9)
+    monkeypatch.setattr(cost_curve.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(cost_curve, "_BURST_S", 0.0)
+    curve = CostCurve.measure(run, NARROW, repeats=4, limit_s=1e9)
     assert [curve(width) for width in (1, 6, 12, 24)] == pytest.approx([0.01, 0.06, 0.12, 0.24])
-    assert set(passes) == {1, 2, 3, 4, 5, 6, 8, 10, 12}
+    assert set(passes) == set(NARROW)
     passes.clear()
-    slow = CostCurve.measure(run, max_width=12, limit_s=0.0, repeats=3)
+    slow = CostCurve.measure(run, NARROW, limit_s=0.0, repeats=3)
     assert len(passes) == 9 + 3 * 2, "one warm-up of every width, then the two narrowest alone"
     assert slow(2) > slow(1)
 
 
-def test_trees_are_as_wide_as_passes_are_cheap() -> None:
-    """Matrix units: free up to 16; a small cache in float32: every token costs; an accelerator: almost nothing does."""
-    assert CostCurve((1, 8, 16, 32, 64), (1.0, 1.0, 1.1, 1.5, 2.1)).tree_nodes() == 16
-    assert CostCurve((1, 2, 4, 8, 16), (1.0, 2.0, 4.0, 8.0, 16.0)).tree_nodes() == 1
-    assert CostCurve((1, 16, 64, 128), (1.0, 1.01, 1.03, 1.05)).tree_nodes() == 128
+def test_a_width_that_was_timed_once_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes of a large model take long: what is beyond the first widths is measured, not continued from them."""
+    clock, passes = [0.0], []
+
+    def run(width: int) -> None:
+        passes.append(width)
+        clock[0] += 1.0 if width < 8 else 10.0
+
+    monkeypatch.setattr(cost_curve.time, "perf_counter", lambda: clock[0])
+    curve = CostCurve.measure(run, NARROW, limit_s=2.0)
+    assert [width for width, _ in curve.points] == list(NARROW)
+    assert [curve(width) for width in (1, 2, 6, 8, 12)] == pytest.approx([1.0, 1.0, 1.0, 10.0, 10.0])
+    passes.clear()
+    short = CostCurve.measure(run, NARROW, limit_s=2.0, longest_s=5.0)
+    assert [width for width, _ in short.points] == [1, 2, 3, 4, 5, 6, 8], "wider ones take longer still"
+    assert max(passes) == 8
 
 
 @pytest.fixture
@@ -75,11 +94,12 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Runners that were measured, by name; measuring is made instant."""
     names: list[str] = []
 
-    def instantly(made: Any) -> CostCurve:
-        names.append(f"{made.name} {made.model.dtype} {torch.get_num_threads()}")
-        return CostCurve((1, 2), (0.5, 0.75))
+    def instantly(model: Any, decoder: str) -> PassCosts:
+        names.append(f"{decoder} {model.dtype} {torch.get_num_threads()}")
+        curve = CostCurve((1, 2), (0.5, 0.75))
+        return PassCosts(curve, CostCurve((1, 4), (0.5, 1.0)), CostCurve((1, 32), (0.25, 8.0)))
 
-    monkeypatch.setattr(costs_module, "measure_costs", instantly)
+    monkeypatch.setattr(costs, "measure_costs", instantly)
     monkeypatch.setenv("FORETOKEN_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(user_cache, "_said", [])
     return names
@@ -87,9 +107,12 @@ def measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
 
 def test_a_machine_is_measured_once(measured: list[str], tmp_path: Path) -> None:
     model = wrap_model(tiny_model("llama"), name="tiny")
-    curves = [pass_costs(model, "generic") for _ in range(3)]
+    known = [pass_costs(model, "generic") for _ in range(3)]
     assert len(measured) == 1
-    assert {tuple(curve.points) for curve in curves} == {((1, 0.5), (2, 0.75))}
+    for found in known:
+        assert [curve.points for curve in found] == [
+            [(1, 0.5), (2, 0.75)], [(1, 0.5), (4, 1.0)], [(1, 0.25), (32, 8.0)],
+        ]  # fmt: skip
     assert [path.name for path in (tmp_path / "cache").iterdir()] == ["foretoken-costs.json"]
 
 
@@ -114,7 +137,15 @@ def test_what_changes_the_cost_is_measured_anew(measured: list[str], monkeypatch
 
 
 def entry(**changes: Any) -> dict[str, Any]:
-    return {"measured": time.time(), "widths": [1, 2, 4], "seconds": [0.1, 0.2, 0.3], **changes}
+    """An entry of the file; changes: its date, or what is in its curve of trees."""
+    date = {"measured": changes.pop("measured", time.time())}
+    curve = {"widths": [1, 4], "seconds": [0.1, 0.2]}
+    return {**date, "tree": {"widths": [1, 2, 4], "seconds": [0.1, 0.2, 0.3], **changes}, "step": curve,
+            "prompt": {**curve, "widths": [1, 32]}}  # fmt: skip
+
+
+def without(*names: str) -> dict[str, Any]:
+    return {name: value for name, value in entry().items() if name not in names}
 
 
 def as_kept(directory: Path, made: Any) -> None:
@@ -149,7 +180,7 @@ def test_a_damaged_file_is_replaced(what: str, measured: list[str], tmp_path: Pa
     data = whole.get(what, b'{"foretoken_costs": 1, "curves": ' + DAMAGED.get(what, b""))
     (tmp_path / "cache" / "foretoken-costs.json").write_bytes(data)
     for _ in range(2):
-        assert pass_costs(model, "generic").points == [(1, 0.5), (2, 0.75)]
+        assert pass_costs(model, "generic").tree.points == [(1, 0.5), (2, 0.75)]
     assert len(measured) == 1
 
 
@@ -166,7 +197,7 @@ def test_files_of_others_stay_as_they_are(
     (cache / "foretoken-costs.json").write_bytes(data)
     model = wrap_model(tiny_model("llama"), name="tiny")
     for _ in range(2):
-        assert pass_costs(model, "generic").points == [(1, 0.5), (2, 0.75)]
+        assert pass_costs(model, "generic").tree.points == [(1, 0.5), (2, 0.75)]
     assert len(measured) == 2
     assert {path.name: path.read_bytes() for path in cache.iterdir()} == {
         "costs.json": data, "foretoken-costs.json": data
@@ -204,6 +235,12 @@ UNLIKELY: dict[str, Any] = {
     "huge": entry(seconds=[0.1, 0.2, 10**400]),
     "instant": entry(seconds=[1e-300, 0.2, 0.3]),
     "wide passes for nothing": entry(seconds=[0.1, 0.2, 0.001]),
+    "no curve of trees": without("tree"),
+    "no curve of steps": without("step"),
+    "no curve of prompts": without("prompt"),
+    "a prompt of an unknown width": {**entry(), "prompt": {"widths": [1, 33], "seconds": [0.1, 0.2]}},
+    "one step alone": {**entry(), "step": {"widths": [4], "seconds": [0.1]}},
+    "what was kept before there were three": {"measured": time.time(), "widths": [1, 2], "seconds": [0.1, 0.2]},
     "no date": entry(measured=None),
     "a date to come": entry(measured=time.time() + 1e6),
     "an old date": entry(measured=time.time() - 1e7),
@@ -217,7 +254,7 @@ def test_a_curve_that_cannot_be_true_is_measured_again(what: str, measured: list
     pass_costs(model, "generic")
     as_kept(tmp_path / "cache", UNLIKELY[what])
     for _ in range(2):
-        assert pass_costs(model, "generic").points == [(1, 0.5), (2, 0.75)]
+        assert pass_costs(model, "generic").tree.points == [(1, 0.5), (2, 0.75)]
     assert len(measured) == 2
     kept = json.loads((tmp_path / "cache" / "foretoken-costs.json").read_text())
     assert set(kept["curves"]) >= {"another"}, "what is likely stays"
@@ -228,10 +265,10 @@ def test_a_likely_curve_is_taken(measured: list[str], tmp_path: Path) -> None:
     model = wrap_model(tiny_model("llama"), name="tiny")
     pass_costs(model, "generic")
     as_kept(tmp_path / "cache", entry(seconds=[1, 0.2, 0.3]))
-    assert pass_costs(model, "generic").points == [(1, 1.0), (2, 0.2), (4, 0.3)]
+    assert pass_costs(model, "generic").tree.points == [(1, 1.0), (2, 0.2), (4, 0.3)]
     assert len(measured) == 1
-    assert pass_costs(model, "generic", is_refreshed=True).points == [(1, 0.5), (2, 0.75)]
-    assert pass_costs(model, "generic").points == [(1, 0.5), (2, 0.75)]
+    assert pass_costs(model, "generic", is_refreshed=True).tree.points == [(1, 0.5), (2, 0.75)]
+    assert pass_costs(model, "generic").tree.points == [(1, 0.5), (2, 0.75)]
     assert len(measured) == 2
 
 
@@ -269,13 +306,71 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     (tmp_path / "cache").write_text("a file where the directory should be")
     model = wrap_model(tiny_model("llama"), name="tiny")
     for _ in range(2):
-        assert pass_costs(model, "generic").points == [(1, 0.5), (2, 0.75)]
+        assert pass_costs(model, "generic").tree.points == [(1, 0.5), (2, 0.75)]
     assert len(measured) == 2
     assert caplog.text.count("are not kept for the next process: ") == 1
 
 
 def test_a_real_measurement_covers_the_widths() -> None:
-    made = costs_module.Runner(wrap_model(tiny_model("llama"), name="tiny"), num_slots=1, max_nodes=40)
-    points = costs_module.measure_costs(made, limit_s=60.0).points
-    assert [width for width, _ in points] == [width for width in WIDTHS if width <= 40]
-    assert all(0 < seconds < 1 for _, seconds in points)
+    found = measure_costs(wrap_model(tiny_model("llama"), name="tiny"), "lean-native", limit_s=60.0)
+    assert [width for width, _ in found.tree.points] == list(WIDTHS)
+    assert [width for width, _ in found.step.points] == [1, 4]
+    assert [width for width, _ in found.prompt.points] == [1, 32], "of a context of 96"
+    assert all(0 < seconds < 1 for curve in found for _, seconds in curve.points)
+
+
+@pytest.mark.parametrize("context_len", [4, 7, 20])
+def test_short_contexts_are_measured_too(context_len: int) -> None:
+    model = wrap_model(tiny_model("llama", max_position_embeddings=context_len), name="tiny")
+    found = measure_costs(model, "lean-native", limit_s=0.0)
+    assert found.prompt.points[-1][0] <= context_len
+    assert found.verification(4, 8) > 0
+
+
+def test_the_passes_that_are_timed_are_those_that_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees with the logits of every node, one token each of several sequences, and prompts without logits."""
+    passes: list[Pass] = []
+
+    class Watched:
+        name, is_exact = "lean-native", True
+
+        def __init__(self, *arguments: Any) -> None:
+            self._decoder = make(*arguments)
+
+        def run(self, work: Pass) -> PassOutput:
+            passes.append(work)
+            return self._decoder.run(work)
+
+    make = decoders.DECODERS["lean-native"]
+    monkeypatch.setitem(decoders.DECODERS, "lean-native", Watched)
+    measure_costs(wrap_model(tiny_model("llama"), name="tiny"), "lean-native", limit_s=0.0)
+    proof = 3  # two prompts and a batch of trees
+    timed = {
+        (work.num_sequences, work.num_tokens, work.has_all_logits, work.is_causal, work.prefix_lens[0])
+        for work in passes[proof:]
+    }
+    trees = {(1, width, True, width == 1, 48) for width in WIDTHS}
+    assert timed == {*trees, (4, 4, True, True, 48), (1, 1, False, True, 0), (1, 32, False, True, 0)}
+    widest = max(passes, key=lambda work: work.num_tokens)
+    assert len(set(widest.tokens.tolist())) > 60, "other tokens are other experts"
+
+
+def test_what_was_measured_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the decoder, nor its KV rows, nor the weights that it packed; without waiting for the collector."""
+    made: list[weakref.ref[Any]] = []
+    make = decoders.DECODERS["lean-stock"]
+
+    def watched(*arguments: Any) -> Any:
+        decoder = make(*arguments)
+        made.extend([weakref.ref(decoder), weakref.ref(arguments[1])])
+        return decoder
+
+    monkeypatch.setitem(decoders.DECODERS, "lean-stock", watched)
+    model = wrap_model(tiny_model("llama"), name="tiny")
+    gc.disable()
+    try:
+        measure_costs(model, "lean-stock", limit_s=0.0)
+        assert [each() for each in made] == [None, None]
+        assert not any(fused_linear._fused.get(module) for module in model.module.modules())
+    finally:
+        gc.enable()

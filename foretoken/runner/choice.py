@@ -1,0 +1,192 @@
+"""Which decoder serves: of those that may, the one whose passes cost least, measured at the widths that will be run.
+
+"auto" promises that a token gets the same bits in every pass wherever an exact decoder fits the model (see `Decoder`):
+it chooses among the exact ones, and among the others only where there is none. "fastest" gives that promise up and
+chooses among all: where two tokens score nearly the same, plain and speculative decoding may then take different ones,
+which `foretoken verify` shows and explains. "lean" is "auto" without the transformers model. Where one decoder alone is
+left, nothing is measured.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from foretoken.core.errors import ConfigError, ModelError, PassError, nearest_name_hint
+from foretoken.runner.decoders import DECODERS, EXACT, check_architecture, decoders_for, proven_decoder
+from foretoken.runner.pass_widths import ranked
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from foretoken.core.taps import Tap
+    from foretoken.decoder.base import Decoder
+    from foretoken.decoder.slot_cache import SlotCache
+    from foretoken.hf.loading import LoadedModel
+    from foretoken.runner.costs import PassCosts
+    from foretoken.runner.pass_widths import PassWidths
+
+RUNNERS = ("auto", "fastest", "lean", *DECODERS)
+_log = logging.getLogger(__name__)
+_said: set[str] = set()
+
+
+class Choice(NamedTuple):
+    """The decoder that serves, and why in a sentence."""
+
+    decoder: Decoder
+    reason: str
+
+
+def choose_decoder(
+    model: LoadedModel,
+    cache: SlotCache,
+    taps: Sequence[Tap],
+    *,
+    runner: str,
+    widths: PassWidths,
+    context_len: int,
+    costs: Callable[[str], PassCosts],
+) -> Choice:
+    """Makes the decoder that serves and proves it on the model; says why others did not fit.
+
+    Args:
+        model: A loaded causal LM.
+        cache: For the decoder; no sequence is in it. Candidates that are measured have a cache of their own.
+        taps: Features to read.
+        runner: One of `RUNNERS`.
+        widths: Of the passes that it is to be fast at.
+        context_len: Most tokens a sequence may reach.
+        costs: Gives what passes of a decoder cost, see `pass_costs`; asked only where there is a choice.
+
+    Raises:
+        ConfigError: When there is no such runner.
+        ModelError: When no decoder of those asked for fits the model.
+    """
+    candidates = _Candidates(model, runner, widths, costs)
+    for name, reason in candidates.in_order():
+        try:
+            decoder = proven_decoder(name, model, cache, taps, context_len=context_len)
+        except ModelError as err:
+            candidates.refuse(name, err)
+            continue
+        if candidates.reasons:
+            _say_once(logging.WARNING, f"{model.name} runs on the {name} runner. {candidates.refusals()}")
+        if reason:
+            _say_once(logging.INFO, f"{model.name}: {reason}")
+        return Choice(decoder, reason or f"{name} serves: {_why_alone(name, runner)}")
+    raise candidates.failure()
+
+
+def likely_decoder(model: LoadedModel, runner: str, widths: PassWidths, *, costs: Callable[[str], PassCosts]) -> str:
+    """The decoder that will probably serve, before there is a cache for it; its costs can be had.
+
+    Args:
+        model: A loaded causal LM.
+        runner: One of `RUNNERS`.
+        widths: As far as it is known.
+        costs: See `choose_decoder`.
+
+    Raises:
+        ConfigError, ModelError: See `choose_decoder`.
+    """
+    candidates = _Candidates(model, runner, widths, costs)
+    for name, _ in candidates.in_order():
+        try:
+            costs(name)
+        except ModelError as err:
+            candidates.refuse(name, err)
+            continue
+        return name
+    raise candidates.failure()
+
+
+class _Candidates:
+    """Decoders that may serve.
+
+    Attributes:
+        reasons: Why some do not, each reason with the names of those.
+    """
+
+    def __init__(self, model: LoadedModel, runner: str, widths: PassWidths, costs: Callable[[str], PassCosts]) -> None:
+        """See `choose_decoder`.
+
+        Raises:
+            ConfigError: When there is no such runner.
+        """
+        if runner not in RUNNERS:
+            raise ConfigError(f"runner '{runner}' does not exist. {nearest_name_hint(runner, RUNNERS)}")
+        self._model, self._runner, self._widths, self._costs = model, runner, widths, costs
+        self.reasons: dict[str, list[str]] = {}
+        self._generic_error: ModelError | None = None
+
+    def in_order(self) -> Iterator[tuple[str, str]]:
+        """Names, the one that should serve first, each with what its passes cost where they were compared.
+
+        Nothing is measured before the names that come earlier have been refused.
+        """
+        for group in self._groups():
+            fitting = [name for name in group if len(group) == 1 or self._is_known(name)]
+            costs, unmeasured = {}, []
+            for name in fitting if len(fitting) > 1 else []:
+                try:
+                    costs[name] = self._costs(name)
+                except ModelError as err:
+                    self.refuse(name, err)
+                except (PassError, MemoryError, torch.OutOfMemoryError) as err:
+                    _log.warning("passes of the %s runner cannot be timed: %s", name, err)
+                    unmeasured.append(name)
+            yield from ranked(costs, self._widths)
+            yield from ((name, "") for name in fitting if len(fitting) == 1)
+            yield from ((name, f"{name} serves: its passes could not be timed") for name in unmeasured)
+
+    def refuse(self, name: str, err: ModelError) -> None:
+        """Notes why a decoder does not serve."""
+        self.reasons.setdefault(str(err), []).append(name)
+        if name == "generic":
+            self._generic_error = err.with_traceback(None)  # whose frames hold the decoder and its cache
+
+    def refusals(self) -> str:
+        """Who was refused, and why."""
+        return " ".join(f"{', '.join(names)}: {reason}" for reason, names in self.reasons.items())
+
+    def failure(self) -> ModelError:
+        """The error when none is left: the generic runner's where it was asked, which any causal LM should fit."""
+        return self._generic_error or ModelError(
+            f"runner '{self._runner}' cannot run '{self._model.name}'. {self.refusals()}"
+        )
+
+    def _groups(self) -> list[list[str]]:
+        """Names that are compared with each other; a later group serves only where no one of an earlier one does."""
+        if self._runner in DECODERS:
+            return [[self._runner]]
+        names = [name for name in decoders_for(self._model) if name != "generic" or self._runner != "lean"]
+        if self._runner == "fastest":
+            return [names]
+        return [[name for name in names if name in EXACT], [name for name in names if name not in EXACT]]
+
+    def _is_known(self, name: str) -> bool:
+        """Whether a decoder knows the model's architecture; else notes why not."""
+        try:
+            check_architecture(name, self._model)
+        except ModelError as err:
+            self.refuse(name, err)
+            return False
+        return True
+
+
+def _why_alone(name: str, runner: str) -> str:
+    """Why there was nothing to compare."""
+    if name == runner:
+        return "it was asked for"
+    is_promised = name in EXACT and runner != "fastest"
+    return "no other one gives a token the same bits in every pass" if is_promised else "no other one fits the model"
+
+
+def _say_once(level: int, message: str) -> None:
+    """Logs a message that has not been logged before."""
+    if message not in _said:
+        _said.add(message)
+        _log.log(level, "%s", message)

@@ -1,0 +1,101 @@
+"""Seconds of passes by their width: a curve through measured points."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+LIMIT_S = 1.5
+_BURST_S = 0.005
+_LEARNING_RATE = 0.1  # weight of one pass in the cost of its width
+
+
+class CostCurve:
+    """Seconds of a pass by its width, piecewise linear between measured widths.
+
+    Never less than for a narrower one, and linear past the last measured width.
+    """
+
+    def __init__(self, widths: Sequence[int], seconds: Sequence[float]) -> None:
+        """A curve through measured points.
+
+        Args:
+            widths: Ascending.
+            seconds: One entry a width.
+        """
+        self._widths = np.array(widths, dtype=np.float64)
+        self._seconds = np.array(seconds, dtype=np.float64)
+
+    @property
+    def points(self) -> list[tuple[int, float]]:
+        """Measured widths and seconds."""
+        return [(int(width), float(seconds)) for width, seconds in zip(self._widths, self._seconds, strict=True)]
+
+    @classmethod
+    def measure(
+        cls,
+        run: Callable[[int], None],
+        widths: Sequence[int],
+        *,
+        repeats: int = 3,
+        limit_s: float = LIMIT_S,
+        longest_s: float = math.inf,
+    ) -> CostCurve:
+        """Times passes of growing width, round after round, until `limit_s` is spent.
+
+        Args:
+            run: Runs one pass of that width and waits for its end.
+            widths: Ascending.
+            repeats: Rounds after the first, which warms up; a width's fastest pass counts, as the least disturbed one.
+                A width that no later round came to keeps what the first one said.
+            limit_s: Seconds after which no further width is begun, once every width has run and two are timed.
+            longest_s: Seconds of a pass after which wider ones are left out; two are timed at least.
+        """
+        begin = time.perf_counter()
+        warm_up: dict[int, float] = {}
+        for width in widths:
+            warm_up[width] = _fastest(run, width)
+            if warm_up[width] > longest_s and len(warm_up) > 1:
+                break
+        best: dict[int, float] = {}
+        for _ in range(repeats):
+            for index, width in enumerate(warm_up):
+                if time.perf_counter() - begin > limit_s and index > 1:
+                    break
+                best[width] = min(best.get(width, math.inf), _fastest(run, width))
+        return cls(list(warm_up), [best.get(width, seconds) for width, seconds in warm_up.items()])
+
+    def seconds(self, widths: Any) -> Any:
+        """Seconds of passes; widths: an array of numbers of tokens, gives an array of the same shape."""
+        rising = np.maximum.accumulate(self._seconds)
+        inside = np.interp(widths, self._widths, rising)
+        if len(rising) == 1:
+            return inside
+        slope = (rising[-1] - rising[-2]) / (self._widths[-1] - self._widths[-2])
+        return inside + slope * np.maximum(np.asarray(widths) - self._widths[-1], 0.0)
+
+    def __call__(self, width: int) -> float:
+        """Seconds of a pass of one width."""
+        return float(self.seconds(width))
+
+    def learn(self, width: int, seconds: float) -> None:
+        """Moves the measured point of a width, if there is one, towards a pass that was just made."""
+        index = int(np.searchsorted(self._widths, width))
+        if index < len(self._widths) and self._widths[index] == width:
+            self._seconds[index] += _LEARNING_RATE * (seconds - self._seconds[index])
+
+
+def _fastest(run: Callable[[int], None], width: int) -> float:
+    """Seconds of the fastest of several passes in a row: decoding repeats a width too, and finds its caches warm."""
+    begin, best = time.perf_counter(), float("inf")
+    while best == float("inf") or time.perf_counter() - begin < _BURST_S:
+        start = time.perf_counter()
+        run(width)
+        best = min(best, time.perf_counter() - start)
+    return best
