@@ -6,7 +6,6 @@ torch, whose import takes seconds.
 
 from __future__ import annotations
 
-import json
 import logging
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -15,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from foretoken.core.bounded_reads import check_regular, read_regular
+from foretoken.core.bounded_reads import check_regular
 from foretoken.core.errors import ModelError
+from foretoken.core.json_files import read_json_object
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,10 +41,10 @@ def native_facts(directory: Path) -> dict[str, Any] | None:
         None where there is no such head, or where only a full reading tells what is wrong with it.
 
     Raises:
-        ModelError: When the file of weights is missing or damaged, or the configuration is no regular file.
+        ModelError: When the file of weights is missing or damaged.
     """
     try:
-        config = json.loads(read_regular(directory / "config.json").decode("utf-8"))
+        config = read_json_object(directory / "config.json")
         method, sizes = config[_NATIVE_KEY], config["config"]
         facts = {key: sizes[name] for key, name in _SIZES.items()}
         target = config.get("target") and {key: value for key, value in config["target"].items() if value is not None}
@@ -53,7 +53,7 @@ def native_facts(directory: Path) -> dict[str, Any] | None:
         acceptance = config.get("acceptance")
         if acceptance is not None and not isinstance(acceptance, list):
             return None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (ModelError, ValueError, LookupError, TypeError, AttributeError):
         return None
     if not str(method).isidentifier() or find_spec(f"foretoken.heads.{method}") is None:
         return None

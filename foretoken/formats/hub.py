@@ -7,8 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from foretoken.core.errors import ModelError
-from foretoken.hf.model_files import one_line
+from foretoken.core.errors import ModelError, one_line
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PLAIN = ["*.json", "*.safetensors"]

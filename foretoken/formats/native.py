@@ -10,11 +10,10 @@ from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from foretoken.core.bounded_reads import check_regular
-from foretoken.core.errors import ModelError
+from foretoken.core.errors import ModelError, one_line
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, check_keys
 from foretoken.formats.whole_files import whole_files, write_config, write_weights
 from foretoken.heads.base import HeadConfig, build_head
-from foretoken.hf.model_files import one_line
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,8 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from foretoken.core.atomic_files import new_directory, told_as
-from foretoken.core.errors import ConfigError
-from foretoken.hf.model_files import one_line
+from foretoken.core.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

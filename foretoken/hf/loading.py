@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from foretoken.core.errors import ModelError
+from foretoken.core.errors import ModelError, one_line
 from foretoken.decoder.held_memory import in_own_memory, plain_tensors
 from foretoken.hf.adapters import adapt_attention
 from foretoken.hf.config_checks import check_quantization, check_sizes, end_tokens
-from foretoken.hf.model_files import check_model_files, check_readable, one_line
+from foretoken.hf.model_files import check_model_files, check_readable
 from foretoken.hf.placement import check_placement, resolve_device, resolve_dtype
 from foretoken.hf.plugin import ATTENTION_NAME
 from foretoken.hf.shared_copy import shared_copy

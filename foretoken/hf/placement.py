@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from foretoken.core.checks import shown
-from foretoken.core.errors import ModelError, nearest_name_hint
-from foretoken.hf.model_files import one_line
+from foretoken.core.errors import ModelError, nearest_name_hint, one_line
 
 if TYPE_CHECKING:
     from foretoken.hf.loading import LoadedModel

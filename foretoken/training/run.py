@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 
 from foretoken.core.atomic_files import told_as, write_file
 from foretoken.core.errors import ConfigError
+from foretoken.core.json_files import read_json_object
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
 from foretoken.hf.loading import wrap_model
@@ -263,10 +264,7 @@ def _compare(directory: Path, ours: dict[str, Any]) -> None:
         with told_as(ConfigError, f"'{path}'", "Expected a place for the run. Pass another --run-dir, or make room."):
             write_file(path, json.dumps(ours, indent=1) + "\n")
         return
-    try:
-        theirs = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as err:
-        raise ConfigError(f"'{path}' cannot be read: {err}. Expected the settings of a run. Remove the run.") from err
+    theirs = read_json_object(path, error=ConfigError, advice="Expected the settings of a run. Remove the run.")
     differing = sorted(_flat(ours).items() ^ _flat(theirs).items())
     if differing:
         names = ", ".join(dict.fromkeys(key for key, _ in differing))

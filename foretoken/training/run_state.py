@@ -15,9 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from foretoken.core.atomic_files import new_directory, told_as
-from foretoken.core.errors import ModelError
+from foretoken.core.errors import ModelError, one_line
 from foretoken.formats.whole_files import write_weights
-from foretoken.hf.model_files import one_line
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -16,8 +16,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.errors import ConfigError
-from foretoken.hf.model_files import one_line
+from foretoken.core.errors import ConfigError, one_line
 from foretoken.training.data.document import Document
 
 if TYPE_CHECKING:

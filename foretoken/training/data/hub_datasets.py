@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.errors import ConfigError, RequestError
-from foretoken.hf.model_files import one_line
+from foretoken.core.errors import ConfigError, RequestError, one_line
 from foretoken.training.data.records import Record, read_row
 from foretoken.training.data.sources import Source
 
