@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from foretoken.core.errors import ConfigError, ModelError
@@ -65,6 +65,19 @@ class TargetFingerprint(BaseModel):
             if ours is not None and theirs is not None and ours != theirs:
                 found.append(f"{key} {ours} instead of {theirs}")
         return found
+
+
+_Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+_Rank = Annotated[int, Field(ge=0, strict=True)]
+
+
+class HeadExtras(BaseModel):
+    """What a `config.json` may say of a head besides its sizes; see `HeadCheckpoint`."""
+
+    target: TargetFingerprint | None = None
+    acceptance: Annotated[list[Annotated[list[_Probability], Field(min_length=1)]], Field(min_length=1)] | None = None
+    choices: list[Annotated[list[_Rank], Field(min_length=1)]] | None = None
+    notes: dict[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from contextlib import contextmanager
-from importlib.util import find_spec
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from foretoken.core.bounded_reads import check_regular
 from foretoken.core.errors import ModelError
 from foretoken.core.json_files import read_json_object
+from foretoken.heads.methods import head_methods
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -55,7 +55,7 @@ def native_facts(directory: Path) -> dict[str, Any] | None:
             return None
     except (ModelError, ValueError, LookupError, TypeError, AttributeError):
         return None
-    if not str(method).isidentifier() or find_spec(f"foretoken.heads.{method}") is None:
+    if method not in head_methods():
         return None
     tensors = _tensors(directory / _NATIVE_WEIGHTS)
     if not {dtype for _, _, dtype in tensors} <= _BYTES.keys():

@@ -11,11 +11,10 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError
+from foretoken.core.validation import validated
 from foretoken.formats.checkpoint import check_keys
 from foretoken.heads.base import HeadConfig, build_head
 
@@ -168,10 +167,4 @@ def make_config(kind: type[HeadConfig], name: str, **sizes: Any) -> Any:
     for key in ("num_heads", "num_layers"):
         if isinstance(sizes.get(key), int) and sizes[key] > _MOST_PARTS:
             raise ModelError(f"head '{name}' has {key} {sizes[key]}. Expected at most {_MOST_PARTS}.")
-    try:
-        return kind(**sizes)
-    except ValidationError as err:
-        first = err.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        value = f"{place} is {shown(first['input'])}. " if place else ""
-        raise ModelError(f"the sizes of head '{name}' make no sense: {value}{first['msg']}.") from err
+    return validated(kind, sizes, f"head '{name}'", error=ModelError, advice="Copy or convert it again.")

@@ -80,7 +80,7 @@ def test_every_option_of_every_method_has_exactly_its_type() -> None:
         fields = _module(method).Options.model_fields
         for key in fields.keys() - {"method", "tree"}:
             for value in OPTIONS[key]:
-                with pytest.raises(ConfigError, match=rf"'{key}' of method '{method}' is "):
+                with pytest.raises(ConfigError, match=rf"'{key}[.\d]*' of method '{method}' is "):
                     parse(method=method, **{**required.get(method, {}), key: value})
 
 
@@ -126,7 +126,7 @@ def test_acceptance_rules(keys: dict[str, Any], rule: str) -> None:
         ({"method": "ngram", "acceptence": "block"}, r"no key 'acceptence'. Did you mean 'acceptance'\?"),
         ({"method": "draft_model", "prompt_lookup_max": 3}, r"method 'draft_model' has no key 'prompt_lookup_max'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, r"'num_speculative_tokens' of method 'ngram' is 0. Input"),
-        ({"method": "ngram", "prompt_lookup_min": 9}, r"options of method 'ngram': prompt_lookup_min must not be abo"),
+        ({"method": "ngram", "prompt_lookup_min": 9}, r"method 'ngram': prompt_lookup_min must not be abo"),
         ({"method": "ngram", "tree": "bush"}, r"there is no tree 'bush'. Known: chain, mc_sim_7b_63, tree, vicuna"),
         (
             {"method": "ngram", "tree": "zephyr_stage1"},
@@ -138,7 +138,7 @@ def test_acceptance_rules(keys: dict[str, Any], rule: str) -> None:
         ({"method": "draft_model", "tree": [[True]]}, r"tree choice \[True\] is not valid"),
         ({"method": "hydra", "tree": None}, r"tree None is not valid"),
         ({"method": "draft_model", "draft_sample_method": "x"}, r"'draft_sample_method' .* is 'x'. .*'probabilistic'"),
-        ({"method": "oracle"}, r"'references' of method 'oracle' is None. Field required"),
+        ({"method": "oracle"}, r"'references' of method 'oracle' is missing. Expected a value."),
         ({"method": "ngram", "acceptance": "blok"}, r"acceptance rule 'blok' does not exist. Did you mean 'block'\?"),
         ({"method": "ngram", "acceptance": "greedy"}, r"acceptance rule 'greedy' does not exist"),
         ({"method": "ngram", "rejection_sample_method": "fly"}, r"rejection_sample_method 'fly' is not supported. "),
