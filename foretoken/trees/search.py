@@ -103,30 +103,6 @@ def best_shape(
     return best
 
 
-def expected_tokens(acceptance: Acceptance, shape: TreeShape) -> float:
-    """Tokens that a pass over a shape is expected to emit: one, and the values of all drafted nodes.
-
-    Args:
-        acceptance: K rows, see `best_nodes`.
-        shape: Any shape within the table.
-
-    Raises:
-        ConfigError: When the table is none, see `best_nodes`, or lacks a choice of the shape.
-    """
-    _check(acceptance)
-    values: dict[Choice, float] = {(): 1.0}
-    for choice in shape.choices:
-        depth, rank = len(choice) - 1, choice[-1]
-        if depth >= len(acceptance) or rank >= len(acceptance[depth]):
-            widths = [len(row) for row in acceptance]
-            raise ConfigError(
-                f"tree choice {list(choice)} is not in the acceptance table. Expected ranks below {widths}, depth by "
-                "depth. Measure more candidates, or leave it out."
-            )
-        values[choice] = values[choice[:-1]] * acceptance[depth][rank]
-    return sum(values.values())
-
-
 def _check(acceptance: Acceptance) -> None:
     """Raises `ConfigError` for what is no acceptance table."""
     if not acceptance or not all(acceptance):
