@@ -60,7 +60,7 @@ def resolve_device(device: str) -> torch.device:
     """The device to load on; with "auto" an accelerator where there is one.
 
     Raises:
-        ModelError: When there is no such device here, or it holds no numbers.
+        ModelError: When there is no such device here, or it holds no numbers: why, and what can be asked for.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device == "auto":
@@ -69,11 +69,23 @@ def resolve_device(device: str) -> torch.device:
         place = torch.device(device)
         torch.empty(1, dtype=torch.float32, device=place).tolist()
     except (RuntimeError, AssertionError, ImportError) as err:
-        said = one_line(err).rstrip("!")
-        # torch names all its kinds of devices for one that does not exist, and all its backends for one it lacks.
-        reason = said if len(said) < _LONGEST_REASON else "this torch cannot compute on it"
-        raise ModelError(f"device {shown(device)} cannot be used: {reason}. {_usable_devices(accelerator)}") from err
+        advice = _usable_devices(accelerator)
+        raise ModelError(f"device {shown(device)} cannot be used: {_what_lacks(device, err)}. {advice}") from err
     return place
+
+
+def _what_lacks(device: str, err: Exception) -> str:
+    """Why torch cannot compute on a device; err: what it raised."""
+    kind = device.partition(":")[0]
+    if kind == "meta":
+        return "it holds shapes and no numbers"
+    if kind == "cuda" and not torch.cuda.is_available():
+        if torch.version.cuda is None and torch.version.hip is None:
+            return f"this torch ({torch.__version__}) was built without CUDA"
+        return "torch finds no NVIDIA GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+    said = one_line(err).rstrip("!")
+    # torch names all its types of devices for one that does not exist, and all its backends for one it lacks.
+    return said if len(said) < _LONGEST_REASON else "this torch cannot compute on it"
 
 
 def _usable_devices(accelerator: torch.device | None) -> str:
@@ -81,6 +93,6 @@ def _usable_devices(accelerator: torch.device | None) -> str:
     if accelerator is not None:
         return f"Expected 'auto', 'cpu' or '{accelerator.type}', also with an index of a device that is there."
     return (
-        "Expected 'auto' or 'cpu': torch finds no accelerator here. Where there is one, install its driver and a build "
-        "of torch that is made for it."
+        "Expected 'auto' or 'cpu': torch finds no accelerator here. Where there is one, install its driver and the "
+        "build of torch for it that https://pytorch.org/get-started/locally shows."
     )
