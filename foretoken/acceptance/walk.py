@@ -6,13 +6,13 @@ pick. The emitted text is by construction the text of plain decoding, whatever t
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs
+from foretoken.core.backend import has_triton_kernels, reads_are_free
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +44,7 @@ def descend(tree: TokenTree, step: Callable[[Tensor, int], tuple[Tensor, Tensor]
         walking = walking & (child >= 0)
         node = torch.where(walking, child, node)
         path[:, depth] = torch.where(walking, child, -1)
-        if device.type == "cpu" and not walking.any():  # elsewhere the look would cost a synchronisation
+        if reads_are_free(device) and not walking.any():  # elsewhere the look would cost a synchronisation
             break
     return Acceptance(
         path=path,
@@ -71,7 +71,7 @@ def child_with_token(tree: TokenTree, node: Tensor, token: Tensor) -> Tensor:
 
 def walk(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) -> Acceptance:
     """Descends while a child holds the chosen token; choose: (nodes (B,), depth) -> (B,) tokens."""
-    if tree.tokens.device.type == "cpu":
+    if reads_are_free(tree.tokens.device):
         return _walk_on_host(tree, lambda nodes, depth: choose(torch.tensor(nodes), depth).tolist())
     return _walk_on_device(tree, choose)
 
@@ -139,7 +139,7 @@ def accept_chosen(tree: TokenTree, chosen: Tensor) -> Acceptance:
         tree: (B, N) candidates drawn in any way.
         chosen: (B, N) int64, the target's token after each node.
     """
-    if chosen.is_cuda and find_spec("triton") is not None:
+    if has_triton_kernels(chosen.device):
         from foretoken.acceptance.triton_walk import walk_chosen
 
         walked = walk_chosen(tree.tokens.contiguous(), tree.parents.contiguous(), chosen.contiguous(), tree.max_depth)
@@ -153,7 +153,7 @@ def accept_chosen(tree: TokenTree, chosen: Tensor) -> Acceptance:
             next_token=chosen[:, 0],
             lossy_tv=torch.zeros(len(chosen), dtype=torch.float32, device=chosen.device),
         )
-    if chosen.device.type == "cpu":
+    if reads_are_free(chosen.device):
         rows = chosen.tolist()
         return _walk_on_host(tree, lambda nodes, _: [row[node] for row, node in zip(rows, nodes, strict=True)])
     return _walk_on_device(tree, lambda nodes, _: chosen.gather(1, nodes.unsqueeze(1))[:, 0])

@@ -28,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
+from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.checks import require
 
 if TYPE_CHECKING:
@@ -222,14 +223,14 @@ def choose_num_splits(programs: int, prefix_tiles: int, node_tiles: int, places:
 @lru_cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may have; those of an H200 where the device is none."""
-    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    properties = torch.cuda.get_device_properties(device) if has_cuda_runtime(device) else None
     return int(getattr(properties, "shared_memory_per_block_optin", 232_448))
 
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; those of an H200 where the device is none."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if has_cuda_runtime(device) else 132
 
 
 def _padded(width: int) -> int:

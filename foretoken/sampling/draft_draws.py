@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from foretoken.core.backend import reads_are_free
 from foretoken.sampling.noise import Purpose
 from foretoken.sampling.truncation import warp
 
@@ -64,7 +65,7 @@ class DraftDraws:
             )  # fmt: skip
         draws = ~batch.greedy
         coupled = torch.tensor(is_coupled, device=root_positions.device)
-        if root_positions.device.type == "cpu":  # elsewhere an exact answer would cost a synchronisation
+        if reads_are_free(root_positions.device):  # elsewhere an exact answer would cost a synchronisation
             has_coupled, has_sampled = bool((draws & coupled).any()), bool((draws & ~coupled).any())
         return cls(
             batch=batch,
