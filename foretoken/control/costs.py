@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.core.user_cache import may_replace, open_cache, read_kept, say_nothing_is_kept, write_kept
 from foretoken.decoder.lean.build import kernels_version
@@ -184,7 +185,7 @@ def _key(model: LoadedModel, runner: str) -> str:
         "format": _FORMAT,
         "torch": torch.__version__,
         "processor": sorted((name, str(value)) for name, value in torch.cpu.get_capabilities().items()),
-        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device),
+        "device": torch.cuda.get_device_name(model.device) if has_cuda_runtime(model.device) else str(model.device),
         "threads": torch.get_num_threads(),
         "runner": runner,
         "kernels": kernels_version(),

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from foretoken.core.backend import has_cuda_runtime, runs_cpu_kernels
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import DrafterOptions, TargetFacts, TreeOption
@@ -88,7 +89,7 @@ def load_head(options: HeadOptions, target: TargetFacts, method: str) -> LoadedH
     if options.allow_other_target:
         fingerprint = fingerprint.model_copy(update={"weights": None, "architecture": None, "num_layers": None})
     checkpoint.check_target(fingerprint, what=options.model)
-    is_on_cpu = target.device.type == "cpu"
+    is_on_cpu = runs_cpu_kernels(target.device)
     dtype = torch.float32 if is_on_cpu else target.dtype  # drafts need no exactness: neither does it widen any weight
     head = checkpoint.module(device=target.device, dtype=dtype)
     if is_on_cpu:
@@ -158,7 +159,7 @@ def timed(draft: Callable[[], object], device: torch.device) -> float:
     for _ in range(5):
         begin = time.perf_counter()
         draft()
-        if device.type == "cuda":
+        if has_cuda_runtime(device):
             torch.cuda.synchronize(device)
         best = min(best, time.perf_counter() - begin)
     return best

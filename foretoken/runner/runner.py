@@ -14,6 +14,7 @@ from itertools import pairwise
 from operator import add
 from typing import TYPE_CHECKING
 
+from foretoken.core.backend import has_cuda_graphs
 from foretoken.core.errors import ConfigError, ModelError, PassError, RequestError, nearest_name_hint
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import MAX_NODES, TokenTree
@@ -199,7 +200,7 @@ class Runner:
         """
         if runner not in RUNNERS:
             raise ConfigError(f"runner '{runner}' does not exist. {nearest_name_hint(runner, RUNNERS)}")
-        own = "lean-graphs" if self.device.type == "cuda" else "lean-native"
+        own = "lean-graphs" if has_cuda_graphs(self.device) else "lean-native"
         lean = (
             [own, "lean-stock"]
             if own == "lean-graphs" or NativeDecoder.runs(self.device, self.model.dtype)
