@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import training_runs
-from disks import everything, full_disk
+from disks import everything
+from limits import full_disk
 from safetensors.torch import load_file, save_file
 from torch import nn
 
