@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.gpu_suite.timing import interleave, prepare
+from foretoken.core.backend import has_cuda_runtime
 
 if TYPE_CHECKING:
     from benchmarks.gpu_suite.work import Work
@@ -40,7 +41,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         except PackageNotFoundError:
             versions[package] = "not installed"
     facts: dict[str, Any] = {"versions": versions, "cuda": torch.version.cuda, "queried": _queried(device)}
-    if device.type == "cuda":
+    if has_cuda_runtime(device):
         properties = torch.cuda.get_device_properties(device)
         facts |= {
             "name": properties.name,
@@ -54,7 +55,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 def _queried(device: torch.device) -> dict[str, str]:
     """What nvidia-smi says, nothing where there is none."""
-    if device.type != "cuda":
+    if not has_cuda_runtime(device):
         return {}
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERIED)}", "--format=csv,noheader"]
     try:

@@ -24,6 +24,7 @@ from benchmarks.gpu_suite.successor_model import (
 )
 from benchmarks.gpu_suite.timing import Times, queued_seconds, waited_seconds
 from foretoken import LLM, SamplingParams
+from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.hf.loading import LoadedModel, wrap_model
 from foretoken.runner.runner import Runner
@@ -300,7 +301,7 @@ def _profiled(
         tokens: To decode.
         wall: Seconds of an iteration without a profiler.
     """
-    if work.device.type != "cuda":
+    if not has_cuda_runtime(work.device):
         return {"busy_us": None, "gap_us": None, "why": "no GPU"}
     from torch.profiler import ProfilerActivity, profile
 
@@ -355,11 +356,11 @@ def _tree(width: int, device: torch.device) -> TokenTree:
 
 def _memory(work: Work, after: str) -> None:
     """Emits the peak of allocated memory so far."""
-    if work.device.type == "cuda":
+    if has_cuda_runtime(work.device):
         work.emit("memory", {"after": after, "peak_gib": torch.cuda.max_memory_allocated() / 2**30})
 
 
 def _wait(work: Work) -> None:
     """Until the GPU has done everything."""
-    if work.device.type == "cuda":
+    if has_cuda_runtime(work.device):
         torch.cuda.synchronize()
