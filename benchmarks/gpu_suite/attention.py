@@ -1,4 +1,4 @@
-"""The time of tree attention: our kernels, SDPA with a dense mask, and FlexAttention, on the same cache and tree.
+"""Times tree attention: our kernels, SDPA with a dense mask, and FlexAttention, on the same cache and tree.
 
 One call is one layer of one pass. Calls go round over as many sequences of the cache as it takes for each to find its
 keys in memory, not in L2.

@@ -1,4 +1,4 @@
-"""Three kernels of tree attention against the definition in float64, on fresh random inputs of every class of shapes.
+"""Checks three tree attention kernels against the reference in float64, on random inputs of every class of shapes.
 
 An error counts by its bound, worked out from the dtype for every number of the output: 1 is as far as rounding can
 reach. How far the loss of a single visible key would move the output, in the same unit, tells whether the check could

@@ -1,4 +1,4 @@
-"""A whole pass and a whole iteration of an 8B-shaped target: how near memory, how wide for free, how much host.
+"""Measures whole passes and iterations of an 8B-shaped target: distance to memory bandwidth, free width, host time.
 
 The target is `successor_model`: random weights, known text. Drafts are scripted and cost nothing, so efficiency here is
 the engine's alone: what a head's own weights cost comes on top.
@@ -147,7 +147,7 @@ def _passes(work: Work, model: LoadedModel, sizes: Sizes, runner: str) -> None:
 
         launch_s = {}
         for width in sizes.widths:
-            for _ in range(3):  # kernels are compiled, passes perhaps recorded
+            for _ in range(3):  # kernels are compiled, passes perhaps captured
                 verify(width)
             _wait(work)
             begin = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Times by device events: candidates in turns, calls queued so that the host's launches do not count.
+"""Times calls by device events, candidates in turns, queued so that the host's launches do not count.
 
 In a rehearsal there is no device and everything is wall-clock time.
 """

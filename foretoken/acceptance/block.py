@@ -1,4 +1,4 @@
-"""Block verification of a sampled chain: lossless, and the most tokens any chain rule can keep.
+"""Block verification of a sampled chain: lossless, and accepts the most tokens that a rule for chains can.
 
 Source: Sun et al. 2024 (arXiv 2403.10444), algorithm 2. With P_0 = 1, P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)) and
 S_i = sum_x max(P_i p_{i+1}(x) - q_{i+1}(x), 0), position i < gamma passes with h_i = S_i / (S_i + 1 - P_i), the last

@@ -1,4 +1,4 @@
-"""Rules that trade the target's distribution for speed. Off by default, named lossy wherever they are reported."""
+"""Lossy rules, which trade the target's distribution for speed: lenient and typical acceptance. Off by default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rule verifies which sequence, and running several rules over one batch."""
+"""Chooses the acceptance rule of each sequence, and runs several rules over one batch."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class AcceptancePolicy:
             tree: The batch's trees.
             is_greedy: Whether the request is decoded greedily.
             is_seeded: Whether it has a seed.
-            row: Its place in the batch, so that the rule cannot depend on its neighbours; None asks for one rule that
+            row: Its index in the batch, so that the rule cannot depend on other sequences; None asks for one rule that
                 fits all rows.
             is_plain: Whether temperature is all that changes its distribution, on a device with kernels for that: what
                 would be "coupled" is then "drawn", the same with the tokens after all nodes drawn at once.

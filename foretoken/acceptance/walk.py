@@ -1,4 +1,4 @@
-"""Walking down a tree along chosen tokens: greedy matching and coupled sampling.
+"""Greedy and coupled acceptance: descends a tree along the tokens that the target chooses.
 
 Both rules pick the token the target would emit after a node and descend if some child holds it; they differ in the
 pick. The emitted text is by construction the text of plain decoding, whatever the tree.

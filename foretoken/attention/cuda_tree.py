@@ -1,4 +1,4 @@
-"""Tree attention by the plain CUDA C++ kernel of tree_attention.cu: what the Triton kernels are checked against.
+"""Tree attention by a plain CUDA C++ kernel (tree_attention.cu), against which the Triton kernels are checked.
 
 One block per node, head and sequence re-reads the keys, so this is slow by design and no runner calls it.
 

@@ -1,7 +1,7 @@
 """Tree attention over the slot cache: the Triton kernel on GPUs, stock kernels elsewhere.
 
-Each sequence attends to exactly its own rows of the cache. Nothing past them is read, so whatever stands in uncommitted
-rows, NaN included, cannot matter, and a sequence's result does not depend on its neighbours' lengths.
+Each sequence attends to exactly its own rows of the cache. Nothing past them is read, so the content of uncommitted
+rows, NaN included, cannot matter, and a sequence's result does not depend on the lengths of the others in the batch.
 """
 
 from __future__ import annotations

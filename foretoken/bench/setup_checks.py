@@ -1,4 +1,4 @@
-"""What lies at a path that a command line names: a model, a head, or neither; and what to write for it instead."""
+"""Tells what a path on a command line holds (a model, a head, or neither) and what to write instead."""
 
 from __future__ import annotations
 

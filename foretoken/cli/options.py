@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they mean."""
+"""Options that several commands share, and the loading of what they name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The few exception types of the project, and the one way each to suggest a name and to describe a foreign exception.
+"""Exception types, suggestions of near names, and one-line descriptions of foreign exceptions.
 
 Every message has three parts: what was wrong (with the value), what was expected, how to mend it.
 """

@@ -1,4 +1,4 @@
-"""What a caller gets back, in vLLM's shape."""
+"""Results of a request, in vLLM's shape."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft head as a value between formats: configuration, weights, and for which target it was trained."""
+"""A draft head between formats: configuration, weights, and the target that it was trained for."""
 
 from __future__ import annotations
 
@@ -116,9 +116,9 @@ class HeadCheckpoint:
         """The head ready to draft with; dtype: of its weights, as stored when None."""
         with torch.device("meta"):
             head = build_head(self.config)
-        kind = dtype or next(tensor.dtype for tensor in self.weights.values() if tensor.is_floating_point())
+        own_dtype = dtype or next(tensor.dtype for tensor in self.weights.values() if tensor.is_floating_point())
         weights = {
-            key: in_own_memory(tensor.to(device, kind if tensor.is_floating_point() else None))
+            key: in_own_memory(tensor.to(device, own_dtype if tensor.is_floating_point() else None))
             for key, tensor in self.weights.items()
         }
         head.load_state_dict(weights, assign=True, strict=True)

@@ -1,4 +1,4 @@
-"""What a head's checkpoint holds, for people, and what about it is suspicious.
+"""Describes a head's checkpoint for people, and lists what is suspicious about it.
 
 A head of our own format says everything in `config.json` and in the header of its tensors: those are read here without
 torch, whose import takes seconds.

@@ -1,4 +1,4 @@
-"""The files of a foreign checkpoint: configuration, and tensors that are read only when they are asked for.
+"""Opens the files of a foreign checkpoint: its configuration, and tensors that are read only when they are asked for.
 
 Nothing in these files is trusted: pickles are loaded only by torch's restricted reader, which runs no code, and shard
 names must be plain file names.

@@ -1,4 +1,4 @@
-"""Heads by hub id: the files of a repository that a head is made of, in huggingface_hub's own cache."""
+"""Fetches a head by hub id: the files of the repository that belong to it, into huggingface_hub's own cache."""
 
 from __future__ import annotations
 

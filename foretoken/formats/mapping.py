@@ -1,8 +1,8 @@
-"""Tables from another format's tensor names to places in a head's state dictionary, used in both directions.
+"""Maps another format's tensor names to entries of a head's state dictionary, for reading and for writing.
 
 Reading and writing go through the same table, so what is written reads back as it was. A head stacks tensors that
-formats keep apart, so a place is a name and indices into its first dimensions. Several names may share a place: then
-they must be equal.
+formats keep apart, so a `Place` is a name and indices into its first dimensions. Several names may share one: then
+their tensors must be equal.
 """
 
 from __future__ import annotations
@@ -89,15 +89,15 @@ def assemble(
             raise ModelError(
                 f"'{other}' and '{key}' of '{name}' differ. Expected equal tensors, as its weights are tied."
             )
-    kind = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
+    default = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
     result = {}
     for ours, shape in head_shapes(config).items():
         parts = {place.at: tensors[key] for place, key in first.items() if place.name == ours}
         if () in parts:
             result[ours] = parts[()].contiguous()
             continue
-        kinds = {part.dtype for part in parts.values()} or {kind}
-        whole = torch.empty(shape, dtype=max(kinds, key=lambda one: (one.itemsize, str(one))))
+        dtypes = {part.dtype for part in parts.values()} or {default}
+        whole = torch.empty(shape, dtype=max(dtypes, key=lambda one: (one.itemsize, str(one))))
         for index, part in parts.items():
             whole[index] = part
         result[ours] = whole

@@ -1,4 +1,4 @@
-"""Our own format: `config.json` with everything that is known of a head, and `model.safetensors` with its module."""
+"""Reads and writes our own format: `config.json` with all that is known of a head, and `model.safetensors`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, *, replaces: bool = False
 
 
 def write_files(checkpoint: HeadCheckpoint, directory: Path) -> None:
-    """The files of a head, one after another; for a directory that nobody reads yet. Raises `OSError`."""
+    """The files of a head, one after another; for a new directory. Raises `OSError`."""
     write_weights(directory / WEIGHTS, checkpoint.weights)
     write_config(
         directory,

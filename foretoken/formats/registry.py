@@ -1,4 +1,4 @@
-"""Finding a format by what a checkpoint holds, or by name.
+"""Finds the format of a checkpoint by its contents, and reads and writes heads by format name.
 
 A format is a module of this package with `recognises(files)`, `read(files, target)` and, unless it can only be read,
 `write(checkpoint, directory, options)` and `readers(checkpoint, options)`, who reads that. Our own format is `native`.

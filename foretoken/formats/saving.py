@@ -1,4 +1,4 @@
-"""What writers of foreign formats share: options, and a key of our own for what a configuration has no room for."""
+"""What readers and writers of foreign formats share: write options, and our own key in a foreign `config.json`."""
 
 from __future__ import annotations
 

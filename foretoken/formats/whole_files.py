@@ -1,4 +1,4 @@
-"""Writing a checkpoint so that it appears whole or not at all: full disks and missing rights leave nothing behind."""
+"""Writes a checkpoint whole or not at all: a full disk or a missing permission leaves nothing behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model directory holds, read from its configuration and weight headers without loading weights.
+"""Describes a model directory from its configuration and weight headers, without loading weights.
 
 transformers knows every configuration, but takes seconds to import. Models of a few common architectures, with all
 their sizes in `config.json`, are described without it, to the same facts.

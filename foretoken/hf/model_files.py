@@ -1,4 +1,4 @@
-"""Looking at a model directory before any library does, for one clear sentence about what is wrong with it."""
+"""Checks the files of a model directory before any library reads them, with one clear sentence about what is wrong."""
 
 from __future__ import annotations
 

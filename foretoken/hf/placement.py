@@ -1,4 +1,4 @@
-"""Dtypes and devices by name."""
+"""Resolves dtypes and devices by name, and explains those that cannot be used."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def check_placement(model: LoadedModel, *, dtype: str, device: str) -> None:
             f"dtype '{dtype}' was asked for, but {model.name} is in memory as {own}. Expected 'auto' or '{own}'. "
             "Convert it first, or pass the name of the model."
         )
-    place = None if device == "auto" else resolve_device(device)
-    if place is not None and (place.type != model.device.type or place.index not in (None, model.device.index)):
+    asked = None if device == "auto" else resolve_device(device)
+    if asked is not None and (asked.type != model.device.type or asked.index not in (None, model.device.index)):
         raise ModelError(
             f"device '{device}' was asked for, but {model.name} is on '{model.device}'. Expected 'auto' or "
             f"'{model.device}'. Move it first, or pass the name of the model."
@@ -66,20 +66,20 @@ def resolve_device(device: str) -> torch.device:
     if device == "auto":
         return accelerator or torch.device("cpu")
     try:
-        place = torch.device(device)
-        torch.empty(1, dtype=torch.float32, device=place).tolist()
+        found = torch.device(device)
+        torch.empty(1, dtype=torch.float32, device=found).tolist()
     except (RuntimeError, AssertionError, ImportError) as err:
         advice = _usable_devices(accelerator)
         raise ModelError(f"device {shown(device)} cannot be used: {_what_lacks(device, err)}. {advice}") from err
-    return place
+    return found
 
 
 def _what_lacks(device: str, err: Exception) -> str:
     """Why torch cannot compute on a device; err: what it raised."""
-    kind = device.partition(":")[0]
-    if kind == "meta":
+    device_type = device.partition(":")[0]
+    if device_type == "meta":
         return "it holds shapes and no numbers"
-    if kind == "cuda" and not torch.cuda.is_available():
+    if device_type == "cuda" and not torch.cuda.is_available():
         if torch.version.cuda is None and torch.version.hip is None:
             return f"this torch ({torch.__version__}) was built without CUDA"
         return "torch finds no NVIDIA GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES"

@@ -1,4 +1,4 @@
-"""How a drafter with probabilities chooses tokens, so that each request can be verified by its own rule.
+"""Chooses draft tokens from a drafter's distribution, for each request as its acceptance rule needs it.
 
 Greedy requests take the most probable tokens. Coupled requests share the target's noise, position by position, which is
 what makes guesses agree. All others draw with the drafter's noise and carry the distribution they were drawn from.
@@ -58,9 +58,9 @@ class DraftDraws:
         """
         has_coupled, has_sampled = possible_draws(batch, is_coupled, greedy=greedy)
         if not (has_coupled or has_sampled):
-            nobody = torch.zeros_like(batch.greedy)
+            none = torch.zeros_like(batch.greedy)
             return cls(
-                batch=batch, root_positions=root_positions, is_coupled=nobody, is_sampled=nobody, has_coupled=False,
+                batch=batch, root_positions=root_positions, is_coupled=none, is_sampled=none, has_coupled=False,
                 has_sampled=False, is_drawn_for_all=False,
             )  # fmt: skip
         draws = ~batch.greedy

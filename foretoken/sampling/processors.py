@@ -1,4 +1,4 @@
-"""Logits processors: what a request forbids, adds or takes away, before temperature and truncation.
+"""Logits processors (bias, penalties, forbidden tokens), which come before temperature and truncation.
 
 A processor is a value over the rows that it serves, one request each. Everything is float32, row-wise and pure.
 """

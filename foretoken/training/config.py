@@ -1,4 +1,4 @@
-"""What a training run is told: values that are written beside its checkpoints and must not change when it goes on."""
+"""Settings of a training run; they are stored beside its checkpoints and must not change when it is resumed."""
 
 from __future__ import annotations
 

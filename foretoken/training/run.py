@@ -1,4 +1,4 @@
-"""One training run from its settings to a head that can be served: begin or go on, watch, save, report.
+"""Runs one training from its settings to a saved head: starts or resumes, evaluates, saves, reports.
 
 A run keeps its checkpoints, settings and curves in a directory of its own. The head appears in the output directory
 only when the run is over.
@@ -329,7 +329,7 @@ def _signals() -> Iterator[list[int]]:
     received: list[int] = []
     try:
         before = {number: signal.signal(number, lambda got, _: received.append(got)) for number in _SIGNALS}
-    except ValueError:  # another thread: whoever runs it deals with signals
+    except ValueError:  # not the main thread: the program that started it handles signals
         before = {}
     try:
         yield received

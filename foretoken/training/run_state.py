@@ -1,4 +1,4 @@
-"""What a training run is between two steps, written so that a crash at any moment loses at most the steps since.
+"""Saves and restores a training run between two steps, so that a crash loses at most the steps since the last save.
 
 Tensors go to safetensors and numbers to JSON: nothing is ever unpickled.
 """

@@ -1,4 +1,4 @@
-"""Tree shapes as choices: which rank of which depth follows which, independent of any token.
+"""Tree shapes as choices: which candidate ranks follow each other at each depth, independent of tokens.
 
 A choice is a tuple of ranks in Medusa's notation: (0,) is the best candidate after the root, (0, 1) the second best
 after it. A shape is a prefix-closed set of choices. Chains, static trees and Cartesian products are all shapes.

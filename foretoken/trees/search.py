@@ -1,4 +1,4 @@
-"""The static tree that pays most for measured acceptance.
+"""Finds the static tree that gives the most tokens a second, from measured acceptance.
 
 Let a(d, r) be the probability that candidate r of depth d is right when its parent was, taken to depend on nothing
 else. A node is accepted with the product of these along its path, its value, and the expected number of accepted tokens
@@ -67,7 +67,7 @@ def best_shape(
     level_seconds: float | Callable[[TreeShape], float] = 0.0,
     max_nodes: int,
 ) -> TreeShape:
-    """The shape that brings the most expected tokens per second.
+    """The shape with the most expected tokens per second.
 
     Where drafting takes time by the level, a shallower tree may pay more than any beginning of `best_nodes`, so every
     depth is tried as the greatest one. With a number for `level_seconds` the result is the best of all shapes; with a

@@ -1,4 +1,4 @@
-"""Hugging Face data sets as a source: by hub name, or local files and directories without any network.
+"""Reads records from Hugging Face data sets: by hub name, or from local files without a network.
 
 `datasets` is imported here only, and only when such a source is asked for.
 """

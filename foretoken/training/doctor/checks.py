@@ -1,4 +1,4 @@
-"""Single checks of a target and of a head's weights: a verdict and a sentence each; nothing is run longer than needed.
+"""Single checks of a target and of a head's weights, each with a verdict and a sentence.
 
 Letters: B texts, S positions, E hidden size, K heads, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Drafting with a head through the engine, held pass by pass against what the head says when it is fed the text.
+"""Checks that the engine drafts what the head predicts when it is fed the same text, pass by pass.
 
 Letters: K heads, B texts, S positions.
 """

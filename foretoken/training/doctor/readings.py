@@ -1,4 +1,4 @@
-"""How often a head says what the target says: in its place, and in every place that is known to be mistaken for it.
+"""Measures how often a head predicts the target's token, at its own position and at those it is often mistaken for.
 
 The texts are prompts that the target itself went on with, greedily: there the target's choice, the text and the label
 are the same token, and a head that is fed the text is in the very situation in which it drafts.

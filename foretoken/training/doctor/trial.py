@@ -1,4 +1,4 @@
-"""A trial of training: a fresh head starts where it should, and a few steps on one batch teach it something.
+"""Trains a fresh head for a few steps on one batch, to check its starting point and that it learns.
 
 Letters: B texts, S positions.
 """

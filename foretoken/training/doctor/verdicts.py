@@ -1,4 +1,4 @@
-"""Verdicts on what a head says and on what the engine makes of it, each a name, a cause and what to do about it."""
+"""Turns measurements of a head into verdicts, each with a name, a cause and an advice."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def check_feature(agreement: Agreement) -> Check:
 
 
 def check_labels(agreement: Agreement) -> Check:
-    """Whether head i answers for the token it is asked for, t + 2 + i, and not for a neighbour of it."""
+    """Whether head i predicts token t + 2 + i, and not the one before or after it."""
     shifts, table = agreement.best_shifts, agreement.table[agreement.best_reading]
     value = [[round(share, 4) for share in row] for row in table]
     expected = "each head best at shift 0 (columns: 0, -1, 1, 2)"
