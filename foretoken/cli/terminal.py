@@ -15,6 +15,8 @@ from io import TextIOWrapper
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from typing_extensions import override
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -153,8 +155,8 @@ def end_output() -> None:
 class NoteHandler(logging.Handler):
     """Prints the package's log as notes, one line each."""
 
+    @override
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`."""
         prefix = "warning: " if record.levelno >= logging.WARNING else ""
         note(f"{prefix}{record.getMessage()}")
 

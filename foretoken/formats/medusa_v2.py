@@ -31,7 +31,7 @@ def recognises(files: HeadFiles) -> bool:
 
 
 def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """See `medusa.read`."""
+    """Reads a head, see `medusa.read`."""
     return medusa.read(files, target)
 
 

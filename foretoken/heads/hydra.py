@@ -17,6 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear, silu
+from typing_extensions import override
 
 from foretoken.decoder.lean.native_linear import fast_linear, linear_layer, optimize_for_inference
 from foretoken.heads.base import Head, HeadConfig
@@ -77,6 +78,7 @@ class HydraHeads(Head):
             nn.Linear(width, config.vocab_size, device=device, dtype=dtype) for _ in range(own)
         )
 
+    @override
     def initialize(self, parts: TargetParts) -> None:
         """Heads that hand the feature on, so that they start at the target's own next-token prediction."""
         with torch.no_grad():
@@ -90,12 +92,13 @@ class HydraHeads(Head):
                 head.get_parameter("weight").copy_(parts.lm_head_weight)
                 head.get_parameter("bias").zero_()
 
+    @override
     def encode(self, features: Tensor) -> Tensor:
-        """See `Head`."""
         return features if self.prefix is None else self.prefix(features)
 
+    @override
     def step(self, index: int, state: Tensor, tokens: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
-        """See `Head`; the state grows by an embedding a step."""
+        """Appends the embedding of the token to the state."""
         state = torch.cat([state, parts.embed(tokens).to(state.dtype)], dim=-1)
         hidden = self.first[index](self._dropped(state))
         for layer in range(self.config.num_layers - 1):
@@ -108,14 +111,15 @@ class HydraHeads(Head):
                 )
         return state, hidden
 
+    @override
     def logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
-        """See `Head`."""
         hidden = self._dropped(hidden)
         logits: Tensor = self.lm_heads[index](hidden) if self.lm_heads else parts.lm_head(hidden)
         return logits
 
+    @override
     def optimize_for_inference(self) -> None:
-        """See `Head`; the decoder block of Hydra++ runs as a whole, see `PrefixLayer.as_blocks`."""
+        """Packs the weights; the decoder block of Hydra++ runs as a whole, see `PrefixLayer.as_blocks`."""
         for block in self._first_blocks():
             block.stack()
         optimize_for_inference(self.first)

@@ -13,6 +13,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import silu
+from typing_extensions import override
 
 from foretoken.decoder.lean.native_linear import fast_linear, linear_layer
 from foretoken.heads.base import Head, HeadConfig
@@ -85,6 +86,7 @@ class MedusaHeads(Head):
         is_partial = config.draft_vocab_size is not None
         self.register_buffer("token_map", torch.arange(rows, device=device) if is_partial else None)
 
+    @override
     def initialize(self, parts: TargetParts) -> None:
         """Blocks that do nothing, and copies of the target's LM head: the target's own next-token prediction."""
         with torch.no_grad():
@@ -95,8 +97,9 @@ class MedusaHeads(Head):
                 rows = parts.lm_head_weight if self.token_map is None else parts.lm_head_weight[self.token_map]
                 self.lm_head.copy_(rows)
 
+    @override
     def step(self, index: int, state: Tensor, tokens: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
-        """See `Head`; the token is ignored and the state stays the feature."""
+        """Ignores the token; the state stays the feature."""
         hidden = state
         for layer in range(self.config.num_layers):
             stored = 0 if self.config.tied_blocks else layer
@@ -104,16 +107,17 @@ class MedusaHeads(Head):
             hidden = hidden + silu(nn.functional.linear(hidden, self.weight[index, stored], bias))
         return state, hidden
 
+    @override
     def logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
-        """See `Head`."""
         if self._quick_lm_heads:
             return self._whole_vocabulary(self._quick_lm_heads[index](hidden))
         if self.lm_head is None:
             return parts.lm_head(hidden)
         return self._whole_vocabulary(nn.functional.linear(hidden, self.lm_head[index]))
 
+    @override
     def optimize_for_inference(self) -> None:
-        """See `Head`; the stacked LM heads are taken apart."""
+        """Packs the weights; the stacked LM heads become single ones."""
         for weight in [] if self.lm_head is None else self.lm_head.detach():
             self._quick_lm_heads.append(fast_linear(linear_layer(weight)))
         self.lm_head = None

@@ -16,6 +16,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import gelu
+from typing_extensions import override
 
 from foretoken.heads.base import Head, HeadConfig
 
@@ -91,6 +92,7 @@ class MlpSpeculatorHead(Head):
         self.lm_heads = nn.ModuleList(nn.Linear(width, vocab, bias=False, **placement) for _ in range(own))
         self.norms = nn.ModuleList(RmsNormWithBias(width, **placement) for _ in range(own))
 
+    @override
     def initialize(self, parts: TargetParts) -> None:
         """Normal with standard deviation 1 / sqrt(D), norms neutral."""
         deviation = 1 / math.sqrt(self.config.inner_dim)
@@ -101,21 +103,22 @@ class MlpSpeculatorHead(Head):
                 nn.init.ones_(module.weight)
                 nn.init.zeros_(module.bias)
 
+    @override
     def encode(self, features: Tensor) -> Tensor:
-        """See `Head`."""
         if not self.config.scale_input:
             return features
         return rms_scaled(features) / math.sqrt(2)
 
+    @override
     def step(self, index: int, state: Tensor, tokens: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
-        """See `Head`; the state is what `logits` reads."""
+        """Takes the token into the state, which is also what `logits` reads."""
         projected = _of(self.projections, index)(state)
         token = _of(self.embeddings, index)(tokens)
         state = gelu(_of(self.norms, index)(projected + self.config.alpha * token))
         return state, state
 
+    @override
     def logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
-        """See `Head`."""
         logits: Tensor = _of(self.lm_heads, index)(hidden)
         return logits
 

@@ -125,7 +125,7 @@ def test_generate_says_what_loading_took_and_why_it_does_not_draft() -> None:
     skipped = re.search(r"\[did not draft in (\d+) of (\d+) passes: a pass of \d+ tokens costs [\d.]+x", result.stderr)
     passes = re.search(r"in (\d+) target passes", result.stderr)
     assert passes is not None
-    assert undrafted is None or 0 < int(undrafted[1]) <= int(undrafted[2]) == int(passes[1])
+    assert skipped is None or 0 < int(skipped[1]) <= int(skipped[2]) == int(passes[1])
 
 
 def test_a_text_cut_by_the_context_says_so() -> None:
