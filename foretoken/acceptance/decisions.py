@@ -88,7 +88,7 @@ class KeyedDecisions:
         return best_possible(log_probs + self.noise.gumbel(positions, Purpose.TARGET, log_probs.shape[1]))
 
     def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:
-        """The test u q < p with u of the root's position and the lane. Strict: u <= p / q would accept p = 0 at u = 0."""
+        """The test u q < p, u of the root's position and the lane; strict, as u <= p/q would accept p = 0 at u = 0."""
         return self.noise.uniform(self.root_positions, Purpose.ACCEPT, lane) * draft_prob < target_prob
 
     def token(self, probs: Tensor, lane: int) -> Tensor:

@@ -37,7 +37,7 @@ class AcceptancePolicy:
         lenience: Factor l of the lenient rule, in (0, 1].
         posterior_threshold: Epsilon of the typical rule, in (0, 1].
         posterior_alpha: Delta of the typical rule, in (0, 1].
-        typical_end: The token after a path that the typical rule kept: "draw" from the target's distribution, or its
+        typical_end: The token after a path of the typical rule: "draw" from the target's distribution, or its
             "argmax" as in Medusa's code.
 
     Raises:

@@ -1,6 +1,6 @@
 """The sequential test of speculative sampling, for chains and trees with sampled and one-hot children; lossless.
 
-At a node with target distribution P, each sampled child x with exact conditional draft distribution Q is kept with
+At a node with target distribution P, each sampled child x with exact conditional draft distribution Q is accepted with
 probability min(1, P[x] / Q[x]); after a rejection P becomes norm(max(P - Q, 0)). One-hot children come last, all at
 once: draw y from what is left of P and descend if a child holds y. On a chain this is speculative sampling (Leviathan
 et al., arXiv 2211.17192; Chen et al., 2302.01318, who swap p and q); with children drawn without replacement it is the

@@ -1,7 +1,7 @@
 """Greedy and coupled acceptance: descends a tree along the tokens that the target chooses.
 
-Both rules pick the token the target would emit after a node and descend if some child holds it; they differ in the
-pick. The emitted text is by construction the text of plain decoding, whatever the tree.
+Both rules take the token that the target generates after a node and descend if a child holds it; they differ in how it
+is chosen. The generated text is by construction that of plain decoding, whatever the tree.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def descend(tree: TokenTree, step: Callable[[Tensor, int], tuple[Tensor, Tensor]
         walking = walking & (child >= 0)
         node = torch.where(walking, child, node)
         path[:, depth] = torch.where(walking, child, -1)
-        if reads_are_free(device) and not walking.any():  # elsewhere the look would cost a synchronisation
+        if reads_are_free(device) and not walking.any():  # elsewhere reading it would cost a synchronisation
             break
     return Acceptance(
         path=path,
@@ -77,7 +77,7 @@ def walk(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) -> Acceptance
 
 
 def _walk_on_device(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) -> Acceptance:
-    """`walk` without a look at any tensor."""
+    """`walk` without reading any tensor on the host."""
 
     def step(node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         chosen = choose(node, depth)
@@ -87,7 +87,7 @@ def _walk_on_device(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) ->
 
 
 def _walk_on_host(tree: TokenTree, choose: Callable[[list[int], int], list[int]]) -> Acceptance:
-    """`walk` in plain Python: on a CPU a look into a tensor is cheaper than an operation on it."""
+    """`walk` in plain Python: on a CPU reading a tensor is cheaper than an operation on it."""
     rows = list(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True))
     nodes, next_token = [0] * len(rows), [0] * len(rows)
     paths: list[list[int]] = [[] for _ in rows]
@@ -123,7 +123,7 @@ def _child_of(tokens: list[int], parents: list[int], node: int, token: int) -> i
 
 
 def accept_greedy(tree: TokenTree, argmax: Callable[[Tensor], Tensor]) -> Acceptance:
-    """Keeps the path of most probable tokens (Stern et al. 2018, arXiv 1811.03115, with exact match).
+    """Accepts the path of most probable tokens (Stern et al. 2018, arXiv 1811.03115, with exact match).
 
     Args:
         tree: Candidates drawn in any way.
@@ -146,7 +146,7 @@ def accept_chosen(tree: TokenTree, chosen: Tensor) -> Acceptance:
         return Acceptance(
             **walked._asdict(), lossy_tv=torch.zeros(len(chosen), dtype=torch.float32, device=chosen.device)
         )
-    if tree.max_depth == 0:  # plain decoding, the baseline, is spared what follows
+    if tree.max_depth == 0:  # plain decoding needs none of what follows
         return Acceptance(
             path=chosen[:, :0],
             num_accepted=torch.zeros_like(tree.num_nodes),
@@ -160,7 +160,7 @@ def accept_chosen(tree: TokenTree, chosen: Tensor) -> Acceptance:
 
 
 def accept_coupled(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:
-    """Draws the target's token after each node and keeps the path of drawn tokens.
+    """Draws the target's token after each node and accepts the path of drawn tokens.
 
     With position-keyed decisions the text is that of plain Gumbel-max sampling with the same seed, for every drafter,
     tree and batch (Daliri et al. 2024, arXiv 2408.07978). Lossless for trees drawn in any way that does not depend on

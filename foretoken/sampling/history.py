@@ -118,7 +118,7 @@ class HistoryTable:
             self._counts[slot] = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
 
     def append(self, slot: int, tokens: Sequence[int]) -> None:
-        """Counts emitted tokens of a slot."""
+        """Counts generated tokens of a slot."""
         counts = self._counts[slot]
         if counts is not None:
             ids = torch.tensor(tokens, dtype=torch.int64, device=self._device)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """What the engine accepted, and what it should have by what the head says at the very same positions.
+    """What the engine accepted, and what it should have by the head's predictions at the very same positions.
 
     Attributes:
         accepted: Share of passes that accepted at least d drafted tokens, from d = 1.
