@@ -37,7 +37,7 @@ class Outer(BaseModel):
         ({"size": 0}, "'size' of a thing is 0. Input should be greater than or equal to 1."),
         ({}, "'size' of a thing is missing. Expected a value."),
         ({"size": 7}, "a thing: size must not be 7."),
-        ({"size": 1, "sise": 2}, r"a thing has no key 'sise'. Did you mean 'size'\? Known: inner, many, pair, size."),
+        ({"size": 1, "sixe": 2}, r"a thing has no key 'sixe'. Did you mean 'size'\? Known: inner, many, pair, size."),
         (
             {"size": 1, "many": "x"},
             r"'many' of a thing is 'x'. Input should be a valid integer, .*; or: Input .* list.",

@@ -85,8 +85,8 @@ def check_knowledge(agreement: Agreement) -> Check:
         message = (
             "Undertrained or unrelated: heads predict the same whatever the text, or something unrelated to it. Head 0 "
             f"is right at {best:.3f} of the positions, and always saying the most frequent token at {guess:.3f}. They "
-            "are random, hardly trained, trained on other text, or made for another target. Look at the training loss, and "
-            "train longer."
+            "are random, hardly trained, trained on other text, or made for another target. Look at the training loss, "
+            "and train longer."
         )
     is_fault = bool(agreement.lagging) or best < wanted
     return Check(
