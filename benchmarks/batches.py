@@ -1,4 +1,4 @@
-"""What one sequence of a batch costs the others: a wide tree among roots, and prompts that join.
+"""Measures what one sequence of a batch costs the others: a wide tree among roots, and prompts that join.
 
     python -m benchmarks.batches [MODEL] [--dtype bfloat16] [--runner auto]
 

@@ -1,4 +1,4 @@
-"""Times one matrix product of a decoding pass on torch's kernels, on oneDNN's and MKL's packed ones, and on our own.
+"""Times one small-batch GEMM of a decoding pass on torch's kernels, on oneDNN's and MKL's packed ones, and on our own.
 
 python -m benchmarks.products --sizes 256,1024,2816 --threads 2
 
@@ -52,7 +52,7 @@ def products(weights: Sequence[Tensor], num_tokens: int) -> dict[str, list[Produ
 
 
 def microseconds(calls: dict[str, list[Product]], rounds: int) -> dict[str, float]:
-    """Median time of a product by kernel, in turns."""
+    """Median time of a GEMM by kernel, in turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):  # the first round warms up
         for name, kernel in calls.items():

@@ -101,7 +101,7 @@ def test_quick_start_commands_run() -> None:
         result = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
         assert result.returncode == 0, result.stderr
         if any("num_speculative_tokens" in argument for argument in arguments):
-            assert "declined" not in result.stderr
+            assert "did not draft" not in result.stderr
 
 
 @pytest.mark.parametrize("page", PAGES)

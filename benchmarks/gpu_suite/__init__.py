@@ -1,1 +1,1 @@
-"""Everything that only a GPU can tell, measured and proven by one command in under nine minutes."""
+"""Proofs and measurements that need a GPU, in one command of under nine minutes."""

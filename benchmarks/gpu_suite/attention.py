@@ -1,4 +1,4 @@
-"""The time of tree attention: our kernels, SDPA with a dense mask, and FlexAttention, on the same cache and tree.
+"""Times tree attention: our kernels, SDPA with a dense mask, and FlexAttention, on the same cache and tree.
 
 One call is one layer of one pass. Calls go round over as many sequences of the cache as it takes for each to find its
 keys in memory, not in L2.
@@ -19,6 +19,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.gpu_suite.timing import Program, interleave, prepare
 from foretoken.attention.layout import AttentionLayout
+from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 
@@ -253,7 +254,7 @@ def _time_flex(work: Work, scene: Scene) -> None:
     """Emits FlexAttention's row, with our kernel timed beside it."""
     row = _row(scene)
     try:
-        call, facts = _flex(scene, is_compiled=work.device.type == "cuda")
+        call, facts = _flex(scene, is_compiled=has_cuda_runtime(work.device))
         calls = {"mask-free": candidates(scene)["mask-free"], "flex": call}
         begin = time.perf_counter()
         output = call(0)
@@ -348,12 +349,12 @@ def _backend(scene: Scene) -> str:
 
 def _wait(device: torch.device) -> None:
     """Until the device has done everything."""
-    if device.type == "cuda":
+    if has_cuda_runtime(device):
         torch.cuda.synchronize(device)
 
 
 def _tidy(device: torch.device) -> None:
     """Gives memory back, captured graphs' included."""
     gc.collect()
-    if device.type == "cuda":
+    if has_cuda_runtime(device):
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Random inputs of tree attention: every class of shapes, and what no row may be read of filled with NaN."""
+"""Random inputs of tree attention in every class of shapes; rows that must not be read are filled with NaN."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class Problem:
         keys: (slots, Hk, capacity, Dk), NaN in every row that must not be read.
         values: (slots, Hk, capacity, Dv), likewise.
         work: The pass, as the runner would describe it.
-        visible: For each sequence (T, L) bool on the CPU, who sees what by a loop of its own; L = prefix + nodes.
+        visible: For each sequence (T, L) bool on the CPU, what each token sees, by a plain loop; L = prefix + nodes.
         sinks: (H,), or None.
         scale: Factor of the dot products.
     """

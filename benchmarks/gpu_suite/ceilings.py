@@ -1,4 +1,4 @@
-"""What the device can do at most: bandwidth of copying and of reading, matrix products, and who it is."""
+"""Measures what the device can do at most: bandwidth of copying and reading, and matrix multiplication."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from benchmarks.gpu_suite.timing import interleave, prepare
+from foretoken.core.backend import has_cuda_runtime
 
 if TYPE_CHECKING:
     from benchmarks.gpu_suite.work import Work
 
 _GIB = 2**30
 _QUERIED = ("name", "driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "temperature.gpu")
-# Products of one layer of an 8B-shaped Llama and its LM head, (outputs, inputs).
+# Weights of one layer of an 8B-shaped Llama and its LM head, (outputs, inputs).
 _LAYERS = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)}
 _HEAD = (128256, 4096)
 _WIDTHS = (1, 8, 16, 32, 64, 128)
@@ -40,7 +41,7 @@ def describe(device: torch.device) -> dict[str, Any]:
         except PackageNotFoundError:
             versions[package] = "not installed"
     facts: dict[str, Any] = {"versions": versions, "cuda": torch.version.cuda, "queried": _queried(device)}
-    if device.type == "cuda":
+    if has_cuda_runtime(device):
         properties = torch.cuda.get_device_properties(device)
         facts |= {
             "name": properties.name,
@@ -54,7 +55,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 def _queried(device: torch.device) -> dict[str, str]:
     """What nvidia-smi says, nothing where there is none."""
-    if device.type != "cuda":
+    if not has_cuda_runtime(device):
         return {}
     command = ["nvidia-smi", f"--query-gpu={','.join(_QUERIED)}", "--format=csv,noheader"]
     try:
@@ -81,7 +82,7 @@ def _bandwidths(work: Work) -> None:
 
 
 def _matmul(work: Work) -> None:
-    """A large product of random matrices."""
+    """A large GEMM of random matrices."""
     size = 128 if work.is_rehearsal else 8192
     a, b = (torch.randn(size, size, device=work.device).to(torch.bfloat16) for _ in range(2))
     times = interleave({"matmul": prepare([lambda: a @ b], work.device)}, work.device, seconds=1.0, max_rounds=30)
@@ -94,7 +95,7 @@ def _matmul(work: Work) -> None:
 
 
 def _linears(work: Work) -> None:
-    """The products of a decoding pass as torch makes them, on weights that no cache holds."""
+    """The GEMMs of a decoding pass by torch, on weights that no cache holds."""
     layers = {"square": (128, 64)} if work.is_rehearsal else {**_LAYERS, "lm_head": _HEAD}
     copies = 2 if work.is_rehearsal else 8
     for name, (outputs, inputs) in layers.items():

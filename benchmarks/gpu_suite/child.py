@@ -48,7 +48,7 @@ def main() -> int:
                 torch.set_num_threads(1)
             module = section_module(options.module)
             turn = sys.stdin.readline()
-            if not turn:  # nobody is waiting any more
+            if not turn:  # the parent is gone
                 return 0
             work = Work(
                 device=torch.device("cpu" if options.rehearse else "cuda"),

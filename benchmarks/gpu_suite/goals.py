@@ -1,4 +1,4 @@
-"""What was to be reached, against what was measured."""
+"""Compares the suite's measurements with its goals."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Ceilings:
     Attributes:
         copy: GB/s of a copy, bytes read and written.
         read: GB/s of the fastest of several ways to read.
-        matmul: TFLOP/s of a large bfloat16 product.
+        matmul: TFLOP/s of a large bfloat16 GEMM.
     """
 
     copy: float | None
@@ -136,7 +136,7 @@ def _attention_goals(record: Record, ceilings: Ceilings) -> list[Goal]:
                 and (of := _of_copy(row, ceilings)) is not None))
             for share, note in ((0.6, ""), (0.8, " (stretch)"))
         ),
-        _share("attention, arithmetic over a large product's, N = 64, B L >= 16384", 0.5, (
+        _share("attention, arithmetic over a large GEMM's, N = 64, B L >= 16384", 0.5, (
             of for row in rows if row["nodes"] == 64 and row["batch"] * row["prefix"] >= 16384
             and (of := _of_matmul(row, ceilings)) is not None)),
     ]  # fmt: skip
@@ -147,7 +147,7 @@ def _step_goals(record: Record, ceilings: Ceilings) -> list[Goal]:
     passes = passes_by_context(record)
     runners = sorted({row["runner"] for rows in passes.values() for row in rows.values()})
     goals = [
-        _goal("passes of the 8B-shaped target are recorded", "lean-graphs", ", ".join(runners),
+        _goal("passes of the 8B-shaped target are captured", "lean-graphs", ", ".join(runners),
               is_met=runners == ["lean-graphs"] if runners else None)
     ]  # fmt: skip
     for context in sorted(passes):
@@ -203,7 +203,7 @@ def _of_copy(row: Row, ceilings: Ceilings) -> float | None:
 
 
 def _of_matmul(row: Row, ceilings: Ceilings) -> float | None:
-    """Share of the rate of a large product."""
+    """Share of the rate of a large GEMM."""
     ours = kernel_us(row, "mask-free")
     return None if ours is None or ceilings.matmul is None else row["flop"] / ours / 1e6 / ceilings.matmul
 

@@ -1,4 +1,4 @@
-"""Triton's interpreter, which stands in for a GPU in rehearsals and tests."""
+"""Switches on Triton's interpreter, which stands in for a GPU in rehearsals and tests."""
 
 from __future__ import annotations
 

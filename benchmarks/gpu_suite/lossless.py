@@ -1,4 +1,4 @@
-"""Every drafter against plain decoding of the same target: the same text, a near-tie of rounding, or a bug."""
+"""Compares every drafter with plain decoding of the same target: the same text, a near-tie of rounding, or a bug."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Three kernels of tree attention against the definition in float64, on fresh random inputs of every class of shapes.
+"""Checks three tree attention kernels against the reference in float64, on random inputs of every class of shapes.
 
 An error counts by its bound, worked out from the dtype for every number of the output: 1 is as far as rounding can
 reach. How far the loss of a single visible key would move the output, in the same unit, tells whether the check could
@@ -24,6 +24,7 @@ from benchmarks.gpu_suite.attention_inputs import (
     make_problem,
 )
 from foretoken.attention.reference import reference_attention
+from foretoken.core.backend import has_cuda_runtime
 from foretoken.decoder.captured_pass import captured_pass, padded_inputs, shape_of
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def available_kernels(work: Work) -> dict[str, Kernel]:
         )  # fmt: skip
 
     kernels: dict[str, Kernel] = {"mask-free": mask_free, "masked": masked}
-    if work.device.type != "cuda":
+    if not has_cuda_runtime(work.device):
         work.left_out("the CUDA kernel", "it needs a GPU")
         return kernels
     from foretoken.attention.cuda_tree import tree_attention_cuda
@@ -183,7 +184,7 @@ def _judged(kernel: Kernel, problem: Problem, case: Case, wanted: Tensor, bounds
         # The output will most likely get this memory: what a kernel forgets to write then is NaN.
         torch.full(wanted.shape, float("nan"), dtype=problem.query.dtype, device=wanted.device)
         outputs.append(kernel(problem, case).clone())
-    if wanted.device.type == "cuda":
+    if has_cuda_runtime(wanted.device):
         torch.cuda.synchronize()
     error = float(((outputs[0].double() - wanted).abs() / bounds).nan_to_num(nan=float("inf")).max())
     is_repeatable = torch.equal(outputs[0], outputs[1])

@@ -1,4 +1,4 @@
-"""Attention time against context and against nodes, as a picture."""
+"""Plots attention time against context and against nodes."""
 
 from __future__ import annotations
 

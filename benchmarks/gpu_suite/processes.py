@@ -1,4 +1,4 @@
-"""Sections in processes: started early, released in turn, ended in time, their rows kept as they come."""
+"""Runs sections in processes: started early, released in turn, ended in time, rows saved as they come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the record to a Markdown report; every table says under which conditions it was measured."""
+"""Turns the suite's results into a Markdown report; every table names the conditions of its measurement."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _conditions(record: Record) -> str:
     facts = [
         *(f"{key} {value}" for key, value in device.get("versions", {}).items()),
         *(f"{key} {queried[key]}" for key in queried if key != "name"),
-        *([f"clocks after a large product {after.get('clocks.sm')}, {after.get('clocks.mem')}"] if after else []),
+        *([f"clocks after a large GEMM {after.get('clocks.sm')}, {after.get('clocks.mem')}"] if after else []),
     ]
     return (
         f"Commit {record['commit']}, seed {record['seed']}, begun {record['begun']}, {record['seconds']:.0f} s. "

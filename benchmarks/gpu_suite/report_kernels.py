@@ -55,8 +55,8 @@ def show_ceilings(record: Record) -> str:
     by_layer: dict[str, dict[int, Row]] = {}
     for row in linears:
         by_layer.setdefault(f"{row['layer']} {row['outputs']}x{row['inputs']}", {})[row["width"]] = row
-    products = markdown_table(
-        ["product", *(f"{width} tokens" for width in widths)],
+    gemms = markdown_table(
+        ["GEMM", *(f"{width} tokens" for width in widths)],
         [
             [
                 name,
@@ -65,7 +65,7 @@ def show_ceilings(record: Record) -> str:
             for name, rows in by_layer.items()
         ],
     )
-    return f"{shown}\n\nTorch's products in bfloat16, weights not in any cache, GB/s of weights:\n\n{products}"
+    return f"{shown}\n\nTorch's GEMMs in bfloat16, weights not in any cache, GB/s of weights:\n\n{gemms}"
 
 
 def show_attention(record: Record) -> str:

@@ -1,4 +1,4 @@
-"""A drafter that costs next to nothing, of any static tree, right as far as a script says.
+"""A drafter of any static tree whose drafts are right as often as a script says, at next to no cost.
 
 The `oracle` drafter of the package drafts chains and their siblings; heads draft trees of 64 nodes.
 """

@@ -1,4 +1,4 @@
-"""A whole pass and a whole iteration of an 8B-shaped target: how near memory, how wide for free, how much host.
+"""Measures whole passes and iterations of an 8B-shaped target: distance to memory bandwidth, free width, host time.
 
 The target is `successor_model`: random weights, known text. Drafts are scripted and cost nothing, so efficiency here is
 the engine's alone: what a head's own weights cost comes on top.
@@ -24,6 +24,7 @@ from benchmarks.gpu_suite.successor_model import (
 )
 from benchmarks.gpu_suite.timing import Times, queued_seconds, waited_seconds
 from foretoken import LLM, SamplingParams
+from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.hf.loading import LoadedModel, wrap_model
 from foretoken.runner.runner import Runner
@@ -146,7 +147,7 @@ def _passes(work: Work, model: LoadedModel, sizes: Sizes, runner: str) -> None:
 
         launch_s = {}
         for width in sizes.widths:
-            for _ in range(3):  # kernels are compiled, passes perhaps recorded
+            for _ in range(3):  # kernels are compiled, passes perhaps captured
                 verify(width)
             _wait(work)
             begin = time.perf_counter()
@@ -300,7 +301,7 @@ def _profiled(
         tokens: To decode.
         wall: Seconds of an iteration without a profiler.
     """
-    if work.device.type != "cuda":
+    if not has_cuda_runtime(work.device):
         return {"busy_us": None, "gap_us": None, "why": "no GPU"}
     from torch.profiler import ProfilerActivity, profile
 
@@ -355,11 +356,11 @@ def _tree(width: int, device: torch.device) -> TokenTree:
 
 def _memory(work: Work, after: str) -> None:
     """Emits the peak of allocated memory so far."""
-    if work.device.type == "cuda":
+    if has_cuda_runtime(work.device):
         work.emit("memory", {"after": after, "peak_gib": torch.cuda.max_memory_allocated() / 2**30})
 
 
 def _wait(work: Work) -> None:
     """Until the GPU has done everything."""
-    if work.device.type == "cuda":
+    if has_cuda_runtime(work.device):
         torch.cuda.synchronize()

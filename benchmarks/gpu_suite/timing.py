@@ -1,4 +1,4 @@
-"""Times by device events: candidates in turns, calls queued so that the host's launches do not count.
+"""Times calls by device events, candidates in turns, queued so that the host's launches do not count.
 
 In a rehearsal there is no device and everything is wall-clock time.
 """
@@ -11,6 +11,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from foretoken.core.backend import has_cuda_runtime
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -77,7 +79,7 @@ def prepare(calls: Sequence[Callable[[], object]], device: torch.device) -> Prog
         for call in calls:
             call()
 
-    if device.type != "cuda":
+    if not has_cuda_runtime(device):
         calls[0]()
         return Program(run_all, calls, is_replayed=False, launch_s=0.0)
     stream = torch.cuda.Stream(device)
@@ -116,7 +118,7 @@ def interleave(
         min_rounds: Rounds at least.
         max_rounds: Rounds at most.
     """
-    if device.type != "cuda":
+    if not has_cuda_runtime(device):
         min_rounds = max_rounds = 1
     names = list(programs)
     taken: dict[str, list[float]] = {name: [] for name in names}
@@ -140,7 +142,7 @@ def queued_seconds(run: Callable[[], object], device: torch.device, *, launch_s:
         device: Where it runs.
         launch_s: About how long the host takes to launch it.
     """
-    if device.type != "cuda":
+    if not has_cuda_runtime(device):
         return waited_seconds(run, device)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(int((1.5 * launch_s + _QUEUE_S) * _CYCLES_PER_S))
@@ -153,7 +155,7 @@ def queued_seconds(run: Callable[[], object], device: torch.device, *, launch_s:
 
 def waited_seconds(run: Callable[[], object], device: torch.device) -> float:
     """Seconds from an idle device to the end of something, the host's launches included."""
-    if device.type != "cuda":
+    if not has_cuda_runtime(device):
         start = time.perf_counter()
         run()
         return time.perf_counter() - start

@@ -1,4 +1,4 @@
-"""What a section is given, and the sections there are."""
+"""The sections of the suite, and what each is given."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Heads of foretoken beside the projects whose formats it writes: same weights in, outputs compared."""
+"""Compares heads that foretoken writes with the projects whose formats these are: same weights, same outputs."""

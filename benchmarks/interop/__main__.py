@@ -1,6 +1,6 @@
 """Command line: python -m benchmarks.interop --medusa-repo DIR --hydra-repo DIR … (see README.md beside this file).
 
-Exit code 1: somebody's code makes something else of a file than foretoken says.
+Exit code 1: another project's code makes something else of a file than foretoken says.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> int:
 
 
 def compare_all(repos: dict[str, Path | None]) -> list[Outcome]:
-    """Every comparison; those whose clone is not named, or cannot be used, as one row that says why.
+    """Every comparison; where a clone is not named, or cannot be used, one row that says why.
 
     Args:
         repos: Clones by the keys of `PROGRAMS`; None where there is none.

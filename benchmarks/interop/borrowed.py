@@ -1,4 +1,4 @@
-"""Importing single files of somebody else's clone, with stand-ins for what they import and nobody needs here.
+"""Imports single files of another project's clone, with stand-ins for imports that are not needed.
 
 Nothing of theirs is copied: files are run where they lie.
 """

@@ -1,4 +1,4 @@
-"""fms-extras: its MLPSpeculator with the tensors that foretoken writes.
+"""Runs fms-extras' MLPSpeculator on the tensors that foretoken writes.
 
 Where IBM's fms is not installed, a norm written here from the published formula stands in for the one class it imports.
 """

@@ -1,4 +1,4 @@
-"""zankner/Hydra: its `from_pretrained` on what foretoken writes, with transformers' Llama as the target around it."""
+"""Runs zankner/Hydra's `from_pretrained` on what foretoken writes, around transformers' Llama as the target."""
 
 from __future__ import annotations
 

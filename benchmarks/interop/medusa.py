@@ -1,4 +1,4 @@
-"""FasterDecoding/Medusa: its `from_pretrained` on what foretoken writes.
+"""Runs FasterDecoding/Medusa's `from_pretrained` on what foretoken writes.
 
 Its own Llama needs a transformers of 2023, so transformers' Llama stands in for it, and nothing for the tokenizer: the
 heads, and how they are built and loaded, are the original's.

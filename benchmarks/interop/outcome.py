@@ -1,4 +1,4 @@
-"""What a comparison came to, and the table of all."""
+"""The outcome of one comparison, and the table of all."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Outcome:
 
     @property
     def is_as_stated(self) -> bool:
-        """Whether the claim holds; what nobody claims anything about, and what did not run, holds."""
+        """Whether the claim holds; what has no claim, and what did not run, holds."""
         if self.found == "skipped" or self.claimed is None:
             return True
         return (self.found == "same") == (self.claimed == "same")
@@ -49,7 +49,7 @@ class Outcome:
 def compared(
     program: str, case: str, *, claimed: bool | None, ours: Sequence[Tensor], theirs: Callable[[], Sequence[Tensor]]
 ) -> Outcome:
-    """Runs somebody's code and holds its numbers against ours.
+    """Runs another project's code and compares its numbers with ours.
 
     Args:
         program: Whose code.

@@ -1,4 +1,4 @@
-"""text-generation-inference: its Medusa and MLP speculator layers on what foretoken writes.
+"""Runs text-generation-inference's Medusa and MLP speculator layers on what foretoken writes.
 
 Stand-ins for its linear layers, embedding and LM head, on one process, take tensors by the names that its layers ask
 for, from one file; an absent name is an error, as there.

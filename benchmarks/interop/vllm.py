@@ -1,4 +1,4 @@
-"""vLLM: its Medusa configuration and model on what foretoken writes.
+"""Runs vLLM's Medusa configuration and model on what foretoken writes.
 
 Stand-ins on one rank take the place of its parallel LM head, which checks a file's rows as the original does, and of
 its logits processor. Whether vLLM drafts with MLP speculators is looked up in its table of models.

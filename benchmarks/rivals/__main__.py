@@ -171,7 +171,7 @@ def _compare_parser() -> argparse.ArgumentParser:
         description="Compares foretoken with other engines. Also: `install RIVAL`, `model --out DIR`.",
     )
     parser.add_argument("--model", required=True, help="directory of the target")
-    parser.add_argument("--draft-model", help="directory of the draft model, for those who take one")
+    parser.add_argument("--draft-model", help="directory of the draft model, for engines that take one")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""The comparison itself: who is there, loading, interleaved rounds, passes of chosen width.
+"""Runs the comparison: loading, interleaved rounds, passes of chosen width.
 
 One question at a time; every other worker is stopped. Within a round each prompt is decoded by everybody in turn, and
 the turn moves on by one from prompt to prompt, so that a drift of the machine's speed hits all alike. A contestant that
@@ -96,12 +96,12 @@ class Comparison:
     """Everything that was measured.
 
     Attributes:
-        contestants: Those who finished, in table order.
+        contestants: Those that finished, in table order.
         loaded: What each of them said when it was loaded.
         runs: Their requests.
         forwards: Their single passes.
-        skipped: Sentences on who is not installed.
-        failures: Sentences on who broke down.
+        skipped: Sentences on engines that are not installed.
+        failures: Sentences on engines that broke down.
         disturbance: What else the machine did.
     """
 
@@ -119,7 +119,7 @@ def compare(settings: Settings, contestants: Sequence[Contestant], say: Callable
 
     Args:
         settings: On what.
-        contestants: Who.
+        contestants: Which.
         say: Gets progress, a line at a time.
 
     Raises:
@@ -128,7 +128,7 @@ def compare(settings: Settings, contestants: Sequence[Contestant], say: Callable
     request_len = _sequence_len(settings)
     contest = _Contest(settings, say)
     try:
-        # References come first, so that it is not they who find the memory full.
+        # References come first, so that they do not find the memory full.
         for contestant in sorted(contestants, key=lambda contestant: contestant not in REFERENCES):
             contest.admit(contestant, request_len)
         contest.result.contestants.sort(key=contestants.index)
@@ -214,7 +214,7 @@ class _Contest:
                 self.result.runs.append(Run(contestant=name, round=number, prompt=index, generation=generation))
 
     def time_passes(self, number: int, watch: DisturbanceWatch) -> None:
-        """One round of single passes, by those who can."""
+        """One round of single passes, by those that can."""
         settings = self.settings
         for index, width in enumerate(settings.widths):
             self.say(f"round {number + 1} of {settings.rounds}, passes of {width}")

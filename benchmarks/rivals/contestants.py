@@ -1,4 +1,4 @@
-"""Who takes part: every rival's ways to decode, under names such as `llama_cpp.plain`."""
+"""Lists the ways to decode that are compared, under names such as `llama_cpp.plain`."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ REFERENCES = (FORETOKEN_PLAIN, HF_GENERATE)  # everybody's speed is given agains
 
 
 def choose_contestants(only: Sequence[str], *, has_draft: bool) -> list[Contestant]:
-    """Those who can take part, in table order.
+    """Those that can take part, in table order.
 
     Args:
         only: Names of rivals (all their ways) or of contestants; empty for everybody.
-        has_draft: Whether there is a draft model; without one, those who need it stay away.
+        has_draft: Whether there is a draft model; without one, those that need it are left out.
 
     Raises:
         ValueError: For an unknown name, or for a contestant asked for by name that needs a draft model.

@@ -1,4 +1,4 @@
-"""The rivals' own Python environments: where they lie, whether they are there, and how they are made.
+"""Makes and finds the Python environments of the other engines.
 
 Versions are pinned, because a table names them. torch is pinned as in `constraints.txt` and its companions are kept
 out: a range would fetch gigabytes of CUDA packages on a CPU machine.
@@ -34,7 +34,7 @@ class Environment:
         package: Folder in site-packages that shows that it is there.
         packages: Requirements, installed at once.
         needs_torch: Whether the CPU build of torch comes first.
-        remove: Packages that dependencies bring and that break the CPU build of torch.
+        remove: Packages that dependencies install and that break the CPU build of torch.
         bare: A requirement whose own pins ask for what is not wanted (torchvision and its like): its dependencies are
             installed without those, and it itself without dependencies.
         build_settings: Environment variables for packages that are compiled.

@@ -1,4 +1,4 @@
-"""The machine a comparison ran on, and whether it was quiet meanwhile."""
+"""Describes the machine of a comparison, and measures whether it was quiet meanwhile."""
 
 from __future__ import annotations
 

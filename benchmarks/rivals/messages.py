@@ -1,4 +1,4 @@
-"""What the comparison and its workers say to each other: JSON lines, standard library only.
+"""Messages between the comparison and its workers: JSON lines, standard library only.
 
 The comparison writes `{"ask": QUESTION, ...}` to a worker's standard input, and the worker answers with one line on its
 standard output: an object, or `{"error": SENTENCE}`.

@@ -1,4 +1,4 @@
-"""The tables as a picture: decoding against the reference, and the cost of a wider pass."""
+"""Plots the tables: decoding against the reference, and the cost of a wider pass."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts as token ids, tokenized once, so that no rival's tokenizer has a say."""
+"""Prompts as token ids, tokenized once for all engines."""
 
 from __future__ import annotations
 

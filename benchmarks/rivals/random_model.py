@@ -1,4 +1,4 @@
-"""A random-weight Llama to measure on: its text means nothing, its passes cost what a trained one's cost.
+"""Writes a random-weight Llama to measure on; its passes cost what a trained one's cost.
 
 The tokenizer of the bundled model comes with it, because OpenVINO GenAI loads no model without one. There is no
 end-of-sequence token, so nothing stops early. Embeddings are not tied: a tied random model repeats its input.

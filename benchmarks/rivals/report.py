@@ -1,4 +1,4 @@
-"""From runs to ratios, a Markdown table and JSON."""
+"""Turns runs into ratios, a Markdown table and JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One worker process: started, asked, stopped while others are asked, and always ended.
+"""Controls one worker process: starts it, asks it, stops it while others are asked, and always ends it.
 
 A worker that is not being asked gets SIGSTOP, its whole process group with it, so that no spinning thread pool of one
 rival can slow another; every rival keeps its own waiting policy.

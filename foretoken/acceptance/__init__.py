@@ -1,4 +1,4 @@
-"""Which path of a verified tree survives: pure functions of tree, target distributions and explicit decisions.
+"""Acceptance rules: which path of a verified tree survives, as pure functions of tree and target distributions.
 
 Deliberately unknown here: models, KV rows, which drafter made the tree, where random numbers come from.
 """

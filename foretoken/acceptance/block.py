@@ -1,9 +1,9 @@
-"""Block verification of a sampled chain: lossless, and the most tokens any chain rule can keep.
+"""Block verification of a sampled chain: lossless, and accepts the most tokens that a rule for chains can.
 
 Source: Sun et al. 2024 (arXiv 2403.10444), algorithm 2. With P_0 = 1, P_i = min(1, P_{i-1} p_i(x_i) / q_i(x_i)) and
 S_i = sum_x max(P_i p_{i+1}(x) - q_{i+1}(x), 0), position i < gamma passes with h_i = S_i / (S_i + 1 - P_i), the last
-with h_gamma = P_gamma; the longest passing prefix is kept (a failure does not end the search), and the next token comes
-from norm(max(P_i p_{i+1} - q_{i+1}, 0)), or from the target after the whole chain.
+with h_gamma = P_gamma; the longest passing prefix is accepted (a failure does not end the search), and the next token
+comes from norm(max(P_i p_{i+1} - q_{i+1}, 0)), or from the target after the whole chain.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def accept_block(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> 
     index = torch.arange(batch, device=device)
     gamma = tree.num_nodes - 1
     node = torch.zeros(batch, dtype=torch.int64, device=device)
-    kept = torch.zeros_like(node)
+    accepted = torch.zeros_like(node)
     target_probs = log_probs(node).exp()
     prefix = torch.ones(batch, dtype=target_probs.dtype, device=device)  # P_i
-    rest = target_probs  # distribution of the next token if the chain ends at `kept`
+    rest = target_probs  # distribution of the next token if the chain ends at `accepted`
     for i in range(tree.max_depth + 1):
         exists = i <= gamma
         if i:
@@ -57,14 +57,14 @@ def accept_block(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> 
         passing = torch.where(is_last, prefix, surplus)
         total = torch.where(is_last, 1.0, surplus + (1 - prefix))
         survives = decisions.accept(passing, total, i) if i else torch.ones_like(exists)
-        is_kept = exists & survives
-        kept = torch.where(is_kept, i, kept)
+        is_accepted = exists & survives
+        accepted = torch.where(is_accepted, i, accepted)
         ending = torch.where(is_last.unsqueeze(1), target_probs, residual(scaled, next_draft))
-        rest = torch.where(is_kept.unsqueeze(1), ending, rest)
+        rest = torch.where(is_accepted.unsqueeze(1), ending, rest)
     path = torch.arange(1, tree.max_depth + 1, device=device).expand(batch, -1)
     return Acceptance(
-        path=torch.where(path <= kept.unsqueeze(1), path, -1),
-        num_accepted=kept,
+        path=torch.where(path <= accepted.unsqueeze(1), path, -1),
+        num_accepted=accepted,
         next_token=decisions.token(rest, 0),
         lossy_tv=torch.zeros(batch, dtype=torch.float32, device=device),
     )

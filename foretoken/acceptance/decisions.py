@@ -1,4 +1,4 @@
-"""Where an acceptance rule gets its random choices from.
+"""Random choices of acceptance rules, behind an interface that tests can enumerate.
 
 Rules ask a `Decisions` object instead of drawing numbers, so that tests can enumerate every outcome with its exact
 probability while the engine answers from position-keyed noise.
@@ -83,16 +83,16 @@ class KeyedDecisions:
     root_positions: Tensor
 
     def target_token(self, log_probs: Tensor, depth: int) -> Tensor:
-        """See `Decisions`."""
+        """A draw with the noise of the token's absolute position."""
         positions = self.root_positions + (depth + 1)
         return best_possible(log_probs + self.noise.gumbel(positions, Purpose.TARGET, log_probs.shape[1]))
 
     def accept(self, target_prob: Tensor, draft_prob: Tensor, lane: int) -> Tensor:
-        """See `Decisions`. Strict, in product form: u <= p/q would accept p = 0 at u = 0."""
+        """The test u q < p, u of the root's position and the lane; strict, as u <= p/q would accept p = 0 at u = 0."""
         return self.noise.uniform(self.root_positions, Purpose.ACCEPT, lane) * draft_prob < target_prob
 
     def token(self, probs: Tensor, lane: int) -> Tensor:
-        """See `Decisions`."""
+        """A draw with the noise of the root's position and the lane."""
         noise = self.noise.gumbel(self.root_positions, Purpose.RESIDUAL, probs.shape[1], lane)
         return best_possible(probs.log() + noise)
 

@@ -1,4 +1,4 @@
-"""Rules that trade the target's distribution for speed. Off by default, named lossy wherever they are reported."""
+"""Lossy rules, which trade the target's distribution for speed: lenient and typical acceptance. Off by default."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def accept_lenient(
     *,
     lenience: float,
 ) -> Acceptance:
-    """Speculative sampling on a chain with a lenience factor l: keeps a token with probability min(1, p / (l q)).
+    """Speculative sampling on a chain with a lenience factor l: accepts a token with probability min(1, p / (l q)).
 
     The correction token comes from norm(max(p - q, 0)), which only fills deficits, so the total-variation distance of
-    one position is exactly sum min(p / l, q) - sum min(p, q), reported in `lossy_tv`. A greedy request keeps the most
+    one position is exactly sum min(p / l, q) - sum min(p, q), reported in `lossy_tv`. A greedy request accepts the most
     probable token, and any whose probability at temperature 1 is above l times the largest.
 
     Args:
@@ -47,7 +47,7 @@ def accept_lenient(
         draft_probs = _draft_probs(tree, i, probs)
         p, q = probs.gather(1, token)[:, 0], draft_probs.gather(1, token)[:, 0]
         raw = unwarped_log_probs(node).exp()
-        # Strictly above, or the argmax itself: at l = 1 a tie that plain decoding decides otherwise is not kept.
+        # Strictly above, or the argmax itself: at l = 1 a tie that plain decoding decides otherwise is not accepted.
         is_near_best = (p > 0) | (raw.gather(1, token)[:, 0] > lenience * raw.amax(1))
         survives = torch.where(greedy, is_near_best, decisions.accept(p, lenience * q, i - 1))
         tv = (torch.minimum(probs / lenience, draft_probs) - torch.minimum(probs, draft_probs)).sum(1)
@@ -78,7 +78,7 @@ def accept_typical(
     delta: float,
     is_end_drawn: bool = True,
 ) -> Acceptance:
-    """Keeps the longest path of tokens that are typical: p(x) > min(epsilon, delta exp(-H(p))).
+    """Accepts the longest path of tokens that are typical: p(x) > min(epsilon, delta exp(-H(p))).
 
     Equal lengths are decided by the sum of log p. The token after the path is drawn here, so a text whose drafts are
     all refused has the target's distribution. Medusa's code takes the argmax: nothing is drawn at all there, and such a

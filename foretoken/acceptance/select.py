@@ -1,4 +1,4 @@
-"""Which rule verifies which sequence, and running several rules over one batch."""
+"""Chooses the acceptance rule of each sequence, and runs several rules over one batch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foretoken.acceptance.decisions import Acceptance, KeyedDecisions
 from foretoken.acceptance.lossy import accept_lenient, accept_typical
 from foretoken.acceptance.sequential import accept_sequential
 from foretoken.acceptance.walk import accept_chosen, accept_coupled, accept_greedy
-from foretoken.core.checks import shown
+from foretoken.core.checks import check_number, shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.core.token_tree import DrawKind, TokenTree
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LOSSLESS_RULES = ("greedy", "coupled", "sequential", "block")
 LOSSY_RULES = ("lenient", "typical")
 TYPICAL_ENDS = ("draw", "argmax")
-_SELECTABLE = ("auto", "coupled", "sequential", "block", *LOSSY_RULES)
+_SELECTABLE = ("auto", *(rule for rule in LOSSLESS_RULES if rule != "greedy"), *LOSSY_RULES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,9 +35,9 @@ class AcceptancePolicy:
     Attributes:
         rule: "auto", "coupled", "sequential", "block", or a lossy rule by name: "lenient", "typical".
         lenience: Factor l of the lenient rule, in (0, 1].
-        epsilon: Posterior threshold of the typical rule, in [0, 1].
-        delta: Posterior alpha of the typical rule, in [0, 1].
-        typical_end: The token after a path that the typical rule kept: "draw" from the target's distribution, or its
+        posterior_threshold: Epsilon of the typical rule, in (0, 1].
+        posterior_alpha: Delta of the typical rule, in (0, 1].
+        typical_end: The token after a path of the typical rule: "draw" from the target's distribution, or its
             "argmax" as in Medusa's code.
 
     Raises:
@@ -46,21 +46,19 @@ class AcceptancePolicy:
 
     rule: str = "auto"
     lenience: float = 0.8
-    epsilon: float = 0.09
-    delta: float = 0.3
+    posterior_threshold: float = 0.09
+    posterior_alpha: float = 0.3
     typical_end: str = "draw"
 
     def __post_init__(self) -> None:
         """Checks the rule's name and the ranges."""
-        if self.rule not in _SELECTABLE:
-            raise ConfigError(f"there is no acceptance rule '{self.rule}'. {nearest_name_hint(self.rule, _SELECTABLE)}")
-        if not 0.0 < self.lenience <= 1.0:
-            raise ConfigError(f"lenience is {self.lenience}. Expected above 0 and at most 1.")
-        for name, value in (("epsilon", self.epsilon), ("delta", self.delta)):
-            if not 0.0 <= value <= 1.0:
-                raise ConfigError(f"{name} is {value}. Expected at least 0 and at most 1.")
+        if not isinstance(self.rule, str) or self.rule not in _SELECTABLE:
+            hint = nearest_name_hint(shown(self.rule), _SELECTABLE)
+            raise ConfigError(f"acceptance rule {shown(self.rule)} does not exist. {hint}")
+        for name in ("lenience", "posterior_threshold", "posterior_alpha"):
+            check_number(f"'{name}'", getattr(self, name), 0.0, 1.0, low_open=True, error=ConfigError)
         if not isinstance(self.typical_end, str) or self.typical_end not in TYPICAL_ENDS:
-            raise ConfigError(f"typical_end is {shown(self.typical_end)}. Expected 'draw' or 'argmax'.")
+            raise ConfigError(f"'typical_end' is {shown(self.typical_end)}. Expected 'draw' or 'argmax'.")
 
     @property
     def is_lossy(self) -> bool:
@@ -80,7 +78,7 @@ class AcceptancePolicy:
             tree: The batch's trees.
             is_greedy: Whether the request is decoded greedily.
             is_seeded: Whether it has a seed.
-            row: Its place in the batch, so that the rule cannot depend on its neighbours; None asks for one rule that
+            row: Its index in the batch, so that the rule cannot depend on other sequences; None asks for one rule that
                 fits all rows.
             is_plain: Whether temperature is all that changes its distribution, on a device with kernels for that: what
                 would be "coupled" is then "drawn", the same with the tokens after all nodes drawn at once.
@@ -152,8 +150,8 @@ def _accept_with(rule: str, scores: NodeScores, policy: AcceptancePolicy, root_p
                 tree,
                 scores.log_probs,
                 decisions,
-                epsilon=policy.epsilon,
-                delta=policy.delta,
+                epsilon=policy.posterior_threshold,
+                delta=policy.posterior_alpha,
                 is_end_drawn=policy.typical_end == "draw",
             )
     raise AssertionError(f"no such rule: {rule}")

@@ -1,6 +1,6 @@
-"""The sequential test: chains and trees with sampled and one-hot children, without bias.
+"""The sequential test of speculative sampling, for chains and trees with sampled and one-hot children; lossless.
 
-At a node with target distribution P, each sampled child x with exact conditional draft distribution Q is kept with
+At a node with target distribution P, each sampled child x with exact conditional draft distribution Q is accepted with
 probability min(1, P[x] / Q[x]); after a rejection P becomes norm(max(P - Q, 0)). One-hot children come last, all at
 once: draw y from what is left of P and descend if a child holds y. On a chain this is speculative sampling (Leviathan
 et al., arXiv 2211.17192; Chen et al., 2302.01318, who swap p and q); with children drawn without replacement it is the
@@ -41,7 +41,7 @@ def accept_sequential(tree: TokenTree, log_probs: LogProbs, decisions: Decisions
             draft_probs = conditional_draft_probs(tree, table, node, slot, probs)
             token = tree.tokens.gather(1, candidate.clamp_min(0).unsqueeze(1))
             p, q = probs.gather(1, token)[:, 0], draft_probs.gather(1, token)[:, 0]
-            # Not `depth * siblings`: that bound is the batch's, and draws must not depend on the neighbours.
+            # Not `depth * siblings`: that bound is the batch's, and draws must not depend on other sequences.
             survives = decisions.accept(torch.where(is_tested, p, 0.0), q, depth * MAX_NODES + slot)
             child = torch.where(survives, candidate, child)
             is_rejected = (is_tested & ~survives).unsqueeze(1)

@@ -1,4 +1,4 @@
-"""Acceptance where the target's token after every node is known, in one launch: `accept_chosen` for kernels.
+"""Acceptance in one Triton launch where the target's token after every node is known: `accept_chosen` for kernels.
 
 It serves greedy requests, coupled ones and all whose drafts are one-hot.
 

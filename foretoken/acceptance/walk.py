@@ -1,18 +1,18 @@
-"""Walking down a tree along chosen tokens: greedy matching and coupled sampling.
+"""Greedy and coupled acceptance: descends a tree along the tokens that the target chooses.
 
-Both rules pick the token the target would emit after a node and descend if some child holds it; they differ in the
-pick. The emitted text is by construction the text of plain decoding, whatever the tree.
+Both rules take the token that the target generates after a node and descend if a child holds it; they differ in how it
+is chosen. The generated text is by construction that of plain decoding, whatever the tree.
 """
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs
+from foretoken.core.backend import has_triton_kernels, reads_are_free
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +44,7 @@ def descend(tree: TokenTree, step: Callable[[Tensor, int], tuple[Tensor, Tensor]
         walking = walking & (child >= 0)
         node = torch.where(walking, child, node)
         path[:, depth] = torch.where(walking, child, -1)
-        if device.type == "cpu" and not walking.any():  # elsewhere the look would cost a synchronisation
+        if reads_are_free(device) and not walking.any():  # elsewhere reading it would cost a synchronisation
             break
     return Acceptance(
         path=path,
@@ -71,13 +71,13 @@ def child_with_token(tree: TokenTree, node: Tensor, token: Tensor) -> Tensor:
 
 def walk(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) -> Acceptance:
     """Descends while a child holds the chosen token; choose: (nodes (B,), depth) -> (B,) tokens."""
-    if tree.tokens.device.type == "cpu":
+    if reads_are_free(tree.tokens.device):
         return _walk_on_host(tree, lambda nodes, depth: choose(torch.tensor(nodes), depth).tolist())
     return _walk_on_device(tree, choose)
 
 
 def _walk_on_device(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) -> Acceptance:
-    """`walk` without a look at any tensor."""
+    """`walk` without reading any tensor on the host."""
 
     def step(node: Tensor, depth: int) -> tuple[Tensor, Tensor]:
         chosen = choose(node, depth)
@@ -87,7 +87,7 @@ def _walk_on_device(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) ->
 
 
 def _walk_on_host(tree: TokenTree, choose: Callable[[list[int], int], list[int]]) -> Acceptance:
-    """`walk` in plain Python: on a CPU a look into a tensor is cheaper than an operation on it."""
+    """`walk` in plain Python: on a CPU reading a tensor is cheaper than an operation on it."""
     rows = list(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True))
     nodes, next_token = [0] * len(rows), [0] * len(rows)
     paths: list[list[int]] = [[] for _ in rows]
@@ -123,7 +123,7 @@ def _child_of(tokens: list[int], parents: list[int], node: int, token: int) -> i
 
 
 def accept_greedy(tree: TokenTree, argmax: Callable[[Tensor], Tensor]) -> Acceptance:
-    """Keeps the path of most probable tokens (Stern et al. 2018, arXiv 1811.03115, with exact match).
+    """Accepts the path of most probable tokens (Stern et al. 2018, arXiv 1811.03115, with exact match).
 
     Args:
         tree: Candidates drawn in any way.
@@ -139,28 +139,28 @@ def accept_chosen(tree: TokenTree, chosen: Tensor) -> Acceptance:
         tree: (B, N) candidates drawn in any way.
         chosen: (B, N) int64, the target's token after each node.
     """
-    if chosen.is_cuda and find_spec("triton") is not None:
+    if has_triton_kernels(chosen.device):
         from foretoken.acceptance.triton_walk import walk_chosen
 
         walked = walk_chosen(tree.tokens.contiguous(), tree.parents.contiguous(), chosen.contiguous(), tree.max_depth)
         return Acceptance(
             **walked._asdict(), lossy_tv=torch.zeros(len(chosen), dtype=torch.float32, device=chosen.device)
         )
-    if tree.max_depth == 0:  # plain decoding, the baseline, is spared what follows
+    if tree.max_depth == 0:  # plain decoding needs none of what follows
         return Acceptance(
             path=chosen[:, :0],
             num_accepted=torch.zeros_like(tree.num_nodes),
             next_token=chosen[:, 0],
             lossy_tv=torch.zeros(len(chosen), dtype=torch.float32, device=chosen.device),
         )
-    if chosen.device.type == "cpu":
+    if reads_are_free(chosen.device):
         rows = chosen.tolist()
         return _walk_on_host(tree, lambda nodes, _: [row[node] for row, node in zip(rows, nodes, strict=True)])
     return _walk_on_device(tree, lambda nodes, _: chosen.gather(1, nodes.unsqueeze(1))[:, 0])
 
 
 def accept_coupled(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:
-    """Draws the target's token after each node and keeps the path of drawn tokens.
+    """Draws the target's token after each node and accepts the path of drawn tokens.
 
     With position-keyed decisions the text is that of plain Gumbel-max sampling with the same seed, for every drafter,
     tree and batch (Daliri et al. 2024, arXiv 2408.07978). Lossless for trees drawn in any way that does not depend on

@@ -1,1 +1,1 @@
-"""Attention of tree nodes over a slot cache: the readable definition, and the fast path on stock kernels."""
+"""Attention of tree nodes over a slot cache: the reference in plain torch, and Triton and CUDA kernels."""

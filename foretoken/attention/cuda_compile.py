@@ -1,4 +1,4 @@
-"""CUDA C++ compiled, loaded and launched at run time, with no toolkit and no build step.
+"""Compiles CUDA C++ at run time with NVRTC, and loads and launches it; needs no toolkit and no build step.
 
 NVRTC, a library that comes with torch's CUDA packages, makes the machine code; the driver runs it on torch's stream.
 What the kernels compute is not known here.

@@ -1,4 +1,4 @@
-"""Tree attention by the plain CUDA C++ kernel of tree_attention.cu: what the Triton kernels are checked against.
+"""Tree attention by a plain CUDA C++ kernel (tree_attention.cu), against which the Triton kernels are checked.
 
 One block per node, head and sequence re-reads the keys, so this is slow by design and no runner calls it.
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from foretoken.attention.cuda_compile import KernelModule, compile_source
+from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.checks import require
 from foretoken.core.errors import ConfigError
 
@@ -106,7 +107,7 @@ def tree_attention_cuda(  # noqa: PLR0913 - the tables by name, as the kernel re
     if query.dtype not in _ENTRIES:
         known = ", ".join(map(str, _ENTRIES))
         raise ConfigError(f"the CUDA attention kernel was given {query.dtype}. Expected one of {known}.")
-    if kernels is None and not query.is_cuda:
+    if kernels is None and not has_cuda_runtime(query.device):
         raise ConfigError(f"the CUDA attention kernel was given tensors on '{query.device}'. Expected a CUDA device.")
     _check_shapes(query, keys, values, tables, sinks)
     require(window is None or window >= 1, "a node sees itself")
@@ -155,7 +156,7 @@ def tree_attention_cuda(  # noqa: PLR0913 - the tables by name, as the kernel re
         grid=(nodes, heads, batch),
         threads=shape.threads,
         shared_bytes=shared_bytes,
-        stream=torch.cuda.current_stream(query.device).cuda_stream if query.is_cuda else 0,
+        stream=torch.cuda.current_stream(query.device).cuda_stream if has_cuda_runtime(query.device) else 0,
     )
     return output
 

@@ -1,7 +1,7 @@
 """Tree attention over the slot cache: the Triton kernel on GPUs, stock kernels elsewhere.
 
-Each sequence attends to exactly its own rows of the cache. Nothing past them is read, so whatever stands in uncommitted
-rows, NaN included, cannot matter, and a sequence's result does not depend on its neighbours' lengths.
+Each sequence attends to exactly its own rows of the cache. Nothing past them is read, so the content of uncommitted
+rows, NaN included, cannot matter, and a sequence's result does not depend on the lengths of the others in the batch.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from foretoken.attention.reference import reference_attention
+from foretoken.core.backend import has_cuda_runtime, has_triton
 from foretoken.core.checks import require
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def tree_attention(
     Returns:
         (M, H, Dv).
     """
-    if layout.is_captured or query.is_cuda:
+    if layout.is_captured or has_cuda_runtime(query.device):
         kernel = _triton_kernel(query.dtype, max(query.shape[-1], values.shape[-1]))
         if kernel is not None:
             output: Tensor = kernel(
@@ -86,12 +87,11 @@ def _triton_kernel(dtype: torch.dtype, head_width: int) -> Any:
         reason = (
             f"it takes heads of at most {_WIDEST_HEAD} in float32, float16 and bfloat16, not {head_width} in {dtype}"
         )
+    elif not has_triton():
+        reason = 'triton is not installed: pip install "foretoken[kernels]"'
     else:
-        try:
-            from foretoken.attention.triton_tree import tree_attention_triton
-        except ImportError:
-            reason = 'triton is not installed: pip install "foretoken[kernels]"'
-        else:
-            return tree_attention_triton
+        from foretoken.attention.triton_tree import tree_attention_triton
+
+        return tree_attention_triton
     _log.warning("attention runs on stock kernels, sequence by sequence, instead of the Triton kernel: %s.", reason)
     return None

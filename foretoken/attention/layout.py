@@ -97,7 +97,7 @@ class AttentionLayout:
         return self._node_offsets[sequence + 1] - self._node_offsets[sequence]
 
     def _build_mask(self, sequence: int, window: int | None) -> Tensor | None:
-        """See `mask`."""
+        """Builds what `mask` returns."""
         work, tokens, nodes = self._work, self._num_tokens(sequence), self._num_nodes(sequence)
         if nodes == 1 and window is None:
             return None
@@ -116,7 +116,7 @@ class AttentionLayout:
         return mask
 
     def _build_tables(self) -> PassTables:
-        """See `tables`."""
+        """Builds what `tables` returns."""
         work, num = self._work, self._work.num_sequences
         device = work.positions.device
         nodes = [self._num_nodes(row) for row in range(num)]

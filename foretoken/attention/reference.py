@@ -1,4 +1,4 @@
-"""The definition of attention here, in readable arithmetic; also the path for soft-capping and attention sinks."""
+"""Reference attention in plain torch; it defines the result, and also serves soft-capping and attention sinks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels read instead of masks: a few integers a token, on the device, made once a pass for all layers.
+"""Tables that kernels read instead of masks: a few integers a token, built once a pass for all layers.
 
 Letters: S sequences, M tokens of the pass, W nodes, N32 words of 32 bits that hold a bit for each node of a sequence.
 """

@@ -1,4 +1,4 @@
-"""Attention under a mask held in memory, as one plain Triton pass: what the mask-free kernel is held against.
+"""Attention under a dense mask in one plain Triton kernel, against which the mask-free kernel is measured.
 
 It shares no code with that kernel. Every (query, key) pair has its byte in the mask, as many as there are scores.
 

@@ -1,4 +1,4 @@
-"""The tables of a packed pass, made on the device in one launch: who sees what, positions, and the rows to be written.
+"""Builds the kernels' tables of a packed pass on the device in one launch: visible rows, positions, rows to write.
 
 The words are those that `ancestor_words` defines; here they are made without a host synchronisation and without the
 thirty small launches that tensor operations take.

@@ -1,4 +1,4 @@
-"""Tree attention without a mask: one Triton pass over the slot cache, and one that merges its parts.
+"""Tree attention without a mask in Triton: one kernel over the slot cache, and one that merges its parts.
 
 Sequences lie packed one after another, as in variable-length attention. The queries of a sequence that share a KV head
 are the rows of one matrix, so a key is read once for all of them. Key tiles that hold nothing but prefix need no
@@ -28,6 +28,7 @@ import torch
 import triton
 import triton.language as tl
 
+from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.checks import require
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def tree_attention_triton(
     require(query.dtype in DTYPES, f"the dtype is {query.dtype}")
     require(query.dtype == keys.dtype == values.dtype, "queries and cache have one dtype")
     require(keys.stride(3) == values.stride(3) == 1, "rows of the cache are contiguous")
-    require(scale > 0, "the greatest dot product must give the greatest score")
+    require(scale > 0, "the scale of the scores must be above 0")
     sequences, group = len(tables.slots), heads // kv_heads
     tiling = choose_tiling(key_width, value_width, tables.max_tokens * group, query.dtype)
     tiling = tiling.fitted(_padded(key_width) + _padded(value_width), query.element_size(), shared_memory(query.device))
@@ -222,14 +223,14 @@ def choose_num_splits(programs: int, prefix_tiles: int, node_tiles: int, places:
 @lru_cache
 def shared_memory(device: torch.device) -> int:
     """Bytes of shared memory that a program may have; those of an H200 where the device is none."""
-    properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    properties = torch.cuda.get_device_properties(device) if has_cuda_runtime(device) else None
     return int(getattr(properties, "shared_memory_per_block_optin", 232_448))
 
 
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
     """Multiprocessors of a GPU; those of an H200 where the device is none."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else 132
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if has_cuda_runtime(device) else 132
 
 
 def _padded(width: int) -> int:

@@ -1,1 +1,1 @@
-"""Measuring and proving: drafters side by side against plain decoding, and the comparison of their texts."""
+"""Measuring drafters against plain decoding, and comparing their texts with it."""

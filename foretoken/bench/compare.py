@@ -1,4 +1,4 @@
-"""Drafters side by side against plain decoding of the same target by the same runner, in one process, interleaved."""
+"""Measures drafters against plain decoding of the same target, in one process, in interleaved rounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts to measure on: the bundled held-out set or the user's own files."""
+"""Loads prompts to measure on: the bundled held-out set or the user's own files."""
 
 from __future__ import annotations
 

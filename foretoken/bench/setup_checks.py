@@ -1,8 +1,7 @@
-"""What lies at a path that a command line names: a model, a head, or neither; and what to write for it instead."""
+"""Tells what a path on a command line holds (a model, a head, or neither) and what to write instead."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -115,10 +114,10 @@ def check_model_of(config: Mapping[str, Any], target: str | None) -> None:
     Raises:
         ConfigError: When there is a model where a head is needed, the other way round, another head, or none.
     """
-    from foretoken.drafters.registry import known_methods
+    from foretoken.heads.methods import head_methods
 
     method, model = config["method"], config.get("model")
-    is_head = method in known_methods() and find_spec(f"foretoken.heads.{method}") is not None
+    is_head = method in head_methods()
     if not is_head and method != _DRAFT_MODEL:
         return
     if model is None:

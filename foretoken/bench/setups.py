@@ -1,4 +1,4 @@
-"""What is compared: a drafter's configuration under a short name, built on a target that is loaded once."""
+"""Parses the setups that are compared: a drafter's configuration under a short name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Proof that speculation changes nothing: every output against plain decoding, every difference explained or a bug."""
+"""Compares every output of a drafter with plain decoding, and explains each difference as a tie or reports a bug."""
 
 from __future__ import annotations
 

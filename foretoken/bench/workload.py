@@ -1,4 +1,4 @@
-"""What is decoded in a measurement or a proof: prompts and how each is sampled."""
+"""What a measurement or comparison decodes: prompts and sampling parameters."""
 
 from __future__ import annotations
 

@@ -40,12 +40,12 @@ def bench(
 ) -> None:
     """Measure tokens/s, speed-up, acceptance length tau and, with --wide or --json, where the time goes.
 
-    Every batch of prompts is decoded by all setups in turn. tau is the mean number of tokens that a target pass brings,
+    Every batch of prompts is decoded by all setups in turn. tau is the mean number of tokens generated per target pass,
     the target's own included; speed-up is the median ratio to plain decoding of the same batch by the same runner;
     efficiency is speed-up / tau.
 
     A second table says what became of the drafts: how many nodes were used, how often each depth was accepted, and in
-    which share of the passes the engine declined to draft, because that would not have paid; with
+    which share of the passes the engine chose not to draft, because that would have been slower; with
     num_speculative_tokens it drafts all the same. Beside a lossy acceptance rule it has the target's surprise at the
     text, in nats a token: what the rule's speed was bought with. The drafter `oracle` knows the text and is right as
     often as its `pattern` says: it shows what the engine costs by itself.
@@ -139,7 +139,7 @@ def _print_acceptance(measurements: list[Measurement]) -> None:
             accepted,
             *([f"{row.nats_per_token:.3f}"] if is_lossy else []),
         ])  # fmt: skip
-    columns = ["drafter", "T", "nodes", "used", "declined", "% at depth 1, 2, ...", *(["nats/token"] * is_lossy)]
+    columns = ["drafter", "T", "nodes", "used", "not drafted", "% at depth 1, 2, ...", *(["nats/token"] * is_lossy)]
     terminal.print_table(columns, rows, title="accepted at each depth, % of the passes whose tree reached it")
 
 

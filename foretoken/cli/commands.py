@@ -36,7 +36,7 @@ class _Commands(TyperGroup):
         """See click.
 
         Raises:
-            Ended: After Ctrl-C, or when nobody reads the output any longer.
+            Ended: After Ctrl-C, or when the output is no longer read.
             ForetokenError: When the system refuses to read or write a file.
         """
         try:

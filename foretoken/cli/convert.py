@@ -88,8 +88,8 @@ def convert(
     checkpoint = _counted(checkpoint, "medusa", num_medusa_heads, num_medusa_layers)
     to = to.replace("-", "_")
     how: dict[str, Any] = {"target": around, "tp_size": tp_size, "as_safetensors": safetensors}
-    kind = None if dtype is None else getattr(torch, dtype)
-    write_head(to, checkpoint, out, dtype=kind, replaces=True, **how)
+    new_dtype = None if dtype is None else getattr(torch, dtype)
+    write_head(to, checkpoint, out, dtype=new_dtype, replaces=True, **how)
     readers = head_readers(to, checkpoint, **how)
     files = {path.name: path.stat().st_size for path in sorted(out.iterdir())}
     facts = {
@@ -158,5 +158,5 @@ def _is_part_of_a_head(path: Path) -> bool:
 
 def _dtype_name(checkpoint: HeadCheckpoint) -> str:
     """The dtypes of a head's weights."""
-    kinds = {str(part.dtype) for part in checkpoint.weights.values() if part.is_floating_point()}
-    return ", ".join(sorted(kinds)).replace("torch.", "")
+    dtypes = {str(part.dtype) for part in checkpoint.weights.values() if part.is_floating_point()}
+    return ", ".join(sorted(dtypes)).replace("torch.", "")

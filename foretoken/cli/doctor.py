@@ -49,8 +49,8 @@ def doctor(
 ) -> None:
     """Find out why a head does not draft: each check names a cause and what to do about it.
 
-    The target goes on with prompts, and the head is held against what it writes: with the right feature and with
-    those that are taken for it, at the right token and at its neighbours, and through the engine. Warnings are no
+    The target continues prompts, and the head is compared with what it writes: with the right feature and with
+    those that are mistaken for it, at the right token and at those beside it, and through the engine. Warnings are no
     faults.
     """
     if head is None and method is None:

@@ -163,5 +163,5 @@ class _Drafts:
             self.reason = record.declined
 
     def line(self) -> str:
-        """How many drafts were declined, and why the last one was."""
-        return f"declined {self._num_declined} of {self._num_passes} drafts: {self.reason}"
+        """In how many passes the engine chose not to draft, and why in the last one."""
+        return f"did not draft in {self._num_declined} of {self._num_passes} passes: {self.reason}"

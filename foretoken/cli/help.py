@@ -1,4 +1,4 @@
-"""How `--help` looks: plain names for values in one style, whole paragraphs, examples and exit codes at the end."""
+"""The look of `--help`: names of values, whole paragraphs, examples and exit codes at the end."""
 
 from __future__ import annotations
 

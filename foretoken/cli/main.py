@@ -1,4 +1,4 @@
-"""`foretoken COMMAND …`: what goes wrong becomes one sentence on standard error and an exit code.
+"""The entry point of `foretoken COMMAND …`: errors become one sentence on standard error and an exit code.
 
 Exit codes: 0, 1 (the command's own verdict: a bug or a fault was found), 2 (bad input or a system that refuses),
 130 (Ctrl-C), 141 (the reader of a pipe went away).

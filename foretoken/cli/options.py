@@ -1,4 +1,4 @@
-"""Options that several commands share, and what they mean."""
+"""Options that several commands share, and the loading of what they name."""
 
 from __future__ import annotations
 
@@ -58,16 +58,14 @@ def load_target(model: str, dtype: str, device: str, threads: int | None) -> tup
     """The target and its tokenizer, loaded once for all setups.
 
     Raises:
-        ConfigError: When the machine has not nearly so many processors as `threads`, or no such device, or the model
-            is a head.
-        ModelError: When it cannot be loaded.
+        ConfigError: When the machine has not nearly so many processors as `threads`, or the model is a head.
+        ModelError: When it cannot be loaded, or there is no such device.
         RequestError: When the model has no tokenizer to read text prompts with.
     """
     from foretoken.bench.setup_checks import check_is_no_head
     from foretoken.decoder.lean.threads import set_num_threads
     from foretoken.hf.loading import load_model, load_tokenizer
 
-    check_device(device)
     if threads is not None:
         set_num_threads(threads)
     try:
@@ -79,28 +77,6 @@ def load_target(model: str, dtype: str, device: str, threads: int | None) -> tup
     if tokenizer is None:
         raise RequestError(f"'{model}' has no tokenizer. Expected tokenizer files beside the weights.")
     return loaded, tokenizer
-
-
-def check_device(device: str) -> None:
-    """Raises `ConfigError` for a device that holds no numbers, and says what a missing accelerator needs."""
-    import torch
-
-    try:
-        place = None if device == "auto" else torch.device(device)
-    except RuntimeError:
-        return  # a name that torch does not know is refused with the others where the model is loaded
-    if place is None or place.type == "cpu":
-        return
-    if place.type == "meta":
-        raise ConfigError("--device meta holds shapes and no numbers, so nothing can run on it. Pass auto or cpu.")
-    if place.type == "cuda" and not torch.cuda.is_available():
-        lack = (
-            f"this torch ({torch.__version__}) was built without CUDA. Install the CUDA build that "
-            "https://pytorch.org/get-started/locally shows"
-            if torch.version.cuda is None and torch.version.hip is None
-            else "torch finds no NVIDIA GPU. Look at nvidia-smi and CUDA_VISIBLE_DEVICES"
-        )
-        raise ConfigError(f"--device {device} cannot be used: {lack}, or pass --device cpu.")
 
 
 def check_max_tokens(max_tokens: int, loaded: LoadedModel) -> None:

@@ -1,4 +1,4 @@
-r"""Text for people: control characters are shown instead of obeyed, tables fit, notes go to standard error.
+r"""Prints text and tables for people: control characters escaped, tables fitted to the width, notes to standard error.
 
 A prompt, a model's output or a file name may hold escape sequences that recolour, move or rewrite what a terminal
 shows, and bidirectional controls that reorder it. On a terminal such characters are written as escapes (`\x1b`);
@@ -15,13 +15,15 @@ from io import TextIOWrapper
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TextIO
 
+from typing_extensions import override
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 _KEPT = "\n\t\u200c\u200d"  # newline, tab, and the joiners that emoji and several scripts need
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, invisible formatting, surrogates, line and paragraph separators
 _NARROWEST_NAME = 12  # columns in which the names of a table that does not fit are folded
-_UNBOUNDED = 10_000  # columns of a table that nobody looks at on a terminal
+_UNBOUNDED = 10_000  # columns of a table that does not go to a terminal
 
 
 def visible(text: str) -> str:
@@ -61,7 +63,7 @@ def note(line: str) -> None:
 
 
 def side_output(text: str) -> None:
-    """Writes text to standard error, at once; what nobody can take (a full disk, a closed pipe) is dropped.
+    """Writes text to standard error, at once; what cannot be written (a full disk, a closed pipe) is dropped.
 
     Notes and progress are no results: whether they can be written changes neither the work nor its exit code.
     """
@@ -153,8 +155,8 @@ def end_output() -> None:
 class NoteHandler(logging.Handler):
     """Prints the package's log as notes, one line each."""
 
+    @override
     def emit(self, record: logging.LogRecord) -> None:
-        """See `logging.Handler`."""
         prefix = "warning: " if record.levelno >= logging.WARNING else ""
         note(f"{prefix}{record.getMessage()}")
 

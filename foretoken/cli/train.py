@@ -110,7 +110,7 @@ def train(
     run_dir = run_dir or out.with_name(f"{out.name}-run")
     _check_places(out, target_out, run_dir, cache)
     if init is not None and sizes:
-        raise ConfigError("--init brings the sizes of its head, so --set cannot change them. Leave one of them out.")
+        raise ConfigError("--init sets the sizes of the head, so --set cannot change them. Leave one of them out.")
     if (joint is None) != (target_out is None):
         raise ConfigError("--joint and --target-out go together: the target that learns along is a new one. Pass both.")
     _check_values(save_every_s, cache_gib, save_dtype)

@@ -1,1 +1,1 @@
-"""Values that every other part speaks in: token trees, requests, records, results, errors. Knows torch only."""
+"""Values that all other packages share: token trees, requests, results, errors; depends on torch only."""

@@ -1,4 +1,4 @@
-"""Files and directories that appear whole or not at all: written beside their place, brought to disk, then renamed.
+"""Writes files and directories whole or not at all: beside their destination, synced to disk, then renamed.
 
 Whatever ends the writing (a full disk, missing rights, Ctrl-C) removes what was begun and leaves the place as it was. A
 process that is killed leaves what it had begun beside the place, under a hidden name; a directory that was just being

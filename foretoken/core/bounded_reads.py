@@ -1,4 +1,4 @@
-"""Reading files that a user names without trusting their size: a device never ends, a pipe may have no writer."""
+"""Reads files that a user names with a limit on their size, and refuses devices and pipes without a writer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checking values that come from outside: types and ranges, each failure in one sentence.
+"""Checks of values that come from outside: types and ranges, each failure in one sentence.
 
 Python takes True for 1 and an array library's scalar is no `int`; requests come from JSON and from numpy alike. Every
 check here refuses booleans where numbers are meant, and strings everywhere but where text is meant.

@@ -1,4 +1,4 @@
-"""The few exception types of the project, and the one way each to suggest a name and to describe a foreign exception.
+"""Exception types, suggestions of near names, and one-line descriptions of foreign exceptions.
 
 Every message has three parts: what was wrong (with the value), what was expected, how to mend it.
 """
@@ -8,6 +8,7 @@ from difflib import get_close_matches
 
 _LONGEST_DESCRIPTION = 300  # characters
 _LONGEST_TYPE_NAME = 80
+_LONGEST_LINE = 300
 
 
 class ForetokenError(Exception):
@@ -61,18 +62,34 @@ def described(error: BaseException) -> str:
     """
     name = _type_name(error)
     try:
-        text = _one_line(str(error), _LONGEST_DESCRIPTION - len(name) - 2).rstrip(". ")
+        text = _first_line(str(error), _LONGEST_DESCRIPTION - len(name) - 2).rstrip(". ")
     except Exception as err:  # noqa: BLE001 - the text is made by the foreign code
         text = f"its text cannot be shown, str() raised {_type_name(err)}"
     return f"{name}: {text or 'no message'}"
 
 
+def one_line(err: BaseException) -> str:
+    """A library's message in one line, without its final stop; of a long one the middle is left out.
+
+    What is wrong stands at either end: some messages quote whole files after it, others all that is allowed before it.
+    """
+    lines = [line.strip() for line in str(err).splitlines() if line.strip()]
+    if not lines:
+        return type(err).__name__
+    if isinstance(err, KeyError):
+        return f"it names {lines[0]}, which is not known"
+    # Errors of several lines say only in their second line what is wrong.
+    line = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")
+    half = _LONGEST_LINE // 2
+    return line if len(line) <= _LONGEST_LINE else f"{line[:half]} … {line[-half:]}"
+
+
 def _type_name(error: BaseException) -> str:
     """The name of an exception's class, whatever the class of that class makes of it."""
-    return _one_line(type.__dict__["__name__"].__get__(type(error)), _LONGEST_TYPE_NAME)
+    return _first_line(type.__dict__["__name__"].__get__(type(error)), _LONGEST_TYPE_NAME)
 
 
-def _one_line(text: str, longest: int) -> str:
+def _first_line(text: str, longest: int) -> str:
     """The first line of a text that has one, printable and cut to a length."""
     line = next((line.strip() for line in text[: 100 * longest].splitlines() if line.strip()), "")
     line = "".join(character if character.isprintable() else " " for character in line)

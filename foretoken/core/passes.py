@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretoken.core.backend import has_cuda_runtime, reads_are_free
 from foretoken.core.checks import require
 
 if TYPE_CHECKING:
@@ -192,6 +193,6 @@ def _on_device(values: Sequence[Any], device: torch.device) -> Tensor:
     Nothing waits for a GPU: a copy from ordinary memory would, until all that was asked of it before is done.
     """
     host = torch.from_numpy(np.array(values, dtype=np.int64))  # in half the time of `torch.tensor`
-    if device.type == "cpu":
+    if reads_are_free(device):
         return host
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+    return host.pin_memory().to(device, non_blocking=True) if has_cuda_runtime(device) else host.to(device)

@@ -1,4 +1,4 @@
-"""What a caller gets back, in vLLM's shape."""
+"""Results of a request, in vLLM's shape."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class GenerationMetrics:
     """Counts and seconds of one request, or of several added together.
 
     `steps` counts target passes after prefill. `mean_acceptance_length` (tau) counts the extra target token: it is the
-    mean number of tokens emitted per pass, 1.0 for plain decoding.
+    mean number of tokens generated per pass, 1.0 for plain decoding.
 
     Attributes:
         steps: Target passes after prefill in which the sequence took part.
@@ -50,7 +50,7 @@ class GenerationMetrics:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens emitted per target pass (tau), the correction or bonus token included."""
+        """Tokens generated per target pass (tau), the correction or bonus token included."""
         return self.num_emitted / self.steps if self.steps else 0.0
 
     @property
@@ -140,7 +140,7 @@ class CompletionOutput:
     Attributes:
         index: 0..n-1.
         text: Decoded output, without the prompt and without the stop string or stop token.
-        token_ids: Output tokens, the end-of-sequence token included where it was emitted.
+        token_ids: Output tokens, the end-of-sequence token included where it was generated.
         cumulative_logprob: Sum of the output tokens' log-probabilities, or None when `logprobs` were not asked for.
         logprobs: For each output token a mapping from token id to `Logprob`: the output token first, then the most
             probable ones, best first. None when not asked for.
@@ -169,7 +169,7 @@ class StreamChunk:
         prompt_index: Position of the prompt in the call.
         index: Which of its n completions.
         text: Text that became certain since the last chunk.
-        token_ids: Tokens emitted since the last chunk.
+        token_ids: Tokens generated since the last chunk.
         finish_reason: Set in the last chunk.
     """
 

@@ -1,4 +1,4 @@
-"""Names of the target's features: by boundary between its blocks."""
+"""Names the target's features by the boundary between its blocks."""
 
 from typing import Literal
 

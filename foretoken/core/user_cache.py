@@ -1,4 +1,4 @@
-"""Where things that are made once a machine are kept: compiled kernels, measured costs.
+"""The user's cache directory: compiled kernels and measured costs, made once a machine.
 
 What is kept is run as code, or steers the engine. So nothing is read or written unless this user and root are the only
 ones who can put it there: the directory, those above it and every file are asked for their owner and mode. Where that

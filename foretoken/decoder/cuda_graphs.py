@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from foretoken.core.backend import has_cuda_runtime
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence
 
@@ -125,4 +127,4 @@ class CapturedGraphs(Generic[Output]):
 
 def _allocated(device: torch.device) -> int:
     """Bytes in use on a GPU; 0 elsewhere."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+    return torch.cuda.memory_allocated(device) if has_cuda_runtime(device) else 0

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from foretoken.attention.dispatch import has_kernel
+from foretoken.core.backend import has_cuda_graphs
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import PassOutput, UnsuitableError
 from foretoken.decoder.captured_pass import PassShape, captured_pass, padded_inputs, shape_of
@@ -68,7 +69,7 @@ class GraphDecoder:
             UnsuitableError: When a tap does not exist, or passes cannot be captured here.
         """
         if capture is None:
-            if weights.device.type != "cuda":
+            if not has_cuda_graphs(weights.device):
                 raise UnsuitableError("passes are captured as CUDA graphs on NVIDIA GPUs only.")
             capture = CudaGraphCapture(weights.device)
         widest = max(part.shape[-1] for part in (*cache.keys, *cache.values))

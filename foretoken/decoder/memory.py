@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from foretoken.core.backend import has_cuda_runtime, runs_cpu_kernels
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -30,8 +32,8 @@ def affordable_rows(shapes: Sequence[LayerShape], *, num_slots: int, dtype: torc
 
 def _free_bytes(device: torch.device) -> int:
     """Memory that can still be allocated."""
-    if device.type == "cuda":
+    if has_cuda_runtime(device):
         return torch.cuda.mem_get_info(device)[0]
-    if device.type == "cpu" and hasattr(os, "sysconf"):
+    if runs_cpu_kernels(device) and hasattr(os, "sysconf"):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return 1 << 62  # unknown: the allocator will say

@@ -7,23 +7,17 @@ moves the accepted rows into place; rejecting does nothing. The cache does not k
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
+from foretoken.core.backend import has_triton_kernels, reads_are_free
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.attention.layout import AttentionLayout
-
-
-@cache
-def _has_triton() -> bool:
-    """Whether its kernels can be had."""
-    return find_spec("triton") is not None
 
 
 class LayerShape(NamedTuple):
@@ -78,14 +72,14 @@ class SlotCache:
             The layer's whole keys and values, (slots, Hk, capacity, D).
         """
         keys, values = self.keys[layer], self.values[layer]
-        if keys.device.type == "cpu" and not layout.is_captured:
+        if reads_are_free(keys.device) and not layout.is_captured:
             for row, slot in enumerate(layout.slots):
                 tokens, rows = layout.tokens_of(row), layout.rows_of(row)
                 keys[slot, :, rows] = key[tokens].transpose(0, 1)
                 values[slot, :, rows] = value[tokens].transpose(0, 1)
             return keys, values
         tables = layout.tables()
-        if layout.is_captured or (keys.is_cuda and _has_triton()):
+        if layout.is_captured or has_triton_kernels(keys.device):
             from foretoken.decoder.triton_write import write_rows
 
             write_rows(keys, values, key, value, tables)
@@ -103,7 +97,7 @@ class SlotCache:
             path: (B, D) int64, accepted nodes in order; -1 past the last.
             num_accepted: (B,) int64, how many.
         """
-        if path.is_cuda and _has_triton():
+        if has_triton_kernels(path.device):
             from foretoken.decoder.triton_commit import commit_rows
 
             places = torch.tensor([list(slots), list(prefix)], device=path.device)

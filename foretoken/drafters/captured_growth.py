@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from foretoken.core.backend import has_cuda_graphs
 from foretoken.decoder.cuda_graphs import CapturedGraphs, CudaGraphCapture
 from foretoken.sampling.noise import KeyedNoise
 from foretoken.trees.growth import TreeGrowth
@@ -44,7 +45,7 @@ class CapturedGrowth:
             capture: Captures; None for CUDA graphs on GPUs and none elsewhere.
         """
         self._fill = fill
-        if capture is None and device.type == "cuda":
+        if capture is None and has_cuda_graphs(device):
             capture = CudaGraphCapture(device)
         self._graphs: CapturedGraphs[TreeGrowth] | None = None
         if capture is not None:

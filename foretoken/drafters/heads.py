@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from foretoken.core.backend import has_cuda_runtime, runs_cpu_kernels
 from foretoken.core.errors import ConfigError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
@@ -92,7 +93,7 @@ def load_head(options: HeadOptions, target: TargetHandle, method: str) -> Loaded
     if options.allow_other_target:
         fingerprint = fingerprint.model_copy(update={"weights": None, "architecture": None, "num_layers": None})
     checkpoint.check_target(fingerprint, what=options.model)
-    is_on_cpu = target.device.type == "cpu"
+    is_on_cpu = runs_cpu_kernels(target.device)
     dtype = torch.float32 if is_on_cpu else target.dtype  # drafts need no exactness: neither does it widen any weight
     head = checkpoint.module(device=target.device, dtype=dtype)
     if is_on_cpu:
@@ -231,7 +232,7 @@ class HeadDrafter:
         for _ in range(_TIMED_CALLS):
             begin = time.perf_counter()
             self._growth.grow(TreeShape.chain(depth), roots, draws, self.state_of(features))
-            if device.type == "cuda":
+            if has_cuda_runtime(device):
                 torch.cuda.synchronize(device)
             best = min(best, time.perf_counter() - begin)
         return best

@@ -21,6 +21,7 @@ from torch.nn.functional import pad
 
 from foretoken.attention.dispatch import has_kernel, tree_attention
 from foretoken.attention.layout import AttentionLayout
+from foretoken.core.backend import has_cuda_graphs, runs_cpu_kernels
 from foretoken.core.passes import Pass
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.captured_pass import PassShape, captured_pass, padded_inputs, shape_of
@@ -69,13 +70,13 @@ class PrefixFeatures:
             device=target.device,
         )  # fmt: skip
         self._layer, self._dtype = layer, dtype
-        if capture is None and target.device.type == "cuda":
+        if capture is None and has_cuda_graphs(target.device):
             capture = CudaGraphCapture(target.device)
         self._graphs: CapturedGraphs[Tensor] | None = None
         if capture is not None and has_kernel(dtype, config.head_dim):
             self._graphs = CapturedGraphs(capture, target.device, limit=_MAX_GRAPHS, name="a decoder block")
         self._native: NativeBlocks | None = None
-        if target.device.type == "cpu" and self._graphs is None:
+        if runs_cpu_kernels(target.device) and self._graphs is None:
             with suppress(UnsuitableError):
                 self._native = NativeBlocks(layer.as_blocks(self.cache.capacity), self.cache, dtype, [_AFTER_ITS_NORM])
         self._fed = [0] * target.num_slots  # positions in the cache

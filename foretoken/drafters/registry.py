@@ -7,17 +7,15 @@ package are found by the name of their file, those of other packages by an entry
 
 from __future__ import annotations
 
-import json
 import pkgutil
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 import foretoken.drafters
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, described, nearest_name_hint
+from foretoken.core.validation import validated
 from foretoken.drafters.base import DrafterOptions
 
 if TYPE_CHECKING:
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter
 
 _GROUP = "foretoken.drafters"
-_LONGEST_SHOWN = 60  # characters
 _NOT_METHODS = {"base", "heads", "prefix_features", "captured_growth", "registry"}
 # A tool of benchmarks, which needs the answer: by its exact name only.
 _TOOLS = {"oracle"}
@@ -72,21 +69,7 @@ def drafter_options(config: Mapping[str, Any], *, other_keys: frozenset[str] = f
     if not isinstance(method, str) or not is_method(method):
         raise ConfigError(_unknown(method))
     options_type: type[DrafterOptions] = _module(method).Options
-    unknown = sorted(set(config) - set(options_type.model_fields))
-    if unknown:
-        known = set(options_type.model_fields) | other_keys
-        raise ConfigError(f"method '{method}' has no key {shown(unknown[0])}. " + nearest_name_hint(unknown[0], known))
-    try:
-        return options_type.model_validate(dict(config))
-    except ValidationError as err:
-        first = err.errors()[0]
-        if not first["loc"]:  # a rule about several keys names them itself
-            raise ConfigError(f"options of method '{method}': {first['ctx']['error']}.") from err
-        key = str(first["loc"][0])
-        allowed = dict.fromkeys(error["msg"] for error in err.errors() if str(error["loc"][0]) == key)
-        raise ConfigError(
-            f"'{key}' of method '{method}' is {_shown(config.get(key))}. {'; or: '.join(allowed)}."
-        ) from err
+    return validated(options_type, config, f"method '{method}'", other_keys=other_keys)
 
 
 def _unknown(method: object) -> str:
@@ -101,15 +84,6 @@ def create_drafter(options: DrafterOptions) -> Drafter:
     """Makes the drafter that the options describe; its weights are loaded when it is attached."""
     drafter: Drafter = _module(options.method).create(options)
     return drafter
-
-
-def _shown(value: Any) -> str:
-    """A value for a message: also lists and mappings, where they are short and hold what JSON can say."""
-    try:
-        is_plain = len(json.dumps(value)) <= _LONGEST_SHOWN
-    except (TypeError, ValueError, RecursionError):
-        is_plain = False
-    return repr(value) if is_plain else shown(value)
 
 
 def _module(method: str) -> Any:

@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from foretoken.core.checks import checked_token_ids, shown
-from foretoken.core.errors import RequestError
-from foretoken.hf.model_files import one_line
+from foretoken.core.errors import RequestError, one_line
 
 REPLACEMENT = "\ufffd"  # what decoding shows for bytes that do not make a character
 

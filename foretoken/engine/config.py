@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foretoken.acceptance.select import LOSSLESS_RULES, LOSSY_RULES, AcceptancePolicy
-from foretoken.core.checks import shown
+from foretoken.acceptance.select import AcceptancePolicy
+from foretoken.core.checks import as_python, shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.drafters.registry import drafter_options, known_methods
 from foretoken.engine.model_arguments import checked_path
@@ -19,10 +19,8 @@ from foretoken.formats.registry import holds_head, method_of
 if TYPE_CHECKING:
     from foretoken.drafters.base import DrafterOptions
 
-_RULES = ("auto", *(rule for rule in LOSSLESS_RULES if rule != "greedy"), *LOSSY_RULES)
 _REJECTION_METHODS = {"standard": "sequential", "block": "block"}  # vLLM's names
-_POLICY_KEYS = {"lenience": "lenience", "posterior_threshold": "epsilon", "posterior_alpha": "delta"}
-_TYPICAL_END = "typical_end"
+_POLICY_KEYS = tuple(each.name for each in fields(AcceptancePolicy) if each.name != "rule")
 # Keys of vLLM that ask for nothing here as long as they hold one of these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "draft_tensor_parallel_size": (None, 1),
@@ -37,7 +35,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _UNSET = ("revision",)  # keys of some methods that vLLM also gives to the others, as None
 _MOST_DRAFTERS = 16
-ENGINE_KEYS = frozenset({"acceptance", "drafters", "rejection_sample_method", _TYPICAL_END, *_POLICY_KEYS, *_NEUTRAL})
+ENGINE_KEYS = frozenset({"acceptance", "drafters", "rejection_sample_method", *_POLICY_KEYS, *_NEUTRAL})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,15 +156,4 @@ def _policy(config: Mapping[str, Any]) -> AcceptancePolicy:
             hint = nearest_name_hint(shown(method), _REJECTION_METHODS)
             raise ConfigError(f"rejection_sample_method {shown(method)} is not supported. {hint}")
         rule = config.get("acceptance", _REJECTION_METHODS[method])
-    if not isinstance(rule, str) or rule not in _RULES:
-        raise ConfigError(f"acceptance rule {shown(rule)} does not exist. {nearest_name_hint(shown(rule), _RULES)}")
-    numbers: dict[str, Any] = {}
-    for key, field in _POLICY_KEYS.items():
-        if key in config:
-            value = config[key]
-            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
-                raise ConfigError(f"'{key}' is {shown(value)}. Expected a number above 0 and at most 1.")
-            numbers[field] = float(value)
-    if _TYPICAL_END in config:
-        numbers[_TYPICAL_END] = config[_TYPICAL_END]
-    return AcceptancePolicy(rule=rule, **numbers)
+    return AcceptancePolicy(rule=rule, **{key: as_python(config[key]) for key in _POLICY_KEYS if key in config})

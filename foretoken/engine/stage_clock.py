@@ -10,6 +10,7 @@ import time
 
 import torch
 
+from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.records import StageSeconds
 
 
@@ -17,7 +18,7 @@ class StageClock:
     """One iteration's clock; starts when it is made."""
 
     def __init__(self, device: torch.device) -> None:
-        self._is_gpu = device.type == "cuda"
+        self._is_gpu = has_cuda_runtime(device)
         self._marks: list[float] = []
         self._events: list[torch.cuda.Event] = []
         self.mark()

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.checks import shown
-from foretoken.core.errors import ConfigError
-from foretoken.hf.model_files import one_line
+from foretoken.core.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
     from foretoken.runner.runner import Runner

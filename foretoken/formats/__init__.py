@@ -1,1 +1,1 @@
-"""Checkpoints of draft heads, one file a family. What a directory is, its tensors say, not its name."""
+"""Reading and writing checkpoints of draft heads, one file a family; the format is told by the tensors."""

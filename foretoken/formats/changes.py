@@ -1,4 +1,4 @@
-"""Changes to a head on its way from one format to another."""
+"""Changes to a head between reading and writing: dtype, number of heads."""
 
 from __future__ import annotations
 

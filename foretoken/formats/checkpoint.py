@@ -1,13 +1,13 @@
-"""A draft head as a value between formats: configuration, weights, and for which target it was trained."""
+"""A draft head between formats: configuration, weights, and the target that it was trained for."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from foretoken.core.errors import ConfigError, ModelError
@@ -67,6 +67,19 @@ class TargetFingerprint(BaseModel):
         return found
 
 
+_Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+_Rank = Annotated[int, Field(ge=0, strict=True)]
+
+
+class HeadExtras(BaseModel):
+    """What a `config.json` may say of a head besides its sizes; see `HeadCheckpoint`."""
+
+    target: TargetFingerprint | None = None
+    acceptance: Annotated[list[Annotated[list[_Probability], Field(min_length=1)]], Field(min_length=1)] | None = None
+    choices: list[Annotated[list[_Rank], Field(min_length=1)]] | None = None
+    notes: dict[str, Any] = {}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadCheckpoint:
     """A head and where it belongs.
@@ -103,9 +116,9 @@ class HeadCheckpoint:
         """The head ready to draft with; dtype: of its weights, as stored when None."""
         with torch.device("meta"):
             head = build_head(self.config)
-        kind = dtype or next(tensor.dtype for tensor in self.weights.values() if tensor.is_floating_point())
+        own_dtype = dtype or next(tensor.dtype for tensor in self.weights.values() if tensor.is_floating_point())
         weights = {
-            key: in_own_memory(tensor.to(device, kind if tensor.is_floating_point() else None))
+            key: in_own_memory(tensor.to(device, own_dtype if tensor.is_floating_point() else None))
             for key, tensor in self.weights.items()
         }
         head.load_state_dict(weights, assign=True, strict=True)

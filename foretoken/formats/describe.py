@@ -1,4 +1,4 @@
-"""What a head's checkpoint holds, for people, and what about it is suspicious.
+"""Describes a head's checkpoint for people, and lists what is suspicious about it.
 
 A head of our own format says everything in `config.json` and in the header of its tensors: those are read here without
 torch, whose import takes seconds.
@@ -6,17 +6,17 @@ torch, whose import takes seconds.
 
 from __future__ import annotations
 
-import json
 import logging
 from contextlib import contextmanager
-from importlib.util import find_spec
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from foretoken.core.bounded_reads import check_regular, read_regular
+from foretoken.core.bounded_reads import check_regular
 from foretoken.core.errors import ModelError
+from foretoken.core.json_files import read_json_object
+from foretoken.heads.methods import head_methods
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,10 +41,10 @@ def native_facts(directory: Path) -> dict[str, Any] | None:
         None where there is no such head, or where only a full reading tells what is wrong with it.
 
     Raises:
-        ModelError: When the file of weights is missing or damaged, or the configuration is no regular file.
+        ModelError: When the file of weights is missing or damaged.
     """
     try:
-        config = json.loads(read_regular(directory / "config.json").decode("utf-8"))
+        config = read_json_object(directory / "config.json")
         method, sizes = config[_NATIVE_KEY], config["config"]
         facts = {key: sizes[name] for key, name in _SIZES.items()}
         target = config.get("target") and {key: value for key, value in config["target"].items() if value is not None}
@@ -53,9 +53,9 @@ def native_facts(directory: Path) -> dict[str, Any] | None:
         acceptance = config.get("acceptance")
         if acceptance is not None and not isinstance(acceptance, list):
             return None
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+    except (ModelError, ValueError, LookupError, TypeError, AttributeError):
         return None
-    if not str(method).isidentifier() or find_spec(f"foretoken.heads.{method}") is None:
+    if method not in head_methods():
         return None
     tensors = _tensors(directory / _NATIVE_WEIGHTS)
     if not {dtype for _, _, dtype in tensors} <= _BYTES.keys():

@@ -1,4 +1,4 @@
-"""The files of a foreign checkpoint: configuration, and tensors that are read only when they are asked for.
+"""Opens the files of a foreign checkpoint: its configuration, and tensors that are read only when they are asked for.
 
 Nothing in these files is trusted: pickles are loaded only by torch's restricted reader, which runs no code, and shard
 names must be plain file names.
@@ -6,26 +6,26 @@ names must be plain file names.
 
 from __future__ import annotations
 
-import json
 import pickle
 import re
 import warnings
 import zipfile
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from foretoken.core.bounded_reads import check_regular, read_regular
-from foretoken.core.errors import ModelError
-from foretoken.hf.model_files import one_line
+from foretoken.core.bounded_reads import check_regular
+from foretoken.core.errors import ModelError, one_line
+from foretoken.core.json_files import read_json_object
+from foretoken.hf.model_files import indexed_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
+    from pathlib import Path
 
 _PICKLES = ("*.pt", "*.pth", "*.bin")
 _KNOWN_PICKLES = ("medusa_lm_head.pt", "hydra_lm_head.pt", "pytorch_model.bin")
@@ -111,7 +111,7 @@ def open_files(path: Path) -> HeadFiles:
     if not path.exists():
         raise ModelError(f"there is no head '{path}'. Expected a directory with weights, or a file of weights.")
     config_path = directory / "config.json"
-    config = read_json(config_path) if config_path.exists() else {}
+    config = read_json_object(config_path) if config_path.exists() else {}
     if path.is_file():
         return HeadFiles(path, config, _files=(path,))
     ranked = {int(match[1]): file for file in directory.iterdir() if (match := _RANK.fullmatch(file.name))}
@@ -123,21 +123,6 @@ def open_files(path: Path) -> HeadFiles:
 def holds_pickles(directory: Path) -> bool:
     """Whether there are files that may be pickled weights."""
     return any(file for kind in _PICKLES for file in directory.glob(kind))
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file that holds an object.
-
-    Raises:
-        ModelError: When it is too large, damaged, or holds something else.
-    """
-    try:
-        value = json.loads(read_regular(path).decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as err:
-        raise ModelError(f"{path} is not valid JSON: {one_line(err)}. Copy or download it again.") from err
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a JSON {type(value).__name__}. Expected an object.")
-    return value
 
 
 def open_weights(path: Path) -> Weights:
@@ -155,7 +140,7 @@ def _weight_files(directory: Path) -> list[Path]:
     for kind in ("*.safetensors", "*.bin"):
         indices = sorted(directory.glob(f"{kind}.index.json"))
         if len(indices) == 1:
-            return _shards(indices[0])
+            return indexed_files(indices[0])
     files = sorted(directory.glob("*.safetensors"))
     if files:
         return files
@@ -167,21 +152,6 @@ def _weight_files(directory: Path) -> list[Path]:
     if not pickles:
         raise ModelError(f"'{directory}' holds no weights. Expected *.safetensors, or *.pt or *.bin.")
     return known or pickles
-
-
-def _shards(index: Path) -> list[Path]:
-    """The files that an index names, which must lie beside it."""
-    weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{index} has no weight_map. Expected one that gives each tensor's file.")
-    names = sorted({str(shard) for shard in weight_map.values()})
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise ModelError(f"{index} names files outside its directory: {', '.join(outside)}. Expected plain file names.")
-    missing = [name for name in names if not (index.parent / name).is_file()]
-    if missing:
-        raise ModelError(f"'{index.parent}' lacks weight files that its index names: {', '.join(missing)}.")
-    return [index.parent / name for name in names]
 
 
 def _merged(name: str, parts: list[Weights]) -> Weights:

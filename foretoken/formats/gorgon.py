@@ -1,4 +1,4 @@
-"""Heads of Project Gorgon, read only: Medusa heads without bias behind a frozen copy of the target's last norm.
+"""Reads heads of Project Gorgon: Medusa heads without bias behind a frozen copy of the target's last norm.
 
 The norm is dropped: on the output of the target's norm the rest computes the same. Its heads are trained to say x_{t+1}
 first, one token earlier than ours, so they draft badly until they are trained on.

@@ -1,4 +1,4 @@
-"""Heads by hub id: the files of a repository that a head is made of, in huggingface_hub's own cache."""
+"""Fetches a head by hub id: the files of the repository that belong to it, into huggingface_hub's own cache."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from foretoken.core.errors import ModelError
-from foretoken.hf.model_files import one_line
+from foretoken.core.errors import ModelError, one_line
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PLAIN = ["*.json", "*.safetensors"]

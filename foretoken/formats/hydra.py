@@ -1,4 +1,4 @@
-"""Hydra and Hydra++ heads as published: `hydra_lm_head.pt` beside a `config.json` that holds no sizes.
+"""Reads and writes Hydra and Hydra++ heads as published: `hydra_lm_head.pt`, and a `config.json` without sizes.
 
 In Hydra++ a dropout module stands before each block and LM head, so that blocks are numbered 1, 3, 5, … instead of
 0, 1, 2, …; its decoder block is called `prefix_embeding_layer`, misspelt.
@@ -102,8 +102,8 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
     names = PLAIN if sizes.prefix is None else with_prefix(_SPELLINGS[0])
     tensors = scatter(weights, names.table(sizes))
     if options.target.weights is not None:
-        kind = weights["first.0.linear.weight"].dtype
-        tensors[_EMBEDDING] = options.target.weights.embedding.to("cpu", kind, copy=True)
+        dtype = weights["first.0.linear.weight"].dtype
+        tensors[_EMBEDDING] = options.target.weights.embedding.to("cpu", dtype, copy=True)
     stored = {
         **target_name(checkpoint),
         "grounded_heads": True,
@@ -161,10 +161,10 @@ def _refuse_other_networks(checkpoint: HeadCheckpoint, config: HydraConfig, targ
             f"hydra_lm_head.pt, always with {UPSTREAM_ROPE_THETA:g}. Train with that, {elsewhere}"
         )
     theirs = prefix.rope_scaling if target.config is None else target_scaling(target.config)
-    kind = None if prefix.rope_scaling is None else prefix.rope_scaling.get("rope_type")
-    # A kind that it does not know makes it stop, which is not silent.
+    rope_type = None if prefix.rope_scaling is None else prefix.rope_scaling.get("rope_type")
+    # A type that it does not know makes it stop, which is not silent.
     is_known = theirs is None or theirs["rope_type"] in ("linear", "dynamic")
-    if kind not in (None, "linear") or (is_known and _factor(theirs) != _factor(prefix.rope_scaling)):
+    if rope_type not in (None, "linear") or (is_known and _factor(theirs) != _factor(prefix.rope_scaling)):
         raise ConfigError(
             f"the prefix layer has rotary scaling {prefix.rope_scaling}, and {HYDRA_CODE}, which opens "
             f"hydra_lm_head.pt, takes the target's, {theirs if target.config is not None else 'if it is linear'}. "

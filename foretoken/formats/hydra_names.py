@@ -1,4 +1,4 @@
-"""How formats name the tensors of Hydra heads; all hold the same network, so one reader and one table serve them."""
+"""Tensor names of Hydra heads in the formats that hold them; one reader and one table serve them all."""
 
 from __future__ import annotations
 
@@ -160,12 +160,12 @@ def with_own_lm_heads(
     if config.own_lm_head:
         return config, dict(weights)
     lm_head, bias = options.target.copy_of_lm_head(what, with_bias=True)
-    kind = weights["first.0.linear.weight"].dtype
+    dtype = weights["first.0.linear.weight"].dtype
     bias = lm_head.new_zeros(lm_head.shape[0]) if bias is None else bias
     copies = {}
     for head in range(config.num_heads):
-        copies[f"lm_heads.{head}.weight"] = lm_head.to("cpu", kind)
-        copies[f"lm_heads.{head}.bias"] = bias.to("cpu", kind)
+        copies[f"lm_heads.{head}.weight"] = lm_head.to("cpu", dtype)
+        copies[f"lm_heads.{head}.bias"] = bias.to("cpu", dtype)
     return config.model_copy(update={"own_lm_head": True}), {**weights, **copies}
 
 

@@ -1,8 +1,8 @@
-"""Tables from another format's tensor names to places in a head's state dictionary, used in both directions.
+"""Maps another format's tensor names to entries of a head's state dictionary, for reading and for writing.
 
 Reading and writing go through the same table, so what is written reads back as it was. A head stacks tensors that
-formats keep apart, so a place is a name and indices into its first dimensions. Several names may share a place: then
-they must be equal.
+formats keep apart, so a `Place` is a name and indices into its first dimensions. Several names may share one: then
+their tensors must be equal.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from pydantic import ValidationError
 from torch import Tensor
 
-from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError
+from foretoken.core.validation import validated
 from foretoken.formats.checkpoint import check_keys
 from foretoken.heads.base import HeadConfig, build_head
 
@@ -90,15 +89,15 @@ def assemble(
             raise ModelError(
                 f"'{other}' and '{key}' of '{name}' differ. Expected equal tensors, as its weights are tied."
             )
-    kind = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
+    default = next((tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()), torch.float32)
     result = {}
     for ours, shape in head_shapes(config).items():
         parts = {place.at: tensors[key] for place, key in first.items() if place.name == ours}
         if () in parts:
             result[ours] = parts[()].contiguous()
             continue
-        kinds = {part.dtype for part in parts.values()} or {kind}
-        whole = torch.empty(shape, dtype=max(kinds, key=lambda one: (one.itemsize, str(one))))
+        dtypes = {part.dtype for part in parts.values()} or {default}
+        whole = torch.empty(shape, dtype=max(dtypes, key=lambda one: (one.itemsize, str(one))))
         for index, part in parts.items():
             whole[index] = part
         result[ours] = whole
@@ -168,10 +167,4 @@ def make_config(kind: type[HeadConfig], name: str, **sizes: Any) -> Any:
     for key in ("num_heads", "num_layers"):
         if isinstance(sizes.get(key), int) and sizes[key] > _MOST_PARTS:
             raise ModelError(f"head '{name}' has {key} {sizes[key]}. Expected at most {_MOST_PARTS}.")
-    try:
-        return kind(**sizes)
-    except ValidationError as err:
-        first = err.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        value = f"{place} is {shown(first['input'])}. " if place else ""
-        raise ModelError(f"the sizes of head '{name}' make no sense: {value}{first['msg']}.") from err
+    return validated(kind, sizes, f"head '{name}'", error=ModelError, advice="Copy or convert it again.")

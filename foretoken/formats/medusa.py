@@ -1,4 +1,4 @@
-"""Medusa heads as published: `{head}.{layer}.linear.*` and an LM head each, alone or inside a whole model.
+"""Reads and writes Medusa heads as published: `{head}.{layer}.linear.*`, an LM head each, alone or in a whole model.
 
 Three layouts are read: heads alone (`medusa_lm_head.pt` or safetensors), `medusa_head.*` inside a transformers model
 (Medusa-1.0, Medusa-2), and `medusa_heads.*` inside one (ModelOpt). Heads alone are written.

@@ -1,4 +1,4 @@
-"""How formats name the tensors of Medusa heads; all hold the same network, so one reader and one table serve them."""
+"""Tensor names of Medusa heads in the formats that hold them; one reader and one table serve them all."""
 
 from __future__ import annotations
 

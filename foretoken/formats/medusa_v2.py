@@ -1,4 +1,4 @@
-"""Medusa heads that share the target's LM head, as the legacy trainer with `"version": "2"` wrote them.
+"""Reads and writes Medusa heads that share the target's LM head, as the legacy trainer's `"version": "2"` wrote them.
 
 The same names as in `medusa`, whose reader serves both; only blocks are stored.
 """
@@ -31,7 +31,7 @@ def recognises(files: HeadFiles) -> bool:
 
 
 def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
-    """See `medusa.read`."""
+    """Reads a head, see `medusa.read`."""
     return medusa.read(files, target)
 
 

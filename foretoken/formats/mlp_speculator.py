@@ -1,4 +1,4 @@
-"""MLP speculators as IBM publishes them and vLLM and TGI read them: `speculator.{emb,proj,head,ln}.{stage}`.
+"""Reads and writes MLP speculators as IBM, vLLM and TGI have them: `speculator.{emb,proj,head,ln}.{stage}`.
 
 Where weights are tied, files hold any of the repeated tensors, at least one of each kind. All are written, so that
 every reader finds those that it looks for. One stage has nothing to tie: it is written as untied, because readers look

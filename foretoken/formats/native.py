@@ -1,35 +1,29 @@
-"""Our own format: `config.json` with everything that is known of a head, and `model.safetensors` with its module."""
+"""Reads and writes our own format: `config.json` with all that is known of a head, and `model.safetensors`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 import torch
-from pydantic import BaseModel, Field, ValidationError
 from safetensors import SafetensorError, safe_open
 
 from foretoken.core.bounded_reads import check_regular
-from foretoken.core.errors import ModelError
-from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint, check_keys
+from foretoken.core.checks import shown
+from foretoken.core.errors import ModelError, nearest_name_hint
+from foretoken.core.validation import validated
+from foretoken.formats.checkpoint import HeadCheckpoint, HeadExtras, check_keys
 from foretoken.formats.whole_files import whole_files, write_config, write_weights
 from foretoken.heads.base import HeadConfig, build_head
-from foretoken.hf.model_files import one_line
+from foretoken.heads.methods import head_methods
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 KEY = "foretoken_head"
 WEIGHTS = "model.safetensors"
-_Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-
-
-class _Extras(BaseModel):
-    """What a head may bring besides its sizes and target; see `HeadCheckpoint`."""
-
-    acceptance: Annotated[list[Annotated[list[_Probability], Field(min_length=1)]], Field(min_length=1)] | None = None
-    choices: list[Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]] | None = None
-    notes: Mapping[str, Any] = {}
+_ADVICE = "Copy or train it again."
 
 
 def recognises(config: Mapping[str, Any]) -> bool:
@@ -48,15 +42,9 @@ def read(directory: Path, config: Mapping[str, Any]) -> HeadCheckpoint:
         ModelError: When the configuration makes no sense, the file is damaged, or keys do not fit.
     """
     path = directory / WEIGHTS
-    try:
-        kind = config_type(str(config[KEY]))
-        sizes = kind.model_validate(config["config"])
-        extras = _Extras.model_validate({key: config[key] for key in _Extras.model_fields if key in config})
-        target = None if config.get("target") is None else TargetFingerprint.model_validate(config["target"])
-    except (KeyError, ValidationError) as err:
-        raise ModelError(
-            f"the configuration of head '{directory}' makes no sense: {_reason(err)}. Copy or train it again."
-        ) from err
+    what = f"the configuration of head '{directory}'"
+    sizes = validated(config_type(config[KEY], what), config.get("config"), what, error=ModelError, advice=_ADVICE)
+    extras = validated(HeadExtras, config, what, error=ModelError, advice=_ADVICE)
     try:
         check_regular(path)
         with safe_open(path, framework="pt") as file:
@@ -70,7 +58,7 @@ def read(directory: Path, config: Mapping[str, Any]) -> HeadCheckpoint:
     return HeadCheckpoint(
         config=sizes,
         weights=weights,
-        target=target,
+        target=extras.target,
         acceptance=extras.acceptance,
         choices=extras.choices,
         notes=extras.notes,
@@ -93,7 +81,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, *, replaces: bool = False
 
 
 def write_files(checkpoint: HeadCheckpoint, directory: Path) -> None:
-    """The files of a head, one after another; for a directory that nobody reads yet. Raises `OSError`."""
+    """The files of a head, one after another; for a new directory. Raises `OSError`."""
     write_weights(directory / WEIGHTS, checkpoint.weights)
     write_config(
         directory,
@@ -108,25 +96,18 @@ def write_files(checkpoint: HeadCheckpoint, directory: Path) -> None:
     )
 
 
-def config_type(method: str) -> type[HeadConfig]:
+def config_type(method: Any, what: str) -> type[HeadConfig]:
     """The configuration class of a method's head.
 
-    Raises:
-        KeyError: When no such head exists.
-    """
-    from importlib import import_module
-    from importlib.util import find_spec
+    Args:
+        method: Its name, as a file has it.
+        what: What names it, for the message.
 
-    if not method.isidentifier() or find_spec(f"foretoken.heads.{method}") is None:
-        raise KeyError(method)
+    Raises:
+        ModelError: When no such head exists.
+    """
+    if not isinstance(method, str) or method not in head_methods():
+        hint = nearest_name_hint(shown(method), head_methods())
+        raise ModelError(f"'{KEY}' of {what} is {shown(method)}. {hint} {_ADVICE}")
     kind: type[HeadConfig] = import_module(f"foretoken.heads.{method}").CONFIG
     return kind
-
-
-def _reason(err: Exception) -> str:
-    """What is wrong with a configuration, in one line."""
-    if not isinstance(err, ValidationError):
-        return one_line(err)
-    first = err.errors()[0]
-    more = f", and {err.error_count() - 1} more" if err.error_count() > 1 else ""
-    return f"{'.'.join(map(str, first['loc'])) or 'it'}: {first['msg']}{more}"

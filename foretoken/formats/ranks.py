@@ -1,4 +1,4 @@
-"""Tensors split over the ranks of tensor parallelism."""
+"""Splits and joins tensors over the ranks of tensor parallelism."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Who reads what a format writes, and how: each format says it of the very head that it is given.
+"""Lists which programs read a head that a format writes, and how.
 
-A format's `readers(checkpoint, options)` lists programs other than foretoken, as far as somebody would expect them to
-read it. Versions are those whose code was looked at.
+A format's `readers(checkpoint, options)` lists programs other than foretoken that might be expected to read it.
+Versions are those whose code was examined.
 """
 
 from __future__ import annotations

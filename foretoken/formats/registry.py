@@ -1,4 +1,4 @@
-"""Finding a format by what a checkpoint holds, or by name.
+"""Finds the format of a checkpoint by its contents, and reads and writes heads by format name.
 
 A format is a module of this package with `recognises(files)`, `read(files, target)` and, unless it can only be read,
 `write(checkpoint, directory, options)` and `readers(checkpoint, options)`, who reads that. Our own format is `native`.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint
+from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint, one_line
 from foretoken.formats import native
 from foretoken.formats.changes import with_dtype
 from foretoken.formats.files import HeadFiles, holds_pickles, open_files
@@ -19,7 +19,6 @@ from foretoken.formats.saving import WriteOptions
 from foretoken.formats.target_info import TargetInfo
 from foretoken.formats.unserved import unserved_head
 from foretoken.formats.whole_files import whole_files
-from foretoken.hf.model_files import one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,14 +1,13 @@
-"""What writers of foreign formats share: options, and a key of our own for what a configuration has no room for."""
+"""What readers and writers of foreign formats share: write options, and our own key in a foreign `config.json`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from pydantic import TypeAdapter, ValidationError
-
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+from foretoken.core.validation import validated
+from foretoken.formats.checkpoint import HeadCheckpoint, HeadExtras, TargetFingerprint
 from foretoken.formats.mapping import with_ties
 from foretoken.formats.target_info import TargetInfo
 from foretoken.formats.whole_files import write_config, write_weights
@@ -24,9 +23,6 @@ if TYPE_CHECKING:
 KEY = "foretoken"
 # What numbers alone do not tell: equal blocks may be apart all the same, and biases of zero may be none.
 _NETWORK_KEYS = ("tied_blocks", "has_bias")
-_NUMBERS = TypeAdapter(list[list[float]] | None)
-_PATHS = TypeAdapter(list[list[int]] | None)
-_NOTES = TypeAdapter(dict[str, Any])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,24 +89,23 @@ def finished(
     Raises:
         ModelError: When our key holds nonsense.
     """
-    try:
-        if hasattr(sizes, "tied_blocks") and own_entry(config, "tied_blocks") is not False:
-            sizes, weights = with_ties(sizes, dict(weights))
-        stored = own_entry(config, "target")
-        known = target.fingerprint if stored is None else TargetFingerprint.model_validate(stored)
-        base = config.get("base_model_name_or_path")
-        if known is None and isinstance(base, str) and base != "N/A":
-            known = TargetFingerprint(name=base, hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size)
-        checkpoint = HeadCheckpoint(
-            config=sizes,
-            weights=weights,
-            target=known,
-            acceptance=_NUMBERS.validate_python(own_entry(config, "acceptance")),
-            choices=_PATHS.validate_python(own_entry(config, "choices")),
-            notes=_NOTES.validate_python(own_entry(config, "notes", {})),
-        )
-    except ValidationError as err:
-        raise ModelError(f"'{KEY}' in the config.json of '{name}' makes no sense: {err.errors()[0]['msg']}.") from err
+    if hasattr(sizes, "tied_blocks") and own_entry(config, "tied_blocks") is not False:
+        sizes, weights = with_ties(sizes, dict(weights))
+    entries = config.get(KEY)
+    entries = entries if isinstance(entries, dict) else {}
+    extras = validated(HeadExtras, entries, f"'{KEY}' in the config.json of '{name}'", error=ModelError)
+    known = extras.target or target.fingerprint
+    base = config.get("base_model_name_or_path")
+    if known is None and isinstance(base, str) and base != "N/A":
+        known = TargetFingerprint(name=base, hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size)
+    checkpoint = HeadCheckpoint(
+        config=sizes,
+        weights=weights,
+        target=known,
+        acceptance=extras.acceptance,
+        choices=extras.choices,
+        notes=extras.notes,
+    )
     own = TargetFingerprint(hidden_size=sizes.hidden_size, vocab_size=sizes.vocab_size)
     if target.fingerprint is not None and own.differences(target.fingerprint):
         checkpoint.check_target(target.fingerprint, what=name)

@@ -1,4 +1,4 @@
-"""What formats may need of the target beside the head: sizes that files leave out, tensors that files repeat."""
+"""What formats need to know of the target: sizes that head files leave out, tensors that they repeat."""
 
 from __future__ import annotations
 

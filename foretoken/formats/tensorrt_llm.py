@@ -1,4 +1,4 @@
-"""Medusa and Hydra heads in TensorRT-LLM's checkpoint layout: `config.json` and `rank{r}.safetensors`.
+"""Reads and writes Medusa and Hydra heads in TensorRT-LLM's layout: `config.json` and `rank{r}.safetensors`.
 
 Only the heads' tensors are written and read; those of the target, `transformer.*` and `lm_head.weight`, are its own
 converter's business. Column-parallel layers are split along their outputs with their biases, row-parallel ones along
@@ -130,10 +130,10 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
         table = HYDRA.table(sizes)
     _check_heads(sizes, tp_size)
     tensors = {key: _padded(key, tensor, tp_size) for key, tensor in scatter(weights, table).items()}
-    kinds = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
-    if len(kinds) > 1 or next(iter(tensors.values())).dtype not in _DTYPES:
-        raise ConfigError(f"{what} holds float16, bfloat16 or float32. The head has {', '.join(kinds)}. Pass --dtype.")
-    stored = _config(checkpoint, sizes, options, kinds[0])
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+    if len(dtypes) > 1 or next(iter(tensors.values())).dtype not in _DTYPES:
+        raise ConfigError(f"{what} holds float16, bfloat16 or float32. The head has {', '.join(dtypes)}. Pass --dtype.")
+    stored = _config(checkpoint, sizes, options, dtypes[0])
     for rank in range(tp_size):
         parts = {key: split(key, tensor, rank, tp_size) for key, tensor in tensors.items()}
         save(directory, f"rank{rank}.safetensors", parts, stored if rank == tp_size - 1 else None)

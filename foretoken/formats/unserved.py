@@ -1,4 +1,4 @@
-"""Heads of other families, told by name: EAGLE-1, -2 and -3, in layouts of their authors, SpecForge and speculators.
+"""Recognises EAGLE-1, -2 and -3 heads in the layouts of their authors, SpecForge and speculators, so as to name them.
 
 They are known by tensors (`fc` beside a decoder layer without a model around it) and by keys of `config.json`, so that
 one is neither taken for a damaged target nor for an unknown file.

@@ -1,4 +1,4 @@
-"""Medusa heads as vLLM reads them: `blocks.{head}.layers.{layer}` and `lm_heads.{head}`, with a whole `config.json`.
+"""Reads and writes Medusa heads as vLLM has them: `blocks.{head}.layers.{layer}`, `lm_heads.{head}`, `config.json`.
 
 vLLM passes over tensors that it does not know and drops biases unless `medusa_fc_bias` is set: it is set here whenever
 there is one.
@@ -74,7 +74,7 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     if map_key in weights.shapes:
         extra[map_key] = (prod(weights.shapes[map_key]),)
     elif isinstance(stated, int) and stated < _stated_vocab_size(config):
-        extra[map_key] = (stated,)  # without it nobody knows which tokens the rows are
+        extra[map_key] = (stated,)  # it tells which tokens the rows are
     if shared_key is not None:
         extra[shared_key] = (stored.vocab_size, stored.hidden_size)
     tensors = read_tensors(weights, names.table(stored), stored, extra=extra)

@@ -1,4 +1,4 @@
-"""Writing a checkpoint so that it appears whole or not at all: full disks and missing rights leave nothing behind."""
+"""Writes a checkpoint whole or not at all: a full disk or a missing permission leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from foretoken.core.atomic_files import new_directory, told_as
-from foretoken.core.errors import ConfigError
-from foretoken.hf.model_files import one_line
+from foretoken.core.errors import ConfigError, one_line
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

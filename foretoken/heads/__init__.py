@@ -1,1 +1,1 @@
-"""Networks trained on the target's features: what they compute, in training and while drafting, from the same lines."""
+"""Networks of the trained drafters; training and drafting run the same code."""

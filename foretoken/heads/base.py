@@ -1,4 +1,4 @@
-"""What all draft heads have in common: a state that starts from the target's feature and takes one token a step.
+"""The interface of all draft heads: a state that starts from the target's feature and takes one token a step.
 
 Position t has the feature h_t of the tokens x_0 … x_t. The target's own head gives x_{t+1}, the root of the next tree;
 head i, counted from 0, gives x_{t+2+i}. Heads that look at the tokens between take them one a step: step i reads
@@ -79,7 +79,7 @@ class Head(nn.Module, ABC):
         """(..., V) logits of head i over x_{t+2+i}; hidden: as `step` gave it."""
 
     def optimize_for_inference(self) -> None:
-        """Makes the large products of a head in float32 faster on a CPU, where a few rows pass; for drafting alone."""
+        """Packs the large float32 weights for small-batch GEMMs on a CPU; for drafting alone, not for training."""
         optimize_for_inference(self)
 
     def teacher_forced(self, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""Hydra heads: Medusa heads that also read the tokens drafted before theirs, and so are evaluated at each node.
+"""Hydra heads: Medusa heads that also read the tokens drafted before theirs, and so are computed for each tree node.
 
 Head i reads u = [f_t; e(x_{t+1}); …; e(x_{t+1+i})] with the target's embedding e. Its first block is
 y = R u + c + silu(W u + b), the further ones y <- y + silu(W y + b). In plain Hydra f_t is the target's feature; in
@@ -17,6 +17,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 from torch.nn.functional import dropout, linear, silu
+from typing_extensions import override
 
 from foretoken.decoder.lean.native_linear import fast_linear, linear_layer, optimize_for_inference
 from foretoken.heads.base import Head, HeadConfig
@@ -52,7 +53,7 @@ class HydraHeads(Head):
 
     Attributes:
         prefix: The block of Hydra++, or None.
-        first: K modules, first blocks of growing input width.
+        first: K modules, first blocks, each with a wider input than the one before.
         weight: (K, L - 1 or 1 when tied, E, E), the further blocks.
         bias: (K, L - 1 or 1, E).
         lm_heads: K linear layers with bias, none where the target's is shared.
@@ -66,17 +67,18 @@ class HydraHeads(Head):
         super().__init__()
         self.config = config
         heads, width, more = config.num_heads, config.hidden_size, config.num_layers - 1
-        kept = 1 if config.tied_blocks and more else more
+        stored = 1 if config.tied_blocks and more else more
         self.prefix = None if config.prefix is None else PrefixLayer(config.prefix, width, device=device, dtype=dtype)
         self.first = nn.ModuleList(FirstBlock((i + 2) * width, width, device=device, dtype=dtype) for i in range(heads))
-        self.weight = nn.Parameter(torch.empty(heads, kept, width, width, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(heads, kept, width, device=device, dtype=dtype))
-        self._further: list[list[nn.Module]] = []  # the same as layers, once it is quickened
+        self.weight = nn.Parameter(torch.empty(heads, stored, width, width, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(heads, stored, width, device=device, dtype=dtype))
+        self._further: list[list[nn.Module]] = []  # the same as layers, after `optimize_for_inference`
         own = heads if config.own_lm_head else 0
         self.lm_heads = nn.ModuleList(
             nn.Linear(width, config.vocab_size, device=device, dtype=dtype) for _ in range(own)
         )
 
+    @override
     def initialize(self, parts: TargetParts) -> None:
         """Heads that hand the feature on, so that they start at the target's own next-token prediction."""
         with torch.no_grad():
@@ -90,37 +92,41 @@ class HydraHeads(Head):
                 head.get_parameter("weight").copy_(parts.lm_head_weight)
                 head.get_parameter("bias").zero_()
 
+    @override
     def encode(self, features: Tensor) -> Tensor:
-        """See `Head`."""
         return features if self.prefix is None else self.prefix(features)
 
+    @override
     def step(self, index: int, state: Tensor, tokens: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
-        """See `Head`; the state grows by an embedding a step."""
+        """Appends the embedding of the token to the state."""
         state = torch.cat([state, parts.embed(tokens).to(state.dtype)], dim=-1)
         hidden = self.first[index](self._dropped(state))
         for layer in range(self.config.num_layers - 1):
-            kept = 0 if self.config.tied_blocks else layer
+            stored = 0 if self.config.tied_blocks else layer
             if self._further:
-                hidden = hidden + silu(self._further[index][kept](hidden))
+                hidden = hidden + silu(self._further[index][stored](hidden))
             else:
-                hidden = hidden + silu(linear(self._dropped(hidden), self.weight[index, kept], self.bias[index, kept]))
+                hidden = hidden + silu(
+                    linear(self._dropped(hidden), self.weight[index, stored], self.bias[index, stored])
+                )
         return state, hidden
 
+    @override
     def logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
-        """See `Head`."""
         hidden = self._dropped(hidden)
         logits: Tensor = self.lm_heads[index](hidden) if self.lm_heads else parts.lm_head(hidden)
         return logits
 
+    @override
     def optimize_for_inference(self) -> None:
-        """See `Head`; the decoder block of Hydra++ runs as a whole, see `PrefixLayer.as_blocks`."""
+        """Packs the weights; the decoder block of Hydra++ runs as a whole, see `PrefixLayer.as_blocks`."""
         for block in self._first_blocks():
             block.stack()
         optimize_for_inference(self.first)
         optimize_for_inference(self.lm_heads)
         more = len(self.weight[0])
         self._further = [
-            [fast_linear(linear_layer(self.weight[index, kept], self.bias[index, kept])) for kept in range(more)]
+            [fast_linear(linear_layer(self.weight[index, stored], self.bias[index, stored])) for stored in range(more)]
             for index in range(self.config.num_heads)
         ]
 
@@ -160,7 +166,7 @@ class FirstBlock(nn.Module):
         self.residual.weight[:, :outputs].copy_(torch.eye(outputs))
 
     def stack(self) -> None:
-        """Makes one product of the two, for drafting."""
+        """Joins the two into one linear layer, for drafting."""
         weight = torch.cat([self.residual.weight, self.linear.weight])
         self.both = linear_layer(weight, torch.cat([self.residual.bias, self.linear.bias]))
         del self.residual, self.linear

@@ -13,6 +13,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import silu
+from typing_extensions import override
 
 from foretoken.decoder.lean.native_linear import fast_linear, linear_layer
 from foretoken.heads.base import Head, HeadConfig
@@ -70,14 +71,14 @@ class MedusaHeads(Head):
     ) -> None:
         super().__init__()
         self.config = config
-        kept = 1 if config.tied_blocks and config.num_layers else config.num_layers
+        stored = 1 if config.tied_blocks and config.num_layers else config.num_layers
 
         def empty(*size: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(*size, device=device, dtype=dtype))
 
         heads, width = config.num_heads, config.hidden_size
-        self.weight = empty(heads, kept, width, width)
-        self.bias = empty(heads, kept, width) if config.has_bias else None
+        self.weight = empty(heads, stored, width, width)
+        self.bias = empty(heads, stored, width) if config.has_bias else None
         rows = config.draft_vocab_size or config.vocab_size
         self.lm_head = empty(heads, rows, width) if config.own_lm_head else None
         self.token_map: Tensor | None
@@ -85,6 +86,7 @@ class MedusaHeads(Head):
         is_partial = config.draft_vocab_size is not None
         self.register_buffer("token_map", torch.arange(rows, device=device) if is_partial else None)
 
+    @override
     def initialize(self, parts: TargetParts) -> None:
         """Blocks that do nothing, and copies of the target's LM head: the target's own next-token prediction."""
         with torch.no_grad():
@@ -95,31 +97,33 @@ class MedusaHeads(Head):
                 rows = parts.lm_head_weight if self.token_map is None else parts.lm_head_weight[self.token_map]
                 self.lm_head.copy_(rows)
 
+    @override
     def step(self, index: int, state: Tensor, tokens: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
-        """See `Head`; the token is ignored and the state stays the feature."""
+        """Ignores the token; the state stays the feature."""
         hidden = state
         for layer in range(self.config.num_layers):
-            kept = 0 if self.config.tied_blocks else layer
-            bias = None if self.bias is None else self.bias[index, kept]
-            hidden = hidden + silu(nn.functional.linear(hidden, self.weight[index, kept], bias))
+            stored = 0 if self.config.tied_blocks else layer
+            bias = None if self.bias is None else self.bias[index, stored]
+            hidden = hidden + silu(nn.functional.linear(hidden, self.weight[index, stored], bias))
         return state, hidden
 
+    @override
     def logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
-        """See `Head`."""
         if self._quick_lm_heads:
             return self._whole_vocabulary(self._quick_lm_heads[index](hidden))
         if self.lm_head is None:
             return parts.lm_head(hidden)
         return self._whole_vocabulary(nn.functional.linear(hidden, self.lm_head[index]))
 
+    @override
     def optimize_for_inference(self) -> None:
-        """See `Head`; the stacked LM heads are taken apart."""
+        """Packs the weights; the stacked LM heads become single ones."""
         for weight in [] if self.lm_head is None else self.lm_head.detach():
             self._quick_lm_heads.append(fast_linear(linear_layer(weight)))
         self.lm_head = None
 
     def all_logits(self, features: Tensor, parts: TargetParts, count: int) -> Tensor:
-        """What the first heads say after one position: as that many steps, in a few batched products.
+        """Logits of the first heads after one position: as that many steps, in a few batched GEMMs.
 
         Args:
             features: (B, E), at the last committed position.
@@ -131,9 +135,9 @@ class MedusaHeads(Head):
         """
         hidden = features.expand(count, *features.shape)  # (C, B, E)
         for layer in range(self.config.num_layers):
-            kept = 0 if self.config.tied_blocks else layer
-            product = hidden @ self.weight[:count, kept].transpose(1, 2)
-            hidden = hidden + silu(product if self.bias is None else product + self.bias[:count, kept].unsqueeze(1))
+            stored = 0 if self.config.tied_blocks else layer
+            linear = hidden @ self.weight[:count, stored].transpose(1, 2)
+            hidden = hidden + silu(linear if self.bias is None else linear + self.bias[:count, stored].unsqueeze(1))
         if self._quick_lm_heads:
             quick = zip(self._quick_lm_heads, hidden, strict=False)
             return self._whole_vocabulary(torch.stack([lm_head(rows) for lm_head, rows in quick], dim=1))

@@ -16,6 +16,7 @@ import torch
 from pydantic import Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import gelu
+from typing_extensions import override
 
 from foretoken.heads.base import Head, HeadConfig
 
@@ -34,7 +35,7 @@ class MlpSpeculatorConfig(HeadConfig):
         num_heads: K stages; alpha depends on it, however many are used.
         inner_dim: D.
         tie_weights: Whether stages share embedding, LM head and norm, and stages after the first their projection.
-        scale_input: Whether the feature is brought to a root mean square of 1 / sqrt(2) first.
+        scale_input: Whether the feature is scaled to a root mean square of 1 / sqrt(2) first.
         top_k: Candidates kept at each depth in the published tree; None for a tree chosen here.
         num_candidates: Leaves kept in the published tree.
     """
@@ -84,13 +85,14 @@ class MlpSpeculatorHead(Head):
         self.config = config
         stages, width, vocab = config.num_heads, config.inner_dim, config.vocab_size
         own = 1 if config.tie_weights else stages
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
-        self.embeddings = nn.ModuleList(nn.Embedding(vocab, width, **place) for _ in range(own))
+        placement: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.embeddings = nn.ModuleList(nn.Embedding(vocab, width, **placement) for _ in range(own))
         inputs = [config.hidden_size, *[width] * (min(stages, 2) - 1 if config.tie_weights else stages - 1)]
-        self.projections = nn.ModuleList(nn.Linear(size, width, bias=False, **place) for size in inputs)
-        self.lm_heads = nn.ModuleList(nn.Linear(width, vocab, bias=False, **place) for _ in range(own))
-        self.norms = nn.ModuleList(RmsNormWithBias(width, **place) for _ in range(own))
+        self.projections = nn.ModuleList(nn.Linear(size, width, bias=False, **placement) for size in inputs)
+        self.lm_heads = nn.ModuleList(nn.Linear(width, vocab, bias=False, **placement) for _ in range(own))
+        self.norms = nn.ModuleList(RmsNormWithBias(width, **placement) for _ in range(own))
 
+    @override
     def initialize(self, parts: TargetParts) -> None:
         """Normal with standard deviation 1 / sqrt(D), norms neutral."""
         deviation = 1 / math.sqrt(self.config.inner_dim)
@@ -101,21 +103,22 @@ class MlpSpeculatorHead(Head):
                 nn.init.ones_(module.weight)
                 nn.init.zeros_(module.bias)
 
+    @override
     def encode(self, features: Tensor) -> Tensor:
-        """See `Head`."""
         if not self.config.scale_input:
             return features
         return rms_scaled(features) / math.sqrt(2)
 
+    @override
     def step(self, index: int, state: Tensor, tokens: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
-        """See `Head`; the state is what `logits` reads."""
+        """Takes the token into the state, which is also what `logits` reads."""
         projected = _of(self.projections, index)(state)
         token = _of(self.embeddings, index)(tokens)
         state = gelu(_of(self.norms, index)(projected + self.config.alpha * token))
         return state, state
 
+    @override
     def logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
-        """See `Head`."""
         logits: Tensor = _of(self.lm_heads, index)(hidden)
         return logits
 

@@ -26,7 +26,7 @@ def adapt_attention(model: nn.Module) -> bool:
     """Sends the attention of every layer to `tree_attention`, in place.
 
     Args:
-        model: A transformers causal LM that nobody else uses.
+        model: A transformers causal LM that is used by us alone.
 
     Returns:
         Whether it is of an architecture that is known here; otherwise nothing is changed.

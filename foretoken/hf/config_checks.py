@@ -1,4 +1,4 @@
-"""What a configuration may say: sizes that a model can have, and end tokens that it can write."""
+"""Checks sizes and end tokens of a model's configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model directory holds, read from its configuration and weight headers without loading weights.
+"""Describes a model directory from its configuration and weight headers, without loading weights.
 
 transformers knows every configuration, but takes seconds to import. Models of a few common architectures, with all
 their sizes in `config.json`, are described without it, to the same facts.
@@ -6,14 +6,13 @@ their sizes in `config.json`, are described without it, to the same facts.
 
 from __future__ import annotations
 
-import json
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
 
-from foretoken.core.bounded_reads import read_regular
 from foretoken.core.errors import ModelError
+from foretoken.core.json_files import read_json_object
 from foretoken.hf.model_files import check_model_files
 from foretoken.hf.sizes import ATTENTION_LAYERS, SIZES, is_size
 
@@ -45,11 +44,11 @@ def describe_plain(directory: Path) -> dict[str, Any] | None:
         ModelError: When a file is damaged.
     """
     try:
-        config = json.loads(read_regular(directory / "config.json").decode("utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None  # whoever looks for something else here says what is wrong
+        config = read_json_object(directory / "config.json")
+    except ModelError:
+        return None  # the full reading says what is wrong
     paths = sorted(directory.glob("*.safetensors"))
-    if not isinstance(config, dict) or not paths:
+    if not paths:
         return None
     model_type, layer_types = str(config.get("model_type")), config.get("layer_types") or []
     is_plain = (

@@ -1,4 +1,4 @@
-"""Loading a causal LM and its tokenizer from a directory or a hub id, strictly and without running its code."""
+"""Loads a causal LM and its tokenizer from a directory or a hub id, strictly and without running their code."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from foretoken.core.errors import ModelError
+from foretoken.core.errors import ModelError, one_line
 from foretoken.decoder.held_memory import in_own_memory, plain_tensors
 from foretoken.hf.adapters import adapt_attention
 from foretoken.hf.config_checks import check_quantization, check_sizes, end_tokens
-from foretoken.hf.model_files import check_model_files, check_readable, one_line
+from foretoken.hf.model_files import check_model_files, check_readable
 from foretoken.hf.placement import check_placement, resolve_device, resolve_dtype
 from foretoken.hf.plugin import ATTENTION_NAME
 from foretoken.hf.shared_copy import shared_copy
@@ -88,8 +88,8 @@ def load_model(
     """
     name = os.fspath(name)
     check_model_files(name)
-    place = resolve_device(device)
-    kind = resolve_dtype(dtype, place)
+    torch_device = resolve_device(device)
+    torch_dtype = resolve_dtype(dtype, torch_device)
     config, headers = load_config(name, revision), read_headers(Path(name))
     check_architecture(config, name)
     check_quantization(config, name)
@@ -104,7 +104,7 @@ def load_model(
             name,
             config=config,
             revision=revision,
-            dtype=kind,
+            dtype=torch_dtype,
             attn_implementation="eager",  # the one that every architecture has; see `_plug_in`
             trust_remote_code=False,
             use_safetensors=True,
@@ -121,7 +121,7 @@ def load_model(
     if info["unexpected_keys"]:
         # No error: published checkpoints carry extra heads and buffers that a plain causal LM has no use for.
         logging.getLogger(__name__).warning("%s: unused weights: %s", name, ", ".join(sorted(info["unexpected_keys"])))
-    module.to(place)
+    module.to(torch_device)
     for tensor in (*plain_tensors(module), *module.buffers()):
         tensor.data = in_own_memory(tensor.data)
     return _ready(module, name)
@@ -243,7 +243,8 @@ def _context_len(config: Any) -> int:
     """Positions at which a token's embedding depends on nothing but its position.
 
     LongRoPE has two sets of frequencies and takes the long one for the whole batch once any position is past the
-    pretrained length: neighbours and drafted nodes would change a sequence's text, so the context ends before that.
+    pretrained length: other sequences of the batch and drafted nodes would change a sequence's text, so the context
+    ends before that.
     """
     longest = int(getattr(config, "max_position_embeddings", None) or 4096)
     rope = getattr(config, "rope_parameters", None) or {}

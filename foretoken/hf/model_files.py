@@ -1,17 +1,16 @@
-"""Looking at a model directory before any library does, for one clear sentence about what is wrong with it."""
+"""Checks the files of a model directory before any library reads them, with one clear sentence about what is wrong."""
 
 from __future__ import annotations
 
-import json
 import re
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from foretoken.core.bounded_reads import MIB, check_regular, read_regular
-from foretoken.core.errors import ModelError
+from foretoken.core.bounded_reads import MIB, check_regular
+from foretoken.core.errors import ModelError, one_line
+from foretoken.core.json_files import read_json_object
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _INDEX = "model.safetensors.index.json"
@@ -19,7 +18,6 @@ _INDEX = "model.safetensors.index.json"
 _READ_WHOLE = {".json", ".safetensors", ".txt", ".model", ".jinja"}
 _TEMPLATES = "additional_chat_templates"  # the one directory that tokenizers read besides
 _MOST_TEXT_BYTES = 256 * MIB  # tokenizers of 260,000 tokens have 40 MiB
-_LONGEST_LINE = 300  # characters of a library's message
 
 
 def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:
@@ -43,10 +41,10 @@ def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:
     check_readable(directory)
     if not (directory / "config.json").is_file():
         raise ModelError(f"'{name}' has no config.json. Expected a model directory in Hugging Face layout.")
-    _read_json(directory / "config.json")
+    read_json_object(directory / "config.json")
     weights = sorted(directory.glob("*.safetensors"))
     if (directory / _INDEX).is_file() and not (directory / "model.safetensors").is_file():
-        _check_shards(directory)
+        indexed_files(directory / _INDEX)
     if not weights:
         pickles = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in directory.glob(kind))
         if pickles:
@@ -80,22 +78,29 @@ def check_readable(directory: Path) -> None:
             )
 
 
-def _check_shards(directory: Path) -> None:
-    """Raises `ModelError` unless the index names files that stand beside it: no other place, none missing."""
-    weight_map = _read_json(directory / _INDEX).get("weight_map")
+def indexed_files(index: Path) -> list[Path]:
+    """The weight files that an index such as `model.safetensors.index.json` names, sorted.
+
+    Args:
+        index: Its files must lie beside it.
+
+    Raises:
+        ModelError: When it is damaged, has no weight_map, or names a file of another directory or a missing one.
+    """
+    weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelError(f"{directory / _INDEX} has no weight_map. Expected one that gives each tensor's file.")
+        raise ModelError(f"{index} has no weight_map. Expected one that gives each tensor's file.")
     names = sorted({str(shard) for shard in weight_map.values()})
-    outside = [shard for shard in names if Path(shard).name != shard]
+    outside = [name for name in names if Path(name).name != name]
     if outside:
-        raise ModelError(
-            f"{directory / _INDEX} names files outside its directory: {', '.join(outside)}. Expected plain file names."
-        )
-    missing = [shard for shard in names if not (directory / shard).is_file()]
+        raise ModelError(f"{index} names files outside its directory: {', '.join(outside)}. Expected plain file names.")
+    missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise ModelError(
-            f"'{directory}' lacks weight files that its index names: {', '.join(missing)}. Copy or download them again."
+            f"'{index.parent}' lacks weight files that its index names: {', '.join(missing)}. Copy or download them "
+            "again."
         )
+    return [index.parent / name for name in names]
 
 
 def _is_hub_id(name: str) -> bool:
@@ -117,30 +122,3 @@ def _nearby(directory: Path) -> str:
 def _model_directories(parent: Path) -> list[Path]:
     """Directories in `parent` that hold a model."""
     return [path for path in parent.iterdir() if (path / "config.json").is_file()] if parent.is_dir() else []
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Parses a JSON file that holds an object, naming the file when it is damaged."""
-    try:
-        value = json.loads(read_regular(path).decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as err:
-        raise ModelError(f"{path} is not valid JSON: {err}. Copy or download it again.") from err
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} holds a JSON {type(value).__name__}. Expected an object.")
-    return value
-
-
-def one_line(err: BaseException) -> str:
-    """A library's message in one line, without its final stop; of a long one the middle is left out.
-
-    What is wrong stands at either end: some messages quote whole files after it, others all that is allowed before it.
-    """
-    lines = [line.strip() for line in str(err).splitlines() if line.strip()]
-    if not lines:
-        return type(err).__name__
-    if isinstance(err, KeyError):
-        return f"it names {lines[0]}, which is not known"
-    # Validation errors say only in their second line what is wrong.
-    line = " ".join(lines[:2] if lines[0].endswith(":") else lines[:1]).rstrip(".")
-    half = _LONGEST_LINE // 2
-    return line if len(line) <= _LONGEST_LINE else f"{line[:half]} … {line[-half:]}"

@@ -44,20 +44,20 @@ def target_parts(model: LoadedModel, *, dtype: torch.dtype | None = None, is_inf
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     shape_logits = _logits_shape(model.config)
     if is_inference:
-        embed, product = _casting(embedding, fast_linear(head, is_shared=True), head.weight.dtype, dtype or model.dtype)
+        embed, lm_head = _casting(embedding, fast_linear(head, is_shared=True), head.weight.dtype, dtype or model.dtype)
     elif dtype is not None and dtype != model.dtype:
-        embed, product = _converted(embedding, head, dtype)
+        embed, lm_head = _converted(embedding, head, dtype)
     else:
-        embed, product = embedding, head
+        embed, lm_head = embedding, head
     return TargetParts(
         embed=embed,
-        lm_head=lambda features: shape_logits(product(features)),
+        lm_head=lambda features: shape_logits(lm_head(features)),
         lm_head_weight=head.weight.detach(),
     )
 
 
 def _casting(embedding: Any, head: Any, own: torch.dtype, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The modules themselves for a caller that computes in another dtype; native products take any."""
+    """The modules themselves for a caller that computes in another dtype; our native linear layers take any."""
     takes_any = own == dtype or isinstance(head, NativeLinear)
     return lambda tokens: embedding(tokens).to(dtype), head if takes_any else lambda x: head(x.to(own))
 

@@ -1,4 +1,4 @@
-"""Dtypes and devices by name."""
+"""Resolves dtypes and devices by name, and explains those that cannot be used."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from foretoken.core.checks import shown
-from foretoken.core.errors import ModelError, nearest_name_hint
-from foretoken.hf.model_files import one_line
+from foretoken.core.errors import ModelError, nearest_name_hint, one_line
 
 if TYPE_CHECKING:
     from foretoken.hf.loading import LoadedModel
@@ -40,8 +39,8 @@ def check_placement(model: LoadedModel, *, dtype: str, device: str) -> None:
             f"dtype '{dtype}' was asked for, but {model.name} is in memory as {own}. Expected 'auto' or '{own}'. "
             "Convert it first, or pass the name of the model."
         )
-    place = None if device == "auto" else resolve_device(device)
-    if place is not None and (place.type != model.device.type or place.index not in (None, model.device.index)):
+    asked = None if device == "auto" else resolve_device(device)
+    if asked is not None and (asked.type != model.device.type or asked.index not in (None, model.device.index)):
         raise ModelError(
             f"device '{device}' was asked for, but {model.name} is on '{model.device}'. Expected 'auto' or "
             f"'{model.device}'. Move it first, or pass the name of the model."
@@ -61,20 +60,32 @@ def resolve_device(device: str) -> torch.device:
     """The device to load on; with "auto" an accelerator where there is one.
 
     Raises:
-        ModelError: When there is no such device here, or it holds no numbers.
+        ModelError: When there is no such device here, or it holds no numbers: why, and what can be asked for.
     """
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if device == "auto":
         return accelerator or torch.device("cpu")
     try:
-        place = torch.device(device)
-        torch.empty(1, dtype=torch.float32, device=place).tolist()
+        found = torch.device(device)
+        torch.empty(1, dtype=torch.float32, device=found).tolist()
     except (RuntimeError, AssertionError, ImportError) as err:
-        said = one_line(err).rstrip("!")
-        # torch names all its kinds of devices for one that does not exist, and all its backends for one it lacks.
-        reason = said if len(said) < _LONGEST_REASON else "this torch cannot compute on it"
-        raise ModelError(f"device {shown(device)} cannot be used: {reason}. {_usable_devices(accelerator)}") from err
-    return place
+        advice = _usable_devices(accelerator)
+        raise ModelError(f"device {shown(device)} cannot be used: {_what_lacks(device, err)}. {advice}") from err
+    return found
+
+
+def _what_lacks(device: str, err: Exception) -> str:
+    """Why torch cannot compute on a device; err: what it raised."""
+    device_type = device.partition(":")[0]
+    if device_type == "meta":
+        return "it holds shapes and no numbers"
+    if device_type == "cuda" and not torch.cuda.is_available():
+        if torch.version.cuda is None and torch.version.hip is None:
+            return f"this torch ({torch.__version__}) was built without CUDA"
+        return "torch finds no NVIDIA GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+    said = one_line(err).rstrip("!")
+    # torch names all its types of devices for one that does not exist, and all its backends for one it lacks.
+    return said if len(said) < _LONGEST_REASON else "this torch cannot compute on it"
 
 
 def _usable_devices(accelerator: torch.device | None) -> str:
@@ -82,6 +93,6 @@ def _usable_devices(accelerator: torch.device | None) -> str:
     if accelerator is not None:
         return f"Expected 'auto', 'cpu' or '{accelerator.type}', also with an index of a device that is there."
     return (
-        "Expected 'auto' or 'cpu': torch finds no accelerator here. Where there is one, install its driver and a build "
-        "of torch that is made for it."
+        "Expected 'auto' or 'cpu': torch finds no accelerator here. Where there is one, install its driver and the "
+        "build of torch for it that https://pytorch.org/get-started/locally shows."
     )

@@ -1,4 +1,4 @@
-"""The model as transformers itself runs it, with its own attention and without our cache: the oracle for the rest."""
+"""Runs the model with transformers' own attention and cache: the reference for all other decoders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How transformers models reach our cache and attention: its public plug-in points and one context object.
+"""Connects transformers models to our KV cache and attention through their public plug-in points.
 
 The pass travels through a context variable, not through forward arguments, which some models drop on the way.
 """
@@ -126,8 +126,8 @@ def _attention(
     """The function transformers calls in every attention layer; most models pass the window, some only hold it.
 
     Raises:
-        ModelError: When the layer brings a mask, a bias or a choice of keys of its own, which a tree would lose, or
-            when the model is called by somebody else.
+        ModelError: When the layer has a mask, a bias or a choice of keys of its own, which a tree would lose, or
+            when the model is called outside a pass of ours.
     """
     forward_pass = current_pass()
     if forward_pass is None or forward_pass.layout is None:

@@ -1,4 +1,4 @@
-"""Rotary frequencies with scaling, by transformers' own formulas; for blocks outside the target that rotate likewise.
+"""Rotary frequencies with scaling by transformers' own formulas, for blocks outside the target.
 
 Only kinds whose frequencies are the same at every position and text length: keys that lie in a cache keep their angle.
 """

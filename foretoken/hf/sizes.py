@@ -1,4 +1,4 @@
-"""What sizes and kinds of layers a configuration may have, known without importing transformers."""
+"""Names of sizes and layer types in configurations, known without importing transformers."""
 
 from __future__ import annotations
 

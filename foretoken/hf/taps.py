@@ -1,4 +1,4 @@
-"""Reading features of a transformers model by boundary (`foretoken.core.taps`), with hooks.
+"""Reads features of a transformers model by boundary (`foretoken.core.taps`), with hooks.
 
 Positions of the hooks are proven on the actual model at load against `output_hidden_states`, never assumed from a class
 name.

@@ -1,4 +1,4 @@
-"""What the headers of weight files say, held against a configuration: nothing is loaded for it."""
+"""Checks the headers of weight files against a configuration, without loading weights."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def check_unused(unexpected: Iterable[str], config: Any, name: str) -> None:
 
 
 def check_dtypes(headers: dict[str, Header], module: nn.Module, name: str) -> None:
-    """Refuses integers and 8-bit numbers where the model wants real numbers: quantised, and nobody says how.
+    """Refuses integers and 8-bit numbers where the model expects real numbers: quantised without a configuration.
 
     Args:
         headers: Of the model's files.

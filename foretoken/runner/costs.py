@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.lean.build import kernels_version
@@ -169,7 +170,7 @@ def _key(model: LoadedModel, decoder: str) -> str:
         "format": _FORMAT,
         "torch": torch.__version__,
         "processor": sorted((name, str(value)) for name, value in torch.cpu.get_capabilities().items()),
-        "device": torch.cuda.get_device_name(model.device) if model.device.type == "cuda" else str(model.device),
+        "device": torch.cuda.get_device_name(model.device) if has_cuda_runtime(model.device) else str(model.device),
         "threads": torch.get_num_threads(),
         "runner": decoder,
         "kernels": kernels_version(),

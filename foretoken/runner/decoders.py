@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from foretoken.core.backend import has_cuda_graphs
 from foretoken.decoder.graph_decoder import GraphDecoder
 from foretoken.decoder.lean.native import NativeDecoder
 from foretoken.decoder.lean.stock import StockDecoder
@@ -32,7 +33,7 @@ EXACT = frozenset(
 
 def decoders_for(model: LoadedModel) -> list[str]:
     """Decoders made for a model's device and dtype, the one that is preferred where costs are equal first."""
-    if model.device.type == "cuda":
+    if has_cuda_graphs(model.device):
         return ["lean-graphs", "lean-stock", "generic"]
     native = ["lean-native"] if NativeDecoder.runs(model.device, model.dtype) else []
     return [*native, "lean-stock", "generic"]

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from foretoken.core.errors import ForetokenError, ModelError
+from foretoken.core.errors import ForetokenError, ModelError, one_line
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.slot_cache import LayerShape
-from foretoken.hf.model_files import one_line
 from foretoken.hf.plain import run_plain
 from foretoken.hf.plugin import current_pass
 

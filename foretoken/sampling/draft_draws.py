@@ -1,4 +1,4 @@
-"""How a drafter with probabilities chooses tokens, so that each request can be verified by its own rule.
+"""Chooses draft tokens from a drafter's distribution, for each request as its acceptance rule needs it.
 
 Greedy requests take the most probable tokens. Coupled requests share the target's noise, position by position, which is
 what makes guesses agree. All others draw with the drafter's noise and carry the distribution they were drawn from.
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from foretoken.core.backend import reads_are_free
 from foretoken.sampling.noise import Purpose
 from foretoken.sampling.truncation import warp
 
@@ -57,14 +58,14 @@ class DraftDraws:
         """
         has_coupled, has_sampled = possible_draws(batch, is_coupled, greedy=greedy)
         if not (has_coupled or has_sampled):
-            nobody = torch.zeros_like(batch.greedy)
+            none = torch.zeros_like(batch.greedy)
             return cls(
-                batch=batch, root_positions=root_positions, is_coupled=nobody, is_sampled=nobody, has_coupled=False,
+                batch=batch, root_positions=root_positions, is_coupled=none, is_sampled=none, has_coupled=False,
                 has_sampled=False, is_drawn_for_all=False,
             )  # fmt: skip
         draws = ~batch.greedy
         coupled = torch.tensor(is_coupled, device=root_positions.device)
-        if root_positions.device.type == "cpu":  # elsewhere an exact answer would cost a synchronisation
+        if reads_are_free(root_positions.device):  # elsewhere an exact answer would cost a synchronisation
             has_coupled, has_sampled = bool((draws & coupled).any()), bool((draws & ~coupled).any())
         return cls(
             batch=batch,

@@ -1,4 +1,4 @@
-"""What processors read of the tokens so far: counts, the last few tokens, the output length. State is per slot."""
+"""Token history that processors read: counts, the last few tokens, the output length; one state a slot."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class History:
     def counts(self) -> Counts:
         """Occurrences of every token, for processors that say that they read them."""
         if self.prompt_seen is None or self.output_counts is None:
-            raise ValueError("a processor reads counts without saying so: nobody counted")
+            raise ValueError("a processor reads counts that it did not declare, so they were not kept")
         return Counts(self.prompt_seen, self.output_counts)
 
     def last_tokens(self, count: int) -> Tensor:
@@ -118,7 +118,7 @@ class HistoryTable:
             self._counts[slot] = torch.zeros(self._vocab_size, dtype=torch.int32, device=self._device)
 
     def append(self, slot: int, tokens: Sequence[int]) -> None:
-        """Counts emitted tokens of a slot."""
+        """Counts generated tokens of a slot."""
         counts = self._counts[slot]
         if counts is not None:
             ids = torch.tensor(tokens, dtype=torch.int64, device=self._device)

@@ -6,12 +6,12 @@ Top-down acceptance visits one node a sequence and depth, so processors run on a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from foretoken.core.backend import has_triton_kernels, runs_cpu_kernels
 from foretoken.sampling.history import NodeView
 from foretoken.sampling.processors import apply_processors
 from foretoken.sampling.truncation import best_possible, one_hot_log_probs, warp
@@ -93,7 +93,7 @@ class NodeScores:
         """`argmax` of all nodes at once, (B, N) int64; None where processors read the history of each."""
         if self.history is not None and self.batch.processors:
             return None
-        if self.logits.device.type == "cpu":  # numpy's argmax is vectorised along a row, torch's is not
+        if runs_cpu_kernels(self.logits.device):  # numpy's argmax is vectorised along a row, torch's is not
             return self.by_node(torch.from_numpy(self.logits.numpy().argmax(-1)))
         return self.by_node(self.logits.argmax(-1))
 
@@ -108,7 +108,7 @@ class NodeScores:
     @property
     def has_kernels(self) -> bool:
         """Whether `drawn_everywhere` runs here."""
-        return self.logits.is_cuda and find_spec("triton") is not None
+        return has_triton_kernels(self.logits.device)
 
     def drawn_everywhere(self, root_positions: Tensor) -> Tensor:
         """The target's draw after every node: argmax of logits / temperature plus the noise of its position.

@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from foretoken.core.backend import runs_cpu_kernels
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -54,7 +56,7 @@ def _shift(z: Tensor, bits: int) -> Tensor:
 
 def mix(z: Tensor) -> Tensor:
     """SplitMix64's finaliser, a bijection on 64-bit words; int64 in, int64 out."""
-    return _mix_unsigned(z) if z.device.type == "cpu" else _mix_signed(z)
+    return _mix_unsigned(z) if runs_cpu_kernels(z.device) else _mix_signed(z)
 
 
 def _mix_signed(z: Tensor) -> Tensor:
@@ -128,7 +130,7 @@ class KeyedNoise:
         Returns:
             (B,) float64, multiples of 2^-53.
         """
-        if self.seeds.device.type == "cpu":
+        if runs_cpu_kernels(self.seeds.device):
             words = _mixed(self._unsigned_keys(positions, purpose, lane) + _UGAMMA)
             return torch.from_numpy((words >> _U11).astype(np.float64) * 2.0**-53)
         bits = mix(self._keys(positions, purpose, lane) + _GAMMA)
@@ -149,7 +151,7 @@ class KeyedNoise:
             (B, V) float32, finite.
         """
         counters = _counters(vocab_size, self.seeds.device)
-        if self.seeds.device.type == "cpu":
+        if runs_cpu_kernels(self.seeds.device):
             words = _mixed(self._unsigned_keys(positions, purpose, lane)[:, None] + _words(counters))
             integers = torch.from_numpy((words >> _U11).astype(np.float32))
         else:

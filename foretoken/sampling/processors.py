@@ -1,4 +1,4 @@
-"""Logits processors: what a request forbids, adds or takes away, before temperature and truncation.
+"""Logits processors (bias, penalties, forbidden tokens), which come before temperature and truncation.
 
 A processor is a value over the rows that it serves, one request each. Everything is float32, row-wise and pure.
 """
@@ -57,7 +57,7 @@ class _PerRequest:
     __slots__ = ()
 
     def select(self, rows: Tensor) -> Self:
-        """See `Processor`."""
+        """The same for some of its requests, which may repeat; rows: (R,) int64."""
         parts: Any = self
         return type(self)(*(getattr(parts, field.name)[rows] for field in fields(parts)))
 
@@ -77,14 +77,14 @@ class MinTokens(_PerRequest):
     tail_len = 0
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
-        """See `Processor`."""
+        """Forbids the terminators where fewer than `min_tokens` tokens were generated."""
         is_early = (nodes.history.num_output < self.min_tokens).unsqueeze(1)
         return logits.masked_fill(self.terminators & is_early, -inf)
 
 
 @dataclass(frozen=True, slots=True)
 class BadWords(_PerRequest):
-    """Rules out the last token of every forbidden sequence whose beginning was just emitted.
+    """Rules out the last token of every forbidden sequence whose beginning was just generated.
 
     Attributes:
         words: (R, W, L) int64, right-aligned, -1 where a word is shorter and throughout missing words.
@@ -95,11 +95,11 @@ class BadWords(_PerRequest):
 
     @property
     def tail_len(self) -> int:
-        """See `Processor`."""
+        """How many of the last tokens it reads: all of a word but its last one."""
         return self.words.shape[2] - 1
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
-        """See `Processor`."""
+        """Forbids the last token of each word whose beginning is the end of the text."""
         beginnings, last = self.words[:, :, :-1], self.words[:, :, -1]
         tail = nodes.history.last_tokens(self.tail_len)
         matches = ((beginnings == tail.unsqueeze(1)) | (beginnings < 0)).all(2) & (last >= 0)
@@ -117,7 +117,7 @@ class LogitBias(_PerRequest):
     tail_len = 0
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:  # noqa: ARG002 - the protocol's
-        """See `Processor`."""
+        """Adds the bias."""
         return logits + self.bias
 
 
@@ -130,7 +130,7 @@ class RepetitionPenalty(_PerRequest):
     tail_len = 0
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
-        """See `Processor`."""
+        """Weakens the logits of tokens that are in the prompt or the output."""
         scaled = torch.where(logits > 0, logits / self.penalty, logits * self.penalty)
         counts = nodes.history.counts
         return torch.where(counts.in_prompt | (counts.in_output > 0), scaled, logits)
@@ -151,7 +151,7 @@ class OutputPenalties(_PerRequest):
     tail_len = 0
 
     def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
-        """See `Processor`."""
+        """Subtracts both penalties from the logits of output tokens."""
         counts = nodes.history.counts.in_output
         return logits - self.presence * (counts > 0) - self.frequency * counts
 

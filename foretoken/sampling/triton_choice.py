@@ -31,7 +31,7 @@ _TARGET_TAG = tl.constexpr((int(Purpose.TARGET) + 1) * _SIGNED_MIX_2 & _WORD)  #
 
 _LOWEST_KEY = tl.constexpr(-(1 << 63))
 _LARGEST_INT32 = tl.constexpr((1 << 31) - 1)
-_FINITE = tl.constexpr(1)  # the kind of a row: 0 where all is -inf, 1 where its maximum is finite, 2 with NaN or +inf
+_FINITE = tl.constexpr(1)  # the class of a row: 0 where all is -inf, 1 where its maximum is finite, 2 with NaN or +inf
 _BROKEN = tl.constexpr(2)
 
 _BLOCK_V = 1024
@@ -43,18 +43,18 @@ class Choices(NamedTuple):
 
     Attributes:
         tokens: (B, N) int64, lowest id first among equals; the first NaN where there is one.
-        is_sound: (B, N) bool, whether the largest logit is finite: no NaN, no +inf, not -inf throughout.
+        is_finite: (B, N) bool, whether the largest logit is finite: no NaN, no +inf, not -inf throughout.
     """
 
     tokens: Tensor
-    is_sound: Tensor
+    is_finite: Tensor
 
     @classmethod
     def empty(cls, batch: int, nodes: int, *, device: torch.device | str) -> Choices:
         """Buffers to be filled."""
         return cls(
             tokens=torch.empty(batch, nodes, dtype=torch.int64, device=device),
-            is_sound=torch.empty(batch, nodes, dtype=torch.bool, device=device),
+            is_finite=torch.empty(batch, nodes, dtype=torch.bool, device=device),
         )
 
 
@@ -123,7 +123,7 @@ def chosen_tokens(
         BLOCK_V=_BLOCK_V, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     _merge_kernel[(rows,)](
-        parts.keys, parts.kinds, choices.tokens, choices.is_sound, count,
+        parts.keys, parts.kinds, choices.tokens, choices.is_finite, count,
         BLOCK_S=triton.next_power_of_2(count), num_warps=1,
     )  # fmt: skip
     return choices
@@ -180,7 +180,7 @@ def _merge_kernel(
     keys: tl.tensor,
     kinds: tl.tensor,
     tokens: tl.tensor,
-    is_sound: tl.tensor,
+    is_finite: tl.tensor,
     parts: tl.tensor,
     BLOCK_S: tl.constexpr,
 ) -> None:
@@ -191,7 +191,7 @@ def _merge_kernel(
     best = tl.max(tl.load(keys + row * parts + part, mask=is_part, other=_LOWEST_KEY), 0)
     kind = tl.max(tl.load(kinds + row * parts + part, mask=is_part, other=0), 0)
     tl.store(tokens + row, (best & _LARGEST_INT32) ^ _LARGEST_INT32)
-    tl.store(is_sound + row, kind == _FINITE)
+    tl.store(is_finite + row, kind == _FINITE)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""Temperature, top-k, top-p and min-p: the steps after the processors, which read nothing but the row of logits.
+"""Temperature, top-k, top-p and min-p over rows of logits.
 
 Everything is float32, row-wise and pure.
 """

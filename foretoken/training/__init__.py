@@ -1,1 +1,1 @@
-"""Training draft heads on a frozen target, and telling beforehand and afterwards what they will bring when served."""
+"""Training draft heads on a frozen target, and checks of target and head before and after it."""

@@ -1,4 +1,4 @@
-"""The model card of a head: what it is, how it was made, and what it brings, from what the run recorded."""
+"""Writes the model card of a trained head: what it is, how it was trained, what was measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a training run is told: values that are written beside its checkpoints and must not change when it goes on."""
+"""Settings of a training run; they are stored beside its checkpoints and must not change when it is resumed."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 import foretoken.training.objectives
-from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
+from foretoken.core.validation import validated
 from foretoken.training.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -111,26 +111,24 @@ def head_config(method: str, target: LoadedModel, sizes: Mapping[str, Any]) -> H
         **module.default_sizes(target),
         **sizes,
     }
-    result: HeadConfig = _validated(module.CONFIG, given, f"a {method} head")
+    result: HeadConfig = validated(module.CONFIG, given, f"a {method} head")
     return result
 
 
 def objective_config(method: str, weights: Mapping[str, Any]) -> Objective:
     """The objective of a method; weights: values that replace its defaults. Raises as `head_config`."""
-    result: Objective = _validated(_objective_module(method).OBJECTIVE, weights, f"the objective of {method}")
+    result: Objective = validated(_objective_module(method).OBJECTIVE, weights, f"the objective of {method}")
     return result
 
 
 def train_config(values: Mapping[str, Any]) -> TrainConfig:
     """Checked settings of a run. Raises as `head_config`."""
-    result: TrainConfig = _validated(TrainConfig, values, "training")
-    return result
+    return validated(TrainConfig, values, "training")
 
 
 def joint_config(values: Mapping[str, Any]) -> JointConfig:
     """How the target learns along. Raises as `head_config`."""
-    result: JointConfig = _validated(JointConfig, values, "joint training")
-    return result
+    return validated(JointConfig, values, "joint training")
 
 
 def _objective_module(method: str) -> Any:
@@ -138,17 +136,3 @@ def _objective_module(method: str) -> Any:
     if method not in trainable_methods():
         raise ConfigError(f"there is no head '{method}' to train. {nearest_name_hint(method, trainable_methods())}")
     return import_module(f"foretoken.training.objectives.{method}")
-
-
-def _validated(kind: type[BaseModel], values: Mapping[str, Any], what: str) -> Any:
-    """An instance of a model, or a `ConfigError` about the first value that does not fit."""
-    unknown = sorted(set(values) - set(kind.model_fields))
-    if unknown:
-        raise ConfigError(f"{what} has no '{unknown[0]}'. {nearest_name_hint(unknown[0], kind.model_fields)}")
-    try:
-        return kind.model_validate(dict(values))
-    except ValidationError as err:
-        first = err.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        where = f"'{key}' of {what} is {shown(first['input'])}" if key else f"{what} does not fit together"
-        raise ConfigError(f"{where}. {first['msg']}.") from err

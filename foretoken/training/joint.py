@@ -1,4 +1,4 @@
-"""Medusa-2: the target's backbone learns along with the heads, so that its features say more of the tokens ahead.
+"""Medusa-2: trains the target's backbone along with the heads, so that its features predict further tokens better.
 
 The target changes: what comes out is a new target with heads, and its own text is from then on the reference. Its loss
 is L_LM + lambda(step) * sum_i decay^i L_i, where L_LM keeps the backbone at its task: cross-entropy with the text, or,

@@ -1,4 +1,4 @@
-"""Distances between what a head says and what it should say, position by position.
+"""Losses between a head's distribution and its targets, position by position.
 
 Letters: M positions, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""The processes that train together: this one alone, or those that `accelerate launch` or `torchrun` started."""
+"""The processes of a training: this one alone, or those that `accelerate launch` or `torchrun` started."""
 
 from __future__ import annotations
 

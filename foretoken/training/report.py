@@ -1,4 +1,4 @@
-"""From trained weights to a head that can be served: what it will bring is measured first and stored with it.
+"""Measures a trained head on held-out prompts and saves it together with the results.
 
 Acceptance is counted on texts that the target itself wrote to held-out prompts, half of them greedily and half at a
 temperature; the acceptance length comes from drafting through the real engine.
@@ -77,8 +77,10 @@ def saved_head(  # noqa: PLR0913 - what a head comes from, is measured on, and g
     """
     if training_processes().process_index:
         return None
-    kind = _stored_dtype(target.config, target.dtype) if dtype == "auto" else DTYPES[dtype]
-    weights = {key: value.to(kind) if value.is_floating_point() else value for key, value in checkpoint.weights.items()}
+    stored = _stored_dtype(target.config, target.dtype) if dtype == "auto" else DTYPES[dtype]
+    weights = {
+        key: value.to(stored) if value.is_floating_point() else value for key, value in checkpoint.weights.items()
+    }
     head = replace(checkpoint, weights=weights)
     facts: dict[str, Any] = {
         "method": head.config.method,

@@ -1,4 +1,4 @@
-"""One training run from its settings to a head that can be served: begin or go on, watch, save, report.
+"""Runs one training from its settings to a saved head: starts or resumes, evaluates, saves, reports.
 
 A run keeps its checkpoints, settings and curves in a directory of its own. The head appears in the output directory
 only when the run is over.
@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 
 from foretoken.core.atomic_files import told_as, write_file
 from foretoken.core.errors import ConfigError
+from foretoken.core.json_files import read_json_object
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
 from foretoken.hf.loading import wrap_model
@@ -263,10 +264,7 @@ def _compare(directory: Path, ours: dict[str, Any]) -> None:
         with told_as(ConfigError, f"'{path}'", "Expected a place for the run. Pass another --run-dir, or make room."):
             write_file(path, json.dumps(ours, indent=1) + "\n")
         return
-    try:
-        theirs = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as err:
-        raise ConfigError(f"'{path}' cannot be read: {err}. Expected the settings of a run. Remove the run.") from err
+    theirs = read_json_object(path, error=ConfigError, advice="Expected the settings of a run. Remove the run.")
     differing = sorted(_flat(ours).items() ^ _flat(theirs).items())
     if differing:
         names = ", ".join(dict.fromkeys(key for key, _ in differing))
@@ -331,7 +329,7 @@ def _signals() -> Iterator[list[int]]:
     received: list[int] = []
     try:
         before = {number: signal.signal(number, lambda got, _: received.append(got)) for number in _SIGNALS}
-    except ValueError:  # another thread: whoever runs it deals with signals
+    except ValueError:  # not the main thread: the program that started it handles signals
         before = {}
     try:
         yield received

@@ -1,4 +1,4 @@
-"""What a training run is between two steps, written so that a crash at any moment loses at most the steps since.
+"""Saves and restores a training run between two steps, so that a crash loses at most the steps since the last save.
 
 Tensors go to safetensors and numbers to JSON: nothing is ever unpickled.
 """
@@ -15,9 +15,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from foretoken.core.atomic_files import new_directory, told_as
-from foretoken.core.errors import ModelError
+from foretoken.core.errors import ModelError, one_line
 from foretoken.formats.whole_files import write_weights
-from foretoken.hf.model_files import one_line
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -1,4 +1,4 @@
-"""The frozen target as a teacher: its features for training tokens, computed when needed or kept on disk."""
+"""The frozen target as a teacher: its features of training tokens, computed when needed or stored on disk."""
 
 from __future__ import annotations
 

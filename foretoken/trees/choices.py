@@ -1,4 +1,4 @@
-"""Tree shapes as choices: which rank of which depth follows which, independent of any token.
+"""Tree shapes as choices: which candidate ranks follow each other at each depth, independent of tokens.
 
 A choice is a tuple of ranks in Medusa's notation: (0,) is the best candidate after the root, (0, 1) the second best
 after it. A shape is a prefix-closed set of choices. Chains, static trees and Cartesian products are all shapes.
@@ -12,17 +12,12 @@ from itertools import accumulate, product
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError
-from foretoken.core.token_tree import MAX_NODES, TokenTree
+from foretoken.core.token_tree import MAX_NODES
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
-
-    from foretoken.core.lattice import DraftLattice
 
 Choice = tuple[int, ...]
 
@@ -57,19 +52,6 @@ class TreeShape:
         if len(ordered) >= MAX_NODES:
             raise ConfigError(f"the tree has {len(ordered)} choices. Expected fewer than {MAX_NODES}.")
         return cls(tuple(ordered))
-
-    @classmethod
-    def from_leaves(cls, choices: Iterable[Sequence[int]]) -> TreeShape:
-        """A static tree given by its leaves alone, as TensorRT-LLM allows: every prefix is added.
-
-        A complete list of choices gives the same shape as `from_choices`.
-
-        Raises:
-            ConfigError: When a choice is empty, negative or repeated, or there are too many, prefixes included.
-        """
-        listed = [tuple(choice) for choice in choices]
-        prefixes = {choice[:depth] for choice in listed for depth in range(1, len(choice))}
-        return cls.from_choices([*listed, *prefixes.difference(listed)])
 
     @classmethod
     def chain(cls, depth: int) -> TreeShape:
@@ -150,35 +132,3 @@ def _integers(value: Any, *, what: str) -> tuple[int, ...]:
     if isinstance(value, str) or not isinstance(value, Sequence) or any(type(number) is not int for number in value):
         raise ConfigError(f"{what} {shown(value)} is not valid. Expected a list of integers.")
     return tuple(value)
-
-
-def shape_lattice(lattice: DraftLattice, shape: TreeShape, roots: Tensor) -> TokenTree:
-    """Fills a shape with a lattice's candidates.
-
-    Args:
-        lattice: Candidates (B, D, K); D and K at least the shape's depth and largest rank + 1.
-        shape: Which of them to take.
-        roots: (B,) int64, the root tokens.
-
-    Returns:
-        Trees of `shape.num_nodes` nodes with path log-probabilities as scores, from the pairs where there are any.
-    """
-    batch, device = roots.shape[0], roots.device
-    depths, ranks, parents = (torch.tensor(part, device=device) for part in (shape.depths, shape.ranks, shape.parents))
-    depth, rank = depths[1:] - 1, ranks[1:]
-    if lattice.pair_log_probs is None:
-        node_scores = lattice.log_probs[:, depth, rank]
-    else:
-        node_scores = lattice.pair_log_probs[:, depth, ranks[parents[1:]], rank]
-    scores = torch.zeros(batch, shape.num_nodes, dtype=torch.float32, device=device)
-    for node, parent in enumerate(shape.parents):
-        if node:
-            scores[:, node] = scores[:, parent] + node_scores[:, node - 1]
-    return TokenTree(
-        tokens=torch.cat([roots.unsqueeze(1), lattice.ids[:, depth, rank]], dim=1),
-        parents=parents.expand(batch, -1),
-        depths=depths.expand(batch, -1),
-        num_nodes=torch.full((batch,), shape.num_nodes, dtype=torch.int64, device=device),
-        max_depth=shape.depth,
-        scores=scores,
-    )

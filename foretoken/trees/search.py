@@ -1,4 +1,4 @@
-"""The static tree that pays most for measured acceptance.
+"""Finds the static tree that gives the most tokens a second, from measured acceptance.
 
 Let a(d, r) be the probability that candidate r of depth d is right when its parent was, taken to depend on nothing
 else. A node is accepted with the product of these along its path, its value, and the expected number of accepted tokens
@@ -67,7 +67,7 @@ def best_shape(
     level_seconds: float | Callable[[TreeShape], float] = 0.0,
     max_nodes: int,
 ) -> TreeShape:
-    """The shape that brings the most expected tokens per second.
+    """The shape with the most expected tokens per second.
 
     Where drafting takes time by the level, a shallower tree may pay more than any beginning of `best_nodes`, so every
     depth is tried as the greatest one. With a number for `level_seconds` the result is the best of all shapes; with a
@@ -101,30 +101,6 @@ def best_shape(
             if (rate, -drafted) > (rate_of_best, 1 - best.num_nodes):
                 rate_of_best, best = rate, TreeShape.from_choices(choices[:drafted])
     return best
-
-
-def expected_tokens(acceptance: Acceptance, shape: TreeShape) -> float:
-    """Tokens that a pass over a shape is expected to emit: one, and the values of all drafted nodes.
-
-    Args:
-        acceptance: K rows, see `best_nodes`.
-        shape: Any shape within the table.
-
-    Raises:
-        ConfigError: When the table is none, see `best_nodes`, or lacks a choice of the shape.
-    """
-    _check(acceptance)
-    values: dict[Choice, float] = {(): 1.0}
-    for choice in shape.choices:
-        depth, rank = len(choice) - 1, choice[-1]
-        if depth >= len(acceptance) or rank >= len(acceptance[depth]):
-            widths = [len(row) for row in acceptance]
-            raise ConfigError(
-                f"tree choice {list(choice)} is not in the acceptance table. Expected ranks below {widths}, depth by "
-                "depth. Measure more candidates, or leave it out."
-            )
-        values[choice] = values[choice[:-1]] * acceptance[depth][rank]
-    return sum(values.values())
 
 
 def _check(acceptance: Acceptance) -> None:

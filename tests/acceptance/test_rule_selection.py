@@ -80,14 +80,14 @@ def test_drafts_share_the_targets_noise_only_under_coupling(rule: str, is_seeded
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"rule": "blok"}, "there is no acceptance rule 'blok'. Did you mean 'block'? Known: auto, block, "),
-        ({"rule": "greedy"}, "there is no acceptance rule 'greedy'"),
-        ({"lenience": 0.0}, "lenience is 0.0. Expected above 0 and at most 1."),
-        ({"lenience": 1.5}, "lenience is 1.5. Expected"),
-        ({"lenience": float("nan")}, "lenience is nan. Expected"),
-        ({"epsilon": -0.1}, "epsilon is -0.1. Expected at least 0 and at most 1."),
-        ({"delta": 2.0}, "delta is 2.0. Expected at least 0 and at most 1."),
-        ({"typical_end": "sample"}, "typical_end is 'sample'. Expected 'draw' or 'argmax'."),
+        ({"rule": "blok"}, "acceptance rule 'blok' does not exist. Did you mean 'block'? Known: auto, block, "),
+        ({"rule": "greedy"}, "acceptance rule 'greedy' does not exist"),
+        ({"lenience": 0.0}, "'lenience' is 0.0. Expected above 0 and at most 1."),
+        ({"lenience": 1.5}, "'lenience' is 1.5. Expected"),
+        ({"lenience": float("nan")}, "'lenience' is nan. Expected"),
+        ({"posterior_threshold": 0.0}, "'posterior_threshold' is 0.0. Expected above 0 and at most 1."),
+        ({"posterior_alpha": 2}, "'posterior_alpha' is 2. Expected above 0 and at most 1."),
+        ({"typical_end": "sample"}, "'typical_end' is 'sample'. Expected 'draw' or 'argmax'."),
     ],
 )
 def test_policy_refuses(settings: dict[str, object], message: str) -> None:

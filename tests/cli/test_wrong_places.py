@@ -119,11 +119,15 @@ def test_an_option_in_words_is_checked() -> None:
 @pytest.mark.parametrize("command", ["generate", "verify", "bench", "doctor"])
 def test_devices(command: str) -> None:
     more = {"generate": ("-p", "x"), "doctor": ("--method", "medusa")}.get(command, ())
-    assert_refused(run(command, MODEL, *more, "--device", "meta"), "--device meta holds shapes and no numbers")
-    assert_refused(run(command, MODEL, *more, "--device", "nonsense"), "device 'nonsense' cannot be used")
+    assert_refused(
+        run(command, MODEL, *more, "--device", "meta"), "device 'meta' cannot be used: it holds shapes and no numbers"
+    )
+    assert_refused(
+        run(command, MODEL, *more, "--device", "nonsense"), "device 'nonsense' cannot be used", "Expected 'auto'"
+    )
     if not torch.cuda.is_available():
-        advice = "CUDA build" if torch.version.cuda is None else "nvidia-smi"
-        assert_refused(run(command, MODEL, *more, "--device", "cuda"), advice, "pass --device cpu")
+        reason = "was built without CUDA" if torch.version.cuda is None else "nvidia-smi"
+        assert_refused(run(command, MODEL, *more, "--device", "cuda"), reason, "Expected 'auto'")
 
 
 @pytest.mark.parametrize("arguments", [("inspect", "owner/name"), ("doctor", MODEL, "owner/name")])

@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from disks import everything, full_disk
+from disks import everything
+from limits import full_disk
 
 import foretoken
 from foretoken.core.atomic_files import new_directory, new_file, told_as, write_file

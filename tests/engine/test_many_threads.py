@@ -7,8 +7,9 @@ import random
 import signal
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -130,9 +131,9 @@ def test_a_callback_that_calls_back_is_told_so() -> None:
     assert "called from within one of its own callbacks" in str(found[0])
 
 
-def test_an_interrupted_iteration_ends_its_requests_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = llm(DRAFTERS["draft itself tree"](None), max_num_seqs=2)
-    expected = engine.generate([[5], [6], [7]], GREEDY)
+@contextmanager
+def interruption() -> Iterator[None]:
+    """The third commit of any engine is interrupted as by Ctrl-C, which escapes here."""
     original, calls = Engine._commit, []
 
     def interrupted(self: Engine, *arguments: Any) -> Any:
@@ -141,32 +142,30 @@ def test_an_interrupted_iteration_ends_its_requests_and_no_more(monkeypatch: pyt
             raise KeyboardInterrupt
         return original(self, *arguments)
 
-    monkeypatch.setattr(Engine, "_commit", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "_commit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            yield
+
+
+def test_an_interrupted_iteration_ends_its_requests_and_no_more() -> None:
+    engine = llm(DRAFTERS["draft itself tree"](None), max_num_seqs=2)
+    expected = engine.generate([[5], [6], [7]], GREEDY)
+    with interruption():
         engine.generate([[5], [6], [7]], GREEDY)
     assert is_idle(engine)
     got = engine.generate([[5], [6], [7]], GREEDY)
     assert [o.outputs[0].token_ids for o in got] == [o.outputs[0].token_ids for o in expected]
 
 
-def test_requests_of_others_are_told_that_an_iteration_was_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_others_are_told_that_an_iteration_was_interrupted() -> None:
     """Ctrl-C reaches one thread; the requests of the others share its iteration and end with a sentence."""
     engine = llm({}, max_num_seqs=2)
     others = [engine.stream([5], GREEDY), engine.stream([8], GREEDY)]  # the second waits for a slot in vain
     next(others[0])
-    original, calls = Engine._commit, []
-
-    def interrupted(self: Engine, *arguments: Any) -> Any:
-        calls.append(arguments)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        return original(self, *arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Engine, "_commit", interrupted)
-        running = [*engine._engine._running]
-        with pytest.raises(KeyboardInterrupt):
-            engine.generate([[6], [7]], GREEDY)
+    running = [*engine._engine._running]
+    with interruption():
+        engine.generate([[6], [7]], GREEDY)
     assert [chunk.finish_reason for chunk in others[0]][-1] == "error"
     output = running[0].output()
     assert (output.finish_reason, output.stop_reason) == ("error", None)

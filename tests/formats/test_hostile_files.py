@@ -19,6 +19,7 @@ from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 
 MEDUSA = MedusaConfig(hidden_size=E, vocab_size=V, num_heads=2, own_lm_head=True)
 HEADS = {
+    "native": MEDUSA,
     "medusa": MEDUSA,
     "medusa_v2": MEDUSA.model_copy(update={"own_lm_head": False}),
     "vllm_medusa": MEDUSA.model_copy(update={"draft_vocab_size": 5}),
@@ -26,7 +27,7 @@ HEADS = {
     "tensorrt_llm": HYDRA_HEADS,
     "mlp_speculator": MlpSpeculatorConfig(hidden_size=E, vocab_size=V, inner_dim=6),
 }
-NONSENSE = (None, "x", "7", -1, 0, 1.5, 10**12, True, [], [[1]], {}, {"a": []})
+NONSENSE = (None, "x", "7", "base", "prefix_layer", -1, 0, 1.5, 10**12, True, [], [[1]], {}, {"a": []})
 
 
 def written(name: str, config: HeadConfig, directory: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from end_to_end.tiny_heads import HEADS, head
 from end_to_end.tiny_llms import llm, target
+from limits import limit_memory
 from tiny_models import tiny_model
 
 from foretoken import SamplingParams
@@ -18,7 +19,7 @@ from foretoken.core.errors import ForetokenError
 from foretoken.formats.registry import known_formats, read_head, write_head
 from foretoken.formats.target_info import TargetInfo
 from fuzz import engines, files
-from fuzz.worker import Case, check_refusal, limit_memory
+from fuzz.worker import Case, check_refusal
 
 _PROMPTS = [[5, 6, 7, 5, 6], [9, 10]]
 _PARAMS = [SamplingParams(temperature=0.0, max_tokens=10), SamplingParams(temperature=0.8, seed=1, max_tokens=10)]
@@ -67,7 +68,7 @@ def run(case: Case) -> None:
         config |= {"method": rng.choice(["medusa", "hydra", "mlp_speculator"])} if rng.random() < 0.2 else {}
         case.note(f"{what} with {'; '.join(damages) or 'no damage'}; {config}")
         module = target("llama", getattr(torch, settings.dtype))
-        with limit_memory(_MEGABYTES):
+        with limit_memory(_MEGABYTES << 20):
             try:
                 engine = llm({"speculative_config": config}, module=module, runner=settings.runner, max_num_seqs=2)
             except ForetokenError as err:

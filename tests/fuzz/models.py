@@ -8,13 +8,14 @@ from functools import cache
 from pathlib import Path
 
 from end_to_end.tiny_llms import tokenizer
+from limits import limit_memory
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ForetokenError
 from fuzz import files
-from fuzz.worker import Case, FindingError, check_refusal, limit_memory
+from fuzz.worker import Case, FindingError, check_refusal
 
 _ARCHITECTURES = ("llama", "llama", "llama", "qwen3", "gemma2", "gpt2", "mixtral", "deepseek_v3", "opt")
 _MEGABYTES = 4096  # beyond what the process has
@@ -51,7 +52,7 @@ def run(case: Case) -> None:
         directory = files.copied(saved(architecture, in_shards), Path(folder) / "model")
         damages = [files.damage(rng, directory) for _ in range(rng.choice([1, 1, 1, 2]))]
         case.note(f"LLM of {architecture}{' in shards' if in_shards else ''} with {'; '.join(damages)}")
-        with limit_memory(_MEGABYTES):
+        with limit_memory(_MEGABYTES << 20):
             try:
                 engine = LLM(directory, max_num_seqs=2, max_model_len=rng.choice([None, 32]))
                 outputs = engine.generate([[5, 6, 7], [8]], SamplingParams(temperature=0.0, max_tokens=3))

@@ -7,11 +7,12 @@ import os
 import time
 
 import pytest
+from limits import limit_memory
 
 from foretoken.core.errors import ConfigError, ForetokenError
 from foretoken.runner.runner import Runner
 from fuzz.command import described
-from fuzz.worker import Case, FindingError, Report, Settings, check_refusal, limit_memory, run_cases
+from fuzz.worker import Case, FindingError, Report, Settings, check_refusal, run_cases
 
 
 def findings(name: str, numbers: range, settings: Settings) -> list[str]:
@@ -63,7 +64,7 @@ def misbehave(case: Case) -> None:
         case 5:
             os._exit(3)
         case 6:
-            with limit_memory(64):
+            with limit_memory(64 << 20):
                 bytearray(256 << 20)
         case 7:
             case.count("done")

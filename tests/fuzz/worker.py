@@ -11,7 +11,6 @@ import faulthandler
 import multiprocessing
 import os
 import random
-import resource
 import signal
 import sys
 import tempfile
@@ -27,7 +26,6 @@ from foretoken.core.errors import ForetokenError
 
 LONGEST_MESSAGE = 1000  # characters: every missing and unexpected key of a head is named
 _SHOWN = 6000  # characters of a crashed child's last words
-_MEGABYTE = 1 << 20
 
 
 class FindingError(AssertionError):
@@ -225,16 +223,3 @@ def _result(
     except Exception:  # noqa: BLE001 - whatever escapes is the finding
         finding = "".join(traceback.format_exc()[-_SHOWN:])
     return Report(number, finding, "", case.size, case.counts)
-
-
-@contextlib.contextmanager
-def limit_memory(megabytes: int) -> Iterator[None]:
-    """Lets this process take that much more address space than it has, for the time of a with statement."""
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * os.sysconf("SC_PAGE_SIZE") + megabytes * _MEGABYTE
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-import resource
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from limits import limit_memory
 from model_files import (
     MISSING,
     damage,
@@ -35,13 +35,8 @@ _GATE = "model.layers.1.mlp.gate_proj.weight"
 def bounded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No memory beyond `_MEMORY`: what is asked for in vain raises a MemoryError or RuntimeError."""
     monkeypatch.setattr(memory, "_free_bytes", lambda device: 1 << 26)  # what a long context may take
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + _MEMORY, before[1]))
-    try:
+    with limit_memory(_MEMORY):
         yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def serve(directory: Path) -> None:

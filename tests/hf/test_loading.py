@@ -79,7 +79,7 @@ def test_device_that_is_not_there(directory: Path, device: str) -> None:
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is one")
 def test_an_accelerator_that_torch_does_not_find(directory: Path) -> None:
-    with pytest.raises(ModelError, match=r"'cuda' cannot be used: .*install its driver and a build of torch"):
+    with pytest.raises(ModelError, match=r"'cuda' cannot be used: .*install its driver and the build of torch"):
         LLM(directory, device="cuda")
 
 

@@ -109,7 +109,7 @@ def test_greedy_tokens(vocab_size: int, dtype: torch.dtype) -> None:
     choices = greedy(logits)
     assert torch.equal(choices.tokens, logits.float().argmax(-1))
     assert choices.tokens.dtype == torch.int64
-    assert choices.is_sound.tolist() == [[True] * 3] * 2
+    assert choices.is_finite.tolist() == [[True] * 3] * 2
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_sampled_tokens(vocab_size: int, dtype: torch.dtype) -> None:
     assert torch.equal(choices.tokens[is_clear], scores.argmax(-1)[is_clear])
     assert is_clear.float().mean() > 0.9
     assert (choices.tokens[1:] != logits[1:].float().argmax(-1)).any(), "noise should matter"
-    assert bool(choices.is_sound.all())
+    assert bool(choices.is_finite.all())
 
 
 @pytest.mark.parametrize("scale", [0.0, 0.8])
@@ -173,7 +173,7 @@ def test_rows_that_are_not_sound(scale: float) -> None:
         logits, [scale] * 4, torch.tensor(SEEDS[:4]), torch.arange(36).view(4, 9)
     )  # fmt: skip
     expected = torch.isfinite(logits.amax(2))
-    assert torch.equal(choices.is_sound, expected)
+    assert torch.equal(choices.is_finite, expected)
     assert expected.sum(1).tolist() == [1, 1, 1, 8]
     assert bool(((choices.tokens >= 0) & (choices.tokens < vocab_size)).all())
     if scale == 0:
@@ -185,7 +185,7 @@ def test_cut_off_tokens_are_never_drawn() -> None:
     logits[:, :, 1077] = -1e30
     choices = choose(logits, [1.0], torch.tensor([4]), torch.arange(40).view(1, 40))
     assert choices.tokens.tolist() == [[1077] * 40]
-    assert bool(choices.is_sound.all())
+    assert bool(choices.is_finite.all())
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.3])
@@ -207,7 +207,7 @@ def test_a_row_depends_on_nothing_else(scale: float) -> None:
         )
         again = choose(logits, [scale] * 3, seeds, positions, parts=parts)
         assert torch.equal(again.tokens, whole.tokens)
-        assert torch.equal(again.is_sound, whole.is_sound)
+        assert torch.equal(again.is_finite, whole.is_finite)
     alone = choose(logits[1:2, 2:3], [scale], seeds[1:2], positions[1:2, 2:3])
     assert alone.tokens.item() == whole.tokens[1, 2]
 
@@ -228,12 +228,12 @@ def test_buffers_are_filled_whole_and_nothing_is_read_or_allocated() -> None:
     expected = choose(logits, [1.0, 0.0], seeds, positions)
     out, parts = Choices.empty(2, 3, device=DEVICE), ChoiceParts.empty(6, 1500, device=DEVICE)
     out.tokens.fill_(-77)
-    out.is_sound.fill_(value=False)
+    out.is_finite.fill_(value=False)
     with OnDevice() as calls:
         assert chosen_tokens(*inputs, out=out, parts=parts) is out
     assert not calls.allocated
     assert torch.equal(out.tokens.cpu(), expected.tokens)
-    assert torch.equal(out.is_sound.cpu(), expected.is_sound)
+    assert torch.equal(out.is_finite.cpu(), expected.is_finite)
     with OnDevice() as calls:
         chosen_tokens(*inputs)
     assert sorted(calls.allocated) == [(2, 3), (2, 3), (6, 2), (6, 2)]

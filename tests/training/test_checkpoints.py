@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import training_runs
-from disks import everything, full_disk
+from disks import everything
+from limits import full_disk
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -220,7 +221,7 @@ def test_another_head_to_begin_from_is_refused(tmp_path: Path) -> None:
 
 def test_half_written_settings_are_one_sentence(tmp_path: Path) -> None:
     training_runs.trained(tmp_path, schedule={"num_steps": 2})
-    for text in ("", '{"method": "med', "[1]"):
+    for text in ("", '{"method": "med', "[1]", "[" * 100_000):
         (tmp_path / "settings.json").write_text(text)
         with pytest.raises((ConfigError, ModelError), match=r"settings\.json"):
             training_runs.trained(tmp_path, schedule={"num_steps": 2})

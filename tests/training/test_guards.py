@@ -152,7 +152,7 @@ def test_a_random_head(tmp_path: Path) -> None:
 
     found = faults(examined(with_weights(scramble), tmp_path))
     assert found.keys() == {"knowledge"}
-    assert "heads say the same whatever the text" in found["knowledge"]
+    assert "heads predict the same whatever the text" in found["knowledge"]
 
 
 @pytest.mark.parametrize("method", sorted(SIZES))
@@ -174,7 +174,7 @@ def test_nearly_untrained_heads_say_the_next_token(tmp_path: Path) -> None:
     checkpoint = HeadCheckpoint.of(head, target=TargetFingerprint.of(target()))
     found = faults(examined(checkpoint, tmp_path))
     assert found.keys() == {"knowledge"}
-    assert "the target's own next token, which fresh heads say, is still said more often" in found["knowledge"]
+    assert "the target's own next token, which fresh heads predict, is still predicted more often" in found["knowledge"]
     assert "If it was trained long, its labels were not shifted at all" in found["knowledge"]
 
 

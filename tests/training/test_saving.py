@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import training_runs
-from disks import everything, full_disk
+from disks import everything
+from limits import full_disk
 from tiny_models import tiny_model
 
 from foretoken.core.errors import ConfigError

@@ -1,15 +1,13 @@
-"""Tree shapes, and filling them from a lattice."""
+"""Tree shapes: by choices, by widths, and as users write them."""
 
 from itertools import product
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.core.errors import ConfigError
-from foretoken.core.lattice import DraftLattice
-from foretoken.trees.choices import TreeShape, shape_lattice
+from foretoken.trees.choices import TreeShape
 
 
 @st.composite
@@ -125,69 +123,5 @@ def test_what_users_write() -> None:
     assert TreeShape.parse({"widths": [2] * 8}).num_nodes == 511
 
 
-def test_leaves_alone() -> None:
-    assert TreeShape.from_leaves([[2, 0, 1], [0, 1], [3]]).choices == ((0,), (2,), (3,), (0, 1), (2, 0), (2, 0, 1))
-    assert TreeShape.from_leaves([]) == TreeShape(())
-
-
-@given(shape=shapes(), keep=st.data())
-def test_leaves_with_or_without_some_prefixes(shape: TreeShape, keep: st.DataObject) -> None:
-    """Any list between the leaves and all choices gives the same shape, the complete one too."""
-    inner = {choice[:-1] for choice in shape.choices}
-    listed = [choice for choice in shape.choices if choice not in inner or keep.draw(st.booleans())]
-    assert TreeShape.from_leaves(listed) == shape
-    assert TreeShape.from_leaves(shape.choices) == shape
-
-
-@pytest.mark.parametrize(
-    ("choices", "message"),
-    [
-        ([[0, 1], []], "tree choice [] is not valid. Expected ranks of 0 to 511."),
-        ([[0, -1, 2]], "tree choice [0, -1] is not valid. Expected ranks of 0 to 511."),
-        ([[0, 1], [1], [0, 1]], "tree choice [0, 1] stands twice. Leave one out."),
-        ([[rank, 0] for rank in range(256)], "the tree has 512 choices. Expected fewer than 512."),
-    ],
-)
-def test_leaves_that_give_no_shape(choices: list[list[int]], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        TreeShape.from_leaves(choices)
-    assert str(error.value) == message
-
-
 def test_largest_shape() -> None:
     assert TreeShape.from_choices([[rank] for rank in range(511)]).num_nodes == 512
-
-
-def lattice(batch: int, depth: int, width: int, *, has_pairs: bool) -> DraftLattice:
-    generator = torch.Generator().manual_seed(4)
-    pairs = torch.rand(batch, depth, width, width, generator=generator).log() if has_pairs else None
-    return DraftLattice(
-        ids=torch.randint(1000, (batch, depth, width), generator=generator),
-        log_probs=torch.rand(batch, depth, width, generator=generator).log(),
-        pair_log_probs=pairs,
-    )
-
-
-@pytest.mark.parametrize("has_pairs", [False, True])
-@given(shape=shapes())
-def test_shape_lattice(has_pairs: bool, shape: TreeShape) -> None:
-    """Token and score of every node by following its choice through the lattice."""
-    source = lattice(2, 4, 4, has_pairs=has_pairs)
-    tree = shape_lattice(source, shape, torch.tensor([70, 71]))
-    tree.validate()
-    assert tree.distributions is None
-    for row in range(2):
-        assert tree.tokens[row, 0] == 70 + row
-        assert tree.scores is not None
-        assert tree.scores[row, 0] == 0
-        for node, choice in enumerate(shape.choices, start=1):
-            assert tree.tokens[row, node] == source.ids[row, len(choice) - 1, choice[-1]]
-            score, previous = 0.0, 0
-            for depth, rank in enumerate(choice):
-                if source.pair_log_probs is None:
-                    score += source.log_probs[row, depth, rank].item()
-                else:
-                    score += source.pair_log_probs[row, depth, previous, rank].item()
-                previous = rank
-            # At most four float32 additions of numbers of order 1.
-            assert tree.scores[row, node].item() == pytest.approx(score, abs=1e-5)

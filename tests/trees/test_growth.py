@@ -148,9 +148,11 @@ WIDE = 37
 SHAPES = {
     "widths": TreeShape.cartesian((3, 2, 2)),
     "chain": TreeShape.chain(3),
-    "leaves at inner levels": TreeShape.from_leaves([[0, 0, 0], [0, 1], [0, 3, 2], [1], [2, 1], [2, 5, 0], [4]]),
-    "gaps": TreeShape.from_leaves([[1, 0], [1, 2, 1], [3], [6, 4, 4]]),
-}
+    "leaves at inner levels": TreeShape.from_choices([
+        [0], [1], [2], [4], [0, 0], [0, 1], [0, 3], [2, 1], [2, 5], [0, 0, 0], [0, 3, 2], [2, 5, 0],
+    ]),
+    "gaps": TreeShape.from_choices([[1], [3], [6], [1, 0], [1, 2], [6, 4], [1, 2, 1], [6, 4, 4]]),
+}  # fmt: skip
 
 
 def obvious(
@@ -276,7 +278,7 @@ def test_nodes_without_children_cost_nothing(monkeypatch: pytest.MonkeyPatch) ->
     """Their logits are never looked at, be they what they may."""
     batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(temperature=0.0), seed=0)], VOCAB)
     draws = DraftDraws.build(batch, [False], torch.tensor([3]))
-    growth = TreeGrowth(TreeShape.from_leaves([[0], [1, 0], [2]]), torch.tensor([7]), draws)
+    growth = TreeGrowth(TreeShape.from_choices([[0], [1], [2], [1, 0]]), torch.tensor([7]), draws)
     seen: list[tuple[int, ...]] = []
     keys = DraftDraws.keys
 

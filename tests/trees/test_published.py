@@ -55,11 +55,3 @@ def test_every_beginning_is_a_tree(name: str) -> None:
     choices = PUBLISHED[name]
     for size in range(1, len(choices) + 1):
         assert TreeShape.from_choices(choices[:size]).num_nodes == size + 1
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_leaves_alone_give_the_same_tree(name: str) -> None:
-    choices = PUBLISHED[name]
-    leaves = [choice for choice in choices if not any(other[:-1] == choice for other in choices)]
-    assert len(leaves) < len(choices)
-    assert TreeShape.from_leaves(leaves) == TreeShape.from_choices(choices)

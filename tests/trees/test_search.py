@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from foretoken.core.errors import ConfigError
 from foretoken.trees.choices import Choice, TreeShape
-from foretoken.trees.search import best_nodes, best_shape, expected_tokens
+from foretoken.trees.search import best_nodes, best_shape
 
 TABLE = ((0.5, 0.25, 0.125), (0.5, 0.25), (0.75,))  # products are exact in binary
 BY_HAND: list[tuple[Choice, float]] = [
@@ -151,22 +151,6 @@ def test_among_equals_the_fewest_nodes() -> None:
     assert found == narrow
 
 
-def test_expected_tokens() -> None:
-    shape = TreeShape.from_choices([[0], [2], [0, 1], [0, 1, 0]])
-    assert expected_tokens(TABLE, shape) == 1 + 0.5 + 0.125 + 0.125 + 0.09375
-    assert expected_tokens(TABLE, TreeShape(())) == 1
-    assert expected_tokens(TABLE, TreeShape.from_choices(c for c, _ in BY_HAND)) == 1 + sum(v for _, v in BY_HAND)
-
-
-@given(table=tables, max_nodes=st.integers(2, 20))
-def test_more_nodes_never_accept_less(table: list[list[float]], max_nodes: int) -> None:
-    smaller, larger = (
-        expected_tokens(table, TreeShape.from_choices(choice for choice, _ in best_nodes(table, most)))
-        for most in (max_nodes, max_nodes + 1)
-    )
-    assert smaller <= larger
-
-
 @pytest.mark.parametrize(
     ("table", "max_nodes", "message"),
     [
@@ -191,13 +175,3 @@ def test_what_is_no_table(table: list[list[float]], max_nodes: int, message: str
         with pytest.raises(ConfigError) as error:
             search()
         assert str(error.value) == message
-
-
-def test_a_shape_outside_the_table() -> None:
-    for choices, named in (([[0], [3]], [3]), ([[0], [0, 2]], [0, 2]), ([(0,) * d for d in range(1, 5)], [0] * 4)):
-        with pytest.raises(ConfigError) as error:
-            expected_tokens(TABLE, TreeShape.from_choices(choices))
-        assert str(error.value) == (
-            f"tree choice {named} is not in the acceptance table. Expected ranks below [3, 2, 1], depth by depth. "
-            "Measure more candidates, or leave it out."
-        )

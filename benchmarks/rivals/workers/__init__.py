@@ -1,5 +1,5 @@
-"""Workers: each file adapts one rival to the same four questions and runs in that rival's own environment.
+"""Workers, one file an engine: each answers the same four requests and runs in that engine's own environment.
 
-A worker imports its rival, the standard library, `messages` and its neighbours here; nothing else is installed beside
+A worker imports its rival, the standard library, `messages` and the modules here; nothing else is installed beside
 every rival.
 """

@@ -1,4 +1,4 @@
-"""Converted weights, kept between runs: one folder per model, precision and format."""
+"""Stores converted weights between runs: one directory per model, precision and format."""
 
 from __future__ import annotations
 

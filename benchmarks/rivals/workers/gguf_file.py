@@ -1,4 +1,4 @@
-"""A Hugging Face Llama directory as a GGUF file for llama.cpp, weight for weight in the precision asked for.
+"""Writes a Hugging Face Llama directory as a GGUF file for llama.cpp, in the precision asked for.
 
 The file has no vocabulary: prompts come as token ids. Norms are float32, as llama.cpp wants them.
 """

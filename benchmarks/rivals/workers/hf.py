@@ -16,7 +16,7 @@ _LOOKUP_TOKENS = 10  # what transformers' own documentation uses
 
 
 class ClockStreamer(BaseStreamer):
-    """Hands chunks to the clock; the first call brings the prompt."""
+    """Hands chunks to the clock; the first call has the prompt."""
 
     def __init__(self, clock: ChunkClock) -> None:
         self._clock, self._had_prompt = clock, False

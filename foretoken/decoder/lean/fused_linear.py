@@ -19,6 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from foretoken.core.backend import runs_cpu_kernels
+
 _PACKED_FOR_ROWS = 16  # width that oneDNN chooses its blocking for: a verify pass
 
 
@@ -65,7 +67,7 @@ def is_packable(weight: Tensor) -> bool:
     is_known = weight.dtype == torch.float32 or (
         weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
-    return weight.device.type == "cpu" and torch.backends.mkldnn.is_available() and is_known
+    return runs_cpu_kernels(weight.device) and torch.backends.mkldnn.is_available() and is_known
 
 
 def fuse(owner: Any, *names: str, moves_weights: bool = False) -> FusedLinear:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import PassOutput, UnsuitableError
 from foretoken.decoder.lean.build import native_library
@@ -60,7 +61,7 @@ class NativeDecoder:
     @staticmethod
     def runs(device: torch.device, dtype: torch.dtype) -> bool:
         """Whether the kernels are made for a device and a dtype."""
-        return device.type == "cpu" and dtype in _DTYPES
+        return runs_cpu_kernels(device) and dtype in _DTYPES
 
     def run(self, work: Pass) -> PassOutput:
         """See `Decoder`."""

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.held_memory import HeldMemory, check_memory, has_memory
@@ -32,7 +33,7 @@ class NativeLinear(nn.Module):
             UnsuitableError: When the weight is anything else, or the kernels cannot be compiled here.
         """
         super().__init__()
-        if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16):
+        if not runs_cpu_kernels(weight.device) or weight.dtype not in (torch.float32, torch.bfloat16):
             raise UnsuitableError(f"native products take float32 and bfloat16 on CPUs, not {weight.dtype}.")
         if weight.dim() != 2 or not weight.numel() or not weight.is_contiguous():
             raise UnsuitableError("native products take a matrix whose rows lie one after another.")

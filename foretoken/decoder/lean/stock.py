@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from foretoken.attention.dispatch import tree_attention
 from foretoken.attention.layout import AttentionLayout
+from foretoken.core.backend import has_triton_kernels
 from foretoken.decoder.base import PassOutput
 from foretoken.decoder.held_memory import check_memory, plain_tensors
 from foretoken.decoder.lean.fused_linear import FusedLinear, fuse, is_packable
@@ -162,11 +163,8 @@ class StockDecoder:
 
 def _steps_for(dtype: torch.dtype, device: torch.device) -> Steps:
     """The kernels where they run, else torch's operations."""
-    if device.type == "cuda" and dtype in (torch.float32, torch.float16, torch.bfloat16):
-        try:
-            return fused_steps()
-        except ImportError:
-            pass  # attention says so
+    if has_triton_kernels(device) and dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return fused_steps()
     return Steps(_add_and_norm, _gated_silu, None)
 
 

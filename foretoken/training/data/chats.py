@@ -1,4 +1,4 @@
-"""Conversations as tokens: the target's chat template, and which tokens the assistant wrote.
+"""Renders conversations with the target's chat template, and marks the tokens that the assistant wrote.
 
 Templates write their own special tokens, so what they render is encoded without adding any: no double BOS. Only
 assistant turns are supervised:
@@ -16,8 +16,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.errors import ConfigError
-from foretoken.hf.model_files import one_line
+from foretoken.core.errors import ConfigError, one_line
 from foretoken.training.data.document import Document
 
 if TYPE_CHECKING:
@@ -123,7 +122,7 @@ class ChatEncoder:
         texts = [whole]
         for place, message in enumerate(turns):
             if message["role"] != "assistant" or place == 0:
-                continue  # where nobody asked, no prompt tells where the answer begins
+                continue  # without a turn before it, no prompt tells where the answer begins
             before = self._render(turns[:place], is_open=True)
             upto = self._render(turns[: place + 1], is_open=False)
             if before is None or upto is None or not (whole.startswith(before) and whole.startswith(upto)):

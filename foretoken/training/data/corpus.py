@@ -1,4 +1,4 @@
-"""From sources to `train/` and `held_out/`: which record goes where, how much is taken, and how far it is."""
+"""Builds `train/` and `held_out/` from sources: splits records, limits their number, reports progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One document as tokens: what makers of corpora hand to the writer."""
+"""One document as tokens, as encoders hand it to the writer of a corpus."""
 
 from __future__ import annotations
 

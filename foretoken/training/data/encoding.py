@@ -1,4 +1,4 @@
-"""Records as documents: text through the target's tokenizer, many records a call, so that it can use all cores."""
+"""Encodes records as documents with the target's tokenizer, many records a call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hugging Face data sets as a source: by hub name, or local files and directories without any network.
+"""Reads records from Hugging Face data sets: by hub name, or from local files without a network.
 
 `datasets` is imported here only, and only when such a source is asked for.
 """
@@ -10,8 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.errors import ConfigError, RequestError
-from foretoken.hf.model_files import one_line
+from foretoken.core.errors import ConfigError, RequestError, one_line
 from foretoken.training.data.records import Record, read_row
 from foretoken.training.data.sources import Source
 

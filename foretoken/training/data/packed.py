@@ -6,7 +6,6 @@ of documents: one may start or end inside a document, and the last document is f
 
 from __future__ import annotations
 
-import json
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.core.bounded_reads import read_regular
 from foretoken.core.errors import RequestError
+from foretoken.core.json_files import read_json_object
 from foretoken.sampling.noise import derive_seed
 from foretoken.training.data.shuffle import shuffled
 from foretoken.training.data.writer import FORMAT, META, SUPERVISED, TOKENS, VERSION, PackedWriter, new_directory
@@ -177,15 +176,12 @@ def write_packed(
 
 def _read_meta(directory: Path) -> dict[str, Any]:
     """The checked `meta.json`."""
-    try:
-        meta = json.loads(read_regular(directory / META, error=RequestError).decode("utf-8"))
-    except FileNotFoundError as err:
+    if not (directory / META).exists():
         raise RequestError(
             f"'{directory}' holds no packed tokens. Expected {META} and {TOKENS}. Make them with `foretoken data`."
-        ) from err
-    except (OSError, ValueError) as err:
-        raise RequestError(f"'{directory / META}' cannot be read: {err}. Make the data again.") from err
-    if not isinstance(meta, dict) or (meta.get("format"), meta.get("version")) != (FORMAT, VERSION):
+        )
+    meta = read_json_object(directory / META, error=RequestError, advice="Make the data again.")
+    if (meta.get("format"), meta.get("version")) != (FORMAT, VERSION):
         raise RequestError(
             f"'{directory / META}' is of another kind. Expected format '{FORMAT}', version {VERSION}. Make it again "
             "with `foretoken data`."

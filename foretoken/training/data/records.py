@@ -106,7 +106,7 @@ def _string(value: Any, column: str, where: str) -> str:
 
 
 def _messages(turns: Any, column: str, where: str) -> tuple[Message, ...]:
-    """Checked turns; assistant turns that nobody asked for, at the start of some ShareGPT conversations, are left out.
+    """Checked turns; assistant turns before the first user turn, as in some ShareGPT conversations, are left out.
 
     Raises:
         RequestError: When a turn is not of that form or its role is unknown.

@@ -1,4 +1,4 @@
-"""Self-distillation: the target writes the responses that its heads will learn, with the engine that serves it.
+"""Self-distillation: lets the target write the responses that its heads are trained on.
 
 Every response is kept in a file of JSON lines as soon as its batch is done: a header with the settings, then one line a
 document, in order. A run that was broken off continues after the last whole line; seeds belong to documents, so the

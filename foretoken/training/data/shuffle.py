@@ -1,4 +1,4 @@
-"""A shuffled order computed position by position: no table, the same numbers with every library version.
+"""A shuffled order computed position by position, without a table and the same with every library version.
 
 It is a keyed permutation: a balanced Feistel network over the smallest power of four that holds the range, walked on
 until it falls inside the range (Black and Rogaway 2002, "Ciphers with arbitrary finite domains", cycle walking).

@@ -1,4 +1,4 @@
-"""Where text comes from: text files, and JSON lines or arrays. Data sets of the hub are in `hub_datasets.py`."""
+"""Reads records from text files and from JSON lines or arrays."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Why a head would not draft, found before anybody measures a disappointing speed."""
+"""Checks that tell why a trained head does not draft well."""

@@ -1,4 +1,4 @@
-"""Single checks of a target and of a head's weights: a verdict and a sentence each; nothing is run longer than needed.
+"""Single checks of a target and of a head's weights, each with a verdict and a sentence.
 
 Letters: B texts, S positions, E hidden size, K heads, V vocabulary.
 """
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.errors import ModelError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
@@ -177,7 +178,7 @@ def check_trained(checkpoint: HeadCheckpoint, parts: TargetParts) -> tuple[Check
 def fresh_head(config: HeadConfig, parts: TargetParts, *, seed: int) -> Head:
     """A head as training starts with it, in float32 where the target is; the generator is left as it was."""
     device = parts.lm_head_weight.device
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.random.fork_rng(devices=[device] if has_cuda_runtime(device) else []):
         torch.manual_seed(seed)
         head = build_head(config, device=device, dtype=torch.float32)
         head.initialize(parts)

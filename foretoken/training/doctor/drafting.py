@@ -1,4 +1,4 @@
-"""Drafting with a head through the engine, held pass by pass against what the head says when it is fed the text.
+"""Checks that the engine drafts what the head predicts when it is fed the same text, pass by pass.
 
 Letters: K heads, B texts, S positions.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drafting:
-    """What the engine accepted, and what it should have by what the head says at the very same positions.
+    """What the engine accepted, and what it should have by the head's predictions at the very same positions.
 
     Attributes:
         accepted: Share of passes that accepted at least d drafted tokens, from d = 1.

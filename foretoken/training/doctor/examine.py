@@ -1,6 +1,6 @@
-"""Guard rails: why a trained head would not draft, found before anybody measures a disappointing speed.
+"""Examines a target and a head: runs all checks in order and collects their verdicts.
 
-Checks go from the target to the head's weights, to what the head says, to what the engine makes of it. Where an early
+Checks go from the target to the head's weights, to the head's predictions, to the engine's drafts. Where an early
 one fails, later ones are skipped: their answers would mislead.
 
 Letters: B texts, S positions, E hidden size, K heads.

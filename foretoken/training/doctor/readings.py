@@ -1,4 +1,4 @@
-"""How often a head says what the target says: in its place, and in every place that is known to be mistaken for it.
+"""Measures how often a head predicts the target's token, at its own position and at those it is often mistaken for.
 
 The texts are prompts that the target itself went on with, greedily: there the target's choice, the text and the label
 are the same token, and a head that is fed the text is in the very situation in which it drafts.
@@ -75,7 +75,7 @@ class Texts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """How often head i's first candidate is the target's choice, by what it is fed and whose label it is held against.
+    """How often head i's first candidate is the target's choice, by the feature it is fed and the label asked for.
 
     Attributes:
         table: By reading of the feature: (K, shifts) shares, shifts as in `SHIFTS`; "final" is the reading in place.
@@ -196,7 +196,7 @@ def read_features(target: LoadedModel, tokens: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def predictions(head: Head, parts: TargetParts, features: Tensor, texts: Texts) -> Tensor:
-    """What every head says at the judged positions, fed the text itself.
+    """Every head's predictions at the judged positions, fed the text itself.
 
     Args:
         head: In float32.

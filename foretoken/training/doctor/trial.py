@@ -1,4 +1,4 @@
-"""A trial of training: a fresh head starts where it should, and a few steps on one batch teach it something.
+"""Trains a fresh head for a few steps on one batch, to check its starting point and that it learns.
 
 Letters: B texts, S positions.
 """
@@ -43,7 +43,7 @@ def examine_training(
 
 
 def _check_start(target: LoadedModel, config: HeadConfig, parts: TargetParts, texts: Texts) -> Check:
-    """Whether every fresh head says the target's own next token, for methods that start there."""
+    """Whether every fresh head predicts the target's own next token, for methods that start there."""
     features = read_features(target, texts.tokens)[IN_PLACE]
     one, other = (predictions(fresh_head(config, parts, seed=seed), parts, features, texts) for seed in (0, 1))
     if not torch.equal(one, other):
@@ -51,7 +51,7 @@ def _check_start(target: LoadedModel, config: HeadConfig, parts: TargetParts, te
     where = texts.judged(last=config.num_heads)
     choices = target_choices(parts, features, texts)
     share = min(float((row == choices)[where].float().mean()) for row in one)
-    message = "Every fresh head says the target's own next token."
+    message = "Every fresh head predicts the target's own next token."
     if share < 0.99:
         message = (
             "A fresh head does not say the target's own next token, though it only hands the feature on to the LM "

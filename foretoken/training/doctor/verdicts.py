@@ -1,4 +1,4 @@
-"""Verdicts on what a head says and on what the engine makes of it, each a name, a cause and what to do about it."""
+"""Turns measurements of a head into verdicts, each with a name, a cause and an advice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LABELS = "head i has to learn token t + 2 + i from feature t."
 
 
 def check_agreement(agreement: Agreement) -> list[Check]:
-    """What a head says teacher-forced: the right feature, the right labels, better than a guess, worse with depth."""
+    """Whether teacher-forced predictions fit: the feature, the labels, better than a guess, worse with depth."""
     knowledge = check_knowledge(agreement)
     if agreement.lagging:
         reason = "The head has learnt too little to tell."
@@ -59,7 +59,7 @@ def check_feature(agreement: Agreement) -> Check:
 
 
 def check_labels(agreement: Agreement) -> Check:
-    """Whether head i answers for the token it is asked for, t + 2 + i, and not for a neighbour of it."""
+    """Whether head i predicts token t + 2 + i, and not the one before or after it."""
     shifts, table = agreement.best_shifts, agreement.table[agreement.best_reading]
     value = [[round(share, 4) for share in row] for row in table]
     expected = "each head best at shift 0 (columns: 0, -1, 1, 2)"
@@ -83,10 +83,10 @@ def check_knowledge(agreement: Agreement) -> Check:
         message = _undertrained(agreement)
     elif best < wanted:
         message = (
-            f"Undertrained or unrelated: heads say the same whatever the text, or something unrelated to it. Head 0 is "
-            f"right at {best:.3f} of the positions, and always saying the most frequent token at {guess:.3f}. They are "
-            "random, hardly trained, trained on other text, or made for another target. Look at the training loss, and "
-            "train longer."
+            "Undertrained or unrelated: heads predict the same whatever the text, or something unrelated to it. Head 0 "
+            f"is right at {best:.3f} of the positions, and always saying the most frequent token at {guess:.3f}. They "
+            "are random, hardly trained, trained on other text, or made for another target. Look at the training loss, "
+            "and train longer."
         )
     is_fault = bool(agreement.lagging) or best < wanted
     return Check(
@@ -108,8 +108,8 @@ def _undertrained(agreement: Agreement) -> str:
             "Train longer. If it was trained long, its labels are shifted by one token less than needed: " + _LABELS
         )
     return (
-        "Undertrained: the target's own next token, which fresh heads say, is still said more often than the token "
-        f"that the head is asked for (shares of positions: {lagging}). {advice}"
+        "Undertrained: the target's own next token, which fresh heads predict, is still predicted more often than the "
+        f"token that the head is asked for (shares of positions: {lagging}). {advice}"
     )
 
 
@@ -130,7 +130,7 @@ def check_depth(agreement: Agreement) -> Check:
 
 
 def check_drafting(drafting: Drafting) -> Check:
-    """Whether the engine accepts what the head says when it is fed the text."""
+    """Whether the engine accepts what the head predicts when it is fed the text."""
     verdict: Verdict = "ok"
     message = "Drafting does what training did."
     if drafting.num_errors:
@@ -142,8 +142,8 @@ def check_drafting(drafting: Drafting) -> Check:
         verdict = "fault" if drafting.drop > 0.15 else "warning"
         message = (
             f"Drafting does not do what training did: at some depth {drafting.drop:.3f} fewer passes accept than the "
-            "head fed the text at the same positions says. Likely causes: features of the wrong position are kept when "
-            "a path is committed, the head's own cache or positions are off, or dtypes are too narrow. Try "
+            "head fed the text predicts at the same positions. Likely causes: features of the wrong position are kept "
+            "when a path is committed, the head's own cache or positions are off, or dtypes are too narrow. Try "
             "`--runner generic` and `--dtype float32`, and report what changes."
         )
     shares = [[round(share, 4) for share in row] for row in (drafting.accepted, drafting.expected)]

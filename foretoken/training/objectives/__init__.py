@@ -1,1 +1,1 @@
-"""What heads are trained towards, one file a method."""
+"""Training objectives of the heads, one file a method."""

@@ -1,4 +1,4 @@
-"""Hydra++ heads learn the target's distributions alone, all heads alike; the decoder block copies the target's sizes.
+"""The objective of Hydra++ heads: the target's distributions alone, all heads weighted alike.
 
 Source: Ankner et al. 2024 (arXiv 2402.05109), sections 4.2 and 4.3.
 """

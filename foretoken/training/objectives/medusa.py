@@ -1,4 +1,4 @@
-"""Medusa heads: published weights are 0.8^i; the text itself for Medusa-1, the target's distribution by default here.
+"""The objective of Medusa heads: weights 0.8^i as published, by default towards the target's distribution.
 
 Source: Cai et al. 2024 (arXiv 2401.10774), section 2.2; distillation as its section 2.3.2 does for the backbone.
 """

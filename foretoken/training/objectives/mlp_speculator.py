@@ -1,4 +1,4 @@
-"""The MLP speculator: all stages alike; published runs learn the text and then the target's own continuations of it.
+"""The objective of the MLP speculator: all stages weighted alike, as in the published runs.
 
 Source: Wertheimer et al. 2024 (arXiv 2404.19124), section 3.
 """
