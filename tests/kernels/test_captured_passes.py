@@ -15,7 +15,7 @@ from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.cuda_graphs import CudaGraphCapture
 from foretoken.decoder.graph_decoder import MAX_GRAPHS, GraphDecoder
-from foretoken.decoder.lean.stock import fused_steps
+from foretoken.decoder.lean.torch_blocks import triton_ops
 from foretoken.hf.lean_weights import read_weights
 from foretoken.hf.loading import wrap_model
 from foretoken.runner import runner as runner_module
@@ -55,7 +55,7 @@ def capture(monkeypatch):
         runner_module._DECODERS,
         "lean-graphs",
         lambda model, cache, taps: GraphDecoder(
-            read_weights(model, cache.capacity), cache, taps, capture=made, steps=fused_steps()
+            read_weights(model, cache.capacity), cache, taps, capture=made, ops=triton_ops()
         ),
     )
     return made
