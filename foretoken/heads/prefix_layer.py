@@ -137,11 +137,11 @@ class PrefixLayer(nn.Module):
 
     def as_blocks(self, num_positions: int) -> Blocks:
         """The block as a `BlockStack` takes it; num_positions: how many may be fed."""
-        config, kind = self.config, torch.promote_types(self.norm.dtype, torch.float32)
+        config, dtype = self.config, torch.promote_types(self.norm.dtype, torch.float32)
         positions = torch.arange(num_positions, device=self.norm.device).unsqueeze(0)
-        cos, sin = (table[0, :, 0].contiguous() for table in self._rotation(positions, kind))
+        cos, sin = (table[0, :, 0].contiguous() for table in self._rotation(positions, dtype))
         input_norm, post_attention_norm, norm = (
-            Norm(weight=weight.detach().to(kind).contiguous(), epsilon=config.rms_norm_eps)
+            Norm(weight=weight.detach().to(dtype).contiguous(), epsilon=config.rms_norm_eps)
             for weight in (self.input_norm, self.post_attention_norm, self.norm)
         )
         query, key, value, output, gate, up, down = (
@@ -173,16 +173,16 @@ class PrefixLayer(nn.Module):
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(B, T, 1, Dh / 2) cosines and sines; angles in float64 where the features are, else float32."""
-        kind = torch.float64 if dtype == torch.float64 else torch.float32
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
         config, device = self.config, positions.device
         if config.rope_scaling is None:
-            steps = torch.arange(0, config.head_dim, 2, device=device, dtype=kind) / config.head_dim
+            steps = torch.arange(0, config.head_dim, 2, device=device, dtype=exact) / config.head_dim
             frequencies, factor = config.rope_theta**-steps, 1.0
         else:
             if device not in self._scaled:
                 self._scaled[device] = config.scaled_frequencies(device)
             frequencies, factor = self._scaled[device]
-        angles = positions.to(kind).unsqueeze(-1) * frequencies.to(kind)
+        angles = positions.to(exact).unsqueeze(-1) * frequencies.to(exact)
         return (angles.cos() * factor).to(dtype).unsqueeze(2), (angles.sin() * factor).to(dtype).unsqueeze(2)
 
 

@@ -168,7 +168,7 @@ def test_head_files_are_not_read_after_loading(how: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("part", ["weight", "bias"])
-def test_products_follow_their_weights(part: str) -> None:
+def test_native_layers_follow_their_weights(part: str) -> None:
     layer, x = nn.Linear(40, 300), torch.randn(3, 40)
     native = NativeLinear(layer.weight, layer.bias)
     expected = native(x)

@@ -273,7 +273,7 @@ def test_blocks_that_cannot_be(make: Callable[[], Any], what: str) -> None:
 def test_torchs_default_dtype_is_not_that_of_the_buffers(dtype: torch.dtype) -> None:
     """Half as many bytes as the kernels write would end the process."""
     made, linear = blocks(), NativeLinear(torch.ones(300, 200))
-    expected, product = made.run(a_pass()).features, linear(torch.ones(4, 200))
+    expected, output = made.run(a_pass()).features, linear(torch.ones(4, 200))
     model = wrap_model(tiny_model("llama"), name="tiny")
     native = Runner(model, num_slots=1, max_nodes=4, runner="lean-native")
     logits = native.verify([0], [0], TokenTree.roots([5])).logits
@@ -281,7 +281,7 @@ def test_torchs_default_dtype_is_not_that_of_the_buffers(dtype: torch.dtype) -> 
     torch.set_default_dtype(dtype)
     try:
         got, again = made.run(a_pass(logit_rows=None)).features, native.verify([0], [0], TokenTree.roots([5])).logits
-        assert torch.equal(linear(torch.ones(4, 200, dtype=torch.float32)), product)
+        assert torch.equal(linear(torch.ones(4, 200, dtype=torch.float32)), output)
     finally:
         torch.set_default_dtype(before)
     assert expected is not None
@@ -294,7 +294,7 @@ def test_torchs_default_dtype_is_not_that_of_the_buffers(dtype: torch.dtype) -> 
 @pytest.mark.parametrize(
     "x", [torch.zeros(3, 7), torch.zeros(2, 16), torch.zeros(8, device="meta"), torch.tensor(1.0)], ids=str
 )
-def test_products_of_what_does_not_fit(x: torch.Tensor) -> None:
+def test_inputs_that_do_not_fit(x: torch.Tensor) -> None:
     with pytest.raises(PassError, match=r"Expected \(\.\.\., 8\) on a CPU"):
         NativeLinear(torch.ones(5, 8))(x)
 

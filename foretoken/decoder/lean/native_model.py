@@ -208,12 +208,12 @@ class NativeModel:
         Raises:
             UnsuitableError: When it is not what the kernels take it for.
         """
-        kind = "" if type(tensor) is Tensor else f"a {type(tensor).__name__} "  # of others the address may be 0
-        is_as_said = not kind and tensor.shape == shape and tensor.dtype == dtype
+        subclass = "" if type(tensor) is Tensor else f"a {type(tensor).__name__} "  # of others the address may be 0
+        is_as_said = not subclass and tensor.shape == shape and tensor.dtype == dtype
         if not is_as_said or not tensor.is_cpu or not tensor.is_contiguous():
             raise UnsuitableError(
-                f"{name} is {kind}{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}. Expected {shape} {dtype} "
-                "on a CPU, its rows one after another."
+                f"{name} is {subclass}{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}. Expected {shape} "
+                f"{dtype} on a CPU, its rows one after another."
             )
         if not has_memory(tensor):
             raise UnsuitableError(lost_memory(tensor))

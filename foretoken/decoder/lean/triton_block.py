@@ -160,7 +160,7 @@ def _gate_kernel(gate_up, out, width, BLOCK: tl.constexpr):
     gate = tl.load(gate_up + row * 2 * width + column, mask=is_column, other=0.0)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=is_column, other=0.0)
     exact = gate.to(tl.float32)
-    silu = (exact / (1.0 + tl.exp(-exact))).to(gate.dtype)  # rounded as torch's silu is before the product
+    silu = (exact / (1.0 + tl.exp(-exact))).to(gate.dtype)  # rounded as torch's silu is before it is multiplied
     tl.store(out + row * width + column, (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=is_column)
 
 
