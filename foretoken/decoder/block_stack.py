@@ -1,43 +1,29 @@
 """Decoder blocks with a KV cache of their own, on whatever runs them best: for drafters that bring blocks.
 
-On CPUs the native kernels run them where these know the dtype, on GPUs torch's GEMM with one CUDA graph for each size
-of pass, elsewhere torch's operations.
+What runs them is chosen in `stack_backends`.
 
 Letters: M tokens of a pass, E hidden size, F taps, L blocks.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import pairwise
 from operator import add
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
-import torch
-from torch import Tensor
-from torch.nn.functional import pad
-
-from foretoken.attention.dispatch import has_kernel
-from foretoken.attention.layout import AttentionLayout
 from foretoken.core.checks import require
 from foretoken.core.errors import PassError
-from foretoken.decoder.base import UnsuitableError
-from foretoken.decoder.captured_pass import PassShape, captured_pass, padded_inputs, shape_of
-from foretoken.decoder.cuda_graphs import CapturedGraphs, CudaGraphCapture
-from foretoken.decoder.held_memory import HeldMemory, check_memory, is_plain
-from foretoken.decoder.lean.native import NativeBlocks
-from foretoken.decoder.lean.torch_blocks import TorchBlocks
 from foretoken.decoder.slot_cache import LayerShape, SlotCache
+from foretoken.decoder.stack_backends import backend_for
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from torch import Tensor
+
     from foretoken.core.passes import Pass
     from foretoken.decoder.blocks import Blocks
     from foretoken.decoder.cuda_graphs import GraphCapture
-
-_MAX_GRAPHS = 32
-_LONGEST_CAPTURED = 32  # tokens of one sequence; over longer ones the GPU is busy for longer than launches take
 
 
 class BlockStack:
@@ -106,7 +92,7 @@ class BlockStack:
         shapes = [LayerShape(b.spec.num_kv_heads, b.spec.head_dim, b.spec.head_dim) for b in layers.blocks]
         self.cache = SlotCache(shapes, num_slots=num_slots, capacity=capacity, dtype=layers.dtype, device=layers.device)
         self._hidden_size, self._dtype = layers.hidden_size, layers.dtype
-        self._backend = _backend_for(layers, self.cache, [num_layers + 1, *taps], backend, capture)
+        self._backend = backend_for(layers, self.cache, [num_layers + 1, *taps], backend, capture)
         self.backend = self._backend.name
 
     def run(self, inputs: Tensor, work: Pass) -> Tensor:
@@ -155,123 +141,3 @@ class BlockStack:
         rows = max(map(add, work.prefix_lens, (end - start for start, end in pairwise(work.node_offsets))))
         if rows > self.cache.capacity:
             raise PassError(f"the pass needs {rows} rows of a slot, which has {self.cache.capacity}. Feed fewer.")
-
-
-class _Backend(Protocol):
-    """What runs the blocks of a stack."""
-
-    name: str
-
-    def run(self, inputs: Tensor, work: Pass) -> Tensor:
-        """(M, 1 + F, E) of (M, E)."""
-        ...
-
-    def append(self, inputs: Tensor, work: Pass) -> None:
-        """See `BlockStack`."""
-        ...
-
-
-def _backend_for(
-    layers: Blocks, cache: SlotCache, taps: Sequence[int], backend: str, capture: GraphCapture | None
-) -> _Backend:
-    """The backend that was asked for, or the fastest.
-
-    Raises:
-        UnsuitableError: See `BlockStack`.
-    """
-    if backend == "native" or (backend == "auto" and layers.device.type == "cpu" and capture is None):
-        try:
-            return _Native(layers, cache, taps)
-        except UnsuitableError:
-            if backend == "native":
-                raise
-    if capture is None and layers.device.type == "cuda":
-        capture = CudaGraphCapture(layers.device)
-    plain = _Torch(layers, cache, taps)
-    widest = max(block.spec.head_dim for block in layers.blocks)
-    if backend == "torch" or capture is None or layers.has_experts or not has_kernel(layers.dtype, widest):
-        return plain
-    return _Graphs(plain, layers, capture)
-
-
-class _Native:
-    """The native kernels."""
-
-    name = "native"
-
-    def __init__(self, layers: Blocks, cache: SlotCache, taps: Sequence[int]) -> None:
-        """Raises `UnsuitableError` where they cannot run the blocks."""
-        self._blocks = NativeBlocks(layers, cache, taps)
-
-    def run(self, inputs: Tensor, work: Pass) -> Tensor:
-        """See `_Backend`."""
-        features = self._blocks.run(work, inputs.detach().float()).features
-        assert features is not None, "the output is tapped"
-        return features
-
-    def append(self, inputs: Tensor, work: Pass) -> None:
-        """See `_Backend`."""
-        self._blocks.append(work, inputs.detach().float())
-
-
-class _Torch:
-    """Torch's operations."""
-
-    name = "torch"
-
-    def __init__(self, layers: Blocks, cache: SlotCache, taps: Sequence[int]) -> None:
-        """Fuses the projections."""
-        self._blocks, self._taps, self._dtype = TorchBlocks(layers, cache), taps, layers.dtype
-        self._tensors = list(filter(is_plain, layers.tensors()))
-
-    def run(self, inputs: Tensor, work: Pass) -> Tensor:
-        """See `_Backend`."""
-        return self.run_on(inputs, work, AttentionLayout(work))
-
-    def run_on(self, inputs: Tensor, work: Pass, layout: AttentionLayout) -> Tensor:
-        """`run` where the layout of the pass exists already."""
-        check_memory(self._tensors)
-        with torch.no_grad():
-            features = self._blocks.run(inputs.to(self._dtype), work, layout, self._taps)[1]
-        assert features is not None, "the output is tapped"
-        return features
-
-    def append(self, inputs: Tensor, work: Pass) -> None:
-        """See `_Backend`."""
-        check_memory(self._tensors)
-        with torch.no_grad():
-            self._blocks.append(inputs.to(self._dtype), work, AttentionLayout(work))
-
-
-class _Graphs:
-    """Torch's operations, short passes as CUDA graphs."""
-
-    name = "graphs"
-
-    def __init__(self, plain: _Torch, layers: Blocks, capture: GraphCapture) -> None:
-        """Prepares; graphs are captured when a shape is first met."""
-        self._plain, self._dtype = plain, layers.dtype
-        self._weights = HeldMemory(filter(is_plain, layers.tensors()))
-        self._graphs: CapturedGraphs[Tensor] = CapturedGraphs(
-            capture, layers.device, limit=_MAX_GRAPHS, name="a decoder block"
-        )
-
-    def run(self, inputs: Tensor, work: Pass) -> Tensor:
-        """See `_Backend`."""
-        if self._weights.has_changed():
-            raise PassError("a weight has moved in memory, where captured passes do not find it. Make a new LLM.")
-        shape = shape_of(work)
-        if max(end - start for start, end in pairwise(work.offsets)) > _LONGEST_CAPTURED:
-            return self._plain.run(inputs, work)
-        padded = pad(inputs.to(self._dtype), (0, 0, 0, shape.num_tokens - len(inputs)))
-        outputs = self._graphs.run(shape, [*padded_inputs(work, shape), padded], partial(self._run_captured, shape))
-        return outputs[: len(inputs)].clone()  # the next run fills the same tensor
-
-    def append(self, inputs: Tensor, work: Pass) -> None:
-        """See `_Backend`; without a graph."""
-        self._plain.append(inputs, work)
-
-    def _run_captured(self, shape: PassShape, *inputs: Tensor) -> Tensor:
-        """What is captured; inputs: those of the pass, then what goes into the first block."""
-        work, layout = captured_pass(shape, inputs[:-1])
-        return self._plain.run_on(inputs[-1], work, layout)

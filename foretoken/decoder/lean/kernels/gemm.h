@@ -1,4 +1,4 @@
-// Matrix products (GEMM) of weights with few tokens: each weight is read once, and meets every token while it is in a register.
+// Small-batch GEMM: each weight is read once, and meets every token of a pass while it is in a register.
 #pragma once
 
 #include <algorithm>
