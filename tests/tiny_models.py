@@ -109,7 +109,21 @@ _CONFIGS: dict[str, tuple[type, dict[str, Any]]] = {
 }
 
 ARCHITECTURES: tuple[str, ...] = tuple(_CONFIGS)
-LEAN_ARCHITECTURES = ("llama", "llama_tied", "qwen2", "qwen3", "mistral")  # those that the lean decoders know
+LEAN_ARCHITECTURES = (
+    "llama",
+    "llama_tied",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "phi3",
+    "gemma2",
+    "gemma3",
+    "smollm3",
+    "olmo2",
+    "starcoder2",
+    "mixtral",
+    "qwen3_moe",
+)  # those that the lean decoders know
 
 
 def tiny_config(architecture: str, **changes: Any) -> Any:

@@ -20,7 +20,7 @@ from foretoken.core.errors import PassError
 from foretoken.decoder.base import PassOutput, UnsuitableError
 from foretoken.decoder.captured_pass import PassShape, captured_pass, padded_inputs, shape_of
 from foretoken.decoder.cuda_graphs import CapturedGraphs, CudaGraphCapture
-from foretoken.decoder.held_memory import HeldMemory, plain_tensors
+from foretoken.decoder.held_memory import HeldMemory
 from foretoken.decoder.lean.stock import StockDecoder
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Pass
     from foretoken.core.taps import Tap
     from foretoken.decoder.cuda_graphs import GraphCapture
-    from foretoken.decoder.lean.stock import Steps
+    from foretoken.decoder.lean.elementwise import TorchOps
     from foretoken.decoder.lean.weights import LeanWeights
     from foretoken.decoder.slot_cache import SlotCache
 
@@ -54,7 +54,7 @@ class GraphDecoder:
         taps: Sequence[Tap],
         *,
         capture: GraphCapture | None = None,
-        steps: Steps | None = None,
+        ops: TorchOps | None = None,
     ) -> None:
         """Prepares; graphs are captured when a shape is first met.
 
@@ -63,7 +63,7 @@ class GraphDecoder:
             cache: Its KV rows.
             taps: Features to read.
             capture: Captures and replays; None for CUDA graphs.
-            steps: See `StockDecoder`.
+            ops: See `StockDecoder`.
 
         Raises:
             UnsuitableError: When a tap does not exist, or passes cannot be captured here.
@@ -72,13 +72,15 @@ class GraphDecoder:
             if not has_cuda_graphs(weights.device):
                 raise UnsuitableError("passes are captured as CUDA graphs on NVIDIA GPUs only.")
             capture = CudaGraphCapture(weights.device)
+        if weights.layers.has_experts:
+            raise UnsuitableError("a pass through experts looks at their routing on the host, and cannot be captured.")
         widest = max(part.shape[-1] for part in (*cache.keys, *cache.values))
         if not has_kernel(weights.dtype, widest):
             raise UnsuitableError("passes are captured as CUDA graphs only where the attention kernel runs.")
-        self._stock = StockDecoder(weights, cache, taps, steps=steps)
+        self._stock = StockDecoder(weights, cache, taps, ops=ops)
         self._vocab_size = weights.vocab_size
         self._every_row = torch.arange(_MOST_TOKENS, device=weights.device)
-        self._weights = HeldMemory(plain_tensors(weights.module))
+        self._weights = HeldMemory(weights.tensors())
         self._graphs: CapturedGraphs[PassOutput] = CapturedGraphs(
             capture, weights.device, limit=MAX_GRAPHS, name="a pass"
         )

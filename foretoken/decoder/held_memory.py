@@ -53,7 +53,12 @@ def in_own_memory(tensor: Tensor) -> Tensor:
 
 def plain_tensors(module: nn.Module) -> list[Tensor]:
     """Parameters of a module whose memory can be looked at: no subclasses, as quantised layers have, nothing sparse."""
-    return [p for p in module.parameters() if type(p) in (Tensor, nn.Parameter) and p.layout == torch.strided]
+    return list(filter(is_plain, module.parameters()))
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Whether a tensor's memory can be looked at."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
 
 
 def check_memory(tensors: Iterable[Tensor]) -> None:

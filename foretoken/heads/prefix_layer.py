@@ -17,11 +17,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
-from foretoken.decoder.lean.weights import Block, LeanWeights
+from foretoken.decoder.blocks import Block, Blocks, BlockSpec, FeedForward, Matrix, Norm, Rotary
 from foretoken.hf.rotary import scaled_frequencies
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from typing import Self
 
 
@@ -111,15 +110,12 @@ class PrefixLayer(nn.Module):
         self,
         features: Tensor,
         positions: Tensor | None = None,
-        attend: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Encodes features in the light of all that came before.
 
         Args:
             features: (B, T, E).
             positions: (B, T) int64; 0 … T - 1 when None.
-            attend: Attention over a cache: query (B, T, H, Dh), key and value (B, T, Hk, Dh) to (B, T, H, Dh). Causal
-                attention among the T positions alone when None.
 
         Returns:
             (B, T, E).
@@ -133,39 +129,43 @@ class PrefixLayer(nn.Module):
         )
         cos, sin = self._rotation(positions, features.dtype)
         query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
-        mixed = (attend or _causal)(query, key, value).reshape(batch, width, -1)
+        mixed = _causal(query, key, value).reshape(batch, width, -1)
         x = features + self.o_proj(mixed)
         inner = self._normed(x, self.post_attention_norm)
         x = x + self.down_proj(silu(self.gate_proj(inner)) * self.up_proj(inner))
         return self._normed(x, self.norm)
 
-    def as_blocks(self, num_positions: int) -> LeanWeights:
-        """The block as a lean decoder knows it; num_positions: how many may be fed."""
-        config, size = self.config, self.norm.shape[0]
-        device = self.norm.device
-        cos, sin = self._rotation(torch.arange(num_positions, device=device).unsqueeze(0), torch.float32)
+    def as_blocks(self, num_positions: int) -> Blocks:
+        """The block as a `BlockStack` takes it; num_positions: how many may be fed."""
+        config, dtype = self.config, torch.promote_types(self.norm.dtype, torch.float32)
+        positions = torch.arange(num_positions, device=self.norm.device).unsqueeze(0)
+        cos, sin = (table[0, :, 0].contiguous() for table in self._rotation(positions, dtype))
         input_norm, post_attention_norm, norm = (
-            weight.detach().float().contiguous() for weight in (self.input_norm, self.post_attention_norm, self.norm)
+            Norm(weight=weight.detach().to(dtype).contiguous(), epsilon=config.rms_norm_eps)
+            for weight in (self.input_norm, self.post_attention_norm, self.norm)
         )
-        block = Block(
-            attention=self, mlp=self, attention_norm=input_norm, mlp_norm=post_attention_norm, query_norm=None,
-            key_norm=None, window=None,
+        query, key, value, output, gate, up, down = (
+            Matrix(weight=part.weight)
+            for part in (
+                self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.gate_proj, self.up_proj, self.down_proj,
+            )
         )  # fmt: skip
-        return LeanWeights(
-            embedding=norm.new_empty(0, size),
-            blocks=[block],
-            final_norm=norm,
-            head=nn.Identity(),
-            module=self,
-            is_borrowed=False,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            epsilon=config.rms_norm_eps,
-            scale=config.head_dim**-0.5,
-            cos=cos[0, :, 0].contiguous(),
-            sin=sin[0, :, 0].contiguous(),
+        block = Block(
+            spec=BlockSpec(
+                num_heads=config.num_attention_heads,
+                num_kv_heads=config.num_key_value_heads,
+                head_dim=config.head_dim,
+            ),
+            query=query,
+            key=key,
+            value=value,
+            output=output,
+            mlp=FeedForward(gate=gate, up=up, down=down),
+            attention_norm=input_norm,
+            mlp_norm=post_attention_norm,
+            rotary=Rotary(cos=cos, sin=sin),
         )
+        return Blocks(blocks=[block], final_norm=norm)
 
     def _normed(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMS norm over the last dimension."""
@@ -173,16 +173,16 @@ class PrefixLayer(nn.Module):
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """(B, T, 1, Dh / 2) cosines and sines; angles in float64 where the features are, else float32."""
-        kind = torch.float64 if dtype == torch.float64 else torch.float32
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
         config, device = self.config, positions.device
         if config.rope_scaling is None:
-            steps = torch.arange(0, config.head_dim, 2, device=device, dtype=kind) / config.head_dim
+            steps = torch.arange(0, config.head_dim, 2, device=device, dtype=exact) / config.head_dim
             frequencies, factor = config.rope_theta**-steps, 1.0
         else:
             if device not in self._scaled:
                 self._scaled[device] = config.scaled_frequencies(device)
             frequencies, factor = self._scaled[device]
-        angles = positions.to(kind).unsqueeze(-1) * frequencies.to(kind)
+        angles = positions.to(exact).unsqueeze(-1) * frequencies.to(exact)
         return (angles.cos() * factor).to(dtype).unsqueeze(2), (angles.sin() * factor).to(dtype).unsqueeze(2)
 
 

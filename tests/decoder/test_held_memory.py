@@ -168,7 +168,7 @@ def test_head_files_are_not_read_after_loading(how: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("part", ["weight", "bias"])
-def test_products_follow_their_weights(part: str) -> None:
+def test_native_layers_follow_their_weights(part: str) -> None:
     layer, x = nn.Linear(40, 300), torch.randn(3, 40)
     native = NativeLinear(layer.weight, layer.bias)
     expected = native(x)
@@ -214,7 +214,7 @@ def test_tensors_that_only_look_like_some() -> None:
     target, module = Runner(loaded, num_slots=1, runner="lean-native"), loaded.module
     module.get_submodule("model.layers.0.mlp.up_proj").weight = nn.Parameter(Wrapper((48, 32)), requires_grad=False)
     with pytest.raises(UnsuitableError, match=r"up_proj is a Wrapper \(48, 32\)"):
-        NativeBlocks(read_weights(loaded, 40), target.cache, loaded.dtype, [])
+        NativeBlocks(read_weights(loaded, 40).layers, target.cache, [])
 
 
 def test_what_counts_as_changed() -> None:

@@ -13,20 +13,19 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from decoder.lean_models import LEAN, TOLERANCE, assert_exact, runner
 from tiny_models import random_model, tiny_config, tiny_model
 from torch import Tensor, nn
-from tree_decoding import SLOTS, decode, logits_by_sequence
+from tree_decoding import SLOTS, decode
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.decoder.blocks import Matrix
 from foretoken.decoder.lean.fused_linear import fuse
 from foretoken.hf.loading import wrap_model
 from foretoken.hf.plain import run_plain
 from foretoken.runner import decoders
 from foretoken.runner.runner import Runner
-
-LEAN = ("lean-native", "lean-stock")
-TOLERANCE = 1e-5  # relative to the largest logit, float32
 
 # What published checkpoints of these architectures differ in, each where it could be lost.
 VARIANTS: dict[str, Any] = {
@@ -69,10 +68,6 @@ VARIANTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def runner(config: Any, kind: str, dtype: torch.dtype = torch.float32, **more: Any) -> Runner:
-    return Runner(wrap_model(random_model(config, dtype=dtype), name="tiny"), num_slots=4, runner=kind, **more)
-
-
 @pytest.mark.parametrize("kind", LEAN)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_the_generic_runners(variant: str, kind: str) -> None:
@@ -106,41 +101,7 @@ def test_no_further_from_the_truth_than_the_generic_runner(variant: str, dtype: 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("variant", ["llama", "odd sizes", "qwen3", "mistral", "three in a group", "head_dim 80"])
 def test_native_arithmetic_does_not_depend_on_company(variant: str, dtype: torch.dtype) -> None:
-    """A path in a tree, in a batch, on two threads: bit for bit what one token at a time gives on one."""
-    made = runner(VARIANTS[variant], "lean-native", dtype, max_nodes=40)
-    prompt, path = [5, 9, 3, 60, 21, 8, 30, 33, 2], [7, 11, 13, 4, 40]
-    made.prefill(0, prompt, 0)
-    alone = []
-    for depth, token in enumerate(path):
-        alone.append(made.verify([0], [len(prompt) + depth], TokenTree.roots([token])).logits[0])
-    # The path in the middle of a tree: every second node is a stranger.
-    tokens, parents, nodes = [path[0], 50], [-1, 0], [0]
-    for token in path[1:]:
-        parents += [nodes[-1], nodes[-1]]
-        nodes.append(len(tokens))
-        tokens += [token, 51]
-    tree = TreeRow(tokens, parents)
-    wide = TreeRow(tokens + [52] * (38 - len(tokens)), parents + [0] * (38 - len(parents)))
-    threads = torch.get_num_threads()
-    try:
-        for num_threads in (1, 2):
-            torch.set_num_threads(num_threads)
-            for slot, other in ((1, 3), (2, 0)):
-                for start in range(0, len(prompt), 4):
-                    made.prefill(slot, prompt[start : start + 4], start)
-                made.prefill(other, [3, 4], 0)
-                for rows in ([tree], [wide], [wide, TreeRow([6, 7], [-1, 0])], [TreeRow([6], [-1]), tree]):
-                    at = next(i for i, row in enumerate(rows) if len(row.tokens) > 2)
-                    slots = [other, other][: len(rows)]
-                    slots[at] = slot
-                    lengths = [2] * len(rows)
-                    lengths[at] = len(prompt)
-                    trees = TokenTree.from_rows(rows)
-                    logits = logits_by_sequence(made.verify(slots, lengths, trees), trees)[at]
-                    for node, expected in zip(nodes, alone, strict=True):
-                        assert torch.equal(logits[node], expected)
-    finally:
-        torch.set_num_threads(threads)
+    assert_exact(runner(VARIANTS[variant], "lean-native", dtype, max_nodes=40))
 
 
 DECODERS = (*LEAN, "generic")
@@ -187,10 +148,10 @@ def test_positions_of_padding_do_no_harm(kind: str) -> None:
 def test_decoders_share_what_they_pack_and_give_it_back() -> None:
     model = wrap_model(tiny_model("llama"), name="tiny")
     attention: Any = model.backbone.layers[0].self_attn
-    names = ("q_proj", "k_proj", "v_proj")
+    parts = [Matrix(weight=part.weight) for part in (attention.q_proj, attention.k_proj, attention.v_proj)]
     first, second = (Runner(model, num_slots=1, runner="lean-stock") for _ in range(2))
-    whole = weakref.ref(fuse(attention, *names))
-    assert whole() is fuse(attention, *names)
+    whole = weakref.ref(fuse(*parts))
+    assert whole() is fuse(*parts)
     del first
     gc.collect()
     assert whole() is not None
@@ -250,7 +211,7 @@ class TestWhatIsLeftToTheGenericRunner:
 
     @staticmethod
     def foreign() -> dict[str, nn.Module]:
-        gelu = random_model(tiny_config("llama", hidden_act="gelu"))
+        relu = random_model(tiny_config("llama", hidden_act="relu"))
         mixed, hooked, adapted = tiny_model("llama"), tiny_model("llama"), tiny_model("llama")
         mixed.model.norm.to(torch.bfloat16)
         hooked.model.layers[0].mlp.up_proj.register_forward_hook(lambda *event: event[2] * 2)
@@ -258,7 +219,7 @@ class TestWhatIsLeftToTheGenericRunner:
         layer.q_proj = nn.Sequential(layer.q_proj, nn.Identity())
         return {
             "GPT2LMHeadModel is not among the architectures it knows": tiny_model("gpt2"),
-            "with activation 'gelu' is not among what it knows": gelu,
+            "with activation 'relu' is not among what it knows": relu,
             "its weights differ in dtype: torch.bfloat16, torch.float32": mixed,
             "up_proj (Linear) is not a plain linear layer": hooked,
             "q_proj (Sequential) is not a plain linear layer": adapted,

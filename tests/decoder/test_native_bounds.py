@@ -21,6 +21,7 @@ from foretoken.core.errors import ForetokenError, PassError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.base import PassOutput, UnsuitableError
+from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, Matrix, Norm
 from foretoken.decoder.lean import native, native_linear, native_model, threads
 from foretoken.decoder.lean.native import NativeBlocks
 from foretoken.decoder.lean.native_linear import NativeLinear
@@ -36,12 +37,15 @@ SLOTS, CAPACITY = 2, 40
 TREE = TokenTree.from_rows([TreeRow([5, 6, 7], [-1, 0, 0])] * 2)
 
 
-def blocks(change: Callable[[LeanWeights], LeanWeights] = lambda weights: weights, **module: Any) -> NativeBlocks:
-    model = wrap_model(tiny_model("mistral", **module), name="tiny")  # with a window, so that all positions are read
+def blocks(
+    change: Callable[[LeanWeights], LeanWeights] = lambda weights: weights, architecture: str = "mistral"
+) -> NativeBlocks:
+    model = wrap_model(tiny_model(architecture), name="tiny")  # with a window, so that all positions are read
     cache = SlotCache(
         [LayerShape(2, 8, 8)] * 3, num_slots=SLOTS, capacity=CAPACITY, dtype=model.dtype, device=model.device
     )
-    return NativeBlocks(change(read_weights(model, CAPACITY)), cache, model.dtype, [1, 4])
+    weights = change(read_weights(model, CAPACITY))
+    return NativeBlocks(weights.layers, cache, [1, 4], ends=weights)
 
 
 def a_pass(**changes: Any) -> Pass:
@@ -125,12 +129,12 @@ def freed(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("what", WRONG)
 def test_a_pass_that_does_not_fit_is_refused_and_does_nothing(what: str) -> None:
     made = blocks()
-    before = [made._described._cache.keys[0].clone(), made._described._cache.values[2].clone()]
+    before = [made._cache.keys[0].clone(), made._cache.values[2].clone()]
     with pytest.raises(ForetokenError) as caught:
         run(made, *WRONG[what]())
     assert isinstance(caught.value, PassError)
     assert isinstance(caught.value, ValueError)
-    after = [made._described._cache.keys[0], made._described._cache.values[2]]
+    after = [made._cache.keys[0], made._cache.values[2]]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     for good in (a_pass(), level()):
         assert bool(made.run(good).logits.isfinite().all())  # type: ignore[union-attr]
@@ -166,26 +170,57 @@ def shrunk(tensor: torch.Tensor) -> torch.Tensor:
     return tensor[..., :-1].contiguous()
 
 
-def with_layer(weights: LeanWeights, weight: torch.Tensor) -> LeanWeights:
-    """A layer's weight was replaced after the model had been made."""
-    weights.blocks[1].mlp.up_proj.weight = torch.nn.Parameter(weight)
-    return weights
+def with_blocks(weights: LeanWeights, change: Callable[[Block], dict[str, Any]]) -> LeanWeights:
+    """Something of every block is another."""
+    changed = [replace(block, **change(block)) for block in weights.layers.blocks]
+    return replace(weights, layers=replace(weights.layers, blocks=changed))
+
+
+def with_final_norm(weights: LeanWeights, weight: torch.Tensor) -> LeanWeights:
+    norm = weights.layers.final_norm
+    assert norm is not None
+    return replace(weights, layers=replace(weights.layers, final_norm=replace(norm, weight=weight)))
+
+
+def with_experts(**changes: Callable[[Any], Any]) -> Callable[[LeanWeights], LeanWeights]:
+    """Experts of which something is another."""
+    return lambda weights: with_blocks(
+        weights, lambda b: {"mlp": replace(b.mlp, **{name: change(b.mlp) for name, change in changes.items()})}
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "what"),
     [
-        (lambda w: replace(w, cos=shrunk(w.cos)), "the table of cosines is .* Expected"),
-        (lambda w: replace(w, sin=w.sin[:-1]), "the table of sines"),
-        (lambda w: replace(w, final_norm=shrunk(w.final_norm)), "the final norm"),
-        (lambda w: replace(w, final_norm=w.final_norm.double()), "the final norm"),
+        (
+            lambda w: with_blocks(w, lambda b: {"rotary": replace(b.rotary, cos=b.rotary.cos.repeat(1, 2))}),
+            "cosines is",
+        ),
+        (lambda w: with_blocks(w, lambda b: {"rotary": replace(b.rotary, cos=b.rotary.cos[:, :0])}), "cosines is"),
+        (
+            lambda w: with_blocks(w, lambda b: {"rotary": replace(b.rotary, sin=b.rotary.sin[:-1])}),
+            "the table of sines",
+        ),
+        (lambda w: with_final_norm(w, shrunk(w.layers.final_norm.weight)), "the final norm"),
+        (lambda w: with_final_norm(w, w.layers.final_norm.weight.double()), "the final norm"),
         (lambda w: replace(w, embedding=w.embedding.T.contiguous().T), "the embedding"),
         (lambda w: replace(w, embedding=w.embedding.bfloat16()), "the embedding"),
-        (lambda w: replace(w, head_dim=16), "is .* Expected"),
-        (lambda w: replace(w, num_kv_heads=3), "4 query heads of 8 do not share 3 KV heads"),
-        (lambda w: replace(w, num_kv_heads=4), "is .* Expected"),
-        (lambda w: replace(w, blocks=[replace(block, key_norm=torch.ones(7)) for block in w.blocks]), "of keys is"),
-        (lambda w: with_layer(w, torch.zeros(40, 32)), r"up_proj is \(40, 32\)"),
+        (lambda w: with_blocks(w, lambda b: {"spec": replace(b.spec, head_dim=16)}), "is .* Expected"),
+        (lambda w: with_blocks(w, lambda b: {"spec": replace(b.spec, num_kv_heads=4)}), "is .* Expected"),
+        (
+            lambda w: with_blocks(w, lambda b: {"spec": replace(b.spec, num_heads=2 + 2 * (b is w.layers.blocks[0]))}),
+            "block 1 has other heads than the first",
+        ),
+        (
+            lambda w: with_blocks(w, lambda b: dict.fromkeys(("query_norm", "key_norm"), norm_of(7))),
+            "of queries is",
+        ),
+        (
+            lambda w: with_blocks(w, lambda b: {"mlp": replace(b.mlp, up=Matrix(weight=torch.zeros(40, 32)))}),
+            r"up_proj is \(40, 32\)",
+        ),
+        (lambda w: with_blocks(w, lambda b: {"query": Matrix(weight=torch.zeros(32, 64)[:, ::2])}), "q_proj is"),
+        (lambda w: replace(w, head=torch.nn.Identity()), "the LM head is a Identity"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused(change: Any, what: str) -> None:
@@ -193,11 +228,52 @@ def test_weights_that_do_not_fit_are_refused(change: Any, what: str) -> None:
         blocks(change)
 
 
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (with_experts(gate_up=lambda m: m.gate_up[:, :-1].contiguous()), "gate_up_proj of the experts is"),
+        (with_experts(gate_up=lambda m: m.gate_up[:-1]), "gate_up_proj of the experts is"),
+        (with_experts(down=lambda m: m.down.transpose(1, 2).contiguous()), "the experts is"),
+        (with_experts(router=lambda m: Matrix(weight=m.router.weight[:-1])), "the router is"),
+    ],
+)
+def test_experts_that_do_not_fit_are_refused(change: Any, what: str) -> None:
+    with pytest.raises(UnsuitableError, match=what):
+        blocks(change, "qwen3_moe")
+
+
+def norm_of(size: int) -> Norm:
+    return Norm(weight=torch.ones(size), epsilon=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (lambda: BlockSpec(num_heads=4, num_kv_heads=3, head_dim=8), "4 query heads of 8 do not share 3 KV heads"),
+        (lambda: BlockSpec(num_heads=4, num_kv_heads=0, head_dim=8), "do not share 0"),
+        (lambda: BlockSpec(num_heads=4, num_kv_heads=2, head_dim=8, window=0), "the window is 0"),
+        (lambda: BlockSpec(num_heads=4, num_kv_heads=2, head_dim=8, softcap=0.0), "the softcap is 0.0"),
+        (lambda: replace(norm_of(4), bias=torch.ones(4)), "an RMS norm has no bias"),
+        (lambda: Blocks(blocks=[]), "at least one block"),
+        (
+            lambda: Experts(
+                router=Matrix(weight=torch.ones(2, 4)), gate_up=torch.ones(2, 6, 4), down=torch.ones(2, 4, 3), top_k=3,
+                is_normalized=True,
+            ),
+            "a token takes 3 of 2 experts",
+        ),
+    ],
+)  # fmt: skip
+def test_blocks_that_cannot_be(make: Callable[[], Any], what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        make()
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_torchs_default_dtype_is_not_that_of_the_buffers(dtype: torch.dtype) -> None:
     """Half as many bytes as the kernels write would end the process."""
     made, linear = blocks(), NativeLinear(torch.ones(300, 200))
-    expected, product = made.run(a_pass()).features, linear(torch.ones(4, 200))
+    expected, output = made.run(a_pass()).features, linear(torch.ones(4, 200))
     model = wrap_model(tiny_model("llama"), name="tiny")
     native = Runner(model, num_slots=1, max_nodes=4, runner="lean-native")
     logits = native.verify([0], [0], TokenTree.roots([5])).logits
@@ -205,7 +281,7 @@ def test_torchs_default_dtype_is_not_that_of_the_buffers(dtype: torch.dtype) -> 
     torch.set_default_dtype(dtype)
     try:
         got, again = made.run(a_pass(logit_rows=None)).features, native.verify([0], [0], TokenTree.roots([5])).logits
-        assert torch.equal(linear(torch.ones(4, 200, dtype=torch.float32)), product)
+        assert torch.equal(linear(torch.ones(4, 200, dtype=torch.float32)), output)
     finally:
         torch.set_default_dtype(before)
     assert expected is not None
@@ -218,7 +294,7 @@ def test_torchs_default_dtype_is_not_that_of_the_buffers(dtype: torch.dtype) -> 
 @pytest.mark.parametrize(
     "x", [torch.zeros(3, 7), torch.zeros(2, 16), torch.zeros(8, device="meta"), torch.tensor(1.0)], ids=str
 )
-def test_products_of_what_does_not_fit(x: torch.Tensor) -> None:
+def test_inputs_that_do_not_fit(x: torch.Tensor) -> None:
     with pytest.raises(PassError, match=r"Expected \(\.\.\., 8\) on a CPU"):
         NativeLinear(torch.ones(5, 8))(x)
 

@@ -82,7 +82,7 @@ def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogC
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 4, 5, 16, 33, 70])
 @pytest.mark.parametrize(("rows", "cols"), [(1, 1), (7, 33), (24, 64), (50, 100), (131, 31), (96, 4100)])
-def test_products(rows: int, cols: int, num_tokens: int, dtype: torch.dtype) -> None:
+def test_small_batch_gemm(rows: int, cols: int, num_tokens: int, dtype: torch.dtype) -> None:
     """Against float64, with sizes around every block: rows, tokens and the length of a sum."""
     generator = torch.Generator().manual_seed(rows + cols)
     weight = torch.randn(rows, cols, generator=generator).to(dtype)
@@ -107,7 +107,7 @@ def test_a_linear_layer(lead: tuple[int, ...], has_bias: bool, dtype: torch.dtyp
     torch.testing.assert_close(got.double(), x.double() @ layer.weight.double().T + bias, rtol=1e-4, atol=1e-4)
 
 
-def test_layers_that_are_not_for_native_products() -> None:
+def test_layers_that_are_not_for_native_kernels() -> None:
     """Other dtypes, transposed weights and subclasses stay what they are."""
     transposed = torch.nn.Linear(4, 6)
     transposed.weight = torch.nn.Parameter(torch.randn(4, 6).T)
@@ -122,9 +122,10 @@ def test_layers_that_are_not_for_native_products() -> None:
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names a generation of x86 processors")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_older_processors(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without 512-bit registers and bf16 products the same source serves, and is as independent of company."""
-    model = wrap_model(tiny_model("qwen3", dtype=dtype), name="tiny")
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "qwen3_moe"])
+def test_older_processors(architecture: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without 512-bit registers and bf16 dot products the same source serves, and is as independent of company."""
+    model = wrap_model(tiny_model(architecture, dtype=dtype), name="tiny")
     newer = Runner(model, num_slots=1, max_nodes=8, runner="lean-native")
     flags = [flag.replace("=native", "=x86-64-v3") for flag in build._flags() if flag != build._WIDE]
     monkeypatch.setattr(build, "_flags", lambda: flags)

@@ -40,7 +40,8 @@ class Fed:
     ) -> None:
         target = handle(vocab_size=4, context_len=context_len, num_slots=num_slots, dtype=dtype)
         self.layer, self.features = layer, PrefixFeatures(deepcopy(layer).to(dtype), target, dtype, capture=capture)
-        assert (self.features._native is None) == (dtype == torch.float64 or capture is not None)
+        expected = "torch" if dtype == torch.float64 else "native" if capture is None else "graphs"
+        assert self.features.stack.backend == expected
         self.same = SAME if dtype == torch.float64 else {"rtol": 1e-4, "atol": 1e-5}
         self.texts: list[Tensor] = [torch.empty(0)] * num_slots
         self.encoded: list[Tensor] = [torch.empty(0)] * num_slots
@@ -69,4 +70,4 @@ class Fed:
         for row, slot in enumerate(slots):
             expected = self.encoded[slot][self.length[slot] - 1]
             torch.testing.assert_close(found[row].double(), expected, **self.same)
-            self.features.cache.poison(slot, self.length[slot])
+            self.features.stack.cache.poison(slot, self.length[slot])

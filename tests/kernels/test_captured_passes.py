@@ -11,11 +11,12 @@ from kernel_device import DEVICE, OnDevice, random_parents
 from tiny_models import random_model, tiny_config
 
 from foretoken import LLM, SamplingParams
+from foretoken.core.errors import ModelError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.cuda_graphs import CudaGraphCapture
 from foretoken.decoder.graph_decoder import MAX_GRAPHS, GraphDecoder
-from foretoken.decoder.lean.stock import fused_steps
+from foretoken.decoder.lean.torch_blocks import triton_ops
 from foretoken.hf.lean_weights import read_weights
 from foretoken.hf.loading import wrap_model
 from foretoken.runner.decoders import DECODERS
@@ -55,7 +56,7 @@ def capture(monkeypatch):
         DECODERS,
         "lean-graphs",
         lambda model, cache, taps: GraphDecoder(
-            read_weights(model, cache.capacity), cache, taps, capture=made, steps=fused_steps()
+            read_weights(model, cache.capacity), cache, taps, capture=made, ops=triton_ops()
         ),
     )
     return made
@@ -122,6 +123,29 @@ def test_passes_of_one_shape(architecture, capture) -> None:
         assert torch.equal(features, features_as_given)
     if DEVICE == "cpu":
         assert capture.num_captured <= before + 2, "two sequences or three, 9 to 16 nodes, up to 8 of them in a tree"
+
+
+@pytest.mark.parametrize("architecture", ["phi3", "gemma2", "gemma3", "olmo2", "smollm3", "starcoder2"])
+def test_blocks_that_the_triton_kernels_know_in_part(architecture, capture) -> None:
+    """What they do not know runs in torch's operations, captured with the rest. Partial rotation, layers without."""
+    changes = {"phi3": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}}
+    own = {"no_rope_layers": [0], "layer_types": ["full_attention"]} if architecture == "smollm3" else {}
+    own |= {"layer_types": ["sliding_attention"]} if architecture.startswith("gemma") else {}
+    lengths = {0: 6, 1: 3, 2: 9}
+    plain, captured = prefilled(lengths, model(architecture, **changes.get(architecture, own)))
+    runs = capture.num_runs if DEVICE == "cpu" else 0
+    for seed, slots in enumerate(((0, 2), (1, 2), (0, 1))):
+        work = captured.verification(slots, [lengths[slot] for slot in slots], random_tree([6, 4], seed))
+        assert_same(work, plain, captured)
+    if DEVICE == "cpu":
+        assert capture.num_runs == runs + 3
+
+
+@pytest.mark.usefixtures("capture")
+def test_experts_are_left_to_another_decoder() -> None:
+    with pytest.raises(ModelError, match="looks at their routing on the host, and cannot be captured"):
+        runner("lean-graphs", model("qwen3_moe"))
+    assert runner("lean-stock", model("qwen3_moe")).name == "lean-stock"
 
 
 def test_levels_and_chains(capture) -> None:

@@ -68,8 +68,9 @@ def native_library() -> ctypes.CDLL:
 
 
 def kernels_version() -> str:
-    """Changes with the kernels' source."""
-    return hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:16]
+    """Changes with the kernels' source, headers included."""
+    files = [_SOURCE, *sorted(_SOURCE.with_name("kernels").glob("*.h"))]
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:16]
 
 
 def _compiler() -> tuple[str, ...]:

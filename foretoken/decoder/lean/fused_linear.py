@@ -1,19 +1,20 @@
-"""Linear layers that are one matrix product: joined side by side, and packed for the CPU's kernels where that pays.
+"""Linear layers that are one GEMM: joined side by side, and packed for the CPU's kernels where that pays.
 
-oneDNN's packed order is worth two to four times torch's plain product at the widths of decoding
-(`benchmarks/NOTES.md`).
-The original layers stay usable: other decoders of the same model, and the model itself, run on them.
+oneDNN's packed order is worth two to four times torch's plain GEMM at the widths of decoding (`benchmarks/NOTES.md`).
+The original weights stay usable: other decoders of the same model, and the model itself, run on them.
 
 - Packed weights (float32 and bfloat16 on CPUs) are in memory beside the originals, for as long as a decoder uses them.
-- Joined weights take the place of the originals, which become views of them, in a model that we loaded; beside a
-  caller's own model they are a copy.
+- Joined weights take the place of the originals, which become views of them, where the caller says that they may move;
+  else they are a copy.
+- Weights that already lie one after another, as an architecture's fused projections do, are joined where they are.
 - A layer that is neither joined nor packed is the original's weight.
 """
 
 from __future__ import annotations
 
-from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from itertools import pairwise
+from typing import TYPE_CHECKING
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +22,18 @@ from torch.nn import functional
 
 from foretoken.core.backend import runs_cpu_kernels
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.decoder.blocks import Matrix
+
 _PACKED_FOR_ROWS = 16  # width that oneDNN chooses its blocking for: a verify pass
 
 
 class FusedLinear(nn.Module):
     """Several linear layers of the same input as one."""
 
-    def __init__(self, parts: list[nn.Linear], *, moves_weights: bool = False) -> None:
+    def __init__(self, parts: Sequence[Matrix], *, moves_weights: bool = False) -> None:
         """Joins layers.
 
         Args:
@@ -36,18 +42,20 @@ class FusedLinear(nn.Module):
         """
         super().__init__()
         weights = [part.weight.detach() for part in parts]
-        weight = weights[0] if len(parts) == 1 else torch.cat(weights)
-        biases = [part.bias for part in parts]
+        is_joined = _are_adjacent(weights)
+        weight = _joined(weights) if is_joined else torch.cat(weights)
         bias = None
-        if any(b is not None for b in biases):
-            bias = torch.cat([p.weight.new_zeros(p.out_features) if p.bias is None else p.bias.detach() for p in parts])
+        if any(part.bias is not None for part in parts):
+            bias = torch.cat([w.new_zeros(len(w)) if p.bias is None else p.bias.detach().to(w.dtype)
+                              for p, w in zip(parts, weights, strict=True)])  # fmt: skip
         self.in_features, self.out_features = weight.shape[1], weight.shape[0]
         self._is_packed = is_packable(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS) if self._is_packed else weight
         self._bias = bias
-        if moves_weights and len(parts) > 1 and not self._is_packed:
-            for part, rows in zip(parts, weight.split([part.out_features for part in parts]), strict=True):
+        if moves_weights and not is_joined and not self._is_packed:
+            for part, rows in zip(parts, weight.split([len(each) for each in weights]), strict=True):
                 part.weight.data = rows
+        self._originals = [part.weight.detach() for part in parts]  # `_key` is theirs alone as long as they live
 
     def forward(self, x: Tensor) -> Tensor:
         """x: (…, in_features); gives (…, out_features)."""
@@ -59,27 +67,51 @@ class FusedLinear(nn.Module):
 
 
 # Decoders of one model share what they fuse; it goes with the last of them.
-_fused: WeakKeyDictionary[nn.Module, WeakValueDictionary[tuple[str, ...], FusedLinear]] = WeakKeyDictionary()
+_fused: WeakValueDictionary[tuple[tuple[int, ...], ...], FusedLinear] = WeakValueDictionary()
 
 
 def is_packable(weight: Tensor) -> bool:
-    """Whether oneDNN has a packed product for a weight here."""
+    """Whether oneDNN has a packed GEMM for a weight here."""
     is_known = weight.dtype == torch.float32 or (
         weight.dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported()
     )
     return runs_cpu_kernels(weight.device) and torch.backends.mkldnn.is_available() and is_known
 
 
-def fuse(owner: Any, *names: str, moves_weights: bool = False) -> FusedLinear:
-    """Fuses layers of a module, or finds them fused already.
+def fuse(*parts: Matrix, moves_weights: bool = False) -> FusedLinear:
+    """Fuses layers, or finds them fused already.
 
     Args:
-        owner: The module that holds them; its layers stay what they are.
-        names: Their attribute names, in the order of the outputs.
+        parts: Layers of the same input, in the order of the outputs.
         moves_weights: See `FusedLinear`.
     """
-    known = _fused.setdefault(owner, WeakValueDictionary())
-    whole = known.get(names)
+    whole = _fused.get(_key(parts))
     if whole is None:
-        whole = known[names] = FusedLinear([getattr(owner, name) for name in names], moves_weights=moves_weights)
+        whole = FusedLinear(parts, moves_weights=moves_weights)
+        _fused[_key(parts)] = whole  # of where the weights lie now
     return whole
+
+
+def _key(parts: Sequence[Matrix]) -> tuple[tuple[int, ...], ...]:
+    """Tells layers from all others whose weights and biases are in memory."""
+    return tuple(
+        (t.untyped_storage()._cdata, t.storage_offset(), *t.shape, *t.stride())
+        for part in parts
+        for t in (part.weight, *(() if part.bias is None else (part.bias,)))
+    )
+
+
+def _are_adjacent(weights: Sequence[Tensor]) -> bool:
+    """Whether matrices lie one after another in one storage, row by row."""
+    is_one = len({w.untyped_storage()._cdata for w in weights}) == 1 and all(w.is_contiguous() for w in weights)
+    return len(weights) == 1 or (
+        is_one and all(a.storage_offset() + a.numel() == b.storage_offset() for a, b in pairwise(weights))
+    )
+
+
+def _joined(weights: Sequence[Tensor]) -> Tensor:
+    """Adjacent matrices as one, in place."""
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    return first.as_strided((sum(map(len, weights)), first.shape[1]), (first.shape[1], 1), first.storage_offset())

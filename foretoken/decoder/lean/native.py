@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from ctypes import byref, c_int64
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Pass
     from foretoken.core.taps import Tap
+    from foretoken.decoder.blocks import Blocks
     from foretoken.decoder.slot_cache import SlotCache
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -56,7 +58,7 @@ class NativeDecoder:
         """
         if not self.runs(weights.device, weights.dtype):
             raise UnsuitableError(f"it runs float32 and bfloat16 on CPUs, not {weights.dtype} on {weights.device}.")
-        self._blocks = NativeBlocks(weights, cache, weights.dtype, tap_indices(taps, len(weights.blocks)))
+        self._blocks = NativeBlocks(weights.layers, cache, tap_indices(taps, weights.num_layers), ends=weights)
 
     @staticmethod
     def runs(device: torch.device, dtype: torch.dtype) -> bool:
@@ -69,33 +71,36 @@ class NativeDecoder:
 
 
 class NativeBlocks:
-    """The blocks of a model on a slot cache, with whatever stands before and after them."""
+    """Blocks on a slot cache, with whatever stands before and after them."""
 
-    def __init__(self, weights: LeanWeights, cache: SlotCache, dtype: torch.dtype, taps: Sequence[int]) -> None:
+    def __init__(
+        self, layers: Blocks, cache: SlotCache, taps: Sequence[int], *, ends: LeanWeights | None = None
+    ) -> None:
         """Compiles the kernels where that has not been done yet.
 
         Args:
-            weights: On a CPU.
+            layers: On a CPU, in float32 or bfloat16.
             cache: In the same dtype.
-            dtype: float32 or bfloat16.
-            taps: Boundary indices of the features that passes give.
+            taps: Boundary indices of the features that passes give: i is what block i reads, one past the last what
+                comes out of it, two past it the final norm.
+            ends: The model whose blocks they are, for its embedding and LM head; None for blocks alone.
 
         Raises:
-            UnsuitableError: For another dtype, when the kernels cannot be compiled, when a weight has been packed, or
-                when sizes do not fit each other.
+            UnsuitableError: For another dtype or device, when the kernels cannot be compiled, or when sizes do not fit
+                each other.
         """
-        if dtype not in _DTYPES:
-            raise UnsuitableError(f"it runs float32 and bfloat16, not {dtype}.")
+        if layers.dtype not in _DTYPES:
+            raise UnsuitableError(f"it runs float32 and bfloat16, not {layers.dtype}.")
         self._library = native_library()
         self._library.foretoken_workspace_bytes.restype = c_int64
         self._library.foretoken_decode.restype = c_int64
-        self._dtype, self._taps = dtype, list(taps)
-        if any(not 0 <= tap <= len(weights.blocks) + 1 for tap in self._taps):
+        self._dtype, self._taps = layers.dtype, list(taps)
+        if any(not 0 <= tap <= len(layers.blocks) + 1 for tap in self._taps):
             raise UnsuitableError(f"taps {self._taps} do not all exist.")
         self._tap_order = torch.tensor(sorted(set(self._taps)), dtype=torch.int64, device="cpu")
         self._taken = torch.searchsorted(self._tap_order, torch.tensor(self._taps, dtype=torch.int64, device="cpu"))
-        self._weights, self._cache = weights, cache
-        self._described = NativeModel(weights, cache, dtype)  # holds what the structure points to
+        self._layers, self._ends, self._cache = layers, ends, cache
+        self._described = NativeModel(layers, ends, cache)  # holds what the structure points to
         self._model = self._described.structure
         self._idle: list[_Workspace] = []
 
@@ -104,16 +109,13 @@ class NativeBlocks:
 
         Args:
             work: Tokens and who sees what.
-            inputs: (M, D) float32, what stands in the place of the tokens' embeddings; None for these.
+            inputs: (M, E) float32, what stands in the place of the tokens' embeddings; None for these.
 
         Raises:
             PassError: When something does not fit the model or the cache, or a weight's memory was freed; nothing has
                 been computed then.
         """
-        if self._described.has_moved():
-            self._describe_anew()
-        described = self._described  # until the end of the pass, also where another thread describes it anew
-        arguments, held = self._prepare(work, inputs)
+        described, arguments, held = self._prepared(work, inputs)
         features = logits = None
         if self._taps:
             shape = (len(self._tap_order), work.num_tokens, self._model.hidden)
@@ -123,17 +125,43 @@ class NativeBlocks:
             wanted = (len(work.logit_rows), self._model.head.rows)
             logits = torch.empty(wanted, dtype=torch.float32, device="cpu")
             arguments.logits = logits.data_ptr()  # null where no row is asked for
-        workspace = self._take_workspace(work.node_offsets[-1], arguments.num_threads)
-        arguments.workspace = workspace.memory.data_ptr()
-        status = self._library.foretoken_decode(byref(described.structure), byref(arguments))
-        self._idle.append(workspace)
+        self._call(described, arguments, work)
         del held  # the kernels read it until here
-        if status:
-            raise PassError(self._complaint(Status(status), work))
         if features is not None:
             features = features[0].unsqueeze(1) if len(self._taps) == 1 else features[self._taken].transpose(0, 1)
             features = features.to(self._dtype)
         return PassOutput(logits=logits, features=features)
+
+    def append(self, work: Pass, inputs: Tensor) -> None:
+        """As `run`, but of the last block keys and values alone.
+
+        Raises:
+            PassError: See `run`.
+        """
+        described, arguments, held = self._prepared(replace(work, logit_rows=None), inputs)
+        arguments.is_append, arguments.num_taps = 1, 0
+        self._call(described, arguments, work)
+        del held
+
+    def _prepared(self, work: Pass, inputs: Tensor | None) -> tuple[NativeModel, PassArguments, list[Any]]:
+        """The model, the pass, and what must live as long as the kernels run."""
+        if self._described.has_moved():
+            self._describe_anew()
+        described = self._described  # until the end of the pass, also where another thread describes it anew
+        return described, *self._prepare(work, inputs)
+
+    def _call(self, described: NativeModel, arguments: PassArguments, work: Pass) -> None:
+        """One call of the kernels in a workspace of its own.
+
+        Raises:
+            PassError: When they refuse.
+        """
+        workspace = self._take_workspace(work.node_offsets[-1], arguments.num_threads)
+        arguments.workspace = workspace.memory.data_ptr()
+        status = self._library.foretoken_decode(byref(described.structure), byref(arguments))
+        self._idle.append(workspace)
+        if status:
+            raise PassError(self._complaint(Status(status), work))
 
     def _describe_anew(self) -> None:
         """Takes the addresses of weights that have moved.
@@ -142,7 +170,7 @@ class NativeBlocks:
             PassError: When they are no longer what the kernels can run on.
         """
         try:
-            self._described = NativeModel(self._weights, self._cache, self._dtype)
+            self._described = NativeModel(self._layers, self._ends, self._cache)
         except UnsuitableError as err:
             raise PassError(str(err)) from err
         self._model = self._described.structure

@@ -1,4 +1,4 @@
-"""Products with few rows on the CPU by the native kernels: torch takes several times as long for two or four."""
+"""Small-batch GEMM on the CPU by the native kernels: torch takes several times as long for two or four rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from foretoken.decoder.lean.build import native_library
 from foretoken.decoder.lean.structures import Matrix
 from foretoken.decoder.lean.threads import kernel_threads
 
-_ALONE = 1 << 15  # products of so few multiplications are over before a second thread has begun
+_ALONE = 1 << 15  # so few multiplications are over before a second thread has begun
 
 
 class NativeLinear(nn.Module):
@@ -34,16 +34,16 @@ class NativeLinear(nn.Module):
         """
         super().__init__()
         if not runs_cpu_kernels(weight.device) or weight.dtype not in (torch.float32, torch.bfloat16):
-            raise UnsuitableError(f"native products take float32 and bfloat16 on CPUs, not {weight.dtype}.")
+            raise UnsuitableError(f"native layers take float32 and bfloat16 on CPUs, not {weight.dtype}.")
         if weight.dim() != 2 or not weight.numel() or not weight.is_contiguous():
-            raise UnsuitableError("native products take a matrix whose rows lie one after another.")
+            raise UnsuitableError("native layers take a matrix whose rows lie one after another.")
         if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_cpu):
             raise UnsuitableError(f"a bias {tuple(bias.shape)} on {bias.device} does not fit {tuple(weight.shape)}.")
         self._weight = weight.detach()
         self._bias = None if bias is None else bias.detach().float().contiguous()
         for part in self._parts():
             if type(part) is not Tensor or not has_memory(part):
-                raise UnsuitableError(f"native products take plain tensors with memory, not a {type(part).__name__}.")
+                raise UnsuitableError(f"native layers take plain tensors with memory, not a {type(part).__name__}.")
         self._rows, self._cols = weight.shape
         self._matrix, self._memory = self._described()
         self._is_bfloat16 = weight.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""A model's weights and its slot cache as the native kernels see them: addresses, and the sizes that bound them.
+"""Blocks, and what stands before and behind them, as the native kernels see them: addresses, and what bounds them.
 
 Everything whose address is handed out is checked here, once: dtype, shape, device and that its rows lie one after
 another. The kernels check what changes from pass to pass. Memory that moves under a tensor is noticed before a pass
@@ -13,120 +13,194 @@ import torch
 from torch import Tensor
 
 from foretoken.decoder.base import UnsuitableError
+from foretoken.decoder.blocks import Experts, FeedForward
 from foretoken.decoder.held_memory import HeldMemory, has_memory, lost_memory
-from foretoken.decoder.lean.structures import Layer, Matrix, Model
+from foretoken.decoder.lean.structures import ExpertsArguments, Layer, Matrix, Model, Norm
 
 if TYPE_CHECKING:
-    from foretoken.decoder.lean.weights import Block, LeanWeights
+    from foretoken.decoder import blocks as described
+    from foretoken.decoder.lean.weights import LeanWeights
     from foretoken.decoder.slot_cache import SlotCache
+
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}
+_NORMS = {"rms": 0, "layer": 1}
+_ANY_POSITION = 1 << 62  # what positions are bounded by where no layer looks them up
 
 
 class NativeModel:
     """What the kernels are handed of a model, and the tensors behind it, which live as long as this.
 
     Attributes:
-        structure: See `decoder.cpp`.
+        structure: See `kernels/interface.h`.
     """
 
-    def __init__(self, weights: LeanWeights, cache: SlotCache, dtype: torch.dtype) -> None:
+    def __init__(self, layers: described.Blocks, ends: LeanWeights | None, cache: SlotCache) -> None:
         """Takes addresses; copies biases that are not in float32 and nothing else.
 
         Args:
-            weights: On a CPU.
+            layers: The blocks, on a CPU, in float32 or bfloat16.
+            ends: The model whose blocks they are, for its embedding and LM head; None for blocks alone.
             cache: In the same dtype.
-            dtype: float32 or bfloat16.
 
         Raises:
-            UnsuitableError: When a weight has been packed, or is not what the sizes of the model say.
+            UnsuitableError: When a tensor is not what the sizes of the blocks say.
         """
-        self._weights, self._cache, self._dtype = weights, cache, dtype
+        self._cache, self._dtype = cache, layers.dtype
         self._kept: list[Tensor] = []
-        self._vocab, self._hidden = weights.embedding.shape
-        mlp: Any = weights.blocks[0].mlp
-        self._intermediate = int(mlp.down_proj.in_features)
-        heads, kv_heads, self._head_dim = weights.num_heads, weights.num_kv_heads, weights.head_dim
-        if min(heads, kv_heads, self._head_dim, self._hidden, self._intermediate) < 1 or heads % kv_heads:
-            raise UnsuitableError(f"{heads} query heads of {self._head_dim} do not share {kv_heads} KV heads.")
-        self._layers = (Layer * len(weights.blocks))(*(self._layer(i, b) for i, b in enumerate(weights.blocks)))
-        self.structure = self._describe()
+        self._hidden = layers.hidden_size
+        spec = layers.blocks[0].spec
+        self._heads, self._kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
+        self._num_positions = min(
+            (block.rotary.cos.shape[0] for block in layers.blocks if block.rotary is not None), default=_ANY_POSITION
+        )
+        self._layers = (Layer * len(layers.blocks))(*(self._layer(i, b) for i, b in enumerate(layers.blocks)))
+        self.structure = self._model(layers, ends)
         self._memory = HeldMemory(self._kept)
 
     def has_moved(self) -> bool:
         """Whether the structure no longer says where the tensors lie: another one has to be made."""
         return self._memory.has_changed()
 
-    def _describe(self) -> Model:
+    def _model(self, layers: described.Blocks, ends: LeanWeights | None) -> Model:
         """The whole model."""
-        weights, hidden = self._weights, self._hidden
-        turns = (weights.cos.shape[0], self._head_dim // 2)
-        embedding, head = None, Matrix()
-        if self._vocab:
-            embedding = self._hold("the embedding", weights.embedding, (self._vocab, hidden), self._dtype)
-            head = self._matrix("lm_head", weights.head, int(getattr(weights.head, "out_features", 0)), hidden)
+        vocab, embedding, head = 0, None, Matrix()
+        if ends is not None:
+            vocab = ends.embedding.shape[0]
+            embedding = self._hold("the embedding", ends.embedding, (vocab, self._hidden), self._dtype)
+            head = self._head(ends.head)
+        experts = [layer.experts for layer in self._layers]
         return Model(
             is_bfloat16=self._dtype == torch.bfloat16,
-            num_layers=len(weights.blocks),
-            hidden=hidden,
-            heads=weights.num_heads,
-            kv_heads=weights.num_kv_heads,
+            num_layers=len(self._layers),
+            hidden=self._hidden,
+            heads=self._heads,
+            kv_heads=self._kv_heads,
             head_dim=self._head_dim,
-            intermediate=self._intermediate,
-            vocab=self._vocab,
+            vocab=vocab,
             capacity=self._cache.capacity,
             num_slots=self._cache.num_slots,
-            num_positions=turns[0],
-            epsilon=weights.epsilon,
-            scale=weights.scale,
+            num_positions=self._num_positions,
+            intermediate=max(layer.up.rows for layer in self._layers),
+            has_post_norms=any(block.attention_post_norm or block.mlp_post_norm for block in layers.blocks),
+            num_experts=max(each.count for each in experts),
+            top_k=max(each.top_k for each in experts),
+            expert_intermediate=max(each.intermediate for each in experts),
+            embedding_scale=1.0 if ends is None else ends.embedding_scale,
+            logit_softcap=0.0 if ends is None else ends.logit_softcap or 0.0,
             embedding=embedding,
-            cos=self._hold("the table of cosines", weights.cos, turns),
-            sin=self._hold("the table of sines", weights.sin, turns),
-            final_norm=self._hold("the final norm", weights.final_norm, (hidden,)),
+            final_norm=self._norm("the final norm", layers.final_norm, self._hidden),
             head=head,
             layers=self._layers,
         )
 
-    def _layer(self, index: int, block: Block) -> Layer:
+    def _layer(self, index: int, block: described.Block) -> Layer:
         """One layer."""
-        weights, attention, mlp = self._weights, block.attention, block.mlp
-        hidden, inner, width = self._hidden, self._intermediate, self._head_dim
-        queries, values = weights.num_heads * width, weights.num_kv_heads * width
-        rows = (self._cache.num_slots, weights.num_kv_heads, self._cache.capacity, width)
+        spec, hidden, width = block.spec, self._hidden, self._head_dim
+        if (spec.num_heads, spec.num_kv_heads, spec.head_dim) != (self._heads, self._kv_heads, width):
+            raise UnsuitableError(f"block {index} has other heads than the first. Its kernels take equal ones.")
+        queries, values = self._heads * width, self._kv_heads * width
+        rows = (self._cache.num_slots, self._kv_heads, self._cache.capacity, width)
+        normed = (queries, values) if block.norms_all_heads else (width, width)
         return Layer(
-            query=self._matrix("q_proj", attention.q_proj, queries, hidden),
-            key=self._matrix("k_proj", attention.k_proj, values, hidden),
-            value=self._matrix("v_proj", attention.v_proj, values, hidden),
-            output=self._matrix("o_proj", attention.o_proj, hidden, queries),
-            gate=self._matrix("gate_proj", mlp.gate_proj, inner, hidden),
-            up=self._matrix("up_proj", mlp.up_proj, inner, hidden),
-            down=self._matrix("down_proj", mlp.down_proj, hidden, inner),
-            attention_norm=self._hold("the norm before attention", block.attention_norm, (hidden,)),
-            mlp_norm=self._hold("the norm before the gated layers", block.mlp_norm, (hidden,)),
-            query_norm=self._hold_some("the norm of queries", block.query_norm, (width,)),
-            key_norm=self._hold_some("the norm of keys", block.key_norm, (width,)),
+            query=self._matrix("q_proj", block.query, queries, hidden),
+            key=self._matrix("k_proj", block.key, values, hidden),
+            value=self._matrix("v_proj", block.value, values, hidden),
+            output=self._matrix("o_proj", block.output, hidden, queries),
+            **(self._experts(block.mlp) if isinstance(block.mlp, Experts) else self._feed_forward(block.mlp)),
+            attention_norm=self._norm("the norm before attention", block.attention_norm, hidden),
+            attention_post_norm=self._norm("the norm after attention", block.attention_post_norm, hidden),
+            mlp_norm=self._norm("the norm before the feed-forward layer", block.mlp_norm, hidden),
+            mlp_post_norm=self._norm("the norm after the feed-forward layer", block.mlp_post_norm, hidden),
+            query_norm=self._norm("the norm of queries", block.query_norm, normed[0]),
+            key_norm=self._norm("the norm of keys", block.key_norm, normed[1]),
+            **self._rotary(block.rotary),
             keys=self._hold("the keys' cache", self._cache.keys[index], rows, self._dtype),
             values=self._hold("the values' cache", self._cache.values[index], rows, self._dtype),
-            window=block.window or 0,
+            window=spec.window or 0,
+            activation=_ACTIVATIONS[spec.activation],
+            norms_all_heads=block.norms_all_heads,
+            scale=spec.attention_scale,
+            softcap=spec.softcap or 0.0,
         )
 
-    def _matrix(self, name: str, linear: Any, rows: int, cols: int) -> Matrix:
-        """A linear layer's weight in place, its bias in float32.
+    def _feed_forward(self, layers: FeedForward) -> dict[str, Matrix]:
+        """The fields of one feed-forward layer."""
+        hidden, inner = self._hidden, layers.down.weight.shape[1]
+        return {
+            "gate": Matrix() if layers.gate is None else self._matrix("gate_proj", layers.gate, inner, hidden),
+            "up": self._matrix("up_proj", layers.up, inner, hidden),
+            "down": self._matrix("down_proj", layers.down, hidden, inner),
+        }
+
+    def _experts(self, experts: Experts) -> dict[str, ExpertsArguments]:
+        """The fields of a mixture of experts."""
+        count, _, inner = experts.down.shape
+        gate_up = (count, 2 * inner, self._hidden)
+        fields = ExpertsArguments(
+            router=self._matrix("the router", experts.router, count, self._hidden),
+            gate_up=self._hold("gate_up_proj of the experts", experts.gate_up.detach(), gate_up, self._dtype),
+            down=self._hold(
+                "down_proj of the experts", experts.down.detach(), (count, self._hidden, inner), self._dtype
+            ),
+            count=count,
+            top_k=experts.top_k,
+            intermediate=inner,
+            is_normalised=experts.is_normalized,
+        )
+        return {"experts": fields}
+
+    def _rotary(self, rotary: described.Rotary | None) -> dict[str, Any]:
+        """The fields of a layer's rotation."""
+        if rotary is None:
+            return {"pairs": 0}
+        shape = rotary.cos.shape[0], rotary.cos.shape[1]
+        if not 2 <= 2 * shape[1] <= self._head_dim:
+            raise UnsuitableError(
+                f"the table of cosines is {shape}. Expected (positions, up to {self._head_dim // 2}), half of a head."
+            )
+        return {
+            "pairs": shape[1],
+            "cos": self._hold("the table of cosines", rotary.cos, shape),
+            "sin": self._hold("the table of sines", rotary.sin, shape),
+        }
+
+    def _head(self, head: Any) -> Matrix:
+        """The LM head.
 
         Raises:
-            UnsuitableError: When the weight is not where transformers put it, or not (rows, cols).
+            UnsuitableError: When it is anything but a plain linear layer.
         """
-        if type(linear) is not torch.nn.Linear or not linear.weight.is_contiguous():
-            raise UnsuitableError("another decoder has packed the model's weights.")
-        bias = None if linear.bias is None else linear.bias.detach().float().contiguous()
+        if type(head) is not torch.nn.Linear:
+            raise UnsuitableError(f"the LM head is a {type(head).__name__}. Expected a plain linear layer.")
+        rows = int(head.out_features)
+        weight = self._hold("lm_head", head.weight.detach(), (rows, self._hidden), self._dtype)
+        return Matrix(weight=weight, bias=self._bias("lm_head", head.bias, rows), rows=rows, cols=self._hidden)
+
+    def _matrix(self, name: str, matrix: described.Matrix, rows: int, cols: int) -> Matrix:
+        """A weight in place, its bias in float32."""
         return Matrix(
-            weight=self._hold(name, linear.weight.detach(), (rows, cols), self._dtype),
-            bias=self._hold_some(f"the bias of {name}", bias, (rows,)),
+            weight=self._hold(name, matrix.weight.detach(), (rows, cols), self._dtype),
+            bias=self._bias(name, matrix.bias, rows),
             rows=rows,
             cols=cols,
         )
 
-    def _hold_some(self, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> int | None:
-        """As `_hold`, where there is a tensor."""
-        return None if tensor is None else self._hold(name, tensor, shape)
+    def _bias(self, name: str, bias: Tensor | None, rows: int) -> int | None:
+        """The address of a bias in float32."""
+        if bias is None:
+            return None
+        return self._hold(f"the bias of {name}", bias.detach().float().contiguous(), (rows,))
+
+    def _norm(self, name: str, norm: described.Norm | None, size: int) -> Norm:
+        """A norm, or none."""
+        if norm is None:
+            return Norm()
+        return Norm(
+            weight=self._hold(name, norm.weight, (size,)),
+            bias=None if norm.bias is None else self._hold(f"the bias of {name}", norm.bias, (size,)),
+            epsilon=norm.epsilon,
+            kind=_NORMS[norm.kind],
+        )
 
     def _hold(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
         """The address of a tensor that stays alive as long as this.
@@ -134,12 +208,12 @@ class NativeModel:
         Raises:
             UnsuitableError: When it is not what the kernels take it for.
         """
-        kind = "" if type(tensor) is Tensor else f"a {type(tensor).__name__} "  # of others the address may be 0
-        is_as_said = not kind and tensor.shape == shape and tensor.dtype == dtype
+        subclass = "" if type(tensor) is Tensor else f"a {type(tensor).__name__} "  # of others the address may be 0
+        is_as_said = not subclass and tensor.shape == shape and tensor.dtype == dtype
         if not is_as_said or not tensor.is_cpu or not tensor.is_contiguous():
             raise UnsuitableError(
-                f"{name} is {kind}{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}. Expected {shape} {dtype} "
-                "on a CPU, its rows one after another."
+                f"{name} is {subclass}{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}. Expected {shape} "
+                f"{dtype} on a CPU, its rows one after another."
             )
         if not has_memory(tensor):
             raise UnsuitableError(lost_memory(tensor))

@@ -1,8 +1,8 @@
-"""What the native kernels are handed, in the memory layout of `decoder.cpp`, and what they return."""
+"""What the native kernels are handed, in the memory layout of `kernels/interface.h`, and what they return."""
 
 from __future__ import annotations
 
-from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
 from enum import IntEnum
 
 
@@ -12,14 +12,37 @@ class Matrix(Structure):
     _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("rows", c_int64), ("cols", c_int64))
 
 
+class Norm(Structure):
+    """A norm; without a weight there is none."""
+
+    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("epsilon", c_float), ("kind", c_int32))
+
+
+class ExpertsArguments(Structure):
+    """A mixture of experts; of no experts where a layer is dense."""
+
+    _fields_ = (
+        ("router", Matrix),
+        ("gate_up", c_void_p),
+        ("down", c_void_p),
+        *((name, c_int64) for name in ("count", "top_k", "intermediate", "is_normalised")),
+    )
+
+
 class Layer(Structure):
-    """Weights of one layer, and its keys and values in the cache."""
+    """Weights and options of one layer, and its keys and values in the cache."""
 
     _fields_ = (
         *((name, Matrix) for name in ("query", "key", "value", "output", "gate", "up", "down")),
-        *((name, c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm", "keys", "values")),
-        ("window", c_int64),
-    )
+        ("experts", ExpertsArguments),
+        *((name, Norm) for name in (
+            "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "query_norm", "key_norm",
+        )),
+        *((name, c_void_p) for name in ("cos", "sin", "keys", "values")),
+        *((name, c_int64) for name in ("pairs", "window", "activation", "norms_all_heads")),
+        ("scale", c_float),
+        ("softcap", c_float),
+    )  # fmt: skip
 
 
 class Model(Structure):
@@ -27,12 +50,13 @@ class Model(Structure):
 
     _fields_ = (
         *((name, c_int64) for name in (
-            "is_bfloat16", "num_layers", "hidden", "heads", "kv_heads", "head_dim", "intermediate", "vocab", "capacity",
-            "num_slots", "num_positions",
+            "is_bfloat16", "num_layers", "hidden", "heads", "kv_heads", "head_dim", "vocab", "capacity", "num_slots",
+            "num_positions", "intermediate", "has_post_norms", "num_experts", "top_k", "expert_intermediate",
         )),
-        ("epsilon", c_float),
-        ("scale", c_float),
-        *((name, c_void_p) for name in ("embedding", "cos", "sin", "final_norm")),
+        ("embedding_scale", c_float),
+        ("logit_softcap", c_float),
+        ("embedding", c_void_p),
+        ("final_norm", Norm),
         ("head", Matrix),
         ("layers", POINTER(Layer)),
     )  # fmt: skip
@@ -48,6 +72,7 @@ class PassArguments(Structure):
             "logits", "taps",
         )),
         ("num_taps", c_int64),
+        ("is_append", c_int64),
         ("features", c_void_p),
         ("workspace", c_void_p),
     )  # fmt: skip

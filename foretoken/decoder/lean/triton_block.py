@@ -1,4 +1,4 @@
-"""What stands between the matrix products of a decoder block, in one launch each, for GPUs.
+"""Element-wise operations of a decoder block as fused kernels for GPUs: norm, activation, rotation and cache write.
 
 In a captured pass the host costs nothing, but every kernel still has a beginning and an end of some microseconds; torch
 takes about thirty of them a layer, these three and attention take six. Rows are computed alone: what a token gets does
@@ -15,10 +15,45 @@ import torch
 import triton
 import triton.language as tl
 
+from foretoken.decoder.lean.elementwise import Projected, TorchOps
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.attention.tables import PassTables
+    from foretoken.decoder.blocks import Activation, Block, Norm
+    from foretoken.decoder.slot_cache import SlotCache
+
+
+class TritonOps(TorchOps):
+    """The kernels of this module for what they know; torch's operations for the rest, as for layer norms."""
+
+    def add_and_norm(self, x: Tensor, delta: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        """See `TorchOps`."""
+        if norm is None or norm.kind != "rms":
+            return super().add_and_norm(x, delta, norm)
+        return add_and_norm(x, delta, norm.weight, norm.epsilon)
+
+    def activate(self, up: Tensor, activation: Activation, *, is_gated: bool) -> Tensor:
+        """See `TorchOps`."""
+        if activation != "silu" or not is_gated:
+            return super().activate(up, activation, is_gated=is_gated)
+        return gated_silu(up)
+
+    def rotate_and_write(self, projected: Projected, block: Block, cache: SlotCache) -> Tensor:
+        """See `TorchOps`."""
+        norms, rotary = (block.query_norm, block.key_norm), block.rotary
+        is_known = rotary is not None and 2 * rotary.cos.shape[1] == block.spec.head_dim and not block.norms_all_heads
+        if not is_known or any(norm is not None and norm.kind != "rms" for norm in norms):
+            return super().rotate_and_write(projected, block, cache)
+        assert rotary is not None, "it is known"
+        weights = [norm.weight for norm in norms if norm is not None]
+        return rotate_and_write(
+            projected.joined, rotary.cos, rotary.sin, projected.turns.positions, cache.keys[projected.layer],
+            cache.values[projected.layer], projected.layout.tables(),
+            (weights[0], weights[1]) if weights else None,
+            0.0 if block.query_norm is None else block.query_norm.epsilon,
+        )  # fmt: skip
 
 
 def add_and_norm(x: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
@@ -125,7 +160,7 @@ def _gate_kernel(gate_up, out, width, BLOCK: tl.constexpr):
     gate = tl.load(gate_up + row * 2 * width + column, mask=is_column, other=0.0)
     up = tl.load(gate_up + row * 2 * width + width + column, mask=is_column, other=0.0)
     exact = gate.to(tl.float32)
-    silu = (exact / (1.0 + tl.exp(-exact))).to(gate.dtype)  # rounded as torch's silu is before the product
+    silu = (exact / (1.0 + tl.exp(-exact))).to(gate.dtype)  # rounded as torch's silu is before it is multiplied
     tl.store(out + row * width + column, (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=is_column)
 
 

@@ -1,10 +1,6 @@
-"""What a lean decoder runs: the weights of a model's blocks where they lie, and the few facts around them.
+"""What a lean decoder runs: the blocks of a model, and what stands before and behind them.
 
-The block: RMS norm, grouped-query attention with rotary positions over a full or sliding window, residual, RMS norm,
-gated SiLU, residual. Biases, norms of queries and keys, tied embeddings and every static rotary scaling are options of
-it.
-
-Letters: V vocabulary, D hidden size, E head size, P positions.
+Letters: V vocabulary, E hidden size.
 """
 
 from __future__ import annotations
@@ -13,72 +9,42 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from foretoken.decoder.base import UnsuitableError
+from foretoken.decoder.held_memory import is_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
     from torch import Tensor, nn
 
     from foretoken.core.taps import Tap
+    from foretoken.decoder.blocks import Blocks
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
-    """One decoder layer.
-
-    Attributes:
-        attention: The module that holds `q_proj`, `k_proj`, `v_proj` and `o_proj`.
-        mlp: The module that holds `gate_proj`, `up_proj` and `down_proj`.
-        attention_norm: (D,) float32.
-        mlp_norm: (D,) float32.
-        query_norm: (E,) float32, applied to each head before its rotation, or None.
-        key_norm: Likewise.
-        window: Only keys less than this many positions back are seen; None for all.
-    """
-
-    attention: Any
-    mlp: Any
-    attention_norm: Tensor
-    mlp_norm: Tensor
-    query_norm: Tensor | None
-    key_norm: Tensor | None
-    window: int | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LeanWeights:
     """A model that a lean decoder knows.
 
     Attributes:
-        embedding: (V, D); of no rows where blocks stand alone.
-        blocks: In order.
-        final_norm: (D,) float32.
-        head: The LM head module; its weight is the embedding where they are tied. Not read without an embedding.
-        module: Holds all of them; its tensors have to stay where they are.
-        is_borrowed: Whether it is the caller's own, in which no weight may be moved.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads.
-        head_dim: E.
-        epsilon: Of every norm.
-        scale: Factor of the dot products of attention.
-        cos: (P, E / 2) float32, rotary tables with their scaling, of every position a pass may feed.
-        sin: Likewise.
+        embedding: (V, E), in the dtype of the blocks.
+        embedding_scale: Factor of what is looked up.
+        layers: The blocks.
+        head: The LM head module; its weight is the embedding where they are tied.
+        logit_softcap: c in c tanh(logit / c), or None.
+        is_borrowed: Whether the weights are the caller's own, and none may be moved.
     """
 
     embedding: Tensor
-    blocks: Sequence[Block]
-    final_norm: Tensor
+    embedding_scale: float = 1.0
+    layers: Blocks
     head: nn.Module
-    module: nn.Module
+    logit_softcap: float | None = None
     is_borrowed: bool
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    epsilon: float
-    scale: float
-    cos: Tensor
-    sin: Tensor
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks."""
+        return len(self.layers.blocks)
 
     @property
     def vocab_size(self) -> int:
@@ -95,6 +61,10 @@ class LeanWeights:
     def device(self) -> torch.device:
         """Of all tensors."""
         return self.embedding.device
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor but the rotary tables, of those whose memory can be looked at."""
+        yield from filter(is_plain, (self.embedding, *self.layers.tensors(), *self.head.parameters()))
 
 
 def tap_indices(taps: Sequence[Tap], num_layers: int) -> list[int]:

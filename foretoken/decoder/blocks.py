@@ -1,0 +1,290 @@
+"""What a decoder block computes, and its tensors: one description for every backend and every user of blocks.
+
+    h = inputs + post(output(attention(norm(inputs))))
+    outputs = h + post(mlp(norm(h)))
+
+Each of the norms may be missing. `mlp` is one feed-forward layer, gated or not, or a mixture of experts. Attention is
+grouped-query attention with rotary positions.
+
+Letters: E hidden size, H query heads, Hk KV heads, D head size, I width of the feed-forward layer, P positions, R
+rotated elements of a head, X experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from foretoken.core.checks import require
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from torch import Tensor
+
+Activation = Literal["silu", "gelu_tanh", "gelu"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Matrix:
+    """A linear layer.
+
+    Attributes:
+        weight: (outputs, inputs), in the dtype of the blocks. A parameter may be given as it is: backends follow its
+            memory, and may make it a view of joined weights, see `BlockStack`.
+        bias: (outputs,), any dtype, or None.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Weight and bias."""
+        yield self.weight
+        if self.bias is not None:
+            yield self.bias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Norm:
+    """A norm over the last dimension.
+
+    Attributes:
+        weight: (N,) factor, in float32, or in float64 where the blocks are. Architectures that store the factor less
+            one (Gemma) give it whole here.
+        bias: (N,) likewise, or None; of layer norms only.
+        epsilon: Added to the mean square, or to the variance.
+        kind: "rms", or "layer" (mean subtracted).
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    epsilon: float
+    kind: Literal["rms", "layer"] = "rms"
+
+    def __post_init__(self) -> None:
+        """Checks."""
+        require(self.bias is None or self.kind == "layer", "an RMS norm has no bias")
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Weight and bias."""
+        yield self.weight
+        if self.bias is not None:
+            yield self.bias
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Rotary:
+    """Rotary positions: element i of the first R of a head is paired with element i + R / 2; the rest stays as it is.
+
+    Attributes:
+        cos: (P, R / 2), with all scaling, in float32, or in float64 where the blocks are.
+        sin: Likewise.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def plain(
+        cls, *, num_positions: int, head_dim: int, theta: float = 10000.0, device: torch.device | str = "cpu"
+    ) -> Rotary:
+        """Tables in float32 without scaling.
+
+        Args:
+            num_positions: P.
+            head_dim: R, rotated elements of a head.
+            theta: Base of the frequencies.
+            device: Where they lie.
+        """
+        steps = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+        angles = torch.arange(num_positions, device=device).unsqueeze(1) * theta**-steps
+        return cls(cos=angles.cos(), sin=angles.sin())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSpec:
+    """What a block computes.
+
+    Attributes:
+        num_heads: H.
+        num_kv_heads: Hk, a divisor of H.
+        head_dim: D.
+        scale: Factor of the dot products of attention; D ** -0.5 when None.
+        softcap: c in c tanh(score / c), or None.
+        window: Only keys less than this many positions back are seen; None for all.
+        activation: Of the feed-forward layers; "gelu_tanh" is the tanh approximation.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float | None = None
+    softcap: float | None = None
+    window: int | None = None
+    activation: Activation = "silu"
+
+    def __post_init__(self) -> None:
+        """Checks what no backend could run."""
+        sizes = (self.num_heads, self.num_kv_heads, self.head_dim)
+        require(
+            min(sizes) > 0 and self.num_heads % self.num_kv_heads == 0,
+            f"{self.num_heads} query heads of {self.head_dim} do not share {self.num_kv_heads} KV heads",
+        )
+        require(self.window is None or self.window > 0, f"the window is {self.window}")
+        require(self.softcap is None or self.softcap > 0, f"the softcap is {self.softcap}")
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of the dot products."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FeedForward:
+    """down(activation(gate(x)) * up(x)), or down(activation(up(x))) without a gate.
+
+    Attributes:
+        gate: (I, E), or None.
+        up: (I, E).
+        down: (E, I).
+    """
+
+    gate: Matrix | None
+    up: Matrix
+    down: Matrix
+
+    def matrices(self) -> Iterator[Matrix]:
+        """All of them."""
+        yield from (each for each in (self.gate, self.up, self.down) if each is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Experts:
+    """Gated feed-forward layers of which each token takes the `top_k` most probable by softmax(router(x)).
+
+    Attributes:
+        router: (X, E).
+        gate_up: (X, 2 I, E), gate first.
+        down: (X, E, I).
+        top_k: Experts of a token.
+        is_normalized: Whether the weights of a token's experts are made to sum to 1.
+    """
+
+    router: Matrix
+    gate_up: Tensor
+    down: Tensor
+    top_k: int
+    is_normalized: bool
+
+    def __post_init__(self) -> None:
+        """Checks."""
+        count = self.gate_up.shape[0]
+        require(1 <= self.top_k <= count, f"a token takes {self.top_k} of {count} experts")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Block:
+    """One decoder block.
+
+    Attributes:
+        spec: Sizes and options.
+        query: (H D, E).
+        key: (Hk D, E).
+        value: (Hk D, E).
+        output: (E, H D).
+        mlp: The feed-forward layer or layers.
+        attention_norm: (E,), before attention; None for none.
+        attention_post_norm: (E,), of attention's output before it is added; None for none.
+        mlp_norm: (E,), before the feed-forward layer; None for none.
+        mlp_post_norm: (E,), of its output before it is added; None for none.
+        query_norm: (D,), of each head before its rotation, or (H D,), of all heads at once; None for none.
+        key_norm: (D,) or (Hk D,), likewise.
+        rotary: None for a block without positions.
+    """
+
+    spec: BlockSpec
+    query: Matrix
+    key: Matrix
+    value: Matrix
+    output: Matrix
+    mlp: FeedForward | Experts
+    attention_norm: Norm | None = None
+    attention_post_norm: Norm | None = None
+    mlp_norm: Norm | None = None
+    mlp_post_norm: Norm | None = None
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    rotary: Rotary | None = None
+
+    def __post_init__(self) -> None:
+        """Checks."""
+        require((self.query_norm is None) == (self.key_norm is None), "queries and keys both have norms, or neither")
+
+    @property
+    def norms_all_heads(self) -> bool:
+        """Whether the norms of queries and keys are taken over all heads of a token at once."""
+        return self.query_norm is not None and self.query_norm.weight.shape[0] != self.spec.head_dim
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor but the rotary tables."""
+        for matrix in (self.query, self.key, self.value, self.output):
+            yield from matrix.tensors()
+        if isinstance(self.mlp, Experts):
+            yield from (*self.mlp.router.tensors(), self.mlp.gate_up, self.mlp.down)
+        else:
+            for matrix in self.mlp.matrices():
+                yield from matrix.tensors()
+        norms = (
+            self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm, self.query_norm,
+            self.key_norm,
+        )  # fmt: skip
+        for norm in norms:
+            if norm is not None:
+                yield from norm.tensors()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Blocks:
+    """Blocks in order, and the norm behind the last one.
+
+    Attributes:
+        blocks: At least one; all of the same hidden size and heads.
+        final_norm: (E,), or None.
+    """
+
+    blocks: Sequence[Block]
+    final_norm: Norm | None = None
+
+    def __post_init__(self) -> None:
+        """Checks."""
+        require(len(self.blocks) > 0, "there is at least one block")
+
+    @property
+    def hidden_size(self) -> int:
+        """E."""
+        return int(self.blocks[0].query.weight.shape[1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all matrices."""
+        return self.blocks[0].query.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors."""
+        return self.blocks[0].query.weight.device
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some block is a mixture of experts."""
+        return any(isinstance(block.mlp, Experts) for block in self.blocks)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor but the rotary tables."""
+        for block in self.blocks:
+            yield from block.tensors()
+        if self.final_norm is not None:
+            yield from self.final_norm.tensors()

@@ -1,0 +1,152 @@
+"""The element-wise operations of a decoder block, norms and rotation included, in torch's own operations.
+
+`triton_block.TritonOps` has the common ones as one launch each; what it does not know it leaves to these.
+
+Letters: M tokens of a pass, E hidden size, H query heads, Hk KV heads, D head size, I width of the feed-forward layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from foretoken.attention.layout import AttentionLayout
+    from foretoken.decoder.blocks import Activation, Block, Norm, Rotary
+    from foretoken.decoder.slot_cache import SlotCache
+
+
+class Turns:
+    """Cosines and sines at the positions of a pass, looked up once for all layers.
+
+    Attributes:
+        positions: (M,) int64.
+    """
+
+    def __init__(self, positions: Tensor, dtype: torch.dtype) -> None:
+        """Nothing is looked up yet; dtype: of what comes out."""
+        self.positions, self._dtype = positions, dtype
+        self._known: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def of(self, rotary: Rotary) -> tuple[Tensor, Tensor]:
+        """(M, 1, R / 2) cosines and sines."""
+        if id(rotary) not in self._known:
+            cos, sin = (table[self.positions].to(self._dtype).unsqueeze(1) for table in (rotary.cos, rotary.sin))
+            self._known[id(rotary)] = cos, sin
+        return self._known[id(rotary)]
+
+
+class Projected(NamedTuple):
+    """What the projections of one layer gave for the tokens of a pass.
+
+    Attributes:
+        joined: (M, (H + 2 Hk) D), queries, keys, values; without the queries where only keys and values are wanted.
+        num_heads: H, or 0.
+        layer: Index of the layer in the cache.
+        turns: Rotations at the positions of the pass.
+        layout: Where keys and values go.
+    """
+
+    joined: Tensor
+    num_heads: int
+    layer: int
+    turns: Turns
+    layout: AttentionLayout
+
+
+class TorchOps:
+    """See the module. Norms come with weights as `prepared_norm` gives them."""
+
+    def add_and_norm(self, x: Tensor, delta: Tensor | None, norm: Norm | None) -> tuple[Tensor, Tensor]:
+        """Residual addition and the norm of the sum.
+
+        Args:
+            x: (M, E).
+            delta: (M, E), what is added; None for nothing.
+            norm: None for none.
+
+        Returns:
+            x + delta, and its norm, both in the dtype of `x`.
+        """
+        total = x if delta is None else x + delta
+        return total, _normed(total, norm)
+
+    def activate(self, up: Tensor, activation: Activation, *, is_gated: bool) -> Tensor:
+        """activation(gate) * up of (M, 2 I), gate first; or activation(up) of (M, I) where there is no gate."""
+        if not is_gated:
+            return _activated(up, activation)
+        gate, up = up.chunk(2, dim=-1)
+        return _activated(gate, activation) * up
+
+    def rotate_and_write(self, projected: Projected, block: Block, cache: SlotCache) -> Tensor:
+        """Norms and rotary positions for queries and keys; keys and values into the cache.
+
+        Args:
+            projected: What the projections gave.
+            block: Its norms of queries and keys, and its rotation.
+            cache: Written.
+
+        Returns:
+            (M, H, D) queries.
+        """
+        spec, joined = block.spec, projected.joined
+        sizes = [projected.num_heads * spec.head_dim, *[spec.num_kv_heads * spec.head_dim] * 2]
+        query, key, value = joined.split(sizes, dim=1)
+        query, key = (
+            part.unflatten(1, (0, spec.head_dim))
+            if not part.shape[1]
+            else _normed_and_rotated(part, norm, block, projected.turns)
+            for part, norm in ((query, block.query_norm), (key, block.key_norm))
+        )
+        cache.write(projected.layer, projected.layout, key, value.unflatten(1, (-1, spec.head_dim)))
+        return query
+
+
+def prepared_norm(norm: Norm | None, dtype: torch.dtype) -> Norm | None:
+    """The norm with its weights in a dtype where that holds them exactly, else in the wider one that they have."""
+    if norm is None:
+        return None
+    tensors = [tensor.to(dtype) for tensor in norm.tensors()]
+    if not all(torch.equal(a.to(b.dtype), b) for a, b in zip(tensors, norm.tensors(), strict=True)):
+        return norm
+    return replace(norm, weight=tensors[0], bias=tensors[1] if norm.bias is not None else None)
+
+
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    """The norm over the last dimension, in the dtype of its weights, rounded to that of `x`."""
+    if norm is None:
+        return x
+    wide, shape = x.to(norm.weight.dtype), norm.weight.shape
+    if norm.kind == "layer":
+        return functional.layer_norm(wide, shape, norm.weight, norm.bias, norm.epsilon).to(x.dtype)
+    return functional.rms_norm(wide, shape, norm.weight, norm.epsilon).to(x.dtype)
+
+
+def _activated(x: Tensor, activation: Activation) -> Tensor:
+    """The activation alone."""
+    if activation == "silu":
+        return functional.silu(x)
+    return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def _normed_and_rotated(x: Tensor, norm: Norm | None, block: Block, turns: Turns) -> Tensor:
+    """(M, heads, D) of (M, heads D)."""
+    size = block.spec.head_dim
+    if block.norms_all_heads:
+        x = _normed(x, norm).unflatten(1, (x.shape[1] // size, size))
+    else:
+        x = _normed(x.unflatten(1, (x.shape[1] // size, size)), norm)
+    return x if block.rotary is None else _rotated(x, *turns.of(block.rotary))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of (M, heads, D), of the first R elements of each head."""
+    size = 2 * cos.shape[-1]
+    turned, rest = (x, None) if size == x.shape[-1] else (x[..., :size], x[..., size:])
+    a, b = turned.chunk(2, dim=-1)
+    parts = [a * cos - b * sin, b * cos + a * sin]
+    return torch.cat(parts if rest is None else [*parts, rest], dim=-1)

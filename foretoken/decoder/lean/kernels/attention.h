@@ -1,0 +1,212 @@
+// Attention of few queries over a sequence's cache rows.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "gemm.h"
+#include "interface.h"
+#include "vectors.h"
+
+namespace {
+
+// What one token sees: the cache rows low..prefix of its sequence, then `count` scratch rows, numbered from the prefix.
+struct View {
+  int64_t low, prefix, count;
+  const int32_t* scratch;
+
+  int64_t size() const { return prefix - low + count; }
+};
+
+// What node t of sequence s sees; `runs` says of each node how many nodes before it are its nearest ancestors.
+View view_of(const Pass& pass, const int32_t* runs, int64_t window, int64_t s, int64_t t, int32_t* scratch) {
+  const int64_t first = pass.node_starts[s], prefix = pass.prefix[s], position = pass.positions[first + t];
+  const int64_t low = window > 0 ? std::min(std::max<int64_t>(0, position - window + 1), prefix) : 0;
+  const int64_t *parents = pass.parents + first, *positions = pass.positions + first;
+  int64_t count = 0;
+  if (window > 0) {
+    for (int64_t node = t; node >= 0 && position - positions[node] < window; node = parents[node]) scratch[count++] = int32_t(node);
+  } else {
+    for (int64_t node = t; node >= 0;) {
+      const int64_t last = node - runs[first + node];
+      for (int64_t i = node; i >= last; --i) scratch[count + node - i] = int32_t(i);
+      count += node - last + 1;
+      node = parents[last];
+    }
+  }
+  std::reverse(scratch, scratch + count);
+  return {low, prefix, count, scratch};
+}
+
+// Attention of up to kTokens queries that share keys and values: (rows, D) of one head of one sequence. What a query gets
+// does not depend on the others: its keys are taken in the order of its view.
+template <class T>
+class SharedAttention {
+ public:
+  SharedAttention(const View* views, int count, const T* keys, const T* values, int64_t D, float* scores, int64_t stride)
+      : views_(views), count_(count), keys_(keys), values_(values), D_(D), scores_(scores), stride_(stride) {
+    for (int c = 0; c < count; ++c) {
+      first_ = std::min(first_, views[c].low);
+      common_ = std::max(common_, views[c].low);
+      if (views[c].count > 0) scratch_ = std::max<int64_t>(scratch_, views[c].scratch[views[c].count - 1] + 1);
+    }
+  }
+
+  // Scores of all queries, `queries` being in the order of `Inputs`; then what exp leaves of them, and 1 / its sum.
+  // A softcap above 0 bounds the scores.
+  void score(const typename Fragment<T>::Token* queries, float scale, float softcap) {
+    const int64_t prefix = views_[0].prefix;
+    float out[2 * kLanes];
+    for (int64_t row = first_; row < prefix; row += kKeys) {
+      dot(queries, row, prefix, out);
+      const bool is_shared = row >= common_ && row + kKeys <= prefix;
+      for (int c = 0; c < count_; ++c) {
+        float* scores = of(c) + row - views_[c].low;
+        if (is_shared) {
+          std::copy_n(out + c * kKeys, kKeys, scores);
+        } else {
+          for (int r = 0; r < kKeys; ++r) {
+            if (row + r >= views_[c].low && row + r < prefix) scores[r] = out[c * kKeys + r];
+          }
+        }
+      }
+    }
+    int64_t next[kTokens] = {};
+    for (int64_t row = 0; row < scratch_; row += kKeys) {
+      dot(queries, prefix + row, prefix + scratch_, out);
+      for (int c = 0; c < count_; ++c) {
+        const View& view = views_[c];
+        float* scores = of(c) + prefix - view.low;
+        for (; next[c] < view.count && view.scratch[next[c]] < row + kKeys; ++next[c]) {
+          scores[next[c]] = out[c * kKeys + view.scratch[next[c]] - row];
+        }
+      }
+    }
+    for (int c = 0; softcap > 0 && c < count_; ++c) cap(of(c), views_[c].size(), scale, softcap);
+    if (softcap > 0) scale = 1.0f;
+    for (int c = 0; c < count_; ++c) factors_[c] = 1.0f / soften(of(c), views_[c].size(), scale);
+  }
+
+  // Calls emit(query, d, values...) with the values' mixture: kLanes at a time, the last ones of an odd D one by one.
+  template <class Emit>
+  void mix(Emit&& emit) const {
+    int64_t d = 0;
+    for (; d + 4 * kLanes <= D_; d += 4 * kLanes) mix_lanes<4>(d, emit);
+    for (; d + 2 * kLanes <= D_; d += 2 * kLanes) mix_lanes<2>(d, emit);
+    for (; d + kLanes <= D_; d += kLanes) mix_lanes<1>(d, emit);
+    for (; d < D_; ++d) {
+      for (int c = 0; c < count_; ++c) {
+        float sum = 0;
+        const auto add = [&](float weight, const T* value) { sum = std::fma(weight, to_float(value[d]), sum); };
+        walk(c, views_[c].low, views_[c].prefix, add);
+        walk_scratch(c, add);
+        emit(c, d, sum * factors_[c]);
+      }
+    }
+  }
+
+ private:
+  float* of(int c) const { return scores_ + c * stride_; }
+
+  // Dot products of the queries with kKeys keys from `row` on; keys from `end` on repeat the last one.
+  void dot(const typename Fragment<T>::Token* queries, int64_t row, int64_t end, float* out) const {
+    const T* rows[kKeys];
+    for (int r = 0; r < kKeys; ++r) rows[r] = keys_ + std::min(row + r, end - 1) * D_;
+    dot_block<T, kKeys, kTokens>(rows, queries, D_, nullptr, 0, out);
+  }
+
+  // Scales and caps scores. Past the last one there is room for a register.
+  static void cap(float* scores, int64_t size, float scale, float softcap) {
+    for (int64_t j = 0; j < size; j += kLanes) {
+      store_lanes(scores + j, hyperbolic_tangent(load_lanes(scores + j) * scale / softcap) * softcap);
+    }
+  }
+
+  // Turns scores into the numerators of a softmax and gives the denominator.
+  static float soften(float* scores, int64_t size, float scale) {
+    const int64_t padded = (size + kLanes - 1) / kLanes * kLanes;
+    for (int64_t j = size; j < padded; ++j) scores[j] = -INFINITY;
+    Lanes greatest = Lanes{} - INFINITY;
+    for (int64_t j = 0; j < padded; j += kLanes) {
+      const Lanes s = load_lanes(scores + j) * scale;
+      store_lanes(scores + j, s);
+      greatest = s > greatest ? s : greatest;
+    }
+    float top = greatest[0];
+    for (int i = 1; i < kLanes; ++i) top = std::max(top, greatest[i]);
+    Lanes sum{};
+    for (int64_t j = 0; j < padded; j += kLanes) {
+      const Lanes e = exponential(load_lanes(scores + j) - top);
+      store_lanes(scores + j, e);
+      sum += e;
+    }
+    return sum_of_lanes(sum);
+  }
+
+  template <class Step>
+  void walk(int c, int64_t begin, int64_t end, Step&& step) const {
+    for (int64_t row = begin; row < end; ++row) step(of(c)[row - views_[c].low], values_ + row * D_);
+  }
+
+  template <class Step>
+  void walk_scratch(int c, Step&& step) const {
+    const View& view = views_[c];
+    const float* weights = of(c) + view.prefix - view.low;
+    for (int64_t j = 0; j < view.count; ++j) step(weights[j], values_ + (view.prefix + view.scratch[j]) * D_);
+  }
+
+  template <int kRegisters, class Emit>
+  void mix_lanes(int64_t d, Emit&& emit) const {
+    Lanes sums[kTokens][kRegisters] = {};
+    const auto add = [&](int c) {
+      return [&, c](float weight, const T* value) {
+        for (int i = 0; i < kRegisters; ++i) sums[c][i] = multiply_add(Lanes{} + weight, load_lanes(value + d + i * kLanes), sums[c][i]);
+      };
+    };
+    for (int c = 0; c < count_; ++c) walk(c, views_[c].low, common_, add(c));
+    if (count_ == kTokens) {
+      add_common<kTokens>(d, sums);
+    } else {
+      for (int c = 0; c < count_; ++c) walk(c, common_, views_[c].prefix, add(c));
+    }
+    for (int c = 0; c < count_; ++c) {
+      walk_scratch(c, add(c));
+      for (int i = 0; i < kRegisters; ++i) emit(c, d + i * kLanes, sums[c][i] * factors_[c]);
+    }
+  }
+
+  // The rows that all queries see: each value is loaded once for all of them.
+  template <int kCount, int kRegisters>
+  void add_common(int64_t d, Lanes (&totals)[kTokens][kRegisters]) const {
+    Lanes sums[kCount][kRegisters];
+    const float* weights[kCount];
+    for (int c = 0; c < kCount; ++c) {
+      weights[c] = of(c) - views_[c].low;
+      for (int i = 0; i < kRegisters; ++i) sums[c][i] = totals[c][i];
+    }
+    for (int64_t row = common_; row < views_[0].prefix; ++row) {
+      const T* value = values_ + row * D_ + d;
+#pragma GCC unroll 4
+      for (int i = 0; i < kRegisters; ++i) {
+        const Lanes v = load_lanes(value + i * kLanes);
+#pragma GCC unroll 4
+        for (int c = 0; c < kCount; ++c) sums[c][i] = multiply_add(Lanes{} + weights[c][row], v, sums[c][i]);
+      }
+    }
+    for (int c = 0; c < kCount; ++c) {
+      for (int i = 0; i < kRegisters; ++i) totals[c][i] = sums[c][i];
+    }
+  }
+
+  const View* views_;
+  const int count_;
+  const T *keys_, *values_;
+  const int64_t D_;
+  float* const scores_;
+  const int64_t stride_;
+  int64_t first_ = INT64_MAX, common_ = 0, scratch_ = 0;
+  float factors_[kTokens];
+};
+
+}  // namespace

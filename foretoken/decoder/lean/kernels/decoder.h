@@ -1,0 +1,314 @@
+// The pass: embedding, blocks, final norm and LM head, every step by all threads together.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include <omp.h>
+
+#include "attention.h"
+#include "elementwise.h"
+#include "experts.h"
+#include "gemm.h"
+#include "interface.h"
+#include "vectors.h"
+#include "workspace.h"
+
+namespace {
+
+template <class T>
+class Decoder {
+ public:
+  Decoder(const Model& model, const Pass& pass)
+      : model_(model),
+        pass_(pass),
+        rows_(pass.starts[pass.num_sequences]),
+        space_(model, pass.node_starts[pass.num_sequences], pass.num_threads, pass.workspace),
+        normed_(space_.normed, model.hidden, rows_ == 1),
+        mixed_(space_.mixed, model.heads * model.head_dim, rows_ == 1),
+        group_(group_size(model)) {
+    space_.units[0] = 0;
+    for (int64_t s = 0; s < pass.num_sequences; ++s) {
+      std::fill(space_.sequence + pass.starts[s], space_.sequence + pass.starts[s + 1], s);
+      space_.units[s + 1] = space_.units[s] + model.kv_heads * chunks_of(s);
+      const int64_t first = pass.node_starts[s];
+      for (int64_t g = first; g < pass.node_starts[s + 1]; ++g) {
+        const bool follows = g > first && pass.parents[g] == g - first - 1;
+        space_.runs[g] = follows ? space_.runs[g - 1] + 1 : 0;
+      }
+    }
+  }
+
+  // Runs inside a parallel region, all threads together.
+  void run() {
+    embed();
+    for (int64_t i = 0; i < model_.num_layers; ++i) {
+      keep_features(i);
+      if (pass_.is_append && i == model_.num_layers - 1) return append(model_.layers[i]);
+      attend(model_.layers[i]);
+      feed_forward(model_.layers[i]);
+    }
+    keep_features(model_.num_layers);
+    const bool has_all_logits = pass_.logits != nullptr && pass_.num_logits == rows_;
+    if (has_all_logits || wants(model_.num_layers + 1)) normalise(model_.final_norm);
+    if (wants(model_.num_layers + 1)) keep_final();
+    if (has_all_logits) {
+      project(model_.head, normed_, rows_, pass_.logits);
+      cap_logits();
+    } else if (pass_.logits != nullptr) {
+#pragma omp barrier
+      const Inputs<T> chosen(space_.normed, model_.hidden, pass_.num_logits == 1);
+      normalise(model_.final_norm, chosen, pass_.num_logits, [&](int64_t r) { return pass_.logit_rows[r]; });
+      project(model_.head, chosen, pass_.num_logits, pass_.logits);
+      cap_logits();
+    }
+  }
+
+ private:
+  void embed() {
+    share(rows_, [&](int64_t m) {
+      float* out = space_.residual + m * model_.hidden;
+      if (pass_.inputs != nullptr) {
+        std::copy_n(pass_.inputs + m * model_.hidden, model_.hidden, out);
+        return;
+      }
+      const T* row = static_cast<const T*>(model_.embedding) + pass_.tokens[m] * model_.hidden;
+      for (int64_t i = 0; i < model_.hidden; ++i) out[i] = to_float(row[i]) * model_.embedding_scale;
+    });
+#pragma omp barrier
+  }
+
+  void attend(const Layer& layer) {
+    normalise(layer.attention_norm);
+    project(layer.query, normed_, rows_, space_.query);
+    project(layer.key, normed_, rows_, space_.key);
+    project(layer.value, normed_, rows_, space_.value);
+#pragma omp barrier
+    share(rows_, [&](int64_t m) {
+      place_queries(layer, m);
+      place_keys(layer, m);
+    });
+#pragma omp barrier
+    const int64_t* ends = space_.units + 1;
+    share(space_.units[pass_.num_sequences], [&](int64_t unit) {
+      const int64_t s = std::upper_bound(ends, ends + pass_.num_sequences, unit) - ends;
+      const int64_t chunks = chunks_of(s), place = unit - space_.units[s];
+      attend(layer, s, place / chunks, place % chunks * kTokens);
+    });
+#pragma omp barrier
+    add(layer.output, mixed_, layer.attention_post_norm);
+  }
+
+  // The keys and values of the last layer, whose output nobody reads.
+  void append(const Layer& layer) {
+    normalise(layer.attention_norm);
+    project(layer.key, normed_, rows_, space_.key);
+    project(layer.value, normed_, rows_, space_.value);
+#pragma omp barrier
+    share(rows_, [&](int64_t m) { place_keys(layer, m); });
+  }
+
+  void feed_forward(const Layer& layer) {
+    normalise(layer.mlp_norm);
+    if (layer.experts.count > 0) return add_experts(layer);
+    const int64_t I = layer.up.rows, portions = portions_of(I);
+    const float* gates = layer.gate.weight == nullptr ? nullptr : space_.gate;
+    if (gates != nullptr) project(layer.gate, normed_, rows_, space_.gate);
+    project(layer.up, normed_, rows_, space_.up);
+#pragma omp barrier
+    const Inputs<T> inner(space_.inner, I, rows_ == 1);
+    share(rows_ * portions, [&](int64_t unit) {
+      const int64_t m = unit / portions, begin = unit % portions * kPortion;
+      activate_portion(layer.activation, inner, m, gates == nullptr ? nullptr : gates + m * I, space_.up + m * I, begin,
+                       std::min(begin + kPortion, I));
+    });
+#pragma omp barrier
+    add(layer.down, inner, layer.mlp_post_norm);
+  }
+
+  void add_experts(const Layer& layer) {
+    const ExpertLayer<T> experts(layer, model_.hidden, rows_, space_);
+    experts.run(normed_);
+    const bool has_norm = layer.mlp_post_norm.weight != nullptr;
+    share(rows_, [&](int64_t m) {
+      float* row = (has_norm ? space_.branch : space_.residual) + m * model_.hidden;
+      if (has_norm) std::fill_n(row, model_.hidden, 0.0f);
+      experts.add(m, row);
+      if (has_norm) add_normed(layer.mlp_post_norm, m);
+    });
+#pragma omp barrier
+  }
+
+  void normalise(const Norm& norm) {
+    normalise(norm, normed_, rows_, [](int64_t m) { return m; });
+  }
+
+  // The norm of `count` tokens; token(i) is the i-th of them.
+  template <class Token>
+  void normalise(const Norm& norm, const Inputs<T>& out, int64_t count, Token&& token) {
+    share(count, [&](int64_t i) {
+      const float* x = space_.residual + token(i) * model_.hidden;
+      normalise_row(norm, x, model_.hidden, [&](int64_t k, auto values) { out.put(i, k, values); });
+    });
+#pragma omp barrier
+  }
+
+  // out = x (M, K) times the transposed matrix.
+  void project(const Matrix& matrix, const Inputs<T>& x, int64_t M, float* out) {
+    multiply(matrix, x, M, [&](int64_t m, int64_t n, auto count, const float* values) {
+      for (int i = 0; i < count; ++i) out[m * matrix.rows + n + i] = values[i];
+    });
+  }
+
+  // Adds x times the transposed matrix to the residual stream, after a norm where there is one.
+  void add(const Matrix& matrix, const Inputs<T>& x, const Norm& post) {
+    if (post.weight != nullptr) {
+      project(matrix, x, rows_, space_.branch);
+#pragma omp barrier
+      share(rows_, [&](int64_t m) { add_normed(post, m); });
+    } else {
+      multiply(matrix, x, rows_, [&](int64_t m, int64_t n, auto count, const float* values) {
+        for (int i = 0; i < count; ++i) space_.residual[m * model_.hidden + n + i] += values[i];
+      });
+    }
+#pragma omp barrier
+  }
+
+  // Adds the norm of a token's row of `branch` to its residual stream.
+  void add_normed(const Norm& norm, int64_t m) {
+    float* row = space_.residual + m * model_.hidden;
+    normalise_row(norm, space_.branch + m * model_.hidden, model_.hidden, [&](int64_t k, auto values) {
+      if constexpr (std::is_same_v<decltype(values), float>) {
+        row[k] += values;
+      } else {
+        store_lanes(row + k, load_lanes(row + k) + values);
+      }
+    });
+  }
+
+  void cap_logits() {
+    if (model_.logit_softcap <= 0) return;
+#pragma omp barrier
+    const int64_t V = model_.head.rows, portions = portions_of(V);
+    const auto capped = [&](Lanes x) { return hyperbolic_tangent(x / model_.logit_softcap) * model_.logit_softcap; };
+    share(pass_.num_logits * portions, [&](int64_t unit) {
+      float* row = pass_.logits + unit / portions * V;
+      int64_t k = unit % portions * kPortion;
+      const int64_t end = std::min(k + kPortion, V);
+      for (; k + kLanes <= end; k += kLanes) store_lanes(row + k, capped(load_lanes(row + k)));
+      for (; k < end; ++k) row[k] = capped(Lanes{} + row[k])[0];
+    });
+  }
+
+  // Norms and rotates a token's queries.
+  void place_queries(const Layer& layer, int64_t m) {
+    const int64_t D = model_.head_dim, s = space_.sequence[m], t = m - pass_.starts[s];
+    if (layer.norms_all_heads) normalise_head(layer.query_norm, space_.query + m * model_.heads * D, model_.heads * D);
+    for (int64_t h = 0; h < model_.heads; ++h) {
+      float* query = space_.query + (m * model_.heads + h) * D;
+      rotate_head(layer, layer.query_norm, query, m);
+      const Inputs<T> queries = queries_of(s, h / group_);
+      for (int64_t i = 0; i < D; ++i) queries.put(t * group_ + h % group_, i, query[i]);
+    }
+  }
+
+  // Norms and rotates a token's keys, and writes its keys and values to their cache rows.
+  void place_keys(const Layer& layer, int64_t m) {
+    const int64_t D = model_.head_dim, s = space_.sequence[m], row = pass_.prefix[s] + node_of(m);
+    if (layer.norms_all_heads) normalise_head(layer.key_norm, space_.key + m * model_.kv_heads * D, model_.kv_heads * D);
+    for (int64_t h = 0; h < model_.kv_heads; ++h) {
+      float *key = space_.key + (m * model_.kv_heads + h) * D, *value = space_.value + (m * model_.kv_heads + h) * D;
+      rotate_head(layer, layer.key_norm, key, m);
+      const int64_t at = cache_row(s, h, row);
+      for (int64_t i = 0; i < D; ++i) assign(static_cast<T*>(layer.keys)[at + i], key[i]);
+      for (int64_t i = 0; i < D; ++i) assign(static_cast<T*>(layer.values)[at + i], value[i]);
+    }
+  }
+
+  // Norm of one head, where the architecture has one for each, and rotary embedding where the layer has one.
+  void rotate_head(const Layer& layer, const Norm& norm, float* x, int64_t m) {
+    if (!layer.norms_all_heads) normalise_head(norm, x, model_.head_dim);
+    const int64_t first = pass_.positions[pass_.node_starts[space_.sequence[m]] + node_of(m)] * layer.pairs;
+    if (layer.pairs > 0) rotate(x, layer.cos + first, layer.sin + first, layer.pairs);
+  }
+
+  // Attention of the queries first.. of the group of heads that shares a KV head; query t * group + h is head h of the
+  // sequence's token t.
+  void attend(const Layer& layer, int64_t s, int64_t kv_head, int64_t first) {
+    const int64_t D = model_.head_dim, thread = omp_get_thread_num(), stride = greatest_rows(model_);
+    const int count = int(std::min<int64_t>(kTokens, group_ * num_tokens(s) - first));
+    View views[kTokens];
+    for (int c = 0; c < count; ++c) {
+      int32_t* scratch = space_.scratch + (thread * kTokens + c) * stride;
+      views[c] = view_of(pass_, space_.runs, layer.window, s, num_earlier(s) + (first + c) / group_, scratch);
+    }
+    const int64_t start = cache_row(s, kv_head, 0);
+    SharedAttention<T> attention(views, count, static_cast<const T*>(layer.keys) + start,
+                                 static_cast<const T*>(layer.values) + start, D,
+                                 space_.scores + thread * kTokens * stride, stride);
+    attention.score(queries_of(s, kv_head).at(first, 0), layer.scale, layer.softcap);
+    attention.mix([&](int c, int64_t d, auto values) {
+      const int64_t m = pass_.starts[s] + (first + c) / group_, k = (kv_head * group_ + (first + c) % group_) * D + d;
+      if constexpr (std::is_same_v<decltype(values), float>) {
+        mixed_.put(m, k, values);
+      } else if (k % kLanes == 0) {
+        mixed_.put(m, k, values);
+      } else {
+        for (int i = 0; i < kLanes; ++i) mixed_.put(m, k + i, values[i]);
+      }
+    });
+  }
+
+  // Rotated queries of all tokens of a sequence and of the heads that share a KV head. They take no more than as many
+  // times the room of one token's queries.
+  Inputs<T> queries_of(int64_t s, int64_t kv_head) const {
+    const int64_t D = model_.head_dim, first = pass_.starts[s] * model_.kv_heads * Inputs<T>::size(group_, D);
+    return {space_.rotated + first + kv_head * Inputs<T>::size(group_ * num_tokens(s), D), D, false};
+  }
+
+  int64_t cache_row(int64_t s, int64_t head, int64_t row) const {
+    return ((pass_.slots[s] * model_.kv_heads + head) * model_.capacity + row) * model_.head_dim;
+  }
+
+  // Index of a token among the nodes of its sequence.
+  int64_t node_of(int64_t m) const {
+    const int64_t s = space_.sequence[m];
+    return num_earlier(s) + m - pass_.starts[s];
+  }
+
+  int64_t num_tokens(int64_t s) const { return pass_.starts[s + 1] - pass_.starts[s]; }
+  int64_t num_earlier(int64_t s) const { return pass_.node_starts[s + 1] - pass_.node_starts[s] - num_tokens(s); }
+  int64_t chunks_of(int64_t s) const { return (group_ * num_tokens(s) + kTokens - 1) / kTokens; }  // portions of kTokens queries
+
+  bool wants(int64_t tap) const { return std::binary_search(pass_.taps, pass_.taps + pass_.num_taps, tap); }
+
+  float* features(int64_t tap) const {
+    const int64_t index = std::lower_bound(pass_.taps, pass_.taps + pass_.num_taps, tap) - pass_.taps;
+    return pass_.features + index * rows_ * model_.hidden;
+  }
+
+  void keep_features(int64_t tap) {
+    if (!wants(tap)) return;
+    float* out = features(tap);
+    share(rows_, [&](int64_t m) {
+      std::copy_n(space_.residual + m * model_.hidden, model_.hidden, out + m * model_.hidden);
+    });
+  }
+
+  void keep_final() {
+    float* out = features(model_.num_layers + 1);
+    share(rows_, [&](int64_t m) {
+      for (int64_t k = 0; k < model_.hidden; ++k) out[m * model_.hidden + k] = to_float(*normed_.at(m, k));
+    });
+  }
+
+  const Model& model_;
+  const Pass& pass_;
+  const int64_t rows_;
+  const Workspace<T> space_;
+  const Inputs<T> normed_, mixed_;
+  const int64_t group_;  // query heads a KV head
+};
+
+}  // namespace

@@ -1,0 +1,111 @@
+// Norms, activations and rotations of the rows of a pass. Every one is the same whatever other rows there are.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include <omp.h>
+
+#include "gemm.h"
+#include "interface.h"
+#include "vectors.h"
+
+namespace {
+
+constexpr int kPortion = 512;  // elements of a row that one thread activates
+
+// Calls work(i) for this thread's share of 0..count - 1.
+template <class Work>
+void share(int64_t count, Work&& work) {
+  for (int64_t i = omp_get_thread_num(); i < count; i += omp_get_num_threads()) work(i);
+}
+
+// The factor that gives a row a root mean square of 1.
+float norm_factor(const float* x, int64_t size, float epsilon) {
+  Lanes squares{};
+  int64_t i = 0;
+  for (; i + kLanes <= size; i += kLanes) squares = multiply_add(load_lanes(x + i), load_lanes(x + i), squares);
+  float sum = sum_of_lanes(squares);
+  for (; i < size; ++i) sum = std::fma(x[i], x[i], sum);
+  return 1.0f / std::sqrt(sum / float(size) + epsilon);
+}
+
+// Mean of a row, and the factor that gives it a standard deviation of 1.
+struct Moments {
+  float mean, factor;
+};
+Moments moments(const float* x, int64_t size, float epsilon) {
+  double sum = 0, squares = 0;
+  for (int64_t i = 0; i < size; ++i) sum += x[i];
+  const double mean = sum / double(size);
+  for (int64_t i = 0; i < size; ++i) squares += (x[i] - mean) * (x[i] - mean);
+  return {float(mean), float(1.0 / std::sqrt(squares / double(size) + epsilon))};
+}
+
+// The norm of a row; put(k, values) takes a register or an element at a time. Without a norm: the row itself.
+template <class Put>
+void normalise_row(const Norm& norm, const float* x, int64_t size, Put&& put) {
+  const float *weight = norm.weight, *bias = norm.bias;
+  int64_t k = 0;
+  if (weight == nullptr) {
+    for (; k + kLanes <= size; k += kLanes) put(k, load_lanes(x + k));
+    for (; k < size; ++k) put(k, x[k]);
+  } else if (norm.kind == kLayerNorm) {
+    const auto [mean, factor] = moments(x, size, norm.epsilon);
+    for (; k < size; ++k) put(k, std::fma((x[k] - mean) * factor, weight[k], bias == nullptr ? 0.0f : bias[k]));
+  } else {
+    const float factor = norm_factor(x, size, norm.epsilon);
+    for (; k + kLanes <= size; k += kLanes) put(k, load_lanes(x + k) * factor * load_lanes(weight + k));
+    for (; k < size; ++k) put(k, x[k] * factor * weight[k]);
+  }
+}
+
+// The norm of one head, or of all heads of a token, in place.
+void normalise_head(const Norm& norm, float* x, int64_t size) {
+  if (norm.weight == nullptr) return;
+  if (norm.kind == kLayerNorm) {
+    normalise_row(norm, x, size, [&](int64_t k, auto value) {
+      if constexpr (std::is_same_v<decltype(value), float>) x[k] = value;
+    });
+    return;
+  }
+  const float factor = norm_factor(x, size, norm.epsilon);
+  for (int64_t i = 0; i < size; ++i) x[i] *= factor * norm.weight[i];
+}
+
+// Rotary embedding of one head: element i turns with element i + pairs.
+void rotate(float* x, const float* cos, const float* sin, int64_t pairs) {
+  for (int64_t i = 0; i < pairs; ++i) {
+    const float a = x[i], b = x[i + pairs];
+    x[i] = a * cos[i] - b * sin[i];
+    x[i + pairs] = b * cos[i] + a * sin[i];
+  }
+}
+
+// Activates elements begin..end of row m of `inner`: f(gate) * up, or f(up) where there is no gate.
+template <class T, class Function>
+void activate_portion(const Inputs<T>& inner, int64_t m, const float* gate, const float* up, int64_t begin, int64_t end, Function f) {
+  int64_t k = begin;
+  if (gate == nullptr) {
+    for (; k + kLanes <= end; k += kLanes) inner.put(m, k, f(load_lanes(up + k)));
+    for (; k < end; ++k) inner.put(m, k, f(Lanes{} + up[k])[0]);
+  } else {
+    for (; k + kLanes <= end; k += kLanes) inner.put(m, k, f(load_lanes(gate + k)) * load_lanes(up + k));
+    for (; k < end; ++k) inner.put(m, k, f(Lanes{} + gate[k])[0] * up[k]);
+  }
+}
+
+template <class T>
+void activate_portion(int64_t activation, const Inputs<T>& inner, int64_t m, const float* gate, const float* up, int64_t begin, int64_t end) {
+  switch (activation) {
+    case kGeluTanh: return activate_portion(inner, m, gate, up, begin, end, [](Lanes x) { return gelu_tanh(x); });
+    case kGelu: return activate_portion(inner, m, gate, up, begin, end, [](Lanes x) { return gelu(x); });
+    default: return activate_portion(inner, m, gate, up, begin, end, [](Lanes x) { return silu(x); });
+  }
+}
+
+inline int64_t portions_of(int64_t size) { return (size + kPortion - 1) / kPortion; }
+
+}  // namespace

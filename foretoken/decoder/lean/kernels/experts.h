@@ -1,0 +1,157 @@
+// A mixture of experts: a router gives each token some experts, gated layers whose outputs are added with its weights.
+//
+// The tokens of an expert are multiplied together, so that its weights are read once a pass. What a token gets is
+// computed from its own row alone, and the outputs of its experts are added in the order of the experts: it does not
+// depend on which other tokens chose the same ones.
+//
+// Letters: P pairs of a token and one of its experts, sorted by expert; M tokens.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include <omp.h>
+
+#include "elementwise.h"
+#include "gemm.h"
+#include "interface.h"
+#include "workspace.h"
+
+namespace {
+
+// The experts of one token by its router's logits (count,), which become probabilities: chosen (top_k,) ascending, and
+// their weights. Equal probabilities go to the lower expert.
+inline void choose_experts(const Experts& experts, float* logits, int64_t* chosen, float* weights) {
+  const int64_t count = experts.count, top_k = experts.top_k;
+  float top = logits[0], sum = 0, total = 0;
+  for (int64_t e = 1; e < count; ++e) top = std::max(top, logits[e]);
+  for (int64_t e = 0; e < count; ++e) sum += logits[e] = std::exp(logits[e] - top);
+  for (int64_t e = 0; e < count; ++e) logits[e] /= sum;
+  for (int64_t j = 0; j < top_k; ++j) {
+    int64_t best = -1;
+    for (int64_t e = 0; e < count; ++e) {
+      const bool is_free = std::find(chosen, chosen + j, e) == chosen + j;
+      if (is_free && (best < 0 || logits[e] > logits[best])) best = e;
+    }
+    chosen[j] = best;
+    total += logits[best];
+  }
+  std::sort(chosen, chosen + top_k);
+  for (int64_t j = 0; j < top_k; ++j) weights[j] = experts.is_normalised ? logits[chosen[j]] / total : logits[chosen[j]];
+}
+
+template <class T>
+class ExpertLayer {
+ public:
+  ExpertLayer(const Layer& layer, int64_t hidden, int64_t M, const Workspace<T>& space)
+      : layer_(layer), experts_(layer.experts), hidden_(hidden), M_(M), num_pairs_(M * layer.experts.top_k), space_(space) {}
+
+  // Runs inside a parallel region, all threads together, once the inputs are there; afterwards the output of every pair
+  // lies in its place of `pair_out`.
+  void run(const Inputs<T>& inputs) const {
+    multiply(experts_.router, inputs, M_, [&](int64_t m, int64_t n, auto count, const float* values) {
+      for (int i = 0; i < count; ++i) space_.router[m * experts_.count + n + i] = values[i];
+    });
+#pragma omp barrier
+    const int64_t top_k = experts_.top_k;
+    share(M_, [&](int64_t m) {
+      choose_experts(experts_, space_.router + m * experts_.count, space_.chosen + m * top_k, space_.weights + m * top_k);
+    });
+#pragma omp barrier
+#pragma omp single
+    sort_pairs();  // ends with a barrier
+    share(num_pairs_, [&](int64_t pair) { gather(inputs, pair); });
+#pragma omp barrier
+    for_each_expert([&](int64_t e, int64_t first, int64_t count) {
+      const int64_t rows = experts_.intermediate;
+      const Inputs<T> x = inputs_of(space_.pair_inputs, e, hidden_, count);
+      const T* gate_up = static_cast<const T*>(experts_.gate_up) + e * 2 * rows * hidden_;
+      project({gate_up, nullptr, rows, hidden_}, x, count, space_.pair_gate + first * rows);
+      project({gate_up + rows * hidden_, nullptr, rows, hidden_}, x, count, space_.pair_up + first * rows);
+    });
+#pragma omp barrier
+    const int64_t width = experts_.intermediate, portions = portions_of(width);
+    share(num_pairs_ * portions, [&](int64_t unit) {
+      const int64_t pair = unit / portions, begin = unit % portions * kPortion, e = space_.experts[pair];
+      const Inputs<T> inner = inputs_of(space_.pair_inner, e, width, space_.starts[e + 1] - space_.starts[e]);
+      activate_portion(layer_.activation, inner, pair - space_.starts[e], space_.pair_gate + pair * width,
+                       space_.pair_up + pair * width, begin, std::min(begin + kPortion, width));
+    });
+#pragma omp barrier
+    for_each_expert([&](int64_t e, int64_t first, int64_t count) {
+      const T* down = static_cast<const T*>(experts_.down) + e * hidden_ * width;
+      project({down, nullptr, hidden_, width}, inputs_of(space_.pair_inner, e, width, count), count,
+              space_.pair_out + first * hidden_);
+    });
+#pragma omp barrier
+  }
+
+  // Adds the weighted outputs of a token's experts to a row (hidden,).
+  void add(int64_t m, float* row) const {
+    for (int64_t j = m * experts_.top_k; j < (m + 1) * experts_.top_k; ++j) {
+      const float *out = space_.pair_out + space_.places[j] * hidden_, weight = space_.weights[j];
+      int64_t k = 0;
+      for (; k + kLanes <= hidden_; k += kLanes) {
+        store_lanes(row + k, multiply_add(Lanes{} + weight, load_lanes(out + k), load_lanes(row + k)));
+      }
+      for (; k < hidden_; ++k) row[k] = std::fma(weight, out[k], row[k]);
+    }
+  }
+
+ private:
+  // Where the pairs of each expert begin (`starts`), and the place of every pair among all of them. `blocks` are the
+  // same in multiples of the tokens that meet a weight together.
+  void sort_pairs() const {
+    const int64_t count = experts_.count, top_k = experts_.top_k;
+    std::fill(space_.starts, space_.starts + count + 1, 0);
+    for (int64_t j = 0; j < num_pairs_; ++j) ++space_.starts[space_.chosen[j] + 1];
+    space_.blocks[0] = 0;
+    for (int64_t e = 0; e < count; ++e) {
+      space_.blocks[e + 1] = space_.blocks[e] + (space_.starts[e + 1] + kTokens - 1) / kTokens * kTokens;
+      space_.starts[e + 1] += space_.starts[e];
+    }
+    for (int64_t j = 0; j < num_pairs_; ++j) {  // `starts` counts up meanwhile, and is moved back afterwards
+      const int64_t e = space_.chosen[j], place = space_.starts[e]++;
+      space_.places[j] = place;
+      space_.tokens[place] = j / top_k;
+      space_.experts[place] = e;
+    }
+    for (int64_t e = count; e > 0; --e) space_.starts[e] = space_.starts[e - 1];
+    space_.starts[0] = 0;
+  }
+
+  // Copies the inputs of a pair's token to where those of its expert lie.
+  void gather(const Inputs<T>& inputs, int64_t pair) const {
+    const int64_t e = space_.experts[pair], first = space_.starts[e];
+    const Inputs<T> to = inputs_of(space_.pair_inputs, e, hidden_, space_.starts[e + 1] - first);
+    for (int64_t k = 0; k < hidden_; k += kStep<T>) {
+      std::copy_n(inputs.at(space_.tokens[pair], k), kStep<T>, to.at(pair - first, k));
+    }
+  }
+
+  Inputs<T> inputs_of(typename Fragment<T>::Token* base, int64_t e, int64_t width, int64_t count) const {
+    return {base + space_.blocks[e] * Inputs<T>::padded(width), width, count == 1};
+  }
+
+  void project(const Matrix& matrix, const Inputs<T>& x, int64_t count, float* out) const {
+    multiply(matrix, x, count, [&](int64_t m, int64_t n, auto number, const float* values) {
+      for (int i = 0; i < number; ++i) out[m * matrix.rows + n + i] = values[i];
+    });
+  }
+
+  template <class Work>
+  void for_each_expert(Work&& work) const {
+    for (int64_t e = 0; e < experts_.count; ++e) {
+      const int64_t first = space_.starts[e], count = space_.starts[e + 1] - first;
+      if (count > 0) work(e, first, count);
+    }
+  }
+
+  const Layer& layer_;
+  const Experts& experts_;
+  const int64_t hidden_, M_, num_pairs_;
+  const Workspace<T>& space_;
+};
+
+}  // namespace

@@ -1,0 +1,94 @@
+// What the kernels are handed, in the memory layout of `structures.py`, and what they return.
+#pragma once
+
+#include <cstdint>
+
+extern "C" {
+
+// A row-major matrix (rows, cols) in the model's dtype, and its bias (rows,) or null.
+struct Matrix {
+  const void* weight;
+  const float* bias;
+  int64_t rows, cols;
+};
+
+// A norm over `size` elements of a row, known from where it stands; without a weight there is none.
+struct Norm {
+  const float *weight, *bias;  // (size,); the bias may be null
+  float epsilon;
+  int32_t kind;                // a `NormKind`
+};
+
+enum NormKind : int32_t { kRmsNorm = 0, kLayerNorm = 1 };
+enum Activation : int64_t { kSilu = 0, kGeluTanh = 1, kGelu = 2 };
+
+// Gated layers of which each token takes `top_k`; of no experts (count 0) where a layer is dense.
+struct Experts {
+  Matrix router;                // (count, hidden)
+  const void *gate_up, *down;   // (count, 2 * intermediate, hidden), gate first; (count, hidden, intermediate)
+  int64_t count, top_k, intermediate;
+  int64_t is_normalised;        // whether the weights of a token's experts are made to sum to 1
+};
+
+struct Layer {
+  Matrix query, key, value, output;
+  Matrix gate, up, down;  // no gate: the activation of `up`; none of them: experts
+  Experts experts;
+  Norm attention_norm, attention_post_norm, mlp_norm, mlp_post_norm;  // (hidden,), post: of what is added to the stream
+  Norm query_norm, key_norm;  // (head_dim,), or over all heads of a token
+  const float *cos, *sin;     // (num_positions, pairs)
+  void *keys, *values;        // (slots, kv_heads, capacity, head_dim)
+  int64_t pairs;              // the first `pairs` elements of a head are rotated with the next ones; 0: none are
+  int64_t window;             // keys less than this many positions back are seen; 0 for all
+  int64_t activation;         // an `Activation`
+  int64_t norms_all_heads;    // whether the norms of queries and keys are taken over all heads at once
+  float scale, softcap;       // of attention scores; no cap: 0
+};
+
+struct Model {
+  int64_t is_bfloat16, num_layers, hidden, heads, kv_heads, head_dim, vocab, capacity, num_slots, num_positions;
+  int64_t intermediate;      // widest of the dense layers
+  int64_t has_post_norms;    // whether some layer has one
+  int64_t num_experts, top_k, expert_intermediate;  // greatest of any layer
+  float embedding_scale, logit_softcap;             // no cap: 0
+  const void* embedding;     // (vocab, hidden)
+  Norm final_norm;           // (hidden,)
+  Matrix head;
+  const Layer* layers;
+};
+
+// New tokens of several sequences, one sequence after another. Behind its prefix a sequence has a tree of nodes: first those
+// that earlier passes fed, then a node for each new token. A node sees the prefix, its ancestors and itself.
+struct Pass {
+  int64_t num_threads, num_sequences, num_logits;
+  const int64_t* tokens;                 // (M,)
+  const float* inputs;                   // (M, hidden) in the place of the tokens' embeddings; or null
+  const int64_t *positions, *parents;    // (W,), a parent is a node of the same sequence, -1 where there is none
+  const int64_t *slots, *prefix;         // (S,)
+  const int64_t *starts, *node_starts;   // (S + 1,), where each sequence's tokens and nodes begin
+  const int64_t* logit_rows;             // (R,) ascending, the tokens whose logits are wanted
+  float* logits;                         // (R, vocab), or null
+  const int64_t* taps;                   // (F,) ascending boundary indices; layers + 1 means after the final norm
+  int64_t num_taps;
+  int64_t is_append;                     // whether the last layer computes keys and values alone, and nothing comes out
+  float* features;                       // (F, M, hidden)
+  void* workspace;                       // of at least `foretoken_workspace_bytes`
+};
+
+}  // extern "C"
+
+// What a call returns: 0, or what of its arguments would have been read or written out of bounds. `structures.py` has the
+// same numbers.
+enum class Status : int64_t {
+  kDone = 0,
+  kNoMemory = 1,
+  kMissing = 2,
+  kThreads = 3,
+  kTokens = 4,
+  kPositions = 5,
+  kSlots = 6,
+  kCacheRows = 7,
+  kParents = 8,
+  kSequences = 9,
+  kLogitRows = 10,
+};

@@ -1,0 +1,160 @@
+// Vector registers, the two dtypes, and element-wise functions over registers.
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kBytes = 64;        // of a vector register
+constexpr int kTokens = 4;        // tokens that meet a weight while it is in a register
+constexpr int kKeys = 6;          // keys that meet as many queries likewise
+#else
+constexpr int kBytes = 32;
+constexpr int kTokens = 2;
+constexpr int kKeys = 4;
+#endif
+constexpr int kLanes = kBytes / int(sizeof(float));
+typedef float Lanes __attribute__((vector_size(kBytes), aligned(4), may_alias));
+typedef int32_t IntLanes __attribute__((vector_size(kBytes), aligned(4), may_alias));
+
+struct Bfloat16 {
+  uint16_t bits;
+};
+
+inline float to_float(float x) { return x; }
+inline float to_float(Bfloat16 x) {
+  const uint32_t bits = uint32_t(x.bits) << 16;
+  float result;
+  std::memcpy(&result, &bits, sizeof result);
+  return result;
+}
+
+inline void assign(float& to, float x) { to = x; }
+inline void assign(Bfloat16& to, float x) {  // round to nearest even; NaN stays NaN
+  uint32_t bits;
+  std::memcpy(&bits, &x, sizeof bits);
+  to.bits = x != x ? 0x7fc0 : uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+}
+
+inline Lanes load_lanes(const float* p) { return *reinterpret_cast<const Lanes*>(p); }
+inline Lanes load_lanes(const Bfloat16* p) {
+  typedef uint16_t Halves __attribute__((vector_size(kBytes / 2), aligned(2), may_alias));
+  typedef uint32_t Words __attribute__((vector_size(kBytes)));
+  const Words words = __builtin_convertvector(*reinterpret_cast<const Halves*>(p), Words) << 16;
+  return reinterpret_cast<const Lanes&>(words);
+}
+inline void store_lanes(float* p, Lanes x) { *reinterpret_cast<Lanes*>(p) = x; }
+inline void store_lanes(Bfloat16* p, Lanes x) {
+  for (int i = 0; i < kLanes; ++i) assign(p[i], x[i]);
+}
+
+// a * b + sum, rounded once wherever the processor can: left to itself a compiler rounds twice in some loops and not in
+// others.
+inline Lanes multiply_add(Lanes a, Lanes b, Lanes sum) {
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__FMA__)
+  return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+  return a * b + sum;
+#endif
+}
+
+// The sum over the lanes of up to kLanes vectors: lane i of the result belongs to vector i, all by the same tree of
+// additions.
+#if defined(__AVX512F__)
+template <int kCount>
+inline Lanes sums_over_lanes(const Lanes* v) {
+  const auto pairs = [](Lanes a, Lanes b) {
+    return __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+           __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  };
+  const auto quads = [](Lanes a, Lanes b) {
+    return __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  };
+  const auto quarters = [](Lanes a, Lanes b) {
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  };
+  Lanes four[4] = {};
+#pragma GCC unroll 4
+  for (int i = 0; i < kCount / 4; ++i) four[i] = quads(pairs(v[4 * i], v[4 * i + 1]), pairs(v[4 * i + 2], v[4 * i + 3]));
+  const Lanes upper = kCount > 8 ? quarters(four[2], four[3]) : Lanes{};
+  return quarters(quarters(four[0], four[1]), upper);
+}
+#else
+template <int kCount>
+inline Lanes sums_over_lanes(const Lanes* v) {
+  const auto pairs = [](Lanes a, Lanes b) {
+    return __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) +
+           __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
+  };
+  const auto halves = [](Lanes a, Lanes b) {
+    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11) +
+           __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+  };
+  const Lanes lower = pairs(pairs(v[0], v[1]), pairs(v[2], v[3]));
+  if constexpr (kCount <= 4) {
+    return halves(lower, lower);
+  } else {
+    return halves(lower, pairs(pairs(v[4], v[5]), pairs(v[6], v[7])));
+  }
+}
+#endif
+
+inline Lanes exponential(Lanes x) {  // relative error below 2e-7; 0 below -87
+  const Lanes low = Lanes{} - 87.0f, high = Lanes{} + 88.0f;
+  const IntLanes underflows = x < low;
+  x = underflows ? low : x;
+  x = x > high ? high : x;
+  const Lanes magic = Lanes{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Lanes shifted = x * 1.44269504088896341f + magic, n = shifted - magic;
+  const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+  Lanes p = Lanes{} + 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * r * r + r + 1.0f;
+  const IntLanes power = (__builtin_convertvector(n, IntLanes) + 127) << 23;
+  const Lanes result = p * reinterpret_cast<const Lanes&>(power);
+  return underflows ? Lanes{} : result;
+}
+
+inline Lanes silu(Lanes x) { return x / (1.0f + exponential(-x)); }
+
+inline Lanes gelu_tanh(Lanes x) {  // x (1 + tanh(u)) / 2 is x times the logistic function of 2 u
+  const Lanes u = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+  return x / (1.0f + exponential(-2.0f * u));
+}
+
+inline Lanes gelu(Lanes x) {
+  for (int i = 0; i < kLanes; ++i) x[i] = 0.5f * x[i] * (1.0f + std::erf(x[i] * 0.7071067811865476f));
+  return x;
+}
+
+inline Lanes hyperbolic_tangent(Lanes x) {  // relative error below 1e-6
+  const Lanes square = x * x, size = x < 0.0f ? -x : x, large = 1.0f - 2.0f / (exponential(2.0f * size) + 1.0f);
+  Lanes p = square * 0.021869488536155203f - 0.05396825396825397f;
+  p = p * square + 0.13333333333333333f;
+  p = p * square - 0.3333333333333333f;
+  const Lanes small = x + x * square * p, far = x < 0.0f ? -large : large;
+  return size < 0.3f ? small : far;
+}
+
+inline float sum_of_lanes(Lanes x) {
+  const Lanes v[4] = {x};
+  return sums_over_lanes<4>(v)[0];
+}
+
+}  // namespace

@@ -1,0 +1,93 @@
+// Buffers of a pass.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "gemm.h"
+#include "interface.h"
+
+namespace {
+
+inline int64_t aligned(int64_t bytes) { return (bytes + 63) / 64 * 64; }
+
+inline int64_t greatest_rows(const Model& model) {
+  return model.capacity + kLanes;  // keys one token can see, padded
+}
+
+inline int64_t group_size(const Model& model) { return model.heads / model.kv_heads; }
+
+// Buffers of a pass; `size` is what they take.
+template <class T>
+struct Workspace {
+  using Token = typename Fragment<T>::Token;
+
+  float *residual, *query, *key, *value, *gate, *up;
+  float* branch;      // (M, hidden), what is added to the residual stream after a norm; of no size without such norms
+  Token *normed, *rotated, *mixed, *inner;
+  float* scores;      // kTokens rows a thread
+  int32_t* scratch;   // likewise
+  int32_t* runs;      // (W,), see `view_of`
+  int64_t *sequence;  // (M,), of each token
+  int64_t *units;     // (S + 1,), where each sequence's portions of attention begin
+
+  // Of experts, see `experts.h`: a token and one of its experts are a pair, P = M * top_k of them.
+  float *router;                                // (M, num_experts)
+  float *weights;                               // (P,)
+  int64_t *chosen, *places, *tokens, *experts;  // (P,)
+  int64_t *starts, *blocks;                     // (num_experts + 1,)
+  float *pair_gate, *pair_up, *pair_out;        // (P, expert_intermediate) twice, (P, hidden)
+  Token *pair_inputs, *pair_inner;              // of P tokens and what pads the tokens of each expert
+
+  int64_t size = 0;  // -1 where it is beyond what 64 bits count
+
+  // M: tokens or nodes, whichever is more.
+  Workspace(const Model& model, int64_t M, int64_t threads, void* base) {
+    const int64_t q = model.heads * model.head_dim, kv = model.kv_heads * model.head_dim;
+    int64_t pairs = 0;
+    if (M > std::numeric_limits<int64_t>::max() - kTokens || __builtin_mul_overflow(M, model.top_k, &pairs) ||
+        pairs > std::numeric_limits<int64_t>::max() / kTokens) {
+      size = -1;
+    }
+    const int64_t padded_M = size < 0 ? 0 : (M + kTokens - 1) / kTokens * kTokens;
+    const int64_t padded_pairs = size < 0 ? 0 : pairs + std::min(pairs, model.num_experts) * (kTokens - 1);
+    take(base, residual, M, model.hidden);
+    take(base, query, M, q);
+    take(base, key, M, kv);
+    take(base, value, M, kv);
+    take(base, gate, M, model.intermediate);
+    take(base, up, M, model.intermediate);
+    take(base, branch, model.has_post_norms ? M : 0, model.hidden);
+    take(base, rotated, M, model.kv_heads * Inputs<T>::size(group_size(model), model.head_dim));
+    take(base, normed, padded_M, Inputs<T>::padded(model.hidden));
+    take(base, mixed, padded_M, Inputs<T>::padded(q));
+    take(base, inner, padded_M, Inputs<T>::padded(model.intermediate));
+    take(base, scores, threads, kTokens * greatest_rows(model));
+    take(base, scratch, threads, kTokens * greatest_rows(model));
+    take(base, runs, M, 1);
+    take(base, sequence, M, 1);
+    take(base, units, padded_M + 1, 1);
+    take(base, router, M, model.num_experts);
+    take(base, weights, pairs, 1);
+    for (int64_t** each : {&chosen, &places, &tokens, &experts}) take(base, *each, pairs, 1);
+    for (int64_t** each : {&starts, &blocks}) take(base, *each, model.num_experts + 1, 1);
+    for (float** each : {&pair_gate, &pair_up}) take(base, *each, pairs, model.expert_intermediate);
+    take(base, pair_out, pairs, model.hidden);
+    take(base, pair_inputs, padded_pairs, Inputs<T>::padded(model.hidden));
+    take(base, pair_inner, padded_pairs, Inputs<T>::padded(model.expert_intermediate));
+  }
+
+ private:
+  template <class E>
+  void take(void* base, E*& part, int64_t rows, int64_t cols) {
+    part = base == nullptr ? nullptr : reinterpret_cast<E*>(static_cast<char*>(base) + size);
+    int64_t bytes;
+    if (size < 0 || __builtin_mul_overflow(rows, cols * int64_t(sizeof(E)), &bytes) ||
+        bytes > std::numeric_limits<int64_t>::max() - 63 || __builtin_add_overflow(size, aligned(bytes), &size)) {
+      size = -1;
+    }
+  }
+};
+
+}  // namespace

@@ -1,0 +1,185 @@
+"""Decoder blocks on torch's GEMM: any device, and CPUs whose matrix units oneDNN knows how to use.
+
+On GPUs the element-wise operations are kernels of our own where they know the block (`triton_block`).
+
+Letters: M tokens of a pass, E hidden size, F taps, H query heads, D head size, L blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from foretoken.attention.dispatch import tree_attention
+from foretoken.core.backend import has_triton_kernels
+from foretoken.decoder.blocks import Block, Experts, FeedForward
+from foretoken.decoder.lean.elementwise import Projected, TorchOps, Turns, prepared_norm
+from foretoken.decoder.lean.fused_linear import fuse
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.attention.layout import AttentionLayout
+    from foretoken.core.passes import Pass
+    from foretoken.decoder.blocks import Blocks, Norm
+    from foretoken.decoder.slot_cache import SlotCache
+
+_NORMS = ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "query_norm", "key_norm")
+
+
+class TorchBlocks:
+    """Blocks on a slot cache. What fused weights take of memory is said in `fused_linear`."""
+
+    def __init__(
+        self, blocks: Blocks, cache: SlotCache, *, moves_weights: bool = False, ops: TorchOps | None = None
+    ) -> None:
+        """Fuses the projections.
+
+        Args:
+            blocks: All on one device.
+            cache: Their KV rows.
+            moves_weights: See `FusedLinear`.
+            ops: Element-wise operations; None for the fastest here.
+        """
+        self._cache, self._ops = cache, elementwise_ops(blocks.dtype, blocks.device) if ops is None else ops
+        self._layers = [
+            _Layer(index, block, blocks.dtype, moves_weights=moves_weights) for index, block in enumerate(blocks.blocks)
+        ]
+        self._final_norm = prepared_norm(blocks.final_norm, blocks.dtype)
+
+    def run(self, x: Tensor, work: Pass, layout: AttentionLayout, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+        """Every token of a pass; writes its keys and values to the cache.
+
+        Args:
+            x: (M, E), what goes into the first block.
+            work: Positions.
+            layout: Who sees what.
+            taps: F boundary indices: i is what block i reads, L what comes out of the last one, L + 1 its final norm.
+
+        Returns:
+            (M, E) after the final norm, and the (M, F, E) features of the taps, None without taps.
+        """
+        ops, turns = self._ops, Turns(work.token_positions, x.dtype)
+        delta: Tensor | None = None
+        boundaries = []
+        for layer in self._layers:
+            block = layer.block
+            x, normed = ops.add_and_norm(x, delta, block.attention_norm)
+            boundaries.append(x)
+            delta = self._normed(self._attention(layer, normed, turns, layout), block.attention_post_norm)
+            x, normed = ops.add_and_norm(x, delta, block.mlp_norm)
+            delta = self._normed(layer.mlp(normed, ops), block.mlp_post_norm)
+        x, final = ops.add_and_norm(x, delta, self._final_norm)
+        boundaries += [x, final]
+        return final, torch.stack([boundaries[tap] for tap in taps], dim=1) if taps else None
+
+    def append(self, x: Tensor, work: Pass, layout: AttentionLayout) -> None:
+        """As `run`, but of the last block keys and values alone."""
+        ops, turns = self._ops, Turns(work.token_positions, x.dtype)
+        *before, last = self._layers
+        for layer in before:
+            block = layer.block
+            _, normed = ops.add_and_norm(x, None, block.attention_norm)
+            delta = self._normed(self._attention(layer, normed, turns, layout), block.attention_post_norm)
+            x, normed = ops.add_and_norm(x, delta, block.mlp_norm)
+            x = x + self._normed(layer.mlp(normed, ops), block.mlp_post_norm)
+        _, normed = ops.add_and_norm(x, None, last.block.attention_norm)
+        joined = last.key_value()(normed)
+        TorchOps().rotate_and_write(Projected(joined, 0, last.index, turns, layout), last.block, self._cache)
+
+    def _attention(self, layer: _Layer, normed: Tensor, turns: Turns, layout: AttentionLayout) -> Tensor:
+        """(M, E), the output projection of attention; writes the layer's keys and values."""
+        block, spec = layer.block, layer.block.spec
+        projected = Projected(layer.query_key_value(normed), spec.num_heads, layer.index, turns, layout)
+        query = self._ops.rotate_and_write(projected, block, self._cache)
+        mixed = tree_attention(
+            query, self._cache.keys[layer.index], self._cache.values[layer.index], layout, scale=spec.attention_scale,
+            window=spec.window, softcap=spec.softcap,
+        )  # fmt: skip
+        output: Tensor = layer.output(mixed.flatten(1))
+        return output
+
+    def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """The norm alone."""
+        return x if norm is None else self._ops.add_and_norm(x, None, norm)[1]
+
+
+class _Layer:
+    """A block: fused projections, norms in the model's dtype."""
+
+    def __init__(self, index: int, block: Block, dtype: torch.dtype, *, moves_weights: bool) -> None:
+        self.index = index
+        norms: dict[str, Any] = {name: prepared_norm(getattr(block, name), dtype) for name in _NORMS}
+        self.block = replace(block, **norms)
+        self.query_key_value = fuse(block.query, block.key, block.value, moves_weights=moves_weights)
+        self.output = fuse(block.output)
+        self.mlp = (
+            TorchExperts(block.mlp, block)
+            if isinstance(block.mlp, Experts)
+            else _TorchFeedForward(block.mlp, block, moves_weights=moves_weights)
+        )
+
+    def key_value(self) -> torch.nn.Module:
+        """Keys and values alone; made when first asked for, and kept."""
+        if not hasattr(self, "_key_value"):
+            self._key_value = fuse(self.block.key, self.block.value)
+        return self._key_value
+
+
+class _TorchFeedForward:
+    """One feed-forward layer."""
+
+    def __init__(self, layers: FeedForward, block: Block, *, moves_weights: bool) -> None:
+        self._activation, self._is_gated = block.spec.activation, layers.gate is not None
+        gates = () if layers.gate is None else (layers.gate,)
+        self._up, self._down = fuse(*gates, layers.up, moves_weights=moves_weights), fuse(layers.down)
+
+    def __call__(self, x: Tensor, ops: TorchOps) -> Tensor:
+        """(M, E) to (M, E)."""
+        output: Tensor = self._down(ops.activate(self._up(x), self._activation, is_gated=self._is_gated))
+        return output
+
+
+class TorchExperts:
+    """A mixture of experts: the tokens of each expert together. Looks at the routing on the host."""
+
+    def __init__(self, experts: Experts, block: Block) -> None:
+        self._experts, self._activation = experts, block.spec.activation
+
+    def __call__(self, x: Tensor, ops: TorchOps) -> Tensor:
+        """(M, E) to (M, E)."""
+        experts = self._experts
+        scores = functional.linear(x, experts.router.weight, experts.router.bias)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        weights, chosen = scores.softmax(-1, dtype=wide).topk(experts.top_k, dim=-1)
+        if experts.is_normalized:
+            weights = weights / weights.sum(-1, keepdim=True)
+        total = x.new_zeros(x.shape, dtype=wide)
+        for expert in sorted(set(chosen.flatten().tolist())):
+            tokens, ranks = (chosen == expert).nonzero(as_tuple=True)
+            up = functional.linear(x[tokens], experts.gate_up[expert])
+            out = functional.linear(ops.activate(up, self._activation, is_gated=True), experts.down[expert])
+            total.index_add_(0, tokens, out.to(wide) * weights[tokens, ranks, None])
+        return total.to(x.dtype)
+
+
+def elementwise_ops(dtype: torch.dtype, device: torch.device) -> TorchOps:
+    """The Triton kernels where they run, else torch's operations."""
+    if has_triton_kernels(device) and dtype in (torch.float32, torch.float16, torch.bfloat16):
+        return triton_ops()
+    return TorchOps()
+
+
+def triton_ops() -> TorchOps:
+    """The kernels of `triton_block`.
+
+    Raises:
+        ImportError: When triton is not installed.
+    """
+    from foretoken.decoder.lean.triton_block import TritonOps
+
+    return TritonOps()

@@ -1,0 +1,266 @@
+"""Blocks with a cache of their own: every option on every backend against a slow formula, fed piece by piece."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from decoder.slow_blocks import Slow
+from torch import Tensor
+
+from foretoken.core.errors import PassError
+from foretoken.core.passes import Pass
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.decoder import block_stack
+from foretoken.decoder.base import UnsuitableError
+from foretoken.decoder.block_stack import BlockStack
+from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, FeedForward, Matrix, Norm, Rotary
+
+E, H, HK, D, INNER, SLOTS, CAPACITY = 24, 4, 2, 6, 20, 3, 40
+BACKENDS = {"native": torch.float32, "torch": torch.float64}
+
+
+def numbers(*shape: int, seed: int, scale: float = 0.5) -> Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def matrix(outputs: int, inputs: int, seed: int, *, has_bias: bool = False) -> Matrix:
+    bias = numbers(outputs, seed=1000 + seed) if has_bias else None
+    return Matrix(weight=numbers(outputs, inputs, seed=seed), bias=bias)
+
+
+def norm(size: int, seed: int, kind: Any = "rms") -> Norm:
+    bias = numbers(size, seed=2000 + seed) if kind == "layer" else None
+    return Norm(weight=1 + numbers(size, seed=seed), bias=bias, epsilon=1e-5, kind=kind)
+
+
+def rotary(rotated: int, theta: float = 100.0) -> Rotary:
+    made = Rotary.plain(num_positions=CAPACITY, head_dim=rotated, theta=theta)
+    return Rotary(cos=made.cos.double(), sin=made.sin.double())
+
+
+def block(seed: int = 0, *, spec: dict[str, Any] | None = None, has_bias: bool = False, **changes: Any) -> Block:
+    made: dict[str, Any] = {
+        "spec": BlockSpec(**{"num_heads": H, "num_kv_heads": HK, "head_dim": D, **(spec or {})}),
+        "query": matrix(H * D, E, seed + 1, has_bias=has_bias),
+        "key": matrix(HK * D, E, seed + 2, has_bias=has_bias),
+        "value": matrix(HK * D, E, seed + 3, has_bias=has_bias),
+        "output": matrix(E, H * D, seed + 4, has_bias=has_bias),
+        "mlp": FeedForward(
+            gate=matrix(INNER, E, seed + 5), up=matrix(INNER, E, seed + 6), down=matrix(E, INNER, seed + 7)
+        ),
+        "attention_norm": norm(E, seed + 8),
+        "mlp_norm": norm(E, seed + 9),
+        "rotary": rotary(D),
+    }
+    return Block(**{**made, **changes})
+
+
+def experts(count: int, top_k: int, *, is_normalized: bool) -> Experts:
+    return Experts(
+        router=matrix(count, E, 50),
+        gate_up=numbers(count, 2 * INNER, E, seed=51),
+        down=numbers(count, E, INNER, seed=52),
+        top_k=top_k,
+        is_normalized=is_normalized,
+    )
+
+
+PLAIN_MLP = FeedForward(gate=None, up=matrix(INNER, E, 60, has_bias=True), down=matrix(E, INNER, 61, has_bias=True))
+OPTIONS: dict[str, Callable[[], Block]] = {
+    "as llama": block,
+    "biases": lambda: block(has_bias=True),
+    "post norms": lambda: block(attention_post_norm=norm(E, 30), mlp_post_norm=norm(E, 31)),
+    "post norms only": lambda: block(
+        attention_norm=None, mlp_norm=None, attention_post_norm=norm(E, 30), mlp_post_norm=norm(E, 31)
+    ),
+    "no norms": lambda: block(attention_norm=None, mlp_norm=None),
+    "layer norms": lambda: block(
+        attention_norm=norm(E, 30, "layer"), mlp_norm=norm(E, 31, "layer"), mlp_post_norm=norm(E, 32, "layer")
+    ),
+    "head norms": lambda: block(query_norm=norm(D, 32), key_norm=norm(D, 33)),
+    "head layer norms": lambda: block(query_norm=norm(D, 32, "layer"), key_norm=norm(D, 33, "layer")),
+    "norms over all heads": lambda: block(query_norm=norm(H * D, 32), key_norm=norm(HK * D, 33)),
+    "gelu tanh": lambda: block(spec={"activation": "gelu_tanh"}),
+    "gelu": lambda: block(spec={"activation": "gelu"}),
+    "not gated": lambda: block(mlp=PLAIN_MLP, spec={"activation": "gelu_tanh"}),
+    "turned in part": lambda: block(rotary=rotary(4)),
+    "not turned": lambda: block(rotary=None),
+    "softcap": lambda: block(spec={"softcap": 1.5}),
+    "scale": lambda: block(spec={"scale": 0.7}),
+    "window": lambda: block(spec={"window": 5}),
+    "experts": lambda: block(mlp=experts(5, 2, is_normalized=True)),
+    "experts as the router says": lambda: block(
+        mlp=experts(4, 3, is_normalized=False), mlp_post_norm=norm(E, 34), spec={"activation": "gelu"}
+    ),
+}
+
+
+def in_dtype(layers: Blocks, dtype: torch.dtype) -> Blocks:
+    """All tensors in another dtype: norms and tables in float32 at least."""
+    wide = torch.promote_types(dtype, torch.float32)
+
+    def converted(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return value.to(dtype)
+        if isinstance(value, Norm | Rotary):
+            parts = {
+                name: part.to(wide) for name in value.__slots__ if isinstance(part := getattr(value, name), Tensor)
+            }
+            return replace(value, **parts)
+        if isinstance(value, Block | Matrix | FeedForward | Experts):
+            return replace(value, **{name: converted(getattr(value, name)) for name in value.__slots__})
+        return value
+
+    return Blocks(blocks=[converted(each) for each in layers.blocks], final_norm=converted(layers.final_norm))
+
+
+def two(make: Callable[[], Block]) -> Blocks:
+    """The block in question, and a plain one that sees what it gives; in float64."""
+    return Blocks(blocks=[make(), block(100)], final_norm=norm(E, 35))
+
+
+def chains(lengths: Sequence[int], *, slots: Sequence[int], prefix_lens: Sequence[int]) -> Pass:
+    return Pass.of_chains([[0] * length for length in lengths], slots=slots, prefix_lens=prefix_lens)
+
+
+def stack_of(layers: Blocks, backend: Any, **more: Any) -> BlockStack:
+    made = BlockStack(in_dtype(layers, BACKENDS[backend]), num_slots=SLOTS, capacity=CAPACITY, backend=backend, **more)
+    assert made.backend == backend
+    return made
+
+
+def assert_close(found: Tensor, expected: Tensor, backend: str) -> None:
+    tolerance = 2e-5 if backend == "native" else 1e-10
+    assert (found.double() - expected).abs().max() <= tolerance * expected.abs().max()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_is_the_formula(option: str, backend: str) -> None:
+    """Two sequences in pieces of different lengths, then a tree behind each of whose nodes its path lies."""
+    layers = two(OPTIONS[option])
+    slow, stack = Slow(layers), stack_of(layers, backend, taps=[0, 1, 2])
+    texts = [numbers(14, E, seed=70, scale=1.0), numbers(9, E, seed=71, scale=1.0)]
+    known = [slow(text) for text in texts]
+    at = [0, 0]
+    for pieces in ((5, 1), (1, 4), (6, 2)):
+        parts = [text[start : start + count] for text, start, count in zip(texts, at, pieces, strict=True)]
+        found, features = stack.run_with_features(torch.cat(parts), chains(pieces, slots=[2, 0], prefix_lens=at))
+        rows = [slice(start, start + count) for start, count in zip(at, pieces, strict=True)]
+        for tap in range(3):
+            assert_close(
+                features[:, tap], torch.cat([k[tap][row] for k, row in zip(known, rows, strict=True)]), backend
+            )
+        assert_close(found, torch.cat([k[3][row] for k, row in zip(known, rows, strict=True)]), backend)
+        at = [start + count for start, count in zip(at, pieces, strict=True)]
+    parents = [-1, 0, 0, 1, 2, 4]
+    nodes = numbers(len(parents), E, seed=72, scale=1.0)
+    tree = TokenTree.from_rows([TreeRow([0] * len(parents), parents)])
+    work = Pass.of_tree(tree, slots=[2], prefix_lens=[at[0]], last_position=CAPACITY - 1)
+    stack.cache.poison(2, at[0])
+    found = stack.run(nodes, work)
+    for leaf in (3, 5):
+        path = [leaf]
+        while path[0] > 0:
+            path.insert(0, parents[path[0]])
+        expected = slow(torch.cat([texts[0][: at[0]], nodes[path]]))[3][at[0] :]
+        assert_close(found[path], expected, backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("option", ["as llama", "norms over all heads", "post norms only", "experts"])
+def test_what_is_appended_is_seen_by_what_comes_later(option: str, backend: str) -> None:
+    layers = two(OPTIONS[option])
+    text, stack = numbers(12, E, seed=73, scale=1.0), stack_of(layers, backend)
+    stack.append(text[:7], chains([7], slots=[1], prefix_lens=[0]))
+    stack.append(text[7:8], chains([1], slots=[1], prefix_lens=[7]))
+    found = stack.run(text[8:], chains([4], slots=[1], prefix_lens=[8]))
+    assert_close(found, Slow(layers)(text)[3][8:], backend)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_an_accepted_path_is_committed(backend: str) -> None:
+    layers = two(block)
+    prompt, nodes, further = (numbers(count, E, seed=80 + count, scale=1.0) for count in (5, 4, 2))
+    stack = stack_of(layers, backend)
+    stack.run(prompt, chains([5], slots=[0], prefix_lens=[0]))
+    tree = TokenTree.from_rows([TreeRow([0] * 4, [-1, 0, 0, 2])])
+    stack.run(nodes, Pass.of_tree(tree, slots=[0], prefix_lens=[5], last_position=CAPACITY - 1))
+    stack.cache.move_paths([0], [5], torch.tensor([[2, 3]]), torch.tensor([2]))
+    stack.cache.poison(0, 8)
+    found = stack.run(further, chains([2], slots=[0], prefix_lens=[8]))
+    assert_close(found, Slow(layers)(torch.cat([prompt, nodes[[0, 2, 3]], further]))[3][8:], backend)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_native_blocks_are_exact(option: str) -> None:
+    """In bfloat16, alone on one thread and beside others on two: the same bits."""
+    layers, threads = in_dtype(two(OPTIONS[option]), torch.bfloat16), torch.get_num_threads()
+    text = numbers(9, E, seed=74, scale=1.0)
+    alone = BlockStack(layers, num_slots=SLOTS, capacity=CAPACITY, backend="native")
+    company = BlockStack(layers, num_slots=SLOTS, capacity=CAPACITY, backend="native")
+    try:
+        torch.set_num_threads(1)
+        one = [alone.run(text[t : t + 1], chains([1], slots=[0], prefix_lens=[t])) for t in range(9)]
+        torch.set_num_threads(2)
+        work = chains([9, 5, 2], slots=[1, 0, 2], prefix_lens=[0, 0, 0])
+        found = company.run(torch.cat([text, numbers(7, E, seed=75)]), work)
+    finally:
+        torch.set_num_threads(threads)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(torch.cat(one), found[:9])
+
+
+def test_the_example() -> None:
+    result = doctest.testmod(block_stack)
+    assert result.attempted > 8
+    assert not result.failed
+
+
+def test_the_fastest_backend_is_taken() -> None:
+    kinds = {torch.float32: "native", torch.bfloat16: "native", torch.float64: "torch", torch.float16: "torch"}
+    for dtype, backend in kinds.items():
+        made = BlockStack(in_dtype(two(block), dtype), num_slots=1, capacity=CAPACITY)
+        assert made.backend == backend
+        assert made.run(torch.ones(1, E), chains([1], slots=[0], prefix_lens=[0])).dtype == dtype
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_passes_that_do_not_fit(backend: str) -> None:
+    stack = stack_of(two(block), backend)
+    work = chains([2], slots=[0], prefix_lens=[0])
+    for run in (stack.run, stack.append):
+        with pytest.raises(PassError, match=r"inputs are \(3, 24\). Expected \(2, 24\)"):
+            run(torch.ones(3, E), work)
+        with pytest.raises(PassError, match="the pass needs 41 rows of a slot, which has 40"):
+            run(torch.ones(2, E), chains([2], slots=[0], prefix_lens=[CAPACITY - 1]))
+    layers = in_dtype(two(block), BACKENDS[backend])
+    lost = BlockStack(layers, num_slots=1, capacity=CAPACITY, backend=backend)  # type: ignore[arg-type]
+    layers.blocks[0].query.weight.untyped_storage().resize_(8)
+    with pytest.raises(PassError, match="was freed or cut"):
+        lost.run(torch.ones(2, E), work)
+
+
+def test_stacks_that_cannot_be() -> None:
+    layers = two(block)
+    with pytest.raises(ValueError, match=r"a rotary table has 40 positions. Expected at least the capacity 41"):
+        BlockStack(layers, num_slots=1, capacity=CAPACITY + 1)
+    with pytest.raises(ValueError, match=r"taps \[3\]. Expected boundaries 0..2"):
+        BlockStack(layers, num_slots=1, capacity=CAPACITY, taps=[3])
+    with pytest.raises(UnsuitableError, match=r"it runs float32 and bfloat16, not torch.float64"):
+        BlockStack(layers, num_slots=1, capacity=CAPACITY, backend="native")
+
+
+def test_the_formula_notices_what_is_lost() -> None:
+    """The control: without any one option the outputs differ by far more than the tolerance."""
+    text = numbers(9, E, seed=76, scale=1.0)
+    plain = Slow(two(block))(text)[3]
+    for option, make in OPTIONS.items():
+        if option != "as llama":
+            found = Slow(two(make))(text)[3]
+            assert float((found - plain).abs().max() / plain.abs().max()) > 1e-3, option
