@@ -94,8 +94,8 @@ class TokenTree:
             i for drafter i. `PROBE` marks nodes that are verified only to read the target's answer there
             (`foretoken.drafters.base.Verified.top_ids`): they are never accepted, nor are nodes below them.
         distributions: How the nodes were drawn, or None when all are one-hot.
-        host_facts: What the producer guarantees; None where nobody does. `dataclasses.replace` carries it over: whoever
-            changes a tensor passes another one.
+        host_facts: What the producer guarantees; None where nobody does. `dataclasses.replace` carries it over: pass
+            another one, or None, along with changed tensors.
     """
 
     tokens: Tensor

@@ -48,7 +48,7 @@ class TargetReads:
 class TargetHandle:
     """What a drafter is given of the target, once, when the target can run.
 
-    Model and tokenizer are the target's own: whoever changes them changes what the target writes.
+    Model and tokenizer are the target's own: a drafter that changes them changes what the target writes.
 
     Attributes:
         name: The target's directory or id.

@@ -31,7 +31,7 @@ from foretoken.hf.loading import load_model, load_tokenizer
 from foretoken.runner.runner import Runner
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape
-from foretoken.trees.growth import TreeGrowth
+from foretoken.trees.expansion import TreeExpansion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -142,17 +142,17 @@ class DraftModelDrafter:
         if not active:
             return TokenTree.roots(context.roots, device=self._target.device)
         root_logits = self._catch_up([context.slots[row] for row in active], [context.tokens[row] for row in active])
-        growth = self._growth(context, active, self._shape.truncated(max(room)))
-        growth.expand([0], root_logits.unsqueeze(1))
+        expansion = self._expansion(context, active, self._shape.truncated(max(room)))
+        expansion.expand([0], root_logits.unsqueeze(1))
         slots, num_fed = [context.slots[row] for row in active], 0
-        for depth in range(1, growth.shape.depth):  # the last level is chosen, not fed
-            nodes = growth.level(depth)
-            growth.expand(nodes, self._feed_level(slots, growth, nodes))
+        for depth in range(1, expansion.shape.depth):  # the last level is chosen, not fed
+            nodes = expansion.level(depth)
+            expansion.expand(nodes, self._feed_level(slots, expansion, nodes))
             num_fed += len(nodes)
-        drafted = _Drafted(growth.tokens, growth.shape.parents, num_fed)
+        drafted = _Drafted(expansion.tokens, expansion.shape.parents, num_fed)
         for row, slot in enumerate(slots):
             self._slots[slot].drafted = drafted, row
-        return growth.finish(active, room, context.roots)
+        return expansion.finish(active, room, context.roots)
 
     def commit(self, committed: Committed) -> None:
         """Nothing to learn: the next proposal reads the accepted path off the committed tokens."""
@@ -202,7 +202,7 @@ class DraftModelDrafter:
         state.drafted = None
         return state
 
-    def _growth(self, context: DraftContext, active: Sequence[int], shape: TreeShape) -> TreeGrowth:
+    def _expansion(self, context: DraftContext, active: Sequence[int], shape: TreeShape) -> TreeExpansion:
         """An empty proposal for some sequences of the batch."""
         device = self._runner.device
         draws = DraftDraws.build(
@@ -213,17 +213,17 @@ class DraftModelDrafter:
             torch.tensor([len(context.tokens[row]) - 1 for row in active], device=device),
             greedy=self._options.draft_sample_method == "greedy",
         )
-        return TreeGrowth(shape, torch.tensor([context.roots[row] for row in active], device=device), draws)
+        return TreeExpansion(shape, torch.tensor([context.roots[row] for row in active], device=device), draws)
 
-    def _feed_level(self, slots: Sequence[int], growth: TreeGrowth, nodes: Sequence[int]) -> Tensor:
+    def _feed_level(self, slots: Sequence[int], expansion: TreeExpansion, nodes: Sequence[int]) -> Tensor:
         """Feeds the nodes of one level after those of the levels above; gives (B, P, V) logits."""
-        tokens = growth.tokens_at(nodes)
+        tokens = expansion.tokens_at(nodes)
         batch, width = tokens.shape
         device, num_nodes = tokens.device, nodes[-1]  # the root lies in the prefix: node i of the tree is the i-th here
         prefix_lens = [len(self._slots[slot].tokens) for slot in slots]
-        parents, depths = growth.relations_until(num_nodes)
+        parents, depths = expansion.relations_until(num_nodes)
         # A sequence near the draft model's context limit is fed past its own depth along with deeper ones; what it
-        # drafts there is cut off, so its positions only have to be legal.
+        # drafts there is cut off, so its positions only have to be valid.
         roots = torch.tensor(prefix_lens, device=device).unsqueeze(1) - 1
         positions = (roots + depths).clamp_max(self._runner.context_len - 1)
         work = Pass(

@@ -18,7 +18,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import DrafterOptions, TargetReads, TreeOption
-from foretoken.drafters.captured_growth import CapturedGrowth
+from foretoken.drafters.captured_expansion import CapturedExpansion
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.hub import local_head
 from foretoken.formats.registry import read_head
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
     from foretoken.drafters.prefix_features import PrefixFeatures
     from foretoken.heads.base import Head
-    from foretoken.trees.growth import TreeGrowth
+    from foretoken.trees.expansion import TreeExpansion
 
 
 _FALLBACK_TREE = "mc_sim_7b_63"
@@ -124,7 +124,7 @@ class HeadDrafter:
         self._target = target
         self.loaded = load_head(self.options, target, self.name)
         self._features = self.features_for(target)
-        self._growth = CapturedGrowth(self.fill, target.device)
+        self._expansion = CapturedExpansion(self.fill, target.device)
         self.shape = self._chosen_shape()
         self.nodes_by_depth = [self.shape.truncated(depth).num_nodes for depth in range(self.shape.depth + 1)]
 
@@ -144,8 +144,8 @@ class HeadDrafter:
         if not rows:
             return TokenTree.roots(context.roots, device=self._target.device)
         state = self.state_of(self._features.of([context.slots[row] for row in rows]))
-        growth = self._expanded(context, rows, self.shape.truncated(max(room)), state)
-        return growth.finish(rows, room, context.roots)
+        expansion = self._expanded(context, rows, self.shape.truncated(max(room)), state)
+        return expansion.finish(rows, room, context.roots)
 
     def commit(self, committed: Committed) -> None:
         """Takes the features."""
@@ -165,16 +165,16 @@ class HeadDrafter:
         """(B, W), what steps start from, of (B, E) features."""
         return features
 
-    def fill(self, growth: TreeGrowth, state: Tensor) -> None:
+    def fill(self, expansion: TreeExpansion, state: Tensor) -> None:
         """Fills a tree of roots level by level, without a look at the content of any tensor.
 
         Args:
-            growth: A tree of roots; changed.
+            expansion: A tree of roots; changed.
             state: (B, W), what steps start from.
         """
-        fill_by_steps(self.loaded.head, self.loaded.parts, growth, state)
+        fill_by_steps(self.loaded.head, self.loaded.parts, expansion, state)
 
-    def _expanded(self, context: DraftContext, rows: Sequence[int], shape: TreeShape, state: Tensor) -> TreeGrowth:
+    def _expanded(self, context: DraftContext, rows: Sequence[int], shape: TreeShape, state: Tensor) -> TreeExpansion:
         """Trees of one shape for some sequences of the batch; state: (rows, W)."""
         device, sampling = self._target.device, context.sampling
         if len(rows) < len(context.slots):
@@ -186,7 +186,7 @@ class HeadDrafter:
             greedy=self.options.draft_sample_method == "greedy",
         )
         roots = torch.tensor([context.roots[row] for row in rows], device=device)
-        return self._growth.grow(shape, roots, draws, state)
+        return self._expansion.expand(shape, roots, draws, state)
 
     def _chosen_shape(self) -> TreeShape:
         """The tree that the options ask for, no deeper than there are heads.
@@ -231,28 +231,28 @@ class HeadDrafter:
         best = float("inf")
         for _ in range(_TIMED_CALLS):
             begin = time.perf_counter()
-            self._growth.grow(TreeShape.chain(depth), roots, draws, self.state_of(features))
+            self._expansion.expand(TreeShape.chain(depth), roots, draws, self.state_of(features))
             if has_cuda_runtime(device):
                 torch.cuda.synchronize(device)
             best = min(best, time.perf_counter() - begin)
         return best
 
 
-def fill_by_steps(head: Head, parts: TargetParts, growth: TreeGrowth, state: Tensor) -> None:
+def fill_by_steps(head: Head, parts: TargetParts, expansion: TreeExpansion, state: Tensor) -> None:
     """Fills a tree of roots with a head that is evaluated at every node that has children.
 
     Args:
         head: Takes a token a step.
         parts: What it shares with the target.
-        growth: A tree of roots; changed.
+        expansion: A tree of roots; changed.
         state: (B, W), what steps start from.
     """
     level, states = [0], state.unsqueeze(1)
-    for depth in range(growth.shape.depth):
-        states, hidden = head.step(depth, states, growth.tokens_at(level), parts)
-        growth.expand(level, head.logits(depth, hidden, parts).float())
-        following = growth.parents_at(depth + 1)
-        origins = [level.index(parent) for parent in growth.parents_of(following)]
+    for depth in range(expansion.shape.depth):
+        states, hidden = head.step(depth, states, expansion.tokens_at(level), parts)
+        expansion.expand(level, head.logits(depth, hidden, parts).float())
+        following = expansion.parents_at(depth + 1)
+        origins = [level.index(parent) for parent in expansion.parents_of(following)]
         if origins != list(range(len(level))):
             states = states[:, origins]
         level = following

@@ -17,7 +17,7 @@ _TOGETHER = 32  # tokens that are decoded at once
 class Detokenizer:
     """Incremental decoding of one sequence's output.
 
-    Tokens are decoded with the few before them, because a token's text can depend on its neighbours, and text that ends
+    Tokens are decoded with the few before them, because a token's text can depend on them, and text that ends
     inside a character is held back until the character is whole.
 
     The text is that of pushing token by token, however the tokens come: drafting changes how many come at once.

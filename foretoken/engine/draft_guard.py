@@ -1,4 +1,4 @@
-"""Between drafter and target: whatever a drafter does, a legal tree over the right roots comes out.
+"""Checks what a drafter returns: whatever it does, a valid tree over the right roots goes on to the target.
 
 A drafter that raises or returns what is no tree costs the draft of that iteration; a token outside the vocabulary or
 past the context limit costs its subtree. After several failures in a row the drafter is switched off for good, which is
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.core.errors import described
 from foretoken.core.token_tree import TokenTree
-from foretoken.engine.tree_checks import find_fault, make_legal
+from foretoken.engine.tree_checks import cut_invalid_nodes, find_fault
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 
 class SafeDraft(NamedTuple):
-    """A legal tree, and why the drafter's own was dropped if it was."""
+    """A valid tree, and why the drafter's own was dropped if it was."""
 
     tree: TokenTree
     error: str | None
@@ -61,7 +61,7 @@ class DraftGuard:
             self._failed("begin", err)
 
     def propose(self, context: DraftContext) -> SafeDraft:
-        """The drafter's tree made legal, or roots alone.
+        """The drafter's tree without invalid nodes, or roots alone.
 
         Args:
             context: What the drafter is told; `max_depth` is enforced.
@@ -74,7 +74,7 @@ class DraftGuard:
                 draft = drafter.propose(context)
                 error = find_fault(draft, roots, self._max_nodes, self._device)
                 if error is None:
-                    tree = make_legal(draft, self._vocab_size, context.max_depth)
+                    tree = cut_invalid_nodes(draft, self._vocab_size, context.max_depth)
                 self._count("propose", "tree", error)
             except Exception as err:  # noqa: BLE001 - whatever a drafter raises must not cost text
                 error = self._failed("propose", err)

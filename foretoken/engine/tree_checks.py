@@ -94,7 +94,7 @@ def find_fault(tree: TokenTree, roots: Sequence[int], max_nodes: int, device: to
     return f"tree with {found[0]}" if found else None
 
 
-def make_legal(tree: TokenTree, vocab_size: int, max_depth: Sequence[int]) -> TokenTree:
+def cut_invalid_nodes(tree: TokenTree, vocab_size: int, max_depth: Sequence[int]) -> TokenTree:
     """Cuts off nodes that can never be accepted: tokens outside the vocabulary, and nodes too deep.
 
     A cut node loses its parent, so nothing reaches it or its subtree. Draft distributions that are none, or that speak
@@ -113,7 +113,7 @@ def make_legal(tree: TokenTree, vocab_size: int, max_depth: Sequence[int]) -> To
     is_cut = (tree.tokens < 0) | (tree.tokens >= vocab_size) | (tree.depths > limit)
     scores = tree.scores if _fits(tree.scores, tree, torch.float32) else None
     source = tree.source if _fits(tree.source, tree, torch.int64) else None
-    legal = replace(
+    valid = replace(
         tree,
         tokens=tree.tokens.clamp(0, vocab_size - 1),
         parents=torch.where(is_cut, -1, tree.parents),
@@ -122,9 +122,9 @@ def make_legal(tree: TokenTree, vocab_size: int, max_depth: Sequence[int]) -> To
         host_facts=None,
     )
     return (
-        legal
-        if legal.distributions is None or _has_valid_distributions(legal, is_cut, vocab_size)
-        else replace(legal, distributions=None)
+        valid
+        if valid.distributions is None or _has_valid_distributions(valid, is_cut, vocab_size)
+        else replace(valid, distributions=None)
     )
 
 

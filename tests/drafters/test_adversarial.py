@@ -11,7 +11,7 @@ from drafting_contexts import attached, context
 from tiny_models import VOCAB_SIZE
 
 from foretoken.drafters.base import Committed
-from foretoken.engine.tree_checks import find_fault, make_legal
+from foretoken.engine.tree_checks import cut_invalid_nodes, find_fault
 
 TOKENS = [[5, 6], [7, 8, 9]]
 FAULTS: dict[str, str] = {
@@ -53,7 +53,7 @@ def test_trees_that_are_wrong_in_what_they_hold(behaviour: Behaviour) -> None:
         "empty": tree.width == 1,
     }
     assert shows.get(behaviour, torch.tensor(tree.width > 4))
-    assert make_legal(tree, VOCAB_SIZE, [8, 8]).distributions is None
+    assert cut_invalid_nodes(tree, VOCAB_SIZE, [8, 8]).distributions is None
 
 
 def test_raising_and_seeding() -> None:

@@ -17,7 +17,7 @@ from tiny_models import VOCAB_SIZE
 from foretoken import SamplingParams
 from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree, TreeRow
 from foretoken.drafters.base import DraftContext, TargetReads
-from foretoken.engine.tree_checks import find_fault, make_legal
+from foretoken.engine.tree_checks import cut_invalid_nodes, find_fault
 
 ROOTS = [7, 9]
 
@@ -82,11 +82,11 @@ def test_trees_on_another_device_are_refused() -> None:
 
 def test_nodes_that_cannot_be_accepted_are_cut_with_their_subtree() -> None:
     tree = replace(good_tree(), tokens=torch.tensor([[7, VOCAB_SIZE, 2, 3], [9, -1, 0, 0]]))
-    legal = make_legal(tree, VOCAB_SIZE, [2, 2])
+    legal = cut_invalid_nodes(tree, VOCAB_SIZE, [2, 2])
     assert legal.parents.tolist() == [[-1, -1, 0, 1], [-1, -1, -1, -1]]  # node 3 hangs on a node that nothing reaches
     assert legal.tokens.min() >= 0
     assert legal.tokens.max() < VOCAB_SIZE
-    shallow = make_legal(good_tree(), VOCAB_SIZE, [1, 0])
+    shallow = cut_invalid_nodes(good_tree(), VOCAB_SIZE, [1, 0])
     assert shallow.parents.tolist() == [[-1, 0, 0, -1], [-1, -1, -1, -1]]
 
 
@@ -118,17 +118,19 @@ LIES: dict[str, dict[str, Any]] = {
 def test_distributions_that_cannot_be_true_are_dropped(lie: str) -> None:
     """Without a distribution every node counts as one-hot, which is lossless for any token."""
     assert (
-        make_legal(replace(good_tree(), distributions=good_distribution()), VOCAB_SIZE, [2, 2]).distributions
+        cut_invalid_nodes(replace(good_tree(), distributions=good_distribution()), VOCAB_SIZE, [2, 2]).distributions
         is not None
     )
-    legal = make_legal(replace(good_tree(), distributions=good_distribution(**LIES[lie])), VOCAB_SIZE, [2, 2])
+    legal = cut_invalid_nodes(replace(good_tree(), distributions=good_distribution(**LIES[lie])), VOCAB_SIZE, [2, 2])
     assert legal.distributions is None
     assert torch.equal(legal.tokens, good_tree().tokens)
 
 
 def test_scores_of_another_shape_are_dropped() -> None:
     """They would break the selection of rows when requests of one batch follow different rules."""
-    legal = make_legal(replace(good_tree(), scores=torch.zeros(3), source=good_tree().tokens), VOCAB_SIZE, [2, 2])
+    legal = cut_invalid_nodes(
+        replace(good_tree(), scores=torch.zeros(3), source=good_tree().tokens), VOCAB_SIZE, [2, 2]
+    )
     assert legal.scores is None
     assert legal.source is not None
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.core.backend import has_cuda_graphs
 from foretoken.decoder.cuda_graphs import CapturedGraphs, CudaGraphCapture
 from foretoken.sampling.noise import KeyedNoise
-from foretoken.trees.growth import TreeGrowth
+from foretoken.trees.expansion import TreeExpansion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,11 +31,15 @@ _MAX_GRAPHS = 32
 _TRUNCATION = ("top_k", "top_p", "min_p")
 
 
-class CapturedGrowth:
+class CapturedExpansion:
     """Expands trees with one head, as a CUDA graph where that is possible."""
 
     def __init__(
-        self, fill: Callable[[TreeGrowth, Tensor], None], device: torch.device, *, capture: GraphCapture | None = None
+        self,
+        fill: Callable[[TreeExpansion, Tensor], None],
+        device: torch.device,
+        *,
+        capture: GraphCapture | None = None,
     ) -> None:
         """Prepares; graphs are captured when a shape is first met.
 
@@ -47,11 +51,11 @@ class CapturedGrowth:
         self._fill = fill
         if capture is None and has_cuda_graphs(device):
             capture = CudaGraphCapture(device)
-        self._graphs: CapturedGraphs[TreeGrowth] | None = None
+        self._graphs: CapturedGraphs[TreeExpansion] | None = None
         if capture is not None:
             self._graphs = CapturedGraphs(capture, device, limit=_MAX_GRAPHS, name="a tree")
 
-    def grow(self, shape: TreeShape, roots: Tensor, draws: DraftDraws, state: Tensor) -> TreeGrowth:
+    def expand(self, shape: TreeShape, roots: Tensor, draws: DraftDraws, state: Tensor) -> TreeExpansion:
         """A filled tree; what an earlier call gave is not valid any more.
 
         Args:
@@ -61,9 +65,9 @@ class CapturedGrowth:
             state: (B, W), what steps start from.
         """
         if self._graphs is None:
-            growth = TreeGrowth(shape, roots, draws)
-            self._fill(growth, state)
-            return growth
+            expansion = TreeExpansion(shape, roots, draws)
+            self._fill(expansion, state)
+            return expansion
         batch = draws.batch
         truncation = {name: value for name in _TRUNCATION if (value := getattr(batch, name)) is not None}
         inputs = [
@@ -72,11 +76,13 @@ class CapturedGrowth:
         ]  # fmt: skip
         kinds = (draws.has_coupled, draws.has_sampled, draws.is_drawn_for_all)
         limits = (*truncation, batch.largest_top_k)
-        work = partial(self._grown, shape, draws, list(truncation))
+        work = partial(self._captured_tree, shape, draws, list(truncation))
         return self._graphs.run((shape, len(roots), kinds, limits), inputs, work)
 
-    def _grown(self, shape: TreeShape, draws: DraftDraws, limits: Sequence[str], *places: Tensor) -> TreeGrowth:
-        """What is captured: a tree grown with draws whose parameters, `limits` last, lie in tensors of its own."""
+    def _captured_tree(
+        self, shape: TreeShape, draws: DraftDraws, limits: Sequence[str], *places: Tensor
+    ) -> TreeExpansion:
+        """What is captured: a tree expanded with draws whose parameters, `limits` last, lie in tensors of its own."""
         roots, state, root_positions, is_coupled, is_sampled, seeds, temperature, greedy, *truncation = places
         own_limits: dict[str, Any] = dict(zip(limits, truncation, strict=True))
         # Nothing else of the batch is read, see `DraftDraws.keys`.
@@ -85,6 +91,6 @@ class CapturedGrowth:
             **own_limits,
         )  # fmt: skip
         own = replace(draws, batch=batch, root_positions=root_positions, is_coupled=is_coupled, is_sampled=is_sampled)
-        growth = TreeGrowth(shape, roots, own)
-        self._fill(growth, state)
-        return growth
+        expansion = TreeExpansion(shape, roots, own)
+        self._fill(expansion, state)
+        return expansion

@@ -11,22 +11,24 @@ from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.sampling.noise import Purpose
 from foretoken.sampling.truncation import warp
 from foretoken.trees.choices import TreeShape
-from foretoken.trees.growth import TreeGrowth
+from foretoken.trees.expansion import TreeExpansion
 
 VOCAB, POSITION = 4, 9
 DISTRIBUTION = torch.tensor([0.4, 0.3, 0.2, 0.1])
 GAPS = TreeShape.from_choices([[0], [2], [0, 1]])  # no rank 1 after the root, no rank 0 below it
 
 
-def grow(shape: TreeShape, many: int, temperature: float, *, is_coupled: bool) -> tuple[TokenTree, SamplingBatch]:
+def expanded(shape: TreeShape, many: int, temperature: float, *, is_coupled: bool) -> tuple[TokenTree, SamplingBatch]:
     """Trees whose draft distribution is DISTRIBUTION everywhere, one seed a row."""
     params = SamplingParams(temperature=temperature)
     batch = SamplingBatch.build([SamplingRequest(params=params, seed=seed) for seed in range(many)], VOCAB)
     positions = torch.full((many,), POSITION)
-    growth = TreeGrowth(shape, torch.full((many,), 7), DraftDraws.build(batch, [is_coupled] * many, positions))
+    expansion = TreeExpansion(shape, torch.full((many,), 7), DraftDraws.build(batch, [is_coupled] * many, positions))
     for depth in range(shape.depth):
-        growth.expand(growth.parents_at(depth), DISTRIBUTION.log().expand(many, len(growth.parents_at(depth)), VOCAB))
-    return growth.finish(range(many), [shape.depth] * many, [7] * many), batch
+        expansion.expand(
+            expansion.parents_at(depth), DISTRIBUTION.log().expand(many, len(expansion.parents_at(depth)), VOCAB)
+        )
+    return expansion.finish(range(many), [shape.depth] * many, [7] * many), batch
 
 
 def assert_is_distribution(counts: Tensor, distribution: Tensor) -> None:
@@ -40,7 +42,7 @@ def assert_is_distribution(counts: Tensor, distribution: Tensor) -> None:
 @pytest.mark.parametrize("shape", [TreeShape.cartesian((2, 1)), GAPS], ids=["dense", "gaps"])
 def test_sampled_children_have_the_distribution_they_are_said_to_have(shape: TreeShape) -> None:
     """The first from DISTRIBUTION, the second from it without the first, an only child from it, whatever the ranks."""
-    tree, _ = grow(shape, 20_000, 1.0, is_coupled=False)
+    tree, _ = expanded(shape, 20_000, 1.0, is_coupled=False)
     tree.validate()
     assert tree.distributions is not None
     first, second, below = tree.tokens[:, 1], tree.tokens[:, 2], tree.tokens[:, 3]
@@ -58,7 +60,7 @@ def test_sampled_children_have_the_distribution_they_are_said_to_have(shape: Tre
 
 def test_coupled_children_are_the_targets_best_guesses() -> None:
     """Rank by log q plus the target's own noise at that position; nothing is said to be drawn."""
-    tree, batch = grow(GAPS, 200, 1.0, is_coupled=True)
+    tree, batch = expanded(GAPS, 200, 1.0, is_coupled=True)
     for node, depth, rank in ((1, 0, 0), (2, 0, 2), (3, 1, 1)):
         positions = torch.full((200,), POSITION + depth + 1)
         keys = DISTRIBUTION.log() + batch.noise.gumbel(positions, Purpose.TARGET, VOCAB)
@@ -67,7 +69,7 @@ def test_coupled_children_are_the_targets_best_guesses() -> None:
 
 
 def test_greedy_children_are_the_most_probable() -> None:
-    tree, _ = grow(GAPS, 2, 0.0, is_coupled=False)
+    tree, _ = expanded(GAPS, 2, 0.0, is_coupled=False)
     assert tree.tokens.tolist() == [[7, 0, 2, 1]] * 2
     assert tree.distributions is None
 
@@ -75,11 +77,11 @@ def test_greedy_children_are_the_most_probable() -> None:
 def test_tokens_past_the_support_are_not_said_to_be_drawn() -> None:
     params = SamplingParams(top_k=1)
     batch = SamplingBatch.build([SamplingRequest(params=params, seed=1)], VOCAB)
-    growth = TreeGrowth(
+    expansion = TreeExpansion(
         TreeShape.cartesian((3,)), torch.tensor([7]), DraftDraws.build(batch, [False], torch.tensor([3]))
     )
-    growth.expand([0], DISTRIBUTION.log().view(1, 1, VOCAB))
-    tree = growth.finish([0], [1], [7])
+    expansion.expand([0], DISTRIBUTION.log().view(1, 1, VOCAB))
+    tree = expansion.finish([0], [1], [7])
     tree.validate()
     assert tree.distributions is not None
     assert tree.distributions.kinds[0].tolist() == [0, 2, 0, 0]
@@ -90,12 +92,12 @@ def test_logits_that_are_no_numbers_draw_nothing(value: float) -> None:
     """Their children count as one-hot, which is true of any token; those of other nodes are drawn as ever."""
     batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(), seed=1)], VOCAB)
     draws = DraftDraws.build(batch, [False], torch.tensor([3]))
-    growth = TreeGrowth(TreeShape.cartesian((2, 2)), torch.tensor([7]), draws)
-    growth.expand([0], DISTRIBUTION.log().view(1, 1, VOCAB))
+    expansion = TreeExpansion(TreeShape.cartesian((2, 2)), torch.tensor([7]), draws)
+    expansion.expand([0], DISTRIBUTION.log().view(1, 1, VOCAB))
     logits = DISTRIBUTION.log().repeat(1, 2, 1)
     logits[0, 1, 2] = value
-    growth.expand([1, 2], logits)
-    tree = growth.finish([0], [2], [7])
+    expansion.expand([1, 2], logits)
+    tree = expansion.finish([0], [2], [7])
     assert tree.distributions is not None
     assert tree.distributions.kinds[0].tolist() == [0, 2, 2, 2, 2, 0, 0]
     assert tree.distributions.row_of[0].tolist() == [-1, 0, 0, 1, 1, -1, -1]
@@ -106,9 +108,9 @@ def test_probabilities_that_underflow_are_not_said_to_be_drawn() -> None:
     """After a token with all of the probability that float32 can tell, a second one has none."""
     batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(temperature=0.1), seed=1)], VOCAB)
     draws = DraftDraws.build(batch, [False], torch.tensor([3]))
-    growth = TreeGrowth(TreeShape.cartesian((2,)), torch.tensor([7]), draws)
-    growth.expand([0], torch.tensor([0.0, 30.0, 0.0, 0.0]).view(1, 1, VOCAB))
-    tree = growth.finish([0], [1], [7])
+    expansion = TreeExpansion(TreeShape.cartesian((2,)), torch.tensor([7]), draws)
+    expansion.expand([0], torch.tensor([0.0, 30.0, 0.0, 0.0]).view(1, 1, VOCAB))
+    tree = expansion.finish([0], [1], [7])
     tree.validate()
     assert tree.distributions is not None
     assert tree.tokens[0, 1] == 1
@@ -118,10 +120,10 @@ def test_probabilities_that_underflow_are_not_said_to_be_drawn() -> None:
 def test_sequences_without_room_keep_their_root() -> None:
     batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(), seed=seed) for seed in range(2)], VOCAB)
     shape = TreeShape.chain(2)
-    growth = TreeGrowth(shape, torch.tensor([7, 8]), DraftDraws.build(batch, [False] * 2, torch.tensor([3, 4])))
+    expansion = TreeExpansion(shape, torch.tensor([7, 8]), DraftDraws.build(batch, [False] * 2, torch.tensor([3, 4])))
     for node in range(3):
-        growth.expand([node], DISTRIBUTION.log().expand(2, 1, VOCAB))
-    tree = growth.finish([0, 2], [2, 0, 1], [7, 9, 8])
+        expansion.expand([node], DISTRIBUTION.log().expand(2, 1, VOCAB))
+    tree = expansion.finish([0, 2], [2, 0, 1], [7, 9, 8])
     tree.validate()
     assert tree.num_nodes.tolist() == [3, 1, 2]
     assert tree.tokens[:, 0].tolist() == [7, 9, 8]
@@ -224,12 +226,12 @@ def test_a_level_at_once_is_its_nodes_one_by_one(kind: str, shape: str, how: str
     logits = 3 * torch.randn(3, filled.num_nodes, WIDE, generator=torch.Generator().manual_seed(5))
     batch = SamplingBatch.build([SamplingRequest(params=p, seed=p.seed or 0) for p, _ in requests], WIDE)
     draws = DraftDraws.build(batch, [is_coupled for _, is_coupled in requests], POSITION + torch.arange(3))
-    growth = TreeGrowth(filled, torch.full((3,), 7), draws)
+    expansion = TreeExpansion(filled, torch.full((3,), 7), draws)
     for depth in range(filled.depth + 1):
-        nodes = growth.parents_at(depth) if how == "parents" else growth.level(depth)
+        nodes = expansion.parents_at(depth) if how == "parents" else expansion.level(depth)
         for group in [[node] for node in nodes] if how == "nodes" else [nodes]:
-            growth.expand(group, logits[:, group])
-    assert_is_obvious(growth.finish(range(3), [9] * 3, [7] * 3), obvious(filled, requests, logits))
+            expansion.expand(group, logits[:, group])
+    assert_is_obvious(expansion.finish(range(3), [9] * 3, [7] * 3), obvious(filled, requests, logits))
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -240,10 +242,10 @@ def test_one_row_of_logits_serves_a_level(kind: str, shape: str) -> None:
     by_depth = 3 * torch.randn(3, filled.depth, WIDE, generator=torch.Generator().manual_seed(6))
     batch = SamplingBatch.build([SamplingRequest(params=p, seed=p.seed or 0) for p, _ in requests], WIDE)
     draws = DraftDraws.build(batch, [is_coupled for _, is_coupled in requests], POSITION + torch.arange(3))
-    growth = TreeGrowth(filled, torch.full((3,), 7), draws)
+    expansion = TreeExpansion(filled, torch.full((3,), 7), draws)
     for depth in range(filled.depth):
-        growth.expand(growth.level(depth), by_depth[:, depth : depth + 1])
-    tree = growth.finish(range(3), [9] * 3, [7] * 3)
+        expansion.expand(expansion.level(depth), by_depth[:, depth : depth + 1])
+    tree = expansion.finish(range(3), [9] * 3, [7] * 3)
     everywhere = by_depth[:, [min(depth, filled.depth - 1) for depth in filled.depths]]
     tokens, scores, kinds, row_of, distributions = obvious(filled, requests, everywhere)
     if distributions is not None:
@@ -259,13 +261,13 @@ def test_one_row_of_logits_serves_a_level(kind: str, shape: str) -> None:
 def test_children_past_the_support_in_a_level() -> None:
     """Below a node with two possible tokens the third child is a choice; its neighbours' children are draws."""
     batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(), seed=4)], VOCAB)
-    growth = TreeGrowth(
+    expansion = TreeExpansion(
         TreeShape.cartesian((2, 3)), torch.tensor([7]), DraftDraws.build(batch, [False], torch.tensor([3]))
     )
-    growth.expand([0], DISTRIBUTION.log().view(1, 1, VOCAB))
+    expansion.expand([0], DISTRIBUTION.log().view(1, 1, VOCAB))
     narrow = torch.tensor([0.0, 0.5, 0.5, 0.0]).log()
-    growth.expand([1, 2], torch.stack([DISTRIBUTION.log(), narrow]).unsqueeze(0))
-    tree = growth.finish([0], [2], [7])
+    expansion.expand([1, 2], torch.stack([DISTRIBUTION.log(), narrow]).unsqueeze(0))
+    tree = expansion.finish([0], [2], [7])
     tree.validate()
     assert tree.distributions is not None
     assert tree.distributions.kinds[0, 3:].tolist() == [2, 2, 2, 2, 2, 0]
@@ -278,7 +280,7 @@ def test_nodes_without_children_cost_nothing(monkeypatch: pytest.MonkeyPatch) ->
     """Their logits are never looked at, be they what they may."""
     batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(temperature=0.0), seed=0)], VOCAB)
     draws = DraftDraws.build(batch, [False], torch.tensor([3]))
-    growth = TreeGrowth(TreeShape.from_choices([[0], [1], [2], [1, 0]]), torch.tensor([7]), draws)
+    expansion = TreeExpansion(TreeShape.from_choices([[0], [1], [2], [1, 0]]), torch.tensor([7]), draws)
     seen: list[tuple[int, ...]] = []
     keys = DraftDraws.keys
 
@@ -287,17 +289,20 @@ def test_nodes_without_children_cost_nothing(monkeypatch: pytest.MonkeyPatch) ->
         return keys(self, logits, nodes, depth)
 
     monkeypatch.setattr(DraftDraws, "keys", looking)
-    growth.expand([0], DISTRIBUTION.log().view(1, 1, VOCAB))
-    growth.expand(growth.level(1), DISTRIBUTION.log().expand(1, 3, VOCAB))
-    growth.expand(growth.level(2), DISTRIBUTION.log().expand(1, 1, VOCAB))
+    expansion.expand([0], DISTRIBUTION.log().view(1, 1, VOCAB))
+    expansion.expand(expansion.level(1), DISTRIBUTION.log().expand(1, 3, VOCAB))
+    expansion.expand(expansion.level(2), DISTRIBUTION.log().expand(1, 1, VOCAB))
     assert seen == [(1, 1, VOCAB, 0, 0), (1, 1, VOCAB, 2, 1)]
 
 
 def test_levels_and_relations() -> None:
     batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(), seed=0)], VOCAB)
     draws = DraftDraws.build(batch, [False], torch.tensor([3]))
-    growth = TreeGrowth(TreeShape.cartesian((2, 2)), torch.tensor([7]), draws)
-    assert [growth.level(depth) for depth in range(3)] == [[0], [1, 2], [3, 4, 5, 6]]
-    assert [growth.parents_at(depth) for depth in range(3)] == [[0], [1, 2], []]
-    assert growth.parents_of([3, 4, 5, 6]) == [1, 1, 2, 2]
-    assert growth.relations_until(5).tolist() == [[0, 0, 1, 1, 2], [1, 1, 2, 2, 2]]  # parents and depths of nodes 1 … 5
+    expansion = TreeExpansion(TreeShape.cartesian((2, 2)), torch.tensor([7]), draws)
+    assert [expansion.level(depth) for depth in range(3)] == [[0], [1, 2], [3, 4, 5, 6]]
+    assert [expansion.parents_at(depth) for depth in range(3)] == [[0], [1, 2], []]
+    assert expansion.parents_of([3, 4, 5, 6]) == [1, 1, 2, 2]
+    assert expansion.relations_until(5).tolist() == [
+        [0, 0, 1, 1, 2],
+        [1, 1, 2, 2, 2],
+    ]  # parents and depths of nodes 1 … 5

@@ -1,4 +1,4 @@
-"""Growing a tree level by level, for drafters that look at each node before they choose its children.
+"""Expands draft trees level by level, for drafters that look at each node before they choose its children.
 
 The children of a whole level are chosen in a fixed number of tensor operations; only the noise of sampled requests is
 made node by node, see `DraftDraws.keys`.
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from foretoken.trees.choices import TreeShape
 
 
-class TreeGrowth:
-    """One proposal in the making: the same shape for every sequence, filled from the root down.
+class TreeExpansion:
+    """A draft tree under construction: the same shape for every sequence, filled from the root down.
 
     Attributes:
         tokens: (B, N) int64; levels above the one that was expanded last are final.
@@ -52,7 +52,7 @@ class TreeGrowth:
             self._kinds = torch.zeros_like(self.tokens)
             self._row_of = torch.full_like(self.tokens, -1)
         self._num_tokens = 0
-        self._families: list[_Family] = []  # kept alive for graphs captured of this growth, which read their tensors
+        self._families: list[_Family] = []  # kept alive for graphs captured of this expansion, which read their tensors
 
     def level(self, depth: int) -> list[int]:
         """Nodes of one depth, in order."""

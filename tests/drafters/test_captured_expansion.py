@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretoken.core.sampling_params import SamplingParams
-from foretoken.drafters.captured_growth import CapturedGrowth
+from foretoken.drafters.captured_expansion import CapturedExpansion
 from foretoken.drafters.heads import fill_by_steps
 from foretoken.heads.hydra import HydraConfig, HydraHeads
 from foretoken.hf.parts import TargetParts
@@ -90,14 +90,14 @@ def call(seed: int, params: list[dict[str, Any]], is_coupled: list[bool]) -> tup
 )  # fmt: skip
 def test_captured_trees_are_the_same(fill: Any, params: list[dict[str, Any]], is_coupled: list[bool]) -> None:
     capture = Rerun()
-    captured = CapturedGrowth(fill, torch.device("cpu"), capture=capture)
-    plain = CapturedGrowth(fill, torch.device("cpu"))
+    captured = CapturedExpansion(fill, torch.device("cpu"), capture=capture)
+    plain = CapturedExpansion(fill, torch.device("cpu"))
     seen = set()
     with torch.inference_mode():
         for seed in range(4):
             roots, draws, state = call(seed, params if seed % 2 else params[::-1], is_coupled[:: 1 if seed % 2 else -1])
             ours, theirs = (
-                each.grow(SHAPE, roots, draws, state).finish([0, 1], [3, 2], roots.tolist())
+                each.expand(SHAPE, roots, draws, state).finish([0, 1], [3, 2], roots.tolist())
                 for each in (captured, plain)
             )
             for name in ("tokens", "parents", "depths", "scores"):
@@ -113,9 +113,9 @@ def test_captured_trees_are_the_same(fill: Any, params: list[dict[str, Any]], is
 
 def test_each_shape_is_a_recording_of_its_own(fill: Any) -> None:
     capture = Rerun()
-    captured = CapturedGrowth(fill, torch.device("cpu"), capture=capture)
+    captured = CapturedExpansion(fill, torch.device("cpu"), capture=capture)
     with torch.inference_mode():
         for depth in (1, 2, 3):
             roots, draws, state = call(1, [SAMPLED] * 2, [True, True])
-            captured.grow(SHAPE.truncated(depth), roots, draws, state)
+            captured.expand(SHAPE.truncated(depth), roots, draws, state)
     assert capture.num_captured == 3
