@@ -161,7 +161,17 @@ class TokenTree:
     @classmethod
     def roots(cls, tokens: Sequence[int], *, device: torch.device | str = "cpu") -> TokenTree:
         """A batch of trees that hold the root alone: a plain decoding step."""
-        return cls.from_rows([TreeRow([token], [-1]) for token in tokens], device=device)
+        count = len(tokens)
+        ones = [1] * count
+        facts = HostFacts(roots=list(tokens), depths=[0] * count, num_nodes=ones, num_tokens=max(tokens) + 1)
+        return cls(
+            tokens=torch.tensor(tokens, dtype=torch.int64, device=device).view(count, 1),
+            parents=torch.full((count, 1), -1, device=device),
+            depths=torch.zeros((count, 1), dtype=torch.int64, device=device),
+            num_nodes=torch.ones(count, dtype=torch.int64, device=device),
+            max_depth=0,
+            host_facts=facts if min(tokens) >= 0 else None,
+        )
 
     def node_counts(self) -> list[int]:
         """Nodes of each tree, root included. Synchronises with the host without `host_facts`."""
