@@ -1,11 +1,14 @@
-"""What the README shows works as shown."""
+"""What the README and the pages of docs/ show works as shown."""
 
 from __future__ import annotations
 
+import ast
+import doctest
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +22,40 @@ from foretoken.cli.commands import app
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
-PAGES = ["README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md", "docs/heads.md", "docs/map.md", "docs/runners.md"]
-PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+PAGES = [
+    "README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md", "docs/architecture.md", "docs/drafters.md",
+    "docs/heads.md", "docs/map.md", "docs/runners.md",
+]  # fmt: skip
 
 
-def test_quick_start_runs() -> None:
-    code = PYTHON_BLOCKS[0]
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=240, cwd=ROOT, check=True
+def python_blocks(page: str) -> list[str]:
+    """The Python code of a page."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL)
+
+
+@pytest.fixture
+def run_python(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """Runs code of a page in the repository's root and gives what it printed."""
+    monkeypatch.chdir(ROOT)
+
+    def run(code: str) -> str:
+        exec(compile(code, "code of a page", "exec"), {})
+        return capsys.readouterr().out
+
+    return run
+
+
+def test_quick_start_runs(run_python: Callable[[str], str]) -> None:
+    vllm_style, transformers_style = python_blocks("README.md")
+    assert "tokens per target pass" in run_python(vllm_style)
+    code, _, claim = transformers_style.partition("  # what ")
+    assert claim.startswith("model.generate(**inputs, do_sample=False) writes")
+    code += (
+        "\nwritten = model.generate(**inputs, do_sample=False, max_new_tokens=64)[0, inputs['input_ids'].shape[1] :]\n"
     )
-    assert "tokens per target pass" in result.stdout
+    printed = run_python(f"{code}print('=' * 8)\nprint(tokenizer.decode(written))").split("=" * 8 + "\n")
+    assert printed[0] == printed[1]
+    assert len(printed[0]) > 64
 
 
 def test_quick_start_text_does_not_depend_on_the_drafter() -> None:
@@ -40,33 +67,90 @@ def test_quick_start_text_does_not_depend_on_the_drafter() -> None:
     assert texts[0] == texts[1]
 
 
-def test_a_new_drafter_is_one_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
-) -> None:
-    request.addfinalizer(
-        lambda: sys.modules.pop("foretoken.drafters.repeat", None)
-    )  # other tests have one of that name
-    imports, drafter = PYTHON_BLOCKS[1].split("class RepeatDrafter")
-    options, create = PYTHON_BLOCKS[2].split("class Options")
-    drafter = drafter.split("llm = LLM")[0]
-    (tmp_path / "repeat.py").write_text(f"{imports}{options}class RepeatDrafter{drafter}class Options{create}")
-    monkeypatch.setattr(foretoken.drafters, "__path__", [*foretoken.drafters.__path__, str(tmp_path)])
-    params = SamplingParams(temperature=0.0, max_tokens=24)
-    plain = LLM(str(ROOT / "models/tinycode")).generate("x = [0, 0, 0,", params)[0]
-    repeat = LLM(str(ROOT / "models/tinycode"), speculative_config={"method": "repeat"}).generate(
-        "x = [0, 0, 0,", params
-    )[0]
-    assert repeat.outputs[0].token_ids == plain.outputs[0].token_ids
-    assert repeat.metrics.num_drafted > 0
+@pytest.fixture
+def my_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder to import from, with the drafter of docs/drafters.md as `my_package/my_drafter.py`."""
+    (tmp_path / "my_package").mkdir()
+    (tmp_path / "my_package" / "__init__.py").touch()
+    (tmp_path / "my_package" / "my_drafter.py").write_text(python_blocks("docs/drafters.md")[0], encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in ("my_package", "my_package.my_drafter", "foretoken.drafters.my_drafter"):
+        sys.modules.pop(name, None)
 
 
-def test_a_drafter_of_ones_own_runs() -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", PYTHON_BLOCKS[1]], capture_output=True, text=True, timeout=240, cwd=ROOT, check=True
-    )
-    accepted = re.fullmatch(r"(\d+) drafted tokens accepted\n", result.stdout)
+@pytest.mark.usefixtures("my_package")
+def test_a_drafter_of_another_package_runs(run_python: Callable[[str], str]) -> None:
+    example, alone, merged = python_blocks("docs/drafters.md")
+    assert len(example.splitlines()) < 60
+    accepted = re.fullmatch(r"(\d+) drafted tokens accepted\n", run_python(alone))
     assert accepted is not None
-    assert int(accepted[1]) > 0
+    assert int(accepted[1]) > 5
+    assert ast.literal_eval(run_python(merged)).keys() <= {"ngram", "successors"}
+
+
+@pytest.mark.parametrize("method", ["my_package.my_drafter", "successors", "my_drafter"])
+def test_text_is_plain_decodings_by_every_name(method: str, my_package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An import path, an entry point, a file of the package's folder of drafters."""
+    information = my_package / "my_package-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: my_package\nVersion: 1.0\n", encoding="utf-8")
+    entry_point = "[foretoken.drafters]\nsuccessors = my_package.my_drafter\n"
+    (information / "entry_points.txt").write_text(entry_point, encoding="utf-8")
+    monkeypatch.setattr(foretoken.drafters, "__path__", [*foretoken.drafters.__path__, str(my_package / "my_package")])
+    prompts = ["def read_config(path):\n", "x = [0, 0, 0,"]
+    params = [SamplingParams(temperature=0.0, max_tokens=24), SamplingParams(temperature=0.8, seed=1, max_tokens=24)]
+    target = str(ROOT / "models/tinycode")
+    plain = [output.outputs[0].token_ids for output in LLM(target).generate(prompts, params)]
+    config = {"method": method, "num_speculative_tokens": 3}
+    for setting in (config, {"drafters": [{"method": "ngram"}, config]}):
+        outputs = LLM(target, speculative_config=setting).generate(prompts, params)
+        assert [output.outputs[0].token_ids for output in outputs] == plain
+        assert sum(output.metrics.num_accepted for output in outputs) > 0
+        assert sum(output.metrics.draft_errors for output in outputs) == 0
+
+
+def test_examples_of_the_architecture_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+    assert text.count("```pycon") >= 8
+    lines = re.sub(r"^```.*$", "", text, flags=re.MULTILINE)  # the end of a block ends what is expected
+    examples = doctest.DocTestParser().get_doctest(lines, {}, "architecture", "docs/architecture.md", 0)
+    report: list[str] = []
+    assert doctest.DocTestRunner(verbose=False).run(examples, out=report.append).failed == 0, "".join(report)
+
+
+SIGNATURES = [
+    (file, ast.unparse(part), part)
+    for block in python_blocks("docs/architecture.md")
+    for file, code in re.findall(r"^# (foretoken/\S+\.py)\n(.*?)(?=^# foretoken/|\Z)", block, re.DOTALL | re.MULTILINE)
+    for part in ast.parse(code).body
+]
+
+
+def _signature(function: ast.FunctionDef) -> tuple[str, str | None]:
+    """Arguments and result as written."""
+    return ast.unparse(function.args), function.returns and ast.unparse(function.returns)
+
+
+@pytest.mark.parametrize(("file", "text", "part"), SIGNATURES, ids=[f"{f}:{p.name}" for f, _, p in SIGNATURES])
+def test_signatures_of_the_architecture_are_those_of_the_code(file: str, text: str, part: Any) -> None:
+    """Functions as written; of classes all fields with their types, and the methods that are shown."""
+    module = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+    real: Any = next((each for each in module.body if getattr(each, "name", None) == part.name), None)
+    assert type(real) is type(part), text
+    if isinstance(part, ast.FunctionDef):
+        assert _signature(part) == _signature(real)
+        return
+    shown, actual = (
+        {each.target.id: ast.unparse(each.annotation) for each in node.body if isinstance(each, ast.AnnAssign)}
+        for node in (part, real)
+    )
+    assert list(shown.items()) == list(actual.items())
+    methods = {each.name: _signature(each) for each in real.body if isinstance(each, ast.FunctionDef)}
+    assert {each.name: _signature(each) for each in part.body if isinstance(each, ast.FunctionDef)}.items() <= (
+        methods.items()
+    )
 
 
 def commands(text: str) -> list[list[str]]:
@@ -87,7 +171,7 @@ def test_commands_are_understood(page: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_quick_start_commands_run() -> None:
-    section = README[README.index("## Quick start") : README.index("## What it brings")]
+    section = README[README.index("## Quick start") : README.index("## Methods")]
     small = {
         "generate": ["--max-tokens", "24"],
         "verify": ["--max-tokens", "8", "--num-prompts", "1"],
@@ -115,11 +199,10 @@ def test_links_lead_somewhere(page: str) -> None:
             assert heading in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
 
 
-def test_map_names_every_file() -> None:
-    package = ROOT / "foretoken"
-    files = {path.relative_to(package).as_posix() for path in package.rglob("*.py") if path.name != "__init__.py"}
-    named = set(re.findall(r"`([\w/]+\.py)`", (ROOT / "docs/map.md").read_text(encoding="utf-8")))
-    assert files <= named, sorted(files - named)
-    assert all((package / name).is_file() for name in named)
-    pointed = set(re.findall(r"`((?:foretoken|tests|benchmarks)/[\w/]+\.py)`", README))
-    assert all((ROOT / name).is_file() for name in pointed)
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page: str) -> None:
+    """Names in capitals, as METHOD, stand for any."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    named = re.findall(r"`((?:foretoken|tests|benchmarks|docs|models|recipes|\.ci)/[\w./-]*)`", text)
+    missing = [name for name in named if not re.search(r"[A-Z]{5}", name) and not (ROOT / name).exists()]
+    assert not missing
