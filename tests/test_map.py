@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
+import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -52,6 +55,15 @@ def test_layers_stand_in_the_order_of_imports(copy: Path) -> None:
     assert "core → attention" in text
     assert text.index("## core") < text.index("`foretoken/core/passes.py`") < text.index("## attention")
     assert "- `foretoken/attention/tree_attention.cu`: Attention of tree nodes" in text
+
+
+def test_picture_shows_the_layers() -> None:
+    """docs/iteration.svg is drawn by hand: each package once, those of lower layers before those of higher ones."""
+    drawn = re.findall(r">([a-z]+)</text>", (ROOT / "docs" / "iteration.svg").read_text(encoding="utf-8"))
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    layers = [re.findall(r"\w+", layer) for layer in reversed(settings["contracts"][0]["layers"])]
+    places = [[drawn.index(name) for name in layer] for layer in layers]
+    assert all(max(lower) < min(higher) for lower, higher in pairwise(places))
 
 
 def test_a_changed_sentence_makes_the_map_stale(copy: Path) -> None:

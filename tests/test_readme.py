@@ -206,3 +206,18 @@ def test_files_that_are_named_exist(page: str) -> None:
     named = re.findall(r"`((?:foretoken|tests|benchmarks|docs|models|recipes|\.ci)/[\w./-]*)`", text)
     missing = [name for name in named if not re.search(r"[A-Z]{5}", name) and not (ROOT / name).exists()]
     assert not missing
+
+
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/drafters.md"])
+def test_names_of_the_code_exist(page: str) -> None:
+    """Whatever stands in backticks as a name occurs in the package, or in code that the page itself shows."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    sources = [path.read_text(encoding="utf-8") for path in (ROOT / "foretoken").rglob("*.py")]
+    blocks = re.findall(r"^```.*?^```", text, flags=re.DOTALL | re.MULTILINE)
+    known = set(re.findall(r"\w+", "\n".join([*sources, *blocks])))
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    known |= {path.stem for path in (ROOT / "benchmarks").iterdir()}
+    named = [name for name in re.findall(r"`([A-Za-z_][\w.]*)[`(]", prose) if not name.endswith((".md", ".toml"))]
+    names = {part for name in named for part in name.removesuffix(".py").split(".") if not re.search("[A-Z]{5}", part)}
+    assert len(names) > 40
+    assert not sorted(names - known - {""})
