@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from foretoken.control.adaptive_depth import AdaptiveDepth
 from foretoken.control.best_nodes import BestNodes
 from foretoken.control.fixed import Fixed
-from foretoken.core.token_tree import TokenTree
+from foretoken.core.token_tree import PROBE, TokenTree
 from foretoken.drafters.base import TargetReads
 from foretoken.engine.draft_guard import DraftGuard
 
@@ -128,7 +128,10 @@ class Drafting:
             return Draft(TokenTree.roots(context.roots, device=self._device), declined=allotment.declined)
         drafts = [guard.propose(context) for guard in self._guards]
         error = next((draft.error for draft in drafts if draft.error is not None), None)
-        return Draft(self._controller.select([draft.tree for draft in drafts]), error, allotment.declined)
+        tree = self._controller.select([draft.tree for draft in drafts])
+        if len(drafts) == 1 and tree.source is not None:  # what it says there tells probes only: all nodes are its own
+            tree = replace(tree, source=(tree.source & PROBE) | 1)
+        return Draft(tree, error, allotment.declined)
 
     def commit(self, committed: Committed) -> None:
         """Positions entered the target's KV: every drafter gets the features it reads."""

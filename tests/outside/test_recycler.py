@@ -13,14 +13,15 @@ from foretoken import SamplingParams
 from foretoken.core.records import StepRecord
 from foretoken.core.token_tree import PROBE
 
-OUTSIDE = {"method": "outside.recycler", "num_guesses": 3}
+ADAPTIVE = {"method": "outside.recycler", "num_guesses": 3}
+OUTSIDE = {**ADAPTIVE, "num_speculative_tokens": 2}  # drafts whatever passes cost
 LOOKUP = {"method": "ngram", "prompt_lookup_min": 1}
 PROMPTS = [[5, 6, 7, 5, 6], [9], [3, 4, 3, 4, 3], [11, 12, 13]]
 PARAMS = [SamplingParams(temperature=t, seed=3, max_tokens=40, ignore_eos=True) for t in (0.0, 0.7, 0.0, 1.0)]
 CONFIGS: dict[str, dict[str, Any]] = {
     "alone": OUTSIDE,
     "fixed, with prompt lookup": {"drafters": [{**LOOKUP, "num_speculative_tokens": 4}, OUTSIDE]},
-    "bought, with prompt lookup": {"drafters": [LOOKUP, OUTSIDE]},
+    "bought, with prompt lookup": {"drafters": [LOOKUP, ADAPTIVE]},
 }
 
 
@@ -39,15 +40,15 @@ def test_it_is_lossless_and_gets_credit(config: str, trusted: bool, runner: str)
     assert all(record.draft_error is None for record in records)
     steps = [step for record in records for step in record.sequences]
     credit = {name for step in steps for name in step.accepted_by}
-    names = {"recycler"} if config == "alone" else {"recycler", "ngram"}
-    assert "recycler" in credit
-    assert credit <= names
-    assert sum(step.num_accepted for step in steps) > 5
+    assert credit <= ({"recycler"} if config == "alone" else {"recycler", "ngram"})
+    if "bought" not in config:  # which follows the clock
+        assert "recycler" in credit
+        assert sum(step.num_accepted for step in steps) > 5
 
 
 def test_probes_are_read_and_never_accepted() -> None:
     """Greedy text repeats itself, so that a walk which took probes for drafts would accept some."""
-    engine = llm({"speculative_config": OUTSIDE}, trust_drafter=True)
+    engine = llm({"speculative_config": OUTSIDE}, trust_drafter=True, max_num_seqs=1)
     drafter = engine._engine._drafting._guards[0]._drafter
     assert isinstance(drafter, Recycler)
     commit, probed, wrong = drafter.commit, [], []
