@@ -40,13 +40,15 @@ def test_a_slice_of_every_target(name: str, numbers: range, settings: Settings) 
     assert findings(name, numbers, settings) == []
 
 
-@pytest.mark.parametrize(("name", "number"), [("requests", 1), ("threads", 0)])
-def test_a_wrong_text_is_found(name: str, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "numbers"), [("requests", range(3, 11)), ("threads", range(1))])
+def test_wrong_texts_are_found(name: str, numbers: range, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine that forgets to move the KV rows of accepted nodes: its texts are wrong and nothing raises."""
     monkeypatch.setattr(Runner, "commit", lambda *_: None)
-    (found,) = findings(name, range(number, number + 1), Settings(seed=2026))
-    assert "instead of" in found
-    assert f"python -m tests.fuzz {name} --seed 2026 --only {number} --runner lean-native" in found
+    found = findings(name, numbers, Settings(seed=2026))  # not in every case: drafts have to be accepted
+    assert found
+    assert all("instead of" in finding for finding in found)
+    assert all(f"python -m tests.fuzz {name} --seed 2026 --only " in finding for finding in found)
+    assert all("--runner lean-native" in finding for finding in found)
 
 
 def misbehave(case: Case) -> None:

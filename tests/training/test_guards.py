@@ -228,7 +228,7 @@ def test_drafting_from_the_wrong_position(tmp_path: Path, monkeypatch: pytest.Mo
 
     def one_early(self: LastFeatures, committed: Committed) -> None:
         assert committed.features is not None
-        learn(self, replace(committed, features=committed.features.roll(1, dims=1)))
+        learn(self, replace(committed, features=committed.features.roll(1, dims=0)))
 
     monkeypatch.setattr(LastFeatures, "learn", one_early)
     found = faults(examined(good(), tmp_path))
