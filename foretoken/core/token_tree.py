@@ -210,19 +210,24 @@ class TokenTree:
             self.num_nodes, (self.depths * is_node).amax(1), self.tokens[:, 0], self.tokens.amax(1),
         ]).tolist()  # fmt: skip
         counts, depths, roots, largest = values
-        width, drafts = max(counts), self.distributions
+        facts = HostFacts(roots=roots, depths=depths, num_nodes=counts, num_tokens=max(largest) + 1)
+        return replace(self.first_nodes(max(counts)), max_depth=max(depths), host_facts=facts)
+
+    def first_nodes(self, most: int) -> TokenTree:
+        """The trees without nodes from the place `most` on, which are trees too; without `host_facts`."""
+        drafts = self.distributions
         if drafts is not None:
-            drafts = replace(drafts, kinds=drafts.kinds[:, :width], row_of=drafts.row_of[:, :width])
+            drafts = replace(drafts, kinds=drafts.kinds[:, :most], row_of=drafts.row_of[:, :most])
         return replace(
             self,
-            tokens=self.tokens[:, :width],
-            parents=self.parents[:, :width],
-            depths=self.depths[:, :width],
-            max_depth=max(depths),
-            scores=None if self.scores is None else self.scores[:, :width],
-            source=None if self.source is None else self.source[:, :width],
+            tokens=self.tokens[:, :most],
+            parents=self.parents[:, :most],
+            depths=self.depths[:, :most],
+            num_nodes=self.num_nodes.clamp_max(most),
+            scores=None if self.scores is None else self.scores[:, :most],
+            source=None if self.source is None else self.source[:, :most],
             distributions=drafts,
-            host_facts=HostFacts(roots=roots, depths=depths, num_nodes=counts, num_tokens=max(largest) + 1),
+            host_facts=None,
         )
 
     def without_probes(self) -> TokenTree:

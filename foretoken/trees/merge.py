@@ -50,7 +50,7 @@ def merge_trees(trees: Sequence[TokenTree], *, max_nodes: int = MAX_NODES) -> To
         tree = trees[index]
         if tree.distributions is not None and merged.width + tree.width - 1 > max_nodes:
             continue
-        merged = _cut(_united(merged, _marked(tree, index)), max_nodes)
+        merged = _united(merged, _marked(tree, index)).first_nodes(max_nodes)
     source = merged.source
     assert source is not None, "every merged tree has one"
     source = source.clone()
@@ -169,25 +169,6 @@ def _compacted(tree: TokenTree, kept: Tensor) -> TokenTree:
         max_depth=tree.max_depth,
         scores=None if tree.scores is None else moved(tree.scores, 0.0),
         source=None if tree.source is None else moved(tree.source, 0),
-        distributions=drafts,
-    )
-
-
-def _cut(tree: TokenTree, max_nodes: int) -> TokenTree:
-    """A tree's first nodes, which are a tree, without the columns past them."""
-    if tree.width <= max_nodes:
-        return tree
-    drafts = tree.distributions
-    if drafts is not None:
-        drafts = replace(drafts, kinds=drafts.kinds[:, :max_nodes], row_of=drafts.row_of[:, :max_nodes])
-    return replace(
-        tree,
-        tokens=tree.tokens[:, :max_nodes],
-        parents=tree.parents[:, :max_nodes],
-        depths=tree.depths[:, :max_nodes],
-        num_nodes=tree.num_nodes.clamp_max(max_nodes),
-        scores=None if tree.scores is None else tree.scores[:, :max_nodes],
-        source=None if tree.source is None else tree.source[:, :max_nodes],
         distributions=drafts,
     )
 
