@@ -6,11 +6,11 @@ Token recycling is Luo et al. 2024 (arXiv 2408.08696). The block is not trained 
 from dataclasses import replace
 
 import torch
-from foretoken.decoder.block_stack import BlockStack
-from foretoken.decoder.blocks import Block, Blocks, BlockSpec, FeedForward, Matrix, Norm, Rotary
 
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import PROBE, TokenTree
+from foretoken.decoder.block_stack import BlockStack
+from foretoken.decoder.blocks import Block, Blocks, BlockSpec, FeedForward, Matrix, Norm, Rotary
 from foretoken.drafters.base import DrafterOptions, TargetReads
 from foretoken.hf.parts import target_parts
 from foretoken.trees.merge import Trie
