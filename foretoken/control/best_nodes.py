@@ -97,8 +97,7 @@ class BestNodes:
             log_values = torch.from_numpy(np.log(np.maximum(values, 1e-30))).to(torch.float32)
             valued.append(replace(tree, scores=log_values.to(tree.tokens.device)))
         merged = valued[0] if len(valued) == 1 else merge_trees(valued, max_nodes=self._max_nodes)
-        host = _on_host(merged)
-        kept = self._bought(merged, host) if host.is_drafted.any() else None
+        kept = self._bought(merged, _on_host(merged))
         return (merged if kept is None else prune(merged, kept)).narrowed()
 
     def learn(self, record: StepRecord) -> None:
@@ -121,8 +120,9 @@ class BestNodes:
         is_fixed = np.zeros_like(host.is_drafted)
         if tree.distributions is not None:  # a cut that looks at what was drawn would bias the output
             is_fixed |= (tree.distributions.kinds != DrawKind.ONE_HOT).cpu().numpy() & host.is_drafted
-        if tree.source is not None:  # what a drafter wants to read there is worth it, it says
+        if tree.source is not None:  # the drafter wants the target's answer there, whatever it costs
             is_fixed |= (tree.source & PROBE).ne(0).cpu().numpy() & (host.depths > 0)
+        is_fixed = _with_ancestors(is_fixed, host)
         values = np.exp(_falling(host.scores.astype(np.float64), host))
         candidates = np.where(host.is_drafted & ~is_fixed, values, -1.0).ravel()
         order = np.argsort(-candidates, kind="stable")
@@ -132,19 +132,20 @@ class BestNodes:
         tokens = batch + float(values[is_fixed & host.is_drafted].sum()) + np.concatenate([[0.0], worth.cumsum()])
         seconds = self._cost.seconds(num_fixed + np.arange(len(tokens))) + self._draft_s + self._host(tokens)
         best = int((tokens / seconds).argmax())
-        self._note(batch, num_fixed + best, float(tokens[best] / seconds[best]), float(values[host.is_drafted].max()))
+        self._note(batch, num_fixed + best, float(tokens[best] / seconds[best]))
+        if host.is_drafted.any():
+            self._acceptance = float(values[host.is_drafted].max())
         if best == len(worth):
             return None
         kept = is_fixed.ravel()
         kept[order[:best]] = True
         return torch.from_numpy(kept.reshape(host.tokens.shape)).to(tree.tokens.device)
 
-    def _note(self, batch: int, width: int, rate: float, best_value: float) -> None:
+    def _note(self, batch: int, width: int, rate: float) -> None:
         """Keeps what a decision was based on."""
         plain = batch / (self._cost(batch) + float(self._host(batch)))
         self._gain += (1 - _FADE) * (rate / plain - self._gain)
         self._width = max(width, batch + 1)
-        self._acceptance = best_value
 
 
 def _on_host(tree: TokenTree) -> _OnHost:
@@ -163,6 +164,17 @@ def _falling(values: NDArray[np.float64], host: _OnHost) -> NDArray[np.float64]:
     result = values.copy()
     for depth in range(2, int(host.depths.max(initial=0)) + 1):
         result = np.where(host.depths == depth, np.minimum(result, result[rows, parents]), result)
+    return result
+
+
+def _with_ancestors(nodes: NDArray[np.bool_], host: _OnHost) -> NDArray[np.bool_]:
+    """(B, N), some nodes and all on the paths to them, the roots left out."""
+    result = nodes.copy()
+    for row, node in zip(*np.nonzero(nodes), strict=True):
+        above = host.parents[row, node]
+        while above > 0 and not result[row, above]:
+            result[row, above] = True
+            above = host.parents[row, above]
     return result
 
 

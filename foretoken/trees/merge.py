@@ -178,13 +178,17 @@ def prune(tree: TokenTree, kept: Tensor) -> TokenTree:
 
     Args:
         tree: Any tree.
-        kept: (B, N) bool, which nodes stay where they were chosen; the root and drawn nodes stay whatever it says, and
-            a node whose parent goes, goes too.
+        kept: (B, N) bool, which nodes stay where they were chosen. The root, drawn nodes and their ancestors stay
+            whatever it says: it may depend on drawn tokens, and leaving out a draw by its token would bias the output.
+            A node whose parent goes, goes too.
     """
-    kept = kept | _drawn(tree)
+    parents = tree.parents.clamp_min(0)
+    needed = _drawn(tree)
+    for _ in range(tree.max_depth):
+        needed = needed | (torch.zeros_like(parents).scatter_add_(1, parents, needed.to(torch.int64)) > 0)
+    kept = kept | needed
     kept[:, 0] = True
     kept &= torch.arange(tree.width, device=kept.device) < tree.num_nodes.unsqueeze(1)
-    parents = tree.parents.clamp_min(0)
     for _ in range(tree.max_depth):
         kept = kept & (kept.gather(1, parents) | (tree.depths == 0))
     return _compacted(tree, kept)

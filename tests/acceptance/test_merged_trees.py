@@ -45,6 +45,7 @@ def pairs(q: Tensor, r: Tensor) -> dict[str, tuple[list[Proposal], list[Proposal
         "draws and draws": ([independent(q, 1), independent(q, 1)], [without_replacement(r, 2)]),
         "both choose": ([best(q, 2), best(q, 1)], [best(r, 2), best(r, 2)]),
         "mixed and chosen": ([best_and_one(q, 2)], [best(r, 2), best(r, 1)]),
+        "chosen, then drawn": ([best(q, 1), independent(q, 1)], [best(r, 2)]),
     }
 
 
@@ -57,7 +58,7 @@ def test_merged_trees(pair: str, case: str) -> None:
     assert exact_distribution(accept_sequential, every_draft, target, walks=True).error <= EXACT
 
 
-@pytest.mark.parametrize("pair", ["lookup and draws", "mixed and chosen", "both choose"])
+@pytest.mark.parametrize("pair", ["lookup and draws", "mixed and chosen", "both choose", "chosen, then drawn"])
 def test_pruned_trees(pair: str) -> None:
     """What is cut may depend on everything that was drafted, since drawn nodes stay."""
     target, q = tables("dense", VOCAB, 2)

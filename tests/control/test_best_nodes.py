@@ -114,6 +114,8 @@ def test_drawn_nodes_and_probes_are_never_cut() -> None:
     assert int(DrawKind.ONE_HOT) == 0
     probes = torch.tensor([[0, PROBE, 0, PROBE, 0, 0]])
     assert controller(STEEP).select([replace(tree, source=probes)]).tokens[0].tolist()[:3] == [5, 1, 3]
+    deep = torch.tensor([[0, 0, 0, 0, PROBE, 0]])
+    assert controller(STEEP).select([replace(tree, source=deep)]).tokens[0].tolist() == [5, 1, 3, 4], "with its path"
 
 
 def test_what_was_accepted_changes_what_is_bought() -> None:
@@ -170,6 +172,17 @@ def test_drafts_that_do_not_pay_are_given_up_and_tried_again() -> None:
         made.learn(record([9], draft=5.0 if asked[-1] else 0.0))
     assert 0 < sum(asked[50:]) < 20
     assert all(reason is not None and reason.draft_cost > 1 for reason in reasons)
+
+
+def test_drafters_that_find_nothing_are_given_up_too() -> None:
+    """A call that takes long and proposes roots alone costs as much as one with a draft."""
+    made, asked = controller(FLAT), []
+    for _ in range(200):
+        asked.append(made.allot(1).allowances[0].depth > 0)
+        if asked[-1]:
+            assert made.select([TokenTree.roots([5])]).width == 1
+        made.learn(record([9], draft=5.0 if asked[-1] else 0.0))
+    assert 0 < sum(asked[50:]) < 20
 
 
 def test_a_record_of_another_batch_is_left_out() -> None:
