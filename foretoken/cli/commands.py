@@ -26,7 +26,7 @@ class Ended(Exception):  # noqa: N818 - not an error: the user or a reader of th
 
 
 class _Commands(TyperGroup):
-    """Runs a command; what its target_info do to it becomes a value before typer turns it into another exit code."""
+    """Runs a command; an interruption becomes an exit code of ours before typer makes another one of it."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         """See click."""

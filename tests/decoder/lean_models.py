@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from tiny_models import random_model
-from tree_decoding import logits_by_sequence
+from tree_decoding import SLOTS, decode, logits_by_sequence
 
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.hf.loading import wrap_model
@@ -19,6 +19,15 @@ TOLERANCE = 1e-5  # relative to the largest logit, float32
 def runner(config: Any, kind: str, dtype: torch.dtype = torch.float32, **more: Any) -> Runner:
     """A runner with four slots over a random model."""
     return Runner(wrap_model(random_model(config, dtype=dtype), name="tiny"), num_slots=4, runner=kind, **more)
+
+
+def assert_like_generic(config: Any, kind: str) -> None:
+    """Logits over prompts, trees and commits are those of the generic decoder."""
+    ours, theirs = (decode(runner(config, k, max_nodes=12), rounds=4) for k in (kind, "generic"))
+    for a, b in zip(ours, theirs, strict=True):
+        for row in range(len(SLOTS)):
+            mine, reference = a.logits(row), b.logits(row)
+            assert (mine - reference).abs().max() <= TOLERANCE * reference.abs().max()
 
 
 def assert_exact(made: Runner) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from decoder.lean_models import LEAN, TOLERANCE, assert_exact, runner
+from decoder.lean_models import LEAN, assert_exact, assert_like_generic, runner
 from tiny_models import random_model, tiny_config, tiny_model
 from torch import Tensor, nn
 from tree_decoding import SLOTS, decode
@@ -71,12 +71,7 @@ VARIANTS: dict[str, Any] = {
 @pytest.mark.parametrize("kind", LEAN)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_equal_the_generic_runners(variant: str, kind: str) -> None:
-    config = VARIANTS[variant]
-    ours, theirs = (decode(runner(config, k, max_nodes=12), rounds=4) for k in (kind, "generic"))
-    for a, b in zip(ours, theirs, strict=True):
-        for row in range(len(SLOTS)):
-            mine, reference = a.logits(row), b.logits(row)
-            assert (mine - reference).abs().max() <= TOLERANCE * reference.abs().max()
+    assert_like_generic(VARIANTS[variant], kind)
 
 
 @pytest.mark.parametrize("kind", LEAN)

@@ -8,6 +8,7 @@ Letters: M tokens of a pass, E hidden size, F taps, H query heads, D head size, 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from foretoken.attention.dispatch import tree_attention
 from foretoken.core.backend import has_triton_kernels
 from foretoken.decoder.blocks import Block, Experts, FeedForward
 from foretoken.decoder.lean.elementwise import Projected, TorchOps, Turns, prepared_norm
-from foretoken.decoder.lean.fused_linear import fuse
+from foretoken.decoder.lean.fused_linear import FusedLinear, fuse
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,7 +89,7 @@ class TorchBlocks:
             x, normed = ops.add_and_norm(x, delta, block.mlp_norm)
             x = x + self._normed(layer.mlp(normed, ops), block.mlp_post_norm)
         _, normed = ops.add_and_norm(x, None, last.block.attention_norm)
-        joined = last.key_value()(normed)
+        joined = last.key_value(normed)
         TorchOps().rotate_and_write(Projected(joined, 0, last.index, turns, layout), last.block, self._cache)
 
     def _attention(self, layer: _Layer, normed: Tensor, turns: Turns, layout: AttentionLayout) -> Tensor:
@@ -123,11 +124,10 @@ class _Layer:
             else _TorchFeedForward(block.mlp, block, moves_weights=moves_weights)
         )
 
-    def key_value(self) -> torch.nn.Module:
-        """Keys and values alone; made when first asked for, and kept."""
-        if not hasattr(self, "_key_value"):
-            self._key_value = fuse(self.block.key, self.block.value)
-        return self._key_value
+    @cached_property
+    def key_value(self) -> FusedLinear:
+        """Keys and values alone; made when first asked for."""
+        return fuse(self.block.key, self.block.value)
 
 
 class _TorchFeedForward:
