@@ -114,7 +114,7 @@ def decode(
         accepted = torch.tensor([rng.randrange(int(count)) for count in tree.num_nodes])
         paths = [[node for node in path if node >= 0] for path in tree.path_nodes(accepted).tolist()]
         lengths = [len(tokens) for tokens in committed]
-        runner.commit(SLOTS, lengths, tree.path_nodes(accepted), torch.tensor([len(path) for path in paths]))
+        runner.commit(SLOTS, lengths, paths)
         for row, (slot, path) in enumerate(zip(SLOTS, paths, strict=True)):
             has_gap |= path != list(range(1, len(path) + 1))
             committed[row] = committed[row] + [int(tree.tokens[row, node]) for node in [0, *path]]

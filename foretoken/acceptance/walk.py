@@ -6,7 +6,7 @@ is chosen. The generated text is by construction that of plain decoding, whateve
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,9 +15,16 @@ from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs
 from foretoken.core.backend import has_triton_kernels, reads_are_free
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from foretoken.core.token_tree import TokenTree
+
+
+class HostPath(NamedTuple):
+    """Accepted nodes of one sequence in order, and the token after them, on the host."""
+
+    nodes: list[int]
+    next_token: int
 
 
 def descend(tree: TokenTree, step: Callable[[Tensor, int], tuple[Tensor, Tensor]]) -> Acceptance:
@@ -72,8 +79,20 @@ def child_with_token(tree: TokenTree, node: Tensor, token: Tensor) -> Tensor:
 def walk(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) -> Acceptance:
     """Descends while a child holds the chosen token; choose: (nodes (B,), depth) -> (B,) tokens."""
     if reads_are_free(tree.tokens.device):
-        return _walk_on_host(tree, lambda nodes, depth: choose(torch.tensor(nodes), depth).tolist())
+        return _as_tensors(tree, _walk_on_host(tree, lambda nodes, depth: choose(torch.tensor(nodes), depth).tolist()))
     return _walk_on_device(tree, choose)
+
+
+def walk_chosen(tree: TokenTree, chosen: Sequence[Sequence[int]]) -> list[HostPath]:
+    """`walk` where reading a tensor is free and the host knows the token after every node.
+
+    Args:
+        tree: (B, N) candidates.
+        chosen: Of B sequences, the token after each node of theirs, padding left out.
+    """
+    if tree.max_depth == 0:  # plain decoding needs none of what follows
+        return [HostPath([], row[0]) for row in chosen]
+    return _walk_on_host(tree, lambda nodes, _: [row[node] for row, node in zip(chosen, nodes, strict=True)])
 
 
 def _walk_on_device(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) -> Acceptance:
@@ -86,7 +105,7 @@ def _walk_on_device(tree: TokenTree, choose: Callable[[Tensor, int], Tensor]) ->
     return descend(tree, step)
 
 
-def _walk_on_host(tree: TokenTree, choose: Callable[[list[int], int], list[int]]) -> Acceptance:
+def _walk_on_host(tree: TokenTree, choose: Callable[[list[int], int], list[int]]) -> list[HostPath]:
     """`walk` in plain Python: on a CPU reading a tensor is cheaper than an operation on it."""
     rows = list(zip(tree.tokens.tolist(), tree.parents.tolist(), strict=True))
     nodes, next_token = [0] * len(rows), [0] * len(rows)
@@ -104,15 +123,19 @@ def _walk_on_host(tree: TokenTree, choose: Callable[[list[int], int], list[int]]
                 paths[row].append(child)
         if not walking:
             break
+    return list(map(HostPath, paths, next_token))
+
+
+def _as_tensors(tree: TokenTree, paths: list[HostPath]) -> Acceptance:
+    """What the host found, in the form in which devices find it."""
     packed = torch.tensor([
-        [len(path), token, *path, *[-1] * (tree.max_depth - len(path))]
-        for path, token in zip(paths, next_token, strict=True)
+        [len(nodes), token, *nodes, *[-1] * (tree.max_depth - len(nodes))] for nodes, token in paths
     ])  # fmt: skip
     return Acceptance(
         path=packed[:, 2:],
         num_accepted=packed[:, 0],
         next_token=packed[:, 1],
-        lossy_tv=torch.zeros(len(rows), dtype=torch.float32),
+        lossy_tv=torch.zeros(len(paths), dtype=torch.float32),
     )
 
 
@@ -140,22 +163,16 @@ def accept_chosen(tree: TokenTree, chosen: Tensor) -> Acceptance:
         chosen: (B, N) int64, the target's token after each node.
     """
     if has_triton_kernels(chosen.device):
-        from foretoken.acceptance.triton_walk import walk_chosen
+        from foretoken.acceptance import triton_walk
 
-        walked = walk_chosen(tree.tokens.contiguous(), tree.parents.contiguous(), chosen.contiguous(), tree.max_depth)
+        walked = triton_walk.walk_chosen(
+            tree.tokens.contiguous(), tree.parents.contiguous(), chosen.contiguous(), tree.max_depth
+        )
         return Acceptance(
             **walked._asdict(), lossy_tv=torch.zeros(len(chosen), dtype=torch.float32, device=chosen.device)
         )
-    if tree.max_depth == 0:  # plain decoding needs none of what follows
-        return Acceptance(
-            path=chosen[:, :0],
-            num_accepted=torch.zeros_like(tree.num_nodes),
-            next_token=chosen[:, 0],
-            lossy_tv=torch.zeros(len(chosen), dtype=torch.float32, device=chosen.device),
-        )
     if reads_are_free(chosen.device):
-        rows = chosen.tolist()
-        return _walk_on_host(tree, lambda nodes, _: [row[node] for row, node in zip(rows, nodes, strict=True)])
+        return _as_tensors(tree, walk_chosen(tree, chosen.tolist()))
     return _walk_on_device(tree, lambda nodes, _: chosen.gather(1, nodes.unsqueeze(1))[:, 0])
 
 

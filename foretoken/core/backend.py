@@ -7,10 +7,13 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Sequence
 
 
 def reads_are_free(device: torch.device) -> bool:
@@ -42,3 +45,14 @@ def has_triton_kernels(device: torch.device) -> bool:
 def has_triton() -> bool:
     """Whether triton is installed."""
     return find_spec("triton") is not None
+
+
+def integers_on(values: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """Integers of the host as an int64 tensor, of as many dimensions as the lists are nested.
+
+    Nothing waits for a GPU: a copy from ordinary memory would, until all that was asked of it before is done.
+    """
+    host = torch.from_numpy(np.array(values, dtype=np.int64))  # in half the time of `torch.tensor`
+    if reads_are_free(device):
+        return host
+    return host.pin_memory().to(device, non_blocking=True) if has_cuda_runtime(device) else host.to(device)

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from foretoken.core.backend import has_cuda_runtime, reads_are_free
+from foretoken.core.backend import integers_on
 from foretoken.core.checks import require
 
 if TYPE_CHECKING:
@@ -110,21 +109,23 @@ class Pass:
         device, width = tree.tokens.device, tree.width
         if width == 1:  # every tree is its root
             offsets = list(range(len(slots) + 1))
-            tokens, parents = tree.tokens.flatten(), tree.parents.flatten()
-            positions = _on_device([min(prefix, last_position) for prefix in prefix_lens], device)
+            tokens, parents = tree.tokens[:, 0], tree.parents[:, 0]
+            each = [[min(prefix, last_position) for prefix in prefix_lens], offsets[:-1]]
+            positions, logit_rows = integers_on(each, device).unbind()
         else:
             counts = tree.node_counts()
             offsets = [0, *accumulate(counts)]
             if min(counts) == width:
                 tokens, parents, depths = tree.tokens.flatten(), tree.parents.flatten(), tree.depths
-                prefix = prefix_lens[0] if len(slots) == 1 else _on_device(prefix_lens, device).unsqueeze(1)
+                prefix = prefix_lens[0] if len(slots) == 1 else integers_on(prefix_lens, device).unsqueeze(1)
             else:
                 starts = range(0, len(counts) * width, width)
                 places = [place for start, n in zip(starts, counts, strict=True) for place in range(start, start + n)]
                 prefixes = [length for length, n in zip(prefix_lens, counts, strict=True) for _ in range(n)]
-                index, prefix = _on_device([places, prefixes], device).unbind()
+                index, prefix = integers_on([places, prefixes], device).unbind()
                 tokens, parents, depths = tree.tokens.take(index), tree.parents.take(index), tree.depths.take(index)
             positions = (depths + prefix).clamp_max_(last_position).flatten()
+            logit_rows = torch.arange(offsets[-1], device=device)
         return cls(
             tokens=tokens,
             positions=positions,
@@ -132,7 +133,7 @@ class Pass:
             slots=slots,
             prefix_lens=prefix_lens,
             offsets=offsets,
-            logit_rows=torch.arange(offsets[-1], device=device),
+            logit_rows=logit_rows,
             is_causal=width == 1,
         )
 
@@ -164,10 +165,10 @@ class Pass:
             [parent for length in lengths for parent in range(-1, length - 1)],
         ]
         device = torch.device(device)
-        ids, positions, parents = _on_device(packed, device).unbind()
+        ids, positions, parents = integers_on(packed, device).unbind()
         return cls(
             tokens=ids, positions=positions, parents=parents, slots=slots, prefix_lens=prefix_lens, offsets=offsets,
-            logit_rows=_on_device([end - 1 for end in offsets[1:]], device) if has_last_logits else None,
+            logit_rows=integers_on([end - 1 for end in offsets[1:]], device) if has_last_logits else None,
             is_causal=True,
         )  # fmt: skip
 
@@ -185,14 +186,3 @@ class Pass:
             logit_rows=self.logit_rows,
             is_causal=self.is_causal and chains.is_causal,
         )
-
-
-def _on_device(values: Sequence[Any], device: torch.device) -> Tensor:
-    """Integers of the host as an int64 tensor, of as many dimensions as the lists are nested.
-
-    Nothing waits for a GPU: a copy from ordinary memory would, until all that was asked of it before is done.
-    """
-    host = torch.from_numpy(np.array(values, dtype=np.int64))  # in half the time of `torch.tensor`
-    if reads_are_free(device):
-        return host
-    return host.pin_memory().to(device, non_blocking=True) if has_cuda_runtime(device) else host.to(device)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from foretoken.core.backend import integers_on
 from foretoken.core.errors import TreeError
 
 if TYPE_CHECKING:
@@ -141,7 +142,8 @@ class TokenTree:
             tokens.append([*row.tokens, *([0] * padding)])
             parents.append([*row.parents, *([-1] * padding)])
             depths.append([*row_depths, *([0] * padding)])
-        packed = torch.tensor([tokens, parents, depths], dtype=torch.int64, device=device)
+        device = torch.device(device)
+        packed = integers_on([tokens, parents, depths], device).unbind()
         counts, deepest = [len(row.tokens) for row in rows], list(map(max, depths))
         facts = None
         if min(map(min, tokens)) >= 0:
@@ -153,7 +155,7 @@ class TokenTree:
             tokens=packed[0],
             parents=packed[1],
             depths=packed[2],
-            num_nodes=torch.tensor(counts, dtype=torch.int64, device=device),
+            num_nodes=integers_on(counts, device),
             max_depth=max(deepest),
             host_facts=facts,
         )
@@ -161,14 +163,15 @@ class TokenTree:
     @classmethod
     def roots(cls, tokens: Sequence[int], *, device: torch.device | str = "cpu") -> TokenTree:
         """A batch of trees that hold the root alone: a plain decoding step."""
-        count = len(tokens)
-        ones = [1] * count
-        facts = HostFacts(roots=list(tokens), depths=[0] * count, num_nodes=ones, num_tokens=max(tokens) + 1)
+        roots, zeros, ones = list(tokens), [0] * len(tokens), [1] * len(tokens)
+        facts = HostFacts(roots=roots, depths=zeros, num_nodes=ones, num_tokens=max(roots) + 1)
+        columns = [[[each] for each in column] for column in (roots, [-1] * len(roots), zeros, ones)]
+        ids, parents, depths, num_nodes = integers_on(columns, torch.device(device)).unbind()
         return cls(
-            tokens=torch.tensor(tokens, dtype=torch.int64, device=device).view(count, 1),
-            parents=torch.full((count, 1), -1, device=device),
-            depths=torch.zeros((count, 1), dtype=torch.int64, device=device),
-            num_nodes=torch.ones(count, dtype=torch.int64, device=device),
+            tokens=ids,
+            parents=parents,
+            depths=depths,
+            num_nodes=num_nodes[:, 0],
             max_depth=0,
             host_facts=facts if min(tokens) >= 0 else None,
         )

@@ -24,10 +24,13 @@ class PassOutput:
     Attributes:
         logits: (R, V) float32, of `Pass.logit_rows`; None where none were wanted.
         features: (M, F, D) in the model's dtype, tapped features in the order asked for, or None without taps.
+        greatest: (R,) int64, the token with the greatest logit of each row, the lowest among equals; -1 where the
+            greatest is not finite. None where the decoder does not compute it.
     """
 
     logits: Tensor | None
     features: Tensor | None
+    greatest: Tensor | None = None
 
 
 class Decoder(Protocol):

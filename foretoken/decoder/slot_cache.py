@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken.core.backend import has_triton_kernels, reads_are_free
+from foretoken.core.backend import has_triton_kernels, integers_on, reads_are_free
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -88,26 +88,30 @@ class SlotCache:
             values[tables.written_slots, :, tables.written_rows] = value
         return keys, values
 
-    def move_paths(self, slots: Sequence[int], prefix: Sequence[int], path: Tensor, num_accepted: Tensor) -> None:
-        """Moves the rows of accepted nodes behind the root's, in every layer at once; without a look at them on GPUs.
+    def move_paths(self, slots: Sequence[int], prefix: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
+        """Moves the rows of accepted nodes behind the root's, in every layer at once.
 
         Args:
             slots: B slots, all different.
             prefix: The row of each root.
-            path: (B, D) int64, accepted nodes in order; -1 past the last.
-            num_accepted: (B,) int64, how many.
+            paths: Accepted nodes of each in order. Those of a chain stand where they belong, and cost nothing.
         """
-        if has_triton_kernels(path.device):
+        each = zip(slots, prefix, paths, strict=True)
+        moved = [(slot, root, path) for slot, root, path in each if list(path) != list(range(1, len(path) + 1))]
+        if not moved:
+            return
+        device = self.keys[0].device
+        if has_triton_kernels(device):
             from foretoken.decoder.triton_commit import commit_rows
 
-            places = torch.tensor([list(slots), list(prefix)], device=path.device)
+            depth = max(len(path) for *_, path in moved)
+            padded = integers_on([[*path, *[-1] * (depth - len(path))] for *_, path in moved], device)
+            places = integers_on([[slot, root, len(path)] for slot, root, path in moved], device).T.contiguous()
             for store in self._stores.values():
-                commit_rows(store, places[0], places[1], path.contiguous(), num_accepted)
+                commit_rows(store, places[0], places[1], padded, places[2])
             return
-        for slot, root, nodes in zip(slots, prefix, path.tolist(), strict=True):
-            accepted = [root + node for node in nodes if node >= 0]
-            if accepted:
-                self.move_rows(slot, accepted, root + 1)
+        for slot, root, path in moved:
+            self.move_rows(slot, [root + node for node in path], root + 1)
 
     def move_rows(self, slot: int, source: Sequence[int], start: int) -> None:
         """Moves rows of a slot to consecutive places, in every layer at once.

@@ -24,7 +24,7 @@ from foretoken.drafters.base import (
 from foretoken.trees.merge import Trie
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 
 class Options(DrafterOptions):
@@ -65,15 +65,15 @@ class NgramIndex:
                     self._ends[tuple(tokens[end - length : end])].append(end)
         self._num_tokens = len(tokens)
 
-    def matches(self, tokens: Sequence[int]) -> list[int]:
+    def matches(self, tokens: Sequence[int]) -> Iterator[int]:
         """Ends of earlier occurrences of the sequence's last tokens, longest match first, then most recent first."""
-        found: dict[int, None] = {}
+        found: set[int] = set()
         for length in self._lengths:
             if length <= len(tokens):
                 for end in reversed(self._ends.get(tuple(tokens[-length:]), ())):
-                    if end < len(tokens):
-                        found.setdefault(end)
-        return list(found)
+                    if end < len(tokens) and end not in found:
+                        found.add(end)
+                        yield end
 
 
 class NgramDrafter:

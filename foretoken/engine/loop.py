@@ -11,15 +11,25 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from foretoken.acceptance.select import AcceptancePolicy, accept
+from foretoken.core.backend import integers_on, reads_are_free
 from foretoken.core.errors import described
 from foretoken.core.records import StepRecord
 from foretoken.drafters.base import DraftContext, DraftRequest
-from foretoken.engine.outcomes import Outcome, newly_committed, outcomes_on_host, sequence_step, token_scores
+from foretoken.engine.outcomes import (
+    Outcome,
+    greatest_on_host,
+    newly_committed,
+    outcomes_of_choices,
+    outcomes_on_host,
+    sequence_step,
+    token_scores,
+)
 from foretoken.engine.prefill import Chunk, Prefill
 from foretoken.engine.stage_clock import StageClock
 from foretoken.engine.torch_state import restored_torch_state
@@ -32,8 +42,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.acceptance.decisions import Acceptance
     from foretoken.core.passes import Pass
+    from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import PassOutput
     from foretoken.engine.drafting import Draft, Drafting
     from foretoken.engine.sequence import Sequence
@@ -51,16 +61,16 @@ class Verified(NamedTuple):
         chunks: Of sequences that join.
         draft: What was verified.
         output: Of the whole pass.
-        acceptance: What survived.
-        outcomes: The same on the host.
+        outcomes: What survived.
+        lossy_tv: See `StepRecord`.
     """
 
     trees: Pass
     chunks: list[Chunk]
     draft: Draft
     output: PassOutput
-    acceptance: Acceptance
     outcomes: list[Outcome]
+    lossy_tv: float
 
     def logits_of(self, row: int) -> Tensor:
         """(N, V) logits of one sequence's tree."""
@@ -212,17 +222,44 @@ class Engine:
         chunks = self._prefill.next_chunks(joining, trees.num_tokens)
         if chunks:
             work = trees.with_chains(self._prefill.as_pass(chunks))
-        output = self.target.run(work)
-        if output.logits is None:
-            raise RuntimeError("a verification has logits")
-        if self._impossible_ids is not None:
-            with torch.inference_mode():  # the logits may be an inference tensor, which nothing else may write to
-                output.logits[..., self._impossible_ids] = float("-inf")
+        output = self._run(work)
         clock.mark()
-        starts, *roots = torch.tensor([trees.offsets[:-1], lengths], device=tree.tokens.device)
+        outcomes, lossy_tv = self._accept(sequences, batch, tree, trees, output)
+        clock.mark()
+        self.target.commit(slots, lengths, [outcome.path for outcome in outcomes])
+        return Verified(trees, chunks, draft, output, outcomes, lossy_tv)
+
+    def _run(self, work: Pass) -> PassOutput:
+        """A pass with logits in which impossible tokens have none."""
+        output = self.target.run(work)
+        if self._impossible_ids is None or output.logits is None:
+            return output
+        with torch.inference_mode():  # the logits may be an inference tensor, which nothing else may write to
+            output.logits[..., self._impossible_ids] = float("-inf")
+        return replace(output, greatest=None)
+
+    def _accept(
+        self, sequences: list[Sequence], batch: SamplingBatch, tree: TokenTree, trees: Pass, output: PassOutput
+    ) -> tuple[list[Outcome], float]:
+        """What survives of each tree, and what a lossy rule spent; see `StepRecord`.
+
+        Args:
+            sequences: One a tree.
+            batch: Their sampling parameters.
+            tree: Without probes.
+            trees: The pass without its chunks of prompts.
+            output: Of the whole pass.
+        """
+        device, logits = tree.tokens.device, output.logits
+        if logits is None:
+            raise RuntimeError("a verification has logits")
+        if batch.is_all_greedy and not batch.processors and not self.policy.is_lossy and reads_are_free(device):
+            choices = greatest_on_host(logits) if output.greatest is None else output.greatest.tolist()
+            return outcomes_of_choices(tree, choices, trees.offsets), 0.0
+        starts, roots = integers_on([trees.offsets[:-1], trees.prefix_lens], device).unbind()
         scores = NodeScores(
             tree=tree,
-            logits=output.logits,
+            logits=logits,
             starts=starts,
             has_row_for_each=trees.num_tokens == tree.tokens.numel(),
             batch=batch,
@@ -235,17 +272,16 @@ class Engine:
             )
             for row, s in enumerate(sequences)
         ]  # fmt: skip
-        acceptance = accept(scores, rules, self.policy, roots[0])
-        outcomes = outcomes_on_host(scores, acceptance)
-        clock.mark()
-        self.target.commit(slots, lengths, acceptance.path, acceptance.num_accepted)
-        return Verified(trees, chunks, draft, output, acceptance, outcomes)
+        acceptance = accept(scores, rules, self.policy, roots)
+        lossy_tv = float(acceptance.lossy_tv.mean()) if self.policy.is_lossy else 0.0
+        return outcomes_on_host(scores, acceptance), lossy_tv
 
     def _commit(self, sequences: list[Sequence], verified: Verified, clock: StageClock) -> StepRecord:
         """Appends tokens to the sequences, tells the drafter, and records the iteration."""
         lengths, roots = [len(s.tokens) for s in sequences], [s.tokens[-1] for s in sequences]
         for row, (sequence, outcome) in enumerate(zip(sequences, verified.outcomes, strict=True)):
-            self._contained(sequence, self._emit, outcome, verified.logits_of(row))
+            logits = verified.logits_of(row) if sequence.params.logprobs is not None else None
+            self._contained(sequence, self._emit, outcome, logits)
         generated = [sequence.tokens[before:] for sequence, before in zip(sequences, lengths, strict=True)]
         num_decoding, features = verified.trees.num_tokens, verified.output.features
         if self._drafting.is_active:
@@ -268,7 +304,7 @@ class Engine:
             seconds=seconds,
             draft_error=verified.draft.error,
             declined=verified.draft.declined,
-            lossy_tv=float(verified.acceptance.lossy_tv.mean()) if self.policy.is_lossy else 0.0,
+            lossy_tv=verified.lossy_tv,
         )
         for sequence, step in zip(sequences, record.sequences, strict=True):
             sequence.metrics.add_step(step, record)
@@ -338,11 +374,11 @@ class Engine:
             batch.tail_len,
         )  # fmt: skip
 
-    def _emit(self, sequence: Sequence, outcome: Outcome, logits: Tensor) -> None:
-        """Appends what was decided to one sequence; logits: (N, V) of its tree."""
+    def _emit(self, sequence: Sequence, outcome: Outcome, logits: Tensor | None) -> None:
+        """Appends what was decided to one sequence; logits: (N, V) of its tree where their values are asked for."""
         before = len(sequence.tokens)
         valid = outcome.tokens[: outcome.num_valid]
-        if sequence.params.logprobs is not None and valid:
+        if sequence.params.logprobs is not None and logits is not None and valid:
             nodes = torch.tensor([0, *outcome.path][: len(valid)], device=logits.device)
             sequence.scores += token_scores(logits[nodes], valid, sequence.params.logprobs)
         sequence.emit(valid)

@@ -6,16 +6,21 @@ Letters: B sequences, N nodes, V vocabulary, K tokens of one sequence.
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from foretoken.acceptance.walk import walk_chosen
 from foretoken.core.records import SequenceStep
 from foretoken.drafters.base import Committed, Verified
 from foretoken.engine.sequence import TokenScores
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence as Seq
+
     from foretoken.acceptance.decisions import Acceptance
     from foretoken.core.passes import Pass
     from foretoken.core.token_tree import TokenTree
@@ -83,6 +88,56 @@ def outcomes_on_host(scores: NodeScores, acceptance: Acceptance) -> list[Outcome
             )
         )
     return outcomes
+
+
+def outcomes_of_choices(tree: TokenTree, choices: Seq[int], offsets: Seq[int]) -> list[Outcome]:
+    """What greedy acceptance decides where reads are free and the target's token after every node is known.
+
+    Args:
+        tree: Without probes.
+        choices: The token after each node, padding left out; -1 where logits are not finite.
+        offsets: B + 1, where each tree's nodes begin.
+    """
+    paths = walk_chosen(tree, [choices[start:end] for start, end in pairwise(offsets)])
+    facts = tree.host_facts if tree.source is None else None
+    sizes = list(zip(facts.num_nodes, facts.depths, strict=True)) if facts is not None else _sizes(tree)
+    sources = None if tree.source is None else tree.source.tolist()
+    outcomes = []
+    for row, (nodes, next_token) in enumerate(paths):
+        num_nodes, tree_depth = sizes[row]
+        outcomes.append(
+            Outcome(
+                path=nodes,
+                tokens=[*(choices[offsets[row] + node] for node in [0, *nodes][: len(nodes)]), next_token],
+                num_valid=len(nodes) + (next_token >= 0),
+                num_drafted=num_nodes - 1,
+                tree_depth=tree_depth,
+                sources=[1] * len(nodes) if sources is None else [sources[row][node] for node in nodes],
+            )
+        )
+    return outcomes
+
+
+def _sizes(tree: TokenTree) -> list[list[int]]:
+    """Of each tree, its nodes that can be accepted, the root counted, and their greatest depth."""
+    is_drafted = tree.parents >= 0
+    return torch.stack([is_drafted.sum(1) + 1, (tree.depths * is_drafted).amax(1)], dim=1).tolist()
+
+
+def greatest_on_host(logits: Tensor) -> list[int]:
+    """The token with the greatest logit of each row of a tensor on the CPU, the lowest among equals.
+
+    Args:
+        logits: (R, V) float32.
+
+    Returns:
+        R tokens, -1 where the greatest is not finite.
+    """
+    rows = logits.numpy()  # its argmax is vectorised along a row, torch's is not
+    best = rows.argmax(1)
+    is_finite = np.isfinite(rows[np.arange(len(rows)), best])  # of NaN and a number, NaN counts as greater
+    tokens: list[int] = np.where(is_finite, best, -1).tolist()
+    return tokens
 
 
 def token_scores(logits: Tensor, tokens: list[int], count: int) -> list[TokenScores]:

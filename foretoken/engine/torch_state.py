@@ -35,7 +35,7 @@ def own_torch_state() -> Iterator[None]:
         for kind in _AUTOCAST_DEVICES:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
-        if torch.get_default_device() != _CPU:
+        if _function_modes() != ([], None) and torch.get_default_device() != _CPU:
             stack.enter_context(_CPU)
         yield
 

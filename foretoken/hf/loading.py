@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 from foretoken.core.errors import ModelError, one_line
-from foretoken.decoder.held_memory import in_own_memory, plain_tensors
 from foretoken.hf.adapters import adapt_attention
 from foretoken.hf.config_checks import check_quantization, check_sizes, end_tokens
 from foretoken.hf.model_files import check_model_files, check_readable
@@ -30,6 +29,7 @@ from foretoken.hf.weight_files import (
     check_unused,
     read_headers,
 )
+from foretoken.hf.weight_memory import gather_weights
 
 if TYPE_CHECKING:
     import torch
@@ -122,8 +122,7 @@ def load_model(
         # No error: published checkpoints carry extra heads and buffers that a plain causal LM has no use for.
         logging.getLogger(__name__).warning("%s: unused weights: %s", name, ", ".join(sorted(info["unexpected_keys"])))
     module.to(torch_device)
-    for tensor in (*plain_tensors(module), *module.buffers()):
-        tensor.data = in_own_memory(tensor.data)
+    gather_weights(module)
     return _ready(module, name)
 
 

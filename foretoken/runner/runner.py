@@ -187,14 +187,12 @@ class Runner:
         """`verification`, run by itself."""
         return self.run(self.verification(slots, lengths, tree))
 
-    def commit(self, slots: Sequence[int], lengths: Sequence[int], path: Tensor, num_accepted: Tensor) -> None:
+    def commit(self, slots: Sequence[int], lengths: Sequence[int], paths: Sequence[Sequence[int]]) -> None:
         """Makes the accepted paths' rows permanent: root and path follow the committed rows.
 
         Args:
             slots: B slots.
             lengths: Committed rows of each before this iteration; the root's row is `lengths[b]`.
-            path: (B, D) int64, accepted nodes in order, without the root; -1 past the last.
-            num_accepted: (B,) int64, how many.
+            paths: Of each sequence, accepted nodes in order, without the root.
         """
-        if path.shape[1]:
-            self.cache.move_paths(slots, lengths, path, num_accepted)
+        self.cache.move_paths(slots, lengths, paths)

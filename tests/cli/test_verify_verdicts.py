@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,13 +18,13 @@ MODEL = str(Path(__file__).parents[2] / "models" / "tinycode")
 
 def test_a_wrong_engine_is_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = load_model(MODEL), load_tokenizer(MODEL)
-    real = loop.outcomes_on_host
+    real = loop.Engine._accept
 
-    def wrong_bonus(*arguments: object) -> list[loop.Outcome]:
-        outcomes = real(*arguments)  # type: ignore[arg-type]
-        return [o._replace(tokens=[*o.tokens[:-1], 17]) if o.tree_depth else o for o in outcomes]
+    def wrong_bonus(*arguments: Any) -> tuple[list[loop.Outcome], float]:
+        outcomes, lossy_tv = real(*arguments)
+        return [o._replace(tokens=[*o.tokens[:-1], 17]) if o.tree_depth else o for o in outcomes], lossy_tv
 
-    monkeypatch.setattr(loop, "outcomes_on_host", wrong_bonus)
+    monkeypatch.setattr(loop.Engine, "_accept", wrong_bonus)
     setup = parse_setup('{"method": "oracle", "pattern": [2]}')
     workload = Workload(prompts=["import os\n"], temperatures=(0.0, 0.8), max_tokens=12)
     checks = verify_setups(model, tokenizer, [setup], workload, batch_sizes=[1])

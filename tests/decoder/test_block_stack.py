@@ -191,7 +191,7 @@ def test_an_accepted_path_is_committed(backend: str) -> None:
     stack.run(prompt, chains([5], slots=[0], prefix_lens=[0]))
     tree = TokenTree.from_rows([TreeRow([0] * 4, [-1, 0, 0, 2])])
     stack.run(nodes, Pass.of_tree(tree, slots=[0], prefix_lens=[5], last_position=CAPACITY - 1))
-    stack.cache.move_paths([0], [5], torch.tensor([[2, 3]]), torch.tensor([2]))
+    stack.cache.move_paths([0], [5], [[2, 3]])
     stack.cache.poison(0, 8)
     found = stack.run(further, chains([2], slots=[0], prefix_lens=[8]))
     assert_close(found, Slow(layers)(torch.cat([prompt, nodes[[0, 2, 3]], further]))[3][8:], backend)

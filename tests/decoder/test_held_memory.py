@@ -102,15 +102,19 @@ def test_weights_of_a_loaded_model_may_move_too(own: str, tmp_path: Path) -> Non
 @pytest.mark.parametrize("sizes", [[0], [8], [1000, 8], [8, 8]], ids=str)
 @pytest.mark.parametrize("which", ["model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight", "model.norm"])
 def test_weights_that_are_freed_end_the_request(which: str, sizes: list[int], runner: str) -> None:
-    """Also one that comes back to its address with fewer bytes."""
+    """Also one that comes back to its address with fewer bytes; the native kernels have norms of their own."""
     module = tiny_model("llama")
     llm = LLM(module, runner=runner)
+    expected = decoded(llm)
     for name, parameter in module.named_parameters():
         if name.startswith(which):
             for size in sizes:
                 parameter.untyped_storage().resize_(min(size, parameter.nbytes - 4))
     for _ in range(2):
         output = decoded(llm)
+        if which == "model.norm" and runner == "lean-native":
+            assert output == expected
+            continue
         assert output.finish_reason == "error"
         assert LOST in str(output.error)
         assert "PassError" in str(output.error)

@@ -22,6 +22,7 @@ from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.blocks import Matrix
 from foretoken.decoder.lean.fused_linear import fuse
+from foretoken.engine.outcomes import greatest_on_host
 from foretoken.hf.loading import wrap_model
 from foretoken.hf.plain import run_plain
 from foretoken.runner import decoders
@@ -300,3 +301,34 @@ def test_deep_copies_are_independent() -> None:
         for parameter in other.parameters():
             parameter.zero_()
     assert torch.equal(made.verify([0], [0], TokenTree.roots([5])).logits, before)
+
+
+@pytest.mark.parametrize("vocab_size", [5, 16, 61, 6144])
+def test_the_greatest_logit_of_each_row(vocab_size: int) -> None:
+    """Lowest id first among equals, as numpy has it; none in a row that holds no number, or an infinite one."""
+    config = tiny_config("llama", vocab_size=vocab_size, tie_word_embeddings=False)
+    module = random_model(config)
+    with torch.no_grad():
+        module.lm_head.weight.copy_(module.lm_head.weight.sign())  # many ties
+    target = Runner(wrap_model(module, name="tiny"), num_slots=2, runner="lean-native")
+    rows = TokenTree.from_rows([TreeRow(tokens=[1, 2, 3], parents=[-1, 0, 0]), TreeRow(tokens=[4], parents=[-1])])
+    output = target.verify([0, 1], [0, 0], rows)
+    assert output.logits is not None
+    assert output.greatest is not None
+    assert output.greatest.tolist() == output.logits.numpy().argmax(1).tolist() == greatest_on_host(output.logits)
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+def test_rows_without_a_greatest_logit(odd: float) -> None:
+    """A weight that is no number makes the row useless; rows that do not see it stay as they are."""
+    config = tiny_config("llama", vocab_size=61, tie_word_embeddings=False)
+    module = random_model(config)
+    target = Runner(wrap_model(module, name="tiny"), num_slots=2, runner="lean-native")
+    with torch.no_grad():
+        module.model.embed_tokens.weight[7] = odd
+    output = target.verify([0, 1], [0, 0], TokenTree.roots([7, 8]))
+    assert output.logits is not None
+    assert output.greatest is not None
+    assert output.greatest.tolist() == greatest_on_host(output.logits)
+    assert output.greatest[0] == -1
+    assert output.greatest[1] >= 0

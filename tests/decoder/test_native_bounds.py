@@ -202,7 +202,6 @@ def with_experts(**changes: Callable[[Any], Any]) -> Callable[[LeanWeights], Lea
             "the table of sines",
         ),
         (lambda w: with_final_norm(w, shrunk(w.layers.final_norm.weight)), "the final norm"),
-        (lambda w: with_final_norm(w, w.layers.final_norm.weight.double()), "the final norm"),
         (lambda w: replace(w, embedding=w.embedding.T.contiguous().T), "the embedding"),
         (lambda w: replace(w, embedding=w.embedding.bfloat16()), "the embedding"),
         (lambda w: with_blocks(w, lambda b: {"spec": replace(b.spec, head_dim=16)}), "is .* Expected"),

@@ -116,7 +116,7 @@ class NativeBlocks:
                 been computed then.
         """
         described, arguments, held = self._prepared(work, inputs)
-        features = logits = None
+        features = logits = greatest = None
         if self._taps:
             shape = (len(self._tap_order), work.num_tokens, self._model.hidden)
             features = torch.empty(shape, dtype=torch.float32, device="cpu")
@@ -125,12 +125,14 @@ class NativeBlocks:
             wanted = (len(work.logit_rows), self._model.head.rows)
             logits = torch.empty(wanted, dtype=torch.float32, device="cpu")
             arguments.logits = logits.data_ptr()  # null where no row is asked for
+            greatest = torch.empty(wanted[0], dtype=torch.int64, device="cpu")
+            arguments.greatest = greatest.data_ptr()
         self._call(described, arguments, work)
         del held  # the kernels read it until here
         if features is not None:
             features = features[0].unsqueeze(1) if len(self._taps) == 1 else features[self._taken].transpose(0, 1)
             features = features.to(self._dtype)
-        return PassOutput(logits=logits, features=features)
+        return PassOutput(logits=logits, features=features, greatest=greatest)
 
     def append(self, work: Pass, inputs: Tensor) -> None:
         """As `run`, but of the last block keys and values alone.

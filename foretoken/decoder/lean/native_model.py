@@ -14,10 +14,12 @@ from torch import Tensor
 
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.blocks import Experts, FeedForward
-from foretoken.decoder.held_memory import HeldMemory, has_memory, lost_memory
+from foretoken.decoder.held_memory import HeldMemory, has_memory, is_plain, lost_memory
 from foretoken.decoder.lean.structures import ExpertsArguments, Layer, Matrix, Model, Norm
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from foretoken.decoder import blocks as described
     from foretoken.decoder.lean.weights import LeanWeights
     from foretoken.decoder.slot_cache import SlotCache
@@ -35,7 +37,7 @@ class NativeModel:
     """
 
     def __init__(self, layers: described.Blocks, ends: LeanWeights | None, cache: SlotCache) -> None:
-        """Takes addresses; copies biases that are not in float32 and nothing else.
+        """Takes addresses; copies norms and biases, and nothing else.
 
         Args:
             layers: The blocks, on a CPU, in float32 or bfloat16.
@@ -47,6 +49,7 @@ class NativeModel:
         """
         self._cache, self._dtype = cache, layers.dtype
         self._kept: list[Tensor] = []
+        self._vectors = _Vectors((layers if ends is None else ends).tensors())
         self._hidden = layers.hidden_size
         spec = layers.blocks[0].spec
         self._heads, self._kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
@@ -187,20 +190,30 @@ class NativeModel:
 
     def _bias(self, name: str, bias: Tensor | None, rows: int) -> int | None:
         """The address of a bias in float32."""
-        if bias is None:
-            return None
-        return self._hold(f"the bias of {name}", bias.detach().float().contiguous(), (rows,))
+        return None if bias is None else self._copied(f"the bias of {name}", bias, rows)
 
     def _norm(self, name: str, norm: described.Norm | None, size: int) -> Norm:
         """A norm, or none."""
         if norm is None:
             return Norm()
         return Norm(
-            weight=self._hold(name, norm.weight, (size,)),
-            bias=None if norm.bias is None else self._hold(f"the bias of {name}", norm.bias, (size,)),
+            weight=self._copied(name, norm.weight, size),
+            bias=None if norm.bias is None else self._copied(f"the bias of {name}", norm.bias, size),
             epsilon=norm.epsilon,
             kind=_NORMS[norm.kind],
         )
+
+    def _copied(self, name: str, vector: Tensor, size: int) -> int:
+        """The address of a copy in float32.
+
+        Raises:
+            UnsuitableError: When it has another size, or its memory was freed.
+        """
+        if vector.shape != (size,) or not is_plain(vector):
+            raise UnsuitableError(f"{name} is a {type(vector).__name__} {tuple(vector.shape)}. Expected ({size},).")
+        if not has_memory(vector):
+            raise UnsuitableError(lost_memory(vector))
+        return self._vectors.copy(vector)
 
     def _hold(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
         """The address of a tensor that stays alive as long as this.
@@ -219,3 +232,26 @@ class NativeModel:
             raise UnsuitableError(lost_memory(tensor))
         self._kept.append(tensor)
         return tensor.data_ptr()
+
+
+class _Vectors:
+    """Norms and biases in float32, side by side in memory that nothing else can reach."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        """Makes room for every vector among some tensors."""
+        self._memory = torch.empty(
+            sum(_padded(each.numel()) for each in tensors if each.dim() == 1), dtype=torch.float32, device="cpu"
+        )
+        self._used = 0
+
+    def copy(self, vector: Tensor) -> int:
+        """The address of a copy."""
+        place = self._memory[self._used : self._used + vector.numel()]
+        place.copy_(vector.detach())
+        self._used += _padded(vector.numel())
+        return place.data_ptr()
+
+
+def _padded(count: int) -> int:
+    """A number of float32 elements in whole cache lines."""
+    return -(-count // 16) * 16

@@ -69,7 +69,7 @@ class PassArguments(Structure):
         *((name, c_int64) for name in ("num_threads", "num_sequences", "num_logits")),
         *((name, c_void_p) for name in (
             "tokens", "inputs", "positions", "parents", "slots", "prefix", "starts", "node_starts", "logit_rows",
-            "logits", "taps",
+            "logits", "greatest", "taps",
         )),
         ("num_taps", c_int64),
         ("is_append", c_int64),

@@ -55,14 +55,13 @@ class Decoder {
     if (wants(model_.num_layers + 1)) keep_final();
     if (has_all_logits) {
       project(model_.head, normed_, rows_, pass_.logits);
-      cap_logits();
     } else if (pass_.logits != nullptr) {
 #pragma omp barrier
       const Inputs<T> chosen(space_.normed, model_.hidden, pass_.num_logits == 1);
       normalise(model_.final_norm, chosen, pass_.num_logits, [&](int64_t r) { return pass_.logit_rows[r]; });
       project(model_.head, chosen, pass_.num_logits, pass_.logits);
-      cap_logits();
     }
+    if (pass_.logits != nullptr) finish_logits();
   }
 
  private:
@@ -187,9 +186,20 @@ class Decoder {
     });
   }
 
-  void cap_logits() {
-    if (model_.logit_softcap <= 0) return;
+  // Caps logits, where the model does, and finds the greatest of each row.
+  void finish_logits() {
 #pragma omp barrier
+    if (model_.logit_softcap > 0) {
+      cap_logits();
+#pragma omp barrier
+    }
+    if (pass_.greatest == nullptr) return;
+    share(pass_.num_logits, [&](int64_t r) {
+      pass_.greatest[r] = greatest(pass_.logits + r * model_.head.rows, model_.head.rows);
+    });
+  }
+
+  void cap_logits() {
     const int64_t V = model_.head.rows, portions = portions_of(V);
     const auto capped = [&](Lanes x) { return hyperbolic_tangent(x / model_.logit_softcap) * model_.logit_softcap; };
     share(pass_.num_logits * portions, [&](int64_t unit) {

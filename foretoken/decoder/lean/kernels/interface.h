@@ -68,6 +68,7 @@ struct Pass {
   const int64_t *starts, *node_starts;   // (S + 1,), where each sequence's tokens and nodes begin
   const int64_t* logit_rows;             // (R,) ascending, the tokens whose logits are wanted
   float* logits;                         // (R, vocab), or null
+  int64_t* greatest;                     // (R,) tokens with the greatest logits, -1 where that is not finite; or null
   const int64_t* taps;                   // (F,) ascending boundary indices; layers + 1 means after the final norm
   int64_t num_taps;
   int64_t is_append;                     // whether the last layer computes keys and values alone, and nothing comes out

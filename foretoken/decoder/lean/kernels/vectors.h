@@ -10,6 +10,10 @@
 #include <immintrin.h>
 #endif
 
+// What the innermost loops are made of: called instead, their registers would go through memory. Which of them a compiler
+// inlines of its own accord changes with every file that uses them.
+#define FORETOKEN_INLINE inline __attribute__((always_inline))
+
 namespace {
 
 #if defined(__AVX512F__)
@@ -72,7 +76,7 @@ inline Lanes multiply_add(Lanes a, Lanes b, Lanes sum) {
 // additions.
 #if defined(__AVX512F__)
 template <int kCount>
-inline Lanes sums_over_lanes(const Lanes* v) {
+FORETOKEN_INLINE Lanes sums_over_lanes(const Lanes* v) {
   const auto pairs = [](Lanes a, Lanes b) {
     return __builtin_shufflevector(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
            __builtin_shufflevector(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
@@ -93,7 +97,7 @@ inline Lanes sums_over_lanes(const Lanes* v) {
 }
 #else
 template <int kCount>
-inline Lanes sums_over_lanes(const Lanes* v) {
+FORETOKEN_INLINE Lanes sums_over_lanes(const Lanes* v) {
   const auto pairs = [](Lanes a, Lanes b) {
     return __builtin_shufflevector(a, b, 0, 2, 8, 10, 4, 6, 12, 14) +
            __builtin_shufflevector(a, b, 1, 3, 9, 11, 5, 7, 13, 15);
