@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
 
 _WIDE, _BATCH, _STEPS = 64, 8, 40
-_JOINING, _PROMPT_LEN = 7, 480
+_JOINING, _PROMPT_LEN, _NORMAL = 7, 480, 250
 
 
 class WideTree:
@@ -96,12 +96,12 @@ def joining(model: str, options: dict[str, Any]) -> dict[str, float]:
     llm.generate(prompts, short)  # warms up
     gc.collect()
     gc.freeze()  # a collection looks at every object of torch and transformers, which takes many steps
-    normal, first, others, total = [], [], [], []
+    normal, undisturbed, first, others, total = [], [], [], [], []
     for _ in range(5):
         steps.clear()
-        long = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
+        long = SamplingParams(temperature=0.0, max_tokens=980, ignore_eos=True)
         running: Any = llm.stream({"prompt_token_ids": [9] * 40}, long)
-        for _ in range(60):
+        for _ in range(_NORMAL):
             next(running)
         begun, began = len(steps), time.perf_counter()
         llm.generate(prompts, short)
@@ -110,12 +110,15 @@ def joining(model: str, options: dict[str, Any]) -> dict[str, float]:
         times = [at for at, _ in steps]
         gaps = [later - earlier for earlier, later in pairwise(times)]
         normal.append(statistics.median(gaps[20 : begun - 1]))
+        undisturbed.append(max(gaps[20 : begun - 1]) / normal[-1])
         first.append(gaps[begun - 1] / normal[-1])
         others.append(sorted(gap / normal[-1] for gap in gaps[begun:]))
     return {
         "normal_s": statistics.median(normal),
+        "longest_normal": statistics.median(undisturbed),
         "first": statistics.median(first),
         "typical": statistics.median(map(statistics.median, others)),
+        "19_in_20": statistics.median(each[len(each) * 19 // 20] for each in others),
         "longest_but_first": statistics.median(each[-1] for each in others),
         "prompts_done_s": statistics.median(total),
     }

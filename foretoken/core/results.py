@@ -187,7 +187,7 @@ class RequestOutput:
 
     Attributes:
         request_id: Unique in the life of the `LLM`.
-        prompt: The prompt as text, or None when it came as token ids and there is no tokenizer.
+        prompt: The prompt as text, or None where it came as token ids.
         prompt_token_ids: The prompt as token ids.
         outputs: n completions.
         metrics: What generating them took, over all n.

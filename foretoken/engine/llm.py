@@ -106,8 +106,8 @@ class LLM:
             max_num_seqs: Sequences decoded at once.
             max_model_len: Most tokens of a sequence, at most the model's limit, which is also the default.
             max_num_batched_tokens: Most tokens of a pass, drafted nodes and chunks of joining prompts together; at
-                least one prompt token is always read. None aims at passes that take two and a half times as long
-                as those without prompts, by what passes take here.
+                least one prompt token is always read. None aims at passes that take 2.4 times as long as those
+                without prompts, by what passes take here.
             seed: Makes requests without a seed of their own reproducible, in the order in which they come.
             tokenizer: A tokenizer, or the directory or hub id of one; None takes the model's own.
             runner: "auto" takes the runner that is exact (a token gets the same bits in every pass) where one fits,

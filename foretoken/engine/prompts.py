@@ -71,12 +71,11 @@ class PromptReader:
             raise RequestError("the prompt is empty. Expected at least one token.")
         return checked_token_ids(ids, self._vocab_size, "the prompt")
 
-    def text(self, prompt: Any, ids: Sequence[int]) -> str | None:
-        """A prompt as text: as it was given, or decoded; None for ids without a tokenizer."""
+    @staticmethod
+    def text(prompt: Any) -> str | None:
+        """A prompt as it was given, where that is text; None for token ids, which nobody has to decode."""
         given = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        if isinstance(given, str):
-            return given
-        return None if self._codec is None else self._codec.decode(ids)
+        return given if isinstance(given, str) else None
 
     def _encode(self, text: str) -> list[int]:
         """Token ids of text, with the special tokens that the tokenizer adds."""

@@ -28,7 +28,7 @@ class Request:
 
     Attributes:
         request_id: Unique in the life of an `LLM`.
-        prompt_text: As text, or None.
+        prompt_text: As text, or None where it came as token ids.
         sequences: Its n completions.
     """
 
@@ -119,7 +119,7 @@ class RequestReader:
             )
             for index in range(params.n)
         ]
-        return Request(request_id=request_id, prompt_text=self._prompts.text(prompt, ids), sequences=sequences)
+        return Request(request_id=request_id, prompt_text=self._prompts.text(prompt), sequences=sequences)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Forbidden sequences as token ids; a word given as text is forbidden with and without a space before it."""
