@@ -24,6 +24,7 @@ from benchmarks.rivals.plot import write_plot
 from benchmarks.rivals.prompts import read_prompts
 from benchmarks.rivals.report import as_json, as_markdown, pass_rows, request_rows
 from foretoken.core.errors import ForetokenError
+from foretoken.hf.twin_record import read_twin_record
 
 
 def main(arguments: list[str]) -> int:
@@ -122,9 +123,11 @@ def _write(comparison: Comparison, settings: Settings, out: Path, arguments: lis
     machine, command = describe_machine(), shlex.join(["python", "-m", "benchmarks.rivals", *arguments])
     config = json.loads((Path(settings.model) / "config.json").read_text(encoding="utf-8"))
     shape = f"{config.get('num_hidden_layers')}x{config.get('hidden_size')}"
+    name, twin = Path(settings.model).resolve().name, read_twin_record(config, settings.model)
+    shown = f"{name}, {shape}" if twin is None else f"{name}, {twin}"
     lengths = sorted(len(prompt) for prompt in settings.prompts)
     conditions = [
-        f"Model {Path(settings.model).resolve().name} ({config.get('model_type')}, {shape}), {settings.dtype}, greedy,",
+        f"Model {name} ({config.get('model_type')}, {shape if twin is None else twin}), {settings.dtype}, greedy,",
         f"one request at a time, {settings.threads} threads, {len(settings.prompts)} prompts of {lengths[0]} to",
         f"{lengths[-1]} tokens, {settings.max_tokens} output tokens, {settings.rounds} interleaved rounds",
         "after a warm-up,",
@@ -142,7 +145,7 @@ def _write(comparison: Comparison, settings: Settings, out: Path, arguments: lis
         "command": command,
         "commit": commit(),
         "machine": machine,
-        "model": {"name": Path(settings.model).resolve().name, "config": config},
+        "model": {"name": name, "cost_twin": None if twin is None else twin.label, "config": config},
         "settings": {
             "dtype": settings.dtype,
             "threads": settings.threads,
@@ -157,7 +160,7 @@ def _write(comparison: Comparison, settings: Settings, out: Path, arguments: lis
         **as_json(comparison),
     }
     out.with_name(out.name + ".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    title = f"{Path(settings.model).resolve().name}, {shape}, {settings.dtype}, {settings.threads} threads"
+    title = f"{shown}, {settings.dtype}, {settings.threads} threads"
     if not write_plot(request_rows(comparison), pass_rows(comparison), out, title):
         print(
             "No plot: it needs matplotlib (pip install matplotlib) and HF generate or foretoken plain.", file=sys.stderr

@@ -89,14 +89,15 @@ def bench(
         )
         return
     terminal.say(" ".join(f"{key}={value}" for key, value in header.items() if key != "command"))
-    _print_table(measurements, wide=wide)
-    _print_acceptance(measurements)
+    twin = "" if loaded.cost_twin is None else str(loaded.cost_twin)
+    _print_table(measurements, wide=wide, twin=twin)
+    _print_acceptance(measurements, twin)
     if costs:
-        _print_costs(costs)
+        _print_costs(costs, twin)
 
 
-def _print_table(measurements: list[Measurement], *, wide: bool) -> None:
-    """One line a setup and temperature."""
+def _print_table(measurements: list[Measurement], *, wide: bool, twin: str) -> None:
+    """One line a setup and temperature; twin: what to say above of a target that is a cost twin."""
     shares = ("draft", "verify", "accept", "commit")
     more = ("effic.", *shares, "pass ms", "host ms") if wide else ()
     rows = []
@@ -117,10 +118,12 @@ def _print_table(measurements: list[Measurement], *, wide: bool) -> None:
             *(timing if wide else ()),
             "" if is_plain else f"{row.num_identical}/{len(row.texts)}",
         ])  # fmt: skip
-    terminal.print_table(["drafter", "T", "tokens/s", "speed-up", "(min-max)", "tau", *more, "same text"], rows)
+    terminal.print_table(
+        ["drafter", "T", "tokens/s", "speed-up", "(min-max)", "tau", *more, "same text"], rows, title=twin or None
+    )
 
 
-def _print_acceptance(measurements: list[Measurement]) -> None:
+def _print_acceptance(measurements: list[Measurement], twin: str) -> None:
     """What became of the drafts: one line a setup and temperature, and the price of lossy rules."""
     is_lossy = any(row.nats_per_token is not None for row in measurements)
     drafting = [row for row in measurements if row.metrics.num_drafted or row.metrics.num_declined]
@@ -140,10 +143,18 @@ def _print_acceptance(measurements: list[Measurement]) -> None:
             *([f"{row.nats_per_token:.3f}"] if is_lossy else []),
         ])  # fmt: skip
     columns = ["drafter", "T", "nodes", "used", "not drafted", "% at depth 1, 2, ...", *(["nats/token"] * is_lossy)]
-    terminal.print_table(columns, rows, title="accepted at each depth, % of the passes whose tree reached it")
+    title = "accepted at each depth, % of the passes whose tree reached it"
+    terminal.print_table(columns, rows, title=_titled(title, twin))
 
 
-def _print_costs(costs: list[tuple[int, float]]) -> None:
+def _print_costs(costs: list[tuple[int, float]], twin: str) -> None:
     """One row a width: milliseconds of a target pass, and how often the narrowest one's."""
     rows = [[str(width), f"{seconds * 1e3:.2f}", f"{seconds / costs[0][1]:.2f}"] for width, seconds in costs]
-    terminal.print_table(["tokens in a pass", "ms", "x one token"], rows, title="what a target pass costs")
+    terminal.print_table(
+        ["tokens in a pass", "ms", "x one token"], rows, title=_titled("what a target pass costs", twin)
+    )
+
+
+def _titled(title: str, twin: str) -> str:
+    """A table's title, which also says of a cost twin that it is one."""
+    return f"{title}; {twin}" if twin else title

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from foretoken.cli import bench, convert, data, doctor, generate, inspect, train, verify
+from foretoken.cli import bench, convert, data, doctor, generate, inspect, train, twin, verify
 from foretoken.cli.help import Command, ending, without_flags
 from foretoken.core.errors import ForetokenError
 
@@ -70,6 +70,12 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (bench.bench, ending(
         "foretoken bench models/tinycode -s ngram -s draft_model --temperature 0.8",
         "foretoken bench models/tinycode -s ngram:num_speculative_tokens=8 --wide",
+    )),
+    (twin.twin, ending(
+        "foretoken twin models/tinycode runs/twin --layers 24 --hidden-size 1024",
+        "foretoken twin models/tinycode runs/twin --heads models/tinycode-hydra \\",
+        "    --draft-model keep",
+        found="the twin computes something else than the model",
     )),
     (inspect.inspect, ending(
         "foretoken inspect models/tinycode",

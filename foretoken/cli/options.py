@@ -89,15 +89,17 @@ def check_max_tokens(max_tokens: int, loaded: LoadedModel) -> None:
 
 
 def run_header(loaded: LoadedModel, **more: Any) -> dict[str, Any]:
-    """The conditions of a run, printed with every figure."""
+    """The conditions of a run, printed with every figure; of a cost twin they say what it is of."""
     from importlib.metadata import version
 
     import torch
 
     from foretoken import __version__
 
+    twin = loaded.cost_twin
     return {
         "model": loaded.name,
+        **({} if twin is None else {"cost_twin": twin.label}),
         "dtype": str(loaded.dtype).removeprefix("torch."),
         "device": str(loaded.device),
         "threads": torch.get_num_threads(),

@@ -47,14 +47,14 @@ class TargetFingerprint(BaseModel):
     @classmethod
     def of(cls, model: LoadedModel) -> TargetFingerprint:
         """The fingerprint of a loaded target; the same in every dtype at least as wide as bfloat16."""
-        rows = target_parts(model).lm_head_weight[:_HASHED_ROWS].to("cpu", torch.bfloat16).contiguous()
+        lm_head = target_parts(model).lm_head_weight
         return cls(
             name=model.name,
             architecture=type(model.module).__name__,
-            hidden_size=rows.shape[1],
+            hidden_size=lm_head.shape[1],
             vocab_size=model.vocab_size,
             num_layers=model.num_layers,
-            weights=hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).hexdigest()[:16],
+            weights=lm_head_hash(lm_head),
         )
 
     def differences(self, other: TargetFingerprint) -> list[str]:
@@ -65,6 +65,12 @@ class TargetFingerprint(BaseModel):
             if ours is not None and theirs is not None and ours != theirs:
                 found.append(f"{key} {ours} instead of {theirs}")
         return found
+
+
+def lm_head_hash(weight: Tensor) -> str:
+    """`TargetFingerprint.weights` of an LM head, (V, E)."""
+    rows = weight[:_HASHED_ROWS].to("cpu", torch.bfloat16).contiguous()
+    return hashlib.sha256(rows.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 _Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]

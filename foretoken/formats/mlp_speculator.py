@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.errors import ModelError
+from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.mapping import Place, make_config, most_common, read_tensors, scatter
 from foretoken.formats.readers import OLD_TGI, TGI, VLLM, Reader, needs_target_name
 from foretoken.formats.saving import expect_method, finished, own_entries, own_entry, save, target_name
@@ -54,11 +54,17 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
     """Writes a speculator with every key that some reader asks for.
 
     Raises:
-        ConfigError: When the head is of another method.
+        ConfigError: When the head is of another method, or has another epsilon than the one of all readers.
     """
     expect_method(checkpoint, "mlp_speculator", what="format 'mlp_speculator'")
     sizes = checkpoint.config
     assert isinstance(sizes, MlpSpeculatorConfig), "the method says so"
+    epsilon = MlpSpeculatorConfig.model_fields["rms_norm_eps"].default
+    if sizes.rms_norm_eps != epsilon:
+        raise ConfigError(
+            f"the head has rms_norm_eps {sizes.rms_norm_eps}, and readers of format 'mlp_speculator' take {epsilon} "
+            "alone. Keep the head in our own format, 'native'."
+        )
     tensors = scatter(checkpoint.weights, table(sizes, _PREFIX))
     default = (_DEFAULT_TREE + (2,) * sizes.num_heads)[: sizes.num_heads]
     config = {

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
     from foretoken.hf.parts import TargetParts
 
-_EPSILON = 1e-6
-
 
 class MlpSpeculatorConfig(HeadConfig):
     """Sizes of an MLP speculator.
@@ -38,6 +36,7 @@ class MlpSpeculatorConfig(HeadConfig):
         scale_input: Whether the feature is scaled to a root mean square of 1 / sqrt(2) first.
         top_k: Candidates kept at each depth in the published tree; None for a tree chosen here.
         num_candidates: Leaves kept in the published tree.
+        rms_norm_eps: Of the scaled feature and of the norms. The released code knows 1e-6 alone.
     """
 
     method: ClassVar[str] = "mlp_speculator"
@@ -48,6 +47,7 @@ class MlpSpeculatorConfig(HeadConfig):
     scale_input: bool = True
     top_k: tuple[int, ...] | None = None
     num_candidates: int = Field(default=5, ge=1)
+    rms_norm_eps: float = Field(default=1e-6, gt=0)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -90,7 +90,7 @@ class MlpSpeculatorHead(Head):
         inputs = [config.hidden_size, *[width] * (min(stages, 2) - 1 if config.tie_weights else stages - 1)]
         self.projections = nn.ModuleList(nn.Linear(size, width, bias=False, **placement) for size in inputs)
         self.lm_heads = nn.ModuleList(nn.Linear(width, vocab, bias=False, **placement) for _ in range(own))
-        self.norms = nn.ModuleList(RmsNormWithBias(width, **placement) for _ in range(own))
+        self.norms = nn.ModuleList(RmsNormWithBias(width, config.rms_norm_eps, **placement) for _ in range(own))
 
     @override
     def initialize(self, parts: TargetParts) -> None:
@@ -107,7 +107,7 @@ class MlpSpeculatorHead(Head):
     def encode(self, features: Tensor) -> Tensor:
         if not self.config.scale_input:
             return features
-        return rms_scaled(features) / math.sqrt(2)
+        return rms_scaled(features, self.config.rms_norm_eps) / math.sqrt(2)
 
     @override
     def step(self, index: int, state: Tensor, tokens: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
@@ -126,19 +126,22 @@ class MlpSpeculatorHead(Head):
 class RmsNormWithBias(nn.Module):
     """x / rms(x) * weight + bias: no mean is subtracted."""
 
-    def __init__(self, width: int, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, width: int, epsilon: float, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
+        self.epsilon = epsilon
         self.weight = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(width, device=device, dtype=dtype))
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) to (..., D)."""
-        return rms_scaled(x) * self.weight + self.bias
+        return rms_scaled(x, self.epsilon) * self.weight + self.bias
 
 
-def rms_scaled(x: Tensor) -> Tensor:
+def rms_scaled(x: Tensor, epsilon: float) -> Tensor:
     """The input over the root mean square of its last dimension."""
-    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + _EPSILON)
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
 
 
 def _of(modules: nn.ModuleList, index: int) -> nn.Module:

@@ -15,6 +15,7 @@ from foretoken.core.errors import ModelError
 from foretoken.core.json_files import read_json_object
 from foretoken.hf.model_files import check_model_files
 from foretoken.hf.sizes import ATTENTION_LAYERS, SIZES, is_size
+from foretoken.hf.twin_record import read_twin_record
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -107,8 +108,10 @@ def _facts(
 ) -> dict[str, Any]:
     """The facts in order; paths: of the weights, target: whether it can be one."""
     num_parameters, dtypes = _weights(paths)
+    twin = read_twin_record(read_json_object(directory / "config.json"), str(directory))
     return {
         "directory": str(directory),
+        **({} if twin is None else {"cost_twin": twin.label}),
         "architecture": architecture,
         **sizes,
         "parameters": num_parameters,

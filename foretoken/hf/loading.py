@@ -20,6 +20,8 @@ from foretoken.hf.placement import check_placement, resolve_device, resolve_dtyp
 from foretoken.hf.plugin import ATTENTION_NAME
 from foretoken.hf.shared_copy import shared_copy
 from foretoken.hf.sizes import ATTENTION_LAYERS
+from foretoken.hf.twin_record import KEY as TWIN_KEY
+from foretoken.hf.twin_record import read_twin_record
 from foretoken.hf.weight_files import (
     check_counts,
     check_dtypes,
@@ -34,6 +36,8 @@ from foretoken.hf.weight_memory import gather_weights
 if TYPE_CHECKING:
     import torch
     from torch import nn
+
+    from foretoken.hf.twin_record import TwinRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +73,15 @@ class LoadedModel:
         """The model without its LM head."""
         backbone: nn.Module = self.module.base_model  # type: ignore[assignment]
         return backbone
+
+    @property
+    def cost_twin(self) -> TwinRecord | None:
+        """Of which trained model it is a cost twin; None for any other model.
+
+        Raises:
+            ModelError: When its configuration says so in words that make no sense.
+        """
+        return read_twin_record({TWIN_KEY: getattr(self.config, TWIN_KEY, None)}, self.name)
 
 
 def load_model(

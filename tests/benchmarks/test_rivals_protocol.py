@@ -11,6 +11,7 @@ import torch
 from tiny_models import VOCAB_SIZE, tiny_model
 
 from benchmarks.rivals import compare as comparing
+from benchmarks.rivals.__main__ import _write as write_report
 from benchmarks.rivals.__main__ import parse_options
 from benchmarks.rivals.compare import Comparison, ForwardRun, Run, Settings, compare
 from benchmarks.rivals.contestants import CONTESTANTS, FORETOKEN_PLAIN, HF_GENERATE, Contestant, choose_contestants
@@ -198,6 +199,18 @@ def test_the_table_shows_these_ratios() -> None:
     assert "| 2.50 (2.00-3.00) | 1.60 |" in ours[0]
     assert ours[0].endswith("| 1/2 |")
     assert "| 20.00 (1.00x) | 30.00 (1.00x) | 1.50 |" in ours[1]
+
+
+def test_a_cost_twin_is_named_in_every_report(settings: Settings, tmp_path: Path) -> None:
+    twin = tmp_path / "twin"
+    twin.mkdir()
+    config = {"model_type": "llama", "num_hidden_layers": 24, "hidden_size": 1024}
+    record = {"cost_twin": {"of": "tinycode", "layers": 24, "hidden_size": 1024}}
+    for more, name in ({}, "Model twin (llama, 24x1024), float32"), (record, "cost twin 24 x 1024 of tinycode"):
+        (twin / "config.json").write_text(json.dumps({**config, **more}))
+        write_report(known_comparison(), replace(settings, model=str(twin)), tmp_path / "report", [])
+        assert name in (tmp_path / "report.md").read_text()
+    assert json.loads((tmp_path / "report.json").read_text())["model"]["cost_twin"] == "24 x 1024 of tinycode"
 
 
 def test_what_a_rival_does_not_tell_is_left_open() -> None:

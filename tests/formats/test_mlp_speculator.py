@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from tiny_heads import E, V, assert_one_error_names, assert_same, random_head, round_trip, shapes_of, write_files
 
-from foretoken.core.errors import ModelError
+from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.registry import read_head, write_head
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 
@@ -143,3 +143,10 @@ def test_bad_configs(tmp_path: Path, change: dict[str, object], message: str) ->
     write_files(tmp_path, NAMES, CONFIG | change)
     with pytest.raises(ModelError, match=message):
         read_head(tmp_path)
+
+
+def test_another_epsilon_has_no_place_in_the_file(tmp_path: Path) -> None:
+    """Readers of the format know one epsilon, and would compute something else without a word."""
+    config = MlpSpeculatorConfig(hidden_size=E, vocab_size=V, inner_dim=D, rms_norm_eps=1e-5)
+    with pytest.raises(ConfigError, match=r"rms_norm_eps 1e-05, and readers of format 'mlp_speculator' take 1e-06"):
+        write_head("mlp_speculator", random_head(config), tmp_path)

@@ -102,12 +102,13 @@ def mlp_speculator(state: Mapping[str, Tensor], config: object, feature: Tensor,
     is_tied = config.tie_weights  # type: ignore[attr-defined]
     keep = 0.5 ** (0.5 / stages)
     alpha = math.sqrt((1 - keep**2) * inner / 2) / keep
-    s = rms(feature) / math.sqrt(2) if config.scale_input else feature  # type: ignore[attr-defined]
+    epsilon = config.rms_norm_eps  # type: ignore[attr-defined]
+    s = rms(feature, epsilon) / math.sqrt(2) if config.scale_input else feature  # type: ignore[attr-defined]
     for index, token in enumerate(drafted):
         own = 0 if is_tied else index
         projection = min(index, 1) if is_tied else index
         x = state[f"projections.{projection}.weight"] @ s + alpha * state[f"embeddings.{own}.weight"][token]
-        s = gelu(rms(x) * state[f"norms.{own}.weight"] + state[f"norms.{own}.bias"])
+        s = gelu(rms(x, epsilon) * state[f"norms.{own}.weight"] + state[f"norms.{own}.bias"])
     return state[f"lm_heads.{0 if is_tied else len(drafted) - 1}.weight"] @ s
 
 

@@ -30,10 +30,10 @@ def test_published_alpha(stages: int, inner: int, alpha: float) -> None:
     assert config.alpha == pytest.approx(alpha, abs=5e-5)  # published with four decimals
 
 
-@pytest.mark.parametrize("scale_input", [False, True])
+@pytest.mark.parametrize(("scale_input", "epsilon"), [(False, 1e-6), (True, 1e-6), (True, 0.5)])
 @pytest.mark.parametrize(("stages", "is_tied"), [(1, True), (2, True), (3, True), (1, False), (3, False)])
-def test_every_position_and_stage(stages: int, is_tied: bool, scale_input: bool) -> None:
-    module, parts = head(stages, tie_weights=is_tied, scale_input=scale_input), shared_parts()
+def test_every_position_and_stage(stages: int, is_tied: bool, scale_input: bool, epsilon: float) -> None:
+    module, parts = head(stages, tie_weights=is_tied, scale_input=scale_input, rms_norm_eps=epsilon), shared_parts()
     features, text, state = 3 * numbers(2, S, E, seed=9), tokens(2, S), module.state_dict()
     with torch.no_grad():
         found = list(module.teacher_forced(features, text, parts))
@@ -46,7 +46,7 @@ def test_every_position_and_stage(stages: int, is_tied: bool, scale_input: bool)
 
 
 def test_norm_subtracts_no_mean_and_adds_a_bias() -> None:
-    norm = RmsNormWithBias(5, dtype=torch.float64)
+    norm = RmsNormWithBias(5, 1e-6, dtype=torch.float64)
     x, weight, bias = numbers(5, seed=1) + 4, numbers(5, seed=2), numbers(5, seed=3)
     with torch.no_grad():
         norm.weight.copy_(weight)

@@ -1,0 +1,224 @@
+"""Makes cost twins: a small trained model with its drafters, padded so that a pass costs what a larger model's costs.
+
+No drafter is cheap beside a model whose pass takes a fraction of a millisecond. The twin has that model's function (its
+text, the drafts of its heads, their acceptance) and another size: hidden size, attention heads and MLP grow by a power
+of four, further layers add nothing, and every number is read and multiplied all the same. Draft heads grow with the
+target's hidden size; the draft model grows likewise and in depth too, so that its cost keeps its proportion.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+from foretoken.bench.cost_twin.heads import check_method, padded_head
+from foretoken.bench.cost_twin.model import SmallModel, open_model
+from foretoken.bench.cost_twin.model_files import fingerprint, write_model
+from foretoken.bench.cost_twin.padding import Padding, exactly, growth
+from foretoken.bench.cost_twin.places import check_place, drafter_place
+from foretoken.bench.workload import no_progress
+from foretoken.core.errors import ConfigError
+from foretoken.formats import native
+from foretoken.formats.files import open_files
+from foretoken.formats.registry import holds_head, read_head
+from foretoken.formats.target_info import TargetInfo
+from foretoken.formats.whole_files import whole_files
+from foretoken.hf.twin_record import TwinRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from foretoken.bench.cost_twin.padding import Fill
+    from foretoken.formats.checkpoint import HeadCheckpoint
+
+TARGET, DRAFT_MODEL = "target", "draft_model"
+_EXAMPLES = 4  # sizes that a message names
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TwinPlan:
+    """What is made of what.
+
+    Attributes:
+        model: Directory of the trained target.
+        out: Directory of its twin; those of its drafters are named after it, as `OUT-medusa` and `OUT-draft`.
+        num_layers: Of the twin, at least the target's.
+        hidden_size: Of the twin: the target's times a power of four.
+        heads: Directories of heads; None for all that lie beside the target as `MODEL-…`.
+        draft_model: What becomes of `MODEL-draft`, where there is one: "pad", "keep" its size, or "none" for no copy.
+        fill: What dead weights are, see `padding`.
+        dtype: Of all weights; None keeps theirs.
+        seed: Of random weights.
+    """
+
+    model: Path
+    out: Path
+    num_layers: int
+    hidden_size: int
+    heads: Sequence[Path] | None = None
+    draft_model: Literal["pad", "keep", "none"] = "pad"
+    fill: Fill = "zeros"
+    dtype: torch.dtype | None = None
+    seed: int = 0
+
+
+class TwinPart(NamedTuple):
+    """One directory of a twin.
+
+    Attributes:
+        role: "target", "draft_model", or a head's method.
+        source: What it was made of.
+        path: Where it lies.
+        num_parameters: Numbers in its files.
+        num_bytes: Of its weights.
+    """
+
+    role: str
+    source: Path
+    path: Path
+    num_parameters: int
+    num_bytes: int
+
+
+class _Head(NamedTuple):
+    """A head to pad, and where to."""
+
+    source: Path
+    path: Path
+    checkpoint: HeadCheckpoint
+
+
+class _Model(NamedTuple):
+    """A model to pad, by how much, and where to."""
+
+    role: str
+    small: SmallModel
+    path: Path
+    factor: int
+    num_layers: int
+    record: TwinRecord
+
+
+def make_twin(plan: TwinPlan, on_progress: Callable[[int, int], None] = no_progress) -> list[TwinPart]:
+    """Writes the twin of a target and of its drafters, each directory whole or not at all.
+
+    Sizes, heads and places are looked at before anything is written. A twin that is there already is replaced.
+
+    Args:
+        plan: What to make.
+        on_progress: Called with tensors written and tensors in all.
+
+    Returns:
+        The target first.
+
+    Raises:
+        ConfigError: When sizes do not fit, a place holds anything but a twin, or it cannot be written.
+        ModelError: When a model or head is missing, damaged or cannot be padded.
+    """
+    target = _planned(TARGET, open_model(plan.model), plan.out, plan)
+    heads = _heads(plan)
+    models = [target, *_draft_models(plan, target)]
+    paths = [*(model.path for model in models), *(head.path for head in heads)]
+    for path in paths:
+        if paths.count(path) > 1:
+            raise ConfigError(f"two drafters would be written to '{path}'. Expected heads whose directories differ.")
+        check_place(path)
+    total = sum(len(model.small.origins(model.num_layers)) for model in models)
+    total += sum(len(head.checkpoint.weights) for head in heads)
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        on_progress(done, total)
+
+    generator = torch.Generator().manual_seed(plan.seed)
+    for model in models:
+        padding = Padding(model.factor, plan.fill, generator)
+        with whole_files(model.path, replaces=True) as new:
+            write_model(
+                model.small, padding, model.record, new,
+                num_layers=model.num_layers, dtype=plan.dtype, on_tensor=advance,
+            )  # fmt: skip
+    of_twin, padding = fingerprint(target.path, str(plan.out)), Padding(target.factor, plan.fill, generator)
+    for head in heads:
+        native.write(padded_head(head.checkpoint, padding, target.record, of_twin), head.path, replaces=True)
+        for _ in head.checkpoint.weights:
+            advance()
+    return [
+        *(_written(model.role, model.small.path, model.path) for model in models),
+        *(_written(head.checkpoint.config.method, head.source, head.path) for head in heads),
+    ]
+
+
+def _planned(role: str, small: SmallModel, path: Path, plan: TwinPlan) -> _Model:
+    """The target as it is asked for.
+
+    Raises:
+        ConfigError: When its sizes do not fit.
+    """
+    factor = growth(small.hidden_size, plan.hidden_size)
+    if factor is None:
+        sizes = ", ".join(str(small.hidden_size * 4**power) for power in range(_EXAMPLES))
+        raise ConfigError(
+            f"the hidden size {plan.hidden_size} is not the {small.hidden_size} of '{small.path}' times a power of "
+            f"four. Expected one of {sizes}, …"
+        )
+    if plan.num_layers < small.num_layers:
+        raise ConfigError(
+            f"{plan.num_layers} layers are asked for, and '{small.path}' has {small.num_layers}, which are all needed. "
+            f"Expected at least {small.num_layers}."
+        )
+    record = TwinRecord(of=small.name, layers=plan.num_layers, hidden_size=plan.hidden_size)
+    return _Model(role, small, path, factor, plan.num_layers, record)
+
+
+def _draft_models(plan: TwinPlan, target: _Model) -> list[_Model]:
+    """The draft model, which grows as the target does in both directions; none where there is none."""
+    path = plan.model.with_name(f"{plan.model.name}-draft")
+    if plan.draft_model == "none" or not path.is_dir():
+        return []
+    small = open_model(path)
+    is_padded = plan.draft_model == "pad"
+    factor = target.factor if is_padded else 1
+    deeper = -(-small.num_layers * target.num_layers // target.small.num_layers)  # rounded up
+    num_layers = deeper if is_padded else small.num_layers
+    record = TwinRecord(of=small.name, layers=num_layers, hidden_size=small.hidden_size * factor)
+    return [_Model(DRAFT_MODEL, small, drafter_place(path, plan.model, plan.out), factor, num_layers, record)]
+
+
+def _heads(plan: TwinPlan) -> list[_Head]:
+    """The heads that are asked for, read.
+
+    Raises:
+        ConfigError: When one is for another target or of a method that cannot be padded, or `dtype` cannot hold it.
+        ModelError: When one is no head, or damaged.
+    """
+    sources = plan.heads
+    if sources is None:
+        beside = sorted(plan.model.parent.glob(f"{plan.model.name}-*"))
+        sources = [path for path in beside if path.is_dir() and holds_head(path)]
+    if not sources:
+        return []
+    info = TargetInfo.of_directory(str(plan.model))
+    own = fingerprint(plan.model, str(plan.model))
+    heads = []
+    for source in sources:
+        _, checkpoint = read_head(source, target=own, base_config=info.config, weights=info.loaded)
+        check_method(checkpoint.config.method, str(source))
+        checkpoint.check_target(own, what=str(source))
+        weights = {key: exactly(part, plan.dtype, f"'{source}'") for key, part in checkpoint.weights.items()}
+        checkpoint = replace(checkpoint, weights=weights)
+        heads.append(_Head(source, drafter_place(source, plan.model, plan.out), checkpoint))
+    return heads
+
+
+def _written(role: str, source: Path, path: Path) -> TwinPart:
+    """What was written."""
+    shapes = open_files(path).weights.shapes
+    size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
+    return TwinPart(role, source, path, sum(map(prod, shapes.values())), size)

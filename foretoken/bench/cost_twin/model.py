@@ -1,0 +1,131 @@
+"""Pads models of the Llama family, the target of a cost twin and its draft model; see `padding`.
+
+Heads keep their size and become more, those for queries and those for keys alike. Further layers come last and are
+copies of the model's last one that add nothing: what they write is multiplied by zero.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from foretoken.bench.cost_twin.padding import Rule
+from foretoken.core.errors import ModelError
+from foretoken.core.json_files import read_json_object
+from foretoken.formats.files import Weights, open_files
+from foretoken.hf.loading import check_architecture, load_config
+from foretoken.hf.model_files import check_model_files
+from foretoken.hf.twin_record import read_twin_record
+from foretoken.hf.weight_files import check_shapes, read_headers
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+_BOTH, _LAST = (-2, -1), (-1,)
+_READS = Rule(axes=_BOTH)
+_WRITES = Rule(axes=_BOTH, is_written=True)
+_NORM = Rule(axes=_LAST, is_scaled_down=True)
+_BLOCK = re.compile(r"model\.layers\.(\d+)\.(.+)")
+_QUERY_OR_KEY = re.compile(r"(model\.layers\.\d+\.self_attn\.[qk])_proj\.(weight|bias)")
+_IN_BLOCK = {
+    **{f"{part}.weight": _READS for part in ("self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")},
+    **{f"{part}.bias": Rule(axes=_LAST) for part in ("self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj")},
+    **{f"{part}.weight": _WRITES for part in ("self_attn.o_proj", "mlp.down_proj")},
+    **{f"{part}.bias": Rule(axes=_LAST, is_written=True) for part in ("self_attn.o_proj", "mlp.down_proj")},
+    "input_layernorm.weight": _NORM,
+    "post_attention_layernorm.weight": _NORM,
+    # Norms over single heads, which keep their size, have the epsilon of the others: what they read shrinks with it.
+    "self_attn.q_norm.weight": Rule(),
+    "self_attn.k_norm.weight": Rule(),
+}
+_OUTSIDE = {
+    "model.embed_tokens.weight": Rule(axes=_LAST, is_written=True),
+    "model.norm.weight": _NORM,
+    "lm_head.weight": Rule(axes=_LAST),
+}
+
+
+class SmallModel(NamedTuple):
+    """A model before it is padded.
+
+    Attributes:
+        path: Its directory.
+        config: Its `config.json`.
+        weights: Its tensors, not read yet.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    weights: Weights
+
+    @property
+    def name(self) -> str:
+        """Its directory's name."""
+        return self.path.resolve().name
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return int(self.config["num_hidden_layers"])
+
+    @property
+    def hidden_size(self) -> int:
+        """E."""
+        return int(self.config["hidden_size"])
+
+    def origins(self, num_layers: int) -> dict[str, str]:
+        """Every tensor of a model of so many layers, with the tensor here that it is made of."""
+        last = self.num_layers - 1
+        found = {key: key for key in self.weights.shapes}
+        parts = [match for match in map(_BLOCK.fullmatch, found) if match is not None and int(match[1]) == last]
+        for layer in range(last + 1, num_layers):
+            found |= {f"model.layers.{layer}.{match[2]}": match[0] for match in parts}
+        return found
+
+    def rule(self, key: str) -> Rule:
+        """How a tensor grows.
+
+        Raises:
+            ModelError: For one that is not known.
+        """
+        match = _BLOCK.fullmatch(key)
+        known, part = (_OUTSIDE, key) if match is None else (_IN_BLOCK, match[2])
+        if part in known:
+            return known[part]
+        query_or_key = _QUERY_OR_KEY.fullmatch(key)
+        if query_or_key is None:
+            raise ModelError(f"'{self.path}' has a tensor '{key}' that cannot be padded. Expected those of a Llama.")
+        has_norm = f"{query_or_key[1]}_norm.weight" in self.weights.shapes
+        return Rule(axes=_BOTH if query_or_key[2] == "weight" else _LAST, is_scaled_down=has_norm)
+
+
+def open_model(path: Path) -> SmallModel:
+    """Looks at a model that is to be padded.
+
+    Args:
+        path: Its directory.
+
+    Raises:
+        ModelError: When there is none, it is damaged, a cost twin itself, quantised, or of another architecture.
+    """
+    name = str(path)
+    check_model_files(name, may_be_hub_id=False)
+    config = read_json_object(path / "config.json")
+    record = read_twin_record(config, name)
+    if record is not None:
+        raise ModelError(f"'{path}' is a {record} already. Expected a trained model. Make the twin of '{record.of}'.")
+    if config.get("model_type") not in MODEL_TYPES or config.get("quantization_config") is not None:
+        quantised = "quantised " if config.get("quantization_config") is not None else ""
+        raise ModelError(
+            f"'{path}' is a {quantised}'{config.get('model_type')}', which cannot be padded. Expected weights that are "
+            f"not quantised, of one of {', '.join(MODEL_TYPES)}."
+        )
+    known = load_config(name)
+    check_architecture(known, name)
+    check_shapes(name, known, read_headers(path))
+    model = SmallModel(path, config, open_files(path).weights)
+    for key in model.weights.shapes:
+        model.rule(key)
+    return model

@@ -1,0 +1,131 @@
+"""Writes the directory of a padded model: weights file by file, configuration, and what lies beside them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from foretoken.bench.cost_twin.padding import exactly
+from foretoken.core.json_files import read_json_object
+from foretoken.formats.checkpoint import TargetFingerprint, lm_head_hash
+from foretoken.formats.files import open_files
+from foretoken.formats.whole_files import write_config, write_weights
+from foretoken.hf.twin_record import KEY, TwinRecord
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    import torch
+    from torch import Tensor
+
+    from foretoken.bench.cost_twin.model import SmallModel
+    from foretoken.bench.cost_twin.padding import Padding
+
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+_WEIGHTS = "model.safetensors"
+_SHARD_SIZE = 1 << 30  # numbers in a file
+_TEXTS = {".json", ".txt", ".model", ".jinja"}  # tokenizer, generation configuration
+
+
+def write_model(
+    model: SmallModel,
+    padding: Padding,
+    record: TwinRecord,
+    new: Path,
+    *,
+    num_layers: int,
+    dtype: torch.dtype | None,
+    on_tensor: Callable[[], None],
+) -> None:
+    """Writes a padded model with everything that lies beside the weights.
+
+    Args:
+        model: What is padded.
+        padding: By how much.
+        record: For the configuration.
+        new: An empty directory.
+        num_layers: Of the padded model, at least the model's.
+        dtype: Of its weights; None keeps theirs.
+        on_tensor: Called after each tensor.
+
+    Raises:
+        ConfigError: When the dtype cannot hold the model's numbers.
+        OSError: When it cannot be written.
+    """
+    origins = model.origins(num_layers)
+    shards = _shards(model, origins, padding.factor)
+    files: dict[str, str] = {}
+    for number, keys in enumerate(shards, start=1):
+        name = _WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
+        tensors = {}
+        for key in keys:
+            tensors[key] = _padded(model, key, origins[key], padding, dtype)
+            files[key] = name
+            on_tensor()
+        write_weights(new / name, tensors)
+    if len(shards) > 1:
+        index = {"metadata": {}, "weight_map": files}
+        (new / f"{_WEIGHTS}.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    for path in sorted(model.path.iterdir()):
+        if path.suffix in _TEXTS and path.name != "config.json" and not path.name.endswith(".index.json"):
+            shutil.copyfile(path, new / path.name)
+    write_config(new, _config(model, padding.factor, record, num_layers=num_layers, dtype=dtype))
+
+
+def fingerprint(path: Path, name: str) -> TargetFingerprint:
+    """Of a padded model that was written; name: by which heads know it."""
+    config, weights = read_json_object(path / "config.json"), open_files(path).weights
+    key = next(key for key in ("lm_head.weight", "model.embed_tokens.weight") if key in weights.shapes)
+    lm_head = weights.fetch([key])[key]
+    return TargetFingerprint(
+        name=name,
+        architecture=(config.get("architectures") or [None])[0],
+        hidden_size=lm_head.shape[1],
+        vocab_size=lm_head.shape[0],
+        num_layers=config["num_hidden_layers"],
+        weights=lm_head_hash(lm_head),
+    )
+
+
+def _shards(model: SmallModel, origins: Mapping[str, str], factor: int) -> list[list[str]]:
+    """Keys by file."""
+    shards: list[list[str]] = [[]]
+    size = 0
+    for key, origin in origins.items():
+        more = prod(model.weights.shapes[origin]) * factor ** len(model.rule(origin).axes)
+        if size and size + more > _SHARD_SIZE:
+            shards.append([])
+            size = 0
+        shards[-1].append(key)
+        size += more
+    return shards
+
+
+def _padded(model: SmallModel, key: str, origin: str, padding: Padding, dtype: torch.dtype | None) -> Tensor:
+    """One tensor of the padded model."""
+    rule = model.rule(origin)
+    padded = padding(exactly(model.weights.fetch([origin])[origin], dtype, f"'{model.path}'"), rule)
+    return padded.zero_() if rule.is_written and key != origin else padded
+
+
+def _config(
+    model: SmallModel, factor: int, record: TwinRecord, *, num_layers: int, dtype: torch.dtype | None
+) -> dict[str, Any]:
+    """The padded model's `config.json`."""
+    old = model.config
+    config = dict(old)
+    config |= {key: old[key] * factor for key in _SIZES if old.get(key) is not None}
+    config |= {
+        "head_dim": old.get("head_dim") or model.hidden_size // old["num_attention_heads"],
+        "num_hidden_layers": num_layers,
+        "rms_norm_eps": old.get("rms_norm_eps", 1e-6) / factor,
+        KEY: record.model_dump(mode="json"),
+    }
+    if old.get("layer_types"):
+        config["layer_types"] = [*old["layer_types"], *old["layer_types"][-1:] * (num_layers - model.num_layers)]
+    if dtype is not None:
+        config |= {key: str(dtype).removeprefix("torch.") for key in ("dtype", "torch_dtype") if key in old}
+    return config
