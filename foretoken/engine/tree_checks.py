@@ -105,9 +105,9 @@ def find_fault(tree: TokenTree, roots: Sequence[int], max_nodes: int, device: to
         (has_parent & (tree.depths != tree.depths.gather(1, parents) + 1)).any() | (tree.depths[:, 0] != 0).any(),
         (tree.depths > tree.max_depth).any(),
     ])  # fmt: skip
-    is_proposed = tree.parents >= 0
-    if _fits(tree.source, tree, torch.int64):
-        is_proposed &= (tree.source & PROBE) == 0
+    is_proposed, source = tree.parents >= 0, tree.source
+    if source is not None and _fits(source, tree, torch.int64):
+        is_proposed &= (source & PROBE) == 0
     values = torch.cat([faults.long(), is_proposed.sum(1)]).tolist()
     found = [message for message, is_fault in zip(_STRUCTURE, values, strict=False) if is_fault]
     return Finding(f"tree with {found[0]}") if found else Finding(None, values[len(_STRUCTURE) :])
