@@ -128,9 +128,10 @@ SIGNATURES = [
 ]
 
 
-def _signature(function: ast.FunctionDef) -> tuple[str, str | None]:
-    """Arguments and result as written."""
-    return ast.unparse(function.args), function.returns and ast.unparse(function.returns)
+def _signature(function: ast.FunctionDef) -> tuple[str, str | None, bool]:
+    """Arguments and result as written, and whether it is a property."""
+    is_property = "property" in map(ast.unparse, function.decorator_list)
+    return ast.unparse(function.args), function.returns and ast.unparse(function.returns), is_property
 
 
 @pytest.mark.parametrize(("file", "text", "part"), SIGNATURES, ids=[f"{f}:{p.name}" for f, _, p in SIGNATURES])

@@ -36,6 +36,7 @@ class Measurement:
         setup: Its name.
         temperature: Of all requests.
         runner: The target's runner.
+        runner_choice: Why that one, in a sentence.
         seconds: Wall-clock seconds of each round of prompts, prefill left out; rounds of all setups are interleaved.
         tokens: Output tokens of each round.
         metrics: Added up over all rounds.
@@ -52,6 +53,7 @@ class Measurement:
     setup: str
     temperature: float
     runner: str
+    runner_choice: str
     seconds: list[float] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     metrics: GenerationMetrics = field(default_factory=GenerationMetrics)
@@ -106,6 +108,7 @@ class Measurement:
             "setup": self.setup,
             "temperature": self.temperature,
             "runner": self.runner,
+            "runner_choice": self.runner_choice,
             "tokens_per_s": self.tokens_per_s,
             "speed_up": self.speed_up,
             "speed_up_min": self.speed_up_spread[0],
@@ -168,7 +171,8 @@ def compare_setups(
     done = 0
     measurements = []
     for temperature in temperatures:
-        rows = [Measurement(s.name, temperature, engines[s.name].target.name) for s in ordered]
+        targets = {setup.name: engines[setup.name].target for setup in ordered}
+        rows = [Measurement(name, temperature, target.name, target.choice) for name, target in targets.items()]
         params = workload.params(temperature)
         for row in rows:
             engines[row.setup].generate(prompts[0], replace(params[0], max_tokens=min(8, workload.max_tokens)))

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from foretoken.core.results import RequestOutput
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.hf.loading import LoadedModel
+    from foretoken.runner.runner import Runner
 
 Verdict = Literal["identical", "near-tie", "bug"]
 # A difference counts as a near-tie when the two tokens' scores (logits; with temperature and noise where sampled) are
@@ -35,6 +36,7 @@ class Check:
     Attributes:
         setup: Name of the setup.
         runner: The target's.
+        runner_choice: Why that one, in a sentence.
         temperature: 0 for greedy.
         batch_size: Sequences decoded at once.
         prompt: Index of the prompt.
@@ -47,6 +49,7 @@ class Check:
 
     setup: str
     runner: str
+    runner_choice: str
     temperature: float
     batch_size: int
     prompt: int
@@ -98,7 +101,7 @@ def verify_setups(
         expected = plain.generate(prompts, params)
         progress.end_run()
         if with_transformers and temperature == 0:
-            judge = _Judge(model, "transformers generate", plain.target.name, 1, params[0])
+            judge = _Judge(model, "transformers generate", plain.target, 1, params[0])
             for index, want in enumerate(expected):
                 ids = generate_plain(model.module, want.prompt_token_ids, workload.max_tokens)
                 checks.append(judge.compare(index, want, ids, 1.0))
@@ -108,7 +111,7 @@ def verify_setups(
                 llm = engine(speculative_config=config, max_num_seqs=batch_size)
                 for index, (got, want) in enumerate(zip(llm.generate(prompts, params), expected, strict=True)):
                     tau = got.metrics.mean_acceptance_length
-                    judge = _Judge(model, setup.name, llm.target.name, batch_size, params[index])
+                    judge = _Judge(model, setup.name, llm.target, batch_size, params[index])
                     checks.append(judge.compare(index, want, got.outputs[0].token_ids, tau))
                 progress.end_run()
     return checks
@@ -120,7 +123,7 @@ class _Judge:
 
     model: LoadedModel
     setup: str
-    runner: str
+    target: Runner
     batch_size: int
     params: SamplingParams
 
@@ -146,7 +149,8 @@ class _Judge:
             verdict = "near-tie" if is_tie else "bug"
         return Check(
             setup=self.setup,
-            runner=self.runner,
+            runner=self.target.name,
+            runner_choice=self.target.choice,
             temperature=self.params.temperature,
             batch_size=self.batch_size,
             prompt=prompt,

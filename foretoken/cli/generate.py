@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,7 +38,14 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Send control characters to a terminal as they are, not as escapes.")
     ] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say what loading took.")] = False,
+    verbose: Annotated[
+        bool,
+        typer.Option(
+            "--verbose",
+            "-v",
+            help="Say what loading took, which decoder runs passes and why, and why passes were not drafted for.",
+        ),
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Complete a prompt (--prompt, --file or standard input) and print the text as it comes.
@@ -72,11 +80,13 @@ def generate(
     clock.mark("runner and drafter")
     if verbose:
         terminal.note(clock.line())
+        terminal.note(f"[{llm.target.choice}]")
     if as_json:
         output = llm.generate(text, params)[0]
         completion = output.outputs[0]
         options.print_json({
             **options.run_header(loaded, runner=llm.target.name, setup=setup.name),
+            "runner_choice": llm.target.choice,
             "load_seconds": clock.seconds,
             "prompt_token_ids": output.prompt_token_ids,
             "token_ids": completion.token_ids,
@@ -84,10 +94,13 @@ def generate(
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
             "metrics": output.metrics.as_dict(),
+            "not_drafted": drafts.as_dict() if setup.config is not None else None,
         })  # fmt: skip
         return
     _stream(llm, text, params, raw=raw)
-    if drafts.reason is not None:
+    if drafts.declined is not None:
+        terminal.note(f"[{drafts.declined_line()}]")
+    if verbose and setup.config is not None:
         terminal.note(f"[{drafts.line()}]")
 
 
@@ -145,23 +158,53 @@ class _LoadClock:
 
 
 class _Drafts:
-    """Counts the passes for which the engine chose not to draft.
+    """Counts the passes in which nothing was drafted, by why.
 
     Attributes:
-        reason: The last one; None while there is none.
+        declined: Why the engine last chose not to draft; None where it never did.
     """
 
     def __init__(self) -> None:
-        self.reason: Declined | None = None
-        self._num_declined = self._num_passes = 0
+        self.declined: Declined | None = None
+        self._error: str | None = None
+        self._num_passes = 0
+        self._reasons: Counter[str] = Counter()
 
     def add(self, record: StepRecord) -> None:
-        """Counts an iteration."""
+        """Counts an iteration, which is one of a single sequence."""
         self._num_passes += 1
-        if record.declined is not None:
-            self._num_declined += 1
-            self.reason = record.declined
+        self.declined, self._error = record.declined or self.declined, record.draft_error or self._error
+        if not record.sequences[0].num_drafted:
+            self._reasons[_why_not(record)] += 1
+
+    def declined_line(self) -> str:
+        """In how many passes the engine chose not to draft, and why in the last one."""
+        return f"did not draft in {self._reasons['declined']} of {self._num_passes} passes: {self.declined}"
 
     def line(self) -> str:
-        """In how many passes the engine chose not to draft, and why in the last one."""
-        return f"did not draft in {self._num_declined} of {self._num_passes} passes: {self.reason}"
+        """In how many passes nothing was drafted, by why."""
+        counts = ", ".join(f"{reason} in {count}" for reason, count in self._reasons.most_common())
+        error = "" if self._error is None else f"; the last failure: {self._error}"
+        return (
+            f"nothing drafted in {self._reasons.total()} of {self._num_passes} passes{counts and f': {counts}'}{error}"
+        )
+
+    def as_dict(self) -> dict[str, object]:
+        """JSON-ready: passes by why nothing was drafted in them, and the last reason of those that have one."""
+        return {
+            "passes": dict(self._reasons),
+            "declined": None if self.declined is None else str(self.declined),
+            "draft_error": self._error,
+        }
+
+
+def _why_not(record: StepRecord) -> str:
+    """Why nothing was drafted in an iteration of one sequence."""
+    num_proposed = record.sequences[0].num_proposed
+    if record.declined is not None:
+        return "declined"
+    if record.draft_error is not None:
+        return "failed"
+    if num_proposed is None:
+        return "not asked"
+    return "all cut" if num_proposed else "found nothing"

@@ -27,13 +27,15 @@ RunnerName = Annotated[
         metavar="NAME",
         help="auto (exact where an exact runner fits the model), fastest (by measured cost, exact or not: plain and "
         "speculative text may then differ where two tokens score nearly the same, which `foretoken verify` explains), "
-        "generic (the transformers model), or lean (a forward of our own; also lean-native, lean-stock).",
+        "lean (as auto, without the transformers model), or one by name: lean-native, lean-graphs, lean-stock, or "
+        "generic (the transformers model).",
     ),
 ]
 Device = Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda, another torch device, or auto.")]
 _DRAFTER = (
     "METHOD (ngram), METHOD:TREE (ngram:tree), either with :KEY=VALUE after it (hydra:model=DIR, "
-    "ngram:num_speculative_tokens=8), vLLM's JSON, or @FILE with JSON."
+    "ngram:num_speculative_tokens=8), several of these merged into one tree (ngram+hydra), vLLM's JSON, or @FILE with "
+    "JSON."
 )
 Drafter = Annotated[
     list[str] | None, typer.Option("--speculative-config", "-s", metavar="DRAFTER", help=f"{_DRAFTER} Default: none.")

@@ -1,4 +1,4 @@
-"""What a controller is: it alone decides how much is drafted and verified, for whom."""
+"""What a controller is: it bounds what drafters draft in an iteration and chooses which of their nodes are verified."""
 
 from __future__ import annotations
 

@@ -44,6 +44,10 @@ class SequenceStep:
         num_emitted: Tokens added to the output: `num_accepted + 1`, or fewer when the sequence stopped inside the path.
         tokens: These tokens.
         accepted_by: Accepted nodes per drafter name; a node proposed by two drafters counts for both.
+        num_proposed: Nodes that the drafters proposed for it, neither roots nor probes counted, before the guard cut
+            any, trees were merged, and the controller selected: a node proposed by two drafters counts twice, a tree
+            that was dropped not at all. None where no drafter was asked for this sequence, and where a trusted
+            drafter's tree has both `host_facts` and `source`: only the device knows then how many are probes.
     """
 
     request_id: str
@@ -53,6 +57,7 @@ class SequenceStep:
     num_emitted: int
     tokens: Sequence[int] = ()
     accepted_by: dict[str, int]
+    num_proposed: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,6 +16,8 @@ from foretoken.core.token_tree import TokenTree
 from foretoken.engine.tree_checks import cut_invalid_nodes, find_fault
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
 
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest
@@ -25,10 +27,17 @@ _log = logging.getLogger(__name__)
 
 
 class SafeDraft(NamedTuple):
-    """A valid tree, and why the drafter's own was dropped if it was."""
+    """What came of asking a drafter.
+
+    Attributes:
+        tree: A valid one.
+        error: Why the drafter's own was dropped, or None.
+        num_proposed: Nodes of its tree before any was cut, of each sequence; see `SequenceStep`.
+    """
 
     tree: TokenTree
     error: str | None
+    num_proposed: Sequence[int] | None
 
 
 class DraftGuard:
@@ -68,17 +77,21 @@ class DraftGuard:
         """
         roots, error = context.roots, None
         tree: TokenTree | None = None
+        num_proposed: Sequence[int] | None = [0] * len(roots)
         drafter = self._drafter
         if drafter is not None:
             try:
                 draft = drafter.propose(context)
-                error = find_fault(draft, roots, self._max_nodes, self._device)
+                finding = find_fault(draft, roots, self._max_nodes, self._device)
+                error = finding.fault
                 if error is None:
                     tree = cut_invalid_nodes(draft, self._vocab_size, context.max_depth)
+                    num_proposed = finding.num_proposed
                 self._count("propose", "tree", error)
             except Exception as err:  # noqa: BLE001 - whatever a drafter raises must not cost text
                 error = self._failed("propose", err)
-        return SafeDraft(TokenTree.roots(roots, device=self._device) if tree is None else tree, error)
+        tree = TokenTree.roots(roots, device=self._device) if tree is None else tree
+        return SafeDraft(tree, error, num_proposed)
 
     def commit(self, committed: Committed) -> None:
         """Passes on what was committed."""

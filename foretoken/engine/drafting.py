@@ -10,7 +10,7 @@ from foretoken.control.best_nodes import BestNodes
 from foretoken.control.fixed import Fixed
 from foretoken.core.token_tree import PROBE, TokenTree
 from foretoken.drafters.base import TargetReads
-from foretoken.engine.draft_guard import DraftGuard
+from foretoken.engine.draft_guard import DraftGuard, SafeDraft
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,11 +29,13 @@ class Draft(NamedTuple):
 
     Attributes:
         tree: Over the batch's roots.
+        num_proposed: Of each of its sequences, see `SequenceStep`.
         error: Why a drafter's own tree was dropped, or None.
         declined: Why no drafter was asked, or None.
     """
 
     tree: TokenTree
+    num_proposed: Sequence[int | None]
     error: str | None = None
     declined: Declined | None = None
 
@@ -121,17 +123,22 @@ class Drafting:
             context: Its bounds are those of requests and cache; the controller's are put in here.
         """
         if not self.is_active or self._controller is None:
-            return Draft(TokenTree.roots(context.roots, device=self._device))
+            return self._no_draft(context)
         allotment = self._controller.allot(len(context.slots))
         context = _within(context, allotment)
         if max(context.max_depth) <= 0:
-            return Draft(TokenTree.roots(context.roots, device=self._device), declined=allotment.declined)
+            return self._no_draft(context, allotment.declined)
         drafts = [guard.propose(context) for guard in self._guards]
         error = next((draft.error for draft in drafts if draft.error is not None), None)
         tree = self._controller.select([draft.tree for draft in drafts])
         if len(drafts) == 1 and tree.source is not None:  # what it says there tells probes only: all nodes are its own
             tree = replace(tree, source=(tree.source & PROBE) | 1)
-        return Draft(tree, error, allotment.declined)
+        return Draft(tree, _num_proposed(drafts, context.max_depth), error, allotment.declined)
+
+    def _no_draft(self, context: DraftContext, declined: Declined | None = None) -> Draft:
+        """The roots alone: no drafter is asked."""
+        tree = TokenTree.roots(context.roots, device=self._device)
+        return Draft(tree, [None] * len(context.slots), declined=declined)
 
     def commit(self, committed: Committed) -> None:
         """Positions entered the target's KV: every drafter gets the features it reads."""
@@ -155,6 +162,14 @@ class Drafting:
     def credit(self, source: int) -> list[str]:
         """Names of the drafters in a bit set of `TokenTree.source`."""
         return [name for bit, name in enumerate(self.names) if source >> bit & 1]
+
+
+def _num_proposed(drafts: Sequence[SafeDraft], max_depth: Sequence[int]) -> list[int | None]:
+    """Nodes that all drafters proposed together, of each sequence; None where it was not asked for or is not known."""
+    counts = [draft.num_proposed for draft in drafts if draft.num_proposed is not None]
+    if len(counts) < len(drafts):
+        return [None] * len(max_depth)
+    return [sum(each) if depth > 0 else None for depth, *each in zip(max_depth, *counts, strict=True)]
 
 
 def _within(context: DraftContext, allotment: Allotment) -> DraftContext:

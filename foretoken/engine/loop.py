@@ -297,7 +297,7 @@ class Engine:
         record = StepRecord(
             sequences=[
                 sequence_step(self._drafting, *each)
-                for each in zip(sequences, verified.outcomes, generated, strict=True)
+                for each in zip(sequences, verified.outcomes, generated, verified.draft.num_proposed, strict=True)
             ],
             num_tokens=num_decoding,
             num_prompt_tokens=sum(len(chunk.tokens) for chunk in verified.chunks),

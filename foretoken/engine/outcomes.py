@@ -193,7 +193,9 @@ def newly_committed(
     )
 
 
-def sequence_step(drafting: Drafting, sequence: Sequence, outcome: Outcome, generated: list[int]) -> SequenceStep:
+def sequence_step(
+    drafting: Drafting, sequence: Sequence, outcome: Outcome, generated: list[int], num_proposed: int | None
+) -> SequenceStep:
     """The record of one sequence's iteration.
 
     Args:
@@ -201,6 +203,7 @@ def sequence_step(drafting: Drafting, sequence: Sequence, outcome: Outcome, gene
         sequence: The sequence.
         outcome: What was accepted.
         generated: Tokens added to its output.
+        num_proposed: See `SequenceStep`.
     """
     accepted = min(len(outcome.path), len(generated))
     credit = Counter(name for source in outcome.sources[:accepted] for name in drafting.credit(source))
@@ -212,4 +215,5 @@ def sequence_step(drafting: Drafting, sequence: Sequence, outcome: Outcome, gene
         num_emitted=len(generated),
         tokens=generated,
         accepted_by=dict(credit),
+        num_proposed=num_proposed,
     )

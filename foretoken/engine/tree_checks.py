@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from operator import le
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from foretoken.core.checks import shown
-from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree
+from foretoken.core.token_tree import PROBE, DraftDistributions, DrawKind, TokenTree
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -26,6 +26,19 @@ _STRUCTURE = (
     "num_nodes outside 1..width", "wrong root", "parents that do not come before their children", "wrong depths",
     "max_depth too small",
 )  # fmt: skip
+
+
+class Finding(NamedTuple):
+    """What a look at a drafter's tree gives.
+
+    Attributes:
+        fault: What makes it unusable as a whole, or None.
+        num_proposed: Its nodes of each of B sequences, neither roots nor probes counted; None where there is a fault,
+            and where only the device knows.
+    """
+
+    fault: str | None
+    num_proposed: Sequence[int] | None = None
 
 
 def find_misfit(tree: object, batch: int, max_nodes: int, device: torch.device | None = None) -> str | None:
@@ -64,8 +77,8 @@ def _misfits(tree: TokenTree, batch: int, max_nodes: int, device: torch.device |
         yield f"max_depth {shown(tree.max_depth)}; expected an int, at least 0 and below the width, {width}"
 
 
-def find_fault(tree: TokenTree, roots: Sequence[int], max_nodes: int, device: torch.device | None = None) -> str | None:
-    """What makes a tree unusable as a whole, or None.
+def find_fault(tree: TokenTree, roots: Sequence[int], max_nodes: int, device: torch.device | None = None) -> Finding:
+    """Whether a tree is usable, and how much it proposes; synchronises once where it has no `host_facts`.
 
     Args:
         tree: As the drafter returned it.
@@ -75,9 +88,11 @@ def find_fault(tree: TokenTree, roots: Sequence[int], max_nodes: int, device: to
     """
     misfit = find_misfit(tree, len(roots), max_nodes, device)
     if misfit is not None:
-        return misfit
+        return Finding(misfit)
     if tree.host_facts is not None:
-        return None if list(tree.host_facts.roots) == list(roots) else "tree with wrong root"
+        if list(tree.host_facts.roots) != list(roots):
+            return Finding("tree with wrong root")
+        return Finding(None, [count - 1 for count in tree.host_facts.num_nodes] if tree.source is None else None)
     width = tree.width
     node = torch.arange(width, device=tree.tokens.device)
     is_real = node < tree.num_nodes.unsqueeze(1)
@@ -90,8 +105,12 @@ def find_fault(tree: TokenTree, roots: Sequence[int], max_nodes: int, device: to
         (has_parent & (tree.depths != tree.depths.gather(1, parents) + 1)).any() | (tree.depths[:, 0] != 0).any(),
         (tree.depths > tree.max_depth).any(),
     ])  # fmt: skip
-    found = [message for message, is_fault in zip(_STRUCTURE, faults.tolist(), strict=True) if is_fault]
-    return f"tree with {found[0]}" if found else None
+    is_proposed, source = tree.parents >= 0, tree.source
+    if source is not None and _fits(source, tree, torch.int64):
+        is_proposed &= (source & PROBE) == 0
+    values = torch.cat([faults.long(), is_proposed.sum(1)]).tolist()
+    found = [message for message, is_fault in zip(_STRUCTURE, values, strict=False) if is_fault]
+    return Finding(f"tree with {found[0]}") if found else Finding(None, values[len(_STRUCTURE) :])
 
 
 def cut_invalid_nodes(tree: TokenTree, vocab_size: int, max_depth: Sequence[int]) -> TokenTree:

@@ -1,4 +1,4 @@
-"""Which decoder serves: of those that may, the one whose passes cost least, measured at the widths that will be run.
+"""Which decoder is used: of those that may, the one whose passes cost least, measured at the widths that will be run.
 
 "auto" promises that a token gets the same bits in every pass wherever an exact decoder fits the model (see `Decoder`):
 it chooses among the exact ones, and among the others only where there is none. "fastest" gives that promise up and
@@ -34,7 +34,7 @@ _said: set[str] = set()
 
 
 class Choice(NamedTuple):
-    """The decoder that serves, and why in a sentence."""
+    """The decoder that is used, and why in a sentence."""
 
     decoder: Decoder
     reason: str
@@ -50,7 +50,7 @@ def choose_decoder(
     context_len: int,
     costs: Callable[[str], PassCosts],
 ) -> Choice:
-    """Makes the decoder that serves and proves it on the model; says why others did not fit.
+    """Makes the decoder that is used and proves it on the model; says why others did not fit.
 
     Args:
         model: A loaded causal LM.
@@ -76,12 +76,12 @@ def choose_decoder(
             _say_once(logging.WARNING, f"{model.name} runs on the {name} runner. {candidates.refusals()}")
         if reason:
             _say_once(logging.INFO, f"{model.name}: {reason}")
-        return Choice(decoder, reason or f"{name} serves: {_why_alone(name, runner)}")
+        return Choice(decoder, reason or f"{name} is used: {_why_alone(name, runner)}")
     raise candidates.failure()
 
 
 def likely_decoder(model: LoadedModel, runner: str, widths: PassWidths, *, costs: Callable[[str], PassCosts]) -> str:
-    """The decoder that will probably serve, before there is a cache for it; its costs can be had.
+    """The decoder that will probably be used, before there is a cache for it; its costs can be had.
 
     Args:
         model: A loaded causal LM.
@@ -104,7 +104,7 @@ def likely_decoder(model: LoadedModel, runner: str, widths: PassWidths, *, costs
 
 
 class _Candidates:
-    """Decoders that may serve.
+    """Decoders that may be used.
 
     Attributes:
         reasons: Why some do not, each reason with the names of those.
@@ -123,7 +123,7 @@ class _Candidates:
         self._generic_error: ModelError | None = None
 
     def in_order(self) -> Iterator[tuple[str, str]]:
-        """Names, the one that should serve first, each with what its passes cost where they were compared.
+        """Names, the one that should be used first, each with what its passes cost where they were compared.
 
         Nothing is measured before the names that come earlier have been refused.
         """
@@ -140,10 +140,10 @@ class _Candidates:
                     unmeasured.append(name)
             yield from ranked(costs, self._widths)
             yield from ((name, "") for name in fitting if len(fitting) == 1)
-            yield from ((name, f"{name} serves: its passes could not be timed") for name in unmeasured)
+            yield from ((name, f"{name} is used: its passes could not be timed") for name in unmeasured)
 
     def refuse(self, name: str, err: ModelError) -> None:
-        """Notes why a decoder does not serve."""
+        """Notes why a decoder is not used."""
         self.reasons.setdefault(str(err), []).append(name)
         if name == "generic":
             self._generic_error = err.with_traceback(None)  # whose frames hold the decoder and its cache
@@ -159,7 +159,7 @@ class _Candidates:
         )
 
     def _groups(self) -> list[list[str]]:
-        """Names that are compared with each other; a later group serves only where no one of an earlier one does."""
+        """Names that are compared with each other; a later group is used only where no one of an earlier one does."""
         if self._runner in DECODERS:
             return [[self._runner]]
         names = [name for name in decoders_for(self._model) if name != "generic" or self._runner != "lean"]

@@ -1,8 +1,8 @@
 """What passes of a decoder cost: measured once a machine and model, kept for a month.
 
-The costs decide which decoder serves, how deep chains are drafted and how many nodes a tree has by default. They differ
-by machine and dtype: with matrix units or plenty of memory-bound weights 16 tokens cost what one does, in float32 on a
-small cache they do not.
+The costs decide which decoder is used, how deep chains are drafted and how many nodes a tree has by default. They
+differ by machine and dtype: with matrix units or plenty of memory-bound weights 16 tokens cost what one does, in
+float32 on a small cache they do not.
 """
 
 from __future__ import annotations

@@ -77,4 +77,4 @@ def _comparison(name: str, costs: Mapping[str, PassCosts], widths: PassWidths) -
         return ""
     tokens = " / ".join(str(number) for number, _ in widths.passes(costs[name]))
     others = ", ".join(f"{other} {milliseconds(other)}" for other in costs if other != name)
-    return f"{name} serves: passes of {tokens} tokens take {milliseconds(name)} ms ({others})"
+    return f"{name} is used: passes of {tokens} tokens take {milliseconds(name)} ms ({others})"

@@ -2,7 +2,7 @@
 
 It offers what the engine needs (prefill, verify a tree, commit a path) and the general pass below them, which draft
 models use to expand a tree level by level. Cache lengths belong to the caller. How a pass is computed is the decoder's
-matter; which one serves is chosen when the runner is made (`foretoken.runner.choice`).
+matter; which one is used is chosen when the runner is made (`foretoken.runner.choice`).
 
 Letters: B sequences, T tokens fed, N tree nodes, V vocabulary, D hidden size, F taps.
 """
@@ -50,7 +50,7 @@ class Runner:
         context_len: Most tokens a sequence may reach.
         max_nodes: Widest tree, root included.
         prefill_chunk: Prompt tokens fed per pass.
-        choice: Which decoder serves and why, in a sentence.
+        choice: Which decoder is used and why, in a sentence.
     """
 
     def __init__(

@@ -205,8 +205,9 @@ def test_a_drafter_that_stops_the_engine_stops_nothing_else(monkeypatch: pytest.
             raise RuntimeError("tensors on two devices\nand more")
         return [
             Check(
-                setup=setup.name, runner="lean", temperature=temperature, batch_size=batch_sizes[0], prompt=0,
-                num_tokens=6, mean_acceptance_length=1.0, divergence=None, gap=None, verdict="identical",
+                setup=setup.name, runner="lean", runner_choice="lean is used: it was asked for",
+                temperature=temperature, batch_size=batch_sizes[0], prompt=0, num_tokens=6, mean_acceptance_length=1.0,
+                divergence=None, gap=None, verdict="identical",
             )
             for setup in setups for temperature in workload.temperatures
         ]  # fmt: skip

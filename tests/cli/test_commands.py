@@ -70,6 +70,7 @@ def test_verify_and_its_exit_code() -> None:
     arguments = ["verify", MODEL, "-s", "ngram", "-s", "draft_model:tree", "--num-prompts", "2", "--max-tokens", "16"]
     report = json.loads(output_of(*arguments, "--batch-size", "2", "--json"))
     assert [check["verdict"] for check in report["checks"]] == ["identical"] * 8  # 2 setups, 2 temperatures, 2 prompts
+    assert all(check["runner_choice"].startswith(f"{check['runner']} is used: ") for check in report["checks"])
     assert "identical" in output_of(*arguments)
 
 
@@ -81,6 +82,7 @@ def test_bench_reports_every_setup() -> None:
     assert [(row["setup"], row["temperature"]) for row in rows] == [(name, t) for t in (0.0, 0.8) for name in names]
     for row in rows:
         assert row["num_identical"] in (None, 2)
+        assert row["runner_choice"].startswith(f"{row['runner']} is used: ")
         assert abs(row["efficiency"] * row["mean_acceptance_length"] - row["speed_up"]) < 1e-9
         assert abs(sum(row["shares"].values()) - 1) < 1e-6
 
@@ -126,6 +128,41 @@ def test_generate_says_what_loading_took_and_why_it_does_not_draft() -> None:
     passes = re.search(r"in (\d+) target passes", result.stderr)
     assert passes is not None
     assert skipped is None or 0 < int(skipped[1]) <= int(skipped[2]) == int(passes[1])
+
+
+def test_generate_says_which_decoder_is_used_and_why_passes_were_not_drafted_for() -> None:
+    arguments = ("generate", MODEL, "-p", PROMPT, "--max-tokens", "24", "--runner", "lean-stock")
+    config = ("-s", "ngram:num_speculative_tokens=4")
+    assert "lean-stock is used: it was asked for" in run(*arguments, "-v").stderr
+    plain = json.loads(output_of(*arguments, "--json"))
+    assert (plain["runner_choice"], plain["not_drafted"]) == ("lean-stock is used: it was asked for", None)
+    report = json.loads(output_of(*arguments, *config, "--json"))
+    passes = report["not_drafted"]["passes"]
+    assert passes["found nothing"] > 0  # the prompt repeats nothing at first
+    assert passes.keys() <= {"found nothing", "not asked"}
+    said = re.search(r"\[nothing drafted in (\d+) of (\d+) passes: (.*)\]", run(*arguments, *config, "-v").stderr)
+    assert said is not None
+    assert (int(said[1]), int(said[2])) == (sum(passes.values()), report["metrics"]["steps"])
+    assert {part.rpartition(" in ")[0]: int(part.rpartition(" in ")[2]) for part in said[3].split(", ")} == passes
+
+
+def test_generate_says_that_a_drafter_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [
+        "from foretoken.drafters.base import DrafterOptions as Options, TargetReads",
+        "class Broken:",
+        "    name, reads, nodes_by_depth = 'broken', TargetReads(), [1, 2]",
+        "    attach = begin = commit = release = lambda self, *arguments: None",
+        "    def propose(self, context): raise ValueError('no idea')",
+        "def create(options): return Broken()",
+    ]
+    (tmp_path / "failing").mkdir()
+    (tmp_path / "failing" / "drafter.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    arguments = ("generate", MODEL, "-p", PROMPT, "--max-tokens", "8", "-s", "failing.drafter:num_speculative_tokens=1")
+    report = json.loads(output_of(*arguments, "--json"))["not_drafted"]
+    # After five failures in a row the drafter is switched off, and nobody is asked.
+    assert report == {"passes": {"failed": 5, "not asked": 3}, "declined": None, "draft_error": "ValueError: no idea"}
+    assert "failed in 5, not asked in 3; the last failure: ValueError: no idea]" in run(*arguments, "-v").stderr
 
 
 def test_a_text_cut_by_the_context_says_so() -> None:

@@ -34,15 +34,15 @@ def drafter(behaviour: Behaviour, **options: Any) -> AdversarialDrafter:
 @pytest.mark.parametrize("behaviour", FAULTS)
 def test_trees_that_are_none(behaviour: Behaviour) -> None:
     adversary = drafter(behaviour, tree={"widths": [8, 2]})
-    fault = find_fault(adversary.propose(context(TOKENS)), [6, 9], adversary.nodes_by_depth[-1])
-    assert FAULTS[behaviour] in str(fault)
+    finding = find_fault(adversary.propose(context(TOKENS)), [6, 9], adversary.nodes_by_depth[-1])
+    assert FAULTS[behaviour] in str(finding.fault)
 
 
 @pytest.mark.parametrize("behaviour", [b for b in BEHAVIOURS if b not in (*FAULTS, "raises")])
 def test_trees_that_are_wrong_in_what_they_hold(behaviour: Behaviour) -> None:
     adversary = drafter(behaviour, tree="tree")
     tree = adversary.propose(context(TOKENS))
-    assert find_fault(tree, [6, 9], adversary.nodes_by_depth[-1]) is None
+    assert find_fault(tree, [6, 9], adversary.nodes_by_depth[-1]).fault is None
     drafted = tree.tokens[:, 1:]
     siblings = len({(p, t) for p, t in zip(tree.parents[0].tolist()[1:], drafted[0].tolist(), strict=True)})
     shows = {

@@ -71,13 +71,13 @@ FAULTS: dict[str, Callable[[TokenTree], TokenTree]] = {
 
 @pytest.mark.parametrize("message", FAULTS)
 def test_faults_are_found_and_named(message: str) -> None:
-    assert find_fault(good_tree(), ROOTS, 8) is None
-    assert message in str(find_fault(FAULTS[message](good_tree()), ROOTS, 8))
+    assert find_fault(good_tree(), ROOTS, 8).fault is None
+    assert message in str(find_fault(FAULTS[message](good_tree()), ROOTS, 8).fault)
 
 
 def test_trees_on_another_device_are_refused() -> None:
-    assert "expected int64 on meta" in str(find_fault(good_tree(), ROOTS, 8, torch.device("meta")))
-    assert find_fault(good_tree(), ROOTS, 8, torch.device("cpu")) is None
+    assert "expected int64 on meta" in str(find_fault(good_tree(), ROOTS, 8, torch.device("meta")).fault)
+    assert find_fault(good_tree(), ROOTS, 8, torch.device("cpu")).fault is None
 
 
 def test_nodes_that_cannot_be_accepted_are_cut_with_their_subtree() -> None:

@@ -48,6 +48,8 @@ def test_bounds_and_sums(drafter: str, batch: int) -> None:
                 <= engine.target.max_nodes * len(record.sequences)
             )
             assert sum(step.accepted_by.values()) == step.num_accepted
+            assert step.num_drafted <= (step.num_proposed or 0)
+    assert any(step.num_proposed for mine in steps.values() for step in mine) == (drafter != "none")
     for output in outputs:
         metrics, mine = output.metrics, steps[output.request_id]
         assert metrics.steps == len(mine)

@@ -12,7 +12,7 @@ from test_hydra import HYDRA_HEADS
 from tiny_heads import E, V, random_head
 
 from foretoken.core.errors import ForetokenError
-from foretoken.formats.registry import read_head, write_head
+from foretoken.formats.registry import known_formats, read_head, write_head
 from foretoken.heads.base import HeadConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
@@ -28,6 +28,10 @@ HEADS = {
     "mlp_speculator": MlpSpeculatorConfig(hidden_size=E, vocab_size=V, inner_dim=6),
 }
 NONSENSE = (None, "x", "7", "base", "prefix_layer", -1, 0, 1.5, 10**12, True, [], [[1]], {}, {"a": []})
+
+
+def test_every_format_that_is_written_is_tested() -> None:
+    assert set(HEADS) == set(known_formats(writable=True))
 
 
 def written(name: str, config: HeadConfig, directory: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which decoder serves: by what its passes cost at the widths that are run, and never against a promise."""
+"""Which decoder is used: by what its passes cost at the widths that are run, and never against a promise."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_the_fastest_at_the_widths_serves(
 ) -> None:
     made = runner(loaded(), "fastest", table.__getitem__, num_slots=num_slots, max_nodes=max_nodes)
     assert made.name == expected
-    assert made.choice.startswith(f"{expected} serves: passes of {num_slots} / ")
+    assert made.choice.startswith(f"{expected} is used: passes of {num_slots} / ")
 
 
 def test_long_prompts_count() -> None:
@@ -133,7 +133,7 @@ def test_where_no_exact_one_fits_costs_decide(table: dict[str, PassCosts]) -> No
 )
 def test_nothing_is_measured_without_a_choice(architecture: str, kind: str, expected: str, why: str) -> None:
     made = runner(loaded(architecture), kind, unasked)
-    assert (made.name, made.choice) == (expected, f"{expected} serves: {why}")
+    assert (made.name, made.choice) == (expected, f"{expected} is used: {why}")
 
 
 def test_noise_does_not_decide() -> None:
@@ -202,7 +202,7 @@ def test_the_log_says_which_and_why(caplog: pytest.LogCaptureFixture, monkeypatc
         for _ in range(2):
             runner(loaded(), "fastest", SMALL.__getitem__, max_nodes=16)
     assert caplog.messages == [
-        "tiny: lean-native serves: passes of 1 / 16 / 64 tokens take 1.4 / 3.5 / 8.6 ms "
+        "tiny: lean-native is used: passes of 1 / 16 / 64 tokens take 1.4 / 3.5 / 8.6 ms "
         "(lean-stock 10 / 10 / 14, generic 20 / 21 / 24)"
     ]
 
@@ -317,7 +317,7 @@ def test_what_was_really_measured_and_chosen_writes_the_same(
     prompt = [5, 6, 7, 5, 6]
     fast = LLM(tiny_model("llama"), speculative_config=config, runner="fastest")
     assert fast.target.name in ("lean-native", "lean-stock", "generic")
-    assert " serves: passes of 8 / " in fast.target.choice
+    assert " is used: passes of 8 / " in fast.target.choice
     module = tiny_model("llama")
     ids = module.generate(
         torch.tensor([prompt]), do_sample=False, max_new_tokens=24, min_new_tokens=24, eos_token_id=None

@@ -1,0 +1,106 @@
+"""What was proposed stays known when less of it is verified, and for which reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from drafters.drafting_contexts import context
+from tiny_models import VOCAB_SIZE
+
+from foretoken.control.base import Allotment, Allowance, Controller
+from foretoken.control.best_nodes import BestNodes
+from foretoken.control.fixed import Fixed
+from foretoken.core.records import Declined
+from foretoken.core.token_tree import PROBE, TokenTree, TreeRow
+from foretoken.drafters.base import DraftContext, TargetReads
+from foretoken.engine.drafting import Draft, Drafting
+from foretoken.runner.cost_curve import CostCurve
+
+TREE = TokenTree.from_rows([TreeRow([7, 1, 2, 3], [-1, 0, 0, 1]), TreeRow([9, 4], [-1, 0])])
+UNKNOWN = replace(TREE, host_facts=None)
+PROBES = torch.tensor([[0, 0, PROBE, 0], [0, 0, 0, 0]])
+Change = Callable[[TokenTree], Any]
+
+
+class Proposer:
+    """Proposes one tree, or what a function makes of it."""
+
+    name, reads, nodes_by_depth = "proposer", TargetReads(), [1, 3, 4]
+
+    def __init__(self, change: Change) -> None:
+        self._change = change
+
+    def propose(self, context: DraftContext) -> TokenTree:
+        tree: TokenTree = self._change(TREE)
+        return tree
+
+
+class Declining(Fixed):
+    """Asks for nothing."""
+
+    def allot(self, batch_size: int) -> Allotment:
+        declined = Declined(width=2, pass_cost=2.0, draft_cost=0.1, acceptance=0.1, hit_rate=1.0)
+        return Allotment(allowances=[Allowance(depth=0, nodes=1)] * batch_size, declined=declined)
+
+
+def draft(*changes: Change, controller: Controller | None = None, max_depth: tuple[int, int] = (8, 8)) -> Draft:
+    """What drafters that propose the tree, each changed, come to."""
+    controller = controller or Fixed(max_nodes=16)
+    drafters: list[Any] = [Proposer(change) for change in changes]
+    drafting = Drafting(drafters, controller, vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu"))
+    return drafting.propose(context([[5, 7], [5, 9]], max_depth=max_depth))
+
+
+def num_verified(made: Draft) -> list[int]:
+    """Nodes of each tree that can be accepted."""
+    counts: list[int] = (made.tree.without_probes().parents >= 0).sum(1).tolist()
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("change", "proposed", "verified"),
+    [
+        (lambda t: t, [3, 1], [3, 1]),
+        (lambda t: UNKNOWN, [3, 1], [3, 1]),
+        (lambda t: replace(UNKNOWN, tokens=t.tokens + (t.tokens == 2) * VOCAB_SIZE), [3, 1], [2, 1]),
+        (lambda t: replace(UNKNOWN, source=PROBES), [2, 1], [2, 1]),
+        (lambda t: replace(t, source=PROBES), [None, None], [2, 1]),
+        (lambda t: replace(UNKNOWN, depths=t.depths * 2), [0, 0], [0, 0]),
+        (lambda t: 1 / 0, [0, 0], [0, 0]),
+        (lambda t: TokenTree.roots([7, 9]), [0, 0], [0, 0]),
+    ],
+    ids=["host facts", "no host facts", "token cut", "probes", "probes and host facts", "dropped", "raised", "nothing"],
+)
+def test_one_drafter(change: Change, proposed: list[int | None], verified: list[int]) -> None:
+    made = draft(change)
+    assert (made.num_proposed, num_verified(made)) == (proposed, verified)
+
+
+def test_nodes_that_are_too_deep_were_proposed() -> None:
+    made = draft(lambda t: t, max_depth=(1, 0))
+    assert made.num_proposed == [3, None]  # the second was not asked for: one token of its own is all it has room for
+    assert num_verified(made) == [2, 0]
+
+
+def test_nodes_that_do_not_pay_were_proposed() -> None:
+    dear = CostCurve((1, 64), (1.0, 64.0))
+    made = draft(lambda t: t, controller=BestNodes(dear, num_drafters=1, max_nodes=16))
+    assert (made.num_proposed, num_verified(made)) == ([3, 1], [0, 0])
+
+
+def test_each_drafter_counts() -> None:
+    """Also where the nodes are the same, and not where a tree was dropped."""
+    made = draft(lambda t: t, lambda t: UNKNOWN, lambda t: None)
+    assert (made.num_proposed, num_verified(made)) == ([6, 2], [3, 1])
+    assert made.error is not None
+
+
+@pytest.mark.parametrize(("controller", "max_depth"), [(Declining(16), (8, 8)), (Fixed(16), (0, 0))])
+def test_who_was_not_asked_proposed_nothing_that_is_known(controller: Controller, max_depth: tuple[int, int]) -> None:
+    made = draft(lambda t: t, controller=controller, max_depth=max_depth)
+    assert made.num_proposed == [None, None]
+    assert (made.declined is not None) == isinstance(controller, Declining)
