@@ -13,12 +13,13 @@
 #include <cstdint>
 #include <exception>
 #include <limits>
-#include <vector>
+#include <memory>
 
 #include <omp.h>
 
 #include "kernels/checks.h"
 #include "kernels/decoder.h"
+#include "kernels/elementwise.h"
 #include "kernels/gemm.h"
 #include "kernels/interface.h"
 #include "kernels/workspace.h"
@@ -58,15 +59,20 @@ Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* 
   if (num_threads < 1 || num_threads > std::numeric_limits<int>::max()) return Status::kThreads;
   const auto run = [&](auto type) {
     using T = decltype(type);
-    std::vector<typename Inputs<T>::Token> data(size_t(M == 1 ? Inputs<T>::padded(matrix->cols) : Inputs<T>::size(M, matrix->cols)));
-    const Inputs<T> inputs(data.data(), matrix->cols, M == 1);
-    for (int64_t m = 0; m < M; ++m) {
-      for (int64_t k = 0; k < matrix->cols; ++k) inputs.put(m, k, x[m * matrix->cols + k]);
-    }
+    using Token = typename Inputs<T>::Token;
+    const int64_t K = matrix->cols;
+    const std::unique_ptr<Token[]> data(new Token[size_t(M == 1 ? Inputs<T>::padded(K) : Inputs<T>::size(M, K))]);
+    const Inputs<T> inputs(data.get(), K, M == 1);
 #pragma omp parallel num_threads(int(num_threads))
-    multiply(*matrix, inputs, M, [&](int64_t m, int64_t n, auto count, const float* values) {
-      for (int i = 0; i < count; ++i) y[m * matrix->rows + n + i] = values[i];
-    });
+    {
+      share(M, [&](int64_t m) {
+        normalise_row(Norm{}, x + m * K, K, [&](int64_t k, auto values) { inputs.put(m, k, values); });
+      });
+#pragma omp barrier
+      multiply(*matrix, inputs, M, [&](int64_t m, int64_t n, auto count, const float* values) {
+        for (int i = 0; i < count; ++i) y[m * matrix->rows + n + i] = values[i];
+      });
+    }
   };
   try {
     is_bfloat16 ? run(Bfloat16{}) : run(float{});

@@ -13,11 +13,13 @@
 
 namespace {
 
-constexpr int kRows = 6;          // rows of weights that meet a token likewise: 24 sums of 32 registers, or 12 of 16
-constexpr int kLongRows = 4;      // likewise where kRows of them are more than kNear bytes
-constexpr int kNear = 24 * 1024;  // bytes that stay in the nearest cache beside what passes by
-constexpr int kRowsOfOne = 8;     // rows side by side when there is one token
-constexpr int kShare = 24;        // rows are dealt out to threads in multiples of this
+constexpr int kRows = 6;            // rows of weights that meet a token likewise: 24 sums of 32 registers, or 12 of 16
+constexpr int kNearest = 6 * 1024;  // bytes of them that fit the nearest cache together with the next ones and with tokens
+constexpr int kNear = 24 * 1024;    // bytes of them that stay there beside what passes by
+constexpr int kDepth = 32;          // steps of longer rows that meet tokens one after another,
+constexpr int kPanel = 64;          // and tokens that meet them
+constexpr int kRowsOfOne = 8;       // rows side by side when there is one token
+constexpr int kShare = 24;          // rows are dealt out to threads in multiples of this
 
 // As many weights as a register holds, the same elements of a token, and sums of their products. Tokens are kept in the
 // model's dtype where the processor multiplies that, else in float32, and in the order in which weights are widened.
@@ -106,14 +108,22 @@ struct Inputs {
   static int64_t size(int64_t M, int64_t K) { return (M + kTokens - 1) / kTokens * kTokens * padded(K); }
 };
 
-// Dot products of R rows of weights with C tokens, (C, R). Fetches `lines` cache lines from `ahead` on a step meanwhile.
-template <class T, int R, int C>
-inline void dot_block(const T* const* w, const typename Fragment<T>::Token* x, int64_t K, const char* ahead, int lines, float* out) {
-  static_assert(R * C % 4 == 0 && R * C <= 2 * kLanes);
-  Lanes sums[R * C] = {};
-  int64_t k = 0;
-  for (; k + kStep<T> <= K; k += kStep<T>, x += C * kStep<T>) {
-    for (int i = 0; i < lines; ++i, ahead += kBytes) __builtin_prefetch(ahead);
+// Fetches a cache line ahead of its use: into the nearest cache, or only as near as the second one.
+template <bool kIsFar>
+inline void fetch(const char* p) {
+  if constexpr (kIsFar) {
+    __builtin_prefetch(p, 0, 2);
+  } else {
+    __builtin_prefetch(p);
+  }
+}
+
+// Adds products of steps from..to of R rows of weights with C tokens to their sums over lanes, (C, R); x begins at step
+// `from`. Fetches `lines` cache lines from `ahead` on a step meanwhile.
+template <class T, int R, int C, bool kIsFar>
+FORETOKEN_INLINE void add_steps(const T* const* w, const typename Fragment<T>::Token* x, int64_t from, int64_t to, const char* ahead, int lines, Lanes (&sums)[R * C]) {
+  for (int64_t k = from; k < to; k += kStep<T>, x += C * kStep<T>) {
+    for (int i = 0; i < lines; ++i, ahead += kBytes) fetch<kIsFar>(ahead);
     Fragment<T> tokens[C];
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) tokens[c] = Fragment<T>::load(x + c * kStep<T>);
@@ -124,47 +134,112 @@ inline void dot_block(const T* const* w, const typename Fragment<T>::Token* x, i
       for (int c = 0; c < C; ++c) sums[c * R + r] = row.add_product(tokens[c], sums[c * R + r]);
     }
   }
+}
+
+// Dot products (C, R) from their sums over lanes, and from the elements past the last whole step, at `whole`; x begins there.
+template <class T, int R, int C>
+FORETOKEN_INLINE void finish_dots(const Lanes* sums, const T* const* w, const typename Fragment<T>::Token* x, int64_t whole, int64_t K, float* out) {
+  static_assert(R * C % 4 == 0 && R * C <= 2 * kLanes);
   store_lanes(out, sums_over_lanes<std::min(R * C, kLanes)>(sums));
   if constexpr (R * C > kLanes) store_lanes(out + kLanes, sums_over_lanes<R * C - kLanes>(sums + kLanes));
-  for (int i = 0; k + i < K; ++i) {
+  for (int i = 0; whole + i < K; ++i) {
     for (int c = 0; c < C; ++c) {
       for (int r = 0; r < R; ++r) {
-        out[c * R + r] = std::fma(to_float(w[r][k + i]), to_float(x[c * kStep<T> + Fragment<T>::place(i)]), out[c * R + r]);
+        out[c * R + r] = std::fma(to_float(w[r][whole + i]), to_float(x[c * kStep<T> + Fragment<T>::place(i)]), out[c * R + r]);
       }
     }
   }
 }
 
-// The block at row n and token m; rows past the end repeat the last one.
-template <class T, int R, int C>
-inline void block(const Matrix& matrix, const Inputs<T>& x, int64_t n, int64_t m, int lines, float* out) {
-  const T* w[R];
-  for (int r = 0; r < R; ++r) w[r] = static_cast<const T*>(matrix.weight) + std::min(n + r, matrix.rows - 1) * matrix.cols;
-  // Each block of tokens fetches its share of the rows after these; a prefetch past the end is harmless.
-  const char* next = reinterpret_cast<const char*>(w[0] + R * matrix.cols) + m / C * (matrix.cols / kStep<T>) * lines * kBytes;
-  dot_block<T, R, C>(w, x.at(m, 0), matrix.cols, next, lines, out);
+// Dot products of R rows of weights with C tokens, (C, R).
+template <class T, int R, int C, bool kIsFar = false>
+inline void dot_block(const T* const* w, const typename Fragment<T>::Token* x, int64_t K, const char* ahead, int lines, float* out) {
+  const int64_t whole = K / kStep<T> * kStep<T>;
+  Lanes sums[R * C] = {};
+  add_steps<T, R, C, kIsFar>(w, x, 0, whole, ahead, lines, sums);
+  finish_dots<T, R, C>(sums, w, x + whole * C, whole, K, out);
+}
+
+// R rows of a matrix from row n on; rows past the end repeat the last one.
+template <class T, int R>
+struct Rows {
+  const T* at[R];
+
+  Rows(const Matrix& matrix, int64_t n) {
+    for (int r = 0; r < R; ++r) at[r] = static_cast<const T*>(matrix.weight) + std::min(n + r, matrix.rows - 1) * matrix.cols;
+  }
+  // Where the block of tokens m.. of `blocks` begins to fetch its share of the rows after these, `lines` cache lines a step;
+  // a prefetch past the end is harmless.
+  const char* after(const Matrix& matrix, int64_t block, int64_t step, int lines) const {
+    return reinterpret_cast<const char*>(at[0] + R * matrix.cols) + (block * (matrix.cols / kStep<T>) + step) * lines * kBytes;
+  }
+};
+
+// Adds biases to the dot products (C, R) at row n and token m and hands them on, see `multiply`; for rows before `end`.
+template <int R, int C, class Emit>
+FORETOKEN_INLINE void emit_block(const Matrix& matrix, int64_t n, int64_t end, int64_t m, int64_t M, float* out, Emit&& emit) {
   if (matrix.bias != nullptr) {
     for (int c = 0; c < C; ++c) {
       for (int r = 0; r < R; ++r) out[c * R + r] += matrix.bias[std::min(n + r, matrix.rows - 1)];
     }
   }
+  for (int c = 0; c < std::min<int64_t>(C, M - m); ++c) {
+    if (n + R <= end) {
+      emit(m + c, n, std::integral_constant<int, R>(), out + c * R);
+    } else {
+      emit(m + c, n, int(end - n), out + c * R);
+    }
+  }
+}
+
+// Cache lines that each of some blocks of tokens fetches a step, so that all of them fetch R rows.
+template <int R>
+int lines_each(int64_t blocks) {
+  return int((R + blocks - 1) / blocks);
 }
 
 // See `multiply`; for rows begin..end.
-template <class T, int R, int C, class Emit>
+template <class T, int R, int C, bool kIsFar, class Emit>
 void multiply_rows(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t begin, int64_t end, Emit&& emit) {
-  const int64_t blocks = (M + C - 1) / C;
-  const int lines = int((R + blocks - 1) / blocks);
+  const int lines = lines_each<R>((M + C - 1) / C);
   float out[2 * kLanes];
   for (int64_t n = begin; n < end; n += R) {
+    const Rows<T, R> rows(matrix, n);
     for (int64_t m = 0; m < M; m += C) {
-      block<T, R, C>(matrix, x, n, m, m / C < R ? lines : 0, out);
-      for (int c = 0; c < std::min<int64_t>(C, M - m); ++c) {
-        if (n + R <= end) {
-          emit(m + c, n, std::integral_constant<int, R>(), out + c * R);
-        } else {
-          emit(m + c, n, int(end - n), out + c * R);
+      const char* next = rows.after(matrix, m / C, 0, lines);
+      dot_block<T, R, C, kIsFar>(rows.at, x.at(m, 0), matrix.cols, next, m / C < R ? lines : 0, out);
+      emit_block<R, C>(matrix, n, end, m, M, out, emit);
+    }
+  }
+}
+
+// Likewise for rows that are longer than the nearest cache: some steps of them meet all tokens of a panel, then the next.
+// The sums over lanes wait in memory meanwhile, so that every sum is taken in the same order.
+template <class T, int R, int C, class Emit>
+void multiply_long_rows(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t begin, int64_t end, Emit&& emit) {
+  const int lines = lines_each<R>((M + C - 1) / C);
+  const int64_t K = matrix.cols, whole = K / kStep<T> * kStep<T>, depth = kDepth * kStep<T>;
+  float out[2 * kLanes];
+  Lanes waiting[kPanel / C][R * C];
+  for (int64_t n = begin; n < end; n += R) {
+    const Rows<T, R> rows(matrix, n);
+    for (int64_t first = 0; first < M; first += kPanel) {
+      const int64_t last = std::min<int64_t>(first + kPanel, M);
+      for (int64_t from = 0; from < whole; from += depth) {
+        for (int64_t m = first; m < last; m += C) {
+          const char* next = rows.after(matrix, m / C, from / kStep<T>, lines);
+          Lanes* kept = waiting[(m - first) / C];
+          Lanes sums[R * C];
+#pragma GCC unroll 32
+          for (int i = 0; i < R * C; ++i) sums[i] = from == 0 ? Lanes{} : kept[i];
+          add_steps<T, R, C, true>(rows.at, x.at(m, from), from, std::min(from + depth, whole), next, m / C < R ? lines : 0, sums);
+#pragma GCC unroll 32
+          for (int i = 0; i < R * C; ++i) kept[i] = sums[i];
         }
+      }
+      for (int64_t m = first; m < last; m += C) {
+        finish_dots<T, R, C>(waiting[(m - first) / C], rows.at, x.at(m, whole), whole, K, out);
+        emit_block<R, C>(matrix, n, end, m, M, out, emit);
       }
     }
   }
@@ -178,12 +253,15 @@ void multiply(const Matrix& matrix, const Inputs<T>& x, int64_t M, Emit&& emit) 
   const int64_t units = (matrix.rows + kShare - 1) / kShare;
   const int64_t begin = units * thread / threads * kShare;
   const int64_t end = std::min(units * (thread + 1) / threads * kShare, matrix.rows);
+  const int64_t bytes = matrix.cols * kRows * int64_t(sizeof(T));
   if (M == 1) {
-    multiply_rows<T, kRowsOfOne, 1>(matrix, x, M, begin, end, emit);
-  } else if (matrix.cols * kRows * int64_t(sizeof(T)) <= kNear) {
-    multiply_rows<T, kRows, kTokens>(matrix, x, M, begin, end, emit);
+    multiply_rows<T, kRowsOfOne, 1, false>(matrix, x, M, begin, end, emit);
+  } else if (bytes <= kNearest) {
+    multiply_rows<T, kRows, kTokens, false>(matrix, x, M, begin, end, emit);
+  } else if (bytes <= kNear) {
+    multiply_rows<T, kRows, kTokens, true>(matrix, x, M, begin, end, emit);
   } else {
-    multiply_rows<T, kLongRows, kTokens>(matrix, x, M, begin, end, emit);
+    multiply_long_rows<T, kRows, kTokens>(matrix, x, M, begin, end, emit);
   }
 }
 
