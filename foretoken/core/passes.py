@@ -27,6 +27,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TokenChoice:
+    """How the token after each row of logits is chosen, for decoders that do that while they have the logits at hand.
+
+    Attributes:
+        inverse_temperature: (R,) float32; 0 takes the greatest logit, others a draw from softmax(logits / temperature)
+            by Gumbel-max with `KeyedNoise` of `Purpose.TARGET` at the position after the row's token.
+        seeds: (R,) int64, keys of that noise; of no account where the greatest logit is taken.
+        impossible_ids: (U,) int64, tokens whose logits become -inf first; None for none.
+    """
+
+    inverse_temperature: Tensor
+    seeds: Tensor
+    impossible_ids: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Pass:
     """What a decoder runs. A token sees the prefix of its sequence, its ancestors among the nodes, and itself.
 
@@ -42,6 +58,7 @@ class Pass:
         logit_rows: (R,) int64, ascending, the tokens whose logits are wanted; None for none.
         is_causal: Whether every sequence is a chain, node i the child of node i - 1: known on the host, so that no mask
             is needed. May be False for chains.
+        choice: How the tokens after the rows of logits are chosen; None takes the greatest logits.
     """
 
     tokens: Tensor
@@ -53,6 +70,7 @@ class Pass:
     num_earlier: Sequence[int] | None = None
     logit_rows: Tensor | None
     is_causal: bool = False
+    choice: TokenChoice | None = None
 
     def __post_init__(self) -> None:
         """Checks what decoders rely on and would not notice."""
@@ -185,4 +203,5 @@ class Pass:
             offsets=[*self.offsets, *(self.num_tokens + offset for offset in chains.offsets[1:])],
             logit_rows=self.logit_rows,
             is_causal=self.is_causal and chains.is_causal,
+            choice=self.choice,
         )

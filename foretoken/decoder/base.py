@@ -24,13 +24,13 @@ class PassOutput:
     Attributes:
         logits: (R, V) float32, of `Pass.logit_rows`; None where none were wanted.
         features: (M, F, D) in the model's dtype, tapped features in the order asked for, or None without taps.
-        greatest: (R,) int64, the token with the greatest logit of each row, the lowest among equals; -1 where the
-            greatest is not finite. None where the decoder does not compute it.
+        chosen: (R,) int64, the token after each row as `Pass.choice` says, the lowest among equals; -1 where the
+            greatest logit is not finite. None where the decoder chooses none; impossible tokens then have their logits.
     """
 
     logits: Tensor | None
     features: Tensor | None
-    greatest: Tensor | None = None
+    chosen: Tensor | None = None
 
 
 class Decoder(Protocol):

@@ -14,11 +14,13 @@ from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
 import torch
 
 from foretoken.acceptance.select import AcceptancePolicy, accept
-from foretoken.core.backend import integers_on, reads_are_free
+from foretoken.core.backend import has_triton_kernels, integers_on, reads_are_free
 from foretoken.core.errors import described
+from foretoken.core.passes import Pass, TokenChoice
 from foretoken.core.records import StepRecord
 from foretoken.drafters.base import DraftContext, DraftRequest
 from foretoken.engine.outcomes import (
@@ -42,7 +44,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.core.passes import Pass
     from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import PassOutput
     from foretoken.engine.drafting import Draft, Drafting
@@ -222,7 +223,7 @@ class Engine:
         chunks = self._prefill.next_chunks(joining, trees.num_tokens)
         if chunks:
             work = trees.with_chains(self._prefill.as_pass(chunks))
-        output = self._run(work)
+        output = self._run(replace(work, choice=self._choice(sequences, trees)))
         clock.mark()
         outcomes, lossy_tv = self._accept(sequences, batch, tree, trees, output)
         clock.mark()
@@ -232,11 +233,27 @@ class Engine:
     def _run(self, work: Pass) -> PassOutput:
         """A pass with logits in which impossible tokens have none."""
         output = self.target.run(work)
-        if self._impossible_ids is None or output.logits is None:
-            return output
-        with torch.inference_mode():  # the logits may be an inference tensor, which nothing else may write to
-            output.logits[..., self._impossible_ids] = float("-inf")
-        return replace(output, greatest=None)
+        if self._impossible_ids is not None and output.logits is not None and output.chosen is None:
+            with torch.inference_mode():  # the logits may be an inference tensor, which nothing else may write to
+                output.logits[..., self._impossible_ids] = float("-inf")
+        return output
+
+    def _choice(self, sequences: list[Sequence], trees: Pass) -> TokenChoice | None:
+        """How a decoder may choose tokens of requests whose distribution nothing but temperature changes.
+
+        What it chooses for others is not looked at. None where the greatest logits are all that is wanted.
+        """
+        params = [s.params for s in sequences]
+        scales = [0.0 if p.is_greedy or not p.is_plain else 1 / p.temperature for p in params]
+        if not reads_are_free(self.target.device) or (self._impossible_ids is None and not any(scales)):
+            return None
+        counts = np.diff(trees.offsets)
+        seeds = np.array([s.sampling.seed for s in sequences], dtype=np.int64)
+        return TokenChoice(
+            inverse_temperature=torch.from_numpy(np.repeat(np.array(scales, dtype=np.float32), counts)),
+            seeds=torch.from_numpy(np.repeat(seeds, counts)),
+            impossible_ids=self._impossible_ids,
+        )
 
     def _accept(
         self, sequences: list[Sequence], batch: SamplingBatch, tree: TokenTree, trees: Pass, output: PassOutput
@@ -253,9 +270,17 @@ class Engine:
         device, logits = tree.tokens.device, output.logits
         if logits is None:
             raise RuntimeError("a verification has logits")
-        if batch.is_all_greedy and not batch.processors and not self.policy.is_lossy and reads_are_free(device):
-            choices = greatest_on_host(logits) if output.greatest is None else output.greatest.tolist()
-            return outcomes_of_choices(tree, choices, trees.offsets), 0.0
+        has_kernels = output.chosen is not None or has_triton_kernels(device)
+        rules = [
+            self.policy.rule_for(
+                tree, is_greedy=s.params.is_greedy, is_seeded=s.is_seeded, row=row,
+                is_plain=s.params.is_plain and has_kernels,
+            )
+            for row, s in enumerate(sequences)
+        ]  # fmt: skip
+        if not batch.processors and reads_are_free(device) and {"greedy", "drawn"}.issuperset(rules):
+            chosen = greatest_on_host(logits) if output.chosen is None else output.chosen.tolist()
+            return outcomes_of_choices(tree, chosen, trees.offsets), 0.0
         starts, roots = integers_on([trees.offsets[:-1], trees.prefix_lens], device).unbind()
         scores = NodeScores(
             tree=tree,
@@ -264,14 +289,8 @@ class Engine:
             has_row_for_each=trees.num_tokens == tree.tokens.numel(),
             batch=batch,
             history=self._histories(sequences, batch),
+            chosen=output.chosen,
         )
-        rules = [
-            self.policy.rule_for(
-                tree, is_greedy=s.params.is_greedy, is_seeded=s.is_seeded, row=row,
-                is_plain=s.params.is_plain and scores.has_kernels,
-            )
-            for row, s in enumerate(sequences)
-        ]  # fmt: skip
         acceptance = accept(scores, rules, self.policy, roots)
         lossy_tv = float(acceptance.lossy_tv.mean()) if self.policy.is_lossy else 0.0
         return outcomes_on_host(scores, acceptance), lossy_tv

@@ -34,6 +34,7 @@ class NodeScores:
             among them.
         batch: Sampling parameters of the B requests.
         history: Committed tokens of the B requests, the root included; may be None when no processor is in use.
+        chosen: (R,) int64, `PassOutput.chosen` of the rows; None where the decoder chooses none.
     """
 
     tree: TokenTree
@@ -42,6 +43,7 @@ class NodeScores:
     has_row_for_each: bool = False
     batch: SamplingBatch
     history: History | None
+    chosen: Tensor | None = None
 
     def select(self, rows: Tensor) -> NodeScores:
         """The scores of some sequences of the batch; rows: (R,) int64."""
@@ -51,6 +53,7 @@ class NodeScores:
             starts=self.starts[rows],
             batch=self.batch.select(rows),
             history=self.history and self.history.select(rows),
+            chosen=self.chosen,
         )
 
     def processed(self, nodes: Tensor) -> Tensor:
@@ -108,7 +111,7 @@ class NodeScores:
     @property
     def has_kernels(self) -> bool:
         """Whether `drawn_everywhere` runs here."""
-        return has_triton_kernels(self.logits.device)
+        return self.chosen is not None or has_triton_kernels(self.logits.device)
 
     def drawn_everywhere(self, root_positions: Tensor) -> Tensor:
         """The target's draw after every node: argmax of logits / temperature plus the noise of its position.
@@ -122,6 +125,8 @@ class NodeScores:
         Returns:
             (B, N) int64.
         """
+        if self.chosen is not None:
+            return self.by_node(self.chosen)
         from foretoken.sampling.triton_choice import chosen_tokens
 
         positions = root_positions.unsqueeze(1) + self.tree.depths + 1

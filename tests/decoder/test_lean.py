@@ -314,8 +314,8 @@ def test_the_greatest_logit_of_each_row(vocab_size: int) -> None:
     rows = TokenTree.from_rows([TreeRow(tokens=[1, 2, 3], parents=[-1, 0, 0]), TreeRow(tokens=[4], parents=[-1])])
     output = target.verify([0, 1], [0, 0], rows)
     assert output.logits is not None
-    assert output.greatest is not None
-    assert output.greatest.tolist() == output.logits.numpy().argmax(1).tolist() == greatest_on_host(output.logits)
+    assert output.chosen is not None
+    assert output.chosen.tolist() == output.logits.numpy().argmax(1).tolist() == greatest_on_host(output.logits)
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
@@ -328,7 +328,7 @@ def test_rows_without_a_greatest_logit(odd: float) -> None:
         module.model.embed_tokens.weight[7] = odd
     output = target.verify([0, 1], [0, 0], TokenTree.roots([7, 8]))
     assert output.logits is not None
-    assert output.greatest is not None
-    assert output.greatest.tolist() == greatest_on_host(output.logits)
-    assert output.greatest[0] == -1
-    assert output.greatest[1] >= 0
+    assert output.chosen is not None
+    assert output.chosen.tolist() == greatest_on_host(output.logits)
+    assert output.chosen[0] == -1
+    assert output.chosen[1] >= 0

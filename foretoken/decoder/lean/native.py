@@ -27,7 +27,7 @@ from foretoken.decoder.lean.weights import LeanWeights, tap_indices
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.core.passes import Pass
+    from foretoken.core.passes import Pass, TokenChoice
     from foretoken.core.taps import Tap
     from foretoken.decoder.blocks import Blocks
     from foretoken.decoder.slot_cache import SlotCache
@@ -116,7 +116,7 @@ class NativeBlocks:
                 been computed then.
         """
         described, arguments, held = self._prepared(work, inputs)
-        features = logits = greatest = None
+        features = logits = chosen = None
         if self._taps:
             shape = (len(self._tap_order), work.num_tokens, self._model.hidden)
             features = torch.empty(shape, dtype=torch.float32, device="cpu")
@@ -125,14 +125,14 @@ class NativeBlocks:
             wanted = (len(work.logit_rows), self._model.head.rows)
             logits = torch.empty(wanted, dtype=torch.float32, device="cpu")
             arguments.logits = logits.data_ptr()  # null where no row is asked for
-            greatest = torch.empty(wanted[0], dtype=torch.int64, device="cpu")
-            arguments.greatest = greatest.data_ptr()
+            chosen = torch.empty(wanted[0], dtype=torch.int64, device="cpu")
+            arguments.chosen = chosen.data_ptr()
         self._call(described, arguments, work)
         del held  # the kernels read it until here
         if features is not None:
             features = features[0].unsqueeze(1) if len(self._taps) == 1 else features[self._taken].transpose(0, 1)
             features = features.to(self._dtype)
-        return PassOutput(logits=logits, features=features, greatest=greatest)
+        return PassOutput(logits=logits, features=features, chosen=chosen)
 
     def append(self, work: Pass, inputs: Tensor) -> None:
         """As `run`, but of the last block keys and values alone.
@@ -212,7 +212,25 @@ class NativeBlocks:
         if work.logit_rows is not None:
             held.append(_fitting("logit_rows", work.logit_rows, torch.int64, (len(work.logit_rows),)))
             arguments.logit_rows, arguments.num_logits = held[-1].data_ptr(), len(work.logit_rows)
+            if work.choice is not None:
+                held += self._prepare_choice(arguments, work.choice, len(work.logit_rows))
         return arguments, held
+
+    @staticmethod
+    def _prepare_choice(arguments: PassArguments, choice: TokenChoice, num_rows: int) -> list[Tensor]:
+        """What the kernels are told of a choice, and what must live as long as they run.
+
+        Raises:
+            PassError: As `_prepare`.
+        """
+        scales = _fitting("inverse_temperature", choice.inverse_temperature, torch.float32, (num_rows,))
+        seeds = _fitting("seeds", choice.seeds, torch.int64, (num_rows,))
+        arguments.inverse_temperature, arguments.seeds = scales.data_ptr(), seeds.data_ptr()
+        if choice.impossible_ids is None:
+            return [scales, seeds]
+        ids = _fitting("impossible_ids", choice.impossible_ids, torch.int64, (choice.impossible_ids.numel(),))
+        arguments.impossible, arguments.num_impossible = ids.data_ptr(), len(ids)
+        return [scales, seeds, ids]
 
     def _take_workspace(self, num_nodes: int, threads: int) -> _Workspace:
         """An idle workspace that is large enough for a pass, or a new one; two Python threads never share one.

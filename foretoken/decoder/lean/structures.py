@@ -69,8 +69,9 @@ class PassArguments(Structure):
         *((name, c_int64) for name in ("num_threads", "num_sequences", "num_logits")),
         *((name, c_void_p) for name in (
             "tokens", "inputs", "positions", "parents", "slots", "prefix", "starts", "node_starts", "logit_rows",
-            "logits", "greatest", "taps",
+            "logits", "inverse_temperature", "seeds", "impossible", "chosen", "taps",
         )),
+        ("num_impossible", c_int64),
         ("num_taps", c_int64),
         ("is_append", c_int64),
         ("features", c_void_p),

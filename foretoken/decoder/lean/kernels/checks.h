@@ -19,7 +19,8 @@ Status check(const Model& model, const Pass& pass) {
   if ((pass.tokens == nullptr && pass.inputs == nullptr) || pass.positions == nullptr || pass.parents == nullptr ||
       pass.slots == nullptr || pass.prefix == nullptr || pass.starts == nullptr || pass.node_starts == nullptr ||
       pass.workspace == nullptr || (pass.num_taps > 0 && pass.features == nullptr) ||
-      (pass.logits != nullptr && pass.logit_rows == nullptr)) {
+      (pass.logits != nullptr && pass.logit_rows == nullptr) ||
+      (pass.inverse_temperature != nullptr && pass.seeds == nullptr)) {
     return Status::kMissing;
   }
   const int64_t S = pass.num_sequences, *starts = pass.starts, *node_starts = pass.node_starts;
@@ -44,6 +45,7 @@ Status check(const Model& model, const Pass& pass) {
     if (pass.logit_rows[r] <= last || pass.logit_rows[r] >= M) return Status::kLogitRows;
     last = pass.logit_rows[r];
   }
+  if (!all_within(pass.impossible, pass.num_impossible, model.head.rows)) return Status::kTokens;
   return pass.num_logits < 1 ? Status::kLogitRows : Status::kDone;
 }
 

@@ -8,6 +8,7 @@
 #include <omp.h>
 
 #include "attention.h"
+#include "choice.h"
 #include "elementwise.h"
 #include "experts.h"
 #include "gemm.h"
@@ -186,16 +187,20 @@ class Decoder {
     });
   }
 
-  // Caps logits, where the model does, and finds the greatest of each row.
+  // Caps logits, where the model does, and chooses the token after each row.
   void finish_logits() {
 #pragma omp barrier
     if (model_.logit_softcap > 0) {
       cap_logits();
 #pragma omp barrier
     }
-    if (pass_.greatest == nullptr) return;
+    if (pass_.chosen == nullptr) return;
     share(pass_.num_logits, [&](int64_t r) {
-      pass_.greatest[r] = greatest(pass_.logits + r * model_.head.rows, model_.head.rows);
+      float* row = pass_.logits + r * model_.head.rows;
+      for (int64_t i = 0; i < pass_.num_impossible; ++i) row[pass_.impossible[i]] = -INFINITY;
+      const float scale = pass_.inverse_temperature == nullptr ? 0.0f : pass_.inverse_temperature[r];
+      pass_.chosen[r] = scale == 0.0f ? greatest(row, model_.head.rows)
+                                      : drawn(row, model_.head.rows, scale, target_key(pass_.seeds[r], position_of(pass_.logit_rows[r]) + 1));
     });
   }
 
@@ -239,7 +244,7 @@ class Decoder {
   // Norm of one head, where the architecture has one for each, and rotary embedding where the layer has one.
   void rotate_head(const Layer& layer, const Norm& norm, float* x, int64_t m) {
     if (!layer.norms_all_heads) normalise_head(norm, x, model_.head_dim);
-    const int64_t first = pass_.positions[pass_.node_starts[space_.sequence[m]] + node_of(m)] * layer.pairs;
+    const int64_t first = position_of(m) * layer.pairs;
     if (layer.pairs > 0) rotate(x, layer.cos + first, layer.sin + first, layer.pairs);
   }
 
@@ -280,6 +285,8 @@ class Decoder {
   int64_t cache_row(int64_t s, int64_t head, int64_t row) const {
     return ((pass_.slots[s] * model_.kv_heads + head) * model_.capacity + row) * model_.head_dim;
   }
+
+  int64_t position_of(int64_t m) const { return pass_.positions[pass_.node_starts[space_.sequence[m]] + node_of(m)]; }
 
   // Index of a token among the nodes of its sequence.
   int64_t node_of(int64_t m) const {

@@ -106,30 +106,6 @@ void activate_portion(int64_t activation, const Inputs<T>& inner, int64_t m, con
   }
 }
 
-// Index of the greatest of some values, the lowest among equals; -1 where it is not finite, or one of them is no number.
-inline int64_t greatest(const float* x, int64_t size) {
-  Lanes tops = Lanes{} - INFINITY;
-  auto is_odd = tops != tops;
-  int64_t k = 0;
-  for (; k + kLanes <= size; k += kLanes) {
-    const Lanes values = load_lanes(x + k);
-    tops = values > tops ? values : tops;
-    is_odd |= values != values;
-  }
-  float top = -INFINITY;
-  bool has_odd = false;
-  for (int i = 0; i < kLanes; ++i) {
-    top = std::max(top, tops[i]);
-    has_odd |= is_odd[i] != 0;
-  }
-  for (; k < size; ++k) {
-    top = std::max(top, x[k]);
-    has_odd |= x[k] != x[k];
-  }
-  if (has_odd || !std::isfinite(top)) return -1;
-  return std::find(x, x + size, top) - x;
-}
-
 inline int64_t portions_of(int64_t size) { return (size + kPortion - 1) / kPortion; }
 
 }  // namespace

@@ -68,8 +68,12 @@ struct Pass {
   const int64_t *starts, *node_starts;   // (S + 1,), where each sequence's tokens and nodes begin
   const int64_t* logit_rows;             // (R,) ascending, the tokens whose logits are wanted
   float* logits;                         // (R, vocab), or null
-  int64_t* greatest;                     // (R,) tokens with the greatest logits, -1 where that is not finite; or null
+  const float* inverse_temperature;      // (R,), 0 to choose the greatest logit; or null for all of them
+  const int64_t* seeds;                  // (R,)
+  const int64_t* impossible;             // (U,) tokens whose logits become -inf before one is chosen
+  int64_t* chosen;                       // (R,) the tokens after the rows, -1 where the greatest logit is not finite; or null
   const int64_t* taps;                   // (F,) ascending boundary indices; layers + 1 means after the final norm
+  int64_t num_impossible;
   int64_t num_taps;
   int64_t is_append;                     // whether the last layer computes keys and values alone, and nothing comes out
   float* features;                       // (F, M, hidden)
