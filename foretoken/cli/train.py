@@ -14,6 +14,7 @@ import typer
 from foretoken.cli import options, terminal
 from foretoken.cli.progress import progress, step_progress
 from foretoken.core.errors import ConfigError, nearest_name_hint
+from foretoken.core.freed_memory import keep_freed_memory
 
 _HEAD = "What the head is"
 _LEARNING = "How it learns"
@@ -124,6 +125,7 @@ def train(
         "batch_size": batch_size, "micro_batch_size": micro_batch_size, "length": length, "seed": seed,
         "weight_decay": weight_decay, "clip_norm": clip_norm, "precision": precision,
     })  # fmt: skip
+    keep_freed_memory()
     packed = PackedTokens.open(data)
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
     _check_data(packed, tokenizer, loaded.vocab_size, data=str(data), model=model)

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from foretoken.decoder.lean.native_linear import fast_linear, linear_layer
 from foretoken.heads.base import Head, HeadConfig
+from foretoken.heads.stacked import part_of
 
 if TYPE_CHECKING:
     from typing import Self
@@ -113,7 +114,7 @@ class MedusaHeads(Head):
             return self._whole_vocabulary(self._quick_lm_heads[index](hidden))
         if self.lm_head is None:
             return parts.lm_head(hidden)
-        return self._whole_vocabulary(nn.functional.linear(hidden, self.lm_head[index]))
+        return self._whole_vocabulary(nn.functional.linear(hidden, part_of(self.lm_head, index)))
 
     @override
     def optimize_for_inference(self) -> None:

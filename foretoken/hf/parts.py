@@ -36,7 +36,8 @@ def target_parts(model: LoadedModel, *, dtype: torch.dtype | None = None, is_inf
 
     Args:
         model: The target.
-        dtype: What the caller computes in; None for the target's own.
+        dtype: What the caller computes in, which then has no gradient for the target's weights; None for the target's
+            modules as they are.
         is_inference: Whether no gradient is wanted: nothing is copied then, and the LM head may run on native kernels
             and give float32.
     """
@@ -45,7 +46,9 @@ def target_parts(model: LoadedModel, *, dtype: torch.dtype | None = None, is_inf
     shape_logits = _logits_shape(model.config)
     if is_inference:
         embed, lm_head = _casting(embedding, fast_linear(head, is_shared=True), head.weight.dtype, dtype or model.dtype)
-    elif dtype is not None and dtype != model.dtype:
+    elif dtype == model.dtype:
+        embed, lm_head = _frozen(embedding, head)
+    elif dtype is not None:
         embed, lm_head = _converted(embedding, head, dtype)
     else:
         embed, lm_head = embedding, head
@@ -60,6 +63,13 @@ def _casting(embedding: Any, head: Any, own: torch.dtype, dtype: torch.dtype) ->
     """The modules themselves for a caller that computes in another dtype; our native linear layers take any."""
     takes_any = own == dtype or isinstance(head, NativeLinear)
     return lambda tokens: embedding(tokens).to(dtype), head if takes_any else lambda x: head(x.to(own))
+
+
+def _frozen(embedding: Any, head: Any) -> tuple[Any, Any]:
+    """The modules without gradients for weights: one for the LM head's costs as much as the one for its input."""
+    is_plain = type(head) is nn.Linear  # others may compute anything from their weight
+    frozen = linear_layer(head.weight, head.bias) if is_plain else head
+    return lambda tokens: embedding(tokens).detach(), frozen
 
 
 def _converted(embedding: Any, head: Any, dtype: torch.dtype) -> tuple[Any, nn.Linear]:

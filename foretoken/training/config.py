@@ -7,6 +7,7 @@ from importlib import import_module
 from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 import foretoken.training.objectives
@@ -48,6 +49,11 @@ class TrainConfig(BaseModel):
     clip_norm: float = Field(default=1.0, gt=0)
     precision: Literal["float32", "bfloat16"] = "float32"
     seed: int = Field(default=0, ge=0)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """What GEMMs compute in, and so what frozen weights are held in; trained ones are in float32."""
+        return torch.bfloat16 if self.precision == "bfloat16" else torch.float32
 
 
 class JointConfig(BaseModel):

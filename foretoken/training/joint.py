@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from foretoken.core.errors import ConfigError
 from foretoken.hf.parts import target_parts
-from foretoken.training.losses import kl_loss, token_loss
+from foretoken.training.losses import TargetRows, Weights, distances, target_rows
 from foretoken.training.objectives.base import Examples, HeadSums, accumulate
 from foretoken.training.trainer import Trainer, parameter_groups
 
@@ -123,18 +123,18 @@ class JointTrainer(Trainer):
         """Backward of L_LM down to the features; (1,) loss, matches with the text, and positions."""
         where = supervised[:, 1:].nonzero()
         sequence, position = where.unbind(1)
-        logits = self._parts.lm_head(features[sequence, position]).float()
+        logits = self._parts.lm_head(features[sequence, position])
         labels = tokens[sequence, position + 1]
         if self._joint.self_distillation:
             with torch.no_grad():
-                log_probs = self._original_logits(tokens)[sequence, position].float().log_softmax(1)
-            probs = log_probs.exp()
-            loss = kl_loss(logits, probs, -torch.linalg.vecdot(probs, log_probs.clamp_min(-1e4)))
+                target = target_rows(self._original_logits(tokens)[sequence, position])
+            weights = Weights(kl=1.0)
         else:
-            loss = token_loss(logits, labels)
-        (loss.sum() / count).backward()
-        matches = (logits.detach().argmax(1) == labels).sum().double()
-        total = loss.detach().double().sum()
+            target, weights = TargetRows(labels), Weights(token=1.0)
+        found = distances(logits.detach(), target, labels, weights, scale=1 / count)
+        logits.backward(found.grad)
+        matches = (found.best == labels).sum().double()
+        total = found.loss.double().sum()
         return total.reshape(1), matches.reshape(1), torch.tensor([float(len(where))], dtype=torch.float64)
 
     def _original_logits(self, tokens: Tensor) -> Tensor:

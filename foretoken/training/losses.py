@@ -1,72 +1,176 @@
-"""Losses between a head's distribution and its targets, position by position.
+"""Distances between a head's distribution and its targets, position by position, with their gradients written out.
+
+Autograd would keep several (M, V) tensors for each distance and read them again for the gradient. Here a block of rows
+small enough for a CPU's cache gets its losses and its gradient before the next block is looked at.
 
 Letters: M positions, V vocabulary.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import cross_entropy
+
+from foretoken.core.backend import runs_cpu_kernels
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_BLOCK_VALUES = 1 << 18  # logits that a thread of a CPU handles at once: 1 MiB in float32
+_LEAST_LOG_PROB = -1e4  # in place of -inf, which times a probability of 0 would be NaN
 
 
-def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross-entropy with the text itself.
+class Weights(NamedTuple):
+    """What each distance counts.
+
+    Attributes:
+        token: Cross-entropy with the text itself.
+        kl: KL(target || head): what costs least extra surprise on the target's own text.
+        tv: Total variation: one minus the probability that a drawn draft survives (Leviathan 2211.17192, 3.2).
+    """
+
+    token: float = 0.0
+    kl: float = 0.0
+    tv: float = 0.0
+
+
+class TargetRows(NamedTuple):
+    """The target's distributions at M positions.
+
+    Attributes:
+        best: (M,) int64, its most probable tokens.
+        probs: (M, V), in float32 at least; rows sum to 1. None where only `best` was asked for.
+        entropy: (M,) nats, None as `probs`.
+    """
+
+    best: Tensor
+    probs: Tensor | None = None
+    entropy: Tensor | None = None
+
+    def at(self, rows: slice) -> TargetRows:
+        """Some of the positions."""
+        probs = None if self.probs is None else self.probs[rows]
+        return TargetRows(self.best[rows], probs, None if self.entropy is None else self.entropy[rows])
+
+
+class Distances(NamedTuple):
+    """What `distances` found.
+
+    Attributes:
+        loss: (M,) weighted sums of the distances, in float32 at least.
+        best: (M,) int64, the head's first candidates.
+        grad: (M, V) in the logits' dtype: gradient of `scale * loss.sum()`; None where every weight is 0.
+    """
+
+    loss: Tensor
+    best: Tensor
+    grad: Tensor | None
+
+
+@torch.no_grad()
+def target_rows(logits: Tensor, *, has_probs: bool = True) -> TargetRows:
+    """Distributions from the target's logits.
 
     Args:
         logits: (M, V).
-        labels: (M,) int64.
-
-    Returns:
-        (M,) nats.
+        has_probs: Whether probabilities and entropies are needed.
     """
-    return cross_entropy(logits, labels, reduction="none")
+    exact = _exact(logits)
+    best = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    probs = torch.empty_like(logits, dtype=exact) if has_probs else None
+    entropy = torch.empty(len(logits), dtype=exact, device=logits.device) if has_probs else None
+    with torch.autocast(logits.device.type, enabled=False):
+        for rows, block in _blocks(logits):
+            best[rows] = _argmax(block)
+            if probs is not None and entropy is not None:
+                greatest = best[rows].unsqueeze(1)
+                own = torch.softmax(block, 1, out=probs[rows])
+                block.sub_(block.gather(1, greatest)).clamp_min_(_LEAST_LOG_PROB).mul_(own)
+                entropy[rows] = -own.gather(1, greatest).log().squeeze(1) - block.sum(1)
+    return TargetRows(best, probs, entropy)
 
 
-def kl_loss(logits: Tensor, target_probs: Tensor, target_entropy: Tensor) -> Tensor:
-    """KL(target || head): what costs least extra surprise on the target's own text.
+@torch.no_grad()
+def distances(logits: Tensor, target: TargetRows, labels: Tensor, weights: Weights, *, scale: float = 1.0) -> Distances:
+    """Weighted distances of a head's distributions, and their gradient.
 
     Args:
-        logits: (M, V).
-        target_probs: (M, V), the target's; rows sum to 1.
-        target_entropy: (M,) nats, theirs.
-
-    Returns:
-        (M,) nats.
+        logits: (M, V), the head's, in any floating dtype; computed in float32 at least.
+        target: The target's distributions; with probabilities where `weights` has `kl` or `tv`.
+        labels: (M,) int64, the text itself.
+        weights: What each distance counts.
+        scale: Of the gradient alone.
     """
-    cross_entropy_: Tensor = _SoftCrossEntropy.apply(logits, target_probs)
-    return cross_entropy_ - target_entropy
+    exact = _exact(logits)
+    loss = torch.zeros(len(logits), dtype=exact, device=logits.device)
+    best = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+    grad = torch.empty_like(logits) if any(weights) else None
+    with torch.autocast(logits.device.type, enabled=False):
+        for rows, block in _blocks(logits):
+            best[rows] = _argmax(block)
+            if grad is not None:
+                loss[rows], gradient = _of_block(block, best[rows], target.at(rows), labels[rows], weights, scale)
+                grad[rows] = gradient
+    return Distances(loss, best, grad)
 
 
-class _SoftCrossEntropy(torch.autograd.Function):
-    """Cross-entropy with given distributions: training spends half of its time here, so the gradient is written out."""
+def _of_block(
+    logits: Tensor, best: Tensor, target: TargetRows, labels: Tensor, weights: Weights, scale: float
+) -> tuple[Tensor, Tensor]:
+    """(N,) losses and (N, V) gradient of a block; best: (N,) argmax of its logits, which are overwritten."""
+    own = logits.softmax(1)  # becomes the gradient
+    best, labels = best.unsqueeze(1), labels.unsqueeze(1)
+    # The greatest probability is 1 / sum(exp(logits - greatest)) and at least 1 / V.
+    normalizer = (logits.gather(1, best) - own.gather(1, best).log()).squeeze(1)
+    loss = torch.zeros_like(normalizer)
+    token, kl, tv = weights
+    if token:
+        loss += token * (normalizer - logits.gather(1, labels).squeeze(1))
+    if kl:
+        assert target.probs is not None, "the caller asks for probabilities"
+        assert target.entropy is not None, "the caller asks for probabilities"
+        loss += kl * (normalizer - logits.mul_(target.probs).sum(1) - target.entropy)
+    if tv:
+        assert target.probs is not None, "the caller asks for probabilities"
+        gap = torch.sub(own, target.probs, out=logits)
+        loss += tv * gap.abs().sum(1) / 2
+        sign = gap.sign_()
+        mean = torch.linalg.vecdot(sign, own).unsqueeze(1)
+        own.mul_(sign.sub_(mean).mul_(tv / 2 * scale).add_((token + kl) * scale))
+    else:
+        own.mul_((token + kl) * scale)
+    if kl and target.probs is not None:
+        own.sub_(target.probs, alpha=kl * scale)
+    if token:
+        own.scatter_add_(1, labels, own.new_full(labels.shape, -token * scale))
+    return loss, own
 
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, probs: Tensor) -> Tensor:
-        """(M, V) logits and probabilities to (M,) nats."""
-        normalizer = logits.logsumexp(1)
-        ctx.save_for_backward(logits, probs, normalizer)
-        result: Tensor = normalizer - torch.linalg.vecdot(logits, probs)
-        return result
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        """softmax(logits) - probs."""
-        logits, probs, normalizer = ctx.saved_tensors
-        result = (logits - normalizer.unsqueeze(1)).exp_().sub_(probs)
-        return result.mul_(grad.unsqueeze(1)), None
+def _blocks(logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Copies of the logits, in float32 at least, in blocks that stay in a CPU's cache; all at once on other devices.
 
-
-def tv_loss(logits: Tensor, target_probs: Tensor) -> Tensor:
-    """Total-variation distance: one minus the probability that a drawn draft survives (Leviathan 2211.17192, 3.2).
-
-    Args:
-        logits: (M, V).
-        target_probs: (M, V), the target's; rows sum to 1.
-
-    Returns:
-        (M,) in [0, 1].
+    Yields:
+        Rows and their copy, which is the caller's until the next one.
     """
-    return (target_probs - logits.softmax(1)).abs().sum(1) / 2
+    count, width = logits.shape
+    is_cached = runs_cpu_kernels(logits.device)
+    size = max(1, torch.get_num_threads() * _BLOCK_VALUES // width) if is_cached else max(1, count)
+    copy = torch.empty_like(logits[:size], dtype=_exact(logits))
+    for begin in range(0, count, size):
+        rows = slice(begin, begin + size)
+        block = copy[: min(size, count - begin)]
+        yield rows, block.copy_(logits[rows])
+
+
+def _exact(logits: Tensor) -> torch.dtype:
+    """What distances are computed in."""
+    return torch.promote_types(logits.dtype, torch.float32)
+
+
+def _argmax(rows: Tensor) -> Tensor:
+    """(N,) int64, the lowest id among equals."""
+    if runs_cpu_kernels(rows.device):  # numpy's argmax is vectorised along a row, torch's is not
+        return torch.from_numpy(rows.numpy().argmax(1))
+    return rows.argmax(1)

@@ -157,7 +157,7 @@ def _new_head(target: LoadedModel, settings: RunSettings, initial: HeadCheckpoin
     """A head with the weights that training begins from, and what it shares with the target."""
     torch.manual_seed(settings.train.seed)
     head = build_head(settings.head, device=target.device, dtype=torch.float32)
-    parts = target_parts(target, dtype=torch.float32)
+    parts = target_parts(target, dtype=settings.train.compute_dtype)
     head.initialize(parts)
     if initial is not None:
         head.load_state_dict({key: value.to(target.device) for key, value in initial.weights.items()})
@@ -296,10 +296,10 @@ def _features(target: LoadedModel, settings: RunSettings, rank: int, world: int)
 
     def compute(tokens: Tensor) -> Tensor:
         size = train.micro_batch_size or len(tokens)
-        return torch.cat([teacher.features(part) for part in tokens.split(max(size, 1))]).float()
+        return torch.cat([teacher.features(part) for part in tokens.split(max(size, 1))])
 
     if settings.cache is None:
-        return lambda _, tokens: compute(tokens)
+        return lambda _, tokens: compute(tokens).float()
     key = json.dumps(
         [teacher.digest(), settings.data, train.batch_size, train.length, train.seed, str(target.dtype), rank, world]
     )
@@ -311,7 +311,7 @@ def _features(target: LoadedModel, settings: RunSettings, rank: int, world: int)
         if features is None or features.shape[:2] != tokens.shape:
             features = compute(tokens)
             cache.put(name, features)
-        return features
+        return features.float()
 
     return cached
 

@@ -122,7 +122,7 @@ class Trainer:
         self._batches, self._features = batches, features
         self._processes = processes or OneProcess()
         self._module = self._trained()
-        self._optimizer = torch.optim.AdamW(self._groups(), lr=config.schedule.peak, betas=config.betas)
+        self._optimizer = torch.optim.AdamW(self._groups(), lr=config.schedule.peak, betas=config.betas, fused=True)
         self.progress = Progress()
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_STEPS)
         self._bad_steps = 0
@@ -247,7 +247,7 @@ class Trainer:
         size = self._config.micro_batch_size or max(len(own_tokens), 1)
         for begin in range(0, len(own_tokens), size):
             part = slice(begin, begin + size)
-            with torch.autocast(device.type, torch.bfloat16, enabled=self._config.precision == "bfloat16"):
+            with torch.autocast(device.type, torch.bfloat16, enabled=self._config.compute_dtype == torch.bfloat16):
                 sums = self._learn(step, own_tokens[part], own_supervised[part], features[part], counts)
             total = sums if total is None else total + sums
         if total is None:  # more processes than windows

@@ -79,7 +79,7 @@ def test_a_twin_that_computes_something_else_is_told(small: Path) -> None:
     [
         (["--hidden-size", "100"], "the hidden size 100 is not the 32 of"),
         (["--layers", "1"], "1 layers are asked for"),
-        (["--draft-model", "padd"], "--draft-model is 'padd'. Did you mean 'pad'?"),
+        (["--draft-model", "pat"], "--draft-model is 'pat'. Did you mean 'pad'?"),
         (["--fill", "ones"], "--fill is 'ones'. Known: random, zeros."),
         (["--dtype", "float12"], "dtype 'float12' does not exist here. Did you mean 'float32'?"),
         (["--heads", "nowhere"], "there is no head 'nowhere'"),

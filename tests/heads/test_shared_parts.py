@@ -99,3 +99,16 @@ def test_the_teacher_leaves_the_models_attention_as_it_was() -> None:
     before = target.config._attn_implementation
     Teacher(target).features(TEXT)
     assert target.config._attn_implementation == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
+def test_training_a_head_gives_the_target_no_gradient(architecture: str, dtype: torch.dtype) -> None:
+    """A gradient of the LM head's weight costs as much as the one that is wanted, and nobody reads it."""
+    target = wrap_model(tiny_model(architecture).float().requires_grad_(), name=architecture)
+    parts = target_parts(target, dtype=dtype)
+    shift = torch.zeros(*TEXT.shape, target.config.hidden_size, dtype=dtype, requires_grad=True)
+    parts.lm_head(parts.embed(TEXT) + shift).square().sum().backward()
+    assert shift.grad is not None
+    assert shift.grad.abs().sum() > 0
+    assert all(parameter.grad is None for parameter in target.module.parameters())

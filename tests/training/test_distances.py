@@ -1,4 +1,4 @@
-"""Losses against sums written out, and their gradients against finite differences and the written-out sum's."""
+"""Distances against sums written out, and their gradients against autograd's of those sums."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from foretoken.training.losses import kl_loss, token_loss, tv_loss
+from foretoken.training import losses
+from foretoken.training.losses import Distances, TargetRows, Weights, distances, target_rows
 
 M, V = 4, 7
 
@@ -32,12 +33,30 @@ def softmax(scores: list[float]) -> list[float]:
     return [weight / math.fsum(weights) for weight in weights]
 
 
+LABELS = torch.tensor([3, 0, 6, 6])
+KINDS = {"token": Weights(token=1.0), "kl": Weights(kl=1.0), "tv": Weights(tv=1.0), "all": Weights(0.7, 0.9, 0.4)}
+
+
+def found(kind: str, logits: Tensor, probs: Tensor, entropy: Tensor, scale: float = 1.0) -> Distances:
+    return distances(
+        logits, TargetRows(probs.argmax(1), probs, entropy), LABELS[: len(logits)], KINDS[kind], scale=scale
+    )
+
+
+def summed(weights: Weights, logits: Tensor, probs: Tensor) -> Tensor:
+    """(M,) the definition, for autograd; logits: (M, V) with a graph."""
+    own = logits.exp() / logits.exp().sum(1, keepdim=True)
+    token = -own[torch.arange(len(own)), LABELS[: len(own)]].log()
+    kl = torch.where(probs > 0, probs * (probs.clamp_min(1e-300) / own).log(), 0.0).sum(1)
+    return weights.token * token + weights.kl * kl + weights.tv * (probs - own).abs().sum(1) / 2
+
+
 def test_values() -> None:
-    logits, labels, (probs, entropy) = rows(1), torch.tensor([3, 0, 6, 6]), distributions()
-    tokens, kl, tv = token_loss(logits, labels), kl_loss(logits, probs, entropy), tv_loss(logits, probs)
+    logits, (probs, entropy) = rows(1), distributions()
+    token, kl, tv = (found(kind, logits, probs, entropy).loss for kind in ("token", "kl", "tv"))
     for m in range(M):
         q, p = softmax(logits[m].tolist()), probs[m].tolist()
-        assert float(tokens[m]) == pytest.approx(-math.log(q[labels[m]]), rel=1e-12)
+        assert float(token[m]) == pytest.approx(-math.log(q[LABELS[m]]), rel=1e-12)
         expected = math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a)
         assert float(kl[m]) == pytest.approx(expected, rel=1e-12)
         expected = 0.5 * math.fsum(abs(a - b) for a, b in zip(p, q, strict=True))
@@ -48,50 +67,71 @@ def test_zero_where_head_and_target_agree_and_only_there() -> None:
     logits = rows(1)
     probs = logits.softmax(1)
     entropy = -(probs * probs.log()).sum(1)
-    # A head's logits are known up to a constant.
-    assert kl_loss(logits + 5, probs, entropy).abs().max() < 1e-12
-    assert tv_loss(logits + 5, probs).abs().max() < 1e-12
-    other = rows(3)
-    assert kl_loss(other, probs, entropy).min() > 1e-2
-    assert tv_loss(other, probs).min() > 1e-2
+    for kind in ("kl", "tv"):
+        # A head's logits are known up to a constant.
+        assert found(kind, logits + 5, probs, entropy).loss.abs().max() < 1e-12
+        assert found(kind, rows(3), probs, entropy).loss.min() > 1e-2
 
 
 def test_kl_is_from_the_target_to_the_head() -> None:
     """KL is not symmetric: mass that the head misses costs more than mass that it adds."""
     narrow, wide = torch.tensor([[0.98, 0.01, 0.01]]).double(), torch.full((1, 3), 1 / 3).double()
     entropy = [-(p * p.log()).sum(1) for p in (narrow, wide)]
-    misses, adds = kl_loss(narrow.log(), wide, entropy[1]), kl_loss(wide.log(), narrow, entropy[0])
+    weights, label = Weights(kl=1.0), torch.tensor([0])
+    misses = distances(narrow.log(), TargetRows(label, wide, entropy[1]), label, weights).loss
+    adds = distances(wide.log(), TargetRows(label, narrow, entropy[0]), label, weights).loss
     assert float(misses) == pytest.approx(math.log(1 / 3) - (math.log(0.98) + 2 * math.log(0.01)) / 3)
     assert float(adds) < float(misses)
 
 
-@pytest.mark.parametrize("name", ["token", "kl", "tv"])
-def test_gradients(name: str) -> None:
-    labels, (probs, entropy) = torch.tensor([3, 0, 6, 6]), distributions()
-    losses = {
-        "token": lambda logits: token_loss(logits, labels),
-        "kl": lambda logits: kl_loss(logits, probs, entropy),
-        "tv": lambda logits: tv_loss(logits, probs),
-    }
-    assert torch.autograd.gradcheck(losses[name], rows(1).requires_grad_())
+@pytest.mark.parametrize("values", [1, 2 * V, 1 << 18], ids=["a row", "rows", "whole"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradient_is_that_of_the_written_out_sum(kind: str, values: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_BLOCK_VALUES", values)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    (probs, entropy), given = distributions(), rows(1).requires_grad_()
+    kept = given.detach().clone()
+    ours = found(kind, given.detach(), probs, entropy, scale=0.3)
+    naive = summed(KINDS[kind], given, probs)
+    (0.3 * naive.sum()).backward()
+    torch.testing.assert_close(ours.loss, naive.detach(), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(ours.grad, given.grad, rtol=1e-12, atol=1e-12)
+    assert torch.equal(given.detach(), kept)  # the graph of the logits may need them
+    assert torch.equal(ours.best, kept.argmax(1))
 
 
-def test_gradient_of_kl_is_that_of_the_written_out_sum() -> None:
-    probs, entropy = distributions()
-    weights = torch.tensor([1.0, -2.0, 0.5, 3.0]).double()  # rows count differently, as heads do
-    ours, naive = rows(1).requires_grad_(), rows(1).requires_grad_()
-    (kl_loss(ours, probs, entropy) * weights).sum().backward()
-    cross = -(probs * (naive.exp() / naive.exp().sum(1, keepdim=True)).log()).sum(1)
-    ((cross - entropy) * weights).sum().backward()
-    assert ours.grad is not None
-    torch.testing.assert_close(ours.grad, naive.grad, rtol=1e-12, atol=1e-12)
+def test_bfloat16_logits_are_computed_in_float32() -> None:
+    """Under autocast too, which would multiply in bfloat16."""
+    logits, (probs, entropy) = rows(1).bfloat16(), distributions()
+    probs, entropy = probs.float(), entropy.float()
+    exact = found("all", logits.float(), probs, entropy)
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = found("all", logits, probs, entropy)
+    assert torch.equal(rounded.loss, exact.loss)
+    assert exact.grad is not None
+    assert rounded.grad is not None
+    assert torch.equal(rounded.grad, exact.grad.bfloat16())
+
+
+@pytest.mark.parametrize("values", [1, 1 << 18])
+def test_target_rows(values: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "_BLOCK_VALUES", values)
+    logits = rows(4)
+    logits[0] = torch.tensor([900.0, -900.0, 0.0, 0.0, -math.inf, 899.0, 1.0])
+    logits[1, :4] = -math.inf
+    made = target_rows(logits)
+    assert made.probs is not None
+    torch.testing.assert_close(made.probs, logits.softmax(1), rtol=1e-12, atol=0)
+    expected = [-math.fsum(p * math.log(p) for p in row if p) for row in logits.softmax(1).tolist()]
+    torch.testing.assert_close(made.entropy, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+    assert torch.equal(made.best, logits.argmax(1))
+    alone = target_rows(logits, has_probs=False)
+    assert torch.equal(alone.best, made.best)
+    assert alone.probs is None
 
 
 def test_large_logits() -> None:
-    logits = torch.tensor([[900.0, -900.0, 0.0]], requires_grad=True)
-    probs = torch.tensor([[0.5, 0.5, 0.0]])
-    loss = kl_loss(logits, probs, torch.tensor([math.log(2)]))
-    loss.sum().backward()
-    assert float(loss.detach()) == pytest.approx(900 - math.log(2))
-    assert logits.grad is not None
-    torch.testing.assert_close(logits.grad, torch.tensor([[0.5, -0.5, 0.0]]))
+    logits, probs = torch.tensor([[900.0, -900.0, 0.0]]), torch.tensor([[0.5, 0.5, 0.0]])
+    made = distances(logits, TargetRows(LABELS[:1], probs, torch.tensor([math.log(2)])), LABELS[:1], Weights(kl=1.0))
+    assert float(made.loss) == pytest.approx(900 - math.log(2))
+    torch.testing.assert_close(made.grad, torch.tensor([[0.5, -0.5, 0.0]]))

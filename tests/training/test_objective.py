@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ B, S, K, E = 3, 9, 3, 16
 MIXED = {"ce_weight": 0.7, "kl_weight": 0.9, "tv_weight": 0.4, "feature_weight": 0.3, "head_decay": 0.6}
 CONFIGS: dict[str, HeadConfig] = {
     "medusa": MedusaConfig(hidden_size=E, vocab_size=VOCAB_SIZE, num_heads=K),
+    "medusa with LM heads": MedusaConfig(hidden_size=E, vocab_size=VOCAB_SIZE, num_heads=K, own_lm_head=True),
     "hydra": HydraConfig(hidden_size=E, vocab_size=VOCAB_SIZE, num_heads=K, num_layers=2, own_lm_head=True),
     "mlp": MlpSpeculatorConfig(hidden_size=E, vocab_size=VOCAB_SIZE, num_heads=K, inner_dim=E),
 }
@@ -142,7 +144,11 @@ def gradients(head: Head) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-@pytest.mark.parametrize("weights", [MIXED, {}, {"ce_weight": 1.0, "kl_weight": 0.0}], ids=["mixed", "kl", "ce"])
+@pytest.mark.parametrize(
+    "weights",
+    [MIXED, {}, *({"kl_weight": 0.0, f"{kind}_weight": 1.0} for kind in ("ce", "tv", "feature"))],
+    ids=["mixed", "kl", "ce", "tv", "feature"],
+)
 def test_loops_over_positions(name: str, weights: dict[str, float]) -> None:
     objective, given = Objective(**weights), examples()
     head, naive = random_head(name), random_head(name)
@@ -154,10 +160,11 @@ def test_loops_over_positions(name: str, weights: dict[str, float]) -> None:
     # float32 on both sides, sums of up to 20 positions
     torch.testing.assert_close(found.loss, torch.tensor(sums, dtype=torch.float64), rtol=1e-5, atol=1e-5)
     assert found.matches.tolist() == matches
-    expected = gradients(naive)
-    assert gradients(head).keys() == expected.keys()
-    for key, grad in gradients(head).items():
-        torch.testing.assert_close(grad, expected[key], rtol=1e-4, atol=1e-6, msg=lambda text, key=key: f"{key} {text}")
+    expected, made = gradients(naive), gradients(head)
+    # Where nothing is learned of logits, an LM head gets no gradient here, and zeros there.
+    assert made.keys() >= {key for key, grad in expected.items() if grad.any()}
+    for key, grad in made.items():
+        torch.testing.assert_close(grad, expected[key], rtol=1e-5, atol=1e-6, msg=lambda text, key=key: f"{key} {text}")
 
 
 @pytest.mark.parametrize("values", [1, 2 * VOCAB_SIZE, 7 * VOCAB_SIZE])
@@ -166,17 +173,17 @@ def test_portions_change_nothing(values: int, monkeypatch: pytest.MonkeyPatch) -
     counts = label_counts(given.supervised, K)
     whole, parted = random_head("hydra"), random_head("hydra")
     one = accumulate(objective, whole, given, parts(), counts=counts)
-    calls = []
+    shared, sizes = parts(), []
 
-    def watched(*arguments: Any) -> tuple[Tensor, ...]:
-        calls.append(arguments)
-        return split(*arguments)
+    def watched(features: Tensor) -> Tensor:
+        sizes.append(len(features))
+        return shared.lm_head(features)
 
-    split = Tensor.split
     monkeypatch.setattr(base, "_PORTION_VALUES", values)
-    monkeypatch.setattr(Tensor, "split", watched)
-    two = accumulate(objective, parted, given, parts(), counts=counts)
-    assert {size for _, size in calls} == {max(1, values // VOCAB_SIZE)}
+    two = accumulate(objective, parted, given, replace(shared, lm_head=watched), counts=counts)
+    # The target's logits are made once for all heads, and only where there is a label.
+    assert sum(sizes) == int(given.supervised[:, 2:].sum())
+    assert max(sizes) == max(1, values // VOCAB_SIZE)
     assert_same(one, two)
     for key, grad in gradients(parted).items():
         torch.testing.assert_close(grad, gradients(whole)[key], rtol=1e-4, atol=1e-6)
@@ -206,6 +213,21 @@ def test_micro_batches_change_nothing(size: int) -> None:
 def assert_same(one: HeadSums, two: HeadSums) -> None:
     torch.testing.assert_close(one.loss, two.loss, rtol=1e-5, atol=1e-6)
     assert (one.matches.tolist(), one.count.tolist()) == (two.matches.tolist(), two.count.tolist())
+
+
+def test_logits_are_made_where_a_head_has_a_label(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nowhere else: not for masked tokens, nor where the text ends before the label."""
+    given, head, rows = examples(), random_head("medusa"), [0] * K
+    logits = type(head).logits
+
+    def watched(self: Head, index: int, hidden: Tensor, shared: TargetParts) -> Tensor:
+        rows[index] += len(hidden)
+        return logits(self, index, hidden, shared)
+
+    monkeypatch.setattr(type(head), "logits", watched)
+    counts = label_counts(given.supervised, K)
+    accumulate(Objective(), head, given, parts(), counts=counts)
+    assert rows == counts.tolist()
 
 
 def test_positions_that_are_not_labels_teach_nothing() -> None:

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from torch import Tensor
 from torch.nn.functional import smooth_l1_loss
 
-from foretoken.training.losses import kl_loss, token_loss, tv_loss
+from foretoken.training.losses import TargetRows, Weights, distances, target_rows
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -55,6 +55,11 @@ class Objective(BaseModel):
         if not (self.ce_weight or self.kl_weight or self.tv_weight or self.feature_weight):
             raise ValueError("With all weights 0 there is nothing to learn. Expected one above 0")
         return self
+
+    @property
+    def distance_weights(self) -> Weights:
+        """What the distances between distributions count."""
+        return Weights(token=self.ce_weight, kl=self.kl_weight, tv=self.tv_weight)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,87 +128,106 @@ def accumulate(
         Sums for reports.
     """
     features = _noisy(examples.features, objective.noise)
-    taught = _TeacherLaws(examples.features.detach(), parts)
-    sums = []
-    outputs: list[tuple[Tensor, Tensor]] = []
+    sequence, place, num_rows = _labelled(examples.supervised, head.config.num_heads)
+    losses = []
     for index, hidden in enumerate(head.teacher_forced(features, examples.tokens, parts)):
-        leaf = hidden.detach().requires_grad_(hidden.requires_grad)
-        where = examples.supervised[:, index + 2 :].nonzero()
+        count = num_rows[index]
+        read = hidden[sequence[:count], place[:count] - (index + 1)]
         scale = weight * objective.head_decay**index / float(counts[index].clamp_min(1))
-        sums.append(_one_head(objective, head, index, leaf, where, examples, parts, taught, scale))
-        if leaf.grad is not None:
-            outputs.append((hidden, leaf.grad))
-    if outputs:
-        torch.autograd.backward([hidden for hidden, _ in outputs], [grad for _, grad in outputs])
-    return HeadSums(*(torch.stack(column) for column in zip(*sums, strict=True)))
+        losses.append(_HeadLoss(objective, head, index, read, scale))
+    size = max(1, _PORTION_VALUES // head.config.vocab_size)
+    for begin in range(0, num_rows[0], size):
+        rows = sequence[begin : begin + size], place[begin : begin + size]
+        portion = _portion(objective, examples, rows, parts)
+        for of_head in losses:
+            of_head.add(begin, portion, parts)
+    learned = [(of_head.read, of_head.grad) for of_head in losses if of_head.grad is not None]
+    if learned:
+        torch.autograd.backward([read for read, _ in learned], [grad for _, grad in learned])
+    return HeadSums(*(torch.stack(column) for column in zip(*(of_head.sums() for of_head in losses), strict=True)))
 
 
-def _one_head(  # noqa: PLR0913, PLR0917 - one step of the loop above
-    objective: Objective,
-    head: Head,
-    index: int,
-    leaf: Tensor,
-    where: Tensor,
-    examples: Examples,
-    parts: TargetParts,
-    taught: _TeacherLaws,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Backward through the LM head of head i, portion by portion, down to `leaf`; (loss, matches, count)."""
-    total = torch.zeros((), dtype=torch.float64, device=leaf.device)
-    matches = torch.zeros_like(total)
-    for rows in where.split(max(1, _PORTION_VALUES // head.config.vocab_size)):
-        sequence, position = rows.unbind(1)
-        hidden = leaf[sequence, position]
-        logits = head.logits(index, hidden, parts).float()
-        teacher = taught(sequence, position + index + 1)
-        loss = torch.zeros(len(rows), device=leaf.device)
-        if objective.ce_weight:
-            loss = loss + objective.ce_weight * token_loss(logits, examples.tokens[sequence, position + index + 2])
-        if objective.kl_weight:
-            loss = loss + objective.kl_weight * kl_loss(logits, teacher.probs, teacher.entropy)
-        if objective.tv_weight:
-            loss = loss + objective.tv_weight * tv_loss(logits, teacher.probs)
-        if objective.feature_weight:
-            aim = examples.features[sequence, position + index + 1].detach()
-            loss = loss + objective.feature_weight * smooth_l1_loss(hidden, aim, reduction="none").mean(1)
-        if loss.requires_grad:
-            (loss.sum() * scale).backward()
-        total += loss.detach().double().sum()
-        matches += (logits.detach().argmax(1) == teacher.best).sum()
-    return total, matches, torch.tensor(len(where), dtype=torch.float64, device=leaf.device)
+def _labelled(supervised: Tensor, num_heads: int) -> tuple[Tensor, Tensor, list[int]]:
+    """Where the target's distributions are learned, late places first: each head has a position for the first of them.
+
+    Args:
+        supervised: (B, S) bool.
+        num_heads: K.
+
+    Returns:
+        (N,) sequences and (N,) places p, at which the label is the token p + 1 and head i learns at position p - 1 - i;
+        and for how many of them each head has one.
+    """
+    sequence, column = supervised[:, 2:].nonzero().unbind(1)
+    order = column.argsort(descending=True, stable=True)
+    heads = torch.arange(num_heads, device=column.device)
+    return sequence[order], column[order] + 1, (column >= heads.unsqueeze(1)).sum(1).tolist()
 
 
-class _Laws(NamedTuple):
-    """The target's distributions: (M, V) probabilities, (M,) entropies in nats and (M,) most probable tokens."""
+class _Portion(NamedTuple):
+    """What N places teach: (N, E) features, the target's distributions and (N,) labels of the text."""
 
-    probs: Tensor
-    entropy: Tensor
-    best: Tensor
+    features: Tensor
+    target: TargetRows
+    labels: Tensor
 
 
-class _TeacherLaws:
-    """The target's distributions, made once where all of them fit and else when they are asked for."""
+@torch.no_grad()
+def _portion(objective: Objective, examples: Examples, rows: tuple[Tensor, Tensor], parts: TargetParts) -> _Portion:
+    """What some places teach all heads; rows: (N,) sequences and (N,) places."""
+    sequence, place = rows
+    features = examples.features[sequence, place]
+    target = target_rows(parts.lm_head(features), has_probs=bool(objective.kl_weight or objective.tv_weight))
+    return _Portion(features, target, examples.tokens[sequence, place + 1])
 
-    def __init__(self, features: Tensor, teacher: TargetParts) -> None:
-        self._features, self._teacher = features, teacher
-        num_positions = features.shape[0] * features.shape[1]
-        fits = num_positions * teacher.lm_head_weight.shape[0] <= 4 * _PORTION_VALUES
-        self._all = self._of(features.flatten(0, 1)) if fits else None
 
-    def __call__(self, sequence: Tensor, position: Tensor) -> _Laws:
-        """The distributions after some positions."""
-        if self._all is None:
-            return self._of(self._features[sequence, position])
-        rows = sequence * self._features.shape[1] + position
-        return _Laws(*(part[rows] for part in self._all))
+class _HeadLoss:
+    """What one head learns from a micro-batch, a portion of places at a time.
 
-    @torch.no_grad()
-    def _of(self, features: Tensor) -> _Laws:
-        """Distributions from (M, E) features."""
-        log_probs = self._teacher.lm_head(features).float().log_softmax(-1)
-        probs = log_probs.exp()
-        return _Laws(probs, -torch.linalg.vecdot(probs, log_probs.clamp_min(-1e4)), log_probs.argmax(1))
+    Attributes:
+        read: (N, W), what its `logits` reads at its positions, with a graph.
+        grad: (N, W), the loss's gradient there; None where it has none.
+    """
+
+    def __init__(self, objective: Objective, head: Head, index: int, read: Tensor, scale: float) -> None:
+        """Nothing learned so far; scale: of the gradient."""
+        self._objective, self._head, self._index, self._scale = objective, head, index, scale
+        self.read = read
+        self.grad: Tensor | None = None
+        self._loss = torch.zeros((), dtype=torch.float64, device=read.device)
+        self._matches = torch.zeros_like(self._loss)
+
+    def add(self, begin: int, portion: _Portion, parts: TargetParts) -> None:
+        """Backward through the LM head down to what it reads; begin: of the portion's rows among all."""
+        rows = slice(begin, begin + len(portion.labels))
+        hidden = self.read[rows].detach().requires_grad_(self.read.requires_grad)
+        count = len(hidden)
+        if not count:
+            return
+        target = portion.target.at(slice(count))
+        logits = self._head.logits(self._index, hidden, parts)
+        found = distances(
+            logits.detach(), target, portion.labels[:count], self._objective.distance_weights, scale=self._scale
+        )
+        loss, ends = found.loss, []
+        if logits.requires_grad and found.grad is not None:
+            ends.append((logits, found.grad))
+        if self._objective.feature_weight:
+            apart = smooth_l1_loss(hidden, portion.features[:count], reduction="none").mean(1)
+            loss = loss + self._objective.feature_weight * apart.detach()
+            if apart.requires_grad:
+                ends.append((apart, torch.full_like(apart, self._objective.feature_weight * self._scale)))
+        if ends:
+            torch.autograd.backward([end for end, _ in ends], [grad for _, grad in ends])
+        if hidden.grad is not None:
+            self.grad = torch.zeros_like(self.read) if self.grad is None else self.grad
+            self.grad[rows] = hidden.grad
+        self._loss += loss.double().sum()
+        self._matches += (found.best == target.best).sum()
+
+    def sums(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Loss, matches and count, float64 scalars."""
+        return self._loss, self._matches, torch.full_like(self._loss, len(self.read))
 
 
 def _noisy(features: Tensor, noise: float) -> Tensor:
