@@ -6,7 +6,7 @@ from pkgutil import iter_modules
 
 import foretoken.heads
 
-_NOT_METHODS = {"base", "methods", "prefix_layer"}
+_NOT_METHODS = {"base", "methods", "prefix_layer", "stacked"}
 
 
 def head_methods() -> list[str]:
