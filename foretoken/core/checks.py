@@ -130,7 +130,7 @@ def checked_token_ids(ids: Iterable[Any], vocab_size: int, where: str) -> list[i
         RequestError: For anything that is no integer (booleans are none) or outside the vocabulary.
     """
     ids = list(ids)
-    if set(map(type, ids)) <= {int} and ids and min(ids) >= 0 and max(ids) < vocab_size:
+    if ids and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab_size:
         return ids
     checked = []
     for token in ids:

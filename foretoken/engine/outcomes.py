@@ -91,7 +91,7 @@ def outcomes_on_host(scores: NodeScores, acceptance: Acceptance) -> list[Outcome
 
 
 def outcomes_of_choices(tree: TokenTree, choices: Seq[int], offsets: Seq[int]) -> list[Outcome]:
-    """What greedy acceptance decides where reads are free and the target's token after every node is known.
+    """What greedy and coupled acceptance decide where reads are free and the target's token after every node is known.
 
     Args:
         tree: Without probes.

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from foretoken.core.backend import has_triton_kernels, runs_cpu_kernels
+from foretoken.core.backend import runs_cpu_kernels
 from foretoken.sampling.history import NodeView
 from foretoken.sampling.processors import apply_processors
 from foretoken.sampling.truncation import best_possible, one_hot_log_probs, warp
@@ -107,11 +107,6 @@ class NodeScores:
             return values.view(*shape, *values.shape[1:])
         rows = self.starts.unsqueeze(1) + torch.arange(shape[1], device=values.device)
         return values[rows.clamp_max(values.shape[0] - 1)]
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether `drawn_everywhere` runs here."""
-        return self.chosen is not None or has_triton_kernels(self.logits.device)
 
     def drawn_everywhere(self, root_positions: Tensor) -> Tensor:
         """The target's draw after every node: argmax of logits / temperature plus the noise of its position.
