@@ -161,7 +161,7 @@ class SharedAttention {
     Lanes sums[kTokens][kRegisters] = {};
     const auto add = [&](int c) {
       return [&, c](float weight, const T* value) {
-        for (int i = 0; i < kRegisters; ++i) sums[c][i] = multiply_add(Lanes{} + weight, load_lanes(value + d + i * kLanes), sums[c][i]);
+        for (int i = 0; i < kRegisters; ++i) sums[c][i] = multiply_add(in_all_lanes(weight), load_lanes(value + d + i * kLanes), sums[c][i]);
       };
     };
     for (int c = 0; c < count_; ++c) walk(c, views_[c].low, common_, add(c));
@@ -191,7 +191,7 @@ class SharedAttention {
       for (int i = 0; i < kRegisters; ++i) {
         const Lanes v = load_lanes(value + i * kLanes);
 #pragma GCC unroll 4
-        for (int c = 0; c < kCount; ++c) sums[c][i] = multiply_add(Lanes{} + weights[c][row], v, sums[c][i]);
+        for (int c = 0; c < kCount; ++c) sums[c][i] = multiply_add(in_all_lanes(weights[c][row]), v, sums[c][i]);
       }
     }
     for (int c = 0; c < kCount; ++c) {

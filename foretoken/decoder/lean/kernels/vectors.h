@@ -19,12 +19,11 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int kBytes = 64;        // of a vector register
 constexpr int kTokens = 4;        // tokens that meet a weight while it is in a register
-constexpr int kKeys = 6;          // keys that meet as many queries likewise
 #else
 constexpr int kBytes = 32;
 constexpr int kTokens = 2;
-constexpr int kKeys = 4;
 #endif
+constexpr int kKeys = 4;  // keys that meet as many queries likewise
 constexpr int kLanes = kBytes / int(sizeof(float));
 typedef float Lanes __attribute__((vector_size(kBytes), aligned(4), may_alias));
 typedef int32_t IntLanes __attribute__((vector_size(kBytes), aligned(4), may_alias));
@@ -50,10 +49,27 @@ inline void assign(Bfloat16& to, float x) {  // round to nearest even; NaN stays
 
 inline Lanes load_lanes(const float* p) { return *reinterpret_cast<const Lanes*>(p); }
 inline Lanes load_lanes(const Bfloat16* p) {
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16);
+#elif defined(__AVX2__)
+  return (Lanes)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16);
+#else
   typedef uint16_t Halves __attribute__((vector_size(kBytes / 2), aligned(2), may_alias));
   typedef uint32_t Words __attribute__((vector_size(kBytes)));
   const Words words = __builtin_convertvector(*reinterpret_cast<const Halves*>(p), Words) << 16;
   return reinterpret_cast<const Lanes&>(words);
+#endif
+}
+inline Lanes in_all_lanes(float x) {  // x + zeros would take an addition: it is another number where x is -0
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  return (Lanes)_mm256_set1_ps(x);
+#else
+  Lanes result;
+  for (int i = 0; i < kLanes; ++i) result[i] = x;
+  return result;
+#endif
 }
 inline void store_lanes(float* p, Lanes x) { *reinterpret_cast<Lanes*>(p) = x; }
 inline void store_lanes(Bfloat16* p, Lanes x) {
