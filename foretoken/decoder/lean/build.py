@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 _SOURCE = Path(__file__).with_name("decoder.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp")
+_FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
 _WIDE = "-mprefer-vector-width=512"  # x86: compilers hesitate to use the widest registers
 _SANITIZE = (
     "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",

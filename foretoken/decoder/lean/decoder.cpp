@@ -17,6 +17,7 @@
 
 #include <omp.h>
 
+#include "kernels/barrier.h"
 #include "kernels/checks.h"
 #include "kernels/decoder.h"
 #include "kernels/elementwise.h"
@@ -63,12 +64,13 @@ Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* 
     const int64_t K = matrix->cols;
     const std::unique_ptr<Token[]> data(new Token[size_t(M == 1 ? Inputs<T>::padded(K) : Inputs<T>::size(M, K))]);
     const Inputs<T> inputs(data.get(), K, M == 1);
+    Barrier barrier;
 #pragma omp parallel num_threads(int(num_threads))
     {
       share(M, [&](int64_t m) {
         normalise_row(Norm{}, x + m * K, K, [&](int64_t k, auto values) { inputs.put(m, k, values); });
       });
-#pragma omp barrier
+      barrier.wait();
       multiply(*matrix, inputs, M, [&](int64_t m, int64_t n, auto count, const float* values) {
         for (int i = 0; i < count; ++i) y[m * matrix->rows + n + i] = values[i];
       });

@@ -8,6 +8,7 @@
 #include <omp.h>
 
 #include "attention.h"
+#include "barrier.h"
 #include "choice.h"
 #include "elementwise.h"
 #include "experts.h"
@@ -57,7 +58,7 @@ class Decoder {
     if (has_all_logits) {
       project(model_.head, normed_, rows_, pass_.logits);
     } else if (pass_.logits != nullptr) {
-#pragma omp barrier
+      barrier_.wait();
       const Inputs<T> chosen(space_.normed, model_.hidden, pass_.num_logits == 1);
       normalise(model_.final_norm, chosen, pass_.num_logits, [&](int64_t r) { return pass_.logit_rows[r]; });
       project(model_.head, chosen, pass_.num_logits, pass_.logits);
@@ -76,7 +77,7 @@ class Decoder {
       const T* row = static_cast<const T*>(model_.embedding) + pass_.tokens[m] * model_.hidden;
       for (int64_t i = 0; i < model_.hidden; ++i) out[i] = to_float(row[i]) * model_.embedding_scale;
     });
-#pragma omp barrier
+    barrier_.wait();
   }
 
   void attend(const Layer& layer) {
@@ -84,19 +85,19 @@ class Decoder {
     project(layer.query, normed_, rows_, space_.query);
     project(layer.key, normed_, rows_, space_.key);
     project(layer.value, normed_, rows_, space_.value);
-#pragma omp barrier
+    barrier_.wait();
     share(rows_, [&](int64_t m) {
       place_queries(layer, m);
       place_keys(layer, m);
     });
-#pragma omp barrier
+    barrier_.wait();
     const int64_t* ends = space_.units + 1;
     share(space_.units[pass_.num_sequences], [&](int64_t unit) {
       const int64_t s = std::upper_bound(ends, ends + pass_.num_sequences, unit) - ends;
       const int64_t chunks = chunks_of(s), place = unit - space_.units[s];
       attend(layer, s, place / chunks, place % chunks * kTokens);
     });
-#pragma omp barrier
+    barrier_.wait();
     add(layer.output, mixed_, layer.attention_post_norm);
   }
 
@@ -105,7 +106,7 @@ class Decoder {
     normalise(layer.attention_norm);
     project(layer.key, normed_, rows_, space_.key);
     project(layer.value, normed_, rows_, space_.value);
-#pragma omp barrier
+    barrier_.wait();
     share(rows_, [&](int64_t m) { place_keys(layer, m); });
   }
 
@@ -116,19 +117,19 @@ class Decoder {
     const float* gates = layer.gate.weight == nullptr ? nullptr : space_.gate;
     if (gates != nullptr) project(layer.gate, normed_, rows_, space_.gate);
     project(layer.up, normed_, rows_, space_.up);
-#pragma omp barrier
+    barrier_.wait();
     const Inputs<T> inner(space_.inner, I, rows_ == 1);
     share(rows_ * portions, [&](int64_t unit) {
       const int64_t m = unit / portions, begin = unit % portions * kPortion;
       activate_portion(layer.activation, inner, m, gates == nullptr ? nullptr : gates + m * I, space_.up + m * I, begin,
                        std::min(begin + kPortion, I));
     });
-#pragma omp barrier
+    barrier_.wait();
     add(layer.down, inner, layer.mlp_post_norm);
   }
 
   void add_experts(const Layer& layer) {
-    const ExpertLayer<T> experts(layer, model_.hidden, rows_, space_);
+    const ExpertLayer<T> experts(layer, model_.hidden, rows_, space_, barrier_);
     experts.run(normed_);
     const bool has_norm = layer.mlp_post_norm.weight != nullptr;
     share(rows_, [&](int64_t m) {
@@ -137,7 +138,7 @@ class Decoder {
       experts.add(m, row);
       if (has_norm) add_normed(layer.mlp_post_norm, m);
     });
-#pragma omp barrier
+    barrier_.wait();
   }
 
   void normalise(const Norm& norm) {
@@ -151,7 +152,7 @@ class Decoder {
       const float* x = space_.residual + token(i) * model_.hidden;
       normalise_row(norm, x, model_.hidden, [&](int64_t k, auto values) { out.put(i, k, values); });
     });
-#pragma omp barrier
+    barrier_.wait();
   }
 
   // out = x (M, K) times the transposed matrix.
@@ -165,14 +166,14 @@ class Decoder {
   void add(const Matrix& matrix, const Inputs<T>& x, const Norm& post) {
     if (post.weight != nullptr) {
       project(matrix, x, rows_, space_.branch);
-#pragma omp barrier
+      barrier_.wait();
       share(rows_, [&](int64_t m) { add_normed(post, m); });
     } else {
       multiply(matrix, x, rows_, [&](int64_t m, int64_t n, auto count, const float* values) {
         for (int i = 0; i < count; ++i) space_.residual[m * model_.hidden + n + i] += values[i];
       });
     }
-#pragma omp barrier
+    barrier_.wait();
   }
 
   // Adds the norm of a token's row of `branch` to its residual stream.
@@ -189,10 +190,10 @@ class Decoder {
 
   // Caps logits, where the model does, and chooses the token after each row.
   void finish_logits() {
-#pragma omp barrier
+    barrier_.wait();
     if (model_.logit_softcap > 0) {
       cap_logits();
-#pragma omp barrier
+      barrier_.wait();
     }
     if (pass_.chosen == nullptr) return;
     share(pass_.num_logits, [&](int64_t r) {
@@ -326,6 +327,7 @@ class Decoder {
   const Workspace<T> space_;
   const Inputs<T> normed_, mixed_;
   const int64_t group_;  // query heads a KV head
+  Barrier barrier_;
 };
 
 }  // namespace

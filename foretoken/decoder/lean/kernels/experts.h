@@ -13,6 +13,7 @@
 
 #include <omp.h>
 
+#include "barrier.h"
 #include "elementwise.h"
 #include "gemm.h"
 #include "interface.h"
@@ -44,8 +45,8 @@ inline void choose_experts(const Experts& experts, float* logits, int64_t* chose
 template <class T>
 class ExpertLayer {
  public:
-  ExpertLayer(const Layer& layer, int64_t hidden, int64_t M, const Workspace<T>& space)
-      : layer_(layer), experts_(layer.experts), hidden_(hidden), M_(M), num_pairs_(M * layer.experts.top_k), space_(space) {}
+  ExpertLayer(const Layer& layer, int64_t hidden, int64_t M, const Workspace<T>& space, Barrier& barrier)
+      : layer_(layer), experts_(layer.experts), hidden_(hidden), M_(M), num_pairs_(M * layer.experts.top_k), space_(space), barrier_(barrier) {}
 
   // Runs inside a parallel region, all threads together, once the inputs are there; afterwards the output of every pair
   // lies in its place of `pair_out`.
@@ -53,16 +54,16 @@ class ExpertLayer {
     multiply(experts_.router, inputs, M_, [&](int64_t m, int64_t n, auto count, const float* values) {
       for (int i = 0; i < count; ++i) space_.router[m * experts_.count + n + i] = values[i];
     });
-#pragma omp barrier
+    barrier_.wait();
     const int64_t top_k = experts_.top_k;
     share(M_, [&](int64_t m) {
       choose_experts(experts_, space_.router + m * experts_.count, space_.chosen + m * top_k, space_.weights + m * top_k);
     });
-#pragma omp barrier
-#pragma omp single
-    sort_pairs();  // ends with a barrier
+    barrier_.wait();
+    if (omp_get_thread_num() == 0) sort_pairs();
+    barrier_.wait();
     share(num_pairs_, [&](int64_t pair) { gather(inputs, pair); });
-#pragma omp barrier
+    barrier_.wait();
     for_each_expert([&](int64_t e, int64_t first, int64_t count) {
       const int64_t rows = experts_.intermediate;
       const Inputs<T> x = inputs_of(space_.pair_inputs, e, hidden_, count);
@@ -70,7 +71,7 @@ class ExpertLayer {
       project({gate_up, nullptr, rows, hidden_}, x, count, space_.pair_gate + first * rows);
       project({gate_up + rows * hidden_, nullptr, rows, hidden_}, x, count, space_.pair_up + first * rows);
     });
-#pragma omp barrier
+    barrier_.wait();
     const int64_t width = experts_.intermediate, portions = portions_of(width);
     share(num_pairs_ * portions, [&](int64_t unit) {
       const int64_t pair = unit / portions, begin = unit % portions * kPortion, e = space_.experts[pair];
@@ -78,13 +79,13 @@ class ExpertLayer {
       activate_portion(layer_.activation, inner, pair - space_.starts[e], space_.pair_gate + pair * width,
                        space_.pair_up + pair * width, begin, std::min(begin + kPortion, width));
     });
-#pragma omp barrier
+    barrier_.wait();
     for_each_expert([&](int64_t e, int64_t first, int64_t count) {
       const T* down = static_cast<const T*>(experts_.down) + e * hidden_ * width;
       project({down, nullptr, hidden_, width}, inputs_of(space_.pair_inner, e, width, count), count,
               space_.pair_out + first * hidden_);
     });
-#pragma omp barrier
+    barrier_.wait();
   }
 
   // Adds the weighted outputs of a token's experts to a row (hidden,).
@@ -152,6 +153,7 @@ class ExpertLayer {
   const Experts& experts_;
   const int64_t hidden_, M_, num_pairs_;
   const Workspace<T>& space_;
+  Barrier& barrier_;
 };
 
 }  // namespace
