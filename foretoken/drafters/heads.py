@@ -102,6 +102,9 @@ def load_head(
     """
     if options.model is None:
         raise ConfigError(f"method '{method}' needs a trained head. Expected its directory or hub id. Set 'model'.")
+    is_on_cpu = runs_cpu_kernels(target.device)
+    if quantization is not None and not is_on_cpu:  # before anything is read for it
+        raise UnsuitableError(f"only CPUs have kernels for {quantization}, not {target.device}.")
     fingerprint = TargetFingerprint.of(target.model)
     path = local_head(options.model, options.revision)
     _, checkpoint = read_head(path, target=fingerprint, base_config=target.model.config)
@@ -113,10 +116,7 @@ def load_head(
     if options.allow_other_target:
         fingerprint = fingerprint.model_copy(update={"weights": None, "architecture": None, "num_layers": None})
     checkpoint.check_target(fingerprint, what=options.model)
-    is_on_cpu = runs_cpu_kernels(target.device)
     dtype = torch.float32 if is_on_cpu else target.dtype  # drafts need no exactness: neither does it widen any weight
-    if quantization is not None and not is_on_cpu:
-        raise UnsuitableError(f"only CPUs have kernels for {quantization}, not {target.device}.")
     head = checkpoint.module(device=target.device, dtype=dtype)
     if is_on_cpu:
         head.optimize_for_inference(quantization)
