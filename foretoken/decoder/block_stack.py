@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Pass
     from foretoken.decoder.blocks import Blocks
     from foretoken.decoder.cuda_graphs import GraphCapture
+    from foretoken.decoder.lean.int8 import Quantization
 
 
 class BlockStack:
@@ -69,6 +70,7 @@ class BlockStack:
         taps: Sequence[int] = (),
         backend: Literal["auto", "native", "torch"] = "auto",
         capture: GraphCapture | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         """Allocates the cache, in dtype and on the device of the blocks.
 
@@ -79,9 +81,11 @@ class BlockStack:
             taps: What `run_with_features` gives besides: i is what block i reads, L what comes out of the last one.
             backend: "auto" for the fastest here.
             capture: Captures and replays; None for CUDA graphs on GPUs and none elsewhere.
+            quantization: "int8" to multiply by copies of all matrices in int8, a byte a weight; on the native backend
+                alone. None to read the weights where they are.
 
         Raises:
-            UnsuitableError: When the backend that was asked for cannot run the blocks.
+            UnsuitableError: When the backend that was asked for cannot run the blocks, or they cannot be quantised.
             ValueError: When a rotary table ends before the slots do, or a tap does not exist.
         """
         for block in layers.blocks:
@@ -92,7 +96,7 @@ class BlockStack:
         shapes = [LayerShape(b.spec.num_kv_heads, b.spec.head_dim, b.spec.head_dim) for b in layers.blocks]
         self.cache = SlotCache(shapes, num_slots=num_slots, capacity=capacity, dtype=layers.dtype, device=layers.device)
         self._hidden_size, self._dtype = layers.hidden_size, layers.dtype
-        self._backend = backend_for(layers, self.cache, [num_layers + 1, *taps], backend, capture)
+        self._backend = backend_for(layers, self.cache, [num_layers + 1, *taps], backend, capture, quantization)
         self.backend = self._backend.name
 
     def run(self, inputs: Tensor, work: Pass) -> Tensor:

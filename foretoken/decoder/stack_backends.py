@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Pass
     from foretoken.decoder.blocks import Blocks
     from foretoken.decoder.cuda_graphs import GraphCapture
+    from foretoken.decoder.lean.int8 import Quantization
     from foretoken.decoder.slot_cache import SlotCache
 
 _MAX_GRAPHS = 32
@@ -54,13 +55,22 @@ class Backend(Protocol):
 
 
 def backend_for(
-    layers: Blocks, cache: SlotCache, taps: Sequence[int], backend: str, capture: GraphCapture | None
+    layers: Blocks,
+    cache: SlotCache,
+    taps: Sequence[int],
+    backend: str,
+    capture: GraphCapture | None,
+    quantization: Quantization | None,
 ) -> Backend:
     """The backend that was asked for, or the fastest.
 
     Raises:
         UnsuitableError: See `BlockStack`.
     """
+    if quantization is not None:
+        if backend == "torch" or capture is not None or not runs_cpu_kernels(layers.device):
+            raise UnsuitableError(f"only native kernels on CPUs run {quantization} weights.")
+        return _Native(layers, cache, taps, quantization)
     if backend == "native" or (backend == "auto" and runs_cpu_kernels(layers.device) and capture is None):
         try:
             return _Native(layers, cache, taps)
@@ -81,9 +91,11 @@ class _Native:
 
     name = "native"
 
-    def __init__(self, layers: Blocks, cache: SlotCache, taps: Sequence[int]) -> None:
+    def __init__(
+        self, layers: Blocks, cache: SlotCache, taps: Sequence[int], quantization: Quantization | None = None
+    ) -> None:
         """Raises `UnsuitableError` where they cannot run the blocks."""
-        self._blocks = NativeBlocks(layers, cache, taps)
+        self._blocks = NativeBlocks(layers, cache, taps, quantization=quantization)
 
     def run(self, inputs: Tensor, work: Pass) -> Tensor:
         """See `Backend`."""

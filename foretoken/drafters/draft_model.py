@@ -27,6 +27,7 @@ from foretoken.drafters.base import (
     TargetHandle,
     TargetReads,
 )
+from foretoken.drafters.quantization import QuantizationOption, with_quantization
 from foretoken.hf.loading import load_model, load_tokenizer
 from foretoken.runner.runner import Runner
 from foretoken.sampling.draft_draws import DraftDraws
@@ -36,6 +37,7 @@ from foretoken.trees.expansion import TreeExpansion
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from foretoken.decoder.lean.int8 import Quantization
     from foretoken.hf.loading import LoadedModel
 
 # Best node first: any beginning of the list is a tree.
@@ -53,12 +55,16 @@ class Options(DrafterOptions):
         revision: Of the hub, where `model` is a hub id; None for its main branch.
         draft_sample_method: "probabilistic" draws drafts from the draft model's warped distribution for sampled
             requests; "greedy" always takes its most probable tokens.
+        quantization: "int8" drafts with copies of all matrices in int8, a scale for each row, on native kernels (CPUs,
+            float32 and bfloat16; no mixture of experts): a byte a weight beside the model's own. "none" drafts with the
+            weights as they are stored; "auto" with int8 where that can be.
     """
 
     is_trusted: ClassVar[bool] = True
 
     revision: str | None = None
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    quantization: QuantizationOption = "auto"
 
 
 class _Drafted:
@@ -126,6 +132,16 @@ class DraftModelDrafter:
             self._load(target), num_slots=target.num_slots, context_len=target.context_len,
             max_nodes=self._shape.num_nodes + 1, runner=target.runner,
         )  # fmt: skip
+        with_quantization(self._options.quantization, self._quantize)
+
+    def _quantize(self, quantization: Quantization | None) -> None:
+        """Quantises the model, or leaves it as it is stored.
+
+        Raises:
+            UnsuitableError: When it cannot be quantised; it is as it was.
+        """
+        if quantization is not None:
+            self._runner.quantize(quantization)
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Starts with an empty cache; the prompt is read when the first draft is asked for."""

@@ -17,8 +17,10 @@ from foretoken.core.backend import has_cuda_runtime, runs_cpu_kernels
 from foretoken.core.errors import ConfigError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
+from foretoken.decoder.base import UnsuitableError
 from foretoken.drafters.base import DrafterOptions, TargetReads, TreeOption
 from foretoken.drafters.captured_expansion import CapturedExpansion
+from foretoken.drafters.quantization import QuantizationOption, with_quantization
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.hub import local_head
 from foretoken.formats.registry import read_head
@@ -32,6 +34,7 @@ from foretoken.trees.search import best_shape
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from foretoken.decoder.lean.int8 import Quantization
     from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
     from foretoken.drafters.prefix_features import PrefixFeatures
     from foretoken.heads.base import Head
@@ -53,6 +56,9 @@ class HeadOptions(DrafterOptions):
             no draft at all.
         draft_sample_method: "probabilistic" draws drafts from the head's warped distribution for sampled requests
             without a seed; "greedy" always takes its most probable tokens.
+        quantization: "int8" drafts with all matrices in int8, a scale for each row, on CPUs: a byte a weight, also of a
+            copy of the target's LM head for heads that share it. "none" drafts with the weights as they are stored;
+            "auto" with int8 where that can be.
         allow_other_target: Accept a head that was trained for another target of the same sizes.
     """
 
@@ -61,27 +67,44 @@ class HeadOptions(DrafterOptions):
     revision: str | None = None
     tree: TreeOption = "tree"
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    quantization: QuantizationOption = "auto"
     allow_other_target: bool = False
 
 
 class LoadedHead(NamedTuple):
-    """A head ready to draft with, what it shares with the target, where it came from, and the dtype of its features."""
+    """A head ready to draft with, what it shares with the target, where it came from, and the dtype of its features.
+
+    `quantization` is that of its matrices; None where they are as they were stored.
+    """
 
     head: Head
     parts: TargetParts
     checkpoint: HeadCheckpoint
     dtype: torch.dtype
+    quantization: Quantization | None
 
 
-def load_head(options: HeadOptions, target: TargetHandle, method: str) -> LoadedHead:
+def load_head(
+    options: HeadOptions, target: TargetHandle, method: str, quantization: Quantization | None = None
+) -> LoadedHead:
     """Loads the head that the options name.
+
+    Args:
+        options: Of the drafter.
+        target: What it drafts for.
+        method: Of the head.
+        quantization: Of its matrices.
 
     Raises:
         ConfigError: Without a model, or when the head is of another method or for another target.
-        ModelError: When the checkpoint is missing or damaged, or cannot be downloaded.
+        ModelError: When the checkpoint is missing or damaged, or cannot be downloaded; `UnsuitableError` when it cannot
+            be quantised.
     """
     if options.model is None:
         raise ConfigError(f"method '{method}' needs a trained head. Expected its directory or hub id. Set 'model'.")
+    is_on_cpu = runs_cpu_kernels(target.device)
+    if quantization is not None and not is_on_cpu:  # before anything is read for it
+        raise UnsuitableError(f"only CPUs have kernels for {quantization}, not {target.device}.")
     fingerprint = TargetFingerprint.of(target.model)
     path = local_head(options.model, options.revision)
     _, checkpoint = read_head(path, target=fingerprint, base_config=target.model.config)
@@ -93,12 +116,14 @@ def load_head(options: HeadOptions, target: TargetHandle, method: str) -> Loaded
     if options.allow_other_target:
         fingerprint = fingerprint.model_copy(update={"weights": None, "architecture": None, "num_layers": None})
     checkpoint.check_target(fingerprint, what=options.model)
-    is_on_cpu = runs_cpu_kernels(target.device)
     dtype = torch.float32 if is_on_cpu else target.dtype  # drafts need no exactness: neither does it widen any weight
     head = checkpoint.module(device=target.device, dtype=dtype)
     if is_on_cpu:
-        head.optimize_for_inference()
-    return LoadedHead(head, target_parts(target.model, dtype=dtype, is_inference=True), checkpoint, dtype)
+        head.optimize_for_inference(quantization)
+    parts = target_parts(
+        target.model, dtype=dtype, is_inference=True, quantization=quantization if head.has_target_lm_head else None
+    )
+    return LoadedHead(head, parts, checkpoint, dtype, quantization)
 
 
 class HeadDrafter:
@@ -122,8 +147,7 @@ class HeadDrafter:
     def attach(self, target: TargetHandle) -> None:
         """Loads the head, and chooses the tree by what passes cost and drafting takes."""
         self._target = target
-        self.loaded = load_head(self.options, target, self.name)
-        self._features = self.features_for(target)
+        self._features = with_quantization(self.options.quantization, self._loaded_features)
         self._expansion = CapturedExpansion(self.fill, target.device)
         self.shape = self._chosen_shape()
         self.nodes_by_depth = [self.shape.truncated(depth).num_nodes for depth in range(self.shape.depth + 1)]
@@ -173,6 +197,15 @@ class HeadDrafter:
             state: (B, W), what steps start from.
         """
         fill_by_steps(self.loaded.head, self.loaded.parts, expansion, state)
+
+    def _loaded_features(self, quantization: Quantization | None) -> LastFeatures | PrefixFeatures:
+        """Loads the head; what is kept of the target's features may have matrices of the head too.
+
+        Raises:
+            UnsuitableError: When they cannot be quantised.
+        """
+        self.loaded = load_head(self.options, self._target, self.name, quantization)
+        return self.features_for(self._target)
 
     def _expanded(self, context: DraftContext, rows: Sequence[int], shape: TreeShape, state: Tensor) -> TreeExpansion:
         """Trees of one shape for some sequences of the batch; state: (rows, W)."""

@@ -32,7 +32,7 @@ class HydraDrafter(HeadDrafter):
         assert isinstance(head, HydraHeads), "`load_head` checks the method"
         if head.prefix is None:
             return super().features_for(target)
-        return PrefixFeatures(head.prefix, target, self.loaded.dtype)
+        return PrefixFeatures(head.prefix, target, self.loaded.dtype, quantization=self.loaded.quantization)
 
 
 def create(options: Options) -> Drafter:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.decoder.cuda_graphs import GraphCapture
+    from foretoken.decoder.lean.int8 import Quantization
     from foretoken.drafters.base import Committed, TargetHandle
     from foretoken.heads.prefix_layer import PrefixLayer
 
@@ -40,7 +41,13 @@ class PrefixFeatures:
     """
 
     def __init__(
-        self, layer: PrefixLayer, target: TargetHandle, dtype: torch.dtype, *, capture: GraphCapture | None = None
+        self,
+        layer: PrefixLayer,
+        target: TargetHandle,
+        dtype: torch.dtype,
+        *,
+        capture: GraphCapture | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         """Nothing is known yet.
 
@@ -49,11 +56,13 @@ class PrefixFeatures:
             target: Tells slots, context and device.
             dtype: Of the block.
             capture: Captures; None for CUDA graphs on GPUs and none elsewhere.
+            quantization: Of the block's matrices, see `BlockStack`.
         """
         capacity = target.context_len
         self.stack = BlockStack(
-            layer.as_blocks(capacity), num_slots=target.num_slots, capacity=capacity, capture=capture
-        )
+            layer.as_blocks(capacity), num_slots=target.num_slots, capacity=capacity, capture=capture,
+            quantization=quantization,
+        )  # fmt: skip
         self._dtype = dtype
         self._fed = [0] * target.num_slots  # positions in the cache
         self._waiting: list[list[Tensor]] = [[] for _ in range(target.num_slots)]  # (T, E) each, committed after those

@@ -24,7 +24,6 @@ _POLICY_KEYS = tuple(each.name for each in fields(AcceptancePolicy) if each.name
 # Keys of vLLM that ask for nothing here as long as they hold one of these values.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "draft_tensor_parallel_size": (None, 1),
-    "quantization": (None,),
     "max_model_len": (None,),
     "code_revision": (None,),
     "parallel_drafting": (None, False),
@@ -33,7 +32,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "enable_adaptive_verification": (None, False, True),
     "enforce_eager": (None, False, True),
 }
-_UNSET = ("revision",)  # keys of some methods that vLLM also gives to the others, as None
+_UNSET = ("revision", "quantization")  # keys of some methods that vLLM also gives to the others, as None
 _MOST_DRAFTERS = 16
 ENGINE_KEYS = frozenset({"acceptance", "drafters", "rejection_sample_method", *_POLICY_KEYS, *_NEUTRAL})
 

@@ -20,6 +20,7 @@ from foretoken.decoder.lean.native_linear import optimize_for_inference
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from foretoken.decoder.lean.int8 import Quantization
     from foretoken.hf.parts import TargetParts
 
 
@@ -78,9 +79,21 @@ class Head(nn.Module, ABC):
     def logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
         """(..., V) logits of head i over x_{t+2+i}; hidden: as `step` gave it."""
 
-    def optimize_for_inference(self) -> None:
-        """Packs the large float32 weights for small-batch GEMMs on a CPU; for drafting alone, not for training."""
-        optimize_for_inference(self)
+    @property
+    def has_target_lm_head(self) -> bool:
+        """Whether `logits` reads the target's LM head, `parts.lm_head`."""
+        return False
+
+    def optimize_for_inference(self, quantization: Quantization | None = None) -> None:
+        """Packs the large float32 weights for small-batch GEMMs on a CPU; for drafting alone, not for training.
+
+        Args:
+            quantization: "int8" to keep matrices in int8, a byte a weight in the place of what was loaded.
+
+        Raises:
+            UnsuitableError: When a matrix cannot be quantised; the head cannot be used any more.
+        """
+        optimize_for_inference(self, quantization=quantization)
 
     def teacher_forced(self, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Tensor]:
         """What each head's `logits` reads when the text itself is fed.

@@ -24,6 +24,7 @@ from foretoken.heads.base import Head, HeadConfig
 from foretoken.heads.prefix_layer import PrefixConfig, PrefixLayer
 
 if TYPE_CHECKING:
+    from foretoken.decoder.lean.int8 import Quantization
     from foretoken.hf.parts import TargetParts
 
 
@@ -117,18 +118,27 @@ class HydraHeads(Head):
         logits: Tensor = self.lm_heads[index](hidden) if self.lm_heads else parts.lm_head(hidden)
         return logits
 
+    @property
     @override
-    def optimize_for_inference(self) -> None:
+    def has_target_lm_head(self) -> bool:
+        return not self.config.own_lm_head
+
+    @override
+    def optimize_for_inference(self, quantization: Quantization | None = None) -> None:
         """Packs the weights; the decoder block of Hydra++ runs as a whole, see `PrefixLayer.as_blocks`."""
         for block in self._first_blocks():
             block.stack()
-        optimize_for_inference(self.first)
-        optimize_for_inference(self.lm_heads)
-        more = len(self.weight[0])
+        optimize_for_inference(self.first, quantization=quantization)
+        optimize_for_inference(self.lm_heads, quantization=quantization)
         self._further = [
-            [fast_linear(linear_layer(self.weight[index, stored], self.bias[index, stored])) for stored in range(more)]
-            for index in range(self.config.num_heads)
+            [
+                fast_linear(linear_layer(weight, bias), quantization=quantization)
+                for weight, bias in zip(weights, biases, strict=True)
+            ]
+            for weights, biases in zip(self.weight.detach(), self.bias.detach(), strict=True)
         ]
+        if quantization is not None:
+            self.weight = nn.Parameter(self.weight.detach()[:0].clone(), requires_grad=False)
 
     def _first_blocks(self) -> list[FirstBlock]:
         """The first blocks by their type."""

@@ -22,6 +22,7 @@ from foretoken.heads.stacked import part_of
 if TYPE_CHECKING:
     from typing import Self
 
+    from foretoken.decoder.lean.int8 import Quantization
     from foretoken.hf.parts import TargetParts
 
 
@@ -84,6 +85,7 @@ class MedusaHeads(Head):
         self.lm_head = empty(heads, rows, width) if config.own_lm_head else None
         self.token_map: Tensor | None
         self._quick_lm_heads: list[nn.Module] = []
+        self._quick_blocks: list[list[nn.Module]] = []  # of each head, where they are quantised
         is_partial = config.draft_vocab_size is not None
         self.register_buffer("token_map", torch.arange(rows, device=device) if is_partial else None)
 
@@ -104,8 +106,11 @@ class MedusaHeads(Head):
         hidden = state
         for layer in range(self.config.num_layers):
             stored = 0 if self.config.tied_blocks else layer
-            bias = None if self.bias is None else self.bias[index, stored]
-            hidden = hidden + silu(nn.functional.linear(hidden, self.weight[index, stored], bias))
+            if self._quick_blocks:
+                hidden = hidden + silu(self._quick_blocks[index][stored](hidden))
+            else:
+                bias = None if self.bias is None else self.bias[index, stored]
+                hidden = hidden + silu(nn.functional.linear(hidden, self.weight[index, stored], bias))
         return state, hidden
 
     @override
@@ -116,12 +121,24 @@ class MedusaHeads(Head):
             return parts.lm_head(hidden)
         return self._whole_vocabulary(nn.functional.linear(hidden, part_of(self.lm_head, index)))
 
+    @property
     @override
-    def optimize_for_inference(self) -> None:
-        """Packs the weights; the stacked LM heads become single ones."""
+    def has_target_lm_head(self) -> bool:
+        return not self.config.own_lm_head
+
+    @override
+    def optimize_for_inference(self, quantization: Quantization | None = None) -> None:
+        """Packs the weights; the stacked LM heads become single ones, and so do blocks that are quantised."""
         for weight in [] if self.lm_head is None else self.lm_head.detach():
-            self._quick_lm_heads.append(fast_linear(linear_layer(weight)))
+            self._quick_lm_heads.append(fast_linear(linear_layer(weight), quantization=quantization))
         self.lm_head = None
+        if quantization is None:
+            return
+        for index, blocks in enumerate(self.weight.detach()):
+            biases = [None] * len(blocks) if self.bias is None else self.bias[index]
+            layers = [linear_layer(weight, bias) for weight, bias in zip(blocks, biases, strict=True)]
+            self._quick_blocks.append([fast_linear(layer, quantization=quantization) for layer in layers])
+        self.weight, self.bias = nn.Parameter(self.weight.detach()[:0].clone(), requires_grad=False), None
 
     def all_logits(self, features: Tensor, parts: TargetParts, count: int) -> Tensor:
         """Logits of the first heads after one position: as that many steps, in a few batched GEMMs.
@@ -137,8 +154,13 @@ class MedusaHeads(Head):
         hidden = features.expand(count, *features.shape)  # (C, B, E)
         for layer in range(self.config.num_layers):
             stored = 0 if self.config.tied_blocks else layer
-            linear = hidden @ self.weight[:count, stored].transpose(1, 2)
-            hidden = hidden + silu(linear if self.bias is None else linear + self.bias[:count, stored].unsqueeze(1))
+            if self._quick_blocks:
+                blocks = zip(self._quick_blocks, hidden, strict=False)
+                linear = torch.stack([each[stored](rows) for each, rows in blocks])
+            else:
+                linear = hidden @ self.weight[:count, stored].transpose(1, 2)
+                linear = linear if self.bias is None else linear + self.bias[:count, stored].unsqueeze(1)
+            hidden = hidden + silu(linear)
         if self._quick_lm_heads:
             quick = zip(self._quick_lm_heads, hidden, strict=False)
             return self._whole_vocabulary(torch.stack([lm_head(rows) for lm_head, rows in quick], dim=1))

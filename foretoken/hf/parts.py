@@ -13,6 +13,7 @@ from foretoken.decoder.lean.native_linear import NativeLinear, fast_linear, line
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from foretoken.decoder.lean.int8 import Quantization
     from foretoken.hf.loading import LoadedModel
 
 
@@ -31,7 +32,13 @@ class TargetParts:
     lm_head_weight: Tensor
 
 
-def target_parts(model: LoadedModel, *, dtype: torch.dtype | None = None, is_inference: bool = False) -> TargetParts:
+def target_parts(
+    model: LoadedModel,
+    *,
+    dtype: torch.dtype | None = None,
+    is_inference: bool = False,
+    quantization: Quantization | None = None,
+) -> TargetParts:
     """The parts of a loaded target.
 
     Args:
@@ -40,12 +47,18 @@ def target_parts(model: LoadedModel, *, dtype: torch.dtype | None = None, is_inf
             modules as they are.
         is_inference: Whether no gradient is wanted: nothing is copied then, and the LM head may run on native kernels
             and give float32.
+        quantization: With `is_inference`, "int8" for an LM head that is a copy in int8, a byte a weight; for drafts
+            alone, the target goes on reading its own.
+
+    Raises:
+        UnsuitableError: When the LM head cannot be quantised.
     """
     module: Any = model.module
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
     shape_logits = _logits_shape(model.config)
     if is_inference:
-        embed, lm_head = _casting(embedding, fast_linear(head, is_shared=True), head.weight.dtype, dtype or model.dtype)
+        fast = fast_linear(head, is_shared=True, quantization=quantization)
+        embed, lm_head = _casting(embedding, fast, head.weight.dtype, dtype or model.dtype)
     elif dtype == model.dtype:
         embed, lm_head = _frozen(embedding, head)
     elif dtype is not None:

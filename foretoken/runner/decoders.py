@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from foretoken.core.backend import has_cuda_graphs
+from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.graph_decoder import GraphDecoder
 from foretoken.decoder.lean.native import NativeDecoder
 from foretoken.decoder.lean.stock import StockDecoder
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.taps import Tap
     from foretoken.decoder.base import Decoder
+    from foretoken.decoder.lean.int8 import Quantization
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.hf.loading import LoadedModel
 
@@ -72,3 +74,25 @@ def proven_decoder(
     decoder = DECODERS[name](model, cache, taps)
     check_tree_attention(model, decoder, cache, context_len=context_len)
     return decoder
+
+
+def quantized_decoder(
+    name: str, model: LoadedModel, cache: SlotCache, taps: Sequence[Tap], *, quantization: Quantization
+) -> Decoder:
+    """A decoder of a draft model whose matrices are copied: a byte a weight beside the model's own.
+
+    It is not proven on the model again: its logits are those of other weights.
+
+    Args:
+        name: The decoder that runs the model as it is stored, and was proven.
+        model: A loaded causal LM that drafts.
+        cache: See `proven_decoder`.
+        taps: Likewise.
+        quantization: Of the copies.
+
+    Raises:
+        UnsuitableError: When that decoder has no kernels for it, or the weights cannot be quantised.
+    """
+    if name != NativeDecoder.name:
+        raise UnsuitableError(f"the {name} runner has no kernels for {quantization}, only {NativeDecoder.name} has.")
+    return NativeDecoder(read_weights(model, cache.capacity), cache, taps, quantization=quantization)

@@ -22,6 +22,7 @@ from foretoken.decoder.memory import affordable_rows
 from foretoken.decoder.slot_cache import SlotCache
 from foretoken.runner.choice import choose_decoder
 from foretoken.runner.costs import pass_costs
+from foretoken.runner.decoders import quantized_decoder
 from foretoken.runner.pass_widths import PassWidths
 from foretoken.runner.self_test import NUM_ROWS, probe_layer_shapes
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from foretoken.core.taps import Tap
     from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import PassOutput
+    from foretoken.decoder.lean.int8 import Quantization
     from foretoken.hf.loading import LoadedModel
     from foretoken.runner.costs import PassCosts
 
@@ -107,6 +109,7 @@ class Runner:
             dtype=model.dtype,
             device=model.device,
         )
+        self._taps = tuple(taps)
         self._decoder, self.choice = choose_decoder(
             model,
             self.cache,
@@ -116,6 +119,18 @@ class Runner:
             context_len=self.context_len,
             costs=partial(pass_costs, model) if costs is None else costs,
         )
+
+    def quantize(self, quantization: Quantization) -> None:
+        """Multiplies by copies of all matrices from now on; for draft models, as it changes the distribution.
+
+        Args:
+            quantization: "int8": a byte a weight beside the model's own.
+
+        Raises:
+            UnsuitableError: When the decoder has no kernels for it, or the weights cannot be quantised; the runner is
+                as it was.
+        """
+        self._decoder = quantized_decoder(self.name, self.model, self.cache, self._taps, quantization=quantization)
 
     @property
     def name(self) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoder.instruction_sets import kernels_for
 from drafting_contexts import attached, context
 from end_to_end.tiny_llms import GAPPED_CHOICES, WIDTHS, draft_model, noisy
 from tiny_models import VOCAB_SIZE
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from foretoken import SamplingParams
 from foretoken.core.token_tree import DrawKind, TokenTree
+from foretoken.decoder.lean.int8 import int8_weight
 from foretoken.sampling.noise import KeyedNoise, Purpose
 
 TEXTS = [[5, 6, 7], [9], [20, 21, 22, 23], [30, 31]]
@@ -31,17 +33,17 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-def propose(shape: str, **options: Any) -> TokenTree:
+def propose(shape: str, module: Any = None, **options: Any) -> TokenTree:
     """One proposal for sampled, truncated, coupled and greedy requests side by side."""
-    made = attached(draft_model(noisy(), **SHAPES[shape], **options)())
+    made = attached(draft_model(noisy() if module is None else module, **SHAPES[shape], **options)())
     tree = made.propose(context(TEXTS, params=PARAMS, is_coupled=IS_COUPLED))
     tree.validate()
     return tree
 
 
-def draft_distribution(row: int, path: list[int]) -> Tensor:
+def draft_distribution(row: int, path: list[int], module: Any = None) -> Tensor:
     """The warped draft distribution after a path, (V,), by a forward without any cache."""
-    module = copy.deepcopy(noisy())
+    module = copy.deepcopy(noisy() if module is None else module)
     module.set_attn_implementation("eager")
     with torch.inference_mode():
         logits = module(torch.tensor([TEXTS[row] + path])).logits[0, -1].float()
@@ -75,15 +77,38 @@ def families(tree: TokenTree, row: int) -> list[tuple[int, list[int], list[int]]
     return found
 
 
+def quantised() -> Any:
+    """The draft model whose matrices, embedding apart, are what their integers in int8 stand for; in float64."""
+    module = copy.deepcopy(noisy(dtype=torch.float32)).double()
+    for layer in (part for part in module.modules() if isinstance(part, torch.nn.Linear)):
+        numbers, scales = int8_weight(layer.weight.float())
+        layer.weight = torch.nn.Parameter(numbers.double() * scales.double().unsqueeze(1))  # unties an LM head
+    return module
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokens_rows_and_kinds(shape: str) -> None:
-    tree = propose(shape)
+    check_rows_and_kinds(propose(shape), shape, noisy())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_quantised_model_states_its_own_distribution(shape: str) -> None:
+    """In tokens of float32, as AVX2 takes them: others round them to bfloat16."""
+    with kernels_for("x86-64-v3"):
+        tree = propose(shape, noisy(dtype=torch.float32), quantization="int8")
+    check_rows_and_kinds(tree, shape, quantised())
+    stored, own = (draft_distribution(0, [], module) for module in (noisy(dtype=torch.float32), quantised()))
+    assert (stored / own - 1).abs().max() > 1e-3, "ten times what is tolerated above"
+
+
+def check_rows_and_kinds(tree: TokenTree, shape: str, module: Any) -> None:
+    """Tokens are drawn from, and rows state, the module's distribution."""
     distribution = tree.distributions
     assert distribution is not None
     ranks = GAPPED_CHOICES if shape == "gapped choices" else None
     for row in range(len(TEXTS)):
         for node, path, children in families(tree, row):
-            q = draft_distribution(row, path)
+            q = draft_distribution(row, path, module)
             depth, root = len(path), len(TEXTS[row]) - 1
             is_sampled = not IS_COUPLED[row] and not PARAMS[row].is_greedy
             keys = q.log()

@@ -139,6 +139,7 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "draft choices": draft(tree=MEDUSA_CHOICES),
         "draft gapped choices": draft(0.0, tree=GAPPED_CHOICES),
         "draft widths": draft(tree=WIDTHS),
+        "draft as stored": draft(num_speculative_tokens=4, quantization="none"),  # else int8 where that can be
         "draft greedy": draft(num_speculative_tokens=4, draft_sample_method="greedy"),
         "oracle [0]": oracle([0]),
         "oracle [2]": oracle([2]),
@@ -147,6 +148,7 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         # Depths that are named do not follow the clock.
         **{name: head(name, architecture, num_speculative_tokens=depth(name)) for name in HEADS},
         **{f"{name} adaptive": head(name, architecture) for name in HEADS},
+        "hydra++ as stored": head("hydra++", architecture, num_speculative_tokens=3, quantization="none"),
         "medusa chain": head("medusa", architecture, tree="chain"),
         "medusa choices": head("medusa", architecture, tree=GAPPED_CHOICES),
         "medusa widths": head("medusa", architecture, tree=WIDTHS, draft_sample_method="greedy"),

@@ -22,7 +22,6 @@ from foretoken.engine.config import ENGINE_KEYS, parse_speculative_config
 # What vLLM 0.33 calls the keys, with values that ask for nothing foretoken lacks.
 NEUTRAL_KEYS = {
     "draft_tensor_parallel_size": [None, 1],
-    "quantization": [None],
     "max_model_len": [None],
     "code_revision": [None],
     "parallel_drafting": [None, False],
@@ -54,6 +53,14 @@ def test_a_revision_is_for_methods_with_a_model() -> None:
         assert parse(method=method, model="/x", revision="v1").options[0].revision == "v1"
 
 
+def test_quantization_is_for_methods_with_weights() -> None:
+    """vLLM's key: None there asks for nothing, here for what is fastest."""
+    assert parse(method="ngram", quantization=None).options[0].method == "ngram"
+    for method in ("draft_model", "medusa", "hydra", "mlp_speculator"):
+        assert parse(method=method, model="/x", quantization=None).options[0].quantization == "auto"
+        assert parse(method=method, model="/x", quantization="int8").options[0].quantization == "int8"
+
+
 WRONG_NUMBERS = (True, "3", 1.5, 3.0, float("nan"), [3], 10**30)
 WRONG_NAMES = (True, 3, 1.5, ["x"])
 OPTIONS = {
@@ -67,6 +74,7 @@ OPTIONS = {
     "model": WRONG_NAMES,
     "revision": WRONG_NAMES,
     "draft_sample_method": (*WRONG_NAMES, None, "Greedy"),
+    "quantization": (*WRONG_NAMES, "awq", "Int8"),
     "behaviour": (*WRONG_NAMES, None, "polite"),
     "allow_other_target": (1, 0, "true", "yes", 1.0, None),
 }
@@ -160,6 +168,7 @@ def test_ranges_of_acceptance_options_are_those_of_the_policy(key: str, value: A
         ({"method": "ngram", "typical_end": "sample"}, r"'typical_end' is 'sample'. Expected 'draw' or 'argmax'."),
         ({"method": "ngram", "typical_end": ["draw"]}, r"'typical_end' is \['draw'\]. Expected 'draw' or 'argmax'."),
         ({"method": "ngram", "revision": "main"}, r"method 'ngram' has no key 'revision'"),
+        ({"method": "ngram", "quantization": "int8"}, r"method 'ngram' has no key 'quantization'"),
         ({"method": "draft_model"}, r"needs a model"),
     ],
 )

@@ -27,11 +27,12 @@
 
 namespace {
 
-template <class T>
-void decode(const Model& model, const Pass& pass) {
-  Decoder<T> decoder(model, pass);
-#pragma omp parallel num_threads(int(pass.num_threads))
-  decoder.run();
+// Calls run(T, W) with the dtype of a model and that of its matrices.
+template <class Run>
+auto with_dtypes(const Model& model, Run&& run) {
+  const bool is_int8 = model.layers[0].query.scales != nullptr;
+  if (model.is_bfloat16) return is_int8 ? run(Bfloat16{}, Int8{}) : run(Bfloat16{}, Bfloat16{});
+  return is_int8 ? run(float{}, Int8{}) : run(float{}, float{});
 }
 
 }  // namespace
@@ -40,8 +41,9 @@ extern "C" {
 
 // -1 where that is beyond what 64 bits count.
 int64_t foretoken_workspace_bytes(const Model* model, int64_t num_nodes, int64_t num_threads) {
-  return model->is_bfloat16 ? Workspace<Bfloat16>(*model, num_nodes, num_threads, nullptr).size
-                            : Workspace<float>(*model, num_nodes, num_threads, nullptr).size;
+  return with_dtypes(*model, [&](auto type, auto weights) {
+    return Workspace<decltype(type), decltype(weights)>(*model, num_nodes, num_threads, nullptr).size;
+  });
 }
 
 // Gives a `Status`; a pass that is refused has written nothing.
@@ -49,7 +51,11 @@ Status foretoken_decode(const Model* model, const Pass* pass) {
   if (pass->num_sequences < 1) return Status::kDone;
   const Status status = check(*model, *pass);
   if (status != Status::kDone) return status;
-  model->is_bfloat16 ? decode<Bfloat16>(*model, *pass) : decode<float>(*model, *pass);
+  with_dtypes(*model, [&](auto type, auto weights) {
+    Decoder<decltype(type), decltype(weights)> decoder(*model, *pass);
+#pragma omp parallel num_threads(int(pass->num_threads))
+    decoder.run();
+  });
   return Status::kDone;
 }
 
@@ -77,7 +83,11 @@ Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* 
     }
   };
   try {
-    is_bfloat16 ? run(Bfloat16{}) : run(float{});
+    if (matrix->scales != nullptr) {
+      run(Int8{});
+    } else {
+      is_bfloat16 ? run(Bfloat16{}) : run(float{});
+    }
   } catch (const std::exception&) {  // of the allocation: it must not cross into C
     return Status::kNoMemory;
   }

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Pass, TokenChoice
     from foretoken.core.taps import Tap
     from foretoken.decoder.blocks import Blocks
+    from foretoken.decoder.lean.int8 import Quantization
     from foretoken.decoder.slot_cache import SlotCache
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -49,16 +50,26 @@ class NativeDecoder:
     name = "lean-native"
     is_exact = True
 
-    def __init__(self, weights: LeanWeights, cache: SlotCache, taps: Sequence[Tap]) -> None:
+    def __init__(
+        self, weights: LeanWeights, cache: SlotCache, taps: Sequence[Tap], *, quantization: Quantization | None = None
+    ) -> None:
         """Compiles the kernels where that has not been done yet.
 
+        Args:
+            weights: The model.
+            cache: Its KV rows.
+            taps: Features to read.
+            quantization: Of a draft model's matrices, see `NativeModel`.
+
         Raises:
-            UnsuitableError: When the weights are not on a CPU in float32 or bfloat16, a tap does not exist, or the
-                kernels cannot be compiled.
+            UnsuitableError: When the weights are not on a CPU in float32 or bfloat16, a tap does not exist, the kernels
+                cannot be compiled, or the model cannot be quantised.
         """
         if not self.runs(weights.device, weights.dtype):
             raise UnsuitableError(f"it runs float32 and bfloat16 on CPUs, not {weights.dtype} on {weights.device}.")
-        self._blocks = NativeBlocks(weights.layers, cache, tap_indices(taps, weights.num_layers), ends=weights)
+        self._blocks = NativeBlocks(
+            weights.layers, cache, tap_indices(taps, weights.num_layers), ends=weights, quantization=quantization
+        )
 
     @staticmethod
     def runs(device: torch.device, dtype: torch.dtype) -> bool:
@@ -74,7 +85,13 @@ class NativeBlocks:
     """Blocks on a slot cache, with whatever stands before and after them."""
 
     def __init__(
-        self, layers: Blocks, cache: SlotCache, taps: Sequence[int], *, ends: LeanWeights | None = None
+        self,
+        layers: Blocks,
+        cache: SlotCache,
+        taps: Sequence[int],
+        *,
+        ends: LeanWeights | None = None,
+        quantization: Quantization | None = None,
     ) -> None:
         """Compiles the kernels where that has not been done yet.
 
@@ -84,6 +101,7 @@ class NativeBlocks:
             taps: Boundary indices of the features that passes give: i is what block i reads, one past the last what
                 comes out of it, two past it the final norm.
             ends: The model whose blocks they are, for its embedding and LM head; None for blocks alone.
+            quantization: See `NativeModel`.
 
         Raises:
             UnsuitableError: For another dtype or device, when the kernels cannot be compiled, or when sizes do not fit
@@ -99,8 +117,8 @@ class NativeBlocks:
             raise UnsuitableError(f"taps {self._taps} do not all exist.")
         self._tap_order = torch.tensor(sorted(set(self._taps)), dtype=torch.int64, device="cpu")
         self._taken = torch.searchsorted(self._tap_order, torch.tensor(self._taps, dtype=torch.int64, device="cpu"))
-        self._layers, self._ends, self._cache = layers, ends, cache
-        self._described = NativeModel(layers, ends, cache)  # holds what the structure points to
+        self._layers, self._ends, self._cache, self._quantization = layers, ends, cache, quantization
+        self._described = NativeModel(layers, ends, cache, quantization)  # holds what the structure points to
         self._model = self._described.structure
         self._idle: list[_Workspace] = []
 
@@ -172,7 +190,7 @@ class NativeBlocks:
             PassError: When they are no longer what the kernels can run on.
         """
         try:
-            self._described = NativeModel(self._layers, self._ends, self._cache)
+            self._described = NativeModel(self._layers, self._ends, self._cache, self._quantization)
         except UnsuitableError as err:
             raise PassError(str(err)) from err
         self._model = self._described.structure

@@ -13,6 +13,7 @@ from foretoken.core.errors import PassError
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.held_memory import HeldMemory, check_memory, has_memory
 from foretoken.decoder.lean.build import native_library
+from foretoken.decoder.lean.int8 import Quantization, int8_weight
 from foretoken.decoder.lean.structures import Matrix
 from foretoken.decoder.lean.threads import kernel_threads
 
@@ -20,30 +21,37 @@ _ALONE = 1 << 15  # so few multiplications are over before a second thread has b
 
 
 class NativeLinear(nn.Module):
-    """A linear layer for inference, on the weights where they are."""
+    """A linear layer for inference, on the weights where they are or on a copy in int8."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, quantization: Quantization | None = None) -> None:
         """Takes weights.
 
         Args:
-            weight: (N, K), on a CPU, contiguous, in float32 or bfloat16.
+            weight: (N, K), on a CPU, contiguous, in float32 or bfloat16, or any floating dtype to be quantised.
             bias: (N,), or None.
+            quantization: "int8" for a copy in int8, a byte a weight; the weight itself is not kept then.
 
         Raises:
-            UnsuitableError: When the weight is anything else, or the kernels cannot be compiled here.
+            UnsuitableError: When the weight is anything else, or not finite where it is to be quantised, or the kernels
+                cannot be compiled here.
         """
         super().__init__()
-        if not runs_cpu_kernels(weight.device) or weight.dtype not in (torch.float32, torch.bfloat16):
+        is_read = quantization is None  # else its copy is
+        is_known = weight.dtype in (torch.float32, torch.bfloat16) if is_read else weight.is_floating_point()
+        if not runs_cpu_kernels(weight.device) or not is_known:
             raise UnsuitableError(f"native layers take float32 and bfloat16 on CPUs, not {weight.dtype}.")
         if weight.dim() != 2 or not weight.numel() or not weight.is_contiguous():
             raise UnsuitableError("native layers take a matrix whose rows lie one after another.")
         if bias is not None and (bias.shape != weight.shape[:1] or not bias.is_cpu):
             raise UnsuitableError(f"a bias {tuple(bias.shape)} on {bias.device} does not fit {tuple(weight.shape)}.")
         self._weight = weight.detach()
+        self._scales: Tensor | None = None
         self._bias = None if bias is None else bias.detach().float().contiguous()
         for part in self._parts():
             if type(part) is not Tensor or not has_memory(part):
                 raise UnsuitableError(f"native layers take plain tensors with memory, not a {type(part).__name__}.")
+        if quantization is not None:
+            self._weight, self._scales = int8_weight(self._weight)
         self._rows, self._cols = weight.shape
         self._matrix, self._memory = self._described()
         self._is_bfloat16 = weight.dtype == torch.bfloat16
@@ -75,36 +83,50 @@ class NativeLinear(nn.Module):
 
     def _described(self) -> tuple[Matrix, HeldMemory]:
         """What the kernels are told of the weights, and what tells that it holds no more."""
-        bias = None if self._bias is None else self._bias.data_ptr()
-        matrix = Matrix(weight=self._weight.data_ptr(), bias=bias, rows=self._rows, cols=self._cols)
+        bias, scales = (None if part is None else part.data_ptr() for part in (self._bias, self._scales))
+        matrix = Matrix(weight=self._weight.data_ptr(), bias=bias, rows=self._rows, cols=self._cols, scales=scales)
         return matrix, HeldMemory(self._parts())
 
     def _parts(self) -> list[Tensor]:
         """The tensors whose addresses the kernels get."""
-        return [self._weight] if self._bias is None else [self._weight, self._bias]
+        return [part for part in (self._weight, self._bias, self._scales) if part is not None]
 
 
-def fast_linear(layer: nn.Module, *, is_shared: bool = False) -> nn.Module:
+def fast_linear(layer: nn.Module, *, is_shared: bool = False, quantization: Quantization | None = None) -> nn.Module:
     """A native layer where it can be one, else the layer itself.
 
     Args:
         layer: Any module.
         is_shared: The layer's own weight stays in use, so take it where it is. Else a weight in float32 becomes one in
             bfloat16 where that holds it exactly: half the bytes to read.
+        quantization: "int8" for a copy in int8, which has its own memory.
+
+    Raises:
+        UnsuitableError: When a linear layer is to be quantised and cannot be a native one.
     """
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
         return layer
+    if quantization is not None:
+        return NativeLinear(layer.weight, layer.bias, quantization=quantization)
     try:
         return NativeLinear(layer.weight if is_shared else _compact(layer.weight), layer.bias)
     except UnsuitableError:
         return layer
 
 
-def optimize_for_inference(module: nn.Module) -> None:
-    """Puts native layers in the place of all linear layers within a module that can be such."""
+def optimize_for_inference(module: nn.Module, *, quantization: Quantization | None = None) -> None:
+    """Puts native layers in the place of all linear layers within a module that can be such.
+
+    Args:
+        module: Changed in place.
+        quantization: See `fast_linear`.
+
+    Raises:
+        UnsuitableError: See `fast_linear`; some layers are native by then.
+    """
     for name, child in module.named_children():
-        setattr(module, name, fast_linear(child))
-        optimize_for_inference(child)
+        setattr(module, name, fast_linear(child, quantization=quantization))
+        optimize_for_inference(child, quantization=quantization)
 
 
 def linear_layer(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

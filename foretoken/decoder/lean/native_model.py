@@ -15,12 +15,14 @@ from torch import Tensor
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.blocks import Experts, FeedForward
 from foretoken.decoder.held_memory import HeldMemory, has_memory, is_plain, lost_memory
+from foretoken.decoder.lean.int8 import int8_weight
 from foretoken.decoder.lean.structures import ExpertsArguments, Layer, Matrix, Model, Norm
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from foretoken.decoder import blocks as described
+    from foretoken.decoder.lean.int8 import Quantization
     from foretoken.decoder.lean.weights import LeanWeights
     from foretoken.decoder.slot_cache import SlotCache
 
@@ -36,18 +38,27 @@ class NativeModel:
         structure: See `kernels/interface.h`.
     """
 
-    def __init__(self, layers: described.Blocks, ends: LeanWeights | None, cache: SlotCache) -> None:
-        """Takes addresses; copies norms and biases, and nothing else.
+    def __init__(
+        self,
+        layers: described.Blocks,
+        ends: LeanWeights | None,
+        cache: SlotCache,
+        quantization: Quantization | None = None,
+    ) -> None:
+        """Takes addresses; copies norms and biases, and nothing else unless matrices are quantised.
 
         Args:
             layers: The blocks, on a CPU, in float32 or bfloat16.
             ends: The model whose blocks they are, for its embedding and LM head; None for blocks alone.
             cache: In the same dtype.
+            quantization: "int8" to multiply by copies of all matrices in int8, a byte a weight beside what is there,
+                that of the LM head included; the embedding stays as it is. None to read the weights where they are.
 
         Raises:
-            UnsuitableError: When a tensor is not what the sizes of the blocks say.
+            UnsuitableError: When a tensor is not what the sizes of the blocks say, or experts or a weight that is not
+                finite are to be quantised.
         """
-        self._cache, self._dtype = cache, layers.dtype
+        self._cache, self._dtype, self._quantization = cache, layers.dtype, quantization
         self._kept: list[Tensor] = []
         self._vectors = _Vectors((layers if ends is None else ends).tensors())
         self._hidden = layers.hidden_size
@@ -136,7 +147,13 @@ class NativeModel:
         }
 
     def _experts(self, experts: Experts) -> dict[str, ExpertsArguments]:
-        """The fields of a mixture of experts."""
+        """The fields of a mixture of experts.
+
+        Raises:
+            UnsuitableError: When they are to be quantised.
+        """
+        if self._quantization is not None:
+            raise UnsuitableError(f"a mixture of experts has no kernels for {self._quantization}.")
         count, _, inner = experts.down.shape
         gate_up = (count, 2 * inner, self._hidden)
         fields = ExpertsArguments(
@@ -176,17 +193,19 @@ class NativeModel:
         if type(head) is not torch.nn.Linear:
             raise UnsuitableError(f"the LM head is a {type(head).__name__}. Expected a plain linear layer.")
         rows = int(head.out_features)
-        weight = self._hold("lm_head", head.weight.detach(), (rows, self._hidden), self._dtype)
-        return Matrix(weight=weight, bias=self._bias("lm_head", head.bias, rows), rows=rows, cols=self._hidden)
+        return self._matrix("lm_head", head, rows, self._hidden)
 
-    def _matrix(self, name: str, matrix: described.Matrix, rows: int, cols: int) -> Matrix:
-        """A weight in place, its bias in float32."""
-        return Matrix(
-            weight=self._hold(name, matrix.weight.detach(), (rows, cols), self._dtype),
-            bias=self._bias(name, matrix.bias, rows),
-            rows=rows,
-            cols=cols,
-        )
+    def _matrix(self, name: str, matrix: described.Matrix | torch.nn.Linear, rows: int, cols: int) -> Matrix:
+        """A weight in place or its copy in int8, its bias in float32."""
+        weight, bias, scales = matrix.weight.detach(), self._bias(name, matrix.bias, rows), None
+        if self._quantization is None:
+            address = self._hold(name, weight, (rows, cols), self._dtype)
+        else:
+            self._check(name, weight, (rows, cols), self._dtype)
+            numbers, row_scales = int8_weight(weight)
+            address = self._hold(name, numbers, (rows, cols), torch.int8)
+            scales = self._hold(f"the scales of {name}", row_scales, (rows,))
+        return Matrix(weight=address, bias=bias, rows=rows, cols=cols, scales=scales)
 
     def _bias(self, name: str, bias: Tensor | None, rows: int) -> int | None:
         """The address of a bias in float32."""
@@ -219,8 +238,15 @@ class NativeModel:
         """The address of a tensor that stays alive as long as this.
 
         Raises:
-            UnsuitableError: When it is not what the kernels take it for.
+            UnsuitableError: See `_check`.
         """
+        self._check(name, tensor, shape, dtype)
+        self._kept.append(tensor)
+        return tensor.data_ptr()
+
+    @staticmethod
+    def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Raises `UnsuitableError` for a tensor that is not what the kernels take it for."""
         subclass = "" if type(tensor) is Tensor else f"a {type(tensor).__name__} "  # of others the address may be 0
         is_as_said = not subclass and tensor.shape == shape and tensor.dtype == dtype
         if not is_as_said or not tensor.is_cpu or not tensor.is_contiguous():
@@ -230,8 +256,6 @@ class NativeModel:
             )
         if not has_memory(tensor):
             raise UnsuitableError(lost_memory(tensor))
-        self._kept.append(tensor)
-        return tensor.data_ptr()
 
 
 class _Vectors:

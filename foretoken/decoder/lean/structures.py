@@ -7,9 +7,11 @@ from enum import IntEnum
 
 
 class Matrix(Structure):
-    """A row-major matrix in the model's dtype, and its bias in float32 or null."""
+    """A row-major matrix in the model's dtype, or in int8 with scales in float32; its bias in float32 or null."""
 
-    _fields_ = (("weight", c_void_p), ("bias", c_void_p), ("rows", c_int64), ("cols", c_int64))
+    _fields_ = (
+        ("weight", c_void_p), ("bias", c_void_p), ("rows", c_int64), ("cols", c_int64), ("scales", c_void_p),
+    )  # fmt: skip
 
 
 class Norm(Structure):

@@ -19,7 +19,8 @@
 
 namespace {
 
-template <class T>
+// T: the dtype of embedding, KV cache and attention; W: that of the matrices.
+template <class T, class W = T>
 class Decoder {
  public:
   Decoder(const Model& model, const Pass& pass)
@@ -59,7 +60,7 @@ class Decoder {
       project(model_.head, normed_, rows_, pass_.logits);
     } else if (pass_.logits != nullptr) {
       barrier_.wait();
-      const Inputs<T> chosen(space_.normed, model_.hidden, pass_.num_logits == 1);
+      const Inputs<W> chosen(space_.normed, model_.hidden, pass_.num_logits == 1);
       normalise(model_.final_norm, chosen, pass_.num_logits, [&](int64_t r) { return pass_.logit_rows[r]; });
       project(model_.head, chosen, pass_.num_logits, pass_.logits);
     }
@@ -112,13 +113,15 @@ class Decoder {
 
   void feed_forward(const Layer& layer) {
     normalise(layer.mlp_norm);
-    if (layer.experts.count > 0) return add_experts(layer);
+    if constexpr (std::is_same_v<T, W>) {  // experts are kept in the model's dtype
+      if (layer.experts.count > 0) return add_experts(layer);
+    }
     const int64_t I = layer.up.rows, portions = portions_of(I);
     const float* gates = layer.gate.weight == nullptr ? nullptr : space_.gate;
     if (gates != nullptr) project(layer.gate, normed_, rows_, space_.gate);
     project(layer.up, normed_, rows_, space_.up);
     barrier_.wait();
-    const Inputs<T> inner(space_.inner, I, rows_ == 1);
+    const Inputs<W> inner(space_.inner, I, rows_ == 1);
     share(rows_ * portions, [&](int64_t unit) {
       const int64_t m = unit / portions, begin = unit % portions * kPortion;
       activate_portion(layer.activation, inner, m, gates == nullptr ? nullptr : gates + m * I, space_.up + m * I, begin,
@@ -147,7 +150,7 @@ class Decoder {
 
   // The norm of `count` tokens; token(i) is the i-th of them.
   template <class Token>
-  void normalise(const Norm& norm, const Inputs<T>& out, int64_t count, Token&& token) {
+  void normalise(const Norm& norm, const Inputs<W>& out, int64_t count, Token&& token) {
     share(count, [&](int64_t i) {
       const float* x = space_.residual + token(i) * model_.hidden;
       normalise_row(norm, x, model_.hidden, [&](int64_t k, auto values) { out.put(i, k, values); });
@@ -156,14 +159,14 @@ class Decoder {
   }
 
   // out = x (M, K) times the transposed matrix.
-  void project(const Matrix& matrix, const Inputs<T>& x, int64_t M, float* out) {
+  void project(const Matrix& matrix, const Inputs<W>& x, int64_t M, float* out) {
     multiply(matrix, x, M, [&](int64_t m, int64_t n, auto count, const float* values) {
       for (int i = 0; i < count; ++i) out[m * matrix.rows + n + i] = values[i];
     });
   }
 
   // Adds x times the transposed matrix to the residual stream, after a norm where there is one.
-  void add(const Matrix& matrix, const Inputs<T>& x, const Norm& post) {
+  void add(const Matrix& matrix, const Inputs<W>& x, const Norm& post) {
     if (post.weight != nullptr) {
       project(matrix, x, rows_, space_.branch);
       barrier_.wait();
@@ -324,8 +327,8 @@ class Decoder {
   const Model& model_;
   const Pass& pass_;
   const int64_t rows_;
-  const Workspace<T> space_;
-  const Inputs<T> normed_, mixed_;
+  const Workspace<T, W> space_;
+  const Inputs<W> normed_, mixed_;
   const int64_t group_;  // query heads a KV head
   Barrier barrier_;
 };

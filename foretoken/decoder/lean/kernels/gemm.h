@@ -4,10 +4,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include <omp.h>
 
+#include "fragments.h"
 #include "interface.h"
 #include "vectors.h"
 
@@ -20,68 +22,6 @@ constexpr int kDepth = 32;          // steps of longer rows that meet tokens one
 constexpr int kPanel = 64;          // and tokens that meet them
 constexpr int kRowsOfOne = 8;       // rows side by side when there is one token
 constexpr int kShare = 24;          // rows are dealt out to threads in multiples of this
-
-// As many weights as a register holds, the same elements of a token, and sums of their products. Tokens are kept in the
-// model's dtype where the processor multiplies that, else in float32, and in the order in which weights are widened.
-template <class T>
-constexpr int kStep = kBytes / int(sizeof(T));
-template <class T>
-struct Fragment;
-template <>
-struct Fragment<float> {
-  using Token = float;
-  Lanes lanes;
-  static constexpr int64_t place(int64_t k) { return k; }  // of an element of a token among those of a step
-  static Fragment load(const float* p) {
-    Lanes lanes = load_lanes(p);
-#if defined(__AVX2__)
-    __asm__("" : "+v"(lanes));  // or the compiler loads it anew for every use, and loads are what the loop waits for
-#endif
-    return {lanes};
-  }
-  Lanes add_product(const Fragment& other, Lanes sum) const { return multiply_add(lanes, other.lanes, sum); }
-};
-#if defined(__AVX512BF16__)
-template <>
-struct Fragment<Bfloat16> {
-  using Token = Bfloat16;
-  __m512bh pairs;
-  static constexpr int64_t place(int64_t k) { return k; }
-  static Fragment load(const Bfloat16* p) { return {(__m512bh)_mm512_loadu_si512(p)}; }
-  Lanes add_product(const Fragment& other, Lanes sum) const {
-    return (Lanes)_mm512_dpbf16_ps((__m512)sum, pairs, other.pairs);
-  }
-};
-#else
-template <>
-struct Fragment<Bfloat16> {
-  using Token = float;
-  Lanes low, high;  // the first and the last four of every eight elements: what processors widen in one instruction each
-  static constexpr int64_t place(int64_t k) { return k % 8 / 4 * kLanes + k / 8 * 4 + k % 4; }
-  static Fragment load(const Bfloat16* p) {
-    typedef uint16_t Halves __attribute__((vector_size(kBytes), aligned(2), may_alias));
-    const Halves halves = *reinterpret_cast<const Halves*>(p), zeros{};
-#if defined(__AVX512BW__)
-    return {(Lanes)_mm512_unpacklo_epi16((__m512i)zeros, (__m512i)halves),
-            (Lanes)_mm512_unpackhi_epi16((__m512i)zeros, (__m512i)halves)};
-#elif defined(__AVX2__)
-    return {(Lanes)_mm256_unpacklo_epi16((__m256i)zeros, (__m256i)halves),
-            (Lanes)_mm256_unpackhi_epi16((__m256i)zeros, (__m256i)halves)};
-#else
-    Fragment result;
-    for (int i = 0; i < kLanes; ++i) {
-      result.low[i] = to_float(p[i / 4 * 8 + i % 4]);
-      result.high[i] = to_float(p[i / 4 * 8 + 4 + i % 4]);
-    }
-    return result;
-#endif
-  }
-  static Fragment load(const float* p) { return {load_lanes(p), load_lanes(p + kLanes)}; }
-  Lanes add_product(const Fragment& other, Lanes sum) const {
-    return multiply_add(high, other.high, multiply_add(low, other.low, sum));
-  }
-};
-#endif
 
 // Inputs of a matrix in the order in which they are read. A step's elements of kTokens tokens stand side by side, then come
 // the next elements of these tokens; a single token is one step after another.
@@ -98,11 +38,10 @@ struct Inputs {
   }
   void put(int64_t m, int64_t k, float value) const { assign(*at(m, k), value); }
   void put(int64_t m, int64_t k, Lanes values) const {  // k: a multiple of kLanes
-    if constexpr (std::is_same_v<Token, T>) {
-      store_lanes(at(m, k), values);
-    } else {
-      for (int i = 0; i < kLanes; i += 4) std::memcpy(at(m, k + i), reinterpret_cast<const float*>(&values) + i, 16);
-    }
+    constexpr int kSide = Fragment<T>::kSide;
+    Token tokens[kLanes];
+    store_lanes(tokens, values);
+    for (int i = 0; i < kLanes; i += kSide) std::memcpy(at(m, k + i), tokens + i, kSide * sizeof(Token));
   }
   static int64_t padded(int64_t K) { return (K + kStep<T> - 1) / kStep<T> * kStep<T>; }
   static int64_t size(int64_t M, int64_t K) { return (M + kTokens - 1) / kTokens * kTokens * padded(K); }
@@ -175,9 +114,14 @@ struct Rows {
   }
 };
 
-// Adds biases to the dot products (C, R) at row n and token m and hands them on, see `multiply`; for rows before `end`.
+// Scales the dot products (C, R) at row n and token m, adds biases and hands them on, see `multiply`; for rows before `end`.
 template <int R, int C, class Emit>
 FORETOKEN_INLINE void emit_block(const Matrix& matrix, int64_t n, int64_t end, int64_t m, int64_t M, float* out, Emit&& emit) {
+  if (matrix.scales != nullptr) {  // by fma, or a compiler joins some of these products with what `emit` adds
+    for (int c = 0; c < C; ++c) {
+      for (int r = 0; r < R; ++r) out[c * R + r] = std::fma(out[c * R + r], matrix.scales[std::min(n + r, matrix.rows - 1)], 0.0f);
+    }
+  }
   if (matrix.bias != nullptr) {
     for (int c = 0; c < C; ++c) {
       for (int r = 0; r < R; ++r) out[c * R + r] += matrix.bias[std::min(n + r, matrix.rows - 1)];

@@ -5,11 +5,13 @@
 
 extern "C" {
 
-// A row-major matrix (rows, cols) in the model's dtype, and its bias (rows,) or null.
+// A row-major matrix (rows, cols) in the model's dtype, and its bias (rows,) or null; or one of int8 with the scale of
+// every row (rows,), else null.
 struct Matrix {
   const void* weight;
   const float* bias;
   int64_t rows, cols;
+  const float* scales;
 };
 
 // A norm over `size` elements of a row, known from where it stands; without a weight there is none.

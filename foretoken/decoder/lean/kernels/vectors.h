@@ -32,7 +32,12 @@ struct Bfloat16 {
   uint16_t bits;
 };
 
+struct Int8 {
+  int8_t value;
+};
+
 inline float to_float(float x) { return x; }
+inline float to_float(Int8 x) { return float(x.value); }
 inline float to_float(Bfloat16 x) {
   const uint32_t bits = uint32_t(x.bits) << 16;
   float result;
@@ -69,6 +74,16 @@ inline Lanes in_all_lanes(float x) {  // x + zeros would take an addition: it is
   Lanes result;
   for (int i = 0; i < kLanes; ++i) result[i] = x;
   return result;
+#endif
+}
+inline Lanes load_lanes(const Int8* p) {
+#if defined(__AVX512F__)  // gcc takes the numbers out of a vector one by one
+  return (Lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return (Lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+  return __builtin_convertvector(*reinterpret_cast<const Bytes*>(p), Lanes);
 #endif
 }
 inline void store_lanes(float* p, Lanes x) { *reinterpret_cast<Lanes*>(p) = x; }

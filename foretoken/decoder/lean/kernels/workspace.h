@@ -18,14 +18,15 @@ inline int64_t greatest_rows(const Model& model) {
 
 inline int64_t group_size(const Model& model) { return model.heads / model.kv_heads; }
 
-// Buffers of a pass; `size` is what they take.
-template <class T>
+// Buffers of a pass; `size` is what they take. T and W as of the decoder.
+template <class T, class W = T>
 struct Workspace {
-  using Token = typename Fragment<T>::Token;
+  using Token = typename Fragment<W>::Token;
 
   float *residual, *query, *key, *value, *gate, *up;
   float* branch;      // (M, hidden), what is added to the residual stream after a norm; of no size without such norms
-  Token *normed, *rotated, *mixed, *inner;
+  Token *normed, *mixed, *inner;
+  typename Fragment<T>::Token* rotated;
   float* scores;      // kTokens rows a thread
   int32_t* scratch;   // likewise
   int32_t* runs;      // (W,), see `view_of`
@@ -60,9 +61,9 @@ struct Workspace {
     take(base, up, M, model.intermediate);
     take(base, branch, model.has_post_norms ? M : 0, model.hidden);
     take(base, rotated, M, model.kv_heads * Inputs<T>::size(group_size(model), model.head_dim));
-    take(base, normed, padded_M, Inputs<T>::padded(model.hidden));
-    take(base, mixed, padded_M, Inputs<T>::padded(q));
-    take(base, inner, padded_M, Inputs<T>::padded(model.intermediate));
+    take(base, normed, padded_M, Inputs<W>::padded(model.hidden));
+    take(base, mixed, padded_M, Inputs<W>::padded(q));
+    take(base, inner, padded_M, Inputs<W>::padded(model.intermediate));
     take(base, scores, threads, kTokens * greatest_rows(model));
     take(base, scratch, threads, kTokens * greatest_rows(model));
     take(base, runs, M, 1);
@@ -74,8 +75,8 @@ struct Workspace {
     for (int64_t** each : {&starts, &blocks}) take(base, *each, model.num_experts + 1, 1);
     for (float** each : {&pair_gate, &pair_up}) take(base, *each, pairs, model.expert_intermediate);
     take(base, pair_out, pairs, model.hidden);
-    take(base, pair_inputs, padded_pairs, Inputs<T>::padded(model.hidden));
-    take(base, pair_inner, padded_pairs, Inputs<T>::padded(model.expert_intermediate));
+    take(base, pair_inputs, padded_pairs, Inputs<W>::padded(model.hidden));
+    take(base, pair_inner, padded_pairs, Inputs<W>::padded(model.expert_intermediate));
   }
 
  private:

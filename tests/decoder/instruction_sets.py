@@ -1,0 +1,36 @@
+"""The native kernels compiled for other processors than this one, as far as this one runs them."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+
+from foretoken.decoder.lean import build
+
+# What -march is, and what that takes: this machine; vectors without intrinsics; AVX2; AVX-512 without bfloat16.
+INSTRUCTION_SETS = {"native": (), "x86-64": (), "x86-64-v3": ("avx2",), "x86-64-v4": ("avx512_f",)}
+
+
+@contextmanager
+def kernels_for(name: str) -> Iterator[None]:
+    """Native layers that are made here run on kernels of an instruction set; skips where there is none."""
+    if name == "native":
+        yield
+        return
+    capabilities = torch.cpu.get_capabilities()
+    if platform.machine() != "x86_64" or not all(capabilities.get(each) for each in INSTRUCTION_SETS[name]):
+        pytest.skip(f"this processor does not run {name}")
+    flags = [flag.replace("=native", f"={name}") for flag in build._flags() if flag != build._WIDE]
+    if name != "x86-64-v3":  # which another test compiles too
+        flags[0] = "-O1"  # half the time
+    with mock.patch.object(build, "_flags", return_value=tuple(flags)):
+        build.native_library.cache_clear()
+        try:
+            yield
+        finally:
+            build.native_library.cache_clear()

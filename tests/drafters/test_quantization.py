@@ -1,0 +1,97 @@
+"""Drafters in int8: which they are, where they are not, and that the target's weights stay as they were."""
+
+from __future__ import annotations
+
+import copy
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from drafting_contexts import attached
+from end_to_end.tiny_llms import draft_model, llm, noisy, target
+from test_heads import drafter, saved
+from tiny_models import tiny_model
+
+from foretoken.core.errors import ConfigError
+from foretoken.decoder.lean.native_linear import NativeLinear
+
+METHODS = ("medusa", "hydra", "mlp_speculator")
+
+
+def head_weights(made: Any) -> set[torch.dtype]:
+    """Dtypes of all that a drafter's head multiplies by: modules, what it keeps in lists, the block of Hydra++."""
+    head = made.loaded.head
+    lists = [getattr(head, name, []) for name in ("_quick_blocks", "_further")]
+    layers = [layer for name, layer in head.named_modules() if not name.startswith("prefix.")]
+    layers += [*getattr(head, "_quick_lm_heads", []), *chain.from_iterable(chain.from_iterable(lists))]
+    assert not [layer for layer in layers if isinstance(layer, torch.nn.Linear)], "none is left in torch"
+    found = {layer._weight.dtype for layer in layers if isinstance(layer, NativeLinear)}
+    if getattr(head, "prefix", None) is not None:
+        matrix = made._features.stack._backend._blocks._model.layers[0].gate
+        found.add(torch.int8 if matrix.scales else torch.float32)
+    return found
+
+
+def is_quantised(runner: Any) -> bool:
+    """Whether a runner multiplies by int8, its LM head included."""
+    model = runner._decoder._blocks._model
+    found = {bool(model.head.scales), bool(model.layers[0].query.scales), bool(model.layers[0].down.scales)}
+    assert len(found) == 1
+    return found.pop()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_draft_model_drafts_in_int8_unless_told_otherwise(dtype: torch.dtype) -> None:
+    for option, expected in ((None, True), ("auto", True), ("int8", True), ("none", False)):
+        made = attached(draft_model(noisy(dtype=dtype), **({} if option is None else {"quantization": option}))())
+        assert is_quantised(made._runner) == expected
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_heads_draft_in_int8_unless_told_otherwise(method: str, tmp_path: Path) -> None:
+    directory = saved(tmp_path / "head", method)
+    assert head_weights(drafter(directory, method)) == {torch.int8}
+    assert head_weights(drafter(directory, method, quantization="int8")) == {torch.int8}
+    assert torch.int8 not in head_weights(drafter(directory, method, quantization="none"))
+
+
+@pytest.mark.parametrize("module", [noisy(dtype=torch.float64), tiny_model("qwen3_moe")], ids=["float64", "experts"])
+def test_a_draft_model_that_cannot_be_quantised(module: Any) -> None:
+    attached(draft_model(module)())
+    with pytest.raises(ConfigError, match=r"quantization 'int8' cannot be had: .* no kernels for int8.* Leave it out"):
+        attached(draft_model(module, quantization="int8")())
+
+
+@pytest.mark.parametrize("runner", ["generic", "lean-stock"])
+def test_runners_without_kernels(runner: str) -> None:
+    made = draft_model(noisy(dtype=torch.float32), quantization="int8")()
+    with pytest.raises(ConfigError, match=f"the {runner} runner has no kernels for int8, only lean-native has"):
+        attached(made, runner=runner)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_heads_on_other_devices(method: str, tmp_path: Path) -> None:
+    directory = saved(tmp_path / "head", method)
+    with pytest.raises(ConfigError, match="only CPUs have kernels for int8, not meta"):
+        drafter(directory, method, changes={"device": torch.device("meta")}, quantization="int8")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("method", ["draft_model", *METHODS])
+def test_the_target_is_never_quantised(method: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Its decoder reads what it read before, and not a bit of it has changed, shared LM head and embedding included."""
+    module = copy.deepcopy(target("llama", dtype))
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    if method == "draft_model":
+        arguments: dict[str, Any] = {"drafter": draft_model(module, quantization="int8"), "trust_drafter": True}
+    else:
+        directory = saved(tmp_path / "head", method)
+        arguments = {"speculative_config": {"method": method, "model": str(directory), "quantization": "int8"}}
+    engine = llm(arguments, module=module, runner="lean-native")
+    assert not is_quantised(engine.target)
+    after = module.state_dict()
+    assert all(torch.equal(after[name], value) and after[name].dtype == dtype for name, value in before.items())
+    held = {each.data_ptr() for each in engine.target._decoder._blocks._described._kept}
+    assert module.lm_head.weight.data_ptr() in held
