@@ -77,6 +77,12 @@ class DraftDraws:
             is_drawn_for_all=not batch.is_any_greedy,
         )
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but temperature changes draft distributions."""
+        truncation = (self.batch.top_k, self.batch.top_p, self.batch.min_p)
+        return not (self.has_coupled or self.has_sampled) or all(limit is None for limit in truncation)
+
     def keys(self, logits: Tensor, nodes: Sequence[int], depth: int) -> tuple[Tensor, Tensor]:
         """What the children of some nodes of one level are chosen by: the tokens with the largest keys, in order.
 

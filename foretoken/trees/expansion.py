@@ -11,7 +11,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,12 +25,38 @@ if TYPE_CHECKING:
     from foretoken.trees.choices import TreeShape
 
 
+class TreeTensors(NamedTuple):
+    """Trees of one shape as kernels read and fill them, all levels of them; what the roots have is there.
+
+    Attributes:
+        parents: (N,) int64, of the shape.
+        ranks: (N,) int64, of every node among the candidates after its parent.
+        num_candidates: Candidates after a node that have to be known: the largest rank and one.
+        tokens: (B, N) int64.
+        scores: (B, N) float32.
+        kinds: (B, N) int64, of sampled drafts; else None.
+        row_of: (B, N) int64, likewise.
+        rows: (B, R, V) float32, likewise, of no content: a row for each node that has children, in order, or for each
+            level.
+    """
+
+    parents: Tensor
+    ranks: Tensor
+    num_candidates: int
+    tokens: Tensor
+    scores: Tensor
+    kinds: Tensor | None
+    row_of: Tensor | None
+    rows: Tensor | None
+
+
 class TreeExpansion:
     """A draft tree under construction: the same shape for every sequence, filled from the root down.
 
     Attributes:
         tokens: (B, N) int64; levels above the one that was expanded last are final.
         shape: What is filled.
+        draws: How tokens are chosen.
     """
 
     def __init__(self, shape: TreeShape, roots: Tensor, draws: DraftDraws) -> None:
@@ -41,7 +67,7 @@ class TreeExpansion:
             roots: (B,) int64.
             draws: How tokens are chosen.
         """
-        self.shape, self._draws = shape, draws
+        self.shape, self.draws = shape, draws
         self._relations = _relations(shape, roots.device)
         batch = roots.shape[0]
         self.tokens = torch.zeros(batch, shape.num_nodes, dtype=torch.int64, device=roots.device)
@@ -73,7 +99,32 @@ class TreeExpansion:
 
     def relations_until(self, node: int) -> Tensor:
         """(2, node) int64, parents and depths of nodes 1 … `node`."""
-        return self._relations.places[:, 1 : node + 1]
+        return self._relations.places[:2, 1 : node + 1]
+
+    def tensors(self, vocab_size: int, *, is_shared: bool = False) -> TreeTensors:
+        """What a kernel fills in the place of `expand`, level by level or all at once.
+
+        Args:
+            vocab_size: V, one past the greatest token that it may choose.
+            is_shared: Whether one row of logits serves all nodes of a level.
+        """
+        relations, draws = self._relations, self.draws
+        rows = None
+        if draws.has_sampled:
+            num_rows = self.shape.depth if is_shared else sum(map(bool, relations.children))
+            rows = self.tokens.new_empty((len(self.tokens), num_rows, vocab_size), dtype=torch.float32)
+            self._rows = [rows]
+        self._num_tokens = vocab_size
+        return TreeTensors(
+            parents=relations.places[0],
+            ranks=relations.places[2],
+            num_candidates=max(relations.ranks) + 1,
+            tokens=self.tokens,
+            scores=self._scores,
+            kinds=self._kinds if draws.has_sampled else None,
+            row_of=self._row_of if draws.has_sampled else None,
+            rows=rows,
+        )
 
     def expand(self, nodes: Sequence[int], logits: Tensor) -> None:
         """Chooses the children of several nodes of one level; changes this object.
@@ -94,23 +145,23 @@ class TreeExpansion:
         family = _family(self._relations, tuple(nodes))
         self._families.append(family)
         self._num_tokens = max(self._num_tokens, logits.shape[2])
-        log_probs, keys = self._draws.keys(logits, nodes, self._relations.depths[nodes[0]])
+        log_probs, keys = self.draws.keys(logits, nodes, self._relations.depths[nodes[0]])
         best = keys.topk(family.num_candidates, dim=2)
-        if self._draws.has_sampled:
+        if self.draws.has_sampled:
             # Draws are taken in order: one that follows a draw left out, as a shape with gaps in its ranks would have
             # it, has a distribution that nobody states.
-            candidate = torch.where(self._draws.is_sampled.unsqueeze(1), family.order, family.rank)
+            candidate = torch.where(self.draws.is_sampled.unsqueeze(1), family.order, family.rank)
         else:
             candidate = family.rank.expand(logits.shape[0], -1)
         chosen = _entries(best.indices, family.place, candidate)
         children = family.children
         self.tokens[:, children] = chosen
         self._scores[:, children] = self._scores[:, family.parents] + _entries(log_probs, family.place, chosen)
-        if self._draws.has_sampled:
+        if self.draws.has_sampled:
             # A token without a chance in the stated distribution is a choice, not a draw: past the support, where a
             # probability underflows, and where the drafter's logits are no numbers.
             probs = log_probs.exp()
-            is_drawn = self._draws.is_sampled.unsqueeze(1) & (_entries(probs, family.place, chosen) > 0)
+            is_drawn = self.draws.is_sampled.unsqueeze(1) & (_entries(probs, family.place, chosen) > 0)
             row = sum(rows.shape[1] for rows in self._rows) + (family.place if log_probs.shape[1] > 1 else 0)
             self._kinds[:, children] = torch.where(is_drawn, family.kind, DrawKind.ONE_HOT.value)
             self._row_of[:, children] = torch.where(is_drawn, row, -1)
@@ -166,7 +217,7 @@ class TreeExpansion:
     def _whole(self, facts: HostFacts) -> TokenTree:
         """The trees as they are, where every sequence has one."""
         batch, width = self.tokens.shape
-        parents, depths = (place.expand(batch, -1) for place in self._relations.places)
+        parents, depths, _ = (place.expand(batch, -1) for place in self._relations.places)
         distributions = None
         if self._rows:
             distributions = DraftDistributions(
@@ -194,7 +245,7 @@ class _Relations:
         depths: Depth of every node.
         ranks: Rank of every node among the candidates after its parent.
         children: Children of every node, in order of rank.
-        places: (2, N) int64, parents and depths.
+        places: (3, N) int64, parents, depths and ranks.
         max_siblings: Most children of a node.
     """
 
@@ -242,7 +293,7 @@ def _relations(shape: TreeShape, device: torch.device) -> _Relations:
         depths=shape.depths,
         ranks=shape.ranks,
         children=children,
-        places=torch.tensor([parents, shape.depths], device=device),
+        places=torch.tensor([parents, shape.depths, shape.ranks], device=device),
         max_siblings=max(map(len, children)),
     )
 

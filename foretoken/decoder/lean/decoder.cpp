@@ -10,6 +10,7 @@
 //
 // Letters: S sequences, M tokens of a pass, W nodes of its trees, R rows of logits, K and N inputs and outputs of a matrix.
 
+#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <limits>
@@ -18,6 +19,7 @@
 #include <omp.h>
 
 #include "kernels/checks.h"
+#include "kernels/children.h"
 #include "kernels/decoder.h"
 #include "kernels/elementwise.h"
 #include "kernels/gemm.h"
@@ -79,6 +81,26 @@ Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* 
   } catch (const std::exception&) {  // of the allocation: it must not cross into C
     return Status::kNoMemory;
   }
+  return Status::kDone;
+}
+
+// Of `foretoken_children`; -1 where that is beyond what 64 bits count.
+int64_t foretoken_children_bytes(const Draft* draft, int64_t width) {
+  return width < 1 ? 0 : ChildrenSpace(*draft, width, nullptr).size;
+}
+
+// Chooses the children of all nodes of one depth that have some. logits: (B, P, width) of them, or (B, 1, width) where
+// `is_shared`. Gives a `Status`; where it refuses it has written nothing.
+Status foretoken_children(const Draft* draft, int64_t depth, const float* logits, int64_t width, int64_t is_shared, int64_t num_threads, void* workspace) {
+  if (logits == nullptr || workspace == nullptr) return Status::kMissing;
+  if (num_threads < 1 || num_threads > std::numeric_limits<int>::max()) return Status::kThreads;
+  const int64_t seen = std::min(width, draft->vocab);
+  const Status status = check_draft(*draft, seen);
+  if (status != Status::kDone) return status;
+  const Children children(*draft, seen, width, workspace);
+  if (depth < 0 || depth >= children.depth()) return Status::kShape;
+#pragma omp parallel num_threads(int(num_threads))
+  children.choose(depth, logits, is_shared != 0);
   return Status::kDone;
 }
 
