@@ -21,6 +21,7 @@
 #include "kernels/checks.h"
 #include "kernels/children.h"
 #include "kernels/decoder.h"
+#include "kernels/draft.h"
 #include "kernels/elementwise.h"
 #include "kernels/gemm.h"
 #include "kernels/interface.h"
@@ -33,6 +34,13 @@ void decode(const Model& model, const Pass& pass) {
   Decoder<T> decoder(model, pass);
 #pragma omp parallel num_threads(int(pass.num_threads))
   decoder.run();
+}
+
+template <class T>
+void draft_trees(const Model& model, const Pass& pass, const Draft& draft, int64_t last_position) {
+  TreeDrafter<T> drafter(model, pass, draft, last_position);
+#pragma omp parallel num_threads(int(pass.num_threads))
+  drafter.run();
 }
 
 }  // namespace
@@ -51,6 +59,22 @@ Status foretoken_decode(const Model* model, const Pass* pass) {
   const Status status = check(*model, *pass);
   if (status != Status::kDone) return status;
   model->is_bfloat16 ? decode<Bfloat16>(*model, *pass) : decode<float>(*model, *pass);
+  return Status::kDone;
+}
+
+// Of `foretoken_draft`, whose pass has so many nodes; -1 where that is beyond what 64 bits count.
+int64_t foretoken_draft_bytes(const Model* model, const Draft* draft, int64_t num_nodes, int64_t num_threads) {
+  return model->is_bfloat16 ? DraftSpace<Bfloat16>(*model, *draft, num_nodes, num_threads, nullptr).size
+                            : DraftSpace<float>(*model, *draft, num_nodes, num_threads, nullptr).size;
+}
+
+// Runs a pass that ends with the roots of draft trees and asks for the logits after them, and drafts the trees: every level
+// that has children is fed to the cache rows behind the root's. Gives a `Status`; where it refuses it has written nothing.
+Status foretoken_draft(const Model* model, const Pass* pass, const Draft* draft, int64_t last_position) {
+  const Status status = check_trees(*model, *pass, *draft, last_position);
+  if (status != Status::kDone) return status;
+  model->is_bfloat16 ? draft_trees<Bfloat16>(*model, *pass, *draft, last_position)
+                     : draft_trees<float>(*model, *pass, *draft, last_position);
   return Status::kDone;
 }
 

@@ -1,4 +1,4 @@
-"""The children of the nodes of draft trees, chosen by the native kernels: what `TreeExpansion.expand` does, in one call.
+"""Children in draft trees, chosen by the native kernels: what `TreeExpansion.expand` does, in one call a level.
 
 Letters: B sequences, P nodes of one level that have children, V vocabulary.
 """
