@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from foretoken.core.backend import integers_on
 from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
@@ -115,9 +116,8 @@ class DraftModelDrafter:
         """
         self._options, self._load = options, load
         self._shape = options.shape(lambda: TreeShape.from_choices(_BRANCHING))
-        self.nodes_by_depth: Sequence[int] = [
-            self._shape.truncated(depth).num_nodes for depth in range(self._shape.depth + 1)
-        ]
+        self._shapes = [self._shape.truncated(depth) for depth in range(self._shape.depth + 1)]
+        self.nodes_by_depth: Sequence[int] = [shape.num_nodes for shape in self._shapes]
         self._slots: dict[int, _SlotState] = {}
 
     def attach(self, target: TargetHandle) -> None:
@@ -144,11 +144,11 @@ class DraftModelDrafter:
             return TokenTree.roots(context.roots, device=self._target.device)
         slots, tokens = [context.slots[row] for row in active], [context.tokens[row] for row in active]
         work = self._catch_up(slots, tokens)
-        expansion = self._expansion(context, active, self._shape.truncated(max(room)))
+        expansion = self._expansion(context, active, self._shapes[min(max(room), self._shape.depth)])
         if not self._runner.draft_trees(work, expansion, vocab_size=self._target.vocab_size):
             self._expand_by_levels(work, expansion)
-        num_fed = len(expansion.shape.choices) - len(expansion.level(expansion.shape.depth))
-        drafted = _Drafted(expansion.tokens, expansion.shape.parents, num_fed)
+        num_fed = self.nodes_by_depth[expansion.depth - 1] - 1  # the last level is chosen, not fed
+        drafted = _Drafted(expansion.tokens, expansion.parents, num_fed)
         for row, (slot, ids) in enumerate(zip(slots, tokens, strict=True)):
             state = self._slots[slot]
             state.tokens.extend(ids[len(state.tokens) :])
@@ -202,22 +202,24 @@ class DraftModelDrafter:
     def _expansion(self, context: DraftContext, active: Sequence[int], shape: TreeShape) -> TreeExpansion:
         """An empty proposal for some sequences of the batch."""
         device = self._runner.device
+        last = [[tokens[-1], len(tokens) - 1] for tokens in (context.tokens[row] for row in active)]
+        roots, positions = integers_on(last, device).unbind(1)
         draws = DraftDraws.build(
             context.sampling
             if len(active) == len(context.slots)
             else context.sampling.select(torch.tensor(active, device=device)),
             [context.is_coupled[row] for row in active],
-            torch.tensor([len(context.tokens[row]) - 1 for row in active], device=device),
+            positions.contiguous(),
             greedy=self._options.draft_sample_method == "greedy",
         )
-        return TreeExpansion(shape, torch.tensor([context.roots[row] for row in active], device=device), draws)
+        return TreeExpansion(shape, roots, draws)
 
     def _expand_by_levels(self, work: Pass, expansion: TreeExpansion) -> None:
         """Fills trees with a pass for each level; work: the one that ends with their roots."""
         expansion.expand([0], self._logits(work).unsqueeze(1))
         lengths = [end - start for start, end in pairwise(work.offsets)]
         prefix_lens = [known + new for known, new in zip(work.prefix_lens, lengths, strict=True)]
-        for depth in range(1, expansion.shape.depth):  # the last level is chosen, not fed
+        for depth in range(1, expansion.depth):
             nodes = expansion.level(depth)
             expansion.expand(nodes, self._feed_level(work.slots, prefix_lens, expansion, nodes))
 

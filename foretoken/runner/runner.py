@@ -118,6 +118,7 @@ class Runner:
             context_len=self.context_len,
             costs=partial(pass_costs, model) if costs is None else costs,
         )
+        self._tree_drafting = self._decoder if isinstance(self._decoder, TreeDrafting) else None
 
     @property
     def name(self) -> str:
@@ -170,8 +171,8 @@ class Runner:
         Raises:
             PassError: As `run`.
         """
-        decoder = self._decoder
-        return isinstance(decoder, TreeDrafting) and decoder.draft_trees(
+        decoder = self._tree_drafting
+        return decoder is not None and decoder.draft_trees(
             work, expansion, vocab_size=vocab_size, last_position=self.context_len - 1
         )
 

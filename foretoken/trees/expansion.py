@@ -71,7 +71,7 @@ class TreeExpansion:
         self._relations = _relations(shape, roots.device)
         batch = roots.shape[0]
         self.tokens = torch.zeros(batch, shape.num_nodes, dtype=torch.int64, device=roots.device)
-        self.tokens[:, 0] = roots
+        self.tokens.select(1, 0).copy_(roots)
         self._scores = torch.zeros(batch, shape.num_nodes, dtype=torch.float32, device=roots.device)
         self._rows: list[Tensor] = []  # (B, rows of one level, V), of sampled drafts
         if draws.has_sampled:
@@ -79,6 +79,21 @@ class TreeExpansion:
             self._row_of = torch.full_like(self.tokens, -1)
         self._num_tokens = 0
         self._families: list[_Family] = []  # kept alive for graphs captured of this expansion, which read their tensors
+
+    @property
+    def parents(self) -> list[int]:
+        """Parent of every node, -1 at the root."""
+        return self._relations.parents
+
+    @property
+    def depth(self) -> int:
+        """Greatest depth."""
+        return self._relations.depths[-1]
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates after a node that have to be known: the largest rank and one."""
+        return self._relations.num_candidates
 
     def level(self, depth: int) -> list[int]:
         """Nodes of one depth, in order."""
@@ -111,14 +126,14 @@ class TreeExpansion:
         relations, draws = self._relations, self.draws
         rows = None
         if draws.has_sampled:
-            num_rows = self.shape.depth if is_shared else sum(map(bool, relations.children))
+            num_rows = relations.depths[-1] if is_shared else relations.num_inner
             rows = self.tokens.new_empty((len(self.tokens), num_rows, vocab_size), dtype=torch.float32)
             self._rows = [rows]
         self._num_tokens = vocab_size
         return TreeTensors(
             parents=relations.places[0],
             ranks=relations.places[2],
-            num_candidates=max(relations.ranks) + 1,
+            num_candidates=relations.num_candidates,
             tokens=self.tokens,
             scores=self._scores,
             kinds=self._kinds if draws.has_sampled else None,
@@ -176,9 +191,10 @@ class TreeExpansion:
             roots: Root tokens of the whole batch.
         """
         total, width, device = len(room), self.shape.num_nodes, self.tokens.device
-        deepest = [min(max(depth, 0), self.shape.depth) for depth in room]
+        most = self.depth
+        deepest = [min(max(depth, 0), most) for depth in room]
         bound = max(self._num_tokens, max(roots) + 1)
-        if len(rows) == total and min(deepest) == self.shape.depth:
+        if len(rows) == total and min(deepest) == most:
             counts = [self.shape.num_nodes] * total
             return self._whole(HostFacts(roots=roots, depths=deepest, num_nodes=counts, num_tokens=bound))
         index = torch.tensor(list(rows), device=device)
@@ -194,7 +210,7 @@ class TreeExpansion:
         tokens[:, 0] = torch.tensor(list(roots), device=device)
         distributions = None
         if self._rows:
-            stated = torch.cat(self._rows, dim=1)
+            stated = self._stated()
             probs = torch.zeros(total, *stated.shape[1:], dtype=stated.dtype, device=device)
             probs[index] = stated
             distributions = DraftDistributions(
@@ -208,28 +224,31 @@ class TreeExpansion:
             parents=torch.where(is_kept, self._relations.places[0], -1),
             depths=torch.where(is_kept, depths, 0),
             num_nodes=is_kept.sum(1),
-            max_depth=self.shape.depth,
+            max_depth=self.depth,
             scores=spread(self._scores, 0.0),
             distributions=distributions,
             host_facts=HostFacts(roots=roots, depths=deepest, num_nodes=counts, num_tokens=bound),
         )
 
+    def _stated(self) -> Tensor:
+        """(B, R, V), the distributions of all levels."""
+        return self._rows[0] if len(self._rows) == 1 else torch.cat(self._rows, dim=1)
+
     def _whole(self, facts: HostFacts) -> TokenTree:
         """The trees as they are, where every sequence has one."""
-        batch, width = self.tokens.shape
-        parents, depths, _ = (place.expand(batch, -1) for place in self._relations.places)
+        parents, depths, num_nodes = _whole_places(self._relations, len(self.tokens))
         distributions = None
         if self._rows:
             distributions = DraftDistributions(
-                kinds=self._kinds, rows=torch.cat(self._rows, dim=1), row_of=self._row_of,
+                kinds=self._kinds, rows=self._stated(), row_of=self._row_of,
                 max_siblings=self._relations.max_siblings,
             )  # fmt: skip
         return TokenTree(
             tokens=self.tokens,
             parents=parents,
             depths=depths,
-            num_nodes=torch.full((batch,), width, device=self.tokens.device),
-            max_depth=self.shape.depth,
+            num_nodes=num_nodes,
+            max_depth=self.depth,
             scores=self._scores,
             distributions=distributions,
             host_facts=facts,
@@ -247,6 +266,8 @@ class _Relations:
         children: Children of every node, in order of rank.
         places: (3, N) int64, parents, depths and ranks.
         max_siblings: Most children of a node.
+        num_inner: Nodes that have children.
+        num_candidates: The largest rank and one.
     """
 
     parents: list[int]
@@ -255,6 +276,8 @@ class _Relations:
     children: list[list[int]]
     places: Tensor
     max_siblings: int
+    num_inner: int
+    num_candidates: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -295,7 +318,16 @@ def _relations(shape: TreeShape, device: torch.device) -> _Relations:
         children=children,
         places=torch.tensor([parents, shape.depths, shape.ranks], device=device),
         max_siblings=max(map(len, children)),
+        num_inner=sum(map(bool, children)),
+        num_candidates=max(shape.ranks) + 1,
     )
+
+
+@lru_cache(maxsize=64)
+def _whole_places(relations: _Relations, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Parents, depths and numbers of nodes of trees that nothing is cut off: (B, N) twice, and (B,)."""
+    parents, depths, _ = relations.places.unsqueeze(1).expand(-1, batch, -1).unbind()
+    return parents, depths, torch.full((batch,), len(relations.parents), device=parents.device)
 
 
 @lru_cache(maxsize=512)

@@ -7,6 +7,7 @@ distance of 0.05 is found with probability 0.99 (equal cells). The broken rule m
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from functools import cache
 from itertools import product
@@ -46,8 +47,10 @@ def options(setting: str) -> dict[str, Any]:
     return {"temperature": TEMPERATURE, "top_k": 3 if setting.endswith("top-k") else 0}
 
 
-def sample(setting: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[tuple[int, ...]], GenerationMetrics]:
-    """Draws `SAMPLES` texts from the engine under a setting's rule."""
+def sample(
+    setting: str, monkeypatch: pytest.MonkeyPatch, *, is_native: bool = False
+) -> tuple[Counter[tuple[int, ...]], GenerationMetrics]:
+    """Draws `SAMPLES` texts from the engine under a setting's rule; natively in float32, which rounds to that."""
     rule = setting.split(",")[0]
     original = Engine.__init__
 
@@ -56,8 +59,12 @@ def sample(setting: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[tuple
 
     monkeypatch.setattr(Engine, "__init__", with_rule)
     # The draft model is another random model: most drafts are rejected, so residuals decide most tokens.
-    made = draft_model(small(1), **SETTINGS[setting])
-    llm = LLM(small(0), drafter=made, trust_drafter=True, max_num_seqs=250, max_model_len=16)
+    target, draft = (copy.deepcopy(small(seed)).float() if is_native else small(seed) for seed in (0, 1))
+    made = draft_model(draft, **SETTINGS[setting])
+    llm = LLM(
+        target, drafter=made, trust_drafter=True, max_num_seqs=250, max_model_len=16,
+        runner="lean-native" if is_native else "auto",
+    )  # fmt: skip
     params = [
         SamplingParams(**options(setting), n=COPIES, seed=seed, max_tokens=LENGTH, ignore_eos=True)
         for seed in range(SAMPLES // COPIES)
@@ -96,11 +103,13 @@ def chi_square_level(texts: Counter[tuple[int, ...]], distribution: dict[tuple[i
     return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
+@pytest.mark.parametrize("is_native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_distribution_is_the_targets(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distribution_is_the_targets(setting: str, is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With trees drafted by torch, in float64, and by the native kernels, in float32."""
     distribution = exact_distribution(setting)
     assert sum(distribution.values()) == pytest.approx(1.0)
-    texts, metrics = sample(setting, monkeypatch)
+    texts, metrics = sample(setting, monkeypatch, is_native=is_native)
     assert chi_square_level(texts, distribution) > LEVEL
     assert 0.1 < metrics.num_accepted / metrics.num_emitted < 0.66, "both acceptances and residuals are exercised"
 

@@ -5,7 +5,7 @@ Letters: B sequences, P nodes of one level that have children, V vocabulary.
 
 from __future__ import annotations
 
-from ctypes import byref, c_int64, c_void_p
+from ctypes import addressof, byref, c_int64, c_void_p
 from typing import TYPE_CHECKING
 
 import torch
@@ -38,8 +38,9 @@ class NativeDraft:
             is_shared: Whether one row of logits serves all nodes of a level.
         """
         tree, draws = expansion.tensors(vocab_size, is_shared=is_shared), expansion.draws
-        kinds = draws.is_coupled * Draw.COUPLED + draws.is_sampled * Draw.SAMPLED
-        scales = draws.batch.temperature.reciprocal().flatten()
+        each = zip(draws.is_coupled.tolist(), draws.is_sampled.tolist(), strict=True)
+        codes = [Draw.COUPLED if coupled else Draw.SAMPLED if sampled else Draw.GREEDILY for coupled, sampled in each]
+        kinds, scales = (c_int64 * len(codes))(*codes), draws.batch.temperature.reciprocal()
         seeds, positions = draws.batch.noise.seeds.contiguous(), draws.root_positions.contiguous()
         self._held = [tree, kinds, scales, seeds, positions]
         self.arguments = DraftArguments(
@@ -50,7 +51,7 @@ class NativeDraft:
             vocab=vocab_size,
             parents=tree.parents.data_ptr(),
             ranks=tree.ranks.data_ptr(),
-            draws=kinds.data_ptr(),
+            draws=addressof(kinds),
             inverse_temperature=scales.data_ptr(),
             seeds=seeds.data_ptr(),
             root_positions=positions.data_ptr(),
@@ -70,7 +71,7 @@ def can_draft(expansion: TreeExpansion, width: int) -> bool:
         width: Logits that a draft model or a head gives; as many candidates must suffice.
     """
     is_here = runs_cpu_kernels(expansion.tokens.device)
-    return is_here and expansion.draws.is_plain and max(expansion.shape.ranks) < width
+    return is_here and expansion.draws.is_plain and expansion.num_candidates <= width
 
 
 def choose_children(draft: NativeDraft, depth: int, logits: Tensor, *, is_shared: bool = False) -> None:
