@@ -112,6 +112,18 @@ def test_children_are_those_of_the_torch_path(
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_one_row_of_logits_for_more_nodes_than_levels(kind: str) -> None:
+    """There are as many stated distributions as levels then, fewer than nodes with children."""
+    shape = TreeShape.cartesian((3, 2, 2))
+    logits = logits_for(shape, 2, 33, is_shared=True)
+    ours, theirs = (
+        expanded(shape, draws([kind] * 2, 33), logits, is_native=is_native, vocab_size=33, is_shared=True)
+        for is_native in (True, False)
+    )
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_threads_change_no_bit(kind: str) -> None:
     shape = TreeShape.cartesian((3, 2))
     logits = logits_for(shape, 2, 5000, is_shared=False)

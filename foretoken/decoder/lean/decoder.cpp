@@ -119,7 +119,7 @@ Status foretoken_children(const Draft* draft, int64_t depth, const float* logits
   if (logits == nullptr || workspace == nullptr) return Status::kMissing;
   if (num_threads < 1 || num_threads > std::numeric_limits<int>::max()) return Status::kThreads;
   const int64_t seen = std::min(width, draft->vocab);
-  const Status status = check_draft(*draft, seen);
+  const Status status = check_draft(*draft, seen, is_shared != 0);
   if (status != Status::kDone) return status;
   const Children children(*draft, seen, width, workspace);
   if (depth < 0 || depth >= children.depth()) return Status::kShape;

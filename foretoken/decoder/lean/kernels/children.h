@@ -82,8 +82,8 @@ struct ChildrenSpace {
   }
 };
 
-// Whether the shape is one, and what is said of the sequences is known.
-inline Status check_draft(const Draft& draft, int64_t width) {
+// Whether the shape is one, and what is said of the sequences is known. is_shared: see `Children::choose`.
+inline Status check_draft(const Draft& draft, int64_t width, bool is_shared = false) {
   if (draft.parents == nullptr || draft.ranks == nullptr || draft.draws == nullptr || draft.inverse_temperature == nullptr ||
       draft.seeds == nullptr || draft.root_positions == nullptr || draft.tokens == nullptr || draft.scores == nullptr ||
       (draft.rows != nullptr && (draft.kinds == nullptr || draft.row_of == nullptr))) {
@@ -93,15 +93,19 @@ inline Status check_draft(const Draft& draft, int64_t width) {
       width > draft.vocab) {
     return Status::kShape;
   }
-  int64_t num_inner = 0;
+  int64_t num_inner = 0, depth = 0, level = 0;  // level: the first node of the deepest one so far
   for (int64_t i = 1; i < draft.num_nodes; ++i) {
     const int64_t parent = draft.parents[i];
     const bool is_first = parent != draft.parents[i - 1];
     if (parent < std::max<int64_t>(draft.parents[i - 1], 0) || parent >= i) return Status::kShape;
     if (draft.ranks[i] < (is_first ? 0 : draft.ranks[i - 1] + 1) || draft.ranks[i] >= draft.num_candidates) return Status::kShape;
     num_inner += is_first;
+    if (parent >= level) {
+      level = i;
+      ++depth;
+    }
   }
-  if (draft.rows != nullptr && draft.num_rows < num_inner) return Status::kShape;
+  if (draft.rows != nullptr && draft.num_rows < (is_shared ? depth : num_inner)) return Status::kShape;
   for (int64_t s = 0; s < draft.num_sequences; ++s) {
     if (draft.draws[s] < kGreedily || draft.draws[s] > kSampled) return Status::kDraws;
     if (draft.draws[s] == kSampled && draft.rows == nullptr) return Status::kMissing;
