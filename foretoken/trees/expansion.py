@@ -9,6 +9,7 @@ Letters: B sequences, N nodes of the shape, P nodes of one level, C children of 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
@@ -106,6 +107,11 @@ class TreeExpansion:
     def parents_of(self, nodes: Sequence[int]) -> list[int]:
         """The parent of each node."""
         return [self._relations.parents[node] for node in nodes]
+
+    @property
+    def widest_level(self) -> int:
+        """Most nodes of one depth that have children."""
+        return self._relations.widest_level
 
     def tokens_at(self, nodes: Sequence[int]) -> Tensor:
         """(B, P) int64, the tokens of nodes in ascending order."""
@@ -267,6 +273,7 @@ class _Relations:
         places: (3, N) int64, parents, depths and ranks.
         max_siblings: Most children of a node.
         num_inner: Nodes that have children.
+        widest_level: Most of them of one depth.
         num_candidates: The largest rank and one.
     """
 
@@ -277,6 +284,7 @@ class _Relations:
     places: Tensor
     max_siblings: int
     num_inner: int
+    widest_level: int
     num_candidates: int
 
 
@@ -311,6 +319,7 @@ def _relations(shape: TreeShape, device: torch.device) -> _Relations:
     for node, parent in enumerate(parents):
         if node:
             children[parent].append(node)
+    inner = Counter(depth for depth, own in zip(shape.depths, children, strict=True) if own)
     return _Relations(
         parents=parents,
         depths=shape.depths,
@@ -318,7 +327,8 @@ def _relations(shape: TreeShape, device: torch.device) -> _Relations:
         children=children,
         places=torch.tensor([parents, shape.depths, shape.ranks], device=device),
         max_siblings=max(map(len, children)),
-        num_inner=sum(map(bool, children)),
+        num_inner=sum(inner.values()),
+        widest_level=max(inner.values(), default=0),
         num_candidates=max(shape.ranks) + 1,
     )
 

@@ -24,6 +24,7 @@
 #include "kernels/draft.h"
 #include "kernels/elementwise.h"
 #include "kernels/gemm.h"
+#include "kernels/heads.h"
 #include "kernels/interface.h"
 #include "kernels/workspace.h"
 
@@ -125,6 +126,31 @@ Status foretoken_children(const Draft* draft, int64_t depth, const float* logits
   if (depth < 0 || depth >= children.depth()) return Status::kShape;
 #pragma omp parallel num_threads(int(num_threads))
   children.choose(depth, logits, is_shared != 0);
+  return Status::kDone;
+}
+
+// Of `foretoken_head_draft`, behind those of `foretoken_children`; -1 where that is beyond what 64 bits count.
+int64_t foretoken_head_draft_bytes(const Head* head, const Draft* draft, int64_t num_rows) {
+  const int64_t first = ChildrenSpace(*draft, head->vocab, nullptr).size;
+  const int64_t second = HeadSpace(*head, num_rows, draft->num_nodes, nullptr).size;
+  return first < 0 || second < 0 || first > std::numeric_limits<int64_t>::max() - second ? -1 : first + second;
+}
+
+// Drafts whole trees with a head, whose steps give at most `num_rows` rows of logits. features: (B, E). Gives a `Status`;
+// where it refuses it has written nothing.
+Status foretoken_head_draft(const Head* head, const Draft* draft, const float* features, int64_t num_rows, int64_t num_threads, void* workspace) {
+  if (draft->num_sequences < 1) return Status::kDone;
+  if (workspace == nullptr) return Status::kMissing;
+  if (num_threads < 1 || num_threads > std::numeric_limits<int>::max()) return Status::kThreads;
+  Status status = check_draft(*draft, head->vocab, head->kind == kFromFeature);
+  if (status == Status::kDone) status = check_head(*head, *draft, features);
+  if (status != Status::kDone) return status;
+  const Children children(*draft, head->vocab, head->vocab, workspace);
+  const HeadSpace space(*head, num_rows, draft->num_nodes, static_cast<char*>(workspace) + ChildrenSpace(*draft, head->vocab, nullptr).size);
+  const HeadSteps steps(*head, *draft, children, features, space);
+  if (children.depth() > head->num_steps || steps.most_rows() > num_rows) return Status::kShape;
+#pragma omp parallel num_threads(int(num_threads))
+  steps.run();
   return Status::kDone;
 }
 

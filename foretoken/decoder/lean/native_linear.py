@@ -41,7 +41,7 @@ class NativeLinear(nn.Module):
             raise UnsuitableError(f"a bias {tuple(bias.shape)} on {bias.device} does not fit {tuple(weight.shape)}.")
         self._weight = weight.detach()
         self._bias = None if bias is None else bias.detach().float().contiguous()
-        for part in self._parts():
+        for part in self.tensors():
             if type(part) is not Tensor or not has_memory(part):
                 raise UnsuitableError(f"native layers take plain tensors with memory, not a {type(part).__name__}.")
         self._rows, self._cols = weight.shape
@@ -58,7 +58,7 @@ class NativeLinear(nn.Module):
             PassError: When it is anything else, there is no memory, or that of the weight was freed.
         """
         if self._memory.has_changed():
-            check_memory(self._parts())
+            check_memory(self.tensors())
             self._matrix, self._memory = self._described()
         if not x.is_cpu or x.shape[-1:] != (self._cols,):
             raise PassError(f"inputs are {tuple(x.shape)} on {x.device}. Expected (..., {self._cols}) on a CPU.")
@@ -73,15 +73,24 @@ class NativeLinear(nn.Module):
                 raise PassError(f"there is no memory for {count} inputs of {self._cols}. Feed fewer at once.")
         return out.view(*x.shape[:-1], self._rows)
 
+    def described(self) -> tuple[Matrix, bool]:
+        """What the kernels are told of the layer, as long as its tensors stay where they are; and whether in bfloat16.
+
+        Raises:
+            PassError: When the memory of the weight was freed.
+        """
+        check_memory(self.tensors())
+        return self._described()[0], self._is_bfloat16
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors whose addresses the kernels get."""
+        return [self._weight] if self._bias is None else [self._weight, self._bias]
+
     def _described(self) -> tuple[Matrix, HeldMemory]:
         """What the kernels are told of the weights, and what tells that it holds no more."""
         bias = None if self._bias is None else self._bias.data_ptr()
         matrix = Matrix(weight=self._weight.data_ptr(), bias=bias, rows=self._rows, cols=self._cols)
-        return matrix, HeldMemory(self._parts())
-
-    def _parts(self) -> list[Tensor]:
-        """The tensors whose addresses the kernels get."""
-        return [self._weight] if self._bias is None else [self._weight, self._bias]
+        return matrix, HeldMemory(self.tensors())
 
 
 def fast_linear(layer: nn.Module, *, is_shared: bool = False) -> nn.Module:
@@ -116,7 +125,11 @@ def linear_layer(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     return layer
 
 
+def fits_bfloat16(weight: Tensor) -> bool:
+    """Whether bfloat16 holds the numbers exactly."""
+    return torch.equal(weight.detach().to(torch.bfloat16).to(weight.dtype), weight)
+
+
 def _compact(weight: Tensor) -> Tensor:
     """The same numbers in bfloat16 where that holds them exactly."""
-    half = weight.detach().to(torch.bfloat16)
-    return half if torch.equal(half.to(weight.dtype), weight) else weight
+    return weight.detach().to(torch.bfloat16) if fits_bfloat16(weight) else weight
