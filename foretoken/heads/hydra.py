@@ -121,6 +121,8 @@ class HydraHeads(Head):
     @override
     def optimize_for_inference(self) -> None:
         """Packs the weights; the decoder block of Hydra++ runs as a whole, see `PrefixLayer.as_blocks`."""
+        if self.prefix is not None:
+            self.prefix.compact()
         for block in self._first_blocks():
             block.stack()
         optimize_for_inference(self.first)
