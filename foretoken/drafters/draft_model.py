@@ -8,7 +8,7 @@ Letters: B sequences, P parents of one level, V target vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from foretoken.core.backend import integers_on
 from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
@@ -29,9 +28,9 @@ from foretoken.drafters.base import (
     TargetHandle,
     TargetReads,
 )
+from foretoken.drafters.kept_draws import KeptDraws
 from foretoken.hf.loading import load_model, load_tokenizer
 from foretoken.runner.runner import Runner
-from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.expansion import TreeExpansion
 
@@ -119,8 +118,7 @@ class DraftModelDrafter:
         self._shapes = [self._shape.truncated(depth) for depth in range(self._shape.depth + 1)]
         self.nodes_by_depth: Sequence[int] = [shape.num_nodes for shape in self._shapes]
         self._slots: dict[int, _SlotState] = {}
-        self._draws: DraftDraws | None = None  # of the last proposal: requests stay the same from one to the next
-        self._are_coupled: list[bool] = []
+        self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy")
 
     def attach(self, target: TargetHandle) -> None:
         """Loads the model, and allocates its KV cache."""
@@ -203,17 +201,8 @@ class DraftModelDrafter:
 
     def _expansion(self, context: DraftContext, active: Sequence[int], shape: TreeShape) -> TreeExpansion:
         """An empty proposal for some sequences of the batch."""
-        last = [[tokens[-1], len(tokens) - 1] for tokens in (context.tokens[row] for row in active)]
-        roots, positions = integers_on(last, self._runner.device).T.contiguous().unbind()
-        sampling, is_coupled = context.sampling, [context.is_coupled[row] for row in active]
-        if len(active) < len(context.slots):
-            sampling = sampling.select(torch.tensor(active, device=self._runner.device))
-        draws, known = self._draws, self._are_coupled
-        if draws is None or draws.batch is not sampling or known != is_coupled:
-            is_greedy = self._options.draft_sample_method == "greedy"
-            draws = DraftDraws.build(sampling, is_coupled, positions, greedy=is_greedy)
-            self._draws, self._are_coupled = draws, is_coupled
-        return TreeExpansion(shape, roots, replace(draws, root_positions=positions))
+        roots, draws = self._draws.of(context, active, self._runner.device)
+        return TreeExpansion(shape, roots, draws)
 
     def _expand_by_levels(self, work: Pass, expansion: TreeExpansion) -> None:
         """Fills trees with a pass for each level; work: the one that ends with their roots."""

@@ -21,6 +21,7 @@ from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.lean.head_kernels import HeadKernels
 from foretoken.drafters.base import DrafterOptions, TargetReads, TreeOption
 from foretoken.drafters.captured_expansion import CapturedExpansion
+from foretoken.drafters.kept_draws import KeptDraws
 from foretoken.drafters.last_features import LastFeatures
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.hub import local_head
@@ -139,6 +140,7 @@ class HeadDrafter:
         self.options = options
         self.shape = TreeShape(())
         self.nodes_by_depth: Sequence[int] = (1, options.max_nodes)
+        self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy")
 
     def attach(self, target: TargetHandle) -> None:
         """Loads the head, and chooses the tree by what passes cost and drafting takes."""
@@ -208,16 +210,7 @@ class HeadDrafter:
         self, context: DraftContext, rows: Sequence[int], shape: TreeShape, features: Tensor
     ) -> TreeExpansion:
         """Trees of one shape for some sequences of the batch; features: (rows, E)."""
-        device, sampling = self._target.device, context.sampling
-        if len(rows) < len(context.slots):
-            sampling = sampling.select(torch.tensor(rows, device=device))
-        draws = DraftDraws.build(
-            sampling,
-            [context.is_coupled[row] for row in rows],
-            torch.tensor([len(context.tokens[row]) - 1 for row in rows], device=device),
-            greedy=self.options.draft_sample_method == "greedy",
-        )
-        roots = torch.tensor([context.roots[row] for row in rows], device=device)
+        roots, draws = self._draws.of(context, rows, self._target.device)
         return self._expansion.expand(shape, roots, draws, features)
 
     def _chosen_shape(self) -> TreeShape:
