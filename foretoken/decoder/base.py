@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from foretoken.core.errors import ModelError
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.core.passes import Pass
+    from foretoken.trees.expansion import TreeExpansion
 
 
 class UnsuitableError(ModelError):
@@ -51,5 +52,29 @@ class Decoder(Protocol):
 
         Raises:
             PassError: When something does not fit the model or the cache, or a weight's memory was freed.
+        """
+        ...
+
+
+@runtime_checkable
+class TreeDrafting(Protocol):
+    """What some decoders can besides: draft whole trees in one call, where others need a pass for each level."""
+
+    def draft_trees(self, work: Pass, expansion: TreeExpansion, *, vocab_size: int, last_position: int) -> bool:
+        """Runs a pass that ends with the roots, and fills the trees below them from what the model says after them.
+
+        Node i of a tree, levels that have children only, goes to the i-th cache row behind the pass.
+
+        Args:
+            work: Chains of the B sequences of the expansion, with the logits after the last token of each.
+            expansion: Trees of roots; filled.
+            vocab_size: V, one past the greatest token that may be drafted; fewer or more logits are padded or cut.
+            last_position: Greatest position of a node; deeper ones get it.
+
+        Returns:
+            Whether it was done. False, and nothing has happened, where requests are drafted as it cannot.
+
+        Raises:
+            PassError: See `Decoder.run`.
         """
         ...

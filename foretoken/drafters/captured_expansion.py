@@ -1,9 +1,9 @@
 """Trees expanded by heads, as CUDA graphs on GPUs: all levels of a tree are then one launch.
 
-A graph belongs to a shape of tree, a batch and the kinds of draws in it. States, roots and the parameters of draws
+A graph belongs to a shape of tree, a batch and the kinds of draws in it. Features, roots and the parameters of draws
 lie in tensors that are filled before it runs.
 
-Letters: B sequences, W width of a head's state.
+Letters: B sequences, E hidden size.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class CapturedExpansion:
         """Prepares; graphs are captured when a shape is first met.
 
         Args:
-            fill: Fills a tree of roots from (B, W) states, without a look at the content of any tensor.
+            fill: Fills a tree of roots from (B, E) features, without a look at the content of any tensor.
             device: Where trees lie.
             capture: Captures; None for CUDA graphs on GPUs and none elsewhere.
         """
@@ -55,23 +55,23 @@ class CapturedExpansion:
         if capture is not None:
             self._graphs = CapturedGraphs(capture, device, limit=_MAX_GRAPHS, name="a tree")
 
-    def expand(self, shape: TreeShape, roots: Tensor, draws: DraftDraws, state: Tensor) -> TreeExpansion:
+    def expand(self, shape: TreeShape, roots: Tensor, draws: DraftDraws, features: Tensor) -> TreeExpansion:
         """A filled tree; what an earlier call gave is not valid any more.
 
         Args:
             shape: What to fill.
             roots: (B,) int64.
             draws: How tokens are chosen.
-            state: (B, W), what steps start from.
+            features: (B, E), what the head reads.
         """
         if self._graphs is None:
             expansion = TreeExpansion(shape, roots, draws)
-            self._fill(expansion, state)
+            self._fill(expansion, features)
             return expansion
         batch = draws.batch
         truncation = {name: value for name in _TRUNCATION if (value := getattr(batch, name)) is not None}
         inputs = [
-            roots, state, draws.root_positions, draws.is_coupled, draws.is_sampled, batch.noise.seeds,
+            roots, features, draws.root_positions, draws.is_coupled, draws.is_sampled, batch.noise.seeds,
             batch.temperature, batch.greedy, *truncation.values(),
         ]  # fmt: skip
         kinds = (draws.has_coupled, draws.has_sampled, draws.is_drawn_for_all)
@@ -83,7 +83,7 @@ class CapturedExpansion:
         self, shape: TreeShape, draws: DraftDraws, limits: Sequence[str], *places: Tensor
     ) -> TreeExpansion:
         """What is captured: a tree expanded with draws whose parameters, `limits` last, lie in tensors of its own."""
-        roots, state, root_positions, is_coupled, is_sampled, seeds, temperature, greedy, *truncation = places
+        roots, features, root_positions, is_coupled, is_sampled, seeds, temperature, greedy, *truncation = places
         own_limits: dict[str, Any] = dict(zip(limits, truncation, strict=True))
         # Nothing else of the batch is read, see `DraftDraws.keys`.
         batch = replace(
@@ -92,5 +92,5 @@ class CapturedExpansion:
         )  # fmt: skip
         own = replace(draws, batch=batch, root_positions=root_positions, is_coupled=is_coupled, is_sampled=is_sampled)
         expansion = TreeExpansion(shape, roots, own)
-        self._fill(expansion, state)
+        self._fill(expansion, features)
         return expansion

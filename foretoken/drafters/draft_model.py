@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
@@ -27,10 +28,10 @@ from foretoken.drafters.base import (
     TargetHandle,
     TargetReads,
 )
+from foretoken.drafters.kept_draws import KeptDraws
 from foretoken.drafters.quantization import QuantizationOption, with_quantization
 from foretoken.hf.loading import load_model, load_tokenizer
 from foretoken.runner.runner import Runner
-from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.expansion import TreeExpansion
 
@@ -120,10 +121,10 @@ class DraftModelDrafter:
         """
         self._options, self._load = options, load
         self._shape = options.shape(lambda: TreeShape.from_choices(_BRANCHING))
-        self.nodes_by_depth: Sequence[int] = [
-            self._shape.truncated(depth).num_nodes for depth in range(self._shape.depth + 1)
-        ]
+        self._shapes = [self._shape.truncated(depth) for depth in range(self._shape.depth + 1)]
+        self.nodes_by_depth: Sequence[int] = [shape.num_nodes for shape in self._shapes]
         self._slots: dict[int, _SlotState] = {}
+        self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy")
 
     def attach(self, target: TargetHandle) -> None:
         """Loads the model, and allocates its KV cache."""
@@ -157,17 +158,17 @@ class DraftModelDrafter:
         active = [row for row, depth in enumerate(room) if depth > 0]
         if not active:
             return TokenTree.roots(context.roots, device=self._target.device)
-        root_logits = self._catch_up([context.slots[row] for row in active], [context.tokens[row] for row in active])
-        expansion = self._expansion(context, active, self._shape.truncated(max(room)))
-        expansion.expand([0], root_logits.unsqueeze(1))
-        slots, num_fed = [context.slots[row] for row in active], 0
-        for depth in range(1, expansion.shape.depth):  # the last level is chosen, not fed
-            nodes = expansion.level(depth)
-            expansion.expand(nodes, self._feed_level(slots, expansion, nodes))
-            num_fed += len(nodes)
-        drafted = _Drafted(expansion.tokens, expansion.shape.parents, num_fed)
-        for row, slot in enumerate(slots):
-            self._slots[slot].drafted = drafted, row
+        slots, tokens = [context.slots[row] for row in active], [context.tokens[row] for row in active]
+        work = self._catch_up(slots, tokens)
+        expansion = self._expansion(context, active, self._shapes[min(max(room), self._shape.depth)])
+        if not self._runner.draft_trees(work, expansion, vocab_size=self._target.vocab_size):
+            self._expand_by_levels(work, expansion)
+        num_fed = self.nodes_by_depth[expansion.depth - 1] - 1  # the last level is chosen, not fed
+        drafted = _Drafted(expansion.tokens, expansion.parents, num_fed)
+        for row, (slot, ids) in enumerate(zip(slots, tokens, strict=True)):
+            state = self._slots[slot]
+            state.tokens.extend(ids[len(state.tokens) :])
+            state.drafted = drafted, row
         return expansion.finish(active, room, context.roots)
 
     def commit(self, committed: Committed) -> None:
@@ -177,8 +178,8 @@ class DraftModelDrafter:
         """Forgets the sequence."""
         self._slots.pop(slot, None)
 
-    def _catch_up(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """Brings the draft model's KV up to the root and gives its logits there, (B, V)."""
+    def _catch_up(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Pass:
+        """Brings the draft model's KV close to the roots; gives the pass over what is left, with their logits."""
         states = [self._keep_accepted(slot, ids) for slot, ids in zip(slots, tokens, strict=True)]
         for slot, state, ids in zip(slots, states, tokens, strict=True):
             while len(ids) - len(state.tokens) > _LONGEST_CATCH_UP:
@@ -187,17 +188,13 @@ class DraftModelDrafter:
                 self._runner.prefill(slot, self._embeddable(chunk), start)
                 state.tokens.extend(chunk)
         prefix_lens = [len(state.tokens) for state in states]
-        new = [list(ids[len(state.tokens) :]) for ids, state in zip(tokens, states, strict=True)]
-        logits = self._runner.run(
-            Pass.of_chains(
-                [self._embeddable(ids) for ids in new], slots=slots, prefix_lens=prefix_lens,
-                device=self._runner.device, has_last_logits=True,
-            )
-        ).logits  # fmt: skip
-        assert logits is not None, "the pass asks for them"
-        for state, ids in zip(states, new, strict=True):
-            state.tokens.extend(ids)
-        return self._in_target_vocabulary(logits)
+        return Pass.of_chains(
+            [self._embeddable(ids[known:]) for ids, known in zip(tokens, prefix_lens, strict=True)],
+            slots=slots,
+            prefix_lens=prefix_lens,
+            device=self._runner.device,
+            has_last_logits=True,
+        )
 
     def _keep_accepted(self, slot: int, tokens: Sequence[int]) -> _SlotState:
         """Moves the rows of drafted nodes that were accepted into place; forgets the others."""
@@ -220,23 +217,25 @@ class DraftModelDrafter:
 
     def _expansion(self, context: DraftContext, active: Sequence[int], shape: TreeShape) -> TreeExpansion:
         """An empty proposal for some sequences of the batch."""
-        device = self._runner.device
-        draws = DraftDraws.build(
-            context.sampling
-            if len(active) == len(context.slots)
-            else context.sampling.select(torch.tensor(active, device=device)),
-            [context.is_coupled[row] for row in active],
-            torch.tensor([len(context.tokens[row]) - 1 for row in active], device=device),
-            greedy=self._options.draft_sample_method == "greedy",
-        )
-        return TreeExpansion(shape, torch.tensor([context.roots[row] for row in active], device=device), draws)
+        roots, draws = self._draws.of(context, active, self._runner.device)
+        return TreeExpansion(shape, roots, draws)
 
-    def _feed_level(self, slots: Sequence[int], expansion: TreeExpansion, nodes: Sequence[int]) -> Tensor:
+    def _expand_by_levels(self, work: Pass, expansion: TreeExpansion) -> None:
+        """Fills trees with a pass for each level; work: the one that ends with their roots."""
+        expansion.expand([0], self._logits(work).unsqueeze(1))
+        lengths = [end - start for start, end in pairwise(work.offsets)]
+        prefix_lens = [known + new for known, new in zip(work.prefix_lens, lengths, strict=True)]
+        for depth in range(1, expansion.depth):
+            nodes = expansion.level(depth)
+            expansion.expand(nodes, self._feed_level(work.slots, prefix_lens, expansion, nodes))
+
+    def _feed_level(
+        self, slots: Sequence[int], prefix_lens: Sequence[int], expansion: TreeExpansion, nodes: Sequence[int]
+    ) -> Tensor:
         """Feeds the nodes of one level after those of the levels above; gives (B, P, V) logits."""
         tokens = expansion.tokens_at(nodes)
         batch, width = tokens.shape
         device, num_nodes = tokens.device, nodes[-1]  # the root lies in the prefix: node i of the tree is the i-th here
-        prefix_lens = [len(self._slots[slot].tokens) for slot in slots]
         parents, depths = expansion.relations_until(num_nodes)
         # A sequence near the draft model's context limit is fed past its own depth along with deeper ones; what it
         # drafts there is cut off, so its positions only have to be valid.
@@ -252,9 +251,13 @@ class DraftModelDrafter:
             num_earlier=[num_nodes - width] * batch,
             logit_rows=torch.arange(batch * width, device=device),
         )
+        return self._logits(work).view(batch, width, -1)
+
+    def _logits(self, work: Pass) -> Tensor:
+        """(R, V), of a pass."""
         logits = self._runner.run(work).logits
         assert logits is not None, "the pass asks for them"
-        return self._in_target_vocabulary(logits.view(batch, width, -1))
+        return self._in_target_vocabulary(logits)
 
     def _embeddable(self, tokens: Sequence[int]) -> list[int]:
         """Tokens with ids that only the target has replaced by one that the draft model can embed."""

@@ -18,8 +18,11 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.base import UnsuitableError
+from foretoken.decoder.lean.head_kernels import HeadKernels
 from foretoken.drafters.base import DrafterOptions, TargetReads, TreeOption
 from foretoken.drafters.captured_expansion import CapturedExpansion
+from foretoken.drafters.kept_draws import KeptDraws
+from foretoken.drafters.last_features import LastFeatures
 from foretoken.drafters.quantization import QuantizationOption, with_quantization
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.hub import local_head
@@ -72,15 +75,22 @@ class HeadOptions(DrafterOptions):
 
 
 class LoadedHead(NamedTuple):
-    """A head ready to draft with, what it shares with the target, where it came from, and the dtype of its features.
+    """A head ready to draft with.
 
-    `quantization` is that of its matrices; None where they are as they were stored.
+    Attributes:
+        head: The network.
+        parts: What it shares with the target.
+        checkpoint: Where it came from.
+        dtype: Of its features.
+        is_optimized: Whether its layers are those of the native kernels, where they can be.
+        quantization: Of its matrices; None where they are as they were stored.
     """
 
     head: Head
     parts: TargetParts
     checkpoint: HeadCheckpoint
     dtype: torch.dtype
+    is_optimized: bool
     quantization: Quantization | None
 
 
@@ -123,7 +133,16 @@ def load_head(
     parts = target_parts(
         target.model, dtype=dtype, is_inference=True, quantization=quantization if head.has_target_lm_head else None
     )
-    return LoadedHead(head, parts, checkpoint, dtype, quantization)
+    return LoadedHead(head, parts, checkpoint, dtype, is_on_cpu, quantization)
+
+
+def head_kernels(loaded: LoadedHead) -> HeadKernels | None:
+    """What drafts with a head in one native call; None where the kernels do not know it."""
+    steps = loaded.head.native_steps(loaded.parts) if loaded.is_optimized else None
+    try:
+        return None if steps is None else HeadKernels(steps)
+    except UnsuitableError:
+        return None
 
 
 class HeadDrafter:
@@ -143,14 +162,17 @@ class HeadDrafter:
         self.options = options
         self.shape = TreeShape(())
         self.nodes_by_depth: Sequence[int] = (1, options.max_nodes)
+        self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy")
 
     def attach(self, target: TargetHandle) -> None:
         """Loads the head, and chooses the tree by what passes cost and drafting takes."""
         self._target = target
         self._features = with_quantization(self.options.quantization, self._loaded_features)
-        self._expansion = CapturedExpansion(self.fill, target.device)
+        self._kernels = head_kernels(self.loaded)
+        self._expansion = CapturedExpansion(self._fill, target.device)
         self.shape = self._chosen_shape()
-        self.nodes_by_depth = [self.shape.truncated(depth).num_nodes for depth in range(self.shape.depth + 1)]
+        self._shapes = [self.shape.truncated(depth) for depth in range(self.shape.depth + 1)]
+        self.nodes_by_depth = [shape.num_nodes for shape in self._shapes]
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Starts without features."""
@@ -167,8 +189,8 @@ class HeadDrafter:
         rows = [row for row, depth in enumerate(room) if depth > 0]
         if not rows:
             return TokenTree.roots(context.roots, device=self._target.device)
-        state = self.state_of(self._features.of([context.slots[row] for row in rows]))
-        expansion = self._expanded(context, rows, self.shape.truncated(max(room)), state)
+        features = self._features.of([context.slots[row] for row in rows])
+        expansion = self._expanded(context, rows, self._shapes[min(max(room), len(self._shapes) - 1)], features)
         return expansion.finish(rows, room, context.roots)
 
     def commit(self, committed: Committed) -> None:
@@ -207,19 +229,19 @@ class HeadDrafter:
         self.loaded = load_head(self.options, self._target, self.name, quantization)
         return self.features_for(self._target)
 
-    def _expanded(self, context: DraftContext, rows: Sequence[int], shape: TreeShape, state: Tensor) -> TreeExpansion:
-        """Trees of one shape for some sequences of the batch; state: (rows, W)."""
-        device, sampling = self._target.device, context.sampling
-        if len(rows) < len(context.slots):
-            sampling = sampling.select(torch.tensor(rows, device=device))
-        draws = DraftDraws.build(
-            sampling,
-            [context.is_coupled[row] for row in rows],
-            torch.tensor([len(context.tokens[row]) - 1 for row in rows], device=device),
-            greedy=self.options.draft_sample_method == "greedy",
-        )
-        roots = torch.tensor([context.roots[row] for row in rows], device=device)
-        return self._expansion.expand(shape, roots, draws, state)
+    def _fill(self, expansion: TreeExpansion, features: Tensor) -> None:
+        """Fills a tree from (B, E) features: in one call of the native kernels where they can, else by `fill`."""
+        if self._kernels is not None and self._kernels.can_fill(expansion):
+            self._kernels.fill(expansion, features)
+        else:
+            self.fill(expansion, self.state_of(features))
+
+    def _expanded(
+        self, context: DraftContext, rows: Sequence[int], shape: TreeShape, features: Tensor
+    ) -> TreeExpansion:
+        """Trees of one shape for some sequences of the batch; features: (rows, E)."""
+        roots, draws = self._draws.of(context, rows, self._target.device)
+        return self._expansion.expand(shape, roots, draws, features)
 
     def _chosen_shape(self) -> TreeShape:
         """The tree that the options ask for, no deeper than there are heads.
@@ -264,7 +286,7 @@ class HeadDrafter:
         best = float("inf")
         for _ in range(_TIMED_CALLS):
             begin = time.perf_counter()
-            self._expansion.expand(TreeShape.chain(depth), roots, draws, self.state_of(features))
+            self._expansion.expand(TreeShape.chain(depth), roots, draws, features)
             if has_cuda_runtime(device):
                 torch.cuda.synchronize(device)
             best = min(best, time.perf_counter() - begin)
@@ -289,33 +311,3 @@ def fill_by_steps(head: Head, parts: TargetParts, expansion: TreeExpansion, stat
         if origins != list(range(len(level))):
             states = states[:, origins]
         level = following
-
-
-class LastFeatures:
-    """The target's feature at the last committed position of every slot."""
-
-    def __init__(self, num_slots: int, hidden_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
-        self._features = torch.zeros(num_slots, hidden_size, device=device, dtype=dtype)
-        self._known = [0] * num_slots  # positions whose last feature is here
-
-    def is_known(self, slot: int, length: int) -> bool:
-        """Whether the feature of position `length - 1` is here."""
-        return length > 0 and self._known[slot] == length
-
-    def learn(self, committed: Committed) -> None:
-        """Takes what entered the target's KV."""
-        assert committed.features is not None, "the drafter taps features"
-        latest = committed.features[:, 0]
-        if len(latest) > len(committed.slots):
-            latest = latest[torch.tensor([end - 1 for end in committed.offsets[1:]], device=latest.device)]
-        self._features[torch.tensor(list(committed.slots), device=latest.device)] = latest.to(self._features.dtype)
-        for slot, start, length in zip(committed.slots, committed.starts, committed.lengths, strict=True):
-            self._known[slot] = start + length
-
-    def of(self, slots: Sequence[int]) -> Tensor:
-        """(B, E), of some slots."""
-        return self._features[torch.tensor(list(slots), device=self._features.device)]
-
-    def forget(self, slot: int) -> None:
-        """The slot's sequence is over."""
-        self._known[slot] = 0

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.heads import HeadDrafter, HeadOptions, LastFeatures
+from foretoken.drafters.heads import HeadDrafter, HeadOptions
 from foretoken.drafters.prefix_features import PrefixFeatures
 from foretoken.heads.hydra import HydraHeads
 
 if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter, TargetHandle
+    from foretoken.drafters.last_features import LastFeatures
 
 
 class Options(HeadOptions):

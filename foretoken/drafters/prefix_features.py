@@ -17,6 +17,7 @@ from torch import Tensor
 
 from foretoken.core.passes import Pass
 from foretoken.decoder.block_stack import BlockStack
+from foretoken.drafters.last_features import rows_at, set_last
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -104,7 +105,7 @@ class PrefixFeatures:
             self._feed(behind, parts)
             for slot in behind:
                 self._waiting[slot] = []
-        return self._last[torch.tensor(list(slots), device=self._last.device)]
+        return rows_at(self._last, slots)
 
     def _feed(self, slots: list[int], parts: list[Tensor]) -> None:
         """Runs the block over the next positions of some slots, (T, E) of each."""
@@ -114,7 +115,6 @@ class PrefixFeatures:
             [[0] * length for length in lengths], slots=slots, prefix_lens=prefix_lens, device=features.device
         )
         encoded = self.stack.run(features, work)
-        last = torch.tensor([end - 1 for end in work.offsets[1:]], device=features.device)
-        self._last[torch.tensor(slots, device=features.device)] = encoded[last]
+        set_last(self._last, slots, encoded, work.offsets)
         for slot, length in zip(slots, lengths, strict=True):
             self._fed[slot] += length

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter
 
 _GROUP = "foretoken.drafters"
-_NOT_METHODS = {"base", "heads", "prefix_features", "captured_expansion", "quantization", "registry"}
+_NOT_METHODS = {
+    "base", "heads", "kept_draws", "last_features", "prefix_features", "captured_expansion", "quantization", "registry"
+}  # fmt: skip
 # A tool of benchmarks, which needs the answer: by its exact name only.
 _TOOLS = {"oracle"}
 # Methods of papers and of other engines, without dashes: known by name, and not there yet.

@@ -20,6 +20,7 @@ from foretoken.decoder.lean.native_linear import optimize_for_inference
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from foretoken.decoder.lean.head_steps import HeadSteps
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.hf.parts import TargetParts
 
@@ -94,6 +95,17 @@ class Head(nn.Module, ABC):
             UnsuitableError: When a matrix cannot be quantised; the head cannot be used any more.
         """
         optimize_for_inference(self, quantization=quantization)
+
+    def native_steps(self, parts: TargetParts) -> HeadSteps | None:
+        """What the native kernels draft from, after `optimize_for_inference`; None where they do not know the network.
+
+        Steps and logits are then those of `encode`, `step` and `logits`, but for rounding.
+
+        Args:
+            parts: What is shared with the target.
+        """
+        del parts
+        return None
 
     def teacher_forced(self, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Tensor]:
         """What each head's `logits` reads when the text itself is fed.

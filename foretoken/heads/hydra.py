@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear, silu
 from typing_extensions import override
 
+from foretoken.decoder.lean.head_steps import HeadStep, HeadSteps, LmHead
 from foretoken.decoder.lean.native_linear import fast_linear, linear_layer, optimize_for_inference
 from foretoken.heads.base import Head, HeadConfig
 from foretoken.heads.prefix_layer import PrefixConfig, PrefixLayer
@@ -126,6 +127,8 @@ class HydraHeads(Head):
     @override
     def optimize_for_inference(self, quantization: Quantization | None = None) -> None:
         """Packs the weights; the decoder block of Hydra++ runs as a whole, see `PrefixLayer.as_blocks`."""
+        if self.prefix is not None:
+            self.prefix.compact()
         for block in self._first_blocks():
             block.stack()
         optimize_for_inference(self.first, quantization=quantization)
@@ -139,6 +142,29 @@ class HydraHeads(Head):
         ]
         if quantization is not None:
             self.weight = nn.Parameter(self.weight.detach()[:0].clone(), requires_grad=False)
+
+    @override
+    def native_steps(self, parts: TargetParts) -> HeadSteps | None:
+        config, native = self.config, parts.native
+        if native is None:
+            return None
+        more = range(config.num_layers - 1)
+        steps = [
+            HeadStep(
+                first=first.both,
+                embedding=native.embedding,
+                blocks=[self._further[index][0 if config.tied_blocks else layer] for layer in more],
+                head=LmHead(self.lm_heads[index]) if config.own_lm_head else native.head,
+            )
+            for index, first in enumerate(self._first_blocks())
+        ]
+        return HeadSteps(
+            kind="path",
+            hidden_size=config.hidden_size,
+            width=config.hidden_size,
+            vocab_size=config.vocab_size,
+            steps=steps,
+        )
 
     def _first_blocks(self) -> list[FirstBlock]:
         """The first blocks by their type."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from typing_extensions import override
 
+from foretoken.decoder.lean.head_steps import HeadStep, HeadSteps, LmHead
 from foretoken.decoder.lean.native_linear import fast_linear, linear_layer
 from foretoken.heads.base import Head, HeadConfig
 from foretoken.heads.stacked import part_of
@@ -84,8 +85,8 @@ class MedusaHeads(Head):
         rows = config.draft_vocab_size or config.vocab_size
         self.lm_head = empty(heads, rows, width) if config.own_lm_head else None
         self.token_map: Tensor | None
+        self._quick_blocks: list[list[nn.Module]] = []  # by head, after `optimize_for_inference`, as the next
         self._quick_lm_heads: list[nn.Module] = []
-        self._quick_blocks: list[list[nn.Module]] = []  # of each head, where they are quantised
         is_partial = config.draft_vocab_size is not None
         self.register_buffer("token_map", torch.arange(rows, device=device) if is_partial else None)
 
@@ -128,17 +129,38 @@ class MedusaHeads(Head):
 
     @override
     def optimize_for_inference(self, quantization: Quantization | None = None) -> None:
-        """Packs the weights; the stacked LM heads become single ones, and so do blocks that are quantised."""
+        """Packs the weights; stacked blocks and LM heads become single ones."""
+        biases = [[None] * len(self.weight[0])] * len(self.weight) if self.bias is None else self.bias.detach()
+        self._quick_blocks = [
+            [fast_linear(linear_layer(*each), quantization=quantization) for each in zip(blocks, rows, strict=True)]
+            for blocks, rows in zip(self.weight.detach(), biases, strict=True)
+        ]
+        del self.weight
+        self.bias = None
         for weight in [] if self.lm_head is None else self.lm_head.detach():
             self._quick_lm_heads.append(fast_linear(linear_layer(weight), quantization=quantization))
         self.lm_head = None
-        if quantization is None:
-            return
-        for index, blocks in enumerate(self.weight.detach()):
-            biases = [None] * len(blocks) if self.bias is None else self.bias[index]
-            layers = [linear_layer(weight, bias) for weight, bias in zip(blocks, biases, strict=True)]
-            self._quick_blocks.append([fast_linear(layer, quantization=quantization) for layer in layers])
-        self.weight, self.bias = nn.Parameter(self.weight.detach()[:0].clone(), requires_grad=False), None
+
+    @override
+    def native_steps(self, parts: TargetParts) -> HeadSteps | None:
+        config = self.config
+        heads = [LmHead(layer) for layer in self._quick_lm_heads]
+        if not heads:
+            if parts.native is None:
+                return None
+            heads = [parts.native.head] * config.num_heads
+        layers = [0 if config.tied_blocks else layer for layer in range(config.num_layers)]
+        return HeadSteps(
+            kind="feature",
+            hidden_size=config.hidden_size,
+            width=config.hidden_size,
+            vocab_size=config.vocab_size,
+            steps=[
+                HeadStep(blocks=[blocks[layer] for layer in layers], head=head)
+                for blocks, head in zip(self._quick_blocks, heads, strict=True)
+            ],
+            token_map=self.token_map,
+        )
 
     def all_logits(self, features: Tensor, parts: TargetParts, count: int) -> Tensor:
         """Logits of the first heads after one position: as that many steps, in a few batched GEMMs.
@@ -151,22 +173,24 @@ class MedusaHeads(Head):
         Returns:
             (B, C, V).
         """
-        hidden = features.expand(count, *features.shape)  # (C, B, E)
-        for layer in range(self.config.num_layers):
-            stored = 0 if self.config.tied_blocks else layer
-            if self._quick_blocks:
-                blocks = zip(self._quick_blocks, hidden, strict=False)
-                linear = torch.stack([each[stored](rows) for each, rows in blocks])
-            else:
-                linear = hidden @ self.weight[:count, stored].transpose(1, 2)
-                linear = linear if self.bias is None else linear + self.bias[:count, stored].unsqueeze(1)
-            hidden = hidden + silu(linear)
+        hidden = self._all_hidden(features, parts, count)
         if self._quick_lm_heads:
             quick = zip(self._quick_lm_heads, hidden, strict=False)
             return self._whole_vocabulary(torch.stack([lm_head(rows) for lm_head, rows in quick], dim=1))
         if self.lm_head is None:
             return parts.lm_head(hidden.transpose(0, 1))
         return self._whole_vocabulary((hidden @ self.lm_head[:count].transpose(1, 2)).transpose(0, 1))
+
+    def _all_hidden(self, features: Tensor, parts: TargetParts, count: int) -> Tensor:
+        """(C, B, E), what the first LM heads read."""
+        if self._quick_blocks:
+            return torch.stack([self.step(index, features, features, parts)[1] for index in range(count)])
+        hidden = features.expand(count, *features.shape)
+        for layer in range(self.config.num_layers):
+            stored = 0 if self.config.tied_blocks else layer
+            linear = hidden @ self.weight[:count, stored].transpose(1, 2)
+            hidden = hidden + silu(linear if self.bias is None else linear + self.bias[:count, stored].unsqueeze(1))
+        return hidden
 
     def _whole_vocabulary(self, logits: Tensor) -> Tensor:
         """Spreads logits of a part of the vocabulary; the rest cannot be drafted."""

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 from typing_extensions import override
 
+from foretoken.decoder.lean.head_steps import BiasedNorm, HeadStep, HeadSteps, LmHead, ScaledEmbedding
 from foretoken.heads.base import Head, HeadConfig
 
 if TYPE_CHECKING:
@@ -121,6 +122,30 @@ class MlpSpeculatorHead(Head):
     def logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
         logits: Tensor = _of(self.lm_heads, index)(hidden)
         return logits
+
+    @override
+    def native_steps(self, parts: TargetParts) -> HeadSteps:
+        config = self.config
+
+        def step(index: int) -> HeadStep:
+            norm, embedding = _of(self.norms, index), _of(self.embeddings, index)
+            assert isinstance(norm, RmsNormWithBias), "the constructor made it"
+            return HeadStep(
+                first=_of(self.projections, index),
+                norm=BiasedNorm(norm.weight, norm.bias, norm.epsilon),
+                embedding=ScaledEmbedding(embedding.get_parameter("weight"), config.alpha),
+                head=LmHead(_of(self.lm_heads, index)),
+            )
+
+        return HeadSteps(
+            kind="state",
+            hidden_size=config.hidden_size,
+            width=config.inner_dim,
+            vocab_size=config.vocab_size,
+            steps=[step(index) for index in range(config.num_heads)],
+            feature_rms=1 / math.sqrt(2) if config.scale_input else 0.0,
+            feature_epsilon=config.rms_norm_eps,
+        )
 
 
 class RmsNormWithBias(nn.Module):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
 
 from foretoken.decoder.blocks import Block, Blocks, BlockSpec, FeedForward, Matrix, Norm, Rotary
+from foretoken.decoder.lean.native_linear import fits_bfloat16
 from foretoken.hf.rotary import scaled_frequencies
 
 if TYPE_CHECKING:
@@ -134,6 +135,11 @@ class PrefixLayer(nn.Module):
         inner = self._normed(x, self.post_attention_norm)
         x = x + self.down_proj(silu(self.gate_proj(inner)) * self.up_proj(inner))
         return self._normed(x, self.norm)
+
+    def compact(self) -> None:
+        """Keeps the weights in bfloat16 where that holds all of them exactly: half the bytes to read."""
+        if all(fits_bfloat16(parameter) for parameter in self.parameters()):
+            self.to(torch.bfloat16)
 
     def as_blocks(self, num_positions: int) -> Blocks:
         """The block as a `BlockStack` takes it; num_positions: how many may be fed."""

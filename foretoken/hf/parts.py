@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from foretoken.decoder.lean.head_steps import LmHead, ScaledEmbedding
 from foretoken.decoder.lean.native_linear import NativeLinear, fast_linear, linear_layer
 
 if TYPE_CHECKING:
@@ -15,6 +16,18 @@ if TYPE_CHECKING:
 
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.hf.loading import LoadedModel
+
+
+class NativeParts(NamedTuple):
+    """The same for the native kernels.
+
+    Attributes:
+        embedding: (V, E) rows.
+        head: The LM head, with what the target does to its logits.
+    """
+
+    embedding: ScaledEmbedding
+    head: LmHead
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +38,13 @@ class TargetParts:
         embed: (...) int64 to (..., E), the target's input embeddings.
         lm_head: (..., E), the feature `final`, to (..., V) logits with whatever the target does to them.
         lm_head_weight: (V, E), for heads that begin with a copy.
+        native: Both for the native kernels; None where they are something else, or gradients may be wanted.
     """
 
     embed: Callable[[Tensor], Tensor]
     lm_head: Callable[[Tensor], Tensor]
     lm_head_weight: Tensor
+    native: NativeParts | None = None
 
 
 def target_parts(
@@ -55,10 +70,12 @@ def target_parts(
     """
     module: Any = model.module
     embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
-    shape_logits = _logits_shape(model.config)
+    factor, cap = _logits_shape(model.config)
+    native = None
     if is_inference:
         fast = fast_linear(head, is_shared=True, quantization=quantization)
         embed, lm_head = _casting(embedding, fast, head.weight.dtype, dtype or model.dtype)
+        native = _native(embedding, LmHead(fast, factor, cap or 0.0))
     elif dtype == model.dtype:
         embed, lm_head = _frozen(embedding, head)
     elif dtype is not None:
@@ -67,9 +84,20 @@ def target_parts(
         embed, lm_head = embedding, head
     return TargetParts(
         embed=embed,
-        lm_head=lambda features: shape_logits(lm_head(features)),
+        lm_head=lambda features: _shaped(lm_head(features), factor, cap),
         lm_head_weight=head.weight.detach(),
+        native=native,
     )
+
+
+def _native(embedding: Any, head: LmHead) -> NativeParts | None:
+    """What is said of the modules; None where they are no native layer and no table of rows."""
+    scale = getattr(embedding, "embed_scale", None)
+    is_table = type(embedding) is nn.Embedding or scale is not None
+    if not is_table or not isinstance(head.layer, NativeLinear):
+        return None
+    rows = embedding.weight
+    return NativeParts(ScaledEmbedding(rows, 1.0 if scale is None else float(scale.to(rows.dtype))), head)
 
 
 def _casting(embedding: Any, head: Any, own: torch.dtype, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -101,13 +129,14 @@ def _converted(embedding: Any, head: Any, dtype: torch.dtype) -> tuple[Any, nn.L
     return embed, copy
 
 
-def _logits_shape(config: Any) -> Callable[[Tensor], Tensor]:
-    """What the target does to its LM head's output."""
+def _logits_shape(config: Any) -> tuple[float, float | None]:
+    """What the target does to its LM head's output: a factor, and c in c tanh(logit / c)."""
     cap = getattr(config, "final_logit_softcapping", None)
     factor = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    return factor, cap
 
-    def shaped(logits: Tensor) -> Tensor:
-        logits = logits if factor == 1.0 else logits * factor
-        return logits if cap is None else torch.tanh(logits / cap) * cap
 
-    return shaped
+def _shaped(logits: Tensor, factor: float, cap: float | None) -> Tensor:
+    """The target's logits from its LM head's output."""
+    logits = logits if factor == 1.0 else logits * factor
+    return logits if cap is None else torch.tanh(logits / cap) * cap

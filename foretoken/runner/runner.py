@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from foretoken.core.errors import ModelError, PassError, RequestError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import MAX_NODES
+from foretoken.decoder.base import TreeDrafting
 from foretoken.decoder.memory import affordable_rows
 from foretoken.decoder.slot_cache import SlotCache
 from foretoken.runner.choice import choose_decoder
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.hf.loading import LoadedModel
     from foretoken.runner.costs import PassCosts
+    from foretoken.trees.expansion import TreeExpansion
 
 _FEWER = "Decode fewer sequences at once (max_num_seqs of LLM, --batch-size)"
 _log = logging.getLogger(__name__)
@@ -119,6 +121,7 @@ class Runner:
             context_len=self.context_len,
             costs=partial(pass_costs, model) if costs is None else costs,
         )
+        self._tree_drafting = self._decoder if isinstance(self._decoder, TreeDrafting) else None
 
     def quantize(self, quantization: Quantization) -> None:
         """Multiplies by copies of all matrices from now on; for draft models, as it changes the distribution.
@@ -168,6 +171,25 @@ class Runner:
         if rows > self.cache.capacity:
             raise PassError(f"the pass needs {rows} rows of a slot, which has {self.cache.capacity}. Feed fewer.")
         return self._decoder.run(work)
+
+    def draft_trees(self, work: Pass, expansion: TreeExpansion, *, vocab_size: int) -> bool:
+        """A pass that ends with the roots of trees, and the trees below them, in one call where the decoder can.
+
+        Args:
+            work: See `TreeDrafting.draft_trees`.
+            expansion: Trees of roots; filled.
+            vocab_size: V of the target that verifies them.
+
+        Returns:
+            Whether it was done; else nothing has happened.
+
+        Raises:
+            PassError: As `run`.
+        """
+        decoder = self._tree_drafting
+        return decoder is not None and decoder.draft_trees(
+            work, expansion, vocab_size=vocab_size, last_position=self.context_len - 1
+        )
 
     def prefill(self, slot: int, tokens: Sequence[int], start: int) -> Tensor | None:
         """Feeds prompt tokens of one sequence, at most `prefill_chunk` of them, without computing logits.

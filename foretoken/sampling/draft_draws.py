@@ -63,8 +63,13 @@ class DraftDraws:
                 batch=batch, root_positions=root_positions, is_coupled=none, is_sampled=none, has_coupled=False,
                 has_sampled=False, is_drawn_for_all=False,
             )  # fmt: skip
-        draws = ~batch.greedy
         coupled = torch.tensor(is_coupled, device=root_positions.device)
+        if not batch.is_any_greedy:
+            return cls(
+                batch=batch, root_positions=root_positions, is_coupled=coupled, is_sampled=~coupled,
+                has_coupled=has_coupled, has_sampled=has_sampled, is_drawn_for_all=True,
+            )  # fmt: skip
+        draws = ~batch.greedy
         if reads_are_free(root_positions.device):  # elsewhere an exact answer would cost a synchronisation
             has_coupled, has_sampled = bool((draws & coupled).any()), bool((draws & ~coupled).any())
         return cls(
@@ -74,8 +79,14 @@ class DraftDraws:
             is_sampled=draws & ~coupled,
             has_coupled=has_coupled,
             has_sampled=has_sampled,
-            is_drawn_for_all=not batch.is_any_greedy,
+            is_drawn_for_all=False,
         )
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing but temperature changes draft distributions."""
+        truncation = (self.batch.top_k, self.batch.top_p, self.batch.min_p)
+        return not (self.has_coupled or self.has_sampled) or all(limit is None for limit in truncation)
 
     def keys(self, logits: Tensor, nodes: Sequence[int], depth: int) -> tuple[Tensor, Tensor]:
         """What the children of some nodes of one level are chosen by: the tokens with the largest keys, in order.

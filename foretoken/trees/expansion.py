@@ -9,9 +9,10 @@ Letters: B sequences, N nodes of the shape, P nodes of one level, C children of 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,12 +26,38 @@ if TYPE_CHECKING:
     from foretoken.trees.choices import TreeShape
 
 
+class TreeTensors(NamedTuple):
+    """Trees of one shape as kernels read and fill them, all levels of them; what the roots have is there.
+
+    Attributes:
+        parents: (N,) int64, of the shape.
+        ranks: (N,) int64, of every node among the candidates after its parent.
+        num_candidates: Candidates after a node that have to be known: the largest rank and one.
+        tokens: (B, N) int64.
+        scores: (B, N) float32.
+        kinds: (B, N) int64, of sampled drafts; else None.
+        row_of: (B, N) int64, likewise.
+        rows: (B, R, V) float32, likewise, of no content: a row for each node that has children, in order, or for each
+            level.
+    """
+
+    parents: Tensor
+    ranks: Tensor
+    num_candidates: int
+    tokens: Tensor
+    scores: Tensor
+    kinds: Tensor | None
+    row_of: Tensor | None
+    rows: Tensor | None
+
+
 class TreeExpansion:
     """A draft tree under construction: the same shape for every sequence, filled from the root down.
 
     Attributes:
         tokens: (B, N) int64; levels above the one that was expanded last are final.
         shape: What is filled.
+        draws: How tokens are chosen.
     """
 
     def __init__(self, shape: TreeShape, roots: Tensor, draws: DraftDraws) -> None:
@@ -41,11 +68,11 @@ class TreeExpansion:
             roots: (B,) int64.
             draws: How tokens are chosen.
         """
-        self.shape, self._draws = shape, draws
+        self.shape, self.draws = shape, draws
         self._relations = _relations(shape, roots.device)
         batch = roots.shape[0]
         self.tokens = torch.zeros(batch, shape.num_nodes, dtype=torch.int64, device=roots.device)
-        self.tokens[:, 0] = roots
+        self.tokens.select(1, 0).copy_(roots)
         self._scores = torch.zeros(batch, shape.num_nodes, dtype=torch.float32, device=roots.device)
         self._rows: list[Tensor] = []  # (B, rows of one level, V), of sampled drafts
         if draws.has_sampled:
@@ -53,6 +80,21 @@ class TreeExpansion:
             self._row_of = torch.full_like(self.tokens, -1)
         self._num_tokens = 0
         self._families: list[_Family] = []  # kept alive for graphs captured of this expansion, which read their tensors
+
+    @property
+    def parents(self) -> list[int]:
+        """Parent of every node, -1 at the root."""
+        return self._relations.parents
+
+    @property
+    def depth(self) -> int:
+        """Greatest depth."""
+        return self._relations.depths[-1]
+
+    @property
+    def num_candidates(self) -> int:
+        """Candidates after a node that have to be known: the largest rank and one."""
+        return self._relations.num_candidates
 
     def level(self, depth: int) -> list[int]:
         """Nodes of one depth, in order."""
@@ -66,6 +108,11 @@ class TreeExpansion:
         """The parent of each node."""
         return [self._relations.parents[node] for node in nodes]
 
+    @property
+    def widest_level(self) -> int:
+        """Most nodes of one depth that have children."""
+        return self._relations.widest_level
+
     def tokens_at(self, nodes: Sequence[int]) -> Tensor:
         """(B, P) int64, the tokens of nodes in ascending order."""
         first, last = nodes[0], nodes[-1]
@@ -73,7 +120,32 @@ class TreeExpansion:
 
     def relations_until(self, node: int) -> Tensor:
         """(2, node) int64, parents and depths of nodes 1 … `node`."""
-        return self._relations.places[:, 1 : node + 1]
+        return self._relations.places[:2, 1 : node + 1]
+
+    def tensors(self, vocab_size: int, *, is_shared: bool = False) -> TreeTensors:
+        """What a kernel fills in the place of `expand`, level by level or all at once.
+
+        Args:
+            vocab_size: V, one past the greatest token that it may choose.
+            is_shared: Whether one row of logits serves all nodes of a level.
+        """
+        relations, draws = self._relations, self.draws
+        rows = None
+        if draws.has_sampled:
+            num_rows = relations.depths[-1] if is_shared else relations.num_inner
+            rows = self.tokens.new_empty((len(self.tokens), num_rows, vocab_size), dtype=torch.float32)
+            self._rows = [rows]
+        self._num_tokens = vocab_size
+        return TreeTensors(
+            parents=relations.places[0],
+            ranks=relations.places[2],
+            num_candidates=relations.num_candidates,
+            tokens=self.tokens,
+            scores=self._scores,
+            kinds=self._kinds if draws.has_sampled else None,
+            row_of=self._row_of if draws.has_sampled else None,
+            rows=rows,
+        )
 
     def expand(self, nodes: Sequence[int], logits: Tensor) -> None:
         """Chooses the children of several nodes of one level; changes this object.
@@ -94,23 +166,23 @@ class TreeExpansion:
         family = _family(self._relations, tuple(nodes))
         self._families.append(family)
         self._num_tokens = max(self._num_tokens, logits.shape[2])
-        log_probs, keys = self._draws.keys(logits, nodes, self._relations.depths[nodes[0]])
+        log_probs, keys = self.draws.keys(logits, nodes, self._relations.depths[nodes[0]])
         best = keys.topk(family.num_candidates, dim=2)
-        if self._draws.has_sampled:
+        if self.draws.has_sampled:
             # Draws are taken in order: one that follows a draw left out, as a shape with gaps in its ranks would have
             # it, has a distribution that nobody states.
-            candidate = torch.where(self._draws.is_sampled.unsqueeze(1), family.order, family.rank)
+            candidate = torch.where(self.draws.is_sampled.unsqueeze(1), family.order, family.rank)
         else:
             candidate = family.rank.expand(logits.shape[0], -1)
         chosen = _entries(best.indices, family.place, candidate)
         children = family.children
         self.tokens[:, children] = chosen
         self._scores[:, children] = self._scores[:, family.parents] + _entries(log_probs, family.place, chosen)
-        if self._draws.has_sampled:
+        if self.draws.has_sampled:
             # A token without a chance in the stated distribution is a choice, not a draw: past the support, where a
             # probability underflows, and where the drafter's logits are no numbers.
             probs = log_probs.exp()
-            is_drawn = self._draws.is_sampled.unsqueeze(1) & (_entries(probs, family.place, chosen) > 0)
+            is_drawn = self.draws.is_sampled.unsqueeze(1) & (_entries(probs, family.place, chosen) > 0)
             row = sum(rows.shape[1] for rows in self._rows) + (family.place if log_probs.shape[1] > 1 else 0)
             self._kinds[:, children] = torch.where(is_drawn, family.kind, DrawKind.ONE_HOT.value)
             self._row_of[:, children] = torch.where(is_drawn, row, -1)
@@ -125,9 +197,10 @@ class TreeExpansion:
             roots: Root tokens of the whole batch.
         """
         total, width, device = len(room), self.shape.num_nodes, self.tokens.device
-        deepest = [min(max(depth, 0), self.shape.depth) for depth in room]
+        most = self.depth
+        deepest = [min(max(depth, 0), most) for depth in room]
         bound = max(self._num_tokens, max(roots) + 1)
-        if len(rows) == total and min(deepest) == self.shape.depth:
+        if len(rows) == total and min(deepest) == most:
             counts = [self.shape.num_nodes] * total
             return self._whole(HostFacts(roots=roots, depths=deepest, num_nodes=counts, num_tokens=bound))
         index = torch.tensor(list(rows), device=device)
@@ -143,7 +216,7 @@ class TreeExpansion:
         tokens[:, 0] = torch.tensor(list(roots), device=device)
         distributions = None
         if self._rows:
-            stated = torch.cat(self._rows, dim=1)
+            stated = self._stated()
             probs = torch.zeros(total, *stated.shape[1:], dtype=stated.dtype, device=device)
             probs[index] = stated
             distributions = DraftDistributions(
@@ -157,28 +230,31 @@ class TreeExpansion:
             parents=torch.where(is_kept, self._relations.places[0], -1),
             depths=torch.where(is_kept, depths, 0),
             num_nodes=is_kept.sum(1),
-            max_depth=self.shape.depth,
+            max_depth=self.depth,
             scores=spread(self._scores, 0.0),
             distributions=distributions,
             host_facts=HostFacts(roots=roots, depths=deepest, num_nodes=counts, num_tokens=bound),
         )
 
+    def _stated(self) -> Tensor:
+        """(B, R, V), the distributions of all levels."""
+        return self._rows[0] if len(self._rows) == 1 else torch.cat(self._rows, dim=1)
+
     def _whole(self, facts: HostFacts) -> TokenTree:
         """The trees as they are, where every sequence has one."""
-        batch, width = self.tokens.shape
-        parents, depths = (place.expand(batch, -1) for place in self._relations.places)
+        parents, depths, num_nodes = _whole_places(self._relations, len(self.tokens))
         distributions = None
         if self._rows:
             distributions = DraftDistributions(
-                kinds=self._kinds, rows=torch.cat(self._rows, dim=1), row_of=self._row_of,
+                kinds=self._kinds, rows=self._stated(), row_of=self._row_of,
                 max_siblings=self._relations.max_siblings,
             )  # fmt: skip
         return TokenTree(
             tokens=self.tokens,
             parents=parents,
             depths=depths,
-            num_nodes=torch.full((batch,), width, device=self.tokens.device),
-            max_depth=self.shape.depth,
+            num_nodes=num_nodes,
+            max_depth=self.depth,
             scores=self._scores,
             distributions=distributions,
             host_facts=facts,
@@ -194,8 +270,11 @@ class _Relations:
         depths: Depth of every node.
         ranks: Rank of every node among the candidates after its parent.
         children: Children of every node, in order of rank.
-        places: (2, N) int64, parents and depths.
+        places: (3, N) int64, parents, depths and ranks.
         max_siblings: Most children of a node.
+        num_inner: Nodes that have children.
+        widest_level: Most of them of one depth.
+        num_candidates: The largest rank and one.
     """
 
     parents: list[int]
@@ -204,6 +283,9 @@ class _Relations:
     children: list[list[int]]
     places: Tensor
     max_siblings: int
+    num_inner: int
+    widest_level: int
+    num_candidates: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -237,14 +319,25 @@ def _relations(shape: TreeShape, device: torch.device) -> _Relations:
     for node, parent in enumerate(parents):
         if node:
             children[parent].append(node)
+    inner = Counter(depth for depth, own in zip(shape.depths, children, strict=True) if own)
     return _Relations(
         parents=parents,
         depths=shape.depths,
         ranks=shape.ranks,
         children=children,
-        places=torch.tensor([parents, shape.depths], device=device),
+        places=torch.tensor([parents, shape.depths, shape.ranks], device=device),
         max_siblings=max(map(len, children)),
+        num_inner=sum(inner.values()),
+        widest_level=max(inner.values(), default=0),
+        num_candidates=max(shape.ranks) + 1,
     )
+
+
+@lru_cache(maxsize=64)
+def _whole_places(relations: _Relations, batch: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Parents, depths and numbers of nodes of trees that nothing is cut off: (B, N) twice, and (B,)."""
+    parents, depths, _ = relations.places.unsqueeze(1).expand(-1, batch, -1).unbind()
+    return parents, depths, torch.full((batch,), len(relations.parents), device=parents.device)
 
 
 @lru_cache(maxsize=512)

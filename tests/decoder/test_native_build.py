@@ -12,11 +12,17 @@ import torch
 from tiny_models import tiny_model
 
 from foretoken.core.errors import ModelError
+from foretoken.core.passes import Pass
+from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.lean import build
 from foretoken.decoder.lean.native_linear import NativeLinear, fast_linear
 from foretoken.hf.loading import wrap_model
 from foretoken.runner.runner import Runner
+from foretoken.sampling.batch import SamplingBatch, SamplingRequest
+from foretoken.sampling.draft_draws import DraftDraws
+from foretoken.trees.choices import TreeShape
+from foretoken.trees.expansion import TreeExpansion
 
 
 @pytest.fixture
@@ -141,3 +147,18 @@ def test_older_processors(architecture: str, dtype: torch.dtype, monkeypatch: py
     ours, theirs = (made.verify([0], [9], tree).logits for made in (older, newer))
     assert (ours - theirs).abs().max() < (1e-5 if dtype == torch.float32 else 0.1) * theirs.abs().max()
     assert torch.equal(older.verify([0], [9], TokenTree.roots([5])).logits[0], ours[0])
+    drafted = [drafted_tree(made) for made in (older, newer)]
+    if dtype == torch.float32:
+        assert torch.equal(drafted[0].tokens, drafted[1].tokens)
+    for tree in drafted:
+        tree.validate()
+
+
+def drafted_tree(made: Runner) -> TokenTree:
+    """A tree below a prefix of nine tokens, drawn without replacement."""
+    batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(), seed=4)], made.vocab_size)
+    draws = DraftDraws.build(batch, [False], torch.tensor([9]))
+    expansion = TreeExpansion(TreeShape.cartesian((2, 2)), torch.tensor([5]), draws)
+    root = Pass.of_chains([[5]], slots=[0], prefix_lens=[9], has_last_logits=True)
+    assert made.draft_trees(root, expansion, vocab_size=made.vocab_size)
+    return expansion.finish([0], [2], [5])

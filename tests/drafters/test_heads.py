@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,12 +15,14 @@ from tiny_models import tiny_model
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.token_tree import DrawKind
+from foretoken.decoder.lean.head_kernels import HeadKernels
 from foretoken.drafters.base import Committed
 from foretoken.drafters.heads import load_head
 from foretoken.drafters.registry import create_drafter, drafter_options
 from foretoken.formats import hub, native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.heads.base import build_head
+from foretoken.heads.base import Head, build_head
+from foretoken.heads.hydra import HydraHeads
 from foretoken.hf.loading import wrap_model
 from foretoken.hf.parts import target_parts
 from foretoken.runner.cost_curve import CostCurve
@@ -127,6 +130,49 @@ def test_sampled_requests_draft_by_a_distribution(method: str, tmp_path: Path) -
             assert kinds == [DrawKind.WITHOUT_REPLACEMENT, DrawKind.WITHOUT_REPLACEMENT, DrawKind.INDEPENDENT]
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("params", "is_coupled", "is_native"),
+    [
+        ({"temperature": 0.0}, False, True),
+        ({"temperature": 0.9}, False, True),
+        ({"temperature": 0.9, "seed": 5}, True, True),
+        ({"temperature": 0.9, "repetition_penalty": 1.2}, False, True),  # drafts never see processors
+        ({"temperature": 0.9, "top_p": 0.8}, False, False),
+        ({"temperature": 0.9, "top_k": 4}, True, False),
+        ({"temperature": 0.9, "min_p": 0.1}, False, False),
+        ({"temperature": 0.0, "top_k": 4}, False, True),
+    ],
+)
+def test_whole_drafts_are_native_calls(
+    method: str, params: dict[str, Any], is_coupled: bool, is_native: bool, tmp_path: Path
+) -> None:
+    """On a CPU, but for truncated distributions; the trees are those of torch's operations."""
+    made = drafter(saved(tmp_path / "head", method), method, tree=[[0], [1], [0, 0]])
+    commit(made, 0, 0, 2)
+    asked = context([[5, 6, 7]], params=[SamplingParams(**params)], is_coupled=[is_coupled])
+    with mock.patch.object(HeadKernels, "fill", autospec=True, side_effect=HeadKernels.fill) as call:
+        ours = made.propose(asked)
+    assert call.call_count == is_native
+    made._kernels = None
+    theirs = made.propose(asked)
+    assert torch.equal(ours.tokens, theirs.tokens)
+    assert ours.scores is not None
+    torch.testing.assert_close(ours.scores, theirs.scores, rtol=1e-4, atol=1e-4)
+    assert (ours.distributions is None) == (theirs.distributions is None)
+    if ours.distributions is not None and theirs.distributions is not None:
+        torch.testing.assert_close(ours.distributions.rows, theirs.distributions.rows, rtol=1e-4, atol=1e-5)
+
+
+def test_a_head_that_is_not_described_drafts_by_steps(tmp_path: Path) -> None:
+    """Nobody who writes a head has to tell the native kernels of it."""
+    with mock.patch.object(HydraHeads, "native_steps", Head.native_steps):
+        made = drafter(saved(tmp_path / "head", "hydra"), "hydra")
+    assert made._kernels is None
+    commit(made, 0, 0, 2)
+    assert made.propose(context([[5, 6, 7]])).num_nodes.item() > 1
+
+
 def test_heads_for_others_are_refused(tmp_path: Path) -> None:
     directory = saved(tmp_path / "head", "medusa")
     with pytest.raises(ConfigError, match=r"weights \w+ instead of"):
@@ -174,6 +220,7 @@ def test_heads_by_hub_id(method: str, tmp_path: Path, monkeypatch: pytest.Monkey
         load_head(drafter_options({"method": method, "model": "some/head", **keys}), handle(model=target), method)
         for keys in ({}, {"revision": "v1"})
     ]
-    first, second = (next(iter(one.head.state_dict().values())) for one in loaded)
+    state, token = torch.ones(1, 32), torch.tensor([5])
+    first, second = (one.head.step(0, state, token, one.parts)[1] for one in loaded)
     assert not torch.equal(first, second)
     assert drafter(Path("some/head"), method, revision="v1").shape.depth == 2

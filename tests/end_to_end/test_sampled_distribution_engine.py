@@ -7,10 +7,15 @@ distance of 0.05 is found with probability 0.99 (equal cells). The broken rule m
 
 from __future__ import annotations
 
+import copy
+import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,7 +26,13 @@ import foretoken.acceptance.block
 import foretoken.acceptance.sequential
 from foretoken import LLM, SamplingParams
 from foretoken.core.results import GenerationMetrics
+from foretoken.decoder.lean.head_kernels import HeadKernels
 from foretoken.engine.loop import Engine
+from foretoken.formats import native
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+from foretoken.heads.base import build_head
+from foretoken.hf.loading import wrap_model
+from foretoken.training.config import head_config
 
 VOCAB, LENGTH, COPIES, PROMPT, TEMPERATURE = 4, 3, 100, [1], 0.7
 SAMPLES, LEVEL = 12_000, 1e-6
@@ -33,6 +44,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sequential, top-k": {"num_speculative_tokens": 2},
     "coupled": {"tree": {"widths": [2, 2]}},
 }
+# Heads with weights of their own, whose whole trees are one call of the native kernels in any dtype of the target.
+LONGER_PROMPT = [1, 2, 3]  # its last position but one has a feature, so that the first pass already has a tree
+HEADS: dict[str, dict[str, Any]] = {"medusa": {"own_lm_head": True}, "mlp_speculator": {"inner_dim": 16}}
 
 
 @cache
@@ -41,13 +55,31 @@ def small(seed: int) -> Any:
     return tiny_model("llama", seed=seed, dtype=torch.float64, vocab_size=VOCAB, num_hidden_layers=1)
 
 
+@cache
+def head_directory(method: str) -> Path:
+    """A random head for the target."""
+    target = wrap_model(small(0), name="small")
+    made = build_head(head_config(method, target, {"num_heads": 2, **HEADS[method]}), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(3)
+    for parameter in made.parameters():
+        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    directory = Path(tempfile.mkdtemp(prefix=f"foretoken-{method}-"))
+    native.write(HeadCheckpoint.of(made, target=TargetFingerprint.of(target)), directory)
+    return directory
+
+
 def options(setting: str) -> dict[str, Any]:
     """Sampling parameters of a setting."""
     return {"temperature": TEMPERATURE, "top_k": 3 if setting.endswith("top-k") else 0}
 
 
-def sample(setting: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[tuple[int, ...]], GenerationMetrics]:
-    """Draws `SAMPLES` texts from the engine under a setting's rule."""
+def sample(
+    setting: str, monkeypatch: pytest.MonkeyPatch, *, is_native: bool = False, head: str | None = None
+) -> tuple[Counter[tuple[int, ...]], GenerationMetrics]:
+    """Draws `SAMPLES` texts from the engine under a setting's rule; natively in float32, which rounds to that.
+
+    The draft model, or the head, is a random one: most drafts are rejected, so residuals decide most tokens.
+    """
     rule = setting.split(",")[0]
     original = Engine.__init__
 
@@ -55,28 +87,32 @@ def sample(setting: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[tuple
         original(self, *args, policy=type(policy)(rule=rule), **more)
 
     monkeypatch.setattr(Engine, "__init__", with_rule)
-    # The draft model is another random model: most drafts are rejected, so residuals decide most tokens.
-    made = draft_model(small(1), **SETTINGS[setting])
-    llm = LLM(small(0), drafter=made, trust_drafter=True, max_num_seqs=250, max_model_len=16)
+    prompt = PROMPT if head is None else LONGER_PROMPT
+    target, draft = (copy.deepcopy(small(seed)).float() if is_native else small(seed) for seed in (0, 1))
+    drafter: dict[str, Any] = {"drafter": draft_model(draft, **SETTINGS[setting]), "trust_drafter": True}
+    if head is not None:
+        config = {"method": head, "model": str(head_directory(head)), "tree": "chain", **SETTINGS[setting]}
+        drafter = {"speculative_config": config}
+    llm = LLM(target, **drafter, max_num_seqs=250, max_model_len=16, runner="lean-native" if is_native else "auto")
     params = [
         SamplingParams(**options(setting), n=COPIES, seed=seed, max_tokens=LENGTH, ignore_eos=True)
         for seed in range(SAMPLES // COPIES)
     ]
-    outputs = llm.generate([PROMPT] * len(params), params)
+    outputs = llm.generate([prompt] * len(params), params)
     texts = Counter(tuple(c.token_ids) for output in outputs for c in output.outputs)
     return texts, GenerationMetrics.total(output.metrics for output in outputs)
 
 
-def exact_distribution(setting: str) -> dict[tuple[int, ...], float]:
+def exact_distribution(setting: str, prompt: Sequence[int] = PROMPT) -> dict[tuple[int, ...], float]:
     """The target distribution of the first tokens, from plain forwards of every text."""
     texts = list(product(range(VOCAB), repeat=LENGTH))
     module = small(0)
     name = module.config._attn_implementation
     module.set_attn_implementation("eager")
     with torch.inference_mode():
-        logits = module(torch.tensor([[*PROMPT, *text] for text in texts])).logits
+        logits = module(torch.tensor([[*prompt, *text] for text in texts])).logits
     module.set_attn_implementation(name)
-    logits = logits[:, len(PROMPT) - 1 : -1] / TEMPERATURE
+    logits = logits[:, len(prompt) - 1 : -1] / TEMPERATURE
     if top_k := options(setting)["top_k"]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], float("-inf"))
     chosen = logits.log_softmax(2).gather(2, torch.tensor(texts).unsqueeze(2))
@@ -96,12 +132,26 @@ def chi_square_level(texts: Counter[tuple[int, ...]], distribution: dict[tuple[i
     return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
+@pytest.mark.parametrize("is_native", [False, True], ids=["torch", "native"])
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_distribution_is_the_targets(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distribution_is_the_targets(setting: str, is_native: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With trees drafted by torch, in float64, and by the native kernels, in float32."""
     distribution = exact_distribution(setting)
     assert sum(distribution.values()) == pytest.approx(1.0)
-    texts, metrics = sample(setting, monkeypatch)
+    texts, metrics = sample(setting, monkeypatch, is_native=is_native)
     assert chi_square_level(texts, distribution) > LEVEL
+    assert 0.1 < metrics.num_accepted / metrics.num_emitted < 0.66, "both acceptances and residuals are exercised"
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("setting", ["block", "sequential, tree"])
+def test_trees_that_a_head_drafts_natively(setting: str, head: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row of logits a level for Medusa, one a node for the speculator."""
+    with mock.patch.object(HeadKernels, "fill", autospec=True, side_effect=HeadKernels.fill) as native_call:
+        texts, metrics = sample(setting, monkeypatch, head=head)
+    assert native_call.called
+    assert metrics.drafted_at_depth[2], "more than one level was drafted"
+    assert chi_square_level(texts, exact_distribution(setting, LONGER_PROMPT)) > LEVEL
     assert 0.1 < metrics.num_accepted / metrics.num_emitted < 0.66, "both acceptances and residuals are exercised"
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from tiny_models import tiny_model
 
+from foretoken.core.passes import Pass
+from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.lean.native_linear import NativeLinear, fast_linear, linear_layer
 from foretoken.heads.base import Head, HeadConfig, build_head
 from foretoken.heads.hydra import HydraConfig, HydraHeads
@@ -91,6 +93,25 @@ def test_hydras_first_blocks_are_one_product() -> None:
     _, quick = pair("hydra", fits_bfloat16=True)
     assert isinstance(quick, HydraHeads)
     assert all(isinstance(block.both, NativeLinear) for block in quick.first)
+
+
+@pytest.mark.parametrize("fits_bfloat16", [False, True])
+def test_the_block_of_hydra_is_halved_as_a_whole(fits_bfloat16: bool) -> None:
+    """Where bfloat16 holds all of its weights; what it gives is the same up to that dtype's rounding."""
+    head, quick = pair("hydra++, own LM heads", fits_bfloat16=fits_bfloat16)
+    assert isinstance(head, HydraHeads)
+    assert isinstance(quick, HydraHeads)
+    assert head.prefix is not None
+    assert quick.prefix is not None
+    assert quick.prefix.norm.dtype == (torch.bfloat16 if fits_bfloat16 else torch.float32)
+    features = torch.randn(9, 32)
+    work = Pass.of_chains([[0] * 9], slots=[0], prefix_lens=[0])
+    expected, found = (
+        BlockStack(prefix.as_blocks(16), num_slots=1, capacity=16).run(features, work).float()
+        for prefix in (head.prefix, quick.prefix)
+    )
+    tolerance = 0.03 if fits_bfloat16 else 0.0
+    assert (found - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 def test_weights_that_fit_are_halved() -> None:

@@ -34,7 +34,11 @@ _WIDE = "-mprefer-vector-width=512"  # x86: compilers hesitate to use the widest
 _SANITIZE = (
     "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
 )  # fmt: skip
-_SYMBOLS = ("foretoken_decode", "foretoken_linear", "foretoken_workspace_bytes")
+_SYMBOLS = (
+    "foretoken_decode", "foretoken_linear", "foretoken_workspace_bytes", "foretoken_children",
+    "foretoken_children_bytes", "foretoken_draft", "foretoken_draft_bytes", "foretoken_head_draft",
+    "foretoken_head_draft_bytes",
+)  # fmt: skip
 _TIMEOUT_S = 300
 _MOST_BYTES = 1 << 26  # of a library that is kept
 _log = logging.getLogger(__name__)

@@ -10,6 +10,7 @@
 //
 // Letters: S sequences, M tokens of a pass, W nodes of its trees, R rows of logits, K and N inputs and outputs of a matrix.
 
+#include <algorithm>
 #include <cstdint>
 #include <exception>
 #include <limits>
@@ -19,9 +20,12 @@
 
 #include "kernels/barrier.h"
 #include "kernels/checks.h"
+#include "kernels/children.h"
 #include "kernels/decoder.h"
+#include "kernels/draft.h"
 #include "kernels/elementwise.h"
 #include "kernels/gemm.h"
+#include "kernels/heads.h"
 #include "kernels/interface.h"
 #include "kernels/workspace.h"
 
@@ -59,6 +63,26 @@ Status foretoken_decode(const Model* model, const Pass* pass) {
   return Status::kDone;
 }
 
+// Of `foretoken_draft`, whose pass has so many nodes; -1 where that is beyond what 64 bits count.
+int64_t foretoken_draft_bytes(const Model* model, const Draft* draft, int64_t num_nodes, int64_t num_threads) {
+  return with_dtypes(*model, [&](auto type, auto weights) {
+    return DraftSpace<decltype(type), decltype(weights)>(*model, *draft, num_nodes, num_threads, nullptr).size;
+  });
+}
+
+// Runs a pass that ends with the roots of draft trees and asks for the logits after them, and drafts the trees: every level
+// that has children is fed to the cache rows behind the root's. Gives a `Status`; where it refuses it has written nothing.
+Status foretoken_draft(const Model* model, const Pass* pass, const Draft* draft, int64_t last_position) {
+  const Status status = check_trees(*model, *pass, *draft, last_position);
+  if (status != Status::kDone) return status;
+  with_dtypes(*model, [&](auto type, auto weights) {
+    TreeDrafter<decltype(type), decltype(weights)> drafter(*model, *pass, *draft, last_position);
+#pragma omp parallel num_threads(int(pass->num_threads))
+    drafter.run();
+  });
+  return Status::kDone;
+}
+
 // y (M, rows) = x (M, cols) times the transposed matrix, and its bias; x and y row-major. Gives a `Status`.
 Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* x, int64_t M, float* y, int64_t num_threads) {
   if (M < 1 || matrix->rows < 1) return Status::kDone;
@@ -91,6 +115,51 @@ Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* 
   } catch (const std::exception&) {  // of the allocation: it must not cross into C
     return Status::kNoMemory;
   }
+  return Status::kDone;
+}
+
+// Of `foretoken_children`; -1 where that is beyond what 64 bits count.
+int64_t foretoken_children_bytes(const Draft* draft, int64_t width) {
+  return width < 1 ? 0 : ChildrenSpace(*draft, width, nullptr).size;
+}
+
+// Chooses the children of all nodes of one depth that have some. logits: (B, P, width) of them, or (B, 1, width) where
+// `is_shared`. Gives a `Status`; where it refuses it has written nothing.
+Status foretoken_children(const Draft* draft, int64_t depth, const float* logits, int64_t width, int64_t is_shared, int64_t num_threads, void* workspace) {
+  if (logits == nullptr || workspace == nullptr) return Status::kMissing;
+  if (num_threads < 1 || num_threads > std::numeric_limits<int>::max()) return Status::kThreads;
+  const int64_t seen = std::min(width, draft->vocab);
+  const Status status = check_draft(*draft, seen, is_shared != 0);
+  if (status != Status::kDone) return status;
+  const Children children(*draft, seen, width, workspace);
+  if (depth < 0 || depth >= children.depth()) return Status::kShape;
+#pragma omp parallel num_threads(int(num_threads))
+  children.choose(depth, logits, is_shared != 0);
+  return Status::kDone;
+}
+
+// Of `foretoken_head_draft`, behind those of `foretoken_children`; -1 where that is beyond what 64 bits count.
+int64_t foretoken_head_draft_bytes(const Head* head, const Draft* draft, int64_t num_rows) {
+  const int64_t first = ChildrenSpace(*draft, head->vocab, nullptr).size;
+  const int64_t second = HeadSpace(*head, num_rows, draft->num_nodes, nullptr).size;
+  return first < 0 || second < 0 || first > std::numeric_limits<int64_t>::max() - second ? -1 : first + second;
+}
+
+// Drafts whole trees with a head, whose steps give at most `num_rows` rows of logits. features: (B, E). Gives a `Status`;
+// where it refuses it has written nothing.
+Status foretoken_head_draft(const Head* head, const Draft* draft, const float* features, int64_t num_rows, int64_t num_threads, void* workspace) {
+  if (draft->num_sequences < 1) return Status::kDone;
+  if (workspace == nullptr) return Status::kMissing;
+  if (num_threads < 1 || num_threads > std::numeric_limits<int>::max()) return Status::kThreads;
+  Status status = check_draft(*draft, head->vocab, head->kind == kFromFeature);
+  if (status == Status::kDone) status = check_head(*head, *draft, features);
+  if (status != Status::kDone) return status;
+  const Children children(*draft, head->vocab, head->vocab, workspace);
+  const HeadSpace space(*head, num_rows, draft->num_nodes, static_cast<char*>(workspace) + ChildrenSpace(*draft, head->vocab, nullptr).size);
+  const HeadSteps steps(*head, *draft, children, features, space);
+  if (children.depth() > head->num_steps || steps.most_rows() > num_rows) return Status::kShape;
+#pragma omp parallel num_threads(int(num_threads))
+  steps.run();
   return Status::kDone;
 }
 

@@ -19,6 +19,7 @@ from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import PassOutput, UnsuitableError
 from foretoken.decoder.lean.build import native_library
+from foretoken.decoder.lean.native_children import NativeDraft, can_draft
 from foretoken.decoder.lean.native_model import NativeModel
 from foretoken.decoder.lean.structures import PassArguments, Status
 from foretoken.decoder.lean.threads import kernel_threads
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from foretoken.decoder.blocks import Blocks
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.decoder.slot_cache import SlotCache
+    from foretoken.trees.expansion import TreeExpansion
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -80,6 +82,10 @@ class NativeDecoder:
         """See `Decoder`."""
         return self._blocks.run(work)
 
+    def draft_trees(self, work: Pass, expansion: TreeExpansion, *, vocab_size: int, last_position: int) -> bool:
+        """See `TreeDrafting`."""
+        return self._blocks.draft_trees(work, expansion, vocab_size=vocab_size, last_position=last_position)
+
 
 class NativeBlocks:
     """Blocks on a slot cache, with whatever stands before and after them."""
@@ -112,6 +118,8 @@ class NativeBlocks:
         self._library = native_library()
         self._library.foretoken_workspace_bytes.restype = c_int64
         self._library.foretoken_decode.restype = c_int64
+        self._library.foretoken_draft_bytes.restype = c_int64
+        self._library.foretoken_draft.restype = c_int64
         self._dtype, self._taps = layers.dtype, list(taps)
         if any(not 0 <= tap <= len(layers.blocks) + 1 for tap in self._taps):
             raise UnsuitableError(f"taps {self._taps} do not all exist.")
@@ -121,6 +129,7 @@ class NativeBlocks:
         self._described = NativeModel(layers, ends, cache, quantization)  # holds what the structure points to
         self._model = self._described.structure
         self._idle: list[_Workspace] = []
+        self._idle_of_drafts: list[Tensor] = []
 
     def run(self, work: Pass, inputs: Tensor | None = None) -> PassOutput:
         """One call of the kernels.
@@ -162,6 +171,27 @@ class NativeBlocks:
         arguments.is_append, arguments.num_taps = 1, 0
         self._call(described, arguments, work)
         del held
+
+    def draft_trees(self, work: Pass, expansion: TreeExpansion, *, vocab_size: int, last_position: int) -> bool:
+        """See `TreeDrafting`."""
+        if not can_draft(expansion, min(vocab_size, self._model.head.rows)):
+            return False
+        described, arguments, held = self._prepared(work, None)
+        draft = NativeDraft(expansion, vocab_size)
+        nodes, threads = c_int64(work.node_offsets[-1]), c_int64(arguments.num_threads)
+        size = self._library.foretoken_draft_bytes(byref(described.structure), byref(draft.arguments), nodes, threads)
+        memory = self._idle_of_drafts.pop() if self._idle_of_drafts else torch.empty(0, dtype=torch.uint8, device="cpu")
+        if memory.numel() < size or size < 0:
+            memory = _allocated(size, f"a draft of {draft.arguments.num_nodes} nodes")
+        arguments.workspace = memory.data_ptr()
+        status = self._library.foretoken_draft(
+            byref(described.structure), byref(arguments), byref(draft.arguments), c_int64(last_position)
+        )
+        self._idle_of_drafts.append(memory)
+        del held  # the kernels read it until here
+        if status:
+            raise PassError(self._complaint(Status(status), work))
+        return True
 
     def _prepared(self, work: Pass, inputs: Tensor | None) -> tuple[NativeModel, PassArguments, list[Any]]:
         """The model, the pass, and what must live as long as the kernels run."""
@@ -265,11 +295,10 @@ class NativeBlocks:
         num_nodes, threads = max(num_nodes, idle.num_nodes), max(threads, idle.threads)
         size = self._library.foretoken_workspace_bytes(byref(self._model), c_int64(num_nodes), c_int64(threads))
         try:
-            return _Workspace(torch.empty(size, dtype=torch.uint8, device="cpu"), num_nodes, threads)
-        except RuntimeError as err:
+            return _Workspace(_allocated(size, f"a pass of {num_nodes} nodes"), num_nodes, threads)
+        except PassError:
             self._idle.append(idle)
-            # torch has no type for it; a size below 0 stands for one beyond 64 bits
-            raise PassError(f"there is no memory for a pass of {num_nodes} nodes. Feed fewer at once.") from err
+            raise
 
     def _complaint(self, status: Status, work: Pass) -> str:
         """What is wrong with a pass that the kernels refused."""
@@ -295,6 +324,8 @@ class NativeBlocks:
                 )
             case Status.LOGIT_ROWS:
                 text = f"logit_rows are not ascending in 0..{work.num_tokens - 1}."
+            case Status.SHAPE | Status.DRAWS:
+                text = f"the draft is no tree level by level: {status.name}. Expected children side by side, by rank."
             case Status.NO_MEMORY:
                 text = f"there is no memory for a pass of {work.num_tokens} tokens. Feed fewer at once."
             case _:
@@ -302,6 +333,18 @@ class NativeBlocks:
                     f"the pass lacks something: {status.name}. Expected tensors with memory, and at least one thread."
                 )
         return text
+
+
+def _allocated(size: int, what: str) -> Tensor:
+    """(size,) uint8; a size below 0 stands for one beyond 64 bits.
+
+    Raises:
+        PassError: When there is no memory for it.
+    """
+    try:
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+    except RuntimeError as err:  # torch has no type for it
+        raise PassError(f"there is no memory for {what}. Feed fewer at once.") from err
 
 
 def _lengths(offsets: Sequence[int]) -> list[int]:

@@ -47,7 +47,7 @@ class NativeLinear(nn.Module):
         self._weight = weight.detach()
         self._scales: Tensor | None = None
         self._bias = None if bias is None else bias.detach().float().contiguous()
-        for part in self._parts():
+        for part in self.tensors():
             if type(part) is not Tensor or not has_memory(part):
                 raise UnsuitableError(f"native layers take plain tensors with memory, not a {type(part).__name__}.")
         if quantization is not None:
@@ -66,7 +66,7 @@ class NativeLinear(nn.Module):
             PassError: When it is anything else, there is no memory, or that of the weight was freed.
         """
         if self._memory.has_changed():
-            check_memory(self._parts())
+            check_memory(self.tensors())
             self._matrix, self._memory = self._described()
         if not x.is_cpu or x.shape[-1:] != (self._cols,):
             raise PassError(f"inputs are {tuple(x.shape)} on {x.device}. Expected (..., {self._cols}) on a CPU.")
@@ -81,15 +81,24 @@ class NativeLinear(nn.Module):
                 raise PassError(f"there is no memory for {count} inputs of {self._cols}. Feed fewer at once.")
         return out.view(*x.shape[:-1], self._rows)
 
+    def described(self) -> tuple[Matrix, bool]:
+        """What the kernels are told of the layer, as long as its tensors stay where they are; and whether in bfloat16.
+
+        Raises:
+            PassError: When the memory of the weight was freed.
+        """
+        check_memory(self.tensors())
+        return self._described()[0], self._is_bfloat16
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors whose addresses the kernels get."""
+        return [part for part in (self._weight, self._bias, self._scales) if part is not None]
+
     def _described(self) -> tuple[Matrix, HeldMemory]:
         """What the kernels are told of the weights, and what tells that it holds no more."""
         bias, scales = (None if part is None else part.data_ptr() for part in (self._bias, self._scales))
         matrix = Matrix(weight=self._weight.data_ptr(), bias=bias, rows=self._rows, cols=self._cols, scales=scales)
-        return matrix, HeldMemory(self._parts())
-
-    def _parts(self) -> list[Tensor]:
-        """The tensors whose addresses the kernels get."""
-        return [part for part in (self._weight, self._bias, self._scales) if part is not None]
+        return matrix, HeldMemory(self.tensors())
 
 
 def fast_linear(layer: nn.Module, *, is_shared: bool = False, quantization: Quantization | None = None) -> nn.Module:
@@ -138,7 +147,11 @@ def linear_layer(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
     return layer
 
 
+def fits_bfloat16(weight: Tensor) -> bool:
+    """Whether bfloat16 holds the numbers exactly."""
+    return torch.equal(weight.detach().to(torch.bfloat16).to(weight.dtype), weight)
+
+
 def _compact(weight: Tensor) -> Tensor:
     """The same numbers in bfloat16 where that holds them exactly."""
-    half = weight.detach().to(torch.bfloat16)
-    return half if torch.equal(half.to(weight.dtype), weight) else weight
+    return weight.detach().to(torch.bfloat16) if fits_bfloat16(weight) else weight

@@ -81,6 +81,26 @@ class PassArguments(Structure):
     )  # fmt: skip
 
 
+class DraftArguments(Structure):
+    """Draft trees of one shape, and how their tokens are chosen."""
+
+    _fields_ = (
+        *((name, c_int64) for name in ("num_sequences", "num_nodes", "num_candidates", "num_rows", "vocab")),
+        *((name, c_void_p) for name in (
+            "parents", "ranks", "draws", "inverse_temperature", "seeds", "root_positions", "tokens", "scores", "kinds",
+            "row_of", "rows",
+        )),
+    )  # fmt: skip
+
+
+class Draw(IntEnum):
+    """How the tokens of a sequence's draft are chosen."""
+
+    GREEDILY = 0
+    COUPLED = 1
+    SAMPLED = 2
+
+
 class Status(IntEnum):
     """What a kernel returns: 0, or why it has not begun."""
 
@@ -95,3 +115,5 @@ class Status(IntEnum):
     PARENTS = 8
     SEQUENCES = 9
     LOGIT_ROWS = 10
+    SHAPE = 11
+    DRAWS = 12

@@ -18,16 +18,18 @@ class Tops {
     tops_ = values > tops_ ? values : tops_;
     is_odd_ |= values != values;
   }
-  // The greatest; NaN where one was no number, or the greatest is not finite.
-  float value() const {
+  // The greatest; NaN where one was no number.
+  float greatest() const {
     float top = -INFINITY;
     bool is_odd = false;
     for (int i = 0; i < kLanes; ++i) {
       top = std::max(top, tops_[i]);
       is_odd |= is_odd_[i] != 0;
     }
-    return is_odd || !std::isfinite(top) ? NAN : top;
+    return is_odd ? NAN : top;
   }
+  // Likewise, and NaN where it is not finite.
+  float value() const { return std::isfinite(greatest()) ? greatest() : NAN; }
 
  private:
   Lanes tops_ = Lanes{} - INFINITY;
@@ -60,11 +62,16 @@ inline Word mixed(Word z) {
 
 constexpr uint64_t kGamma = 0x9E3779B97F4A7C15u;
 
-// The key of the target's token at a position; see `KeyedNoise._keys`, `Purpose.TARGET`, lane 0.
-inline uint64_t target_key(int64_t seed, int64_t position) {
+enum Purpose : uint64_t { kTarget = 0, kDraft = 2 };  // see `noise.Purpose`
+
+// The key of a number; see `KeyedNoise._keys`.
+inline uint64_t noise_key(int64_t seed, int64_t position, Purpose purpose, int64_t lane) {
   const uint64_t key = mixed(mixed(uint64_t(seed) + kGamma) ^ (uint64_t(position) * kGamma));
-  return mixed(key ^ 0x94D049BB133111EBu);
+  return mixed(key ^ ((uint64_t(lane) * 8 + purpose + 1) * 0x94D049BB133111EBu));
 }
+
+// The key of the target's token at a position.
+inline uint64_t target_key(int64_t seed, int64_t position) { return noise_key(seed, position, kTarget, 0); }
 
 inline Lanes logarithm(Lanes x) {  // natural, of positive normal numbers; relative error below 3e-7, and 1e-7 beside 1
   const IntLanes bits = reinterpret_cast<const IntLanes&>(x) - 0x3F3504F3;  // of the square root of a half

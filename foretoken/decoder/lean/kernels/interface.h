@@ -82,6 +82,25 @@ struct Pass {
   void* workspace;                       // of at least `foretoken_workspace_bytes`
 };
 
+// How the tokens of a sequence's draft are chosen, see `DraftDraws`; and how one was, see `DrawKind`.
+enum Draw : int64_t { kGreedily = 0, kCoupled = 1, kSampled = 2 };
+enum DrawKind : int64_t { kOneHot = 0, kIndependent = 1, kWithoutReplacement = 2 };
+
+// Draft trees of B sequences, all of one shape of N nodes: level by level, the children of a node side by side.
+struct Draft {
+  int64_t num_sequences, num_nodes;
+  int64_t num_candidates;            // greatest rank and one
+  int64_t num_rows, vocab;           // R, V: sizes of `rows`
+  const int64_t *parents, *ranks;    // (N,), of the shape
+  const int64_t* draws;              // (B,) `Draw`
+  const float* inverse_temperature;  // (B,), not read where a sequence is drafted greedily
+  const int64_t *seeds, *root_positions;  // (B,)
+  int64_t* tokens;                   // (B, N), of which the roots are there
+  float* scores;                     // (B, N), log-probability of the path down to a node; those of the roots are there
+  int64_t *kinds, *row_of;           // (B, N), of which the roots' are there; both may be null where `rows` is
+  float* rows;                       // (B, R, V) stated distributions; null where no sequence is sampled
+};
+
 }  // extern "C"
 
 // What a call returns: 0, or what of its arguments would have been read or written out of bounds. `structures.py` has the
@@ -98,4 +117,6 @@ enum class Status : int64_t {
   kParents = 8,
   kSequences = 9,
   kLogitRows = 10,
+  kShape = 11,
+  kDraws = 12,
 };

@@ -166,6 +166,18 @@ inline Lanes exponential(Lanes x) {  // relative error below 2e-7; 0 below -87
   return underflows ? Lanes{} : result;
 }
 
+inline bool any_of(IntLanes flags) {  // whether a comparison holds in some lane
+#if defined(__AVX512F__)
+  return _mm512_test_epi32_mask((__m512i)flags, (__m512i)flags) != 0;
+#elif defined(__AVX2__)
+  return _mm256_movemask_epi8((__m256i)flags) != 0;
+#else
+  bool result = false;
+  for (int i = 0; i < kLanes; ++i) result |= flags[i] != 0;
+  return result;
+#endif
+}
+
 inline Lanes silu(Lanes x) { return x / (1.0f + exponential(-x)); }
 
 inline Lanes gelu_tanh(Lanes x) {  // x (1 + tanh(u)) / 2 is x times the logistic function of 2 u

@@ -18,6 +18,18 @@ inline int64_t greatest_rows(const Model& model) {
 
 inline int64_t group_size(const Model& model) { return model.heads / model.kv_heads; }
 
+// Lays out a buffer of rows * cols elements behind `size` bytes from `base` on, which may be null: `size` becomes what it
+// ends at, or -1 where that is beyond what 64 bits count.
+template <class E>
+void take(void* base, int64_t& size, E*& part, int64_t rows, int64_t cols) {
+  part = base == nullptr ? nullptr : reinterpret_cast<E*>(static_cast<char*>(base) + size);
+  int64_t bytes;
+  if (size < 0 || __builtin_mul_overflow(rows, cols, &bytes) || __builtin_mul_overflow(bytes, int64_t(sizeof(E)), &bytes) ||
+      bytes > std::numeric_limits<int64_t>::max() - 63 || __builtin_add_overflow(size, aligned(bytes), &size)) {
+    size = -1;
+  }
+}
+
 // Buffers of a pass; `size` is what they take. T and W as of the decoder.
 template <class T, class W = T>
 struct Workspace {
@@ -82,12 +94,7 @@ struct Workspace {
  private:
   template <class E>
   void take(void* base, E*& part, int64_t rows, int64_t cols) {
-    part = base == nullptr ? nullptr : reinterpret_cast<E*>(static_cast<char*>(base) + size);
-    int64_t bytes;
-    if (size < 0 || __builtin_mul_overflow(rows, cols * int64_t(sizeof(E)), &bytes) ||
-        bytes > std::numeric_limits<int64_t>::max() - 63 || __builtin_add_overflow(size, aligned(bytes), &size)) {
-      size = -1;
-    }
+    ::take(base, size, part, rows, cols);
   }
 };
 

@@ -1,0 +1,102 @@
+"""What a draft head computes, and its weights: the description from which the native kernels draft.
+
+A head is K steps. Step i chooses the children of the nodes of depth i. With y what its LM head reads:
+
+- "feature" (Medusa): y is the feature, whatever the tokens are;
+- "path" (Hydra): y = a + silu(b), a and b the halves of first(u), u = [feature; embeddings of the tokens from the root
+  down to the node];
+- "state" (MLP speculator): y = gelu(norm(first(state of the parent) + embedding of the node's token)), which is also
+  the node's state; that of the root's parent is the feature.
+
+Then y <- y + silu(block(y)) for each block, and the logits are those of its LM head.
+
+Letters: E hidden size of the target, W width of y, V vocabulary, Vd rows of the LM heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
+
+
+class ScaledEmbedding(NamedTuple):
+    """Rows that are looked up by token.
+
+    Attributes:
+        weight: (V, E), or (V, W) where steps pass on a state.
+        scale: Factor of every row.
+    """
+
+    weight: Tensor
+    scale: float = 1.0
+
+
+class BiasedNorm(NamedTuple):
+    """x / rms(x) * weight + bias; both vectors (W,)."""
+
+    weight: Tensor
+    bias: Tensor
+    epsilon: float
+
+
+class LmHead(NamedTuple):
+    """A linear layer, and what its model does to logits: softcap * tanh(scale * logit / softcap).
+
+    Attributes:
+        layer: (..., W) to (..., Vd).
+        scale: 1 for none.
+        softcap: 0 for none.
+    """
+
+    layer: nn.Module
+    scale: float = 1.0
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeadStep:
+    """One step, see the module. Layers are as `fast_linear` gives them.
+
+    Attributes:
+        first: (..., (i + 2) E) to (..., 2 W) of "path"; (..., E), later (..., W), to (..., W) of "state".
+        norm: Of "state".
+        embedding: Of "path" and "state".
+        blocks: (..., W) to (..., W).
+        head: Gives the logits.
+    """
+
+    first: nn.Module | None = None
+    norm: BiasedNorm | None = None
+    embedding: ScaledEmbedding | None = None
+    blocks: Sequence[nn.Module] = ()
+    head: LmHead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class HeadSteps:
+    """A head.
+
+    Attributes:
+        kind: See the module.
+        hidden_size: E.
+        width: W.
+        vocab_size: V.
+        steps: K steps.
+        token_map: (Vd,) int64, the token of each row of the LM heads, or None where they are the vocabulary.
+        feature_rms: Root mean square that features of "state" are scaled to, 0 to leave them as they are.
+        feature_epsilon: Added to their mean square.
+    """
+
+    kind: Literal["feature", "path", "state"]
+    hidden_size: int
+    width: int
+    vocab_size: int
+    steps: Sequence[HeadStep]
+    token_map: Tensor | None = None
+    feature_rms: float = 0.0
+    feature_epsilon: float = 0.0

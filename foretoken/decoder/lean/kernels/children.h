@@ -1,0 +1,301 @@
+// The children of the nodes of draft trees, a level at a time, chosen from logits as `TreeExpansion.expand` chooses them.
+//
+// A row of logits is divided into parts, so that all threads share even a single one. What comes of a row depends on its
+// parts and not on the threads.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include <omp.h>
+
+#include "barrier.h"
+#include "choice.h"
+#include "elementwise.h"
+#include "interface.h"
+#include "vectors.h"
+#include "workspace.h"
+
+namespace {
+
+constexpr int64_t kMostParts = 16, kLeastPart = 512;  // parts of a row of logits, and elements of one
+
+inline int64_t part_size(int64_t width) {  // whole registers
+  return (std::max((width + kMostParts - 1) / kMostParts, kLeastPart) + kLanes - 1) / kLanes * kLanes;
+}
+
+// The greatest of some keys in order, the one that came first among equals.
+class Best {
+ public:
+  Best(float* keys, int64_t* tokens, int64_t size) : keys_(keys), tokens_(tokens), size_(size) {}
+  bool may_take(Lanes keys) const { return count_ < size_ || any_of(keys > keys_[size_ - 1]); }
+  void take(float key, int64_t token) {
+    if (count_ == size_ && !(key > keys_[size_ - 1])) return;
+    int64_t i = count_ < size_ ? count_++ : size_ - 1;
+    for (; i > 0 && key > keys_[i - 1]; --i) {
+      keys_[i] = keys_[i - 1];
+      tokens_[i] = tokens_[i - 1];
+    }
+    keys_[i] = key;
+    tokens_[i] = token;
+  }
+  int64_t count() const { return count_; }
+
+ private:
+  float* const keys_;
+  int64_t* const tokens_;
+  const int64_t size_;
+  int64_t count_ = 0;
+};
+
+// Buffers of `Children`; `size` is what they take, -1 where that is beyond what 64 bits count.
+struct ChildrenSpace {
+  int64_t *levels;        // (N + 1,), where the nodes of each level begin
+  int64_t *first;         // (N + 1,), where the children of each node begin, which stand side by side
+  int64_t *inner;         // (N,), the nodes that have children
+  int64_t *inner_levels;  // (N + 1,), where those of each level begin
+  // Of each sequence, node of a level that has children, and part of a row:
+  float *tops, *sums;     // the greatest scaled logit, and the sum of exp of all of them less that
+  float *keys;            // of the candidates, in descending order
+  int64_t *candidates, *counts;
+  float *row_tops, *factors;  // of a whole row, NaN where nothing can be drawn from it; 1 / its sum
+  int64_t size = 0;
+
+  ChildrenSpace(const Draft& draft, int64_t width, void* base) {
+    const int64_t N = draft.num_nodes, parts = (width + part_size(width) - 1) / part_size(width);
+    int64_t rows = 1;  // nodes that have children, of all sequences
+    for (int64_t i = 2; i < N; ++i) rows += draft.parents[i] != draft.parents[i - 1];
+    if (__builtin_mul_overflow(draft.num_sequences, rows, &rows)) size = -1;
+    for (int64_t** each : {&levels, &first, &inner, &inner_levels}) take(base, *each, N + 1, 1);
+    for (float** each : {&tops, &sums}) take(base, *each, rows, parts);
+    take(base, counts, rows, parts);
+    take(base, keys, rows, parts * draft.num_candidates);
+    take(base, candidates, rows, parts * draft.num_candidates);
+    for (float** each : {&row_tops, &factors}) take(base, *each, rows, 1);
+  }
+
+ private:
+  template <class E>
+  void take(void* base, E*& part, int64_t rows, int64_t cols) {
+    ::take(base, size, part, rows, cols);
+  }
+};
+
+// Whether the shape is one, and what is said of the sequences is known. is_shared: see `Children::choose`.
+inline Status check_draft(const Draft& draft, int64_t width, bool is_shared = false) {
+  if (draft.parents == nullptr || draft.ranks == nullptr || draft.draws == nullptr || draft.inverse_temperature == nullptr ||
+      draft.seeds == nullptr || draft.root_positions == nullptr || draft.tokens == nullptr || draft.scores == nullptr ||
+      (draft.rows != nullptr && (draft.kinds == nullptr || draft.row_of == nullptr))) {
+    return Status::kMissing;
+  }
+  if (draft.num_nodes < 1 || draft.parents[0] != -1 || draft.num_candidates < 1 || draft.num_candidates > width ||
+      width > draft.vocab) {
+    return Status::kShape;
+  }
+  int64_t num_inner = 0, depth = 0, level = 0;  // level: the first node of the deepest one so far
+  for (int64_t i = 1; i < draft.num_nodes; ++i) {
+    const int64_t parent = draft.parents[i];
+    const bool is_first = parent != draft.parents[i - 1];
+    if (parent < std::max<int64_t>(draft.parents[i - 1], 0) || parent >= i) return Status::kShape;
+    if (draft.ranks[i] < (is_first ? 0 : draft.ranks[i - 1] + 1) || draft.ranks[i] >= draft.num_candidates) return Status::kShape;
+    num_inner += is_first;
+    if (parent >= level) {
+      level = i;
+      ++depth;
+    }
+  }
+  if (draft.rows != nullptr && draft.num_rows < (is_shared ? depth : num_inner)) return Status::kShape;
+  for (int64_t s = 0; s < draft.num_sequences; ++s) {
+    if (draft.draws[s] < kGreedily || draft.draws[s] > kSampled) return Status::kDraws;
+    if (draft.draws[s] == kSampled && draft.rows == nullptr) return Status::kMissing;
+  }
+  return Status::kDone;
+}
+
+class Children {
+ public:
+  // width: logits of a row that count, at most the vocabulary; stride: from one row to the next.
+  Children(const Draft& draft, int64_t width, int64_t stride, void* workspace)
+      : draft_(draft),
+        width_(width),
+        stride_(stride),
+        part_(part_size(width)),
+        parts_((width + part_ - 1) / part_),
+        space_(draft, width, workspace) {
+    const int64_t N = draft.num_nodes;
+    int64_t num_inner = 0, next = 1;
+    space_.levels[0] = 0;
+    space_.inner_levels[0] = 0;
+    for (int64_t begin = 0, end = 1; begin < N; begin = end, end = next) {
+      for (int64_t node = begin; node < end; ++node) {
+        space_.first[node] = next;
+        while (next < N && draft.parents[next] == node) ++next;
+        if (next > space_.first[node]) space_.inner[num_inner++] = node;
+      }
+      space_.levels[++depth_] = end;
+      space_.inner_levels[depth_] = num_inner;
+    }
+    --depth_;
+    space_.first[N] = N;
+  }
+
+  int64_t depth() const { return depth_; }  // of the deepest node
+  int64_t level(int64_t depth) const { return space_.levels[depth]; }  // the first node of a depth
+  int64_t num_inner(int64_t depth) const { return space_.inner_levels[depth + 1] - space_.inner_levels[depth]; }
+  int64_t inner(int64_t depth, int64_t i) const { return space_.inner[space_.inner_levels[depth] + i]; }  // node i of them
+
+  // Chooses the children of all nodes of one depth that have some, all threads together. The tokens are there when it is
+  // over, the stated distributions after the next barrier.
+  //
+  // logits: a row for each sequence and node that has children, or, where `is_shared`, one row for each sequence.
+  void choose(int64_t depth, const float* logits, bool is_shared) const {
+    const int64_t P = num_inner(depth), looks = draft_.num_sequences * P;
+    share(looks * parts_, [&](int64_t unit) { scan(depth, logits, is_shared, unit / parts_, unit % parts_); });
+    barrier_.wait();
+    share(looks, [&](int64_t look) { settle(depth, logits, is_shared, look); });
+    barrier_.wait();
+    if (draft_.rows == nullptr) return;
+    share(looks * parts_, [&](int64_t unit) {
+      if (!is_shared || unit / parts_ % P == 0) state(depth, logits, is_shared, unit / parts_, unit % parts_);
+    });
+  }
+
+ private:
+  // One row of logits as one node of one sequence looks at it.
+  struct Look {
+    int64_t sequence, node, place, source;  // source: the look whose candidates are its own
+    const float* logits;
+    float scale;
+    bool is_noisy;
+    uint64_t key;
+    int64_t num_candidates;
+};
+
+  Look look_at(int64_t depth, const float* logits, bool is_shared, int64_t index) const {
+    const int64_t P = num_inner(depth), s = index / P, place = index % P, node = inner(depth, place);
+    const int64_t draw = draft_.draws[s], last = space_.first[node + 1] - 1;
+    const bool is_everybodys = is_shared && draw != kSampled;
+    const uint64_t key = draw == kSampled ? noise_key(draft_.seeds[s], draft_.root_positions[s], kDraft, node)
+                                          : target_key(draft_.seeds[s], draft_.root_positions[s] + depth + 1);
+    return {
+        s,
+        node,
+        place,
+        is_everybodys ? s * P : index,
+        logits + (is_shared ? s : index) * stride_,
+        draw == kGreedily ? 1.0f : draft_.inverse_temperature[s],
+        draw != kGreedily,
+        key,
+        draw == kSampled ? last - space_.first[node] + 1 : is_everybodys ? draft_.num_candidates : draft_.ranks[last] + 1,
+    };
+  }
+
+  // The candidates of one part of a row.
+  void scan(int64_t depth, const float* logits, bool is_shared, int64_t index, int64_t part) const {
+    const Look look = look_at(depth, logits, is_shared, index);
+    if (look.source != index) return;
+    const int64_t at = index * parts_ + part, begin = part * part_, end = std::min(begin + part_, width_);
+    Best best(space_.keys + at * draft_.num_candidates, space_.candidates + at * draft_.num_candidates, look.num_candidates);
+    Tops tops;
+    for (int64_t k = begin; k < end; k += kLanes) {
+      const Lanes values = load_filled(look.logits, k, end) * look.scale;
+      tops.take(values);
+      const Lanes keys = look.is_noisy ? values + gumbel(look.key, uint64_t(k)) : values;
+      if (!best.may_take(keys)) continue;
+      for (int64_t i = 0; i < std::min<int64_t>(kLanes, end - k); ++i) best.take(keys[i], k + i);
+    }
+    const float top = tops.greatest();
+    Lanes sum{};
+    if (std::isfinite(top)) {
+      for (int64_t k = begin; k < end; k += kLanes) sum += exponential(load_filled(look.logits, k, end) * look.scale - top);
+    }
+    space_.tops[at] = top;
+    space_.sums[at] = sum_of_lanes(sum);
+    space_.counts[at] = best.count();
+  }
+
+  // Tokens, scores and kinds of the children of one node, from the candidates of all parts.
+  void settle(int64_t depth, const float* logits, bool is_shared, int64_t index) const {
+    const Look look = look_at(depth, logits, is_shared, index);
+    const int64_t at = look.source * parts_;
+    float top = -INFINITY, sum = 0;
+    bool is_odd = false;
+    for (int64_t part = at; part < at + parts_; ++part) {
+      is_odd |= std::isnan(space_.tops[part]);
+      top = std::max(top, space_.tops[part]);
+    }
+    if (is_odd || !std::isfinite(top)) top = NAN;
+    for (int64_t part = at; part < at + parts_; ++part) sum += space_.sums[part] * std::exp(space_.tops[part] - top);
+    space_.row_tops[index] = top;
+    space_.factors[index] = 1.0f / sum;
+    int64_t taken[kMostParts] = {};
+    int64_t child = space_.first[look.node], rank = 0;
+    const int64_t begin = child, end = space_.first[look.node + 1];
+    for (; child < end; ++rank) {
+      const int64_t token = next_candidate(at, taken);
+      if (rank == (draft_.draws[look.sequence] == kSampled ? child - begin : draft_.ranks[child])) {
+        put(depth, look, is_shared, child++, token, top, sum, end - begin == 1);
+      }
+    }
+  }
+
+  // The next best candidate of the parts, of which so many were taken from each.
+  int64_t next_candidate(int64_t at, int64_t (&taken)[kMostParts]) const {
+    int64_t best = -1;
+    float key = 0;
+    for (int64_t i = 0; i < parts_; ++i) {
+      if (taken[i] == space_.counts[at + i]) continue;
+      const float other = space_.keys[(at + i) * draft_.num_candidates + taken[i]];
+      if (best >= 0 && !(other > key)) continue;
+      best = i;
+      key = other;
+    }
+    return space_.candidates[(at + best) * draft_.num_candidates + taken[best]++];
+  }
+
+  void put(int64_t depth, const Look& look, bool is_shared, int64_t child, int64_t token, float top, float sum, bool is_only) const {
+    const int64_t to = look.sequence * draft_.num_nodes + child, parent = look.sequence * draft_.num_nodes + look.node;
+    const float distance = look.logits[token] * look.scale - top;
+    draft_.tokens[to] = token;
+    draft_.scores[to] = draft_.scores[parent] + (distance - std::log(sum));
+    if (draft_.rows == nullptr) return;
+    // A token without a chance in the stated distribution is a choice, not a draw. What is below the normal numbers may be
+    // flushed to zero.
+    const bool is_drawn = draft_.draws[look.sequence] == kSampled &&
+                          (exponential(Lanes{} + distance) * (1.0f / sum))[0] >= std::numeric_limits<float>::min();
+    draft_.kinds[to] = !is_drawn ? kOneHot : is_only ? kIndependent : kWithoutReplacement;
+    draft_.row_of[to] = is_drawn ? row_of(depth, is_shared, look.place) : -1;
+  }
+
+  // One part of the distribution that a look's children were drawn from.
+  void state(int64_t depth, const float* logits, bool is_shared, int64_t index, int64_t part) const {
+    const Look look = look_at(depth, logits, is_shared, index);
+    float* row = draft_.rows + (look.sequence * draft_.num_rows + row_of(depth, is_shared, look.place)) * draft_.vocab;
+    const float top = space_.row_tops[index], factor = space_.factors[index];
+    const int64_t begin = part * part_, end = std::min(begin + part_, width_);
+    if (part == parts_ - 1) std::fill(row + width_, row + draft_.vocab, 0.0f);
+    if (std::isnan(top)) return std::fill(row + begin, row + end, 0.0f);
+    for (int64_t k = begin; k < end; k += kLanes) {
+      const Lanes probs = exponential(load_filled(look.logits, k, end) * look.scale - top) * factor;
+      if (k + kLanes <= end) {
+        store_lanes(row + k, probs);
+      } else {
+        for (int64_t i = 0; k + i < end; ++i) row[k + i] = probs[i];
+      }
+    }
+  }
+
+  int64_t row_of(int64_t depth, bool is_shared, int64_t place) const {
+    return is_shared ? depth : space_.inner_levels[depth] + place;
+  }
+
+  const Draft& draft_;
+  const int64_t width_, stride_, part_, parts_;
+  const ChildrenSpace space_;
+  int64_t depth_ = 0;
+  mutable Barrier barrier_;
+};
+
+}  // namespace

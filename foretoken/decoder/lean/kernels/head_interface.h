@@ -1,0 +1,45 @@
+// What the kernels are told of a draft head, in the memory layout of `head_structures.py`.
+#pragma once
+
+#include <cstdint>
+
+#include "interface.h"
+
+extern "C" {
+
+// A matrix in its own dtype, and its bias; without a weight there is none.
+struct HeadMatrix {
+  Matrix matrix;
+  int64_t is_bfloat16;
+};
+
+enum HeadKind : int64_t {
+  kFromFeature = 0,  // Medusa: every step reads the feature alone
+  kFromPath = 1,     // Hydra: [feature; embeddings of the tokens drafted before]
+  kFromState = 2,    // MLP speculator: the state of the parent node, and the embedding of its own token
+};
+
+// One step, for the children of the nodes of one depth. With y what the LM head reads:
+//   kFromFeature: y = feature
+//   kFromPath:    a, b = halves of first(u), u the concatenation; y = a + silu(b)
+//   kFromState:   y = gelu(norm(first(state) + embedding_scale * embedding)), which is also the state
+// Then y <- y + silu(block(y)) for every block, and logits = lm_head(y), scaled and capped.
+struct HeadStep {
+  HeadMatrix first, lm_head;
+  Norm norm;                      // RMS norm with a bias
+  const HeadMatrix* blocks;
+  int64_t num_blocks;
+  const void* embedding;          // (num_tokens, E or W)
+  int64_t num_tokens, embedding_is_bfloat16;
+  float embedding_scale;
+  float logit_scale, logit_softcap;  // no scale: 1, no cap: 0
+};
+
+struct Head {
+  int64_t kind, num_steps, hidden, width, vocab;  // E, W and V, the width of logits
+  const int64_t* token_map;                       // the token of each row of the LM heads; or null, for the same number
+  float feature_rms, feature_epsilon;             // kFromState: root mean square that features are scaled to; as they are: 0
+  const HeadStep* steps;
+};
+
+}  // extern "C"

@@ -1,0 +1,221 @@
+// The steps of draft heads (Medusa, Hydra, MLP speculator): logits after the nodes of one level of a draft.
+//
+// Every matrix has a dtype of its own; what stands between two of them is float32.
+//
+// Letters: B sequences, P nodes of a level that have children, M rows of a level: B * P, or B where tokens are not read;
+// N nodes of a draft, E hidden size of the target, W width of what LM heads read, V vocabulary.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include <omp.h>
+
+#include "barrier.h"
+#include "children.h"
+#include "elementwise.h"
+#include "gemm.h"
+#include "head_interface.h"
+#include "head_space.h"
+#include "interface.h"
+#include "vectors.h"
+
+namespace {
+
+inline bool have_one_head(const HeadStep& a, const HeadStep& b) {
+  const Matrix &own = a.lm_head.matrix, &other = b.lm_head.matrix;
+  return own.weight == other.weight && own.bias == other.bias && a.logit_scale == b.logit_scale && a.logit_softcap == b.logit_softcap;
+}
+
+class HeadSteps {
+ public:
+  // features: (B, E), what the first step starts from. The tokens of a level are chosen before its step.
+  HeadSteps(const Head& head, const Draft& draft, const Children& children, const float* features, const HeadSpace& space)
+      : head_(head), draft_(draft), children_(children), features_(features), space_(space) {
+    for (int64_t d = 0; d < children.depth(); ++d) {
+      for (int64_t p = 0; p < children.num_inner(d); ++p) space.places[children.inner(d, p)] = p;
+    }
+  }
+
+  // Rows of logits that are there at once: those of the widest level, or of all levels where tokens are not read.
+  int64_t most_rows() const {
+    int64_t most = head_.kind == kFromFeature ? children_.depth() : 0;
+    for (int64_t d = 0; d < children_.depth() && head_.kind != kFromFeature; ++d) most = std::max(most, children_.num_inner(d));
+    return draft_.num_sequences * most;
+  }
+
+  // Fills the trees, a level after another. All threads together.
+  void run() const {
+    const int64_t B = draft_.num_sequences, depth = children_.depth();
+    const bool is_shared = head_.kind == kFromFeature;
+    if (is_shared) run_all();
+    for (int64_t d = 0; d < depth; ++d) {
+      if (!is_shared) {
+        set_hidden(d, space_.states[d % 2]);
+        finish(head_.steps[d], rows(d), space_.states[d % 2], space_.logits);
+      }
+      children_.choose(d, space_.logits + (is_shared ? d * B * head_.vocab : 0), is_shared);
+    }
+  }
+
+ private:
+  // Rows of logits of a level: one for each node, or one for each sequence where tokens are not read.
+  int64_t rows(int64_t depth) const {
+    return draft_.num_sequences * (head_.kind == kFromFeature ? 1 : children_.num_inner(depth));
+  }
+
+  // Logits of all levels, which read no tokens: an LM head that several of them share is read once.
+  void run_all() const {
+    const int64_t B = draft_.num_sequences, W = head_.width, depth = children_.depth();
+    float* hidden = space_.states[0];
+    for (int64_t d = 0; d < depth; ++d) set_hidden(d, hidden + d * B * W);
+    for (int64_t d = 0, last; d < depth; d = last) {
+      for (last = d + 1; last < depth && have_one_head(head_.steps[d], head_.steps[last]);) ++last;
+      finish(head_.steps[d], (last - d) * B, hidden + d * B * W, space_.logits + d * B * head_.vocab);
+    }
+  }
+
+  // What the LM head reads at the rows of a level, sequence by sequence. Ends with a barrier.
+  void set_hidden(int64_t depth, float* hidden) const {
+    const HeadStep& step = head_.steps[depth];
+    const int64_t M = rows(depth), W = head_.width;
+    switch (head_.kind) {
+      case kFromPath:
+        project(step.first, M, [&](int64_t m, const auto& inputs) { put_path(depth, m, inputs); }, space_.wide);
+        add_activated(M, space_.wide, space_.wide + W, 2 * W, hidden);
+        break;
+      case kFromState:
+        project(step.first, M, [&](int64_t m, const auto& inputs) { put_state(depth, m, inputs); }, space_.wide);
+        share(M, [&](int64_t m) { take_token(depth, m, space_.wide + m * W, hidden + m * W); });
+        break;
+      default: share(M, [&](int64_t m) { std::copy_n(features_ + m * W, W, hidden + m * W); });
+    }
+    barrier_.wait();
+    for (int64_t i = 0; i < step.num_blocks; ++i) {
+      project(step.blocks[i], M, PutRows{hidden, W}, space_.wide);
+      add_activated(M, hidden, space_.wide, W, hidden);
+      barrier_.wait();
+    }
+  }
+
+  // The LM head, with what the target does to its logits.
+  void finish(const HeadStep& step, int64_t M, const float* hidden, float* logits) const {
+    const int64_t V = head_.vocab, W = head_.width;
+    const bool is_plain = head_.token_map == nullptr && step.logit_scale == 1.0f && step.logit_softcap == 0.0f;
+    if (is_plain) return project(step.lm_head, M, PutRows{hidden, W}, logits);
+    // `linear` has a barrier before it emits.
+    share(head_.token_map == nullptr ? 0 : M, [&](int64_t m) { std::fill_n(logits + m * V, V, -INFINITY); });
+    linear(step.lm_head, M, PutRows{hidden, W}, [&](int64_t m, int64_t n, auto count, const float* values) {
+      for (int i = 0; i < count; ++i) {
+        const float value = values[i] * step.logit_scale, cap = step.logit_softcap;
+        logits[m * V + (head_.token_map == nullptr ? n + i : head_.token_map[n + i])] =
+            cap > 0 ? std::tanh(value / cap) * cap : value;
+      }
+    });
+  }
+
+  // [feature; embeddings of the tokens from the root down to the node].
+  template <class T>
+  void put_path(int64_t depth, int64_t m, const Inputs<T>& inputs) const {
+    const int64_t E = head_.hidden, sequence = m / children_.num_inner(depth);
+    put_row(inputs, m, 0, features_ + sequence * E, E, 1.0f);
+    int64_t node = node_of(depth, m);
+    for (int64_t d = depth; d >= 0; --d, node = draft_.parents[node]) {
+      with_embedding(head_.steps[depth], sequence, node, [&](const auto* row) {
+        put_row(inputs, m, (d + 1) * E, row, E, head_.steps[depth].embedding_scale);
+      });
+    }
+  }
+
+  // What the step before left of the parent, or the feature.
+  template <class T>
+  void put_state(int64_t depth, int64_t m, const Inputs<T>& inputs) const {
+    const int64_t sequence = m / children_.num_inner(depth), K = depth == 0 ? head_.hidden : head_.width;
+    const float* row = features_ + sequence * K;
+    if (depth == 0) {
+      const float scale = head_.feature_rms;
+      return put_row(inputs, m, 0, row, K, scale > 0 ? scale * norm_factor(row, K, head_.feature_epsilon) : 1.0f);
+    }
+    const int64_t parent = space_.places[draft_.parents[node_of(depth, m)]];
+    row = space_.states[(depth - 1) % 2] + (sequence * children_.num_inner(depth - 1) + parent) * K;
+    put_row(inputs, m, 0, row, K, 1.0f);
+  }
+
+  // out = base + silu(gated), rows of W elements; those of `gated` begin every `stride`, and so do those of another base.
+  void add_activated(int64_t M, const float* base, const float* gated, int64_t stride, float* out) const {
+    const int64_t W = head_.width, portions = portions_of(W);
+    share(M * portions, [&](int64_t unit) {
+      const int64_t m = unit / portions, end = std::min(unit % portions * kPortion + kPortion, W);
+      const float *x = base + m * (base == out ? W : stride), *y = gated + m * stride;
+      int64_t k = unit % portions * kPortion;
+      for (; k + kLanes <= end; k += kLanes) store_lanes(out + m * W + k, load_lanes(x + k) + silu(load_lanes(y + k)));
+      for (; k < end; ++k) out[m * W + k] = x[k] + silu(Lanes{} + y[k])[0];
+    });
+  }
+
+  // gelu(norm(projected + scale * embedding)); changes `projected`.
+  void take_token(int64_t depth, int64_t m, float* projected, float* out) const {
+    const HeadStep& step = head_.steps[depth];
+    const int64_t W = head_.width;
+    with_embedding(step, m / children_.num_inner(depth), node_of(depth, m), [&](const auto* row) {
+      for (int64_t k = 0; k < W; ++k) projected[k] += to_float(row[k]) * step.embedding_scale;
+    });
+    const float factor = norm_factor(projected, W, step.norm.epsilon);
+    for (int64_t k = 0; k < W; ++k) {
+      const float x = std::fma(projected[k] * factor, step.norm.weight[k], step.norm.bias[k]);
+      out[k] = 0.5f * x * (1.0f + std::erf(x * 0.7071067811865476f));
+    }
+  }
+
+  // work(row), row: the embedding of a node's token.
+  template <class Work>
+  void with_embedding(const HeadStep& step, int64_t sequence, int64_t node, Work&& work) const {
+    const int64_t E = head_.kind == kFromPath ? head_.hidden : head_.width;
+    const int64_t first = draft_.tokens[sequence * draft_.num_nodes + node] * E;
+    if (step.embedding_is_bfloat16) {
+      work(static_cast<const Bfloat16*>(step.embedding) + first);
+    } else {
+      work(static_cast<const float*>(step.embedding) + first);
+    }
+  }
+
+  int64_t node_of(int64_t depth, int64_t m) const { return children_.inner(depth, m % children_.num_inner(depth)); }
+
+  // out (M, rows) = M inputs times the transposed matrix; put(m, inputs) sets one of them. Ends with a barrier.
+  template <class Put>
+  void project(const HeadMatrix& matrix, int64_t M, Put&& put, float* out) const {
+    const int64_t N = matrix.matrix.rows;
+    linear(matrix, M, put, [&](int64_t m, int64_t n, auto count, const float* values) {
+      for (int i = 0; i < count; ++i) out[m * N + n + i] = values[i];
+    });
+  }
+
+  // The same with what takes the outputs, see `multiply`.
+  template <class Put, class Emit>
+  void linear(const HeadMatrix& matrix, int64_t M, Put&& put, Emit&& emit) const {
+    if (matrix.matrix.scales != nullptr) {
+      linear_in<Int8>(matrix.matrix, M, put, emit);
+    } else {
+      matrix.is_bfloat16 ? linear_in<Bfloat16>(matrix.matrix, M, put, emit) : linear_in<float>(matrix.matrix, M, put, emit);
+    }
+    barrier_.wait();
+  }
+
+  template <class T, class Put, class Emit>
+  void linear_in(const Matrix& matrix, int64_t M, Put&& put, Emit&& emit) const {
+    const Inputs<T> inputs(reinterpret_cast<typename Inputs<T>::Token*>(space_.inputs), matrix.cols, M == 1);
+    share(M, [&](int64_t m) { put(m, inputs); });
+    barrier_.wait();
+    multiply(matrix, inputs, M, emit);
+  }
+
+  const Head& head_;
+  const Draft& draft_;
+  const Children& children_;
+  const float* features_;
+  const HeadSpace& space_;
+  mutable Barrier barrier_;
+};
+
+}  // namespace

@@ -1,0 +1,50 @@
+"""How drafts are chosen, kept from one proposal to the next: the requests of a batch mostly stay, positions move on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from foretoken.core.backend import integers_on
+from foretoken.sampling.draft_draws import DraftDraws
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch import Tensor
+
+    from foretoken.drafters.base import DraftContext
+
+
+class KeptDraws:
+    """The draws of the last proposal."""
+
+    def __init__(self, *, greedy: bool) -> None:
+        """Nothing is kept yet; greedy: whether all requests are drafted greedily."""
+        self._is_greedy = greedy
+        self._draws: DraftDraws | None = None
+        self._are_coupled: list[bool] = []
+
+    def of(self, context: DraftContext, rows: Sequence[int], device: torch.device) -> tuple[Tensor, DraftDraws]:
+        """Roots and draws of some sequences of a batch.
+
+        Args:
+            context: Of the whole batch.
+            rows: B of its sequences, ascending.
+            device: Where trees lie.
+
+        Returns:
+            (B,) int64 root tokens, and the draws of these sequences.
+        """
+        last = [[tokens[-1], len(tokens) - 1] for tokens in (context.tokens[row] for row in rows)]
+        roots, positions = integers_on(last, device).T.contiguous().unbind()
+        sampling, are_coupled = context.sampling, [context.is_coupled[row] for row in rows]
+        if len(rows) < len(context.slots):
+            sampling = sampling.select(torch.tensor(rows, device=device))
+        draws = self._draws
+        if draws is None or draws.batch is not sampling or self._are_coupled != are_coupled:
+            draws = DraftDraws.build(sampling, are_coupled, positions, greedy=self._is_greedy)
+            self._draws, self._are_coupled = draws, are_coupled
+        return roots, replace(draws, root_positions=positions)

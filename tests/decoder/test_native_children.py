@@ -1,0 +1,235 @@
+"""Children that the native kernels choose: those of `TreeExpansion.expand`, for every kind of draw and shape."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foretoken.core.errors import PassError
+from foretoken.core.sampling_params import SamplingParams
+from foretoken.core.token_tree import DrawKind, TokenTree
+from foretoken.decoder.lean.native_children import NativeDraft, can_draft, choose_children
+from foretoken.sampling.batch import SamplingBatch, SamplingRequest
+from foretoken.sampling.draft_draws import DraftDraws
+from foretoken.trees.choices import TreeShape
+from foretoken.trees.expansion import TreeExpansion
+
+POSITION = 9
+DISTRIBUTION = torch.tensor([0.4, 0.3, 0.2, 0.1])
+KINDS = {"greedy": (0.0, False), "coupled": (0.8, True), "sampled": (1.3, False)}
+
+
+def draws(kinds: list[str], vocab_size: int) -> DraftDraws:
+    """One request of each kind."""
+    requests = [
+        SamplingRequest(params=SamplingParams(temperature=KINDS[kind][0]), seed=seed - 3)
+        for seed, kind in enumerate(kinds)
+    ]
+    batch = SamplingBatch.build(requests, vocab_size)
+    return DraftDraws.build(batch, [KINDS[kind][1] for kind in kinds], POSITION + torch.arange(len(kinds)))
+
+
+def expanded(
+    shape: TreeShape, chosen: DraftDraws, logits: list[Tensor], *, is_native: bool, vocab_size: int, is_shared: bool
+) -> TokenTree:
+    """The tree of given logits: (B, P, W) for each depth."""
+    count = logits[0].shape[0]
+    expansion = TreeExpansion(shape, torch.full((count,), 7), chosen)
+    if is_native:
+        assert can_draft(expansion, vocab_size)
+        draft = NativeDraft(expansion, vocab_size, is_shared=is_shared)
+        for depth in range(shape.depth):
+            choose_children(draft, depth, logits[depth], is_shared=is_shared)
+    else:
+        for depth in range(shape.depth):
+            padded = torch.full((*logits[depth].shape[:2], vocab_size), float("-inf"))
+            width = min(vocab_size, logits[depth].shape[2])
+            padded[..., :width] = logits[depth][..., :width]
+            expansion.expand(expansion.parents_at(depth), padded)
+    return expansion.finish(range(count), [shape.depth] * count, [7] * count)
+
+
+def logits_for(shape: TreeShape, batch: int, width: int, *, is_shared: bool, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    inner = sorted(set(shape.parents) - {-1})
+    rows = [1 if is_shared else sum(shape.depths[node] == depth for node in inner) for depth in range(shape.depth)]
+    return [4 * torch.randn(batch, count, width, generator=generator) for count in rows]
+
+
+def assert_same(ours: TokenTree, theirs: TokenTree) -> None:
+    """The same tokens and kinds; scores and stated distributions up to rounding."""
+    ours.validate()
+    assert ours.scores is not None
+    assert theirs.scores is not None
+    assert torch.equal(ours.tokens, theirs.tokens)
+    torch.testing.assert_close(ours.scores, theirs.scores, rtol=2e-6, atol=2e-5)
+    assert (ours.distributions is None) == (theirs.distributions is None)
+    if ours.distributions is not None and theirs.distributions is not None:
+        assert torch.equal(ours.distributions.kinds, theirs.distributions.kinds)
+        assert torch.equal(ours.distributions.row_of, theirs.distributions.row_of)
+        torch.testing.assert_close(ours.distributions.rows, theirs.distributions.rows, rtol=1e-5, atol=1e-7)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> TreeShape:
+    """Shapes of a few levels, with gaps among the ranks."""
+    level: list[tuple[int, ...]] = [()]
+    choices: list[tuple[int, ...]] = []
+    for _ in range(draw(st.integers(1, 4))):
+        level = [(*choice, rank) for choice in level for rank in sorted(draw(st.sets(st.integers(0, 6), max_size=3)))]
+        choices += level
+        level = level[: draw(st.integers(1, 4))]
+    return TreeShape.from_choices(choices or [(0,)])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    shape=shapes(), kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=4),
+    vocab_size=st.sampled_from([7, 16, 33, 700, 1111]), narrower=st.integers(-9, 9), is_shared=st.booleans(),
+    seed=st.integers(0, 99), threads=st.sampled_from([1, 2, 3]),
+)  # fmt: skip
+def test_children_are_those_of_the_torch_path(
+    shape: TreeShape, kinds: list[str], vocab_size: int, narrower: int, is_shared: bool, seed: int, threads: int
+) -> None:
+    """Any shape, batch, mix of draws and width of the logits; one row a node or one a level."""
+    width = max(7, vocab_size - narrower)
+    logits = logits_for(shape, len(kinds), width, is_shared=is_shared, seed=seed)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ours, theirs = (
+            expanded(
+                shape, draws(kinds, vocab_size), logits, is_native=is_native, vocab_size=vocab_size, is_shared=is_shared
+            )
+            for is_native in (True, False)
+        )
+    finally:
+        torch.set_num_threads(before)
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_row_of_logits_for_more_nodes_than_levels(kind: str) -> None:
+    """There are as many stated distributions as levels then, fewer than nodes with children."""
+    shape = TreeShape.cartesian((3, 2, 2))
+    logits = logits_for(shape, 2, 33, is_shared=True)
+    ours, theirs = (
+        expanded(shape, draws([kind] * 2, 33), logits, is_native=is_native, vocab_size=33, is_shared=True)
+        for is_native in (True, False)
+    )
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_threads_change_no_bit(kind: str) -> None:
+    shape = TreeShape.cartesian((3, 2))
+    logits = logits_for(shape, 2, 5000, is_shared=False)
+    before, trees = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            trees.append(
+                expanded(shape, draws([kind] * 2, 5000), logits, is_native=True, vocab_size=5000, is_shared=False)
+            )
+    finally:
+        torch.set_num_threads(before)
+    for other in trees[1:]:
+        assert torch.equal(trees[0].tokens, other.tokens)
+        assert torch.equal(trees[0].scores, other.scores)  # type: ignore[arg-type]
+        if trees[0].distributions is not None and other.distributions is not None:
+            assert torch.equal(trees[0].distributions.rows, other.distributions.rows)
+
+
+def test_equal_logits_are_taken_from_the_lowest_token_on() -> None:
+    """Also across the parts of a row that threads share."""
+    logits = torch.zeros(1, 1, 3000)
+    logits[..., 2500:] = 1.0
+    logits[..., 100] = 1.0
+    shape = TreeShape.cartesian((4,))
+    tree = expanded(shape, draws(["greedy"], 3000), [logits], is_native=True, vocab_size=3000, is_shared=False)
+    assert tree.tokens.tolist() == [[7, 100, 2500, 2501, 2502]]
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_that_are_no_numbers_draw_nothing(kind: str, odd: float) -> None:
+    """Their children count as one-hot, which is true of any token; those of other nodes are drawn as ever."""
+    shape = TreeShape.cartesian((2, 2))
+    logits = logits_for(shape, 1, 1300, is_shared=False)
+    logits[1][0, 1, 1200] = odd
+    tree = expanded(shape, draws([kind], 1300), logits, is_native=True, vocab_size=1300, is_shared=False)
+    assert ((tree.tokens >= 0) & (tree.tokens < 1300)).all()
+    assert len(set(tree.tokens[0, 5:].tolist())) == 2
+    if kind == "sampled":
+        assert tree.distributions is not None
+        assert tree.distributions.kinds[0].tolist() == [0, 2, 2, 2, 2, 0, 0]
+        assert tree.distributions.row_of[0].tolist() == [-1, 0, 0, 1, 1, -1, -1]
+
+
+def test_children_past_the_support_are_choices() -> None:
+    """Below a node with two possible tokens the third child is a choice; so is one whose probability underflows."""
+    shape = TreeShape.cartesian((3,))
+    for logits in (torch.tensor([0.0, 0.5, 0.5, 0.0]).log(), torch.tensor([0.0, 0.0, -150.0, -150.0])):
+        tree = expanded(
+            shape, draws(["sampled"], 4), [logits.view(1, 1, 4)], is_native=True, vocab_size=4, is_shared=False
+        )
+        tree.validate()
+        assert tree.distributions is not None
+        assert tree.distributions.kinds[0].tolist() == [0, 2, 2, 0]
+        assert len(set(tree.tokens[0, 1:].tolist())) == 3
+
+
+def test_sampled_children_have_the_distribution_they_are_said_to_have() -> None:
+    """The first from DISTRIBUTION, the second from it without the first, and an only child from it."""
+    many, shape = 20_000, TreeShape.cartesian((2, 1))
+    batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(), seed=seed) for seed in range(many)], 4)
+    chosen = DraftDraws.build(batch, [False] * many, torch.full((many,), POSITION))
+    logits = [DISTRIBUTION.log().expand(many, count, 4).contiguous() for count in (1, 2)]
+    tree = expanded(shape, chosen, logits, is_native=True, vocab_size=4, is_shared=False)
+    tree.validate()
+    assert tree.distributions is not None
+    assert (tree.distributions.kinds[:, 1:3] == DrawKind.WITHOUT_REPLACEMENT).all()
+    assert (tree.distributions.kinds[:, 3:] == DrawKind.INDEPENDENT).all()
+    torch.testing.assert_close(tree.distributions.rows, DISTRIBUTION.expand_as(tree.distributions.rows))
+    first, second, below = tree.tokens[:, 1], tree.tokens[:, 2], tree.tokens[:, 3]
+    ordered = DISTRIBUTION[:, None] * DISTRIBUTION / (1 - DISTRIBUTION[:, None])
+    is_pair = ~torch.eye(4, dtype=torch.bool)
+    assert_is_distribution((first * 4 + second).bincount(minlength=16)[is_pair.flatten()], ordered[is_pair])
+    assert_is_distribution((first * 4 + below).bincount(minlength=16), (DISTRIBUTION[:, None] * DISTRIBUTION).flatten())
+
+
+def assert_is_distribution(counts: Tensor, distribution: Tensor) -> None:
+    """Chi-square at level 1e-6, for fixed seeds."""
+    expected = distribution.double() * counts.sum()
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    degrees = torch.tensor((len(distribution) - 1) / 2, dtype=torch.float64)
+    assert torch.special.gammaincc(degrees, statistic / 2) > 1e-6
+
+
+def test_drafts_that_do_not_fit_are_refused() -> None:
+    shape = TreeShape.cartesian((2, 1))
+    expansion = TreeExpansion(shape, torch.tensor([7]), draws(["greedy"], 9))
+    draft, logits = NativeDraft(expansion, 9), torch.zeros(1, 1, 9)
+    for wrong in (logits.double(), torch.zeros(1, 9, 1).transpose(1, 2)[..., ::2], torch.zeros(1, 1, 1)):
+        with pytest.raises(PassError, match="Expected"):
+            choose_children(draft, 0, wrong)
+    for depth in (-1, 2):
+        with pytest.raises(PassError, match="Expected"):
+            choose_children(draft, depth, logits)
+    unordered = torch.tensor([-1, 0, 1, 0, 2])
+    draft.arguments.parents = unordered.data_ptr()
+    with pytest.raises(PassError, match="Expected"):
+        choose_children(draft, 0, logits)
+    assert expansion.tokens.tolist() == [[7, 0, 0, 0, 0]]
+
+
+def test_truncated_draws_are_left_to_torch() -> None:
+    for params in (SamplingParams(top_k=3), SamplingParams(top_p=0.5), SamplingParams(min_p=0.1)):
+        batch = SamplingBatch.build([SamplingRequest(params=params, seed=1)], 9)
+        chosen = DraftDraws.build(batch, [False], torch.tensor([3]))
+        assert not can_draft(TreeExpansion(TreeShape.chain(1), torch.tensor([7]), chosen), 9)
+    few = TreeExpansion(TreeShape.from_choices([[9]]), torch.tensor([7]), draws(["greedy"], 9))
+    assert not can_draft(few, 9)

@@ -1,0 +1,209 @@
+"""Draft trees of a native draft model: one call gives what a pass for each level gives, and leaves the same cache."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from drafting_contexts import attached, context
+from end_to_end.tiny_llms import GAPPED_CHOICES, MEDUSA_CHOICES, WIDTHS, draft_model, noisy, target
+from tiny_models import VOCAB_SIZE, tiny_model
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.errors import PassError
+from foretoken.core.passes import Pass
+from foretoken.core.token_tree import TokenTree
+from foretoken.drafters.draft_model import DraftModelDrafter
+from foretoken.hf.loading import wrap_model
+from foretoken.runner.runner import Runner
+from foretoken.sampling.batch import SamplingBatch, SamplingRequest
+from foretoken.sampling.draft_draws import DraftDraws
+from foretoken.trees.choices import TreeShape
+from foretoken.trees.expansion import TreeExpansion
+
+TEXTS = [[5, 6, 7], [9], [20, 21, 22, 23], [30, 31]]
+REQUESTS = {
+    "sampled": (SamplingParams(temperature=0.7, seed=1), False),
+    "coupled": (SamplingParams(temperature=0.9, seed=3), True),
+    "greedy": (SamplingParams(temperature=0.0), False),
+}
+MIXES = {
+    **{kind: [kind] * 2 for kind in REQUESTS},
+    "alone": ["coupled"],
+    "mixed": ["sampled", "greedy", "coupled", "sampled"],
+}
+SHAPES: dict[str, dict[str, Any]] = {
+    "chain": {"num_speculative_tokens": 5},
+    "tree": {"tree": "tree"},
+    "choices": {"tree": MEDUSA_CHOICES},
+    "gapped choices": {"tree": GAPPED_CHOICES},
+    "widths": {"tree": WIDTHS},
+    "greedy drafts": {"tree": WIDTHS, "draft_sample_method": "greedy"},
+    "one level": {"tree": [[0], [1], [2]]},
+}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def drafter(module: Any, dtype: torch.dtype, *, by_levels: bool = False, **options: Any) -> DraftModelDrafter:
+    """One on the native decoder that drafts in one call, or by levels."""
+    made = attached(draft_model(module, **options)(), dtype=dtype, runner="lean-native")
+    assert isinstance(made, DraftModelDrafter)
+    assert made._runner._tree_drafting is not None
+    if by_levels:
+        made._runner._tree_drafting = None
+    return made
+
+
+def assert_same(ours: TokenTree, theirs: TokenTree) -> None:
+    """The same trees; scores and stated distributions up to rounding."""
+    ours.validate()
+    for name in ("tokens", "parents", "depths", "num_nodes"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name))
+    assert ours.host_facts == theirs.host_facts
+    torch.testing.assert_close(ours.scores, theirs.scores, rtol=1e-5, atol=1e-5)
+    assert (ours.distributions is None) == (theirs.distributions is None)
+    if ours.distributions is not None and theirs.distributions is not None:
+        assert torch.equal(ours.distributions.kinds, theirs.distributions.kinds)
+        assert torch.equal(ours.distributions.row_of, theirs.distributions.row_of)
+        torch.testing.assert_close(ours.distributions.rows, theirs.distributions.rows, rtol=1e-5, atol=1e-7)
+        assert ours.distributions.max_siblings == theirs.distributions.max_siblings
+
+
+def assert_same_rows(ours: DraftModelDrafter, theirs: DraftModelDrafter) -> None:
+    """Of the KV caches, bit for bit."""
+    for name in ("keys", "values"):
+        for mine, other in zip(getattr(ours._runner.cache, name), getattr(theirs._runner.cache, name), strict=True):
+            assert torch.equal(mine, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_call_drafts_what_a_pass_for_each_level_drafts(shape: str, mix: str, dtype: str) -> None:
+    """Over rounds with accepted nodes, thrown-away proposals, and sequences without room."""
+    module = noisy(dtype=DTYPES[dtype])
+    both = [drafter(module, DTYPES[dtype], by_levels=by, **SHAPES[shape]) for by in (False, True)]
+    params, is_coupled = zip(*(REQUESTS[kind] for kind in MIXES[mix]), strict=True)
+    texts = [list(text) for text in TEXTS[: len(params)]]
+    for max_depth in (8, 8, [2, 0, 8, 1], 3):
+        depth = max_depth if isinstance(max_depth, int) else max_depth[: len(texts)]
+        asked = context(texts, max_depth=depth, params=params, is_coupled=is_coupled)
+        ours, theirs = (made.propose(asked) for made in both)
+        assert_same(ours, theirs)
+        assert_same_rows(*both)
+        for row, text in enumerate(texts):
+            text += [*ours.tokens[row, 1 : 2 + row % 2].tolist(), 11 + row]
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB_SIZE - 7, VOCAB_SIZE + 13])
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_other_vocabularies_and_the_end_of_the_context(kind: str, vocab_size: int) -> None:
+    """Tokens that the draft model lacks are fed as its last one; past its context it drafts for neighbours alone."""
+    module = tiny_model("llama", seed=1, vocab_size=vocab_size, max_position_embeddings=24)
+    both = [drafter(module, torch.float32, by_levels=by, tree=WIDTHS) for by in (False, True)]
+    assert both[0]._runner.context_len == 24
+    params, is_coupled = REQUESTS[kind]
+    texts = [[5, VOCAB_SIZE - 1, 6], [7] * 23, [8] * 21]
+    asked = context(texts, params=[params] * 3, is_coupled=[is_coupled] * 3)
+    ours, theirs = (made.propose(asked) for made in both)
+    assert ours.num_nodes.tolist() == [16, 4, 16]
+    assert_same(ours, theirs)
+    assert_same_rows(*both)
+
+
+@pytest.mark.parametrize("architecture", ["gemma2", "qwen3_moe", "mistral"])
+def test_other_architectures(architecture: str) -> None:
+    """Capped logits, norms after blocks, experts, sliding windows."""
+    module = tiny_model(architecture, seed=1)
+    both = [drafter(module, torch.float32, by_levels=by, tree="tree") for by in (False, True)]
+    texts = [list(range(3, 25)), [9]]
+    params, is_coupled = zip(*(REQUESTS[kind] for kind in ("sampled", "coupled")), strict=True)
+    asked = context(texts, params=params, is_coupled=is_coupled)
+    ours, theirs = (made.propose(asked) for made in both)
+    assert_same(ours, theirs)
+    assert_same_rows(*both)
+
+
+def test_truncated_requests_are_drafted_by_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = drafter(noisy(dtype=torch.float32), torch.float32, num_speculative_tokens=3)
+    passes: list[Pass] = []
+    run = made._runner.run
+    monkeypatch.setattr(made._runner, "run", lambda work: passes.append(work) or run(work))
+    made.propose(context([[5]], params=[SamplingParams(seed=1)]))
+    assert not passes
+    made.propose(context([[5, 6]], params=[SamplingParams(seed=1, top_p=0.9)]))
+    assert len(passes) == 3
+
+
+def test_weights_that_are_no_numbers_draft_valid_tokens() -> None:
+    module = tiny_model("llama", seed=1)
+    made = drafter(module, torch.float32, tree=WIDTHS)
+    with torch.no_grad():
+        module.lm_head.weight[3] = float("nan")
+    params, is_coupled = zip(*REQUESTS.values(), strict=True)
+    tree = made.propose(context(TEXTS[:3], params=params, is_coupled=is_coupled))
+    assert ((tree.tokens >= 0) & (tree.tokens < VOCAB_SIZE)).all()
+    assert tree.distributions is not None
+    assert not tree.distributions.kinds.any()
+    tree.validate()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", ["chain", "tree", "gapped choices"])
+def test_text_is_plain_decodings(shape: str, dtype: str) -> None:
+    """Three sequences at a time, greedy and seeded, with a draft model that is often right."""
+    module = target(dtype=DTYPES[dtype])
+    params = [
+        SamplingParams(temperature=t, seed=s, max_tokens=12 + s, ignore_eos=True) for s, t in enumerate((0.0, 0.8) * 2)
+    ]
+    prompts = [[5, 6], [7], [8, 9, 10], [4]]
+    plain = LLM(module, runner="lean-native", max_num_seqs=3).generate(prompts, params)
+    made = draft_model(noisy(dtype=DTYPES[dtype]), **SHAPES[shape])
+    engine = LLM(module, drafter=made, trust_drafter=True, runner="lean-native", max_num_seqs=3)
+    outputs = engine.generate(prompts, params)
+    assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
+    assert sum(o.metrics.num_accepted for o in outputs) > 10
+    assert all(o.metrics.draft_errors == 0 for o in outputs)
+
+
+def native(num_slots: int = 2) -> Runner:
+    """A draft model with room for a chain of four."""
+    model = wrap_model(tiny_model("llama", seed=1), name="tiny")
+    return Runner(model, num_slots=num_slots, context_len=40, max_nodes=5, runner="lean-native")
+
+
+def expansion(shape: TreeShape, count: int = 2) -> TreeExpansion:
+    batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(), seed=s) for s in range(count)], VOCAB_SIZE)
+    draws = DraftDraws.build(batch, [False] * count, torch.full((count,), 2))
+    return TreeExpansion(shape, torch.full((count,), 7), draws)
+
+
+def chains(**changes: Any) -> Pass:
+    given: dict[str, Any] = {"slots": [0, 1], "prefix_lens": [0, 0], "has_last_logits": True}
+    return Pass.of_chains([[5, 6, 7]] * 2, **{**given, **changes})
+
+
+@pytest.mark.parametrize(
+    ("work", "tree"),
+    [
+        (chains(slots=[0, 2]), expansion(TreeShape.chain(4))),
+        (chains(prefix_lens=[0, -1]), expansion(TreeShape.chain(4))),
+        (chains(prefix_lens=[0, 40]), expansion(TreeShape.chain(4))),
+        (chains(has_last_logits=False), expansion(TreeShape.chain(4))),
+        (chains(), expansion(TreeShape.chain(60))),
+        (chains(), expansion(TreeShape.chain(4), 1)),
+        (chains(), expansion(TreeShape.chain(4), 3)),
+        (chains(), expansion(TreeShape(()))),
+        (chains(), expansion(TreeShape(((0,), (0, 0), (1,))))),
+    ],
+    ids=["slot", "prefix", "no room", "no logits", "deep", "fewer", "more", "nothing", "unordered"],
+)
+def test_drafts_that_do_not_fit_are_refused(work: Pass, tree: TreeExpansion) -> None:
+    made = native()
+    before = [layer.clone() for layer in made.cache.keys]
+    with pytest.raises(PassError, match=r"Expected|needs"):
+        made.draft_trees(work, tree, vocab_size=VOCAB_SIZE)
+    assert all(torch.equal(a, b) for a, b in zip(before, made.cache.keys, strict=True))
+    assert not tree.tokens[:, 1:].any()
+    assert made.draft_trees(chains(), expansion(TreeShape.chain(4)), vocab_size=VOCAB_SIZE)
