@@ -46,6 +46,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 # Heads with weights of their own, whose whole trees are one call of the native kernels in any dtype of the target.
 LONGER_PROMPT = [1, 2, 3]  # its last position but one has a feature, so that the first pass already has a tree
+SPREAD = {"medusa": 0.1, "mlp_speculator": 0.3}  # of weights: sharper distributions would be rejected nearly always
 HEADS: dict[str, dict[str, Any]] = {"medusa": {"own_lm_head": True}, "mlp_speculator": {"inner_dim": 16}}
 
 
@@ -62,7 +63,7 @@ def head_directory(method: str) -> Path:
     made = build_head(head_config(method, target, {"num_heads": 2, **HEADS[method]}), dtype=torch.float32)
     generator = torch.Generator().manual_seed(3)
     for parameter in made.parameters():
-        torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+        torch.nn.init.normal_(parameter, std=SPREAD[method], generator=generator)
     directory = Path(tempfile.mkdtemp(prefix=f"foretoken-{method}-"))
     native.write(HeadCheckpoint.of(made, target=TargetFingerprint.of(target)), directory)
     return directory
