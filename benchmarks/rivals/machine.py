@@ -41,14 +41,20 @@ def available_bytes() -> int | None:
     return None
 
 
-def commit() -> str:
-    """The repository's commit, with "+changes" where files differ from it."""
+def commit(*paths: str) -> str:
+    """The repository's commit, with "+changes" where files differ from it; what benchmarks have written does not count.
+
+    Args:
+        paths: Gives the last commit that touched any of these, and changes in these, instead.
+    """
 
     def git(*arguments: str) -> str:
         result = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=False)
         return result.stdout.strip()
 
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+changes" if git("status", "--porcelain") else "")
+    found = git("log", "-1", "--format=%h", "--", *paths) or "unknown"
+    changes = git("status", "--porcelain", "--", *(paths or (".",)), ":(exclude)benchmarks/results")
+    return found + ("+changes" if changes else "")
 
 
 @dataclass(slots=True)
