@@ -180,8 +180,6 @@ def _mark_sizes(axes: Any, rows: Sequence[Row]) -> None:
 
 def _label_ends(axes: Any, ends: Sequence[tuple[float, str, str]], theme: Theme) -> None:
     """Writes the methods' names behind their lines, moved apart where they would overlap."""
-    from matplotlib.patheffects import Normal, Stroke
-
     low, high = axes.get_ylim()
     right = max(axes.get_xticks())
     ordered = sorted(ends)
@@ -200,7 +198,7 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, str, str]], theme: Theme)
             color=colour,
             fontsize=9,
             va="center",
-            path_effects=[Stroke(linewidth=3, foreground=theme.page), Normal()],
+            bbox={"facecolor": theme.page, "edgecolor": "none", "alpha": 0.8, "pad": 0.6},
             arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.7, "alpha": 0.6, "shrinkA": 1, "shrinkB": 5},
         )
 
