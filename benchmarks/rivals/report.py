@@ -203,7 +203,8 @@ def as_markdown(comparison: Comparison, conditions: Sequence[str]) -> str:
     parts = ["# foretoken beside its rivals", " ".join(conditions)]
     rows, passes, firsts = request_rows(comparison), pass_rows(comparison), first_token_rows(comparison)
     if rows:
-        parts += ["## Requests", _request_table(rows), _REQUEST_LEGEND]
+        legend = _REQUEST_LEGEND if comparison.is_greedy else f"{_REQUEST_LEGEND} {_SAMPLED}"
+        parts += ["## Requests", _request_table(rows), legend]
     if firsts:
         parts += ["## First token", _first_token_table(firsts), _FIRST_TOKEN_LEGEND]
     if passes:
@@ -241,6 +242,7 @@ _REQUEST_LEGEND = (
     "it. *x*: that rate over the reference's for the same prompt in the same round. tau: mean tokens per target pass, "
     "the target's own token included. *Same text*: texts equal to HF generate's, token for token."
 )
+_SAMPLED = "Texts were sampled, with each engine's own random numbers: they differ, and tau goes with the text."
 _FIRST_TOKEN_LEGEND = (
     "Milliseconds of a request for a single token, from the prompt's ids to that token's, medians over prompts and "
     "rounds, extremes in brackets; *x foretoken*: plain foretoken's time over this one (above 1 is faster)."

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
     from pathlib import Path
 
+    from benchmarks.rivals.machine import Disturbance
     from foretoken.bench.measurement import Measurement
 
 
@@ -38,6 +39,8 @@ class Line:
         host_ms: Milliseconds of everything else per target pass, mean: accepting, committing, text.
         declined: Share of the passes in which the controller chose not to draft.
         text: Output token ids.
+        wall_s: Seconds of the whole request.
+        foreign_s: Processor seconds that others took meanwhile; None where the system does not tell.
     """
 
     size: str
@@ -53,9 +56,11 @@ class Line:
     host_ms: float
     declined: float
     text: list[int]
+    wall_s: float
+    foreign_s: float | None
 
     @classmethod
-    def of(cls, measurement: Measurement, size: str, prompt: int) -> Line:
+    def of(cls, measurement: Measurement, size: str, prompt: int, disturbance: Disturbance) -> Line:
         """From what one prompt took."""
         metrics = measurement.metrics
         return cls(
@@ -72,6 +77,8 @@ class Line:
             host_ms=measurement.host_ms - measurement.draft_ms,
             declined=metrics.num_declined / max(metrics.steps, 1),
             text=measurement.texts[0],
+            wall_s=disturbance.wall_seconds,
+            foreign_s=disturbance.foreign_seconds,
         )
 
     @property

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from benchmarks.rivals.machine import DisturbanceWatch
 from benchmarks.speedup.journal import Line
 from benchmarks.speedup.sizes import weights_bytes
 from foretoken.bench.compare import in_turn, measure_anew
@@ -133,7 +135,10 @@ def _measure_size(
             warm = temperature
         begin = time.perf_counter()
         for name in in_turn(engines.names, prompt):
-            journal.add(Line.of(engines.measure(name, temperature, [prompt]), size.name, prompt))
+            watch = DisturbanceWatch()
+            with watch.during(os.getpid()):
+                measurement = engines.measure(name, temperature, [prompt])
+            journal.add(Line.of(measurement, size.name, prompt, watch.finish()))
         seconds = time.perf_counter() - begin
         left = time_left.finish_round(size, seconds)
         say(f"{size.name}, T {temperature:g}, prompt {prompt + 1} of {size.num_prompts}: {seconds:.1f} s, {left}")

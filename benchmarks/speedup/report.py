@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.gpu_suite.markdown import markdown_table
+from benchmarks.rivals.machine import verdict
 from benchmarks.speedup.rows import Row, pays_from
 from benchmarks.speedup.titles import look_of
 from foretoken.bench.setups import PLAIN
@@ -141,10 +143,13 @@ def _spread(values: Quartiles) -> str:
 
 
 def _texts(rows: Sequence[Row], smallest: str) -> str:
-    """How many prompts, by which runner, and whether the text is that of the smallest target."""
+    """How many prompts, by which runner, on how quiet a machine, and whether the text is the smallest target's."""
     runners = ", ".join(dict.fromkeys(row.runner for row in rows))
     plain = [row for row in rows if row.method == PLAIN]
     sentence = f"{plain[0].num_prompts} prompts, runner {runners}."
+    foreign = [row.foreign_cores for row in rows if row.foreign_cores is not None]
+    if foreign:
+        sentence = f"{sentence} {verdict(fmean(foreign))}."
     if rows[0].size == smallest:
         return sentence
     same, shared = sum(row.num_as_smallest for row in plain), sum(row.num_shared for row in plain)

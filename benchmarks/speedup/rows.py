@@ -56,6 +56,7 @@ class Row:
         num_as_smallest: Of the prompts that the smallest target has decoded too: those with the same text by plain
             decoding. A cost twin writes what its original writes.
         num_shared: How many those are.
+        foreign_cores: Cores that others kept busy meanwhile, mean; None where the system does not tell.
     """
 
     size: str
@@ -75,6 +76,7 @@ class Row:
     num_same_text: int
     num_as_smallest: int
     num_shared: int
+    foreign_cores: float | None
 
 
 def rows_of(journal: Journal, sizes: Sequence[str], temperatures: Sequence[float], methods: Sequence[str]) -> list[Row]:
@@ -116,7 +118,14 @@ def _row(rounds: Sequence[Mapping[str, Line]], method: str, originals: Mapping[i
         num_same_text=sum(mine.text == theirs.text for mine, theirs in zip(own, plain, strict=True)),
         num_as_smallest=sum(line.text == originals.get(line.prompt) for line in plain),
         num_shared=sum(line.prompt in originals for line in plain),
+        foreign_cores=_foreign_cores(own),
     )
+
+
+def _foreign_cores(lines: Sequence[Line]) -> float | None:
+    """Over all lines; single ones are shorter than the ticks in which systems count."""
+    known = [(line.foreign_s, line.wall_s) for line in lines if line.foreign_s is not None]
+    return max(0.0, sum(s for s, _ in known) / sum(wall for _, wall in known)) if known else None
 
 
 def _rate(line: Line) -> float:

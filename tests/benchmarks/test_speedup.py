@@ -100,11 +100,11 @@ def test_an_interrupted_run_goes_on_and_a_finished_one_only_reports(
     asked: list[str] = []
     real = measuring.Line.of
 
-    def interrupted(measurement: Any, size: str, prompt: int) -> Line:
+    def interrupted(measurement: Any, size: str, prompt: int, disturbance: Any) -> Line:
         asked.append(size)
         if len(asked) == 6:
             raise KeyboardInterrupt
-        return real(measurement, size, prompt)
+        return real(measurement, size, prompt, disturbance)
 
     with monkeypatch.context() as patch:
         patch.setattr(measuring.Line, "of", interrupted)
@@ -155,6 +155,7 @@ def line(**changes: Any) -> Line:
     base = Line(
         size="2 x 32", method="plain", temperature=0.0, prompt=0, runner="lean-native", seconds=8.0, tokens=8, tau=1.0,
         pass_ms=1.0, draft_ms=0.0, host_ms=0.5, declined=0.0, text=[1, 2],
+        wall_s=10.0, foreign_s=0.5,
     )  # fmt: skip
     return replace(base, **changes)
 
@@ -193,6 +194,7 @@ def test_rows_relate_the_same_prompts(tmp_path: Path) -> None:
     assert "| 0 | 1.0 tokens/s | **3.00** (5.00) |" in report
     assert "| prompt lookup | 0 | 3.0 | 3.00 (2.00-4.00) | 5.00 (5.00-5.00) | 0.60 (0.40-0.80) |" in report
     assert "in 0 of 1 requests" in report
+    assert "The machine was quiet: others kept 0.05 cores busy." in report
 
 
 @pytest.mark.parametrize(("speed_ups", "expected"), [((1.2, 2.0), 0.0), ((2.0, 0.9), None), ((2.0, 0.5, 1.5), 8.0)])

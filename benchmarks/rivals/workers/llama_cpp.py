@@ -107,7 +107,7 @@ class LlamaCpp:
         """The argmax of the last logits, of noisy ones where tokens are sampled (Gumbel-max)."""
         logits = llama_cpp.llama_get_logits_ith(self._context, -1)
         row = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float * self._vocab_size)).contents
-        scores = np.frombuffer(row, dtype=np.float32)
+        scores: Any = np.frombuffer(row, dtype=np.float32)
         if temperature > 0:
             scores = scores / temperature + random.gumbel(size=scores.size)
         return int(scores.argmax())
