@@ -32,7 +32,7 @@ LIGHT = Theme("", "#ffffff", "#1f2328", "#d8dee4", "#f3f4f6")
 DARK = Theme("-dark", "#0d1117", "#d1d7e0", "#30363d", "#161b22")
 _TICKS = (0.25, 0.35, 0.5, 0.7, 1, 1.4, 2, 3, 4, 6, 8, 12, 16)
 _LEAST_GAP = 0.062  # between labels at the ends of lines, in heights of a panel
-_LEAST_TICK_GAP = 0.085  # between labels of sizes, in widths of a panel
+_LEAST_TICK_GAP = 0.1  # between labels of sizes, in widths of a panel
 
 
 def write_pictures(rows: Sequence[Row], out: Path, what: str) -> dict[str, str]:
@@ -133,7 +133,7 @@ def _figure(rows: Sequence[Row], theme: Theme, title: str, what: str, *, height:
     from matplotlib.figure import Figure
 
     temperatures = list(dict.fromkeys(row.temperature for row in rows))
-    figure = Figure(figsize=(5.2 * len(temperatures), height), layout="constrained", facecolor=theme.page)
+    figure: Any = Figure(figsize=(5.2 * len(temperatures), height), layout="constrained", facecolor=theme.page)
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
     figure.suptitle(f"{title}\n", fontsize=12.5, fontweight="bold", x=0.012, ha="left")
     figure.text(0.012, 1 - 0.46 / height, what, fontsize=9, alpha=0.8, va="center")
