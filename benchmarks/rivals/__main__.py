@@ -21,7 +21,7 @@ from benchmarks.rivals.contestants import choose_contestants
 from benchmarks.rivals.environments import DEFAULT_ENV_DIR, ENVIRONMENTS, install
 from benchmarks.rivals.machine import commit, describe_machine
 from benchmarks.rivals.plot import write_plot
-from benchmarks.rivals.prompts import read_prompts
+from benchmarks.rivals.prompts import of_length, read_prompts
 from benchmarks.rivals.report import as_json, as_markdown, pass_rows, request_rows
 from foretoken.core.errors import ForetokenError
 from foretoken.hf.twin_record import read_twin_record
@@ -77,13 +77,16 @@ def _compare(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     only = [name for part in options.only for name in part.split(",") if name]
     contestants = choose_contestants(only, has_draft=options.draft_model is not None)
+    prompts = read_prompts(options.prompts, options.model, limit=options.num_prompts)
     settings = Settings(
         model=options.model,
         draft_model=options.draft_model,
         dtype=options.dtype,
         threads=options.threads,
-        prompts=read_prompts(options.prompts, options.model, limit=options.num_prompts),
+        prompts=prompts,
         max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        first_prompts=of_length(prompts, options.first_token) if options.first_token else (),
         rounds=options.rounds,
         widths=[int(width) for width in options.widths.split(",") if width],
         context=options.context,
@@ -126,11 +129,14 @@ def _write(comparison: Comparison, settings: Settings, out: Path, arguments: lis
     name, twin = Path(settings.model).resolve().name, read_twin_record(config, settings.model)
     shown = f"{name}, {shape}" if twin is None else f"{name}, {twin}"
     lengths = sorted(len(prompt) for prompt in settings.prompts)
+    how = "greedy" if settings.temperature == 0 else f"sampled at T {settings.temperature:g}"
+    first_token_len = len(settings.first_prompts[0]) if settings.first_prompts else None
     conditions = [
-        f"Model {name} ({config.get('model_type')}, {shape if twin is None else twin}), {settings.dtype}, greedy,",
+        f"Model {name} ({config.get('model_type')}, {shape if twin is None else twin}), {settings.dtype}, {how},",
         f"one request at a time, {settings.threads} threads, {len(settings.prompts)} prompts of {lengths[0]} to",
         f"{lengths[-1]} tokens, {settings.max_tokens} output tokens, {settings.rounds} interleaved rounds",
         "after a warm-up,",
+        *([f"first tokens after {first_token_len} prompt tokens,"] if first_token_len else []),
         f"passes behind {settings.context} tokens, {settings.repeats} repeats."
         if settings.widths
         else "no passes timed.",
@@ -151,6 +157,8 @@ def _write(comparison: Comparison, settings: Settings, out: Path, arguments: lis
             "threads": settings.threads,
             "prompt_lengths": [len(prompt) for prompt in settings.prompts],
             "max_tokens": settings.max_tokens,
+            "temperature": settings.temperature,
+            "first_token_prompt_length": first_token_len,
             "rounds": settings.rounds,
             "widths": list(settings.widths),
             "context": settings.context,
@@ -160,7 +168,7 @@ def _write(comparison: Comparison, settings: Settings, out: Path, arguments: lis
         **as_json(comparison),
     }
     out.with_name(out.name + ".json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    title = f"{shown}, {settings.dtype}, {settings.threads} threads"
+    title = f"{shown}, {settings.dtype}, {how}, {settings.threads} threads"
     if not write_plot(request_rows(comparison), pass_rows(comparison), out, title):
         print(
             "No plot: it needs matplotlib (pip install matplotlib) and HF generate or foretoken plain.", file=sys.stderr
@@ -182,6 +190,14 @@ def _compare_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--num-prompts", type=int, default=8)
     parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy; above, everybody samples")
+    parser.add_argument(
+        "--first-token",
+        type=int,
+        default=0,
+        metavar="LENGTH",
+        help="also time the first token after prompts of so many",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--widths", default="1,16,64", help="tokens of the single passes timed; '' for none")
     parser.add_argument("--context", type=int, default=256, help="tokens in the cache before these passes")

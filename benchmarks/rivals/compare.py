@@ -40,6 +40,8 @@ class Settings:
         threads: Compute threads of every contestant.
         prompts: Token ids.
         max_tokens: Output tokens of every request.
+        temperature: Of every request; 0 is greedy. The i-th prompt is sampled with seed i.
+        first_prompts: Token ids of prompts of which one token is asked for; none when empty.
         rounds: How often everything is measured.
         widths: Tokens per pass, for the timing of single passes; none when empty.
         context: Tokens in the cache while passes are timed.
@@ -55,6 +57,8 @@ class Settings:
     threads: int
     prompts: Sequence[Sequence[int]]
     max_tokens: int
+    temperature: float = 0.0
+    first_prompts: Sequence[Sequence[int]] = ()
     rounds: int = 1
     widths: Sequence[int] = ()
     context: int = 256
@@ -91,24 +95,45 @@ class ForwardRun:
     seconds: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstTokenRun:
+    """One request for a single token.
+
+    Attributes:
+        contestant: Its name.
+        round: Which round.
+        prompt: Index into the prompts of that kind.
+        seconds: Of the whole request.
+    """
+
+    contestant: str
+    round: int
+    prompt: int
+    seconds: float
+
+
 @dataclass(slots=True, kw_only=True)
 class Comparison:
     """Everything that was measured.
 
     Attributes:
+        is_greedy: Whether everybody is to write the same text.
         contestants: Those that finished, in table order.
         loaded: What each of them said when it was loaded.
         runs: Their requests.
         forwards: Their single passes.
+        first_tokens: Their requests for a single token.
         skipped: Sentences on engines that are not installed.
         failures: Sentences on engines that broke down.
         disturbance: What else the machine did.
     """
 
+    is_greedy: bool = True
     contestants: list[Contestant] = field(default_factory=list)
     loaded: dict[str, Loaded] = field(default_factory=dict)
     runs: list[Run] = field(default_factory=list)
     forwards: list[ForwardRun] = field(default_factory=list)
+    first_tokens: list[FirstTokenRun] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     disturbance: Disturbance | None = None
@@ -135,6 +160,7 @@ def compare(settings: Settings, contestants: Sequence[Contestant], say: Callable
         watch = DisturbanceWatch()
         for number in range(settings.rounds):
             contest.decode(number, watch)
+            contest.time_first_tokens(number, watch)
             contest.time_passes(number, watch)
         contest.result.disturbance = watch.finish()
     finally:
@@ -147,7 +173,7 @@ class _Contest:
 
     def __init__(self, settings: Settings, say: Callable[[str], None]) -> None:
         self.settings, self.say = settings, say
-        self.result = Comparison()
+        self.result = Comparison(is_greedy=settings.temperature == 0)
         self.workers: dict[str, WorkerProcess] = {}
 
     def admit(self, contestant: Contestant, max_len: int) -> None:
@@ -194,7 +220,11 @@ class _Contest:
         )
         try:
             self.result.loaded[name] = worker.load(request)
-            worker.generate(settings.prompts[0], settings.max_tokens)  # warms up: caches, thread pools, compilation
+            for prompt, max_tokens in (
+                (settings.prompts[0], settings.max_tokens),
+                *_one_each(settings.first_prompts[:1]),
+            ):
+                worker.generate(prompt, max_tokens, temperature=settings.temperature)  # warms up: caches, compilation
         except WorkerError as err:
             self._drop(name, err)
             return
@@ -207,11 +237,28 @@ class _Contest:
             for name, worker in self._in_turn(number + index):
                 try:
                     with watch.during(worker.pid):
-                        generation = worker.generate(prompt, self.settings.max_tokens)
+                        generation = worker.generate(
+                            prompt, self.settings.max_tokens, temperature=self.settings.temperature, seed=index
+                        )
                 except WorkerError as err:
                     self._drop(name, err)
                     continue
                 self.result.runs.append(Run(contestant=name, round=number, prompt=index, generation=generation))
+
+    def time_first_tokens(self, number: int, watch: DisturbanceWatch) -> None:
+        """One round of requests for a single token."""
+        if self.settings.first_prompts:
+            self.say(f"round {number + 1} of {self.settings.rounds}, first tokens")
+        for index, (prompt, max_tokens) in enumerate(_one_each(self.settings.first_prompts)):
+            for name, worker in self._in_turn(number + index):
+                try:
+                    with watch.during(worker.pid):
+                        seconds = worker.generate(prompt, max_tokens).seconds
+                except WorkerError as err:
+                    self._drop(name, err)
+                    continue
+                run = FirstTokenRun(contestant=name, round=number, prompt=index, seconds=seconds)
+                self.result.first_tokens.append(run)
 
     def time_passes(self, number: int, watch: DisturbanceWatch) -> None:
         """One round of single passes, by those that can."""
@@ -248,6 +295,12 @@ class _Contest:
         self.result.contestants = [c for c in self.result.contestants if c.name != name]
         self.result.runs = [run for run in self.result.runs if run.contestant != name]
         self.result.forwards = [run for run in self.result.forwards if run.contestant != name]
+        self.result.first_tokens = [run for run in self.result.first_tokens if run.contestant != name]
+
+
+def _one_each(prompts: Sequence[Sequence[int]]) -> list[tuple[Sequence[int], int]]:
+    """Requests for a single token: prompts with the number of tokens that are asked for."""
+    return [(prompt, 1) for prompt in prompts]
 
 
 def _needed_bytes(settings: Settings) -> int:
@@ -261,6 +314,7 @@ def _needed_bytes(settings: Settings) -> int:
 def _sequence_len(settings: Settings) -> int:
     """Tokens that every contestant makes room for."""
     request = max(len(prompt) for prompt in settings.prompts) + settings.max_tokens
+    request = max([request, *(len(prompt) + 1 for prompt in settings.first_prompts)])
     needed = max(request, settings.context + max(settings.widths)) if settings.widths else request
     config = json.loads((Path(settings.model) / "config.json").read_text(encoding="utf-8"))
     limit = int(config.get("max_position_embeddings", needed + _SPARE_TOKENS))

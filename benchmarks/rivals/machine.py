@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 _ROOT = Path(__file__).resolve().parents[2]
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd")
+_QUIET_CORES = 0.1
 _BUSY_FIELDS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal of /proc/stat
 
 
@@ -41,14 +42,20 @@ def available_bytes() -> int | None:
     return None
 
 
-def commit() -> str:
-    """The repository's commit, with "+changes" where files differ from it."""
+def commit(*paths: str) -> str:
+    """The repository's commit, with "+changes" where files differ from it; what benchmarks have written does not count.
+
+    Args:
+        paths: Gives the last commit that touched any of these, and changes in these, instead.
+    """
 
     def git(*arguments: str) -> str:
         result = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=False)
         return result.stdout.strip()
 
-    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+changes" if git("status", "--porcelain") else "")
+    found = git("log", "-1", "--format=%h", "--", *paths) or "unknown"
+    changes = git("status", "--porcelain", "--", *(paths or (".",)), ":(exclude)benchmarks/results")
+    return found + ("+changes" if changes else "")
 
 
 @dataclass(slots=True)
@@ -79,8 +86,13 @@ class Disturbance:
         loads = f"load average {self.load_before:.2f} before, {self.load_after:.2f} after"
         if self.foreign_cores is None:
             return f"Other work on the machine was not watched ({loads})."
-        verdict = "The machine was quiet" if self.foreign_cores < 0.1 else "The machine was DISTURBED"
-        return f"{verdict}: others kept {self.foreign_cores:.2f} cores busy while contestants were timed ({loads})."
+        return f"{verdict(self.foreign_cores)} while contestants were timed ({loads})."
+
+
+def verdict(foreign_cores: float) -> str:
+    """Whether a machine was quiet; foreign_cores: mean number of cores that others kept busy."""
+    quiet = "quiet" if foreign_cores < _QUIET_CORES else "DISTURBED"
+    return f"The machine was {quiet}: others kept {foreign_cores:.2f} cores busy"
 
 
 class DisturbanceWatch:

@@ -3,9 +3,9 @@
 The comparison writes `{"ask": QUESTION, ...}` to a worker's standard input, and the worker answers with one line on its
 standard output: an object, or `{"error": SENTENCE}`.
 
-    load      fields of `LoadRequest`                 -> fields of `Loaded`
-    generate  prompt_ids, max_tokens                  -> fields of `Generation`
-    forward   width, context, repeats                 -> {"seconds": median}
+    load      fields of `LoadRequest`                   -> fields of `Loaded`
+    generate  prompt_ids, max_tokens, temperature, seed -> fields of `Generation`
+    forward   width, context, repeats                   -> {"seconds": median}
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One greedy request, timed inside the worker.
+    """One request, timed inside the worker.
 
     A chunk is what becomes certain at once: one token in plain decoding, one pass's tokens in speculative decoding. The
     first chunk ends the prefill; decoding is what follows it, so that its rate says nothing about prompts.

@@ -4,9 +4,31 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from foretoken.bench.prompt_sets import HELD_OUT, load_prompts
 from foretoken.hf.loading import load_tokenizer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def of_length(prompts: Sequence[Sequence[int]], length: int) -> list[list[int]]:
+    """As many prompts of exactly `length` tokens: each begins with its own and goes on with those that follow it.
+
+    Args:
+        prompts: Token ids, none empty.
+        length: At least 1.
+    """
+    long = []
+    for start in range(len(prompts)):
+        tokens: list[int] = []
+        following = start
+        while len(tokens) < length:
+            tokens += prompts[following % len(prompts)]
+            following += 1
+        long.append(tokens[:length])
+    return long
 
 
 def read_prompts(source: str, model: str, *, limit: int) -> list[list[int]]:

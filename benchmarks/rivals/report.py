@@ -49,7 +49,8 @@ class Row:
         decode_ratio: By reference: decoding rate over the reference's for the same prompt in the same round.
         request_ratio: By reference: the same of whole requests.
         tau: Mean tokens per target pass, the target's own token included; None where unknown.
-        num_identical: Texts equal to HF `generate`'s; None without HF `generate`.
+        num_identical: Texts equal to HF `generate`'s; None without HF `generate`, and for sampled texts, for
+            which every engine has its own random numbers.
         num_texts: Texts.
     """
 
@@ -84,6 +85,24 @@ class PassRow:
     growth: dict[int, float]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstTokenRow:
+    """One contestant's line in the table of first tokens; spreads are over prompts and rounds.
+
+    Attributes:
+        name: Of the contestant.
+        title: Shown.
+        seconds: Of a request for a single token.
+        ratio: Plain foretoken's seconds over this contestant's for the same prompt in the same round; above 1 is faster
+            than foretoken.
+    """
+
+    name: str
+    title: str
+    seconds: Spread
+    ratio: Spread | None
+
+
 def decode_rate(generation: Generation) -> float | None:
     """Tokens per second after the first chunk; None where the rival does not tell or nothing followed."""
     if not generation.decode_tokens or not generation.decode_seconds:
@@ -105,7 +124,8 @@ def request_rows(comparison: Comparison) -> list[Row]:
         generations = [run.generation for run in own]
         passes = sum(g.decode_passes or 0 for g in generations)
         references = {ref.name: runs.get(ref.name, []) for ref in REFERENCES}
-        texts = {run.prompt: run.generation.token_ids for run in references[HF_GENERATE.name]}
+        comparable = references[HF_GENERATE.name] if comparison.is_greedy else []
+        texts = {run.prompt: run.generation.token_ids for run in comparable}
         rows.append(
             Row(
                 name=contestant.name,
@@ -152,6 +172,27 @@ def pass_rows(comparison: Comparison) -> list[PassRow]:
     return rows
 
 
+def first_token_rows(comparison: Comparison) -> list[FirstTokenRow]:
+    """The table of first tokens, empty where none were timed."""
+    seconds = {(run.contestant, run.round, run.prompt): run.seconds for run in comparison.first_tokens}
+    rows = []
+    for contestant in comparison.contestants:
+        own = {(number, prompt): s for (name, number, prompt), s in seconds.items() if name == contestant.name}
+        spread = Spread.of(own.values())
+        if spread is None:
+            continue
+        ours = {place: seconds.get((FORETOKEN_PLAIN.name, *place)) for place in own}
+        rows.append(
+            FirstTokenRow(
+                name=contestant.name,
+                title=contestant.title,
+                seconds=spread,
+                ratio=Spread.of(mine / s if (mine := ours[place]) else None for place, s in own.items()),
+            )
+        )
+    return rows
+
+
 def as_markdown(comparison: Comparison, conditions: Sequence[str]) -> str:
     """The report.
 
@@ -160,9 +201,12 @@ def as_markdown(comparison: Comparison, conditions: Sequence[str]) -> str:
         conditions: Sentences on how, shown above the tables.
     """
     parts = ["# foretoken beside its rivals", " ".join(conditions)]
-    rows, passes = request_rows(comparison), pass_rows(comparison)
+    rows, passes, firsts = request_rows(comparison), pass_rows(comparison), first_token_rows(comparison)
     if rows:
-        parts += ["## Requests", _request_table(rows), _REQUEST_LEGEND]
+        legend = _REQUEST_LEGEND if comparison.is_greedy else f"{_REQUEST_LEGEND} {_SAMPLED}"
+        parts += ["## Requests", _request_table(rows), legend]
+    if firsts:
+        parts += ["## First token", _first_token_table(firsts), _FIRST_TOKEN_LEGEND]
     if passes:
         parts += ["## One pass", _pass_table(passes), _PASS_LEGEND]
     notes = [note for c in comparison.contestants for note in comparison.loaded[c.name].notes]
@@ -181,8 +225,10 @@ def as_json(comparison: Comparison) -> dict[str, Any]:
     """Tables and every single run, JSON-ready."""
     return {
         "requests": [asdict(row) for row in request_rows(comparison)],
+        "first_tokens": [asdict(row) for row in first_token_rows(comparison)],
         "passes": [asdict(row) for row in pass_rows(comparison)],
         "runs": [asdict(run) for run in comparison.runs],
+        "first_token_runs": [asdict(run) for run in comparison.first_tokens],
         "pass_runs": [asdict(run) for run in comparison.forwards],
         "loaded": {c.name: asdict(comparison.loaded[c.name]) for c in comparison.contestants},
         "skipped": comparison.skipped,
@@ -195,6 +241,11 @@ _REQUEST_LEGEND = (
     "Medians over prompts and rounds, extremes in brackets. *Decode*: tokens after the first chunk over the time since "
     "it. *x*: that rate over the reference's for the same prompt in the same round. tau: mean tokens per target pass, "
     "the target's own token included. *Same text*: texts equal to HF generate's, token for token."
+)
+_SAMPLED = "Texts were sampled, with each engine's own random numbers: they differ, and tau goes with the text."
+_FIRST_TOKEN_LEGEND = (
+    "Milliseconds of a request for a single token, from the prompt's ids to that token's, medians over prompts and "
+    "rounds, extremes in brackets; *x foretoken*: plain foretoken's time over this one (above 1 is faster)."
 )
 _PASS_LEGEND = (
     "Milliseconds of one pass over T new tokens behind the same context, logits for all of them, medians over rounds; "
@@ -228,6 +279,15 @@ def _request_table(rows: Sequence[Row]) -> str:
             ]
         )
     return _table(headings, lines)
+
+
+def _first_token_table(rows: Sequence[FirstTokenRow]) -> str:
+    """First tokens as Markdown."""
+    lines = []
+    for row in rows:
+        ms = Spread(row.seconds.median * 1e3, row.seconds.min * 1e3, row.seconds.max * 1e3)
+        lines.append([row.title, ms.show(1), row.ratio.show(2) if row.ratio else _NONE])
+    return _table(["", "first token, ms", f"x {FORETOKEN_PLAIN.title}"], lines)
 
 
 def _pass_table(rows: Sequence[PassRow]) -> str:

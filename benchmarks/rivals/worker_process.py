@@ -92,9 +92,12 @@ class WorkerProcess:
         """Loads the model."""
         return Loaded(**self._ask("load", asdict(request)))
 
-    def generate(self, prompt_ids: Sequence[int], max_tokens: int) -> Generation:
+    def generate(
+        self, prompt_ids: Sequence[int], max_tokens: int, *, temperature: float = 0.0, seed: int = 0
+    ) -> Generation:
         """Decodes one prompt."""
-        return Generation(**self._ask("generate", {"prompt_ids": list(prompt_ids), "max_tokens": max_tokens}))
+        fields = {"prompt_ids": list(prompt_ids), "max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+        return Generation(**self._ask("generate", fields))
 
     def forward(self, *, width: int, context: int, repeats: int) -> float:
         """Median seconds of a pass."""

@@ -12,7 +12,7 @@ from foretoken.cli import options, terminal
 from foretoken.cli.progress import progress
 
 if TYPE_CHECKING:
-    from foretoken.bench.compare import Measurement
+    from foretoken.bench.measurement import Measurement
 
 
 def bench(

@@ -13,10 +13,11 @@ from tiny_models import VOCAB_SIZE, tiny_model
 from benchmarks.rivals import compare as comparing
 from benchmarks.rivals.__main__ import _write as write_report
 from benchmarks.rivals.__main__ import parse_options
-from benchmarks.rivals.compare import Comparison, ForwardRun, Run, Settings, compare
+from benchmarks.rivals.compare import Comparison, FirstTokenRun, ForwardRun, Run, Settings, compare
 from benchmarks.rivals.contestants import CONTESTANTS, FORETOKEN_PLAIN, HF_GENERATE, Contestant, choose_contestants
 from benchmarks.rivals.messages import Generation, Loaded
-from benchmarks.rivals.report import as_json, as_markdown, pass_rows, request_rows
+from benchmarks.rivals.prompts import of_length
+from benchmarks.rivals.report import as_json, as_markdown, first_token_rows, pass_rows, request_rows
 from benchmarks.rivals.worker_process import WorkerProcess
 
 PROMPTS = [[3, 4, 5, 6, 3, 4, 5], [7, 8, 9]]
@@ -31,7 +32,7 @@ class Broken:
     def load(self, request):
         print("chatter on standard output")
         return Loaded(versions={{}})
-    def generate(self, prompt_ids, max_tokens):
+    def generate(self, **question):
         {breaks}
 serve(Broken())
 """
@@ -57,6 +58,7 @@ def settings(model_dir: Path, tmp_path: Path) -> Settings:
         threads=1,
         prompts=PROMPTS,
         max_tokens=6,
+        first_prompts=of_length(PROMPTS, 9),
         widths=(1, 3),
         context=8,
         repeats=1,
@@ -108,10 +110,35 @@ def test_real_workers_agree_and_broken_ones_are_left_out(
     assert {(run.contestant, run.width) for run in result.forwards} == {
         (c.name, width) for c in result.contestants for width in settings.widths
     }
+    assert sorted((run.contestant, run.prompt) for run in result.first_tokens) == [
+        (c.name, prompt) for c in sorted(result.contestants, key=lambda c: c.name) for prompt in range(2)
+    ]
+    assert all(run.seconds > 0 for run in result.first_tokens)
     report = as_markdown(result, ["Conditions."])
     assert "2/2" in report
+    assert "## First token" in report
     assert all(sentence in report for sentence in [*result.skipped, *result.failures])
     assert json.loads(json.dumps(as_json(result)))["runs"]
+
+
+def test_sampled_texts_go_by_the_seed_of_their_prompt(settings: Settings) -> None:
+    sampled = replace(settings, prompts=[PROMPTS[0]] * 2, temperature=1.5, rounds=2, widths=(), first_prompts=())
+    result = compare(sampled, [HF_GENERATE, FORETOKEN_PLAIN], lambda _: None)
+    assert result.failures == []
+    texts = {(run.contestant, run.round, run.prompt): run.generation.token_ids for run in result.runs}
+    for name in (c.name for c in result.contestants):
+        assert texts[name, 0, 0] == texts[name, 1, 0], name
+        assert texts[name, 0, 0] != texts[name, 0, 1], name
+    assert texts[HF_GENERATE.name, 0, 0] != greedy_by_hand(settings.model, PROMPTS[0], settings.max_tokens)
+    rows = request_rows(result)
+    assert [row.num_identical for row in rows] == [None] * 2  # engines have their own random numbers
+    assert all(row.decode_ratio[FORETOKEN_PLAIN.name] is not None for row in rows)
+
+
+def test_prompts_of_one_length_go_on_with_those_that_follow() -> None:
+    assert of_length([[1, 2, 3], [4, 5]], 4) == [[1, 2, 3, 4], [4, 5, 1, 2]]
+    assert of_length([[1, 2, 3], [4, 5]], 2) == [[1, 2], [4, 5]]
+    assert of_length([[7]], 3) == [[7, 7, 7]]
 
 
 def greedy_by_hand(model: str, prompt: list[int], max_tokens: int) -> list[int]:
@@ -169,7 +196,14 @@ def known_comparison() -> Comparison:
     seconds = {(hf, 1): 0.03, (hf, 4): 0.06, (ours, 1): 0.02, (ours, 4): 0.03}
     forwards = [ForwardRun(contestant=n, round=0, width=w, seconds=s) for (n, w), s in seconds.items()]
     loaded = {name: Loaded(versions={"torch": "1"}) for name in (hf, ours)}
-    return Comparison(contestants=[HF_GENERATE, FORETOKEN_PLAIN], loaded=loaded, runs=runs, forwards=forwards)
+    firsts = [
+        FirstTokenRun(contestant=name, round=0, prompt=prompt, seconds=s)
+        for name, seconds_ in ((hf, (0.2, 0.5)), (ours, (0.1, 0.1)))
+        for prompt, s in enumerate(seconds_)
+    ]
+    return Comparison(
+        contestants=[HF_GENERATE, FORETOKEN_PLAIN], loaded=loaded, runs=runs, forwards=forwards, first_tokens=firsts
+    )
 
 
 def test_ratios_are_those_of_the_same_prompt_and_round() -> None:
@@ -193,12 +227,22 @@ def test_passes_are_related_to_ours() -> None:
     assert ours.ratio[4].median == pytest.approx(1.0)
 
 
+def test_first_tokens_are_related_to_ours() -> None:
+    hf, ours = first_token_rows(known_comparison())
+    assert (hf.seconds.median, hf.seconds.min, hf.seconds.max) == pytest.approx((0.35, 0.2, 0.5))
+    assert hf.ratio is not None
+    assert (hf.ratio.median, hf.ratio.min, hf.ratio.max) == pytest.approx((0.35, 0.2, 0.5))
+    assert ours.ratio is not None
+    assert ours.ratio.median == 1.0
+    assert "| HF generate | 350.0 (200.0-500.0) | 0.35 (0.20-0.50) |" in as_markdown(known_comparison(), [])
+
+
 def test_the_table_shows_these_ratios() -> None:
     lines = as_markdown(known_comparison(), []).splitlines()
     ours = [line for line in lines if line.startswith("| foretoken, plain")]
     assert "| 2.50 (2.00-3.00) | 1.60 |" in ours[0]
     assert ours[0].endswith("| 1/2 |")
-    assert "| 20.00 (1.00x) | 30.00 (1.00x) | 1.50 |" in ours[1]
+    assert "| 20.00 (1.00x) | 30.00 (1.00x) | 1.50 |" in ours[2]
 
 
 def test_a_cost_twin_is_named_in_every_report(settings: Settings, tmp_path: Path) -> None:

@@ -83,10 +83,12 @@ class Foretoken:
             notes=[f"foretoken's runner is {self._llm.target.name}"],
         )
 
-    def generate(self, prompt_ids: list[int], max_tokens: int) -> Generation:
+    def generate(self, prompt_ids: list[int], max_tokens: int, temperature: float, seed: int) -> Generation:
         """Decodes with `LLM.generate`; one iteration is one chunk and one target pass."""
         self._clock = ChunkClock()
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        params = SamplingParams(
+            temperature=temperature, seed=seed if temperature else None, max_tokens=max_tokens, ignore_eos=True
+        )
         output = self._llm.generate(prompt_ids, params)[0]
         return self._clock.finish(list(output.outputs[0].token_ids))
 

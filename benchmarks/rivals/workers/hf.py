@@ -52,18 +52,21 @@ class HuggingFace:
             versions={name: version(name) for name in ("transformers", "torch")}, can_forward=request.mode == "generate"
         )
 
-    def generate(self, prompt_ids: list[int], max_tokens: int) -> Generation:
+    def generate(self, prompt_ids: list[int], max_tokens: int, temperature: float, seed: int) -> Generation:
         """Decodes with `generate`; a streamer tells when tokens come."""
         clock = ChunkClock()
         ids = torch.tensor([prompt_ids])
+        how: dict[str, Any] = {"do_sample": False}
+        if temperature > 0:
+            torch.manual_seed(seed)
+            how = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}  # top_k is 50 by default
         with torch.inference_mode():
             output = self._model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                do_sample=False,
                 max_new_tokens=max_tokens,
                 streamer=ClockStreamer(clock),
-                **self._arguments,
+                **{**how, **self._arguments},
             )
         return clock.finish(output[0, len(prompt_ids) :].tolist())
 

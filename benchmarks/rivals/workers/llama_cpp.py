@@ -61,17 +61,18 @@ class LlamaCpp:
             notes=[f"llama.cpp keeps keys and values in {cache}"] if request.dtype == "bfloat16" else [],
         )
 
-    def generate(self, prompt_ids: list[int], max_tokens: int) -> Generation:
-        """Prompt in batches, then token by token; the best token is taken by numpy."""
+    def generate(self, prompt_ids: list[int], max_tokens: int, temperature: float, seed: int) -> Generation:
+        """Prompt in batches, then token by token; tokens are chosen by numpy."""
         llama_cpp.llama_memory_clear(self._memory, False)
         clock = ChunkClock()
+        random = np.random.default_rng(seed)
         for start in range(0, len(prompt_ids), _BATCH_TOKENS):
             self._decode(prompt_ids[start : start + _BATCH_TOKENS], start, all_logits=False)
-        tokens = [self._best_token()]
+        tokens = [self._next_token(temperature, random)]
         clock.add(1)
         while len(tokens) < max_tokens:
             self._decode(tokens[-1:], len(prompt_ids) + len(tokens) - 1, all_logits=False)
-            tokens.append(self._best_token())
+            tokens.append(self._next_token(temperature, random))
             clock.add(1)
         return clock.finish(tokens)
 
@@ -102,11 +103,14 @@ class LlamaCpp:
         # Logits are computed asynchronously where a backend can; asking for them waits.
         llama_cpp.llama_get_logits_ith(self._context, -1)
 
-    def _best_token(self) -> int:
-        """The argmax of the last logits."""
+    def _next_token(self, temperature: float, random: np.random.Generator) -> int:
+        """The argmax of the last logits, of noisy ones where tokens are sampled (Gumbel-max)."""
         logits = llama_cpp.llama_get_logits_ith(self._context, -1)
         row = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float * self._vocab_size)).contents
-        return int(np.frombuffer(row, dtype=np.float32).argmax())
+        scores: Any = np.frombuffer(row, dtype=np.float32)
+        if temperature > 0:
+            scores = scores / temperature + random.gumbel(size=scores.size)
+        return int(scores.argmax())
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ class OpenVino:
             "PERFORMANCE_HINT": "LATENCY",
         }
         config: Any = openvino_genai.GenerationConfig()
-        config.do_sample, config.ignore_eos = False, True
+        config.ignore_eos = True
         if request.mode != "plain":
             config.num_assistant_tokens = options.pop("num_assistant_tokens", _ASSISTANT_TOKENS)
         if request.mode == "prompt_lookup":
@@ -53,11 +53,14 @@ class OpenVino:
             can_forward=request.mode == "plain",
         )
 
-    def generate(self, prompt_ids: list[int], max_tokens: int) -> Generation:
+    def generate(self, prompt_ids: list[int], max_tokens: int, temperature: float, seed: int) -> Generation:
         """Decodes; GenAI's own metrics tell when tokens came."""
-        self._config.max_new_tokens = max_tokens
+        config = self._config
+        config.max_new_tokens, config.do_sample = max_tokens, temperature > 0
+        if config.do_sample:
+            config.temperature, config.rng_seed, config.top_p = temperature, seed, 1.0
         clock = ChunkClock()
-        result = self._pipeline.generate(openvino.Tensor(np.array([prompt_ids], dtype=np.int64)), self._config)
+        result = self._pipeline.generate(openvino.Tensor(np.array([prompt_ids], dtype=np.int64)), config)
         tokens = list(result.tokens[0])
         raw = result.perf_metrics.raw_metrics
         for milliseconds, num_tokens in zip(raw.m_new_token_times, raw.m_batch_sizes, strict=True):

@@ -27,8 +27,11 @@ class Rival(Protocol):
     def load(self, request: LoadRequest) -> Loaded:
         """Loads the model; called once, before anything else."""
 
-    def generate(self, prompt_ids: list[int], max_tokens: int) -> Generation:
-        """Decodes greedily, exactly `max_tokens` tokens, whatever end-of-sequence token comes."""
+    def generate(self, prompt_ids: list[int], max_tokens: int, temperature: float, seed: int) -> Generation:
+        """Decodes exactly `max_tokens` tokens, whatever end-of-sequence token comes.
+
+        Temperature 0 is greedy; above, tokens are sampled from the whole distribution, with the request's seed.
+        """
 
     def forward(self, width: int, context: int, repeats: int) -> float:
         """Median seconds of a pass over `width` new tokens behind `context` cached ones.
@@ -98,7 +101,7 @@ def _answer(rival: Rival, question: dict[str, Any]) -> dict[str, Any]:
     if ask == "load":
         return asdict(rival.load(LoadRequest(**question)))
     if ask == "generate":
-        return asdict(rival.generate(question["prompt_ids"], question["max_tokens"]))
+        return asdict(rival.generate(**question))
     if ask == "forward":
         return {"seconds": rival.forward(question["width"], question["context"], question["repeats"])}
     raise ValueError(f"question '{ask}' is unknown. Expected load, generate or forward.")

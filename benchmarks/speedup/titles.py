@@ -1,0 +1,46 @@
+"""Names and colours of the methods, the same in every table and picture; one that is not listed goes by its name."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Look(NamedTuple):
+    """How a method is shown.
+
+    Attributes:
+        title: In tables and pictures.
+        light: Colour on white.
+        dark: Colour on black.
+        marker: Of matplotlib.
+    """
+
+    title: str
+    light: str
+    dark: str
+    marker: str
+
+
+_LOOKS = {
+    "plain": Look("plain", "#475569", "#94a3b8", "o"),
+    "ngram": Look("prompt lookup", "#c2410c", "#fb923c", "o"),
+    "draft_model": Look("draft model", "#1d4ed8", "#60a5fa", "s"),
+    "hydra": Look("Hydra++", "#7e22ce", "#c084fc", "D"),
+    "mlp_speculator": Look("MLP speculator", "#0f766e", "#2dd4bf", "^"),
+    "medusa": Look("Medusa", "#a16207", "#facc15", "v"),
+}
+_OTHERS = (("#be185d", "#f472b6", "P"), ("#3f6212", "#a3e635", "X"), ("#0e7490", "#22d3ee", "p"))
+
+
+def in_order(methods: list[str]) -> list[str]:
+    """Methods as tables list them."""
+    known = list(_LOOKS)
+    return sorted(methods, key=lambda method: known.index(method) if method in known else len(known))
+
+
+def look_of(method: str, methods: list[str]) -> Look:
+    """How a method is shown among others."""
+    if method in _LOOKS:
+        return _LOOKS[method]
+    others = [name for name in methods if name not in _LOOKS]
+    return Look(method, *_OTHERS[others.index(method) % len(_OTHERS)])

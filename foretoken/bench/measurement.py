@@ -1,0 +1,123 @@
+"""What one setup took at one temperature: rounds of prompts, added up, and related to plain decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from foretoken.core.results import GenerationMetrics
+
+if TYPE_CHECKING:
+    from foretoken.core.records import StepRecord
+
+
+@dataclass(slots=True)
+class Measurement:
+    """One setup at one temperature.
+
+    Attributes:
+        setup: Its name.
+        temperature: Of all requests.
+        runner: The target's runner.
+        runner_choice: Why that one, in a sentence.
+        seconds: Wall-clock seconds of each round of prompts, prefill left out; rounds of all setups are interleaved.
+        tokens: Output tokens of each round.
+        metrics: Added up over all rounds.
+        iterations: Of the engine, over all rounds.
+        verify_seconds: Seconds of these iterations spent in target passes.
+        texts: Output token ids, one entry a prompt and repeat.
+        num_identical: Entries of `texts` that equal plain decoding's; None for plain itself.
+        speed_up: Median over rounds of this setup's tokens per second over plain's in the same round.
+        speed_up_spread: Smallest and largest of these ratios.
+        nats_per_token: Mean surprise of the target at temperature 1 over the output, in nats; what a lossy rule costs
+            shows against plain decoding's. None where all setups are lossless.
+    """
+
+    setup: str
+    temperature: float
+    runner: str
+    runner_choice: str
+    seconds: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    metrics: GenerationMetrics = field(default_factory=GenerationMetrics)
+    iterations: int = 0
+    verify_seconds: float = 0.0
+    texts: list[list[int]] = field(default_factory=list)
+    num_identical: int | None = None
+    speed_up: float = 1.0
+    speed_up_spread: tuple[float, float] = (1.0, 1.0)
+    nats_per_token: float | None = None
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Output tokens per second of decoding, over all rounds."""
+        return sum(self.tokens) / sum(self.seconds)
+
+    @property
+    def tau(self) -> float:
+        """Mean acceptance length, the target's own token included."""
+        return self.metrics.mean_acceptance_length
+
+    @property
+    def efficiency(self) -> float:
+        """Speed-up over tau: 1 when drafting, wider verification and the host cost nothing."""
+        return self.speed_up / self.tau if self.tau else 0.0
+
+    @property
+    def host_ms(self) -> float:
+        """Milliseconds of an iteration outside of the target's pass: drafting, accepting, committing, text."""
+        return (sum(self.seconds) - self.verify_seconds) / max(self.iterations, 1) * 1e3
+
+    @property
+    def verify_ms(self) -> float:
+        """Milliseconds of an iteration in the target's pass."""
+        return self.verify_seconds / max(self.iterations, 1) * 1e3
+
+    @property
+    def draft_ms(self) -> float:
+        """Milliseconds of an iteration in the drafter."""
+        return self.metrics.seconds.draft / max(self.metrics.steps, 1) * 1e3
+
+    def add_step(self, record: StepRecord) -> None:
+        """Counts an iteration."""
+        self.iterations += 1
+        self.verify_seconds += record.seconds.verify
+
+    def add(self, other: Measurement) -> None:
+        """Adds further rounds of the same setup at the same temperature; what relates it to plain decoding stays."""
+        self.seconds += other.seconds
+        self.tokens += other.tokens
+        self.metrics = GenerationMetrics.total([self.metrics, other.metrics])
+        self.iterations += other.iterations
+        self.verify_seconds += other.verify_seconds
+        self.texts += other.texts
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """Parts of the stages' time spent in draft, verify, accept and commit."""
+        seconds = self.metrics.seconds
+        total = seconds.total or 1.0
+        return {name: getattr(seconds, name) / total for name in ("draft", "verify", "accept", "commit")}
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {
+            "setup": self.setup,
+            "temperature": self.temperature,
+            "runner": self.runner,
+            "runner_choice": self.runner_choice,
+            "tokens_per_s": self.tokens_per_s,
+            "speed_up": self.speed_up,
+            "speed_up_min": self.speed_up_spread[0],
+            "speed_up_max": self.speed_up_spread[1],
+            "mean_acceptance_length": self.tau,
+            "efficiency": self.efficiency,
+            "verify_ms": self.verify_ms,
+            "draft_ms": self.draft_ms,
+            "host_ms": self.host_ms,
+            "shares": self.shares,
+            "num_identical": self.num_identical,
+            "num_texts": len(self.texts),
+            "nats_per_token": self.nats_per_token,
+            "metrics": self.metrics.as_dict(),
+        }

@@ -1,0 +1,125 @@
+"""Engines of several setups over one target, each of which decodes batches of a workload and measures them."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from foretoken.bench.measurement import Measurement
+from foretoken.bench.setups import PLAIN, Setup
+from foretoken.core.results import GenerationMetrics
+from foretoken.engine.llm import LLM
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from foretoken.bench.workload import Workload
+    from foretoken.core.records import StepRecord
+    from foretoken.core.results import RequestOutput
+    from foretoken.hf.loading import LoadedModel
+
+_WARM_UP_TOKENS = 8
+
+
+class SetupEngines:
+    """One engine a setup, over weights that are loaded once; plain decoding is always among them and first.
+
+    Attributes:
+        workload: What batches are taken from.
+        names: Of the setups, in order.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        tokenizer: Any,
+        setups: Sequence[Setup],
+        workload: Workload,
+        *,
+        batch_size: int = 1,
+        runner: str = "auto",
+    ) -> None:
+        """Makes the engines.
+
+        Args:
+            model: The target.
+            tokenizer: Its tokenizer.
+            setups: What to compare.
+            workload: What to decode; sampled requests have the same seeds in every setup.
+            batch_size: Sequences decoded at once.
+            runner: Of the target and of draft models, see `LLM`.
+        """
+        self.workload = workload
+        ordered = [Setup(PLAIN, None), *(setup for setup in setups if setup.config is not None)]
+        self.names = [setup.name for setup in ordered]
+        self._engines: dict[str, LLM] = {}
+        self._on_step: Callable[[StepRecord], None] = _ignore  # one engine works at a time
+        for setup in ordered:
+            self._engines[setup.name] = LLM(
+                model,
+                speculative_config=setup.with_references(self._plain_texts() if setup.needs_references else ()),
+                tokenizer=tokenizer,
+                max_num_seqs=batch_size,
+                runner=runner,
+                on_step=self._note_step,
+            )
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether any setup may write another text than plain decoding."""
+        return any(engine.is_lossy for engine in self._engines.values())
+
+    def empty(self, name: str, temperature: float) -> Measurement:
+        """A measurement of a setup that holds nothing yet."""
+        target = self._engines[name].target
+        return Measurement(name, temperature, target.name, target.choice)
+
+    def warm_up(self, temperature: float) -> None:
+        """Has every setup decode a few tokens, untimed."""
+        params = replace(
+            self.workload.params(temperature)[0], max_tokens=min(_WARM_UP_TOKENS, self.workload.max_tokens)
+        )
+        for engine in self._engines.values():
+            engine.generate(self.workload.prompts[0], params)
+
+    def measure(self, name: str, temperature: float, batch: Sequence[int]) -> Measurement:
+        """Decodes one batch with one setup.
+
+        Args:
+            name: Of the setup.
+            temperature: Of all its requests.
+            batch: Indices into the workload's prompts.
+
+        Returns:
+            One round.
+        """
+        row, params = self.empty(name, temperature), self.workload.params(temperature)
+        self._on_step = row.add_step
+        begin = time.perf_counter()
+        results = self._engines[name].generate([self.workload.prompts[i] for i in batch], [params[i] for i in batch])
+        seconds = time.perf_counter() - begin
+        self._on_step = _ignore
+        row.metrics = GenerationMetrics.total(result.metrics for result in results)
+        row.seconds.append(seconds - row.metrics.prefill_seconds)
+        row.tokens.append(row.metrics.num_emitted)
+        row.texts.extend(list(result.outputs[0].token_ids) for result in results)
+        return row
+
+    def _note_step(self, record: StepRecord) -> None:
+        """Hands an iteration to whatever is being measured."""
+        self._on_step(record)
+
+    def _plain_texts(self) -> list[RequestOutput]:
+        """What plain decoding writes to every prompt at every temperature."""
+        plain, workload = self._engines[PLAIN], self.workload
+        return [
+            output
+            for temperature in workload.temperatures
+            for output in plain.generate(list(workload.prompts), workload.params(temperature))
+        ]
+
+
+def _ignore(record: StepRecord) -> None:
+    """Counts nothing: what is not timed."""
+    del record
