@@ -134,6 +134,7 @@ class Runner:
                 as it was.
         """
         self._decoder = quantized_decoder(self.name, self.model, self.cache, self._taps, quantization=quantization)
+        self._tree_drafting = self._decoder if isinstance(self._decoder, TreeDrafting) else None
 
     @property
     def name(self) -> str:
