@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _FALLBACK_TREE = "mc_sim_7b_63"
 _TIMED_CALLS = 5  # the first ones warm up
+_MOST_WAITING = 8  # commits whose features are kept as they came
 
 
 class HeadOptions(DrafterOptions):
@@ -263,26 +264,39 @@ class LastFeatures:
 
     def __init__(self, num_slots: int, hidden_size: int, *, device: torch.device, dtype: torch.dtype) -> None:
         self._features = torch.zeros(num_slots, hidden_size, device=device, dtype=dtype)
-        self._known = [0] * num_slots  # positions whose last feature is here
+        self._known = [0] * num_slots  # positions whose last feature came in
+        self._waiting: list[Committed] = []  # not looked at yet, as long as nobody asks
 
     def is_known(self, slot: int, length: int) -> bool:
-        """Whether the feature of position `length - 1` is here."""
+        """Whether the feature of position `length - 1` came in."""
         return length > 0 and self._known[slot] == length
 
     def learn(self, committed: Committed) -> None:
-        """Takes what entered the target's KV."""
+        """Takes what entered the target's KV, without an operation on tensors in most calls."""
         assert committed.features is not None, "the drafter taps features"
-        latest = committed.features[:, 0]
-        if len(latest) > len(committed.slots):
-            latest = latest[torch.tensor([end - 1 for end in committed.offsets[1:]], device=latest.device)]
-        self._features[torch.tensor(list(committed.slots), device=latest.device)] = latest.to(self._features.dtype)
+        if self._waiting and self._waiting[-1].slots == committed.slots:
+            self._waiting.pop()  # the same sequences got further
+        elif len(self._waiting) >= _MOST_WAITING:
+            self._take()
+        self._waiting.append(committed)
         for slot, start, length in zip(committed.slots, committed.starts, committed.lengths, strict=True):
             self._known[slot] = start + length
 
     def of(self, slots: Sequence[int]) -> Tensor:
         """(B, E), of some slots."""
+        self._take()
         return self._features[torch.tensor(list(slots), device=self._features.device)]
 
     def forget(self, slot: int) -> None:
         """The slot's sequence is over."""
         self._known[slot] = 0
+
+    def _take(self) -> None:
+        """Copies the features that wait."""
+        for committed in self._waiting:
+            assert committed.features is not None, "checked when it came"
+            latest = committed.features[:, 0]
+            if len(latest) > len(committed.slots):
+                latest = latest[torch.tensor([end - 1 for end in committed.offsets[1:]], device=latest.device)]
+            self._features[torch.tensor(list(committed.slots), device=latest.device)] = latest.to(self._features.dtype)
+        self._waiting = []
