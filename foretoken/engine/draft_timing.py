@@ -48,7 +48,8 @@ def time_drafts(drafter: Drafter, target: TargetHandle) -> list[float]:
         drafter, vocab_size=target.vocab_size, max_nodes=drafter.nodes_by_depth[-1], device=target.device
     )  # fmt: skip
     params, tokens = SamplingParams(temperature=0.0), [0] * (_PROMPT_LEN + 1)
-    seconds, begin = [], time.perf_counter()
+    seconds: list[float] = []
+    begin = time.perf_counter()
     with own_torch_state():
         guard.begin(_SLOT, DraftRequest(request_id="draft timing", prompt=list(tokens), params=params))
         guard.commit(_prompt_in_cache(tokens[:-1], target))
