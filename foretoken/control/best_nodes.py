@@ -88,7 +88,7 @@ class BestNodes:
         if self._is_asking:
             self._declining = None
             return Allotment(allowances=[Allowance(depth=UNBOUNDED, nodes=self._max_nodes)] * batch_size)
-        known, may_draft_next = self._declining, self._probes.is_near
+        known, may_draft_next = self._declining, self._probes.is_near or self._gain >= _NO_GAIN
         if known is None or (len(known.allowances), known.may_draft_next) != (batch_size, may_draft_next):
             known = self._declining = self._decline(batch_size, may_draft_next)
         return known
