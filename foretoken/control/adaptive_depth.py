@@ -15,7 +15,7 @@ import numpy as np
 
 from foretoken.control.base import Allotment, Allowance
 from foretoken.control.fading_line import FadingLine
-from foretoken.control.probing import ProbeSchedule
+from foretoken.control.probing import WEIGHT_AT_PROBE, ProbeSchedule
 from foretoken.core.records import Declined
 
 if TYPE_CHECKING:
@@ -28,18 +28,21 @@ if TYPE_CHECKING:
 _HALF_LIFE = 40.0  # drafts after which an observation counts half
 _DRAFTS_KEPT = 9
 _REFRESH_EVERY = 8  # iterations for which costs are taken from the table
+_DECIDE_EVERY = 32  # iterations without drafts after which the decision is made anew
+_NUM_FREE = 2  # drafts whose seconds are not held against the next ones: the first reads the prompt
 _FADE = 0.5 ** (1.0 / _HALF_LIFE)
 
 
 class AdaptiveDepth:
     """A controller that chooses the depth of the next draft from what recent drafts brought; for one drafter."""
 
-    def __init__(self, cost: CostCurve, nodes_by_depth: Sequence[int]) -> None:
-        """A controller that knows nothing of the drafter yet.
+    def __init__(self, cost: CostCurve, nodes_by_depth: Sequence[int], *, level_seconds: Sequence[float] = ()) -> None:
+        """A controller that knows nothing of the drafter's acceptance yet.
 
         Args:
             cost: Seconds of a pass.
             nodes_by_depth: Of the drafter, see `foretoken.drafters.base.Drafter`.
+            level_seconds: Seconds a level of drafts that were timed before, as far as there are some.
         """
         max_depth = len(nodes_by_depth) - 1
         self._cost, self._max_depth = cost, max_depth
@@ -48,14 +51,17 @@ class AdaptiveDepth:
         self._reached = np.zeros(max_depth)  # drafts whose first d tokens were tested or accepted, fading
         self._accepted = np.zeros(max_depth)  # of these, the ones that accepted token d
         self._asked = self._answered = 1.0  # sequences that were to be drafted for, and those that were, fading
-        self._levels: deque[float] = deque(maxlen=_DRAFTS_KEPT)  # seconds a level of recent drafts
+        self._levels: deque[float] = deque(level_seconds, maxlen=_DRAFTS_KEPT)  # seconds a level of recent drafts
         self._misses: deque[float] = deque(maxlen=_DRAFTS_KEPT)  # seconds of recent calls that brought nothing
         self._host = FadingLine()  # seconds of accepting and committing by tokens emitted
         self._is_asking = False
+        self._is_wanted = False  # whether drafting pays from the next iteration on, of which drafters hear first
         self._probes = ProbeSchedule()
         self._table: tuple[int, np.ndarray] | None = None  # batch size, seconds of passes by depth
         self._age = 0
         self._reason: Declined | None = None  # of the last decision against drafting
+        self._price = 0.0  # what a probe adds to an iteration of plain decoding, as a share of it
+        self._declining: Allotment | None = None  # made for that decision
 
     @property
     def declined(self) -> Declined | None:
@@ -64,8 +70,19 @@ class AdaptiveDepth:
 
     def allot(self, batch_size: int) -> Allotment:
         """The same depth for everyone."""
-        allowance = Allowance(depth=self.depth(batch_size), nodes=int(self._nodes[-1]))
-        return Allotment(allowances=[allowance] * batch_size, declined=self.declined)
+        depth = self.depth(batch_size)
+        may_draft_next = depth > 0 or self._is_wanted or self._probes.is_near
+        known = self._declining
+        if depth == 0 and known is not None and (len(known.allowances), known.may_draft_next) == (
+            batch_size, may_draft_next
+        ):  # fmt: skip
+            return known
+        allowance = Allowance(depth=depth, nodes=int(self._nodes[-1]))
+        allotment = Allotment(
+            allowances=[allowance] * batch_size, declined=self.declined, may_draft_next=may_draft_next
+        )
+        self._declining = None if depth else allotment
+        return allotment
 
     def select(self, trees: Sequence[TokenTree]) -> TokenTree:
         """The drafter's tree: how deep it may be was decided before."""
@@ -77,26 +94,30 @@ class AdaptiveDepth:
         Args:
             batch_size: Sequences in the pass.
         """
+        is_announced = self._is_asking or self._is_wanted or not self._probes.num_idle
         best = self._paying_depth(batch_size) if self._is_due(batch_size) else 0
-        self._is_asking = best > 0
+        self._is_wanted = best > 0 and not is_announced
+        self._is_asking = best > 0 and is_announced
         if self._is_asking:
             self._probes.reset()
             return best
-        self._is_asking = self._probes.advance()
+        self._is_asking = self._probes.advance(self._price)
+        if self._probes.is_beginning:
+            self._age_evidence()
         return int(self._is_asking)
 
     def _is_due(self, batch_size: int) -> bool:
         """Whether to decide anew: while nothing is drafted, an iteration teaches nothing that would change much."""
         idle = self._probes.num_idle
-        is_idle = idle > 1 and not self._is_asking
-        return not is_idle or idle % _REFRESH_EVERY == 0 or self._table is None or self._table[0] != batch_size
+        is_idle = idle > 1 and not self._is_asking and not self._is_wanted
+        return not is_idle or idle % _DECIDE_EVERY == 0 or self._table is None or self._table[0] != batch_size
 
     def _paying_depth(self, batch_size: int) -> int:
         """The depth that earns most; 0 where plain decoding does."""
         # The fastest: a draft that also reads a prompt, or all that passed while nothing was drafted, takes many times
         # as long and says nothing of the next one.
-        miss = min(self._misses, default=0.0)
-        drafts = np.maximum(self._depths * min(self._levels, default=0.0), miss)
+        miss = _fastest(self._misses)
+        drafts = np.maximum(self._depths * _fastest(self._levels), miss)
         passes = self._pass_seconds(batch_size)
         plain = passes[0] + self._host(batch_size)
         hit = self._answered / self._asked
@@ -104,7 +125,7 @@ class AdaptiveDepth:
         seconds = hit * (passes[1:] + drafts + self._host(batch_size * tokens)) + (1 - hit) * (plain + miss)
         rates = (hit * tokens + 1 - hit) / seconds
         best = int(rates.argmax())
-        if rates[best] > 1.0 / plain:
+        if rates[best] > 1.0 / plain and not self._probes.is_spent:
             return best + 1
         self._reason = Declined(
             width=batch_size * int(self._nodes[best + 1]),
@@ -113,19 +134,27 @@ class AdaptiveDepth:
             acceptance=float(self._conditional()[0]) if self._reached[0] else None,
             hit_rate=float(hit),
         )
+        self._price = float(drafts[0] + passes[1] - passes[0]) / plain
+        self._declining = None
         return 0
 
     def learn(self, record: StepRecord) -> None:
-        """Counts an iteration's drafts and their cost."""
+        """Counts an iteration's drafts and their cost; of iterations without drafts, now and then one."""
+        if not self._is_asking:
+            self._probes.save()
+            if self._probes.num_idle % _REFRESH_EVERY:
+                return
+        emitted = sum(step.num_emitted for step in record.sequences)
         if not record.num_prompt_tokens:  # else the pass took longer than its trees do
             self._cost.learn(record.num_tokens, record.seconds.verify)
-        emitted = sum(step.num_emitted for step in record.sequences)
         self._host.learn(emitted, record.seconds.accept + record.seconds.commit)
         deepest = max((step.tree_depth for step in record.sequences), default=0)
         if deepest:
             self._levels.append(record.seconds.draft / deepest)
         elif self._is_asking:
             self._misses.append(record.seconds.draft)
+        if self._is_asking and not record.num_prompt_tokens:
+            self._spend(record, deepest, emitted / len(record.sequences))
         for step in record.sequences:
             if self._is_asking:
                 self._asked = self._asked * _FADE + 1
@@ -136,6 +165,18 @@ class AdaptiveDepth:
             self._reached = self._reached * _FADE + (self._depths <= tested)
             self._accepted = self._accepted * _FADE + (self._depths <= step.num_accepted)
 
+    def _spend(self, record: StepRecord, deepest: int, tokens: float) -> None:
+        """Accounts for an iteration with a draft against plain decoding.
+
+        A draft that is made because it pays counts as fast as recent ones: reading a prompt is no reason to give up.
+        """
+        seconds = record.seconds.total
+        if not self._probes.num_idle:
+            seconds += min(deepest * _fastest(self._levels), record.seconds.draft) - record.seconds.draft
+        batch_size = len(record.sequences)
+        plain = float(self._pass_seconds(batch_size)[0] + self._host(batch_size))
+        self._probes.spend(seconds / plain - tokens, tokens)
+
     def _pass_seconds(self, batch_size: int) -> np.ndarray:
         """Seconds of passes at depths 0, 1, …; read off the curve anew now and then, as it hardly moves."""
         if self._table is None or self._table[0] != batch_size or self._age >= _REFRESH_EVERY:
@@ -144,8 +185,18 @@ class AdaptiveDepth:
         self._age += 1
         return self._table[1]
 
+    def _age_evidence(self) -> None:
+        """Makes what was accepted before a probe count less than the probe, which may find another text."""
+        share = WEIGHT_AT_PROBE / max(float(self._reached[0]), WEIGHT_AT_PROBE)
+        self._reached, self._accepted = self._reached * share, self._accepted * share
+
     def _conditional(self) -> np.ndarray:
         """P(token survives | the ones before did) by depth, drawn towards the pooled rate where little is known."""
         pooled = (self._accepted.sum() + 1.5) / (self._reached.sum() + 2.5)
         result: np.ndarray = (self._accepted + 4 * pooled) / (self._reached + 4)
         return result
+
+
+def _fastest(seconds: Sequence[float]) -> float:
+    """Seconds of the fastest of recent drafts; 0 before enough of them were made to tell."""
+    return min(seconds) if len(seconds) >= _NUM_FREE else 0.0

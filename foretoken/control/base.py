@@ -34,10 +34,13 @@ class Allotment:
     Attributes:
         allowances: One a sequence of the batch.
         declined: Why nothing is to be drafted at all; None where something is.
+        may_draft_next: Whether something may be drafted in the next iteration. Where it may not, drafters need not hear
+            of this one.
     """
 
     allowances: Sequence[Allowance]
     declined: Declined | None = None
+    may_draft_next: bool = True
 
 
 class Controller(Protocol):

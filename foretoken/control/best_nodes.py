@@ -9,6 +9,7 @@ merged before.
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +19,7 @@ import torch
 from foretoken.control.base import UNBOUNDED, Allotment, Allowance
 from foretoken.control.calibration import Calibration
 from foretoken.control.fading_line import FadingLine
-from foretoken.control.probing import ProbeSchedule
+from foretoken.control.probing import WEIGHT_AT_PROBE, ProbeSchedule
 from foretoken.core.records import Declined
 from foretoken.core.token_tree import PROBE, DrawKind
 from foretoken.trees.merge import merge_trees, prune
@@ -34,6 +35,9 @@ if TYPE_CHECKING:
 
 _FADE = 0.5 ** (1 / 40)  # of what drafts brought, by iteration
 _NO_GAIN = 0.98  # below this share of plain decoding's speed, drafts are given up for a while
+_LEAST_GAIN = 0.96  # what drafts were given up for counts as no worse, so that a few good ones bring them back
+_DRAFTS_KEPT = 9
+_LEARN_EVERY = 8  # iterations without drafts, of which one is learned from
 
 
 class _OnHost(NamedTuple):
@@ -60,33 +64,49 @@ class BestNodes:
         self._cost, self._max_nodes = cost, max_nodes
         self._calibrations = [Calibration() for _ in range(num_drafters)]
         self._host = FadingLine()  # seconds of accepting and committing by tokens generated
-        self._draft_s = 0.0  # of recent drafts, fading
+        self._drafts: deque[float] = deque(maxlen=_DRAFTS_KEPT)  # seconds of recent ones
         self._gain = 1.0  # speed with drafts over speed without, as estimated for recent drafts, fading
         self._acceptance: float | None = None  # of the most probable node of recent drafts
         self._probes = ProbeSchedule()
         self._is_asking = True
         self._trees: list[_OnHost] = []  # those of the last call of `select`, before they were merged
         self._width = 0
+        self._price = 0.0  # what a probe adds to an iteration of plain decoding, as a share of it
+        self._declining: Allotment | None = None  # of the present iterations without drafts
 
     def allot(self, batch_size: int) -> Allotment:
         """Whole drafts for everyone, or nothing while drafts do not pay."""
         self._trees = []
-        if self._gain >= _NO_GAIN:
+        if self._gain >= _NO_GAIN and not self._probes.is_spent:
             self._probes.reset()
             self._is_asking = True
         else:
-            self._is_asking = self._probes.advance()
+            self._is_asking = self._probes.advance(self._price)
+            if self._probes.is_beginning:
+                for calibration in self._calibrations:
+                    calibration.age(WEIGHT_AT_PROBE)
         if self._is_asking:
+            self._declining = None
             return Allotment(allowances=[Allowance(depth=UNBOUNDED, nodes=self._max_nodes)] * batch_size)
-        plain = self._cost(batch_size)
+        known, may_draft_next = self._declining, self._probes.is_near or self._gain >= _NO_GAIN
+        if known is None or (len(known.allowances), known.may_draft_next) != (batch_size, may_draft_next):
+            known = self._declining = self._decline(batch_size, may_draft_next)
+        return known
+
+    def _decline(self, batch_size: int, may_draft_next: bool) -> Allotment:
+        """No draft for anyone, and why."""
+        plain, wide = self._cost(batch_size), self._cost(self._width)
+        self._price = (self._draft_s + wide - plain) / (plain + float(self._host(batch_size)))
         declined = Declined(
             width=self._width,
-            pass_cost=self._cost(self._width) / plain,
+            pass_cost=wide / plain,
             draft_cost=self._draft_s / plain,
             acceptance=self._acceptance,
             hit_rate=1.0,
         )
-        return Allotment(allowances=[Allowance(depth=0, nodes=1)] * batch_size, declined=declined)
+        return Allotment(
+            allowances=[Allowance(depth=0, nodes=1)] * batch_size, declined=declined, may_draft_next=may_draft_next
+        )
 
     def select(self, trees: Sequence[TokenTree]) -> TokenTree:
         """The nodes worth their cost. Synchronises with the host."""
@@ -101,17 +121,37 @@ class BestNodes:
         return (merged if kept is None else prune(merged, kept)).narrowed()
 
     def learn(self, record: StepRecord) -> None:
-        """Counts which nodes were accepted, what passes and drafts took."""
+        """Counts which nodes were accepted, what passes and drafts took; without drafts, now and then."""
+        if not self._is_asking:
+            self._probes.save()
+            if self._probes.num_idle % _LEARN_EVERY:
+                return
+        num_generated = sum(step.num_emitted for step in record.sequences)
         if not record.num_prompt_tokens:  # else the pass took longer than its trees do
             self._cost.learn(record.num_tokens, record.seconds.verify)
-        num_generated = sum(step.num_emitted for step in record.sequences)
         self._host.learn(num_generated, record.seconds.accept + record.seconds.commit)
         if not self._is_asking:
             return
-        self._draft_s += (1 - _FADE) * (record.seconds.draft - self._draft_s) if self._draft_s else record.seconds.draft
+        self._drafts.append(record.seconds.draft)
+        if not record.num_prompt_tokens:
+            self._spend(record, num_generated / len(record.sequences))
         for host, calibration in zip(self._trees, self._calibrations, strict=False):
             if len(host.tokens) == len(record.sequences):
                 _count(host, calibration, record.sequences)
+
+    @property
+    def _draft_s(self) -> float:
+        """Seconds of the fastest of recent drafts: one that also reads a prompt says nothing of the next."""
+        return min(self._drafts, default=0.0)
+
+    def _spend(self, record: StepRecord, tokens: float) -> None:
+        """Accounts for an iteration with drafts against plain decoding; see `AdaptiveDepth`."""
+        seconds = record.seconds.total
+        if not self._probes.num_idle:
+            seconds += self._draft_s - record.seconds.draft
+        batch_size = len(record.sequences)
+        plain = self._cost(batch_size) + float(self._host(batch_size))
+        self._probes.spend(seconds / plain - tokens, tokens)
 
     def _bought(self, tree: TokenTree, host: _OnHost) -> torch.Tensor | None:
         """(B, N) bool, the nodes that are worth their cost; None for all of them."""
@@ -144,7 +184,7 @@ class BestNodes:
     def _note(self, batch: int, width: int, rate: float) -> None:
         """Keeps what a decision was based on."""
         plain = batch / (self._cost(batch) + float(self._host(batch)))
-        self._gain += (1 - _FADE) * (rate / plain - self._gain)
+        self._gain = max(self._gain + (1 - _FADE) * (rate / plain - self._gain), _LEAST_GAIN)
         self._width = max(width, batch + 1)
 
 

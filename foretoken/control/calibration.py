@@ -45,6 +45,12 @@ class Calibration:
         result: NDArray[np.float64] = estimate
         return result
 
+    def age(self, weight: float) -> None:
+        """Lets what was counted so far weigh no more than some nodes in each bin: it is old, and texts change."""
+        share = weight / np.maximum(self._seen, weight)
+        self._seen *= share
+        self._accepted *= share
+
     def learn(self, depths: Sequence[int], scores: Sequence[float] | None, accepted: Sequence[bool]) -> None:
         """Counts an iteration's nodes.
 

@@ -59,6 +59,7 @@ class Pass:
         is_causal: Whether every sequence is a chain, node i the child of node i - 1: known on the host, so that no mask
             is needed. May be False for chains.
         choice: How the tokens after the rows of logits are chosen; None takes the greatest logits.
+        has_features: Whether tapped features are wanted. A decoder may give them all the same.
     """
 
     tokens: Tensor
@@ -71,6 +72,7 @@ class Pass:
     logit_rows: Tensor | None
     is_causal: bool = False
     choice: TokenChoice | None = None
+    has_features: bool = True
 
     def __post_init__(self) -> None:
         """Checks what decoders rely on and would not notice."""
@@ -204,4 +206,5 @@ class Pass:
             logit_rows=self.logit_rows,
             is_causal=self.is_causal and chains.is_causal,
             choice=self.choice,
+            has_features=self.has_features,
         )

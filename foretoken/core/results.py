@@ -82,9 +82,10 @@ class GenerationMetrics:
         self.num_emitted += step.num_emitted
         self.num_drafted += step.num_drafted
         self.num_accepted += step.num_accepted
-        self.drafted_at_depth.update(range(1, step.tree_depth + 1))
-        self.accepted_at_depth.update(range(1, step.num_accepted + 1))
-        self.accepted_by.update(step.accepted_by)
+        if step.tree_depth:
+            self.drafted_at_depth.update(range(1, step.tree_depth + 1))
+            self.accepted_at_depth.update(range(1, step.num_accepted + 1))
+            self.accepted_by.update(step.accepted_by)
 
     @classmethod
     def total(cls, parts: Iterable[GenerationMetrics]) -> GenerationMetrics:

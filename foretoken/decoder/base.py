@@ -24,7 +24,8 @@ class PassOutput:
 
     Attributes:
         logits: (R, V) float32, of `Pass.logit_rows`; None where none were wanted.
-        features: (M, F, D) in the model's dtype, tapped features in the order asked for, or None without taps.
+        features: (M, F, D) in the model's dtype, tapped features in the order asked for, or None without taps
+            and where the pass wants none.
         chosen: (R,) int64, the token after each row as `Pass.choice` says, the lowest among equals; -1 where the
             greatest logit is not finite. None where the decoder chooses none; impossible tokens then have their logits.
     """

@@ -38,10 +38,13 @@ class TargetReads:
     Attributes:
         taps: Features, see `foretoken.core.taps`; they come with `Committed.features`, in this order.
         top_k: Most probable tokens wanted at every verified node, see `Verified.top_ids`; 0 for none.
+        is_last_enough: Whether `commit` need only be called before a proposal: iterations that no draft follows are
+            left out then, and their features are not read.
     """
 
     taps: tuple[Tap, ...] = ()
     top_k: int = 0
+    is_last_enough: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

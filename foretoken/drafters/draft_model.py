@@ -110,7 +110,7 @@ class DraftModelDrafter:
     """Drafts with a language model, level by level."""
 
     name = "draft_model"
-    reads = TargetReads()
+    reads = TargetReads(is_last_enough=True)
 
     def __init__(self, options: Options, load: Callable[[TargetHandle], LoadedModel]) -> None:
         """A drafter whose model is not loaded yet.

@@ -7,6 +7,7 @@ Source: Ankner et al. 2024 (arXiv 2402.05109).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from foretoken.drafters.heads import HeadDrafter, HeadOptions
@@ -26,6 +27,7 @@ class HydraDrafter(HeadDrafter):
     """Drafts a head at every node that has children."""
 
     name = "hydra"
+    reads = TargetReads(taps=("final",), is_last_enough=True)
 
     def features_for(self, target: TargetHandle) -> LastFeatures | PrefixFeatures:
         """The last features, through the decoder block of Hydra++ where there is one."""
@@ -33,6 +35,7 @@ class HydraDrafter(HeadDrafter):
         assert isinstance(head, HydraHeads), "`load_head` checks the method"
         if head.prefix is None:
             return super().features_for(target)
+        self.reads = replace(self.reads, is_last_enough=False)  # the block reads all positions
         return PrefixFeatures(head.prefix, target, self.loaded.dtype, quantization=self.loaded.quantization)
 
 

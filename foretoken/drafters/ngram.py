@@ -80,7 +80,7 @@ class NgramDrafter:
     """Proposes what followed the current tokens earlier in the same sequence."""
 
     name = "ngram"
-    reads = TargetReads()
+    reads = TargetReads(is_last_enough=True)
 
     def __init__(self, options: Options) -> None:
         self._options = options

@@ -66,7 +66,9 @@ class PrefixFeatures:
         )  # fmt: skip
         self._dtype = dtype
         self._fed = [0] * target.num_slots  # positions in the cache
-        self._waiting: list[list[Tensor]] = [[] for _ in range(target.num_slots)]  # (T, E) each, committed after those
+        self._waiting: list[list[Tensor]] = [
+            [] for _ in range(target.num_slots)
+        ]  # (T, 1, E) each, committed after those
         self._known = [0] * target.num_slots  # positions in the cache or waiting
         self._last = torch.zeros(target.num_slots, layer.norm.shape[0], device=target.device, dtype=dtype)
 
@@ -77,7 +79,8 @@ class PrefixFeatures:
     def learn(self, committed: Committed) -> None:
         """Takes what entered the target's KV."""
         assert committed.features is not None, "the drafter taps features"
-        parts = committed.features[:, 0].to(self._dtype).split(committed.lengths)
+        lengths = committed.lengths
+        parts = [committed.features] if len(lengths) == 1 else committed.features.split(lengths)
         for slot, start, features in zip(committed.slots, committed.starts, parts, strict=True):
             if start == 0:
                 self.forget(slot)
@@ -108,9 +111,9 @@ class PrefixFeatures:
         return rows_at(self._last, slots)
 
     def _feed(self, slots: list[int], parts: list[Tensor]) -> None:
-        """Runs the block over the next positions of some slots, (T, E) of each."""
+        """Runs the block over the next positions of some slots, (T, 1, E) of each."""
         lengths, prefix_lens = [len(part) for part in parts], [self._fed[slot] for slot in slots]
-        features = parts[0] if len(parts) == 1 else torch.cat(parts)
+        features = (parts[0] if len(parts) == 1 else torch.cat(parts))[:, 0].to(self._dtype)
         work = Pass.of_chains(
             [[0] * length for length in lengths], slots=slots, prefix_lens=prefix_lens, device=features.device
         )

@@ -11,17 +11,17 @@ from foretoken.control.fixed import Fixed
 from foretoken.core.token_tree import PROBE, TokenTree
 from foretoken.drafters.base import TargetReads
 from foretoken.engine.draft_guard import DraftGuard, SafeDraft
+from foretoken.engine.draft_timing import time_drafts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
 
     from foretoken.control.base import Allotment, Controller
     from foretoken.core.records import Declined, StepRecord
     from foretoken.core.taps import Tap
-    from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, DraftRequest
-    from foretoken.runner.cost_curve import CostCurve
+    from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, DraftRequest, TargetHandle
 
 
 class Draft(NamedTuple):
@@ -32,29 +32,35 @@ class Draft(NamedTuple):
         num_proposed: Of each of its sequences, see `SequenceStep`.
         error: Why a drafter's own tree was dropped, or None.
         declined: Why no drafter was asked, or None.
+        is_committed: Whether drafters are to hear what becomes of it.
     """
 
     tree: TokenTree
     num_proposed: Sequence[int | None]
     error: str | None = None
     declined: Declined | None = None
+    is_committed: bool = True
 
 
 def joint_reads(drafters: Sequence[Drafter]) -> TargetReads:
     """What several drafters read of the target together: every tap once, in the order of who names it first."""
     taps: dict[Tap, None] = dict.fromkeys(tap for drafter in drafters for tap in drafter.reads.taps)
-    return TargetReads(taps=tuple(taps), top_k=max((drafter.reads.top_k for drafter in drafters), default=0))
+    return TargetReads(
+        taps=tuple(taps),
+        top_k=max((drafter.reads.top_k for drafter in drafters), default=0),
+        is_last_enough=all(drafter.reads.is_last_enough for drafter in drafters),
+    )
 
 
 def choose_controller(
-    options: Sequence[DrafterOptions], drafters: Sequence[Drafter], costs: Callable[[], CostCurve]
+    options: Sequence[DrafterOptions], drafters: Sequence[Drafter], target: TargetHandle
 ) -> Controller:
     """Who decides how much is drafted.
 
     Args:
         options: Of the drafters that have some.
         drafters: Attached ones, at least one.
-        costs: Gives seconds of passes, measured when first asked for.
+        target: What they are attached to. Gives seconds of passes, and drafts are timed on it.
 
     Returns:
         The one that asks for whole drafts where options fix their size or a caller made the drafter; else the one that
@@ -65,8 +71,8 @@ def choose_controller(
     if not options or not all(each.is_adaptive for each in options):
         return Fixed(widest)
     if len(options) == 1 and not (options[0].can_prune_tree and options[0].tree == "tree"):
-        return AdaptiveDepth(costs(), drafters[0].nodes_by_depth)
-    return BestNodes(costs(), num_drafters=len(drafters), max_nodes=widest)
+        return AdaptiveDepth(target.costs, drafters[0].nodes_by_depth, level_seconds=time_drafts(drafters[0], target))
+    return BestNodes(target.costs, num_drafters=len(drafters), max_nodes=widest)
 
 
 class Drafting:
@@ -123,22 +129,25 @@ class Drafting:
             context: Its bounds are those of requests and cache; the controller's are put in here.
         """
         if not self.is_active or self._controller is None:
-            return self._no_draft(context)
+            return self._no_draft(context, is_committed=False)
         allotment = self._controller.allot(len(context.slots))
+        if allotment.declined is not None:
+            is_committed = allotment.may_draft_next or not self.reads.is_last_enough
+            return self._no_draft(context, allotment.declined, is_committed=is_committed)
         context = _within(context, allotment)
         if max(context.max_depth) <= 0:
-            return self._no_draft(context, allotment.declined)
+            return self._no_draft(context)
         drafts = [guard.propose(context) for guard in self._guards]
         error = next((draft.error for draft in drafts if draft.error is not None), None)
         tree = self._controller.select([draft.tree for draft in drafts])
         if len(drafts) == 1 and tree.source is not None:  # what it says there tells probes only: all nodes are its own
             tree = replace(tree, source=(tree.source & PROBE) | 1)
-        return Draft(tree, _num_proposed(drafts, context.max_depth), error, allotment.declined)
+        return Draft(tree, _num_proposed(drafts, context.max_depth), error)
 
-    def _no_draft(self, context: DraftContext, declined: Declined | None = None) -> Draft:
+    def _no_draft(self, context: DraftContext, declined: Declined | None = None, *, is_committed: bool = True) -> Draft:
         """The roots alone: no drafter is asked."""
         tree = TokenTree.roots(context.roots, device=self._device)
-        return Draft(tree, [None] * len(context.slots), declined=declined)
+        return Draft(tree, [None] * len(context.slots), declined=declined, is_committed=is_committed)
 
     def commit(self, committed: Committed) -> None:
         """Positions entered the target's KV: every drafter gets the features it reads."""

@@ -192,7 +192,7 @@ class LLM:
             self.target,
             Drafting(
                 self.drafters,
-                choose_controller(setup.options, self.drafters, tree_costs) if self.drafters else None,
+                choose_controller(setup.options, self.drafters, handle) if self.drafters else None,
                 vocab_size=loaded.vocab_size,
                 max_nodes=self.target.max_nodes,
                 device=loaded.device,

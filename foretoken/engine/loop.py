@@ -223,7 +223,8 @@ class Engine:
         chunks = self._prefill.next_chunks(joining, trees.num_tokens)
         if chunks:
             work = trees.with_chains(self._prefill.as_pass(chunks))
-        output = self._run(replace(work, choice=self._choice(sequences, trees)))
+        has_features = draft.is_committed or bool(chunks)
+        output = self._run(replace(work, choice=self._choice(sequences, trees), has_features=has_features))
         clock.mark()
         outcomes, lossy_tv = self._accept(sequences, batch, tree, trees, output)
         clock.mark()
@@ -303,7 +304,7 @@ class Engine:
             self._contained(sequence, self._emit, outcome, logits)
         generated = [sequence.tokens[before:] for sequence, before in zip(sequences, lengths, strict=True)]
         num_decoding, features = verified.trees.num_tokens, verified.output.features
-        if self._drafting.is_active:
+        if verified.draft.is_committed:
             self._drafting.commit(
                 newly_committed(
                     roots, verified.trees, verified.draft.tree, verified.outcomes, features, self._top_ids(verified)

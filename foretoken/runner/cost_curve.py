@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 LIMIT_S = 1.5
 _BURST_S = 0.005
 _LEARNING_RATE = 0.1  # weight of one pass in the cost of its width
+_LARGEST_RATIO = 2.0  # of a pass to what it was known to cost: one that was interrupted says little
+_DRIFT_RATE = 0.05  # and in that of the other widths: machines slow down and speed up as a whole
 
 
 class CostCurve:
@@ -85,10 +87,13 @@ class CostCurve:
         return float(self.seconds(width))
 
     def learn(self, width: int, seconds: float) -> None:
-        """Moves the measured point of a width, if there is one, towards a pass that was just made."""
+        """Moves the measured point of a width, if there is one, towards a pass that was just made, others a little."""
         index = int(np.searchsorted(self._widths, width))
         if index < len(self._widths) and self._widths[index] == width:
-            self._seconds[index] += _LEARNING_RATE * (seconds - self._seconds[index])
+            known = self._seconds[index]
+            change = min(seconds / known, _LARGEST_RATIO) - 1
+            self._seconds *= 1 + _DRIFT_RATE * change
+            self._seconds[index] = known * (1 + _LEARNING_RATE * change)
 
 
 def _fastest(run: Callable[[int], None], width: int) -> float:

@@ -6,7 +6,6 @@ g earns (1 - alpha^(g+1)) / (1 - alpha) tokens in g c + 1 passes.
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 from typing import Any
@@ -81,14 +80,33 @@ def test_depth_is_the_closed_forms_optimum(alpha: float, level: float, best: int
     assert mean >= 0.98 * gain
 
 
-def test_nothing_is_drafted_where_nothing_pays_but_probes_go_on() -> None:
-    depths = live(AdaptiveDepth(CostCurve(*FLAT), chain(8)), 0.3, 2.0, 2000)[100:]
-    assert set(depths) == {0, 1}
-    probes = [i for i, depth in enumerate(depths) if depth]
-    gaps = [b - a for a, b in itertools.pairwise(probes)]
-    assert gaps[0::2] == [1] * len(gaps[0::2]), "two in a row"
-    assert gaps[1::2] == sorted(gaps[1::2]), "less and less often"
-    assert max(gaps) <= 513
+@pytest.mark.parametrize(("alpha", "level"), [(0.3, 2.0), (0.3, 0.8), (0.05, 8.0), (0.7, 3.0)])
+def test_where_nothing_pays_a_percent_is_lost(alpha: float, level: float) -> None:
+    """Two drafts to learn what they take, then probes, whose loss is bounded whatever they cost."""
+    depths = live(AdaptiveDepth(CostCurve(*FLAT), chain(8)), alpha, level, 6000)
+    assert sum(depth > 0 for depth in depths[:300]) <= 12
+    later = [depth for depth in depths[300:] if depth]
+    assert later, "probes go on"
+    assert set(later) == {1}
+    assert sum(depth > 0 for depth in depths) * (level - alpha) <= 4 + 0.012 * 6000 + 2 * level
+
+
+def test_known_costs_spare_the_first_drafts() -> None:
+    """A drafter that was timed before and cannot pay is not asked before a probe of it is saved up."""
+    timed = AdaptiveDepth(CostCurve(*FLAT), chain(8), level_seconds=[3.0, 2.0])
+    assert not any(live(timed, 0.9, 2.0, 390))
+    assert any(live(timed, 0.9, 2.0, 100))
+    cheap = AdaptiveDepth(CostCurve(*FLAT), chain(8), level_seconds=[3.0, 0.05])
+    assert all(live(cheap, 0.9, 0.05, 300))
+
+
+def test_a_change_of_text_is_found() -> None:
+    """After thousands of iterations in which a draft was hardly ever right: a few probes of the new text are enough."""
+    budget = AdaptiveDepth(CostCurve(*FLAT), chain(8))
+    assert sum(depth > 0 for depth in live(budget, 0.05, 0.3, 5000)) < 150
+    depths = live(budget, 0.95, 0.3, 2000)
+    change = next(i for i in range(2000) if min(depths[i : i + 50], default=0) > 0)
+    assert change <= 1100
 
 
 def test_asking_in_vain_is_part_of_the_price() -> None:
@@ -187,11 +205,11 @@ def test_the_reason_for_declining_has_the_numbers_of_the_decision() -> None:
     cheap = AdaptiveDepth(CostCurve(*FLAT), chain(8))
     assert cheap.depth(1) > 0
     assert cheap.declined is None
-    depths = live(budget, 0.3, 0.5, 200)
+    depths = live(budget, 0.3, 0.5, 2000)
     assert budget.declined is not None
     assert depths[-1] == 0
     assert budget.declined.draft_cost == pytest.approx(0.5, rel=0.3)  # verification is said to cost 1.0 all along
-    assert budget.declined.acceptance == pytest.approx(0.3, abs=0.15)
+    assert budget.declined.acceptance == pytest.approx(0.3, abs=0.25)
     assert budget.declined.width == 2
 
 

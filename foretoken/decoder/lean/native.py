@@ -144,7 +144,9 @@ class NativeBlocks:
         """
         described, arguments, held = self._prepared(work, inputs)
         features = logits = chosen = None
-        if self._taps:
+        if not work.has_features:
+            arguments.num_taps = 0
+        elif self._taps:
             shape = (len(self._tap_order), work.num_tokens, self._model.hidden)
             features = torch.empty(shape, dtype=torch.float32, device="cpu")
             arguments.features = features.data_ptr()

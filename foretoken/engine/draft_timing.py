@@ -1,0 +1,81 @@
+"""What a draft takes, measured before the first request: nobody waits for text yet.
+
+The controller then need not draft while it decodes to find out that drafts are dear here. The first drafts, which
+allocate and capture, are over as well.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from foretoken.core.backend import has_cuda_runtime
+from foretoken.core.passes import Pass
+from foretoken.core.sampling_params import SamplingParams
+from foretoken.drafters.base import Committed, DraftContext, DraftRequest
+from foretoken.engine.draft_guard import DraftGuard
+from foretoken.engine.torch_state import own_torch_state
+from foretoken.engine.untrusted_drafter import UntrustedDrafter
+from foretoken.sampling.batch import SamplingBatch, SamplingRequest
+
+if TYPE_CHECKING:
+    from foretoken.drafters.base import Drafter, TargetHandle
+
+_PROMPT_LEN = 8
+_DEPTH = 4  # of the timed drafts, at most
+_NUM_DRAFTS = 4  # the first reads the prompt
+_LIMIT_S = 1.0  # no further draft after that, once two were timed
+_SLOT = 0
+
+
+def time_drafts(drafter: Drafter, target: TargetHandle) -> list[float]:
+    """Seconds of a level of some drafts over a text of zeros, the fastest of which says what drafting takes.
+
+    Args:
+        drafter: Attached, and without a sequence in slot 0.
+        target: What it was attached to; the rows of slot 0 are written.
+
+    Returns:
+        Of each draft that had nodes; none for a drafter of others, which would take the text for a request, and for
+        one that proposes nothing or fails.
+    """
+    deepest = min(_DEPTH, len(drafter.nodes_by_depth) - 1)
+    if isinstance(drafter, UntrustedDrafter) or target.context_len <= _PROMPT_LEN + deepest:
+        return []
+    guard = DraftGuard(
+        drafter, vocab_size=target.vocab_size, max_nodes=drafter.nodes_by_depth[-1], device=target.device
+    )  # fmt: skip
+    params, tokens = SamplingParams(temperature=0.0), [0] * (_PROMPT_LEN + 1)
+    seconds: list[float] = []
+    begin = time.perf_counter()
+    with own_torch_state():
+        guard.begin(_SLOT, DraftRequest(request_id="draft timing", prompt=list(tokens), params=params))
+        guard.commit(_prompt_in_cache(tokens[:-1], target))
+        context = DraftContext(
+            slots=[_SLOT],
+            tokens=[tokens],
+            max_depth=[deepest],
+            max_nodes=[drafter.nodes_by_depth[-1]],
+            sampling=SamplingBatch.build(
+                [SamplingRequest(params=params, seed=0)], target.vocab_size, target.device
+            ),
+            is_coupled=[False],
+        )  # fmt: skip
+        while len(seconds) < _NUM_DRAFTS and (len(seconds) < 2 or time.perf_counter() - begin < _LIMIT_S):
+            start = time.perf_counter()
+            depth = guard.propose(context).tree.max_depth
+            if not depth:
+                break
+            if has_cuda_runtime(target.device):
+                torch.cuda.synchronize(target.device)
+            seconds.append((time.perf_counter() - start) / depth)
+        guard.release(_SLOT)
+    return seconds
+
+
+def _prompt_in_cache(tokens: list[int], target: TargetHandle) -> Committed:
+    """A prompt that the target has read, and its features."""
+    work = Pass.of_chains([tokens], slots=[_SLOT], prefix_lens=[0], device=target.device)
+    return Committed(slots=[_SLOT], starts=[0], tokens=[tokens], features=target.run(work).features)

@@ -1,0 +1,115 @@
+"""Where drafting does not pay an iteration is one of plain decoding: no drafter is asked, told, or read for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from end_to_end.tiny_heads import head
+from end_to_end.tiny_llms import llm
+
+from foretoken import SamplingParams
+from foretoken.core.records import StepRecord
+from foretoken.drafters.prefix_features import PrefixFeatures
+from foretoken.engine import drafting
+from foretoken.engine.draft_timing import time_drafts
+from foretoken.runner.cost_curve import CostCurve
+from foretoken.runner.costs import PassCosts
+
+DEAR = (1, 2, 64), (1.0, 40.0, 400.0)  # seconds of passes: a second token costs as much as 39 passes
+PARAMS = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+
+
+def adaptive(name: str) -> dict[str, Any]:
+    """A head without training, whose depth the controller chooses."""
+    plain = llm({}).generate([[5], [6]], PARAMS)
+    references = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in plain]
+    return head(name, steps=0, tree="chain")(references)
+
+
+class Calls:
+    """Counts what reaches the drafters and the target of an engine."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, curve: Any, config: dict[str, Any]) -> None:
+        monkeypatch.setattr("foretoken.engine.llm.pass_costs", lambda model, name: PassCosts(*[CostCurve(*curve)] * 3))
+        self.records: list[StepRecord] = []
+        self.engine = llm(config, on_step=self.records.append)
+        (drafter,) = self.engine.drafters
+        self.proposed = self.committed = self.tapped = 0
+
+        def counting(name: str, original: Any) -> Any:
+            def method(argument: Any) -> Any:
+                is_step = name != "committed" or argument.verified is not None
+                setattr(self, name, getattr(self, name) + is_step)
+                return original(argument)
+
+            return method
+
+        inner = self.engine.target.run
+
+        def run(work: Any) -> Any:
+            output = inner(work)
+            if work.logit_rows is not None:
+                self.tapped += work.has_features
+                assert work.has_features or output.features is None or len(output.features) == work.num_tokens
+            return output
+
+        monkeypatch.setattr(drafter, "propose", counting("proposed", drafter.propose))
+        monkeypatch.setattr(drafter, "commit", counting("committed", drafter.commit))
+        monkeypatch.setattr(self.engine.target, "run", run)
+
+
+@pytest.mark.parametrize("method", ["medusa", "ngram", "hydra++"])
+def test_an_iteration_without_a_draft_is_one_of_plain_decoding(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}
+    if method != "ngram":
+        config = adaptive(method)
+    calls = Calls(monkeypatch, DEAR, config)
+    prompts = [[5, 6, 5, 6], [7, 8, 9]]
+    outputs = [calls.engine.generate(prompt, PARAMS)[0].outputs[0].token_ids for prompt in prompts]
+    assert outputs == [llm({}).generate(prompt, PARAMS)[0].outputs[0].token_ids for prompt in prompts]
+    num_declined = sum(record.declined is not None for record in calls.records)
+    assert num_declined >= 112
+    assert calls.proposed <= 4
+    if method == "hydra++":  # its block reads every position
+        assert calls.committed == len(calls.records)
+        return
+    assert calls.committed <= len(calls.records) - num_declined + 2 + 2 * len(prompts)
+    assert calls.tapped == calls.committed
+
+
+def test_drafting_goes_on_where_it_was_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features of the last position are there when a probe asks for them, after many that were left out."""
+    calls = Calls(monkeypatch, ((1, 64), (1.0, 1.0)), adaptive("medusa"))
+    controller: Any = calls.engine._engine._drafting._controller
+    controller._levels.extend([5.0] * 9)  # drafts are said to take five passes; probes find out that they do not
+    controller._probes._saved = 100.0
+    calls.engine.generate([5, 6, 7], replace(PARAMS, max_tokens=80))
+    num_declined = sum(record.declined is not None for record in calls.records)
+    assert 31 <= num_declined < 40
+    assert all(record.declined is not None for record in calls.records[:31])
+    later = calls.records[num_declined:-1]
+    assert len(later) > 5
+    assert all(record.sequences[0].tree_depth > 0 for record in later), "none was asked for without a feature"
+    assert calls.tapped == calls.committed < 55
+
+
+def test_a_timed_draft_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that are timed before the first request change no draft, and say what a level takes."""
+    timed: list[list[float]] = []
+
+    def timing(drafter: Any, target: Any) -> list[float]:
+        timed.append(time_drafts(drafter, target))
+        return timed[-1]
+
+    config = adaptive("hydra++")
+    monkeypatch.setattr(drafting, "time_drafts", timing)
+    engine = llm(config)
+    assert len(timed) == 1
+    assert len(timed[0]) >= 2
+    assert min(timed[0]) > 0
+    features = engine.drafters[0]._features  # type: ignore[attr-defined]
+    assert isinstance(features, PrefixFeatures)
+    assert (set(features._fed), set(features._known)) == ({0}, {0})
+    assert not any(features._waiting)
