@@ -156,7 +156,7 @@ class HeadDrafter:
     """
 
     name: str
-    reads = TargetReads(taps=("final",))
+    reads = TargetReads(taps=("final",), is_last_enough=True)
 
     def __init__(self, options: HeadOptions) -> None:
         self.options = options

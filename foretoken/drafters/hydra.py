@@ -27,7 +27,6 @@ class HydraDrafter(HeadDrafter):
     """Drafts a head at every node that has children."""
 
     name = "hydra"
-    reads = TargetReads(taps=("final",), is_last_enough=True)
 
     def features_for(self, target: TargetHandle) -> LastFeatures | PrefixFeatures:
         """The last features, through the decoder block of Hydra++ where there is one."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.base import TargetReads
 from foretoken.drafters.heads import HeadDrafter, HeadOptions
 from foretoken.heads.medusa import MedusaHeads
 
@@ -26,7 +25,6 @@ class MedusaDrafter(HeadDrafter):
     """Drafts with independent heads, all evaluated at once, at the last committed position alone."""
 
     name = "medusa"
-    reads = TargetReads(taps=("final",), is_last_enough=True)
 
     def fill(self, expansion: TreeExpansion, state: Tensor) -> None:
         """Fills a tree from (B, E) features: a level is drafted by one head, whatever node it is after."""

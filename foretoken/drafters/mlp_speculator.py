@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.base import TargetReads
 from foretoken.drafters.heads import HeadDrafter, HeadOptions
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ class MlpSpeculatorDrafter(HeadDrafter):
     """Drafts a stage at every node that has children."""
 
     name = "mlp_speculator"
-    reads = TargetReads(taps=("final",), is_last_enough=True)
 
     def state_of(self, features: Tensor) -> Tensor:
         """(B, W), the recurrence's first state."""
