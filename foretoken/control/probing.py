@@ -9,7 +9,7 @@ _FIRST, _LAST = 32, 512  # iterations between two probes, at least
 _SHARE = 0.01  # of an iteration without drafts, which drafts may lose
 _CREDIT = 8.0  # iterations that drafts that are expected to pay may lose at the beginning
 _ENOUGH = 2.0  # savings with which drafting goes on after they were spent
-_MOST = 16.0  # savings beyond which nothing is added, but for dear probes
+_MOST = 20.0  # savings beyond which nothing is added, but for dear probes
 WEIGHT_AT_PROBE = 8.0  # drafts that all earlier ones count as when probes begin: they are old
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from foretoken.control.probing import ProbeSchedule
 
-CREDIT = 4.0
+CREDIT = 8.0
 
 
 def live(schedule: ProbeSchedule, iterations: int, *, loss: float, catch_up: float = 0.0) -> tuple[list[bool], float]:

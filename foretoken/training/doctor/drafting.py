@@ -63,7 +63,7 @@ def draft(
     lengths = {len(text) - len(prompt) for prompt, text in zip(texts.prompts, texts.texts, strict=True)}
     llm = LLM(
         target,
-        speculative_config={**config, "tree": "chain", "num_speculative_tokens": len(said)},
+        speculative_config={**config, "tree": "chain", "num_speculative_tokens": len(said), "quantization": "none"},
         tokenizer=tokenizer,
         max_num_seqs=AT_ONCE,
         max_model_len=min(max(map(len, texts.texts)) + 1, target.context_len),
