@@ -26,7 +26,7 @@ from foretoken.bench.prompt_sets import load_prompts
 from foretoken.core.errors import ForetokenError
 from foretoken.decoder.lean.threads import set_num_threads
 
-_SIZES = "12x256,32x256,12x1024,24x1024:16"
+_SIZES = "12x256,32x256,12x1024,24x1024"  # with the same prompts, so that sizes compare
 _MODEL = Path(__file__).resolve().parents[2] / "models" / "tinycode"
 
 
@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         help="LAYERSxHIDDEN, with :PROMPTS for another number of prompts; the hidden size is the model's times a power "
         "of four, such as 32x4096 on a GPU (default: %(default)s)",
     )
-    parser.add_argument("--num-prompts", type=int, default=8, help="where a size does not say (default: %(default)s)")
+    parser.add_argument("--num-prompts", type=int, default=16, help="where a size does not say (default: %(default)s)")
     parser.add_argument(
         "--methods", help="with commas, as `foretoken bench -s` takes them; all of the model when left out"
     )
