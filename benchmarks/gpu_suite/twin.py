@@ -66,7 +66,7 @@ class Sizes(NamedTuple):
     seconds: float
 
 
-# 6.47e9 weights are 12.9 GB, and the drafters' 1.65e9 3.3 GB.
+# 6.47e9 weights are 12.9 GB, and the drafters' 1.58e9 3.2 GB.
 FULL = Sizes(32, 4096, torch.bfloat16, "auto", 6, 96, memory_bytes=36e9, disk_bytes=5e9, seconds=35.0)
 # One layer more than the bundled model has.
 TOY = Sizes(13, 256, torch.float32, "lean-stock", 1, 16, memory_bytes=0.0, disk_bytes=2e8, seconds=1.0)
@@ -111,7 +111,7 @@ def run(work: Work) -> None:
 def what_is_missing(work: Work, sizes: Sizes, folder: str) -> str | None:
     """Why the twin is not begun, in a sentence; None where there is room and time for it."""
     if not work.deadline.allows(sizes.seconds):
-        return f"time: {work.deadline.left:.0f} s are left, and it takes some {sizes.seconds:.0f} s"
+        return f"time: {work.deadline.left:.1f} s are left, and it takes some {sizes.seconds:g} s"
     disk = shutil.disk_usage(folder).free
     if disk < sizes.disk_bytes:
         return f"disk: {disk / 1e9:.1f} GB are free, and its drafters take up to {sizes.disk_bytes / 1e9:.1f} GB"
