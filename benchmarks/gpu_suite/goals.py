@@ -78,6 +78,12 @@ def proofs(record: Record) -> list[Goal]:
     bugs, ties = sum(row["bugs"] for row in checks), sum(row["near_ties"] for row in checks)
     broken = len(table(record, "lossless", "broken"))
     texts = f"{sum(row['prompts'] for row in checks)} texts" + (f", {broken} setups stopped the engine" * bool(broken))
+    on_twin = twin_methods(record)
+    twin_bugs, twin_ties = sum(row["bugs"] for row in on_twin), sum(row["near_ties"] for row in on_twin)
+    twin_broken = len(table(record, "twin", "broken"))
+    twin_texts = f"{sum(row['prompts'] for row in on_twin)} texts" + (
+        f", {twin_broken} setups stopped the engine" * bool(twin_broken)
+    )
     known = table(record, "step", "efficiency") + table(record, "step", "generate")
     wrong = sum(not row["is_expected_text"] for row in known)
     return [
@@ -88,6 +94,9 @@ def proofs(record: Record) -> list[Goal]:
         _goal("texts of every drafter equal plain decoding's, near-ties apart", "0 bugs",
               f"{bugs} bugs, {ties} near-ties, {texts}",
               is_met=not bugs and not broken if checks or broken else None),
+        _goal("texts of every drafter on the cost twin equal plain decoding's, near-ties apart", "0 bugs",
+              f"{twin_bugs} bugs, {twin_ties} near-ties, {twin_texts}",
+              is_met=not twin_bugs and not twin_broken if on_twin or twin_broken else None),
         _goal("the 8B-shaped target writes its known text", "all runs", f"{len(known) - wrong} of {len(known)}",
               is_met=not wrong if known else None),
     ]  # fmt: skip
@@ -96,7 +105,8 @@ def proofs(record: Record) -> list[Goal]:
 def speeds(record: Record) -> list[Goal]:
     """The figures of PERFORMANCE 4.3 that this suite measures."""
     ceilings = Ceilings.of(record)
-    return [*_attention_goals(record, ceilings), *_step_goals(record, ceilings), *_efficiency_goals(record)]
+    return [*_attention_goals(record, ceilings), *_step_goals(record, ceilings), *_efficiency_goals(record),
+            *_twin_goals(record)]  # fmt: skip
 
 
 def is_proven(record: Record) -> bool:
@@ -175,6 +185,24 @@ def _efficiency_goals(record: Record) -> list[Goal]:
         _above(f"efficiency, {row['title']}, scripted at tau {row['tau']:.2f}, drafting free",
                _EFFICIENCY[row["pattern"]], row["efficiency"])
         for row in table(record, "step", "efficiency") if row["pattern"] in _EFFICIENCY
+    ]  # fmt: skip
+
+
+def twin_methods(record: Record) -> list[Row]:
+    """Rows of every method but plain decoding on the cost twin."""
+    return [row for row in table(record, "twin", "methods") if row["setup"] != "plain"]
+
+
+def _twin_goals(record: Record) -> list[Goal]:
+    """Of trained drafters on the cost twin. Its Medusa heads have LM heads of their own, and it has no EAGLE head."""
+    rows = twin_methods(record)
+    return [
+        *(
+            _above(f"efficiency, prompt lookup on the cost twin, T={row['temperature']:g}, tau "
+                   f"{row['mean_acceptance_length']:.2f}", _EFFICIENCY["n-gram"], row["efficiency"])
+            for row in rows if row["setup"] == "ngram"
+        ),
+        _share("speed-up of any method on the cost twin, batch 1", 0.98, (row["speed_up"] for row in rows)),
     ]  # fmt: skip
 
 

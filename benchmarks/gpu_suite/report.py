@@ -8,6 +8,7 @@ from benchmarks.gpu_suite.goals import Record, proofs, speeds, table
 from benchmarks.gpu_suite.markdown import NONE, markdown_table
 from benchmarks.gpu_suite.report_decoding import show_lossless, show_step
 from benchmarks.gpu_suite.report_kernels import show_attention, show_ceilings, show_flex, show_parity
+from benchmarks.gpu_suite.report_twin import show_twin
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -75,6 +76,13 @@ def _failures(record: Record) -> str:
     for row in table(record, "lossless", "setups"):
         if row["bugs"]:
             lines.append(f"- bug: {row['setup']}, batch {row['batch']}, T={row['temperature']}: {row['differences']}")
+    lines += [
+        f"- {row['setup']}, cost twin, stopped the engine: {row['failure']}" for row in table(record, "twin", "broken")
+    ]
+    lines += [
+        f"- bug: {row['setup']}, cost twin, T={row['temperature']}: {row['differences']}"
+        for row in table(record, "twin", "methods") if row["bugs"]
+    ]  # fmt: skip
     return "\n".join(lines[:60])
 
 
@@ -105,6 +113,7 @@ _SECTIONS: dict[str, Callable[[Record], str]] = {
     "FlexAttention": show_flex,
     "Steps of an 8B-shaped target": show_step,
     "Losslessness": show_lossless,
+    "Trained drafters on a cost twin": show_twin,
 }
 
 

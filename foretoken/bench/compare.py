@@ -26,6 +26,15 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 
+def _nothing() -> None:
+    """Shows nothing."""
+
+
+def _always() -> bool:
+    """Whether to go on where there is no limit."""
+    return True
+
+
 def compare_setups(
     model: LoadedModel,
     tokenizer: Any,
@@ -57,22 +66,55 @@ def compare_setups(
     batches = [list(range(i, min(i + batch_size, len(prompts)))) for i in range(0, len(prompts), batch_size)]
     total = len(temperatures) * repeats * len(batches) * len(engines.names)
     done = 0
+
+    def count() -> None:
+        nonlocal done
+        done += 1
+        on_progress(done, total)
+
     measurements = []
     for temperature in temperatures:
-        rows = [engines.empty(name, temperature) for name in engines.names]
-        engines.warm_up(temperature)
-        for repeat in range(repeats):
-            for number, batch in enumerate(batches):
-                for row in in_turn(rows, number + repeat):
-                    row.add(engines.measure(row.setup, temperature, batch))
-                    done += 1
-                    on_progress(done, total)
-        _relate(rows)
+        rows = measure_rounds(engines, temperature, batches, repeats=repeats, on_measured=count)
         if engines.is_lossy:
             for row in rows:
                 row.nats_per_token = _surprise(model, tokenizer, prompts, row.texts)
         measurements.extend(rows)
     return measurements
+
+
+def measure_rounds(
+    engines: SetupEngines,
+    temperature: float,
+    batches: Sequence[Sequence[int]],
+    *,
+    repeats: int = 1,
+    on_measured: Callable[[], None] = _nothing,
+    goes_on: Callable[[], bool] = _always,
+) -> list[Measurement]:
+    """Measures every setup on batch after batch at one temperature, and relates it to plain decoding.
+
+    Args:
+        engines: Of the setups.
+        temperature: Of all requests.
+        batches: Indices into the workload's prompts; every setup decodes one batch before the next one.
+        repeats: How often everything is measured.
+        on_measured: Called after each batch of each setup.
+        goes_on: Asked before each batch but the first; what is left is not measured when it says no.
+
+    Returns:
+        Plain decoding first.
+    """
+    rows = [engines.empty(name, temperature) for name in engines.names]
+    engines.warm_up(temperature)
+    rounds = [(number + repeat, batch) for repeat in range(repeats) for number, batch in enumerate(batches)]
+    for index, (shift, batch) in enumerate(rounds):
+        if index and not goes_on():
+            break
+        for row in in_turn(rows, shift):
+            row.add(engines.measure(row.setup, temperature, batch))
+            on_measured()
+    _relate(rows)
+    return rows
 
 
 def in_turn(items: Sequence[_T], number: int) -> list[_T]:

@@ -18,10 +18,8 @@ if TYPE_CHECKING:
 
     from foretoken.bench.setups import Setup
     from foretoken.bench.workload import Workload
-    from foretoken.core.results import RequestOutput
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.hf.loading import LoadedModel
-    from foretoken.runner.runner import Runner
 
 Verdict = Literal["identical", "near-tie", "bug"]
 # A difference counts as a near-tie when the two tokens' scores (logits; with temperature and noise where sampled) are
@@ -101,42 +99,56 @@ def verify_setups(
         expected = plain.generate(prompts, params)
         progress.end_run()
         if with_transformers and temperature == 0:
-            judge = _Judge(model, "transformers generate", plain.target, 1, params[0])
+            judge = Judge(model, "transformers generate", plain.target.name, plain.target.choice, 1, params[0])
             for index, want in enumerate(expected):
                 ids = generate_plain(model.module, want.prompt_token_ids, workload.max_tokens)
-                checks.append(judge.compare(index, want, ids, 1.0))
+                checks.append(judge.compare(index, want.prompt_token_ids, want.outputs[0].token_ids, ids, 1.0))
         for setup in setups:
             config = setup.with_references(expected)
             for batch_size in batch_sizes:
                 llm = engine(speculative_config=config, max_num_seqs=batch_size)
                 for index, (got, want) in enumerate(zip(llm.generate(prompts, params), expected, strict=True)):
                     tau = got.metrics.mean_acceptance_length
-                    judge = _Judge(model, setup.name, llm.target, batch_size, params[index])
-                    checks.append(judge.compare(index, want, got.outputs[0].token_ids, tau))
+                    judge = Judge(model, setup.name, llm.target.name, llm.target.choice, batch_size, params[index])
+                    checks.append(
+                        judge.compare(
+                            index, want.prompt_token_ids, want.outputs[0].token_ids, got.outputs[0].token_ids, tau
+                        )
+                    )
                 progress.end_run()
     return checks
 
 
 @dataclass(frozen=True, slots=True)
-class _Judge:
-    """Compares the outputs of one setup with plain decoding's."""
+class Judge:
+    """Compares the outputs of one setup with plain decoding's.
+
+    Attributes:
+        model: The target.
+        setup: Name of the setup.
+        runner: The target's.
+        runner_choice: Why that one, in a sentence.
+        batch_size: Sequences decoded at once.
+        params: Of the request.
+    """
 
     model: LoadedModel
     setup: str
-    target: Runner
+    runner: str
+    runner_choice: str
     batch_size: int
     params: SamplingParams
 
-    def compare(self, prompt: int, want: RequestOutput, ids: list[int], tau: float) -> Check:
+    def compare(self, prompt: int, prompt_ids: list[int], reference: list[int], ids: list[int], tau: float) -> Check:
         """The verdict on one prompt.
 
         Args:
             prompt: Its index.
-            want: Plain decoding's result.
+            prompt_ids: Its tokens.
+            reference: Output tokens of plain decoding.
             ids: Output tokens to judge.
             tau: Acceptance length of the run that gave them.
         """
-        reference = want.outputs[0].token_ids
         at: int | None = None
         gap: float | None = None
         verdict: Verdict = "identical"
@@ -144,13 +156,13 @@ class _Judge:
             common = min(len(ids), len(reference))
             at = next((i for i in range(common) if ids[i] != reference[i]), common)
             # Where one text goes on after the other has ended, no rounding explains it.
-            gap = None if at == common else self._gap(want.prompt_token_ids, reference[:at], (ids[at], reference[at]))
+            gap = None if at == common else self._gap(prompt_ids, reference[:at], (ids[at], reference[at]))
             is_tie = gap is not None and gap <= NEAR_TIE.get(self.model.dtype, NEAR_TIE[torch.float32])
             verdict = "near-tie" if is_tie else "bug"
         return Check(
             setup=self.setup,
-            runner=self.target.name,
-            runner_choice=self.target.choice,
+            runner=self.runner,
+            runner_choice=self.runner_choice,
             temperature=self.params.temperature,
             batch_size=self.batch_size,
             prompt=prompt,

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
@@ -34,7 +35,8 @@ from foretoken.hf.weight_files import (
 from foretoken.hf.weight_memory import gather_weights
 
 if TYPE_CHECKING:
-    import torch
+    from collections.abc import Iterable
+
     from torch import nn
 
     from foretoken.hf.twin_record import TwinRecord
@@ -135,6 +137,37 @@ def load_model(
         # No error: published checkpoints carry extra heads and buffers that a plain causal LM has no use for.
         logging.getLogger(__name__).warning("%s: unused weights: %s", name, ", ".join(sorted(info["unexpected_keys"])))
     module.to(torch_device)
+    gather_weights(module)
+    return _ready(module, name)
+
+
+def fill_model(name: str, tensors: Iterable[tuple[str, torch.Tensor]], *, device: torch.device) -> LoadedModel:
+    """Makes a causal LM of weights in memory, where it will run.
+
+    Args:
+        name: A directory with its `config.json`, which names its dtype too.
+        tensors: Every weight with its name, taken one after the other and copied.
+        device: Where the model goes.
+
+    Raises:
+        ModelError: When the configuration cannot be read, the architecture cannot be served, or weights are missing, of
+            another shape or unknown.
+    """
+    config = load_config(name)
+    check_architecture(config, name)
+    with torch.device(device):
+        module: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype, attn_implementation="eager")
+    wanted, misshaped, unknown = dict(module.named_parameters()), [], []
+    for key, tensor in tensors:
+        parameter = wanted.pop(key, None)
+        if parameter is None:
+            unknown.append(key)
+        elif parameter.shape != tensor.shape:
+            misshaped.append(f"{key} {list(tensor.shape)} instead of {list(parameter.shape)}")
+        else:
+            parameter.detach().copy_(tensor)
+    check_keys(name, missing=wanted, misshaped=misshaped)
+    check_unused(unknown, config.get_text_config(), name)
     gather_weights(module)
     return _ready(module, name)
 

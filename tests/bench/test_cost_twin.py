@@ -16,6 +16,7 @@ from tiny_models import VOCAB_SIZE, tiny_model
 from foretoken.bench.cost_twin import model_files
 from foretoken.bench.cost_twin.check import check_twin
 from foretoken.bench.cost_twin.heads import _METHODS, padded_head
+from foretoken.bench.cost_twin.in_memory import make_twin_in_memory
 from foretoken.bench.cost_twin.make import TwinPart, TwinPlan, make_twin
 from foretoken.bench.cost_twin.padding import Padding, growth
 from foretoken.core.errors import ConfigError, ForetokenError, ModelError
@@ -30,7 +31,7 @@ from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.methods import head_methods
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 from foretoken.heads.prefix_layer import PrefixConfig
-from foretoken.hf.loading import load_model
+from foretoken.hf.loading import fill_model, load_model
 from foretoken.hf.parts import TargetParts
 from foretoken.hf.twin_record import TwinRecord
 from foretoken.runner.runner import Runner
@@ -309,3 +310,45 @@ def test_only_twins_are_replaced(with_drafters: Path, tmp_path: Path) -> None:
 )  # fmt: skip
 def test_growth(sizes: tuple[int, int], factor: int | None) -> None:
     assert growth(*sizes) == factor
+
+
+@pytest.mark.parametrize("fill", ["zeros", "random"])
+@pytest.mark.parametrize("architecture", ["llama", "llama_tied"])
+def test_a_twin_in_memory_is_the_one_of_files(tmp_path: Path, architecture: str, fill: Any) -> None:
+    """The same weights, a head and a draft model that fit, and no file of weights of the target."""
+    model = small(tmp_path / "small", architecture)
+    small(tmp_path / "small-draft", architecture)
+    head = random_head(HEADS["medusa-shared"], target=TargetFingerprint.of(load_model(model, device="cpu")))
+    native.write(head, tmp_path / "small-medusa")
+    of_files = {part.role: part.path for part in made(model, tmp_path / "files", fill=fill)}
+    plan = TwinPlan(model=model, out=tmp_path / "memory", num_layers=4, hidden_size=E * FACTOR, fill=fill)
+    twin, written = make_twin_in_memory(plan), load_model(of_files["target"], device="cpu")
+    assert (twin.cost_twin, twin.eos_ids, twin.dtype) == (written.cost_twin, written.eos_ids, written.dtype)
+    theirs = dict(written.module.named_parameters())
+    for key, parameter in twin.module.named_parameters():
+        assert torch.equal(parameter, theirs.pop(key)), key
+    assert not theirs
+    assert not list((tmp_path / "memory").glob("*.safetensors"))
+    _, found = read_head(tmp_path / "memory-medusa", target=TargetFingerprint.of(twin), base_config=twin.config)
+    _, wanted = read_head(of_files["medusa"], target=TargetFingerprint.of(written), base_config=written.config)
+    assert found.target == replace_name(wanted.target, str(tmp_path / "memory"))
+    assert all(torch.equal(found.weights[key], tensor) for key, tensor in wanted.weights.items())
+    draft, draft_of_files = (
+        load_model(path, device="cpu") for path in (tmp_path / "memory-draft", of_files["draft_model"])
+    )
+    for ours, other in zip(draft.module.parameters(), draft_of_files.module.parameters(), strict=True):
+        assert torch.equal(ours, other)
+
+
+def replace_name(target: TargetFingerprint | None, name: str) -> TargetFingerprint:
+    assert target is not None
+    return target.model_copy(update={"name": name})
+
+
+def test_weights_in_memory_that_do_not_fit_are_named(tmp_path: Path) -> None:
+    model = small(tmp_path / "small")
+    weights = load_file(model / "model.safetensors")
+    weights["model.norm.weight"] = torch.ones(3)
+    del weights["model.layers.0.mlp.up_proj.weight"]
+    with pytest.raises(ModelError, match=r"missing: model.layers.0.mlp.up_proj.weight; wrong shape: model.norm.weight"):
+        fill_model(str(model), weights.items(), device=torch.device("cpu"))

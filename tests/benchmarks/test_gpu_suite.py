@@ -3,6 +3,8 @@
 import json
 import subprocess
 import sys
+import time
+from collections.abc import Sequence
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu_suite import lossless
+from benchmarks.gpu_suite import lossless, twin
 from benchmarks.gpu_suite.__main__ import chosen_sections, limits
 from benchmarks.gpu_suite.attention_inputs import (
     LEVELS,
@@ -28,12 +30,14 @@ from benchmarks.gpu_suite.report import as_markdown
 from benchmarks.gpu_suite.scripted import scripted
 from benchmarks.gpu_suite.step import PATTERNS, covered
 from benchmarks.gpu_suite.successor_model import prompt_ids, successor_model, text_after, toy
-from benchmarks.gpu_suite.work import SECTIONS, Section, Work
+from benchmarks.gpu_suite.work import SECTIONS, Deadline, Section, Work
 from foretoken import LLM, SamplingParams
 from foretoken.attention.layout import AttentionLayout
 from foretoken.attention.reference import reference_attention
+from foretoken.bench.measurement import Measurement
 from foretoken.bench.setups import Setup
 from foretoken.bench.verify import Check
+from foretoken.bench.workload import Workload
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 
@@ -81,10 +85,16 @@ def test_rehearsal(tmp_path: Path) -> None:
     assert all("median" in cell for row in tables["attention"] for cell in row["kernels"].values())
     assert {row["pattern"] for row in tables["efficiency"]} == {"plain", *PATTERNS}
     assert all(row["bugs"] == 0 for row in tables["setups"])
+    assert [(row["setup"], row["temperature"]) for row in tables["methods"]] == [
+        (method, temperature) for temperature in (0.0, 0.8)
+        for method in ("plain", "ngram", "draft_model", "hydra", "mlp_speculator", "medusa")
+    ]  # fmt: skip
+    assert all(row["identical"] == row["prompts"] == 1 for row in tables["methods"])
+    assert all(row["mean_acceptance_length"] > 1 for row in tables["methods"] if row["setup"] != "plain")
     report = (tmp_path / "gpu.md").read_text()
     headings = [line for line in report.splitlines() if line.startswith("#")]
     assert all("rehearsal" in line.lower() for line in headings)
-    assert len(headings) == 9, "title, goals, seven tables' sections and what each section did"
+    assert len(headings) == 10, "title, goals, eight tables' sections and what each section did"
 
 
 def pairs_of_json(case: dict[str, Any]) -> list[tuple[tuple[str, Any], ...]]:
@@ -220,6 +230,97 @@ def test_a_drafter_that_stops_the_engine_stops_nothing_else(monkeypatch: pytest.
     assert [row for table, row in rows if table == "broken"] == [
         {"setup": "bad", "batch": 2, "failure": "RuntimeError: tensors on two devices"}
     ]
+
+
+def measurement(setup: str, temperature: float, **more: Any) -> Measurement:
+    return Measurement(setup, temperature, "lean", "lean is used: it was asked for", **more)
+
+
+class Engines:
+    """Stands in for `SetupEngines`: every batch takes a second of a clock of its own."""
+
+    def __init__(self, clock: list[float], setups: Sequence[Setup], num_prompts: int) -> None:
+        self._clock = clock
+        self.names = ["plain", *(setup.name for setup in setups)]
+        self.workload = Workload(prompts=["1 2"] * num_prompts)
+
+    def empty(self, name: str, temperature: float) -> Measurement:
+        return measurement(name, temperature)
+
+    def warm_up(self, temperature: float) -> None:
+        self._clock[0] += 5.0
+
+    def measure(self, name: str, temperature: float, batch: Sequence[int]) -> Measurement:
+        if name == "bad":
+            raise RuntimeError("tensors on two devices\nand more")
+        self._clock[0] += 1.0
+        return measurement(name, temperature, seconds=[1.0], tokens=[6], texts=[[1, 2, 3]])
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+# Two engines and six prompts: 17 s a temperature, the warm-up among them.
+@pytest.mark.parametrize(("seconds", "prompts"), [(100.0, [6, 6]), (24.0, [2, 4]), (1.0, [1, 1])])
+def test_the_cost_twin_stops_between_prompts(clock: list[float], seconds: float, prompts: list[int]) -> None:
+    """Both temperatures get some; what is left out is said."""
+    rows: list[tuple[str, Any]] = []
+    work = Work(
+        device=CPU, is_rehearsal=True, seed=1, deadline=Deadline(seconds),
+        emit=lambda table, row: rows.append((table, row)),
+    )  # fmt: skip
+    engines: Any = Engines(clock, [Setup("good", {})], 6)
+    found = [twin._measured(work, engines, temperature) for temperature in (0.0, 0.8)]
+    assert [[len(measured.texts) for measured in each] for each in found] == [[count] * 2 for count in prompts]
+    assert [(row["what"], row["why"]) for _, row in rows] == [
+        (f"T={temperature:g}: {6 - count} of 6 prompts", "time")
+        for temperature, count in zip((0.0, 0.8), prompts, strict=True) if count < 6
+    ]  # fmt: skip
+
+
+def test_a_drafter_that_stops_the_cost_twins_engine_stops_nothing_else(
+    clock: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows: list[tuple[str, Any]] = []
+
+    def made(model: Any, tokenizer: Any, setups: Any, workload: Any, *, runner: str) -> Engines:
+        return Engines(clock, setups, len(workload.prompts))
+
+    monkeypatch.setattr(twin, "SetupEngines", made)
+    work = Work(
+        device=CPU, is_rehearsal=True, seed=1, deadline=Deadline(500.0),
+        emit=lambda table, row: rows.append((table, row)),
+    )  # fmt: skip
+    model: Any = SimpleNamespace(dtype=torch.float32)
+    setups = [Setup("good", {}), Setup("bad", {}), Setup("better", {})]
+    twin.measure(work, model, lambda text: {"input_ids": [1, 2]}, setups, Workload(prompts=["1 2"]), "lean")
+    found = [(row["setup"], row["identical"]) for table, row in rows if table == "methods"]
+    assert found == [("plain", 1), ("good", 1)] * 2 + [("plain", 1), ("better", 1)] * 2
+    assert [row for table, row in rows if table == "broken"] == [
+        {"setup": "bad", "failure": "RuntimeError: tensors on two devices"}
+    ]
+
+
+@pytest.mark.parametrize("lacking", ["time", "disk", "memory"])
+def test_the_cost_twin_is_left_out_where_there_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str
+) -> None:
+    rows: list[tuple[str, Any]] = []
+    free = {"disk": 1e12, "memory": 8e10, "time": 60.0} | {lacking: 1.0}
+    monkeypatch.setattr(twin.shutil, "disk_usage", lambda folder: SimpleNamespace(free=free["disk"]))
+    monkeypatch.setattr(twin, "has_cuda_runtime", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free["memory"], 9e10))
+    work = Work(
+        device=torch.device("cuda"), is_rehearsal=False, seed=1, deadline=Deadline(free["time"]),
+        emit=lambda table, row: rows.append((table, row)),
+    )  # fmt: skip
+    twin.run(work)
+    [(table, row)] = rows
+    assert (table, row["what"], row["why"].split(":")[0]) == ("left_out", "the 32 x 4096 cost twin", lacking)
 
 
 MODULES = {
@@ -378,6 +479,43 @@ def test_goals_of_known_figures() -> None:
     assert found["pass of 16 over a plain one, L = 2048", "<= 1.05"].verdict == "MISSED"
 
 
+def twin_row(setup: str, *, speed_up: float = 1.0, tau: float = 1.0, bugs: int = 0) -> dict[str, Any]:
+    return {
+        "setup": setup, "temperature": 0.8, "runner": "recorded", "tokens_per_s": 200.0 * speed_up,
+        "speed_up": speed_up, "speed_up_min": speed_up - 0.1, "speed_up_max": speed_up + 0.1,
+        "mean_acceptance_length": tau, "efficiency": speed_up / tau, "verify_ms": 4.5, "draft_ms": 0.25,
+        "host_ms": 0.35, "declined": 0.125, "prompts": 6, "tokens": 576, "max_tokens": 96, "identical": 5 - bugs,
+        "near_ties": 1, "bugs": bugs, "differences": [],
+    }  # fmt: skip
+
+
+def on_twin(*rows: dict[str, Any]) -> dict[str, Any]:
+    model = {
+        "twin": "cost twin 32 x 4096 of tinycode", "layers": 32, "hidden": 4096, "heads": 128, "kv_heads": 64,
+        "intermediate": 12288, "vocabulary": 6144, "dtype": "bfloat16", "weight_bytes": 12 * 10**9,
+        "drafter_file_bytes": 3 * 10**9, "made_in_s": 4.0,
+    }  # fmt: skip
+    return {"model": [model], "methods": [twin_row("plain"), *rows]}
+
+
+def test_the_cost_twin_of_known_figures() -> None:
+    """The goals that there are for its methods, and a line a method."""
+    rows = [twin_row("ngram", speed_up=1.5, tau=2.0), twin_row("medusa", speed_up=0.9, tau=1.5)]
+    whole = record(twin=on_twin(*rows), ceilings=measured()["sections"]["ceilings"]["tables"])
+    found = {goal.what: goal for goal in speeds(whole)}
+    lookup = found["efficiency, prompt lookup on the cost twin, T=0.8, tau 2.00"]
+    assert (lookup.wanted, lookup.measured, lookup.verdict) == (">= 0.95", "0.75", "MISSED")
+    slowest = found["speed-up of any method on the cost twin, batch 1"]
+    assert slowest.measured.startswith("1 of 2 cases; 0.90 to 1.50")
+    assert not any("Medusa" in what or "medusa" in what for what in found), "4.3 has no goal for heads of this kind"
+    report = as_markdown(whole)
+    assert "| plain | 0.8 | 200.0 | 1.00 | - | - | 4.500 | - | 0.100 | - | - | - | - |" in report
+    assert (
+        "| Medusa | 0.8 | 180.0 | 1.50 | 0.90 (0.80-1.00) | 0.600 | 4.500 | 0.250 | 0.100 | 12% | 5 | 1 | 0 |" in report
+    )
+    assert "12.00 GB of weights read by a pass, 3.000 ms at the best measured read bandwidth" in report
+
+
 def test_nothing_measured_is_nothing_met() -> None:
     assert {goal.verdict for goal in proofs(record())} == {"not measured"}
     assert {goal.verdict for goal in speeds(record())} == {"not measured"}
@@ -392,7 +530,9 @@ def test_report_of_known_figures() -> None:
     assert "| 2048 | waited | 0.88 | 4.000 (1.00x) | 4.400 (1.10x) | 4.200 (1.05x) |" in report
 
 
-@pytest.mark.parametrize("fault", ["parity", "attention", "bug", "broken", "text", "section"])
+@pytest.mark.parametrize(
+    "fault", ["parity", "attention", "bug", "broken", "twin bug", "twin broken", "text", "section"]
+)
 def test_faults_are_loud(fault: str) -> None:
     verdict = {"error": 7.0 if fault == "parity" else 0.5, "is_repeatable": True, "passes": fault != "parity"}
     row = attention_row(2048, 8, 1.0, 1.0)
@@ -414,6 +554,10 @@ def test_faults_are_loud(fault: str) -> None:
             ],
             "broken": [{"setup": "it", "batch": 3, "failure": "RuntimeError: no"}] if fault == "broken" else [],
         },
+        twin={
+            **on_twin(twin_row("ngram", bugs=int(fault == "twin bug"))),
+            "broken": [{"setup": "it", "failure": "RuntimeError: no"}] if fault == "twin broken" else [],
+        },
         step={
             "generate": [
                 {"who": "transformers", "tokens_per_s": 9.0, "attention": "sdpa", "is_expected_text": fault != "text"}
@@ -428,4 +572,4 @@ def test_faults_are_loud(fault: str) -> None:
     top = as_markdown(whole).split("## Goals")[0]
     assert "**BROKE DOWN: step, step-0**" in top if fault == "section" else "**FAILED" in top
     assert ("input seed 1" in top) == (fault == "parity")
-    assert ("stopped the engine: RuntimeError" in top) == (fault == "broken")
+    assert ("stopped the engine: RuntimeError" in top) == (fault in ("broken", "twin broken"))

@@ -48,7 +48,7 @@ def padded_head(
     config: Any = checkpoint.config
     rules_of, sizes_of = _METHODS[config.method]
     rules = rules_of(config)
-    weights = {key: padding(tensor, _rule(rules, key)) for key, tensor in checkpoint.weights.items()}
+    weights = {key: padding(tensor, _rule(rules, key)).cpu() for key, tensor in checkpoint.weights.items()}
     sizes = {"hidden_size": config.hidden_size * padding.factor, **sizes_of(config, padding.factor)}
     return replace(
         checkpoint,

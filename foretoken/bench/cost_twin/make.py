@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from foretoken.bench.cost_twin.padding import Fill
-    from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 
 TARGET, DRAFT_MODEL = "target", "draft_model"
 _EXAMPLES = 4  # sizes that a message names
@@ -53,6 +53,7 @@ class TwinPlan:
         fill: What dead weights are, see `padding`.
         dtype: Of all weights; None keeps theirs.
         seed: Of random weights.
+        device: Where weights are padded, as torch names it.
     """
 
     model: Path
@@ -64,6 +65,7 @@ class TwinPlan:
     fill: Fill = "zeros"
     dtype: torch.dtype | None = None
     seed: int = 0
+    device: str = "cpu"
 
 
 class TwinPart(NamedTuple):
@@ -84,7 +86,7 @@ class TwinPart(NamedTuple):
     num_bytes: int
 
 
-class _Head(NamedTuple):
+class PlannedHead(NamedTuple):
     """A head to pad, and where to."""
 
     source: Path
@@ -92,7 +94,7 @@ class _Head(NamedTuple):
     checkpoint: HeadCheckpoint
 
 
-class _Model(NamedTuple):
+class PlannedModel(NamedTuple):
     """A model to pad, by how much, and where to."""
 
     role: str
@@ -101,6 +103,22 @@ class _Model(NamedTuple):
     factor: int
     num_layers: int
     record: TwinRecord
+
+
+class PlannedParts(NamedTuple):
+    """Everything that a twin consists of, before it is made.
+
+    Attributes:
+        models: The target first, then the draft model where there is one.
+        heads: Of the target.
+    """
+
+    models: Sequence[PlannedModel]
+    heads: Sequence[PlannedHead]
+
+
+def _nothing() -> None:
+    """Counts no tensors."""
 
 
 def make_twin(plan: TwinPlan, on_progress: Callable[[int, int], None] = no_progress) -> list[TwinPart]:
@@ -119,6 +137,29 @@ def make_twin(plan: TwinPlan, on_progress: Callable[[int, int], None] = no_progr
         ConfigError: When sizes do not fit, a place holds anything but a twin, or it cannot be written.
         ModelError: When a model or head is missing, damaged or cannot be padded.
     """
+    planned = planned_parts(plan)
+    total = sum(len(model.small.origins(model.num_layers)) for model in planned.models)
+    total += sum(len(head.checkpoint.weights) for head in planned.heads)
+    done = 0
+
+    def advance() -> None:
+        nonlocal done
+        done += 1
+        on_progress(done, total)
+
+    generator = torch.Generator(plan.device).manual_seed(plan.seed)
+    for model in planned.models:
+        write_planned_model(model, plan, generator, advance)
+    target = planned.models[0]
+    write_heads(planned, fingerprint(target.path, str(plan.out)), plan, generator, advance)
+    return [
+        *(_written(model.role, model.small.path, model.path) for model in planned.models),
+        *(_written(head.checkpoint.config.method, head.source, head.path) for head in planned.heads),
+    ]
+
+
+def planned_parts(plan: TwinPlan) -> PlannedParts:
+    """What a plan comes to; nothing is written. See `make_twin` for what it raises."""
     target = _planned(TARGET, open_model(plan.model), plan.out, plan)
     heads = _heads(plan)
     models = [target, *_draft_models(plan, target)]
@@ -127,35 +168,53 @@ def make_twin(plan: TwinPlan, on_progress: Callable[[int, int], None] = no_progr
         if paths.count(path) > 1:
             raise ConfigError(f"two drafters would be written to '{path}'. Expected heads whose directories differ.")
         check_place(path)
-    total = sum(len(model.small.origins(model.num_layers)) for model in models)
-    total += sum(len(head.checkpoint.weights) for head in heads)
-    done = 0
+    return PlannedParts(models, heads)
 
-    def advance() -> None:
-        nonlocal done
-        done += 1
-        on_progress(done, total)
 
-    generator = torch.Generator().manual_seed(plan.seed)
-    for model in models:
-        padding = Padding(model.factor, plan.fill, generator)
-        with whole_files(model.path, replaces=True) as new:
-            write_model(
-                model.small, padding, model.record, new,
-                num_layers=model.num_layers, dtype=plan.dtype, on_tensor=advance,
-            )  # fmt: skip
-    of_twin, padding = fingerprint(target.path, str(plan.out)), Padding(target.factor, plan.fill, generator)
-    for head in heads:
+def write_planned_model(
+    model: PlannedModel, plan: TwinPlan, generator: torch.Generator, on_tensor: Callable[[], None] = _nothing
+) -> None:
+    """Writes the directory of one model.
+
+    Args:
+        model: Which.
+        plan: Of the twin.
+        generator: Of random weights, on the plan's device.
+        on_tensor: Called after each tensor.
+    """
+    padding = Padding(model.factor, plan.fill, generator)
+    with whole_files(model.path, replaces=True) as new:
+        write_model(
+            model.small, padding, model.record, new,
+            num_layers=model.num_layers, dtype=plan.dtype, on_tensor=on_tensor,
+        )  # fmt: skip
+
+
+def write_heads(
+    planned: PlannedParts,
+    of_twin: TargetFingerprint,
+    plan: TwinPlan,
+    generator: torch.Generator,
+    on_tensor: Callable[[], None] = _nothing,
+) -> None:
+    """Writes the directories of all heads.
+
+    Args:
+        planned: The target and the heads.
+        of_twin: The target's twin.
+        plan: Of the twin.
+        generator: Of random weights, on the plan's device.
+        on_tensor: Called after each tensor.
+    """
+    target = planned.models[0]
+    padding = Padding(target.factor, plan.fill, generator)
+    for head in planned.heads:
         native.write(padded_head(head.checkpoint, padding, target.record, of_twin), head.path, replaces=True)
         for _ in head.checkpoint.weights:
-            advance()
-    return [
-        *(_written(model.role, model.small.path, model.path) for model in models),
-        *(_written(head.checkpoint.config.method, head.source, head.path) for head in heads),
-    ]
+            on_tensor()
 
 
-def _planned(role: str, small: SmallModel, path: Path, plan: TwinPlan) -> _Model:
+def _planned(role: str, small: SmallModel, path: Path, plan: TwinPlan) -> PlannedModel:
     """The target as it is asked for.
 
     Raises:
@@ -174,10 +233,10 @@ def _planned(role: str, small: SmallModel, path: Path, plan: TwinPlan) -> _Model
             f"Expected at least {small.num_layers}."
         )
     record = TwinRecord(of=small.name, layers=plan.num_layers, hidden_size=plan.hidden_size)
-    return _Model(role, small, path, factor, plan.num_layers, record)
+    return PlannedModel(role, small, path, factor, plan.num_layers, record)
 
 
-def _draft_models(plan: TwinPlan, target: _Model) -> list[_Model]:
+def _draft_models(plan: TwinPlan, target: PlannedModel) -> list[PlannedModel]:
     """The draft model, which grows as the target does in both directions; none where there is none."""
     path = plan.model.with_name(f"{plan.model.name}-draft")
     if plan.draft_model == "none" or not path.is_dir():
@@ -188,10 +247,10 @@ def _draft_models(plan: TwinPlan, target: _Model) -> list[_Model]:
     deeper = -(-small.num_layers * target.num_layers // target.small.num_layers)  # rounded up
     num_layers = deeper if is_padded else small.num_layers
     record = TwinRecord(of=small.name, layers=num_layers, hidden_size=small.hidden_size * factor)
-    return [_Model(DRAFT_MODEL, small, drafter_place(path, plan.model, plan.out), factor, num_layers, record)]
+    return [PlannedModel(DRAFT_MODEL, small, drafter_place(path, plan.model, plan.out), factor, num_layers, record)]
 
 
-def _heads(plan: TwinPlan) -> list[_Head]:
+def _heads(plan: TwinPlan) -> list[PlannedHead]:
     """The heads that are asked for, read.
 
     Raises:
@@ -213,7 +272,7 @@ def _heads(plan: TwinPlan) -> list[_Head]:
         checkpoint.check_target(own, what=str(source))
         weights = {key: exactly(part, plan.dtype, f"'{source}'") for key, part in checkpoint.weights.items()}
         checkpoint = replace(checkpoint, weights=weights)
-        heads.append(_Head(source, drafter_place(source, plan.model, plan.out), checkpoint))
+        heads.append(PlannedHead(source, drafter_place(source, plan.model, plan.out), checkpoint))
     return heads
 
 

@@ -1,4 +1,7 @@
-"""Writes the directory of a padded model: weights file by file, configuration, and what lies beside them."""
+"""Writes the directory of a padded model: weights file by file, configuration, and what lies beside them.
+
+The weights may be left out, for a model whose weights are padded in memory.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from foretoken.formats.whole_files import write_config, write_weights
 from foretoken.hf.twin_record import KEY, TwinRecord
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     import torch
@@ -62,17 +65,48 @@ def write_model(
         name = _WEIGHTS if len(shards) == 1 else f"model-{number:05}-of-{len(shards):05}.safetensors"
         tensors = {}
         for key in keys:
-            tensors[key] = _padded(model, key, origins[key], padding, dtype)
+            tensors[key] = _padded(model, key, origins[key], padding, dtype).cpu()
             files[key] = name
             on_tensor()
         write_weights(new / name, tensors)
     if len(shards) > 1:
         index = {"metadata": {}, "weight_map": files}
         (new / f"{_WEIGHTS}.index.json").write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    write_all_but_weights(model, padding, record, new, num_layers=num_layers, dtype=dtype)
+
+
+def write_all_but_weights(
+    model: SmallModel,
+    padding: Padding,
+    record: TwinRecord,
+    new: Path,
+    *,
+    num_layers: int,
+    dtype: torch.dtype | None,
+) -> None:
+    """Writes a padded model's configuration and what lies beside the weights of the small one; see `write_model`."""
     for path in sorted(model.path.iterdir()):
         if path.suffix in _TEXTS and path.name != "config.json" and not path.name.endswith(".index.json"):
             shutil.copyfile(path, new / path.name)
     write_config(new, _config(model, padding.factor, record, num_layers=num_layers, dtype=dtype))
+
+
+def padded_tensors(
+    model: SmallModel, padding: Padding, *, num_layers: int, dtype: torch.dtype | None
+) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of a padded model with its name, one after the other, on the device of `padding`.
+
+    Args:
+        model: What is padded.
+        padding: By how much.
+        num_layers: Of the padded model, at least the model's.
+        dtype: Of its weights; None keeps theirs.
+
+    Raises:
+        ConfigError: When the dtype cannot hold the model's numbers.
+    """
+    for key, origin in model.origins(num_layers).items():
+        yield key, _padded(model, key, origin, padding, dtype)
 
 
 def fingerprint(path: Path, name: str) -> TargetFingerprint:

@@ -51,7 +51,7 @@ class Padding:
     Attributes:
         factor: A power of four.
         fill: What dead weights are: "zeros", or "random" where what they compute meets a zero further on.
-        generator: Of the random weights.
+        generator: Of the random weights; padded tensors lie on its device.
     """
 
     factor: int
@@ -67,7 +67,7 @@ class Padding:
         """The padded tensor, in memory of its own.
 
         Args:
-            tensor: Of any shape.
+            tensor: Of any shape, on any device.
             rule: Which of its axes grow.
         """
         live = tensor / self.root if rule.is_scaled_down else tensor
@@ -75,7 +75,7 @@ class Padding:
         # Parts stand between the last axis and the others.
         axes = {axis if axis == -1 or rule.parts == 1 else axis - 1 for axis in rule.axes}
         shape = [size * self.factor if axis - live.dim() in axes else size for axis, size in enumerate(live.shape)]
-        padded = torch.zeros(shape, dtype=tensor.dtype)
+        padded = torch.zeros(shape, dtype=tensor.dtype, device=self.generator.device)
         if self.fill == "random" and not rule.is_written and tensor.is_floating_point():
             padded.normal_(std=_DEVIATION, generator=self.generator)
         padded[tuple(slice(size) for size in live.shape)] = live
