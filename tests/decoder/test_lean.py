@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
+import re
 import weakref
 from dataclasses import replace
 from pathlib import Path
@@ -265,7 +266,10 @@ class TestWhatIsLeftToTheGenericRunner:
         monkeypatch.setattr(decoders, "check_tree_attention", strict)
         model = wrap_model(tiny_model("llama"), name="suspect")
         assert Runner(model, num_slots=1).name == "generic"
-        assert "suspect runs on the generic runner. lean-native, lean-stock: wrong logits." in caplog.text
+        # The stock one is tried too where it measured faster than the generic one.
+        assert re.search(
+            r"suspect runs on the generic runner\. lean-native(, lean-stock)?: wrong logits\.", caplog.text
+        )
 
     def test_no_such_runner(self) -> None:
         with pytest.raises(ConfigError, match=r"runner 'leen' does not exist\. .*'lean'"):
