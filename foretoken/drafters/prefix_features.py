@@ -66,9 +66,8 @@ class PrefixFeatures:
         )  # fmt: skip
         self._dtype = dtype
         self._fed = [0] * target.num_slots  # positions in the cache
-        self._waiting: list[list[Tensor]] = [
-            [] for _ in range(target.num_slots)
-        ]  # (T, 1, E) each, committed after those
+        # (T, 1, E) each, committed after those
+        self._waiting: list[list[Tensor]] = [[] for _ in range(target.num_slots)]
         self._known = [0] * target.num_slots  # positions in the cache or waiting
         self._last = torch.zeros(target.num_slots, layer.norm.shape[0], device=target.device, dtype=dtype)
 

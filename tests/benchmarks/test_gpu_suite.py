@@ -91,7 +91,6 @@ def test_rehearsal(tmp_path: Path) -> None:
     ]  # fmt: skip
     # What is drafted depends on times, and so do widths of passes on a decoder that is not exact.
     assert all(row["identical"] + row["near_ties"] == row["prompts"] == 1 for row in tables["methods"])
-    assert all(row["mean_acceptance_length"] >= 1 for row in tables["methods"])
     report = (tmp_path / "gpu.md").read_text()
     headings = [line for line in report.splitlines() if line.startswith("#")]
     assert all("rehearsal" in line.lower() for line in headings)

@@ -155,7 +155,7 @@ def test_text_is_plain_decodings(shape: str, dtype: str) -> None:
     """Three sequences at a time, greedy and seeded, with a draft model that is often right."""
     module = target(dtype=DTYPES[dtype])
     params = [
-        SamplingParams(temperature=t, seed=s, max_tokens=12 + s, ignore_eos=True) for s, t in enumerate((0.0, 0.8) * 2)
+        SamplingParams(temperature=t, seed=s, max_tokens=18 + s, ignore_eos=True) for s, t in enumerate((0.0, 0.8) * 2)
     ]
     prompts = [[5, 6], [7], [8, 9, 10], [4]]
     plain = LLM(module, runner="lean-native", max_num_seqs=3).generate(prompts, params)
@@ -163,7 +163,7 @@ def test_text_is_plain_decodings(shape: str, dtype: str) -> None:
     engine = LLM(module, drafter=made, trust_drafter=True, runner="lean-native", max_num_seqs=3)
     outputs = engine.generate(prompts, params)
     assert [o.outputs[0].token_ids for o in outputs] == [o.outputs[0].token_ids for o in plain]
-    assert sum(o.metrics.num_accepted for o in outputs) > 5
+    assert sum(o.metrics.num_accepted for o in outputs) > 10
     assert all(o.metrics.draft_errors == 0 for o in outputs)
 
 

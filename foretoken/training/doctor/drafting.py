@@ -61,7 +61,7 @@ def draft(
     """
     records: list[StepRecord] = []
     lengths = {len(text) - len(prompt) for prompt, text in zip(texts.prompts, texts.texts, strict=True)}
-    llm = LLM(
+    llm = LLM(  # drafts with the head as it was trained: int8 copies would differ from what is expected
         target,
         speculative_config={**config, "tree": "chain", "num_speculative_tokens": len(said), "quantization": "none"},
         tokenizer=tokenizer,

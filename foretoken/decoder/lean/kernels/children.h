@@ -171,7 +171,7 @@ class Children {
     bool is_noisy;
     uint64_t key;
     int64_t num_candidates;
-};
+  };
 
   Look look_at(int64_t depth, const float* logits, bool is_shared, int64_t index) const {
     const int64_t P = num_inner(depth), s = index / P, place = index % P, node = inner(depth, place);

@@ -29,7 +29,10 @@ class Tops {
     return is_odd ? NAN : top;
   }
   // Likewise, and NaN where it is not finite.
-  float value() const { return std::isfinite(greatest()) ? greatest() : NAN; }
+  float value() const {
+    const float top = greatest();
+    return std::isfinite(top) ? top : NAN;
+  }
 
  private:
   Lanes tops_ = Lanes{} - INFINITY;
