@@ -14,7 +14,8 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.mapping import head_shapes
 from foretoken.formats.registry import head_readers, read_head, write_head
 from foretoken.formats.target_info import TargetInfo
-from foretoken.heads.prefix_layer import PrefixConfig
+from foretoken.heads.decoder_layer import LayerConfig
+from foretoken.heads.step_head import StepHead
 from foretoken.hf.loading import load_model
 from foretoken.hf.parts import target_parts
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 E, V, H = 16, 97, 4
 BATCH, LENGTH = 2, 12
-PREFIX = PrefixConfig(num_attention_heads=H, num_key_value_heads=H, head_dim=E // H, intermediate_size=24)
+PREFIX = LayerConfig(num_attention_heads=H, num_key_value_heads=H, head_dim=E // H, intermediate_size=24)
 
 
 @dataclass(frozen=True)
@@ -91,8 +92,9 @@ def our_logits(head: HeadCheckpoint, target: Target) -> list[Tensor]:
 def our_chain(head: HeadCheckpoint, target: Target, roots: Tensor) -> list[Tensor]:
     """(B, V) probabilities of each step of a greedy chain from the first feature of each text; roots: (B,)."""
     module, tokens = head.module(), roots
+    assert isinstance(module, StepHead), "chains are those of the MLP speculator"
     state, probs = module.encode(texts()[0][:, 0]), []
-    for index in range(head.config.num_heads):
+    for index in range(head.config.steps):
         state, hidden = module.step(index, state, tokens, target.parts)
         probs.append(module.logits(index, hidden, target.parts).softmax(-1))
         tokens = probs[-1].argmax(-1)

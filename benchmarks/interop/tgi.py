@@ -107,7 +107,7 @@ def outcomes(root: Path, target: Target, work: Path) -> Iterator[Outcome]:
         program = OLD_TGI if run is _mlp and not hasattr(mlp, "simple_norm") else TGI  # scaling came with 2.3
         roots = target.parts.lm_head(texts()[0][:, 0]).argmax(-1)
         ours = our_chain(back, target, roots) if run is _mlp else [each[:, 0] for each in our_logits(back, target)]
-        speculate.number = config.num_heads
+        speculate.number = config.steps
         used = mlp if run is _mlp else medusa
         yield compared(
             program,

@@ -98,7 +98,7 @@ def convert(
         "out": str(out),
         "format": to,
         "method": checkpoint.config.method,
-        "heads": checkpoint.config.num_heads,
+        "heads": getattr(checkpoint.config, "num_heads", None),
         "dtype": dtype or _dtype_name(checkpoint),
         "files": files,
         "readers": [reader._asdict() for reader in readers],
@@ -106,9 +106,8 @@ def convert(
     if as_json:
         options.print_json(facts)
         return
-    terminal.say(
-        f"{source} ({name}) -> {out} ({facts['format']}): {facts['method']}, {facts['heads']} heads, {facts['dtype']}"
-    )
+    heads = "" if facts["heads"] is None else f"{facts['heads']} heads, "
+    terminal.say(f"{source} ({name}) -> {out} ({facts['format']}): {facts['method']}, {heads}{facts['dtype']}")
     for file, size in files.items():
         terminal.say(f"  {file}  {size} bytes")
     for reader in readers:

@@ -186,16 +186,28 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Side:
+    """A second input of a block: attention reads [norm(side input); attention_norm(inputs)], twice as wide.
+
+    Attributes:
+        norm: (E,).
+    """
+
+    norm: Norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Block:
     """One decoder block.
 
     Attributes:
         spec: Sizes and options.
-        query: (H D, E).
-        key: (Hk D, E).
-        value: (Hk D, E).
+        query: (H D, E), or (H D, 2 E) with a second input.
+        key: (Hk D, E), likewise.
+        value: (Hk D, E), likewise.
         output: (E, H D).
         mlp: The feed-forward layer or layers.
+        side: The second input; None for none. Of the first block alone.
         attention_norm: (E,), before attention; None for none.
         attention_post_norm: (E,), of attention's output before it is added; None for none.
         mlp_norm: (E,), before the feed-forward layer; None for none.
@@ -211,6 +223,7 @@ class Block:
     value: Matrix
     output: Matrix
     mlp: FeedForward | Experts
+    side: Side | None = None
     attention_norm: Norm | None = None
     attention_post_norm: Norm | None = None
     mlp_norm: Norm | None = None
@@ -239,7 +252,7 @@ class Block:
                 yield from matrix.tensors()
         norms = (
             self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm, self.query_norm,
-            self.key_norm,
+            self.key_norm, None if self.side is None else self.side.norm,
         )  # fmt: skip
         for norm in norms:
             if norm is not None:
@@ -261,11 +274,12 @@ class Blocks:
     def __post_init__(self) -> None:
         """Checks."""
         require(len(self.blocks) > 0, "there is at least one block")
+        require(all(block.side is None for block in self.blocks[1:]), "only the first block has a second input")
 
     @property
     def hidden_size(self) -> int:
         """E."""
-        return int(self.blocks[0].query.weight.shape[1])
+        return int(self.blocks[0].output.weight.shape[0])
 
     @property
     def dtype(self) -> torch.dtype:

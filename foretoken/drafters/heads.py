@@ -27,6 +27,7 @@ from foretoken.drafters.quantization import QuantizationOption, with_quantizatio
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.hub import local_head
 from foretoken.formats.registry import read_head
+from foretoken.heads.step_head import StepHead
 from foretoken.hf.parts import TargetParts, target_parts
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
@@ -138,7 +139,8 @@ def load_head(
 
 def head_kernels(loaded: LoadedHead) -> HeadKernels | None:
     """What drafts with a head in one native call; None where the kernels do not know it."""
-    steps = loaded.head.native_steps(loaded.parts) if loaded.is_optimized else None
+    head = loaded.head
+    steps = head.native_steps(loaded.parts) if loaded.is_optimized and isinstance(head, StepHead) else None
     try:
         return None if steps is None else HeadKernels(steps)
     except UnsuitableError:
@@ -173,6 +175,13 @@ class HeadDrafter:
         self.shape = self._chosen_shape()
         self._shapes = [self.shape.truncated(depth) for depth in range(self.shape.depth + 1)]
         self.nodes_by_depth = [shape.num_nodes for shape in self._shapes]
+
+    @property
+    def head(self) -> StepHead:
+        """The network."""
+        head = self.loaded.head
+        assert isinstance(head, StepHead), "`load_head` checks the method"
+        return head
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Starts without features."""
@@ -218,7 +227,7 @@ class HeadDrafter:
             expansion: A tree of roots; changed.
             state: (B, W), what steps start from.
         """
-        fill_by_steps(self.loaded.head, self.loaded.parts, expansion, state)
+        fill_by_steps(self.head, self.loaded.parts, expansion, state)
 
     def _loaded_features(self, quantization: Quantization | None) -> LastFeatures | PrefixFeatures:
         """Loads the head; what is kept of the target's features may have matrices of the head too.
@@ -249,7 +258,7 @@ class HeadDrafter:
         Raises:
             ConfigError: When they ask for a deeper one.
         """
-        options, depth = self.options, self.loaded.head.config.num_heads
+        options, depth = self.options, self.loaded.head.config.steps
         if options.num_speculative_tokens is not None and options.num_speculative_tokens > depth:
             raise ConfigError(
                 f"num_speculative_tokens is {options.num_speculative_tokens}, but '{options.model}' has {depth} "
@@ -293,7 +302,7 @@ class HeadDrafter:
         return best
 
 
-def fill_by_steps(head: Head, parts: TargetParts, expansion: TreeExpansion, state: Tensor) -> None:
+def fill_by_steps(head: StepHead, parts: TargetParts, expansion: TreeExpansion, state: Tensor) -> None:
     """Fills a tree of roots with a head that is evaluated at every node that has children.
 
     Args:

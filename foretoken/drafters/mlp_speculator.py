@@ -26,7 +26,7 @@ class MlpSpeculatorDrafter(HeadDrafter):
 
     def state_of(self, features: Tensor) -> Tensor:
         """(B, W), the recurrence's first state."""
-        return self.loaded.head.encode(features)
+        return self.head.encode(features)
 
 
 def create(options: Options) -> Drafter:

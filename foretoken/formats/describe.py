@@ -106,7 +106,7 @@ def describe_head(name: str, checkpoint: HeadCheckpoint) -> dict[str, Any]:
     facts = {
         "format": name,
         "method": config.method,
-        "heads": config.num_heads,
+        "heads": getattr(config, "num_heads", None),
         "layers": getattr(config, "num_layers", None),
         "hidden_size": config.hidden_size,
         "vocabulary": config.vocab_size,

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError
 from foretoken.formats.mapping import Place, count, make_config, most_common
+from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig
-from foretoken.heads.prefix_layer import PrefixConfig
 from foretoken.hf.rotary import target_scaling
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class HydraNames:
         )
         return config
 
-    def _prefix_config(self, weights: Weights, stated: Mapping[str, Any], target: TargetInfo) -> PrefixConfig | None:
+    def _prefix_config(self, weights: Weights, stated: Mapping[str, Any], target: TargetInfo) -> LayerConfig | None:
         """The decoder block's sizes: its tensors do not say how its width is cut into attention heads."""
         if self.prefix is None or not any(key.startswith(self.prefix[0]) for key in weights.shapes):
             return None
@@ -137,7 +137,7 @@ class HydraNames:
         gates = [shape for key, shape in weights.shapes.items() if re.search(r"mlp\.(gate|up)_proj\.weight$", key)]
         inner = most_common((shape[0] for shape in gates if shape), name=name, what="prefix layer's inner width")
         sizes = {**found, "intermediate_size": inner, "rope_scaling": scaling}
-        config: PrefixConfig = make_config(PrefixConfig, name, **sizes)  # type: ignore[arg-type]
+        config: LayerConfig = make_config(LayerConfig, name, **sizes)  # type: ignore[arg-type]
         return config
 
 

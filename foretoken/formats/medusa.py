@@ -97,7 +97,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
 
 def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     """Who reads what `write` writes."""
-    named, heads = needs_target_name(checkpoint), checkpoint.config.num_heads
+    named, heads = needs_target_name(checkpoint), checkpoint.config.steps
     vllm = Reader(
         VLLM, True, f"speculative_config with method 'medusa' named; a chain of the best token of {heads} heads"
     )

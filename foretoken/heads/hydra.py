@@ -21,15 +21,16 @@ from typing_extensions import override
 
 from foretoken.decoder.lean.head_steps import HeadStep, HeadSteps, LmHead
 from foretoken.decoder.lean.native_linear import fast_linear, linear_layer, optimize_for_inference
-from foretoken.heads.base import Head, HeadConfig
-from foretoken.heads.prefix_layer import PrefixConfig, PrefixLayer
+from foretoken.heads.decoder_layer import LayerConfig
+from foretoken.heads.prefix_layer import PrefixLayer
+from foretoken.heads.step_head import StepHead, StepHeadConfig
 
 if TYPE_CHECKING:
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.hf.parts import TargetParts
 
 
-class HydraConfig(HeadConfig):
+class HydraConfig(StepHeadConfig):
     """Sizes of Hydra heads.
 
     Attributes:
@@ -46,11 +47,11 @@ class HydraConfig(HeadConfig):
     num_layers: int = Field(default=4, ge=1)
     tied_blocks: bool = False
     own_lm_head: bool = False
-    prefix: PrefixConfig | None = None
+    prefix: LayerConfig | None = None
     dropout: float = Field(default=0.0, ge=0, lt=1)
 
 
-class HydraHeads(Head):
+class HydraHeads(StepHead):
     """See the module.
 
     Attributes:
@@ -114,7 +115,7 @@ class HydraHeads(Head):
         return state, hidden
 
     @override
-    def logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
+    def draft_logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
         hidden = self._dropped(hidden)
         logits: Tensor = self.lm_heads[index](hidden) if self.lm_heads else parts.lm_head(hidden)
         return logits

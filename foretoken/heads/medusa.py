@@ -17,8 +17,8 @@ from typing_extensions import override
 
 from foretoken.decoder.lean.head_steps import HeadStep, HeadSteps, LmHead
 from foretoken.decoder.lean.native_linear import fast_linear, linear_layer
-from foretoken.heads.base import Head, HeadConfig
 from foretoken.heads.stacked import part_of
+from foretoken.heads.step_head import StepHead, StepHeadConfig
 
 if TYPE_CHECKING:
     from typing import Self
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from foretoken.hf.parts import TargetParts
 
 
-class MedusaConfig(HeadConfig):
+class MedusaConfig(StepHeadConfig):
     """Sizes of Medusa heads.
 
     Attributes:
@@ -54,7 +54,7 @@ class MedusaConfig(HeadConfig):
         return self
 
 
-class MedusaHeads(Head):
+class MedusaHeads(StepHead):
     """x <- x + silu(W x + b), L times, then an LM head; all heads side by side in stacked weights.
 
     The feature is the output of the target's last norm. A head that starts with a frozen copy of that norm on the raw
@@ -84,11 +84,10 @@ class MedusaHeads(Head):
         self.bias = empty(heads, stored, width) if config.has_bias else None
         rows = config.draft_vocab_size or config.vocab_size
         self.lm_head = empty(heads, rows, width) if config.own_lm_head else None
-        self.token_map: Tensor | None
         self._quick_blocks: list[list[nn.Module]] = []  # by head, after `optimize_for_inference`, as the next
         self._quick_lm_heads: list[nn.Module] = []
-        is_partial = config.draft_vocab_size is not None
-        self.register_buffer("token_map", torch.arange(rows, device=device) if is_partial else None)
+        if config.draft_vocab_size is not None:
+            self.token_map = torch.arange(rows, device=device)
 
     @override
     def initialize(self, parts: TargetParts) -> None:
@@ -115,12 +114,13 @@ class MedusaHeads(Head):
         return state, hidden
 
     @override
-    def logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
+    def draft_logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
         if self._quick_lm_heads:
-            return self._whole_vocabulary(self._quick_lm_heads[index](hidden))
+            logits: Tensor = self._quick_lm_heads[index](hidden)
+            return logits
         if self.lm_head is None:
             return parts.lm_head(hidden)
-        return self._whole_vocabulary(nn.functional.linear(hidden, part_of(self.lm_head, index)))
+        return nn.functional.linear(hidden, part_of(self.lm_head, index))
 
     @property
     @override
@@ -176,10 +176,10 @@ class MedusaHeads(Head):
         hidden = self._all_hidden(features, parts, count)
         if self._quick_lm_heads:
             quick = zip(self._quick_lm_heads, hidden, strict=False)
-            return self._whole_vocabulary(torch.stack([lm_head(rows) for lm_head, rows in quick], dim=1))
+            return self.whole_vocabulary(torch.stack([lm_head(rows) for lm_head, rows in quick], dim=1))
         if self.lm_head is None:
             return parts.lm_head(hidden.transpose(0, 1))
-        return self._whole_vocabulary((hidden @ self.lm_head[:count].transpose(1, 2)).transpose(0, 1))
+        return self.whole_vocabulary((hidden @ self.lm_head[:count].transpose(1, 2)).transpose(0, 1))
 
     def _all_hidden(self, features: Tensor, parts: TargetParts, count: int) -> Tensor:
         """(C, B, E), what the first LM heads read."""
@@ -191,14 +191,6 @@ class MedusaHeads(Head):
             linear = hidden @ self.weight[:count, stored].transpose(1, 2)
             hidden = hidden + silu(linear if self.bias is None else linear + self.bias[:count, stored].unsqueeze(1))
         return hidden
-
-    def _whole_vocabulary(self, logits: Tensor) -> Tensor:
-        """Spreads logits of a part of the vocabulary; the rest cannot be drafted."""
-        if self.token_map is None:
-            return logits
-        whole = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
-        whole[..., self.token_map] = logits
-        return whole
 
 
 HEAD = MedusaHeads

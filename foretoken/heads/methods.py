@@ -6,7 +6,7 @@ from pkgutil import iter_modules
 
 import foretoken.heads
 
-_NOT_METHODS = {"base", "methods", "prefix_layer", "stacked"}
+_NOT_METHODS = {"autoregressive", "base", "decoder_layer", "methods", "prefix_layer", "stacked", "step_head"}
 
 
 def head_methods() -> list[str]:

@@ -19,7 +19,7 @@ from torch.nn.functional import gelu
 from typing_extensions import override
 
 from foretoken.decoder.lean.head_steps import BiasedNorm, HeadStep, HeadSteps, LmHead, ScaledEmbedding
-from foretoken.heads.base import Head, HeadConfig
+from foretoken.heads.step_head import StepHead, StepHeadConfig
 
 if TYPE_CHECKING:
     from typing import Self
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from foretoken.hf.parts import TargetParts
 
 
-class MlpSpeculatorConfig(HeadConfig):
+class MlpSpeculatorConfig(StepHeadConfig):
     """Sizes of an MLP speculator.
 
     Attributes:
@@ -67,7 +67,7 @@ class MlpSpeculatorConfig(HeadConfig):
         return math.sqrt((1 - self.state_weight**2) * self.inner_dim / 2) / self.state_weight
 
 
-class MlpSpeculatorHead(Head):
+class MlpSpeculatorHead(StepHead):
     """See the module.
 
     Attributes:
@@ -119,7 +119,7 @@ class MlpSpeculatorHead(Head):
         return state, state
 
     @override
-    def logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
+    def draft_logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
         logits: Tensor = _of(self.lm_heads, index)(hidden)
         return logits
 

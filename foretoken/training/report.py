@@ -158,8 +158,8 @@ def measured_acceptance(
         for output in llm.generate(list(workload.prompts), workload.params(temperature)):
             texts.append((len(output.prompt_token_ids), [*output.prompt_token_ids, *output.outputs[0].token_ids]))
         progress.end_run()
-    hits = torch.zeros(head.config.num_heads, _NUM_RANKS, dtype=torch.float64)
-    counts = torch.zeros(head.config.num_heads, 1, dtype=torch.float64)
+    hits = torch.zeros(head.config.steps, _NUM_RANKS, dtype=torch.float64)
+    counts = torch.zeros(head.config.steps, 1, dtype=torch.float64)
     head = head.to(target.device)
     parts, teacher = target_parts(target, dtype=torch.float32), Teacher(target)
     for num_prompt, text in texts:

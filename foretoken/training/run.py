@@ -218,7 +218,7 @@ def _claimed(
         ConfigError: When another run is at work there, when a run with other settings is there, or when a head could
             never learn.
     """
-    heads, length = settings.head.num_heads, settings.train.length
+    heads, length = settings.head.steps, settings.train.length
     if length < heads + 2:
         raise ConfigError(
             f"windows of {length} tokens have nothing to learn for the last of {heads} heads. "

@@ -222,12 +222,12 @@ class Trainer:
 
     def _counts(self, supervised: Tensor) -> Tensor:
         """(K,) positions of the global batch over which each loss is a mean; supervised: (B, S) bool."""
-        return label_counts(supervised, self.head.config.num_heads)
+        return label_counts(supervised, self.head.config.steps)
 
     def _weights(self, step: int) -> list[float]:
         """What each of these losses counts in a step."""
         del step
-        return [self._objective.head_decay**index for index in range(self.head.config.num_heads)]
+        return [self._objective.head_decay**index for index in range(self.head.config.steps)]
 
     def _learn(self, step: int, tokens: Tensor, supervised: Tensor, features: Tensor, counts: Tensor) -> HeadSums:
         """Adds the gradient of one micro-batch to the parameters; features: (B, S, E), the target's."""

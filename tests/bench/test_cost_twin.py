@@ -26,11 +26,11 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.mapping import head_shapes
 from foretoken.formats.registry import read_head
 from foretoken.heads.base import HeadConfig
+from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.methods import head_methods
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
-from foretoken.heads.prefix_layer import PrefixConfig
 from foretoken.hf.loading import fill_model, load_model
 from foretoken.hf.parts import TargetParts
 from foretoken.hf.twin_record import TwinRecord
@@ -39,7 +39,7 @@ from foretoken.runner.runner import Runner
 E, FACTOR = 32, 4
 TEXT = [[3, 41, 5, 9, 26, 53, 58, 9, 7, 9], [3, 23, 8, 46, 26]]
 SIZES: dict[str, Any] = {"hidden_size": E, "vocab_size": VOCAB_SIZE}
-PREFIX = PrefixConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=24)
+PREFIX = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=24)
 HEADS: dict[str, HeadConfig] = {
     "medusa": MedusaConfig(**SIZES, num_heads=3, num_layers=2, own_lm_head=True),
     "medusa-small": MedusaConfig(**SIZES, num_heads=2, num_layers=1, own_lm_head=True, draft_vocab_size=20),

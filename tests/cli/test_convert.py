@@ -16,10 +16,10 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.mapping import head_shapes
 from foretoken.formats.registry import read_head
 from foretoken.heads.base import HeadConfig
+from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
-from foretoken.heads.prefix_layer import PrefixConfig
 
 MEDUSA = MedusaConfig(hidden_size=8, vocab_size=13, num_heads=4, num_layers=1, own_lm_head=True)
 HYDRA = HydraConfig(
@@ -29,7 +29,7 @@ HYDRA = HydraConfig(
     num_layers=4,
     tied_blocks=True,
     own_lm_head=True,
-    prefix=PrefixConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=2, intermediate_size=12),
+    prefix=LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=2, intermediate_size=12),
 )
 SPECULATOR = MlpSpeculatorConfig(hidden_size=8, vocab_size=13, inner_dim=6)
 

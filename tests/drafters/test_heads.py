@@ -21,7 +21,7 @@ from foretoken.drafters.heads import load_head
 from foretoken.drafters.registry import create_drafter, drafter_options
 from foretoken.formats import hub, native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.heads.base import Head, build_head
+from foretoken.heads.base import build_head
 from foretoken.heads.hydra import HydraHeads
 from foretoken.hf.loading import wrap_model
 from foretoken.hf.parts import target_parts
@@ -166,7 +166,7 @@ def test_whole_drafts_are_native_calls(
 
 def test_a_head_that_is_not_described_drafts_by_steps(tmp_path: Path) -> None:
     """Nobody who writes a head has to tell the native kernels of it."""
-    with mock.patch.object(HydraHeads, "native_steps", Head.native_steps):
+    with mock.patch.object(HydraHeads, "native_steps", StepHead.native_steps):
         made = drafter(saved(tmp_path / "head", "hydra"), "hydra")
     assert made._kernels is None
     commit(made, 0, 0, 2)

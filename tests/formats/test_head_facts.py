@@ -14,12 +14,12 @@ from foretoken.core.errors import ModelError
 from foretoken.formats import native
 from foretoken.formats.describe import describe_head, native_facts
 from foretoken.formats.registry import read_head
+from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
-from foretoken.heads.prefix_layer import PrefixConfig
 
-PREFIX = PrefixConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=2, intermediate_size=12)
+PREFIX = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=2, intermediate_size=12)
 CONFIGS: list[Any] = [
     MedusaConfig(hidden_size=E, vocab_size=V, num_heads=2, own_lm_head=True, draft_vocab_size=7),
     MedusaConfig(hidden_size=E, vocab_size=V, has_bias=False, tied_blocks=True, num_layers=2),

@@ -25,10 +25,10 @@ from tiny_heads import (
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.registry import read_head, write_head
 from foretoken.formats.target_info import TargetInfo, TargetWeights
+from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig
-from foretoken.heads.prefix_layer import PrefixConfig
 
-PREFIX = PrefixConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=2, intermediate_size=6, rms_norm_eps=1e-5)
+PREFIX = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=2, intermediate_size=6, rms_norm_eps=1e-5)
 BASE = SimpleNamespace(
     num_attention_heads=4, num_key_value_heads=2, head_dim=2, hidden_size=E, rms_norm_eps=1e-5, vocab_size=V
 )
@@ -115,7 +115,7 @@ HYDRA_HEADS = hydra(prefix=PREFIX)
 @pytest.mark.parametrize(("num_layers", "tied"), [(1, False), (2, False), (4, True)])
 @pytest.mark.parametrize("as_safetensors", [True, False])
 def test_round_trip(
-    tmp_path: Path, prefix: PrefixConfig | None, num_layers: int, tied: bool, as_safetensors: bool
+    tmp_path: Path, prefix: LayerConfig | None, num_layers: int, tied: bool, as_safetensors: bool
 ) -> None:
     head = random_head(hydra(num_heads=3, num_layers=num_layers, tied_blocks=tied, prefix=prefix))
     assert_same(head, round_trip("hydra", head, tmp_path, as_safetensors=as_safetensors))

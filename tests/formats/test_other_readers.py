@@ -20,12 +20,12 @@ from foretoken.formats.checkpoint import HeadCheckpoint
 from foretoken.formats.readers import Reader
 from foretoken.formats.registry import head_readers, known_formats, read_head, write_head
 from foretoken.formats.target_info import TargetInfo
+from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
-from foretoken.heads.prefix_layer import PrefixConfig
 
-PREFIX = PrefixConfig(num_attention_heads=4, num_key_value_heads=4, head_dim=2, intermediate_size=6, rms_norm_eps=1e-5)
+PREFIX = LayerConfig(num_attention_heads=4, num_key_value_heads=4, head_dim=2, intermediate_size=6, rms_norm_eps=1e-5)
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
 

@@ -24,11 +24,11 @@ from tiny_heads import (
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.registry import read_head, write_head
 from foretoken.formats.target_info import TargetInfo
+from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
-from foretoken.heads.prefix_layer import PrefixConfig
 
-PREFIX = PrefixConfig(num_attention_heads=8, num_key_value_heads=4, head_dim=2, intermediate_size=12, rms_norm_eps=1e-5)
+PREFIX = LayerConfig(num_attention_heads=8, num_key_value_heads=4, head_dim=2, intermediate_size=12, rms_norm_eps=1e-5)
 MEDUSA_NAMES = {
     "medusa_heads.0.medusa_layers.0.linear.weight": (E, E),
     "medusa_heads.0.medusa_layers.0.linear.bias": (E,),
@@ -122,7 +122,7 @@ def test_medusa_names(tmp_path: Path) -> None:
 def test_hydra_names(tmp_path: Path) -> None:
     tensors = write_files(tmp_path / "head", HYDRA_NAMES | TARGET, HYDRA_CONFIG, file="rank0.safetensors")
     name, head = read_head(tmp_path / "head")
-    prefix = PrefixConfig(
+    prefix = LayerConfig(
         num_attention_heads=4, num_key_value_heads=2, head_dim=2, intermediate_size=6, rms_norm_eps=1e-5
     )
     assert (name, head.config) == ("tensorrt_llm", hydra(num_heads=1, num_layers=3, prefix=prefix))

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from foretoken.drafters.base import Committed
 from foretoken.drafters.prefix_features import PrefixFeatures
-from foretoken.heads.prefix_layer import PrefixConfig, PrefixLayer
+from foretoken.heads.decoder_layer import LayerConfig
+from foretoken.heads.prefix_layer import PrefixLayer
 
 GROUPS = {"one key head each": (4, 4), "grouped": (4, 2), "one key head": (4, 1)}
 
@@ -21,7 +22,7 @@ GROUPS = {"one key head each": (4, 4), "grouped": (4, 2), "one key head": (4, 1)
 def block(
     heads: int = 4, groups: int = 2, width: int = E, theta: float = 10000.0, scaling: dict[str, Any] | None = None
 ) -> PrefixLayer:
-    config = PrefixConfig(
+    config = LayerConfig(
         num_attention_heads=heads, num_key_value_heads=groups, head_dim=8, intermediate_size=10, rms_norm_eps=1e-5,
         rope_theta=theta, rope_scaling=scaling,
     )  # fmt: skip

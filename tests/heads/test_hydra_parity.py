@@ -8,14 +8,14 @@ import pytest
 import torch
 from head_formulas import SAME, E, V, hydra, numbers, prefix_layer, random_weights, shared_parts, tokens
 
+from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig, HydraHeads
-from foretoken.heads.prefix_layer import PrefixConfig
 
 K, S = 3, 6
-PREFIX = PrefixConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=4, intermediate_size=9)
+PREFIX = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=4, intermediate_size=9)
 
 
-def heads(*, prefix: PrefixConfig | None = None, **sizes: object) -> HydraHeads:
+def heads(*, prefix: LayerConfig | None = None, **sizes: object) -> HydraHeads:
     config = HydraConfig(hidden_size=E, vocab_size=V, num_heads=K, prefix=prefix, **sizes)  # type: ignore[arg-type]
     head = HydraHeads(config, dtype=torch.float64)
     random_weights(head)
@@ -25,7 +25,7 @@ def heads(*, prefix: PrefixConfig | None = None, **sizes: object) -> HydraHeads:
 @pytest.mark.parametrize("own_lm_head", [False, True])
 @pytest.mark.parametrize(("layers", "is_tied"), [(1, False), (2, False), (4, False), (4, True)])
 @pytest.mark.parametrize("prefix", [None, PREFIX], ids=["plain", "prefix"])
-def test_every_position_and_head(prefix: PrefixConfig | None, layers: int, is_tied: bool, own_lm_head: bool) -> None:
+def test_every_position_and_head(prefix: LayerConfig | None, layers: int, is_tied: bool, own_lm_head: bool) -> None:
     head = heads(prefix=prefix, num_layers=layers, tied_blocks=is_tied, own_lm_head=own_lm_head)
     parts, features, text = shared_parts(), numbers(2, S, E, seed=9), tokens(2, S)
     state = head.state_dict()

@@ -20,10 +20,10 @@ from foretoken.decoder.lean import build
 from foretoken.decoder.lean.head_kernels import HeadKernels
 from foretoken.drafters.heads import fill_by_steps
 from foretoken.heads.base import Head, HeadConfig, build_head
+from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig, MedusaHeads
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
-from foretoken.heads.prefix_layer import PrefixConfig
 from foretoken.hf.loading import wrap_model
 from foretoken.hf.parts import TargetParts, target_parts
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
@@ -33,7 +33,7 @@ from foretoken.trees.expansion import TreeExpansion
 
 WIDTH = 32
 SIZES: dict[str, Any] = {"hidden_size": WIDTH, "vocab_size": VOCAB_SIZE, "num_heads": 3}
-PREFIX = PrefixConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=24)
+PREFIX = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=24)
 HEADS: dict[str, HeadConfig] = {
     "medusa": MedusaConfig(**SIZES),
     "medusa of LM heads alone": MedusaConfig(**SIZES, num_layers=0, own_lm_head=True),

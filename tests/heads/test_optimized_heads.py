@@ -13,15 +13,15 @@ from foretoken.core.passes import Pass
 from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.lean.native_linear import NativeLinear, fast_linear, linear_layer
 from foretoken.heads.base import Head, HeadConfig, build_head
+from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig, HydraHeads
 from foretoken.heads.medusa import MedusaConfig, MedusaHeads
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
-from foretoken.heads.prefix_layer import PrefixConfig
 from foretoken.hf.loading import wrap_model
 from foretoken.hf.parts import target_parts
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "vocab_size": 61, "num_heads": 3}
-PREFIX = PrefixConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=24)
+PREFIX = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=24)
 HEADS: dict[str, HeadConfig] = {
     "medusa": MedusaConfig(**SIZES, num_layers=2),
     "medusa, own LM heads": MedusaConfig(**SIZES, own_lm_head=True),

@@ -7,13 +7,13 @@ import torch
 from head_formulas import SAME, E, V, numbers, random_weights, shared_parts, tokens
 
 from foretoken.heads.base import HeadConfig, build_head
+from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
-from foretoken.heads.prefix_layer import PrefixConfig
 
 K, S = 4, 9
-PREFIX = PrefixConfig(num_attention_heads=2, num_key_value_heads=1, head_dim=4, intermediate_size=7)
+PREFIX = LayerConfig(num_attention_heads=2, num_key_value_heads=1, head_dim=4, intermediate_size=7)
 CONFIGS: dict[str, HeadConfig] = {
     "medusa": MedusaConfig(hidden_size=E, vocab_size=V, num_heads=K),
     "hydra": HydraConfig(hidden_size=E, vocab_size=V, num_heads=K, num_layers=2),

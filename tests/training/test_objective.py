@@ -15,6 +15,7 @@ from foretoken.heads.base import Head, HeadConfig, build_head
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
+from foretoken.heads.step_head import StepHead, StepHeadConfig
 from foretoken.hf.parts import TargetParts
 from foretoken.training.objectives import base
 from foretoken.training.objectives.base import Examples, HeadSums, Objective, accumulate, label_counts
@@ -29,12 +30,12 @@ CONFIGS: dict[str, HeadConfig] = {
 }
 
 
-class Seer(Head):
+class Seer(StepHead):
     """Looks up what the text or the target says some positions off the right one, told where it is by the feature."""
 
     def __init__(self, table: Tensor, ahead: int) -> None:
         super().__init__()
-        self.config = HeadConfig(hidden_size=2, vocab_size=VOCAB_SIZE, num_heads=K)
+        self.config = StepHeadConfig(hidden_size=2, vocab_size=VOCAB_SIZE, num_heads=K)
         self.table, self.ahead = table, ahead
         self.scale = torch.nn.Parameter(torch.tensor(1.0))
 
@@ -44,7 +45,7 @@ class Seer(Head):
     def step(self, index: int, state: Tensor, tokens: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
         return state, state * self.scale
 
-    def logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
+    def draft_logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
         sequence, position = hidden.detach().round().long().unbind(-1)
         where = (position + self.ahead + index).clamp(0, self.table.shape[1] - 1)
         return certain(self.table[sequence, where]) * self.scale

@@ -132,7 +132,7 @@ def check_fit(
 def check_values(checkpoint: HeadCheckpoint, untrained: set[str]) -> Check:
     """Finite, not zero, not huge; untrained: parts whose zeros are those that training starts from."""
     found = []
-    for part, tensors in _parts(checkpoint.weights, checkpoint.config.num_heads).items():
+    for part, tensors in _parts(checkpoint.weights, checkpoint.config.steps).items():
         for key, tensor in tensors.items():
             if not bool(torch.isfinite(tensor).all()):
                 found.append(f"{key} holds numbers that are not finite")
@@ -155,8 +155,8 @@ def check_trained(checkpoint: HeadCheckpoint, parts: TargetParts) -> tuple[Check
     seed = settings["train"]["seed"] if isinstance(settings, dict) and "train" in settings else 0
     fresh = fresh_head(checkpoint.config, parts, seed=seed)
     reference = {key: value.to(checkpoint.weights[key].dtype).cpu() for key, value in fresh.state_dict().items()}
-    ours = _parts(checkpoint.weights, checkpoint.config.num_heads)
-    theirs = _parts(reference, checkpoint.config.num_heads)
+    ours = _parts(checkpoint.weights, checkpoint.config.steps)
+    theirs = _parts(reference, checkpoint.config.steps)
     same = {
         part for part, tensors in ours.items()
         if all(torch.equal(tensor.cpu(), theirs[part][key]) for key, tensor in tensors.items())

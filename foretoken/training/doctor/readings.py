@@ -208,7 +208,7 @@ def predictions(head: Head, parts: TargetParts, features: Tensor, texts: Texts) 
         (K, B, S) int64, first candidates; -1 at positions that are not judged.
     """
     tokens, where = texts.tokens, texts.judged()
-    said = torch.full((head.config.num_heads, *tokens.shape), -1, device=tokens.device)
+    said = torch.full((head.config.steps, *tokens.shape), -1, device=tokens.device)
     for index, hidden in enumerate(head.teacher_forced(features, tokens, parts)):
         said[index, where] = _argmax(lambda rows, i=index: head.logits(i, rows, parts), hidden[where], parts)  # type: ignore[misc]
     return said
@@ -237,7 +237,7 @@ def measure(head: Head, parts: TargetParts, readings: Mapping[str, Tensor], text
     looks = reads_tokens(head, parts, readings[IN_PLACE])
     tried = [name for name in readings if looks or name not in (EARLIER, LATER)]
     said = {name: predictions(head, parts, readings[name], texts) for name in tried}
-    heads = range(head.config.num_heads)
+    heads = range(head.config.steps)
     where = [texts.judged(last=2 + index + max(SHIFTS)) for index in heads]
 
     def share(name: str, index: int, offset: int) -> float:

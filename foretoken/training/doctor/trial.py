@@ -48,7 +48,7 @@ def _check_start(target: LoadedModel, config: HeadConfig, parts: TargetParts, te
     one, other = (predictions(fresh_head(config, parts, seed=seed), parts, features, texts) for seed in (0, 1))
     if not torch.equal(one, other):
         return skipped("fresh head", f"A fresh {config.method} head is random.")
-    where = texts.judged(last=config.num_heads)
+    where = texts.judged(last=config.steps)
     choices = target_choices(parts, features, texts)
     share = min(float((row == choices)[where].float().mean()) for row in one)
     message = "Every fresh head predicts the target's own next token."

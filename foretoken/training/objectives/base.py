@@ -128,7 +128,7 @@ def accumulate(
         Sums for reports.
     """
     features = _noisy(examples.features, objective.noise)
-    sequence, place, num_rows = _labelled(examples.supervised, head.config.num_heads)
+    sequence, place, num_rows = _labelled(examples.supervised, head.config.steps)
     losses = []
     for index, hidden in enumerate(head.teacher_forced(features, examples.tokens, parts)):
         count = num_rows[index]

@@ -1,0 +1,281 @@
+"""A decoder block of a draft head: the block of a Llama, fed with features instead of embeddings, with a KV cache.
+
+    x = inputs + output(attention(q, k, v))
+    outputs = x + down(silu(gate(norm(x))) * up(norm(x)))
+
+Queries, keys and values are read from norm(inputs), from the inputs themselves in blocks without that norm (EAGLE-1),
+or from [norm(side); norm(inputs)], twice as wide, in blocks that read a second input beside the first (EAGLE-3).
+
+Letters: B sequences, T positions, E width of the inputs, H heads, Hk key and value heads, Dh head size, I inner width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from torch import Tensor, nn
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+
+from foretoken.decoder.blocks import Block, BlockSpec, FeedForward, Matrix, Norm, Rotary, Side
+from foretoken.decoder.lean.native_linear import fits_bfloat16
+from foretoken.hf.rotary import scaled_frequencies
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from typing import Self
+
+
+class LayerConfig(BaseModel):
+    """Sizes of the block; as a rule those of the target's blocks.
+
+    Attributes:
+        num_attention_heads: H.
+        num_key_value_heads: Hk.
+        head_dim: Dh.
+        intermediate_size: I.
+        attention_bias: Whether queries, keys and values have a bias.
+        rms_norm_eps: Of all norms.
+        rope_theta: Base of the rotary frequencies. Released heads mostly have 10000, whatever the target's is.
+        rope_scaling: How they are scaled, in transformers' words without the base, as {"rope_type": "linear", "factor":
+            4.0}; "llama3" and "yarn" as well. None for plain ones.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    num_attention_heads: int = Field(ge=1)
+    num_key_value_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=2, multiple_of=2)
+    intermediate_size: int = Field(ge=1)
+    attention_bias: bool = False
+    rms_norm_eps: float = Field(default=1e-6, gt=0)
+    rope_theta: float = Field(default=10000.0, gt=0)
+    rope_scaling: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if heads % groups:
+            raise ValueError(f"{heads} query heads cannot share {groups} key heads. Expected a divisor")
+        if self.rope_scaling is not None:
+            frequencies, factor = self.scaled_frequencies(torch.device("cpu"))
+            if not (0 < factor < float("inf") and bool(((frequencies > 0) & frequencies.isfinite()).all())):
+                raise ValueError(f"rotary scaling {self.rope_scaling} gives frequencies that are not positive")
+        return self
+
+    def scaled_frequencies(self, device: torch.device) -> tuple[Tensor, float]:
+        """(Dh / 2,) float32 angles of one step in position, and a factor of cosines and sines; with scaling only."""
+        assert self.rope_scaling is not None, "the caller looks"
+        return scaled_frequencies(self.rope_scaling, theta=self.rope_theta, head_dim=self.head_dim, device=device)
+
+
+class Heads(NamedTuple):
+    """Queries, keys and values, rotated: (B, T, H or Hk, Dh)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+
+
+class DecoderLayer(nn.Module):
+    """See the module. Parameter names are those of a transformers Llama block, norms in short.
+
+    Attributes:
+        input_norm: (E,) before attention, of the first input; None in blocks without it.
+        side_norm: (E,) of the second input; None in blocks without one.
+        post_attention_norm: (E,) before the feed-forward layer.
+    """
+
+    def __init__(
+        self,
+        config: LayerConfig,
+        width: int,
+        *,
+        has_input_norm: bool = True,
+        has_side: bool = False,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Weights are not set.
+
+        Args:
+            config: Sizes.
+            width: E.
+            has_input_norm: Whether the first input is normed before attention.
+            has_side: Whether there is a second input.
+            device: Of the weights.
+            dtype: Likewise.
+        """
+        super().__init__()
+        self.config = config
+        queries = config.num_attention_heads * config.head_dim
+        values = config.num_key_value_heads * config.head_dim
+        read = 2 * width if has_side else width
+
+        def linear(inputs: int, outputs: int, *, bias: bool = False) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
+
+        def norm() -> nn.Parameter:
+            return nn.Parameter(torch.empty(width, device=device, dtype=dtype))
+
+        self.q_proj = linear(read, queries, bias=config.attention_bias)
+        self.k_proj = linear(read, values, bias=config.attention_bias)
+        self.v_proj = linear(read, values, bias=config.attention_bias)
+        self.o_proj = linear(queries, width)
+        self.gate_proj = linear(width, config.intermediate_size)
+        self.up_proj = linear(width, config.intermediate_size)
+        self.down_proj = linear(config.intermediate_size, width)
+        self.input_norm = norm() if has_input_norm else None
+        self.side_norm = norm() if has_side else None
+        self.post_attention_norm = norm()
+        self._scaled: dict[torch.device, tuple[Tensor, float]] = {}  # frequencies by device, made when first needed
+
+    def initialize(self) -> None:
+        """Normal with standard deviation 0.02, no contribution of either branch at first, norms neutral."""
+        with torch.no_grad():
+            for part in (self.q_proj, self.k_proj, self.v_proj, self.gate_proj, self.up_proj):
+                part.weight.normal_(std=0.02)
+                if part.bias is not None:
+                    part.bias.zero_()
+            self.o_proj.weight.zero_()
+            self.down_proj.weight.zero_()
+            for weight in (self.input_norm, self.side_norm, self.post_attention_norm):
+                if weight is not None:
+                    weight.fill_(1.0)
+
+    def forward(self, inputs: Tensor, positions: Tensor | None = None, side: Tensor | None = None) -> Tensor:
+        """Whole texts: every position sees itself and what came before.
+
+        Args:
+            inputs: (B, T, E).
+            positions: (B, T) or (1, T) int64; 0 … T - 1 when None.
+            side: (B, T, E), the second input, in blocks that have one.
+
+        Returns:
+            (B, T, E).
+        """
+        if positions is None:
+            positions = torch.arange(inputs.shape[1], device=inputs.device).unsqueeze(0)
+        heads = self.projected(inputs, positions, side)
+        is_grouped = heads.query.shape[2] != heads.key.shape[2]
+        query, key, value = (part.transpose(1, 2) for part in heads)
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=is_grouped)
+        return self.finished(inputs, mixed.transpose(1, 2))
+
+    def projected(self, inputs: Tensor, positions: Tensor, side: Tensor | None = None) -> Heads:
+        """What attention reads of some positions; see `forward`."""
+        x = inputs if self.input_norm is None else self.normed(inputs, self.input_norm)
+        if self.side_norm is not None:
+            assert side is not None, "the block has a second input"
+            x = torch.cat([self.normed(side, self.side_norm), x], dim=-1)
+        shape = (*x.shape[:2], -1, self.config.head_dim)
+        query, key, value = (part(x).view(shape) for part in (self.q_proj, self.k_proj, self.v_proj))
+        cos, sin = self._rotation(positions, x.dtype)
+        return Heads(_rotated(query, cos, sin), _rotated(key, cos, sin), value)
+
+    def finished(self, inputs: Tensor, mixed: Tensor) -> Tensor:
+        """What follows attention: (B, T, E) of (B, T, E) inputs and (B, T, H, Dh) mixed values."""
+        x = inputs + self.o_proj(mixed.flatten(2))
+        inner = self.normed(x, self.post_attention_norm)
+        result: Tensor = x + self.down_proj(silu(self.gate_proj(inner)) * self.up_proj(inner))
+        return result
+
+    def normed(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMS norm over the last dimension."""
+        return rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+
+    def compact(self) -> None:
+        """Keeps the weights in bfloat16 where that holds all of them exactly: half the bytes to read."""
+        if all(fits_bfloat16(parameter) for parameter in self.parameters()):
+            self.to(torch.bfloat16)
+
+    def as_block(self, num_positions: int) -> Block:
+        """The block as a `BlockStack` takes it; num_positions: how many may be fed."""
+        config, dtype = self.config, self.exact_dtype
+        positions = torch.arange(num_positions, device=self.post_attention_norm.device).unsqueeze(0)
+        cos, sin = (table[0, :, 0].contiguous() for table in self._rotation(positions, dtype))
+        query, key, value, output, gate, up, down = (
+            Matrix(weight=part.weight, bias=part.bias)
+            for part in (
+                self.q_proj, self.k_proj, self.v_proj, self.o_proj, self.gate_proj, self.up_proj, self.down_proj,
+            )
+        )  # fmt: skip
+        side_norm = self.as_norm(self.side_norm)
+        return Block(
+            spec=BlockSpec(
+                num_heads=config.num_attention_heads,
+                num_kv_heads=config.num_key_value_heads,
+                head_dim=config.head_dim,
+            ),
+            query=query,
+            key=key,
+            value=value,
+            output=output,
+            mlp=FeedForward(gate=gate, up=up, down=down),
+            attention_norm=self.as_norm(self.input_norm),
+            side=None if side_norm is None else Side(norm=side_norm),
+            mlp_norm=self.as_norm(self.post_attention_norm),
+            rotary=Rotary(cos=cos, sin=sin),
+        )
+
+    def as_norm(self, weight: Tensor | None) -> Norm | None:
+        """A norm of the block, or behind it, as a `BlockStack` takes it."""
+        if weight is None:
+            return None
+        return Norm(weight=weight.detach().to(self.exact_dtype).contiguous(), epsilon=self.config.rms_norm_eps)
+
+    @property
+    def exact_dtype(self) -> torch.dtype:
+        """What norms and rotations are computed in."""
+        return torch.promote_types(self.post_attention_norm.dtype, torch.float32)
+
+    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(B, T, 1, Dh / 2) cosines and sines; angles in float64 where the features are, else float32."""
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        config, device = self.config, positions.device
+        if config.rope_scaling is None:
+            steps = torch.arange(0, config.head_dim, 2, device=device, dtype=exact) / config.head_dim
+            frequencies, factor = config.rope_theta**-steps, 1.0
+        else:
+            if device not in self._scaled:
+                self._scaled[device] = config.scaled_frequencies(device)
+            frequencies, factor = self._scaled[device]
+        angles = positions.to(exact).unsqueeze(-1) * frequencies.to(exact)
+        return (angles.cos() * factor).to(dtype).unsqueeze(2), (angles.sin() * factor).to(dtype).unsqueeze(2)
+
+
+def unrolled_attention(query: Tensor, first: Heads, later: Sequence[Heads]) -> Tensor:
+    """Attention of step j of a draft that every position of a text begins, fed with the text itself.
+
+    The draft that begins at position t sees the text's own keys 0 … t, and of each of its j steps so far its own key
+    alone. Scores are in float32 at least.
+
+    Args:
+        query: (B, T, H, Dh), of step j.
+        first: Of the text.
+        later: Of steps 1 … j, each at the position where its draft began.
+
+    Returns:
+        (B, T, H, Dh).
+    """
+    batch, width, heads, size = query.shape
+    groups = first.key.shape[2]
+    exact = torch.promote_types(query.dtype, torch.float32)
+    grouped = query.view(batch, width, groups, heads // groups, size).permute(0, 2, 3, 1, 4) * size**-0.5
+    keys, values = (part.permute(0, 2, 3, 1).unsqueeze(2) for part in (first.key, first.value))  # (B, Hk, 1, Dh, T)
+    is_future = torch.ones(width, width, dtype=torch.bool, device=query.device).triu(1)
+    scores = [(grouped @ keys).to(exact).masked_fill(is_future, float("-inf"))]
+    own = [part.transpose(1, 2).unsqueeze(2) for heads_of in later for part in heads_of[1:]]  # (B, Hk, 1, T, Dh)
+    scores += [(grouped * key).sum(-1, keepdim=True, dtype=exact) for key in own[::2]]
+    weights = torch.cat(scores, dim=-1).softmax(-1).to(query.dtype)
+    mixed = weights[..., :width] @ values.transpose(-1, -2)
+    for index, value in enumerate(own[1::2]):
+        mixed = mixed + weights[..., width + index].unsqueeze(-1) * value
+    return mixed.permute(0, 3, 1, 2, 4).reshape(batch, width, heads, size)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of (B, T, heads, Dh), halves paired."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

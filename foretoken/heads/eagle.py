@@ -1,0 +1,88 @@
+"""EAGLE's head: embedding and feature fused by a linear layer, one decoder block without a norm before attention.
+
+The block's output is an estimate of the next feature, which the target's own LM head reads. EAGLE-2 drafts with the
+same weights in another tree, HASS trains them otherwise.
+
+Source: Li et al. 2024 (arXiv 2401.15077); the feature is that after the target's last norm, as the released code has
+it and not the paper.
+
+Letters as in `autoregressive`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from foretoken.decoder.blocks import Blocks
+from foretoken.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead, BlockInputs
+from foretoken.heads.decoder_layer import DecoderLayer
+
+if TYPE_CHECKING:
+    from foretoken.hf.parts import TargetParts
+
+
+class EagleConfig(AutoregressiveConfig):
+    """Sizes of an EAGLE head.
+
+    Attributes:
+        has_bias: Whether the layer that fuses has one.
+    """
+
+    method: ClassVar[str] = "eagle"
+
+    has_bias: bool = True
+
+
+class EagleHead(AutoregressiveHead):
+    """See the module.
+
+    Attributes:
+        fc: (W, 2 W), embedding first.
+    """
+
+    config: EagleConfig
+
+    def __init__(
+        self, config: EagleConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        width = config.width
+        self.fc = nn.Linear(2 * width, width, bias=config.has_bias, device=device, dtype=dtype)
+        self.layer = DecoderLayer(config.layer, width, has_input_norm=False, device=device, dtype=dtype)
+
+    @override
+    def initialize(self, parts: TargetParts) -> None:
+        """Hands the feature on, so that training starts at the target's own next-token prediction."""
+        with torch.no_grad():
+            width = self.config.width
+            self.fc.weight.zero_()
+            self.fc.weight[:, width:].copy_(torch.eye(width))
+            if self.config.has_bias:
+                self.fc.bias.zero_()
+        self.layer.initialize()
+
+    @override
+    def paired(self, state: Tensor, embedded: Tensor) -> BlockInputs:
+        return BlockInputs(self.fc(torch.cat([embedded, state], dim=-1)), None)
+
+    @override
+    def draft_logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
+        return parts.lm_head(hidden)
+
+    @property
+    @override
+    def has_target_lm_head(self) -> bool:
+        return True
+
+    @override
+    def as_blocks(self, num_positions: int) -> Blocks:
+        return Blocks(blocks=[self.layer.as_block(num_positions)])
+
+
+HEAD = EagleHead
+CONFIG = EagleConfig

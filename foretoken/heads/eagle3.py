@@ -1,0 +1,183 @@
+"""EAGLE-3's head: three features of the target fused, a decoder block that reads the embedding beside them, an LM head.
+
+The block's attention reads [norm(embedding); norm(state)]; its output stands in the place of the fused features, and
+after a norm is read by an LM head of the head's own, which may cover a part of the vocabulary.
+
+Source: Li et al. 2025 (arXiv 2503.01840), with the variants of later releases: `norm_before_residual` (speculators),
+`norm_before_fc` (gpt-oss heads), `fc_norms` and `feeds_normed` (EAGLE-3.1, arXiv 2605.09992).
+
+Letters as in `autoregressive`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+import torch
+from pydantic import Field, model_validator
+from torch import Tensor, nn
+from torch.nn.functional import embedding, rms_norm
+from typing_extensions import override
+
+from foretoken.decoder.blocks import Blocks
+from foretoken.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead, BlockInputs, BlockOutputs
+from foretoken.heads.decoder_layer import DecoderLayer
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from foretoken.core.taps import Tap
+    from foretoken.hf.parts import TargetParts
+
+
+class Eagle3Config(AutoregressiveConfig):
+    """Sizes of an EAGLE-3 head.
+
+    Attributes:
+        boundaries: The taps, see `foretoken.core.taps`; of L blocks 2, L // 2 and L - 3 as published.
+        draft_hidden_size: W; None for E.
+        draft_vocab_size: Vd, where drafts cover a part of the vocabulary; None for all of it.
+        own_embedding: Whether tokens are embedded by the head; needed where W is not E.
+        norm_before_residual: Whether the block's residual is the normed state instead of the state.
+        norm_before_fc: Whether the features are normed together before they are fused.
+        fc_norms: Whether each of them is normed before.
+        feeds_normed: Whether the next step reads what the LM head reads, after the norm, instead of what is before it.
+    """
+
+    method: ClassVar[str] = "eagle3"
+
+    boundaries: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
+    draft_hidden_size: int | None = Field(default=None, ge=1)
+    draft_vocab_size: int | None = Field(default=None, ge=1)
+    own_embedding: bool = False
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norms: bool = False
+    feeds_normed: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.draft_vocab_size or 0) > self.vocab_size:
+            raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}. Expected at most {self.vocab_size}")
+        if self.width != self.hidden_size and not self.own_embedding:
+            raise ValueError(
+                f"a head {self.width} wide cannot read the target's embeddings, which are {self.hidden_size} wide. "
+                "Expected own_embedding"
+            )
+        if self.norm_before_fc and self.fc_norms:
+            raise ValueError("norm_before_fc and fc_norms exclude each other. Expected one of them")
+        return self
+
+    @property
+    def taps(self) -> tuple[Tap, ...]:
+        """See `HeadConfig`."""
+        return self.boundaries
+
+    @property
+    def width(self) -> int:
+        """W."""
+        return self.draft_hidden_size or self.hidden_size
+
+
+class Eagle3Head(AutoregressiveHead):
+    """See the module.
+
+    Attributes:
+        fc: (W, F E), fuses the features.
+        feature_norm: (F E,), of all of them before, or None.
+        feature_norms: (F, E), of each, or None.
+        state_norm: (W,), of the state, where the normed one is the block's residual; else None.
+        norm: (W,), before the LM head.
+        lm_head: (Vd, W).
+        embedding: (V, W), or None where the target's is shared.
+    """
+
+    config: Eagle3Config
+
+    def __init__(
+        self, config: Eagle3Config, *, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.config = config
+        width, taps, size = config.width, len(config.boundaries), config.hidden_size
+
+        def empty(*sizes: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*sizes, device=device, dtype=dtype))
+
+        self.fc = nn.Linear(taps * size, width, bias=False, device=device, dtype=dtype)
+        self.feature_norm = empty(taps * size) if config.norm_before_fc else None
+        self.feature_norms = empty(taps, size) if config.fc_norms else None
+        self.state_norm = empty(width) if config.norm_before_residual else None
+        self.layer = DecoderLayer(
+            config.layer, width, has_input_norm=not config.norm_before_residual, has_side=True, device=device,
+            dtype=dtype,
+        )  # fmt: skip
+        self.norm = empty(width)
+        rows = config.draft_vocab_size or config.vocab_size
+        self.lm_head = nn.Linear(width, rows, bias=False, device=device, dtype=dtype)
+        self.embedding = empty(config.vocab_size, width) if config.own_embedding else None
+        if config.draft_vocab_size is not None:
+            self.token_map = torch.arange(rows, device=device)
+
+    @override
+    def initialize(self, parts: TargetParts) -> None:
+        """Hands the last of the features on to a copy of the target's LM head; `token_map` is left as it is."""
+        config = self.config
+        with torch.no_grad():
+            self.fc.weight.normal_(std=0.02)
+            same = min(config.width, config.hidden_size)
+            self.fc.weight[:same, -config.hidden_size :][:, :same].add_(torch.eye(same, device=self.fc.weight.device))
+            for weight in (self.feature_norm, self.feature_norms, self.state_norm, self.norm):
+                if weight is not None:
+                    weight.fill_(1.0)
+            if config.width == config.hidden_size:
+                rows = parts.lm_head_weight
+                self.lm_head.weight.copy_(rows if self.token_map is None else rows[self.token_map])
+            else:
+                self.lm_head.weight.normal_(std=0.02)
+            if self.embedding is not None:
+                tokens = torch.arange(config.vocab_size, device=self.embedding.device)
+                embedded = parts.embed(tokens)
+                self.embedding.copy_(
+                    embedded if embedded.shape[1] == config.width else self.embedding.normal_(std=0.02)
+                )
+        self.layer.initialize()
+
+    @override
+    def begin(self, features: Tensor) -> Tensor:
+        config = self.config
+        if self.feature_norm is not None:
+            features = rms_norm(features, self.feature_norm.shape, self.feature_norm, config.layer.rms_norm_eps)
+        if self.feature_norms is not None:
+            each = features.unflatten(-1, self.feature_norms.shape)
+            features = (rms_norm(each, each.shape[-1:], None, config.layer.rms_norm_eps) * self.feature_norms).flatten(
+                -2
+            )
+        result: Tensor = self.fc(features)
+        return result
+
+    @override
+    def embed(self, tokens: Tensor, parts: TargetParts) -> Tensor:
+        return parts.embed(tokens) if self.embedding is None else embedding(tokens, self.embedding)
+
+    @override
+    def paired(self, state: Tensor, embedded: Tensor) -> BlockInputs:
+        return BlockInputs(state if self.state_norm is None else self.layer.normed(state, self.state_norm), embedded)
+
+    @override
+    def outputs(self, x: Tensor) -> BlockOutputs:
+        hidden = self.layer.normed(x, self.norm)
+        return BlockOutputs(hidden if self.config.feeds_normed else x, hidden)
+
+    @override
+    def draft_logits(self, index: int, hidden: Tensor, parts: TargetParts) -> Tensor:
+        logits: Tensor = self.lm_head(hidden)
+        return logits
+
+    @override
+    def as_blocks(self, num_positions: int) -> Blocks:
+        return Blocks(blocks=[self.layer.as_block(num_positions)], final_norm=self.layer.as_norm(self.norm))
+
+
+HEAD = Eagle3Head
+CONFIG = Eagle3Config
