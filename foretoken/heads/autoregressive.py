@@ -108,7 +108,13 @@ class AutoregressiveHead(Head):
         return self.unrolled(features, tokens, parts)
 
     def unrolled(
-        self, features: Tensor, tokens: Tensor, parts: TargetParts, *, is_detached: bool = False
+        self,
+        features: Tensor,
+        tokens: Tensor,
+        parts: TargetParts,
+        *,
+        starts: slice = slice(None),
+        is_detached: bool = False,
     ) -> Iterator[Tensor]:
         """`teacher_forced`, all drafts of a text side by side: step i of the draft that begins at position t, at t.
 
@@ -116,22 +122,26 @@ class AutoregressiveHead(Head):
             features: (B, S, F E).
             tokens: (B, S) int64.
             parts: What is shared with the target.
+            starts: The positions whose drafts are followed beyond the first step: later tensors are (B, Q, …).
             is_detached: Whether no gradient goes from a step into those before it, as in HASS; else through all of
                 them, as in EAGLE-3's training-time test.
         """
-        positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
         state = self.begin(features)
         first: Heads | None = None
         later: list[Heads] = []
         for index in range(self.config.num_steps):
-            embedded = self.embed(tokens.roll(-(index + 1), dims=1), parts).to(state.dtype)
+            following = tokens.roll(-(index + 1), dims=1)
+            if index == 1:
+                positions, state = positions[starts], state[:, starts]
+            embedded = self.embed(following[:, starts] if index else following, parts).to(state.dtype)
             inputs, side = self.paired(state, embedded)
-            heads = self.layer.projected(inputs, positions + index, side)
+            heads = self.layer.projected(inputs, positions.unsqueeze(0) + index, side)
             if first is None:
                 first = heads
             else:
                 later.append(heads)
-            mixed = unrolled_attention(heads.query, first, later)
+            mixed = unrolled_attention(heads.query, positions, first, later)
             state, hidden = self.outputs(self.layer.finished(inputs, mixed))
             yield hidden
             if is_detached:

@@ -245,33 +245,34 @@ class DecoderLayer(nn.Module):
         return (angles.cos() * factor).to(dtype).unsqueeze(2), (angles.sin() * factor).to(dtype).unsqueeze(2)
 
 
-def unrolled_attention(query: Tensor, first: Heads, later: Sequence[Heads]) -> Tensor:
-    """Attention of step j of a draft that every position of a text begins, fed with the text itself.
+def unrolled_attention(query: Tensor, starts: Tensor, first: Heads, later: Sequence[Heads]) -> Tensor:
+    """Attention of step j of drafts that begin at some positions of a text, fed with the text itself.
 
     The draft that begins at position t sees the text's own keys 0 … t, and of each of its j steps so far its own key
     alone. Scores are in float32 at least.
 
     Args:
-        query: (B, T, H, Dh), of step j.
-        first: Of the text.
-        later: Of steps 1 … j, each at the position where its draft began.
+        query: (B, Q, H, Dh), of step j of Q drafts.
+        starts: (Q,) int64, where they begin.
+        first: Of the text, (B, T, …).
+        later: Of steps 1 … j, (B, Q, …) each.
 
     Returns:
-        (B, T, H, Dh).
+        (B, Q, H, Dh).
     """
     batch, width, heads, size = query.shape
-    groups = first.key.shape[2]
+    length, groups = first.key.shape[1:3]
     exact = torch.promote_types(query.dtype, torch.float32)
     grouped = query.view(batch, width, groups, heads // groups, size).permute(0, 2, 3, 1, 4) * size**-0.5
     keys, values = (part.permute(0, 2, 3, 1).unsqueeze(2) for part in (first.key, first.value))  # (B, Hk, 1, Dh, T)
-    is_future = torch.ones(width, width, dtype=torch.bool, device=query.device).triu(1)
+    is_future = torch.arange(length, device=query.device) > starts.unsqueeze(1)
     scores = [(grouped @ keys).to(exact).masked_fill(is_future, float("-inf"))]
-    own = [part.transpose(1, 2).unsqueeze(2) for heads_of in later for part in heads_of[1:]]  # (B, Hk, 1, T, Dh)
+    own = [part.transpose(1, 2).unsqueeze(2) for heads_of in later for part in heads_of[1:]]  # (B, Hk, 1, Q, Dh)
     scores += [(grouped * key).sum(-1, keepdim=True, dtype=exact) for key in own[::2]]
     weights = torch.cat(scores, dim=-1).softmax(-1).to(query.dtype)
-    mixed = weights[..., :width] @ values.transpose(-1, -2)
+    mixed = weights[..., :length] @ values.transpose(-1, -2)
     for index, value in enumerate(own[1::2]):
-        mixed = mixed + weights[..., width + index].unsqueeze(-1) * value
+        mixed = mixed + weights[..., length + index].unsqueeze(-1) * value
     return mixed.permute(0, 3, 1, 2, 4).reshape(batch, width, heads, size)
 
 

@@ -61,8 +61,14 @@ class JointTrainer(Trainer):
             processes: Others that train along; None for none.
 
         Raises:
-            ConfigError: When adapters are asked for and peft is not installed.
+            ConfigError: When adapters are asked for and peft is not installed, or the head reads other features than
+                the last one.
         """
+        if head.config.taps != ("final",):
+            raise ConfigError(
+                f"a {head.config.method} head cannot be trained together with its target. Expected a head that reads "
+                "the last feature alone. Leave --joint out."
+            )
         self._joint, self._device = joint, target.device
         # Only what is compared with the original's distributions needs the original.
         needs_copy = joint.self_distillation and joint.backbone == "full"
@@ -112,7 +118,7 @@ class JointTrainer(Trainer):
         leaf = hidden.detach().requires_grad_()
         own = self._own_loss(leaf, tokens, supervised, float(counts[-1].clamp_min(1)))
         weight = self._joint.weight(step, self._config.schedule.num_steps)
-        examples = Examples(tokens, supervised, leaf)
+        examples = Examples(tokens, supervised, leaf, leaf)
         sums = accumulate(self._objective, self.head, examples, self._parts, counts=counts[:-1], weight=weight)
         hidden.backward(leaf.grad)
         return HeadSums(*(torch.cat(pair) for pair in zip((sums.loss, sums.matches, sums.count), own, strict=True)))

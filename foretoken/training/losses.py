@@ -29,11 +29,15 @@ class Weights(NamedTuple):
         token: Cross-entropy with the text itself.
         kl: KL(target || head): what costs least extra surprise on the target's own text.
         tv: Total variation: one minus the probability that a drawn draft survives (Leviathan 2211.17192, 3.2).
+        top: -sum of p log q over the target's `num_top` most probable tokens, p as it is (HASS 2408.15766, 3.2).
+        num_top: Those tokens.
     """
 
     token: float = 0.0
     kl: float = 0.0
     tv: float = 0.0
+    top: float = 0.0
+    num_top: int = 10
 
 
 class TargetRows(NamedTuple):
@@ -49,7 +53,7 @@ class TargetRows(NamedTuple):
     probs: Tensor | None = None
     entropy: Tensor | None = None
 
-    def at(self, rows: slice) -> TargetRows:
+    def at(self, rows: slice | Tensor) -> TargetRows:
         """Some of the positions."""
         probs = None if self.probs is None else self.probs[rows]
         return TargetRows(self.best[rows], probs, None if self.entropy is None else self.entropy[rows])
@@ -106,7 +110,7 @@ def distances(logits: Tensor, target: TargetRows, labels: Tensor, weights: Weigh
     exact = _exact(logits)
     loss = torch.zeros(len(logits), dtype=exact, device=logits.device)
     best = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
-    grad = torch.empty_like(logits) if any(weights) else None
+    grad = torch.empty_like(logits) if any(weights[:4]) else None
     with torch.autocast(logits.device.type, enabled=False):
         for rows, block in _blocks(logits):
             best[rows] = _argmax(block)
@@ -125,7 +129,14 @@ def _of_block(
     # The greatest probability is 1 / sum(exp(logits - greatest)) and at least 1 / V.
     normalizer = (logits.gather(1, best) - own.gather(1, best).log()).squeeze(1)
     loss = torch.zeros_like(normalizer)
-    token, kl, tv = weights
+    token, kl, tv, top, num_top = weights
+    share: Tensor | float = token + kl  # what the head's own probabilities count in the gradient
+    if top:
+        assert target.probs is not None, "the caller asks for probabilities"
+        probs, tokens = target.probs.topk(min(num_top, logits.shape[1]), dim=1)
+        sums = probs.sum(1)
+        loss += top * (normalizer * sums - (probs * logits.gather(1, tokens)).sum(1))
+        share = share + top * sums.unsqueeze(1)
     if token:
         loss += token * (normalizer - logits.gather(1, labels).squeeze(1))
     if kl:
@@ -138,13 +149,15 @@ def _of_block(
         loss += tv * gap.abs().sum(1) / 2
         sign = gap.sign_()
         mean = torch.linalg.vecdot(sign, own).unsqueeze(1)
-        own.mul_(sign.sub_(mean).mul_(tv / 2 * scale).add_((token + kl) * scale))
+        own.mul_(sign.sub_(mean).mul_(tv / 2 * scale).add_(share * scale))
     else:
-        own.mul_((token + kl) * scale)
+        own.mul_(share * scale)
     if kl and target.probs is not None:
         own.sub_(target.probs, alpha=kl * scale)
     if token:
         own.scatter_add_(1, labels, own.new_full(labels.shape, -token * scale))
+    if top:
+        own.scatter_add_(1, tokens, probs * (-top * scale))
     return loss, own
 
 

@@ -161,10 +161,11 @@ def measured_acceptance(
     hits = torch.zeros(head.config.steps, _NUM_RANKS, dtype=torch.float64)
     counts = torch.zeros(head.config.steps, 1, dtype=torch.float64)
     head = head.to(target.device)
-    parts, teacher = target_parts(target, dtype=torch.float32), Teacher(target)
+    parts, teacher = target_parts(target, dtype=torch.float32), Teacher(target, head.config.taps)
+    width = head.config.hidden_size * len(head.config.taps)
     for num_prompt, text in texts:
         tokens = torch.tensor([text], device=target.device)
-        features = teacher.features(tokens).float()
+        features = teacher.read(tokens)[..., :width].float()
         with torch.inference_mode():
             for index, hidden in enumerate(head.teacher_forced(features, tokens, parts)):
                 # The first draft is made when the last prompt token is the root: head i then guesses position

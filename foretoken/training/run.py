@@ -59,6 +59,7 @@ class RunSettings:
         cache: Where features are kept between steps and runs, or None to compute them every time.
         cache_bytes: Most bytes of it.
         joint: How the target learns along, for `train_jointly`.
+        draft_vocab: Ascending ids of the tokens that a head with a draft vocabulary drafts.
     """
 
     head: HeadConfig
@@ -70,6 +71,7 @@ class RunSettings:
     cache: Path | None = None
     cache_bytes: int = 8 << 30
     joint: JointConfig | None = None
+    draft_vocab: tuple[int, ...] | None = None
 
     def as_dict(self, target: TargetFingerprint) -> dict[str, Any]:
         """What must stay the same when a run goes on, JSON-ready; null is the same as nothing at all."""
@@ -80,6 +82,7 @@ class RunSettings:
             "train": self.train.model_dump(mode="json"),
             "data": self.data,
             "joint": None if self.joint is None else self.joint.model_dump(mode="json"),
+            "draft_vocab": None if self.draft_vocab is None else _short_sha(str(self.draft_vocab).encode()),
             "target": target.model_dump(mode="json", exclude={"name"}),
         }
 
@@ -158,6 +161,8 @@ def _new_head(target: LoadedModel, settings: RunSettings, initial: HeadCheckpoin
     torch.manual_seed(settings.train.seed)
     head = build_head(settings.head, device=target.device, dtype=torch.float32)
     parts = target_parts(target, dtype=settings.train.compute_dtype)
+    if settings.draft_vocab is not None:
+        head.token_map = torch.tensor(settings.draft_vocab, device=target.device)
     head.initialize(parts)
     if initial is not None:
         head.load_state_dict({key: value.to(target.device) for key, value in initial.weights.items()})
@@ -224,10 +229,11 @@ def _claimed(
             f"windows of {length} tokens have nothing to learn for the last of {heads} heads. "
             f"Expected at least {heads + 2}."
         )
-    if getattr(settings.head, "draft_vocab_size", None) is not None:
+    drafted = getattr(settings.head, "draft_vocab_size", None)
+    if drafted is not None and initial is None and len(settings.draft_vocab or ()) != drafted:
         raise ConfigError(
-            "heads over a part of the vocabulary cannot be trained: they have no distance to a target that says more. "
-            "Expected the whole. Leave 'draft_vocab_size' out."
+            f"the head drafts {drafted} tokens of the vocabulary, and {len(settings.draft_vocab or ())} are named. "
+            "Expected as many. Make a list with `foretoken data vocab`, and pass it with --draft-vocab."
         )
     dtype = str(target.dtype).removeprefix("torch.")
     begun_from = None if initial is None else _weights_sha(initial)
@@ -274,6 +280,11 @@ def _compare(directory: Path, ours: dict[str, Any]) -> None:
         )
 
 
+def _short_sha(data: bytes) -> str:
+    """What tells one list from another."""
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
 def _weights_sha(head: HeadCheckpoint) -> str:
     """Which weights a run begins from."""
     digest = hashlib.sha256()
@@ -292,17 +303,18 @@ def _flat(value: Any, prefix: str = "") -> dict[str, str]:
 
 def _features(target: LoadedModel, settings: RunSettings, rank: int, world: int) -> Callable[[int, Tensor], Tensor]:
     """The teacher, with a cache in front of it where one is wanted."""
-    teacher, train = Teacher(target), settings.train
+    train, taps = settings.train, settings.head.taps
+    teacher = Teacher(target, taps)
 
     def compute(tokens: Tensor) -> Tensor:
         size = train.micro_batch_size or len(tokens)
-        return torch.cat([teacher.features(part) for part in tokens.split(max(size, 1))])
+        return torch.cat([teacher.read(part) for part in tokens.split(max(size, 1))])
 
     if settings.cache is None:
         return lambda _, tokens: compute(tokens).float()
-    key = json.dumps(
-        [teacher.digest(), settings.data, train.batch_size, train.length, train.seed, str(target.dtype), rank, world]
-    )
+    of_batches = [settings.data, train.batch_size, train.length, train.seed]
+    read = [] if taps == ("final",) else [list(taps)]
+    key = json.dumps([teacher.digest(), *of_batches, str(target.dtype), rank, world, *read])
     cache = FeatureCache(settings.cache, key=key, max_bytes=settings.cache_bytes)
 
     def cached(step: int, tokens: Tensor) -> Tensor:

@@ -1,4 +1,7 @@
-"""The frozen target as a teacher: its features of training tokens, computed when needed or stored on disk."""
+"""The frozen target as a teacher: its features of training tokens, computed when needed or stored on disk.
+
+Letters: B sequences, S positions, E hidden size, F taps.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,14 @@ from torch import Tensor
 from foretoken.core.atomic_files import new_file
 from foretoken.formats.whole_files import safetensors_errors
 from foretoken.hf.plain import own_attention
+from foretoken.hf.plugin import ForwardPass, running
+from foretoken.hf.taps import Taps
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
+    from foretoken.core.taps import Tap
     from foretoken.hf.loading import LoadedModel
 
 _SAMPLED = 4096  # values of each weight that tell targets apart
@@ -25,13 +32,40 @@ _log = logging.getLogger(__name__)
 
 
 class Teacher:
-    """Gives the feature `final` at every position: the output of the target's last norm, what its LM head reads."""
+    """Gives the target's features at every position of texts."""
 
-    def __init__(self, model: LoadedModel) -> None:
-        self._model = model
+    def __init__(self, model: LoadedModel, taps: Sequence[Tap] = ("final",)) -> None:
+        """Prepares.
+
+        Args:
+            model: The target.
+            taps: What a head reads.
+
+        Raises:
+            ModelError: When a tap cannot be read.
+        """
+        self._model, self._taps = model, taps
+        if tuple(taps) != ("final",):
+            Taps(model.module, model.num_layers, taps)
+
+    def read(self, tokens: Tensor) -> Tensor:
+        """What a head reads and learns from.
+
+        Args:
+            tokens: (B, S) int64.
+
+        Returns:
+            (B, S, F E) in the target's dtype, the taps side by side; where `final` is not the last of them, it follows.
+        """
+        with running(ForwardPass(layout=None)) as forward_pass:
+            final = self.features(tokens)
+        parts = [final if tap == "final" else forward_pass.features[tap] for tap in self._taps]
+        if self._taps[-1] != "final":
+            parts.append(final)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
     def features(self, tokens: Tensor) -> Tensor:
-        """Runs the target.
+        """The feature `final`: the output of the target's last norm, what its LM head reads.
 
         Args:
             tokens: (B, S) int64.

@@ -115,7 +115,8 @@ class Trainer:
             objective: What it learns.
             config: How.
             batches: From what.
-            features: Step and this process's (B, S) tokens of it to (B, S, E) features of the target.
+            features: Step and this process's (B, S) tokens of it to the target's features, as `Teacher.read` gives
+                them.
             processes: Others that train along; None for none.
         """
         self.head, self._parts, self._objective, self._config = head, parts, objective, config
@@ -222,17 +223,17 @@ class Trainer:
 
     def _counts(self, supervised: Tensor) -> Tensor:
         """(K,) positions of the global batch over which each loss is a mean; supervised: (B, S) bool."""
-        return label_counts(supervised, self.head.config.steps)
+        return label_counts(supervised, self._objective.steps(self.head.config))
 
     def _weights(self, step: int) -> list[float]:
         """What each of these losses counts in a step."""
         del step
-        return [self._objective.head_decay**index for index in range(self.head.config.steps)]
+        return [self._objective.head_decay**index for index in range(self._objective.steps(self.head.config))]
 
     def _learn(self, step: int, tokens: Tensor, supervised: Tensor, features: Tensor, counts: Tensor) -> HeadSums:
-        """Adds the gradient of one micro-batch to the parameters; features: (B, S, E), the target's."""
+        """Adds the gradient of one micro-batch to the parameters; features: as `Teacher.read` gives them."""
         del step
-        examples = Examples(tokens, supervised, features)
+        examples = Examples.of(tokens, supervised, features, self.head.config)
         return accumulate(self._objective, self.head, examples, self._parts, counts=counts)
 
     def _gradients(self, step: int, tokens: Tensor, supervised: Tensor, counts: Tensor) -> HeadSums:

@@ -62,7 +62,7 @@ def _trained(name: str, architecture: str, steps: int, texts: tuple[_Text, ...])
     """The directory of a head."""
     method, sizes = HEADS[name]
     target = wrap_model(tiny_model(architecture), name=architecture)
-    parts, teacher = target_parts(target), Teacher(target)
+    parts = target_parts(target)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = build_head(head_config(method, target, sizes), dtype=torch.float32)
@@ -75,9 +75,9 @@ def _trained(name: str, architecture: str, steps: int, texts: tuple[_Text, ...])
         longest = max(map(len, texts))
         tokens = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
         supervised = torch.tensor([[place < len(text) for place in range(longest)] for text in texts])
-        examples = Examples(tokens, supervised, teacher.features(tokens))
+        examples = Examples.of(tokens, supervised, Teacher(target, made.config.taps).read(tokens), made.config)
         for _ in range(steps):
-            accumulate(objective, made, examples, parts, counts=label_counts(supervised, made.config.num_heads))
+            accumulate(objective, made, examples, parts, counts=label_counts(supervised, objective.steps(made.config)))
             optimizer.step()
             optimizer.zero_grad()
     directory = Path(tempfile.mkdtemp(prefix=f"foretoken-{method}-"))

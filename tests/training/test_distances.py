@@ -34,7 +34,8 @@ def softmax(scores: list[float]) -> list[float]:
 
 
 LABELS = torch.tensor([3, 0, 6, 6])
-KINDS = {"token": Weights(token=1.0), "kl": Weights(kl=1.0), "tv": Weights(tv=1.0), "all": Weights(0.7, 0.9, 0.4)}
+KINDS = {"token": Weights(token=1.0), "kl": Weights(kl=1.0), "tv": Weights(tv=1.0), "top": Weights(top=1.0, num_top=3)}
+KINDS["all"] = Weights(0.7, 0.9, 0.4, 0.6, 2)
 
 
 def found(kind: str, logits: Tensor, probs: Tensor, entropy: Tensor, scale: float = 1.0) -> Distances:
@@ -48,7 +49,9 @@ def summed(weights: Weights, logits: Tensor, probs: Tensor) -> Tensor:
     own = logits.exp() / logits.exp().sum(1, keepdim=True)
     token = -own[torch.arange(len(own)), LABELS[: len(own)]].log()
     kl = torch.where(probs > 0, probs * (probs.clamp_min(1e-300) / own).log(), 0.0).sum(1)
-    return weights.token * token + weights.kl * kl + weights.tv * (probs - own).abs().sum(1) / 2
+    best, tokens = probs.topk(weights.num_top if weights.top else 1, dim=1)
+    top = -(best * own.gather(1, tokens).log()).sum(1)
+    return weights.token * token + weights.kl * kl + weights.tv * (probs - own).abs().sum(1) / 2 + weights.top * top
 
 
 def test_values() -> None:

@@ -76,7 +76,8 @@ def test_shift(kind: str, shift: int) -> None:
     head = Seer(text, 2 + shift) if kind == "ce_weight" else Seer(taught, 1 + shift)
     objective = Objective(**{"kl_weight": 0.0, kind: 1.0})
     supervised = torch.ones(B, S, dtype=torch.bool)
-    sums = accumulate(objective, head, Examples(text, supervised, places), parts, counts=label_counts(supervised, K))
+    given = Examples(text, supervised, places, places)
+    sums = accumulate(objective, head, given, parts, counts=label_counts(supervised, K))
     for index in range(K):
         mean = float(sums.loss[index]) / (B * (S - 2 - index))
         if shift == 0:
@@ -103,7 +104,8 @@ def examples() -> Examples:
     supervised = torch.rand(B, S, generator=generator) < 0.6
     supervised[1] = False
     supervised[2, -3:] = True
-    return Examples(tokens, supervised, no_grad_features(tokens))
+    features = no_grad_features(tokens)
+    return Examples(tokens, supervised, features, features)
 
 
 def random_head(name: str) -> Head:
@@ -199,7 +201,7 @@ def test_micro_batches_change_nothing(size: int) -> None:
     each = [
         accumulate(objective, parted, part, parts(), counts=counts)
         for part in (
-            Examples(given.tokens[b : b + size], given.supervised[b : b + size], given.features[b : b + size])
+            Examples(*(whole[b : b + size] for whole in (given.tokens, given.supervised, given.features, given.final)))
             for b in range(0, B, size)
         )
     ]
@@ -219,13 +221,13 @@ def assert_same(one: HeadSums, two: HeadSums) -> None:
 def test_logits_are_made_where_a_head_has_a_label(monkeypatch: pytest.MonkeyPatch) -> None:
     """And nowhere else: not for masked tokens, nor where the text ends before the label."""
     given, head, rows = examples(), random_head("medusa"), [0] * K
-    logits = type(head).logits
+    logits = type(head).draft_logits
 
     def watched(self: Head, index: int, hidden: Tensor, shared: TargetParts) -> Tensor:
         rows[index] += len(hidden)
         return logits(self, index, hidden, shared)
 
-    monkeypatch.setattr(type(head), "logits", watched)
+    monkeypatch.setattr(type(head), "draft_logits", watched)
     counts = label_counts(given.supervised, K)
     accumulate(Objective(), head, given, parts(), counts=counts)
     assert rows == counts.tolist()

@@ -10,6 +10,7 @@ Letters: B sequences, S positions, K heads, E hidden size, M positions of one po
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -20,13 +21,31 @@ from torch.nn.functional import smooth_l1_loss
 from foretoken.training.losses import TargetRows, Weights, distances, target_rows
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from typing import Self
 
-    from foretoken.heads.base import Head
+    from foretoken.heads.base import Head, HeadConfig
     from foretoken.hf.parts import TargetParts
 
 _PORTION_VALUES = 1 << 24  # logits of one portion
+
+
+class Fed(NamedTuple):
+    """What a step gives when the text itself is fed.
+
+    Attributes:
+        hidden: (B, Q, W), what its logits are read from, at Q positions of every sequence.
+        offset: The first of them.
+        stride: From one to the next; the step's loss and counts are those of all positions, estimated by these.
+    """
+
+    hidden: Tensor
+    offset: int = 0
+    stride: int = 1
+
+    def has(self, positions: Tensor) -> Tensor:
+        """Which positions it has."""
+        return (positions >= self.offset) & ((positions - self.offset) % self.stride == 0)
 
 
 class Objective(BaseModel):
@@ -61,6 +80,19 @@ class Objective(BaseModel):
         """What the distances between distributions count."""
         return Weights(token=self.ce_weight, kl=self.kl_weight, tv=self.tv_weight)
 
+    def steps(self, config: HeadConfig) -> int:
+        """K, how many steps of a head are trained."""
+        return config.steps
+
+    def fed(self, head: Head, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Fed]:
+        """`Head.teacher_forced` as the objective wants it."""
+        for hidden in head.teacher_forced(features, tokens, parts):
+            yield Fed(hidden)
+
+    def noise_bound(self, num_positions: int, size: int) -> float:
+        """Greatest noise on a feature; of S positions and features of so many elements."""
+        return float(self.noise / (num_positions * size) ** 0.5)
+
 
 @dataclass(frozen=True, slots=True)
 class Examples:
@@ -69,12 +101,20 @@ class Examples:
     Attributes:
         tokens: (B, S) int64.
         supervised: (B, S) bool, tokens that count as labels.
-        features: (B, S, E), the target's.
+        features: (B, S, F E), the target's that the head reads, side by side.
+        final: (B, S, E), what the target's LM head reads.
     """
 
     tokens: Tensor
     supervised: Tensor
     features: Tensor
+    final: Tensor
+
+    @classmethod
+    def of(cls, tokens: Tensor, supervised: Tensor, read: Tensor, config: HeadConfig) -> Examples:
+        """A micro-batch from what `foretoken.training.teacher.Teacher.read` gave for the taps of a head."""
+        size = config.hidden_size
+        return cls(tokens, supervised, read[..., : size * len(config.taps)], read[..., -size:])
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,24 +167,27 @@ def accumulate(
     Returns:
         Sums for reports.
     """
-    features = _noisy(examples.features, objective.noise)
-    sequence, place, num_rows = _labelled(examples.supervised, head.config.steps)
+    features = _noisy(examples.features, objective)
+    sequence, place, num_rows = _labelled(examples.supervised, len(counts))
     losses = []
-    for index, hidden in enumerate(head.teacher_forced(features, examples.tokens, parts)):
-        count = num_rows[index]
-        read = hidden[sequence[:count], place[:count] - (index + 1)]
+    fed = islice(objective.fed(head, features, examples.tokens, parts), len(counts))
+    for index, step in enumerate(fed):
+        position = place[: num_rows[index]] - (index + 1)
+        known = None if step.stride == 1 else step.has(position).nonzero()[:, 0]
+        where = slice(len(position)) if known is None else known
+        read = step.hidden[sequence[where], (position[where] - step.offset) // step.stride]
         scale = weight * objective.head_decay**index / float(counts[index].clamp_min(1))
-        losses.append(_HeadLoss(objective, head, index, read, scale))
+        losses.append(_StepLoss(objective, head, index, read, known, scale * step.stride, step.stride))
     size = max(1, _PORTION_VALUES // head.config.vocab_size)
     for begin in range(0, num_rows[0], size):
         rows = sequence[begin : begin + size], place[begin : begin + size]
-        portion = _portion(objective, examples, rows, parts)
-        for of_head in losses:
-            of_head.add(begin, portion, parts)
-    learned = [(of_head.read, of_head.grad) for of_head in losses if of_head.grad is not None]
+        portion = _portion(objective, examples, rows, parts, head.token_map)
+        for of_step in losses:
+            of_step.add(begin, portion, parts)
+    learned = [(of_step.read, of_step.grad) for of_step in losses if of_step.grad is not None]
     if learned:
         torch.autograd.backward([read for read, _ in learned], [grad for _, grad in learned])
-    return HeadSums(*(torch.stack(column) for column in zip(*(of_head.sums() for of_head in losses), strict=True)))
+    return HeadSums(*(torch.stack(column) for column in zip(*(of_step.sums() for of_step in losses), strict=True)))
 
 
 def _labelled(supervised: Tensor, num_heads: int) -> tuple[Tensor, Tensor, list[int]]:
@@ -165,33 +208,79 @@ def _labelled(supervised: Tensor, num_heads: int) -> tuple[Tensor, Tensor, list[
 
 
 class _Portion(NamedTuple):
-    """What N places teach: (N, E) features, the target's distributions and (N,) labels of the text."""
+    """What N places teach.
+
+    Attributes:
+        features: (N, E), what the target's LM head reads.
+        target: Its distributions, over the draft vocabulary where the head has one.
+        labels: (N,) of the text, likewise.
+        is_drafted: (N,) bool, where the target's choice, and the label where it counts, are in the draft vocabulary:
+            nothing is learned elsewhere. None where they always are.
+    """
 
     features: Tensor
     target: TargetRows
     labels: Tensor
+    is_drafted: Tensor | None
 
 
 @torch.no_grad()
-def _portion(objective: Objective, examples: Examples, rows: tuple[Tensor, Tensor], parts: TargetParts) -> _Portion:
-    """What some places teach all heads; rows: (N,) sequences and (N,) places."""
+def _portion(
+    objective: Objective,
+    examples: Examples,
+    rows: tuple[Tensor, Tensor],
+    parts: TargetParts,
+    token_map: Tensor | None,
+) -> _Portion:
+    """What some places teach all steps; rows: (N,) sequences and (N,) places."""
     sequence, place = rows
-    features = examples.features[sequence, place]
-    target = target_rows(parts.lm_head(features), has_probs=bool(objective.kl_weight or objective.tv_weight))
-    return _Portion(features, target, examples.tokens[sequence, place + 1])
+    features = examples.final[sequence, place]
+    weights, labels = objective.distance_weights, examples.tokens[sequence, place + 1]
+    logits = parts.lm_head(features)
+    has_probs = bool(weights.kl or weights.tv or weights.top)
+    if token_map is None:
+        return _Portion(features, target_rows(logits, has_probs=has_probs), labels, None)
+    drafted = logits[:, token_map]
+    is_drafted = drafted.amax(1) == logits.amax(1)
+    if weights.token:
+        index = torch.full((logits.shape[1],), -1, device=logits.device)
+        index[token_map] = torch.arange(len(token_map), device=logits.device)
+        labels = index[labels]
+        is_drafted &= labels >= 0
+    return _Portion(features, target_rows(drafted, has_probs=has_probs), labels.clamp_min(0), is_drafted)
 
 
-class _HeadLoss:
-    """What one head learns from a micro-batch, a portion of places at a time.
+class _StepLoss:
+    """What one step learns from a micro-batch, a portion of places at a time.
 
     Attributes:
         read: (N, W), what its `logits` reads at its positions, with a graph.
         grad: (N, W), the loss's gradient there; None where it has none.
     """
 
-    def __init__(self, objective: Objective, head: Head, index: int, read: Tensor, scale: float) -> None:
-        """Nothing learned so far; scale: of the gradient."""
+    def __init__(
+        self,
+        objective: Objective,
+        head: Head,
+        index: int,
+        read: Tensor,
+        known: Tensor | None,
+        scale: float,
+        stride: int,
+    ) -> None:
+        """Nothing learned so far.
+
+        Args:
+            objective: What is learned.
+            head: Whose step it is.
+            index: Which step.
+            read: See above.
+            known: (N,) ascending, which places these are; None for the first N.
+            scale: Of the gradient.
+            stride: Of sums, see `Fed`.
+        """
         self._objective, self._head, self._index, self._scale = objective, head, index, scale
+        self._known, self._stride = known, stride
         self.read = read
         self.grad: Tensor | None = None
         self._loss = torch.zeros((), dtype=torch.float64, device=read.device)
@@ -199,21 +288,30 @@ class _HeadLoss:
 
     def add(self, begin: int, portion: _Portion, parts: TargetParts) -> None:
         """Backward through the LM head down to what it reads; begin: of the portion's rows among all."""
-        rows = slice(begin, begin + len(portion.labels))
+        end = begin + len(portion.labels)
+        rows, known = slice(begin, end), self._known
+        places: slice | Tensor = slice(max(min(end, len(self.read)) - begin, 0))
+        if known is not None:
+            first, last = torch.searchsorted(known, torch.tensor([begin, end], device=known.device)).tolist()
+            rows, places = slice(first, last), known[first:last] - begin
         hidden = self.read[rows].detach().requires_grad_(self.read.requires_grad)
-        count = len(hidden)
-        if not count:
+        if not len(hidden):
             return
-        target = portion.target.at(slice(count))
-        logits = self._head.logits(self._index, hidden, parts)
+        target = portion.target.at(places)
+        logits = self._head.draft_logits(self._index, hidden, parts)
         found = distances(
-            logits.detach(), target, portion.labels[:count], self._objective.distance_weights, scale=self._scale
+            logits.detach(), target, portion.labels[places], self._objective.distance_weights, scale=self._scale
         )
-        loss, ends = found.loss, []
+        loss, matches, ends = found.loss, found.best == target.best, []
+        if portion.is_drafted is not None:
+            is_drafted = portion.is_drafted[places]
+            loss, matches = loss * is_drafted, matches & is_drafted
+            if found.grad is not None:
+                found.grad.mul_(is_drafted.unsqueeze(1))
         if logits.requires_grad and found.grad is not None:
             ends.append((logits, found.grad))
         if self._objective.feature_weight:
-            apart = smooth_l1_loss(hidden, portion.features[:count], reduction="none").mean(1)
+            apart = smooth_l1_loss(hidden, portion.features[places], reduction="none").mean(1)
             loss = loss + self._objective.feature_weight * apart.detach()
             if apart.requires_grad:
                 ends.append((apart, torch.full_like(apart, self._objective.feature_weight * self._scale)))
@@ -223,18 +321,19 @@ class _HeadLoss:
             self.grad = torch.zeros_like(self.read) if self.grad is None else self.grad
             self.grad[rows] = hidden.grad
         self._loss += loss.double().sum()
-        self._matches += (found.best == target.best).sum()
+        self._matches += matches.sum()
 
     def sums(self) -> tuple[Tensor, Tensor, Tensor]:
         """Loss, matches and count, float64 scalars."""
-        return self._loss, self._matches, torch.full_like(self._loss, len(self.read))
+        count = torch.full_like(self._loss, len(self.read))
+        return self._loss * self._stride, self._matches * self._stride, count * self._stride
 
 
-def _noisy(features: Tensor, noise: float) -> Tensor:
+def _noisy(features: Tensor, objective: Objective) -> Tensor:
     """Features with uniform noise."""
-    if not noise:
+    bound = objective.noise_bound(features.shape[1], features.shape[2])
+    if not bound:
         return features
-    bound = noise / (features.shape[1] * features.shape[2]) ** 0.5
     return features + torch.empty_like(features).uniform_(-bound, bound)
 
 

@@ -1,0 +1,70 @@
+"""The objective of EAGLE: the next feature and, a tenth as much, the target's distribution, one step ahead.
+
+Source: Li et al. 2024 (arXiv 2401.15077), section 4.2; the noise as in the released code, which grows as windows get
+shorter.
+
+Letters: S positions of a window.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+from typing_extensions import override
+
+from foretoken.heads.eagle import EagleConfig
+from foretoken.training.layer_sizes import layer_like
+from foretoken.training.objectives.base import Objective
+from foretoken.training.unrolling import unrolled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from foretoken.heads.base import Head, HeadConfig
+    from foretoken.hf.loading import LoadedModel
+    from foretoken.hf.parts import TargetParts
+    from foretoken.training.objectives.base import Fed
+
+_WINDOW = 512  # of which the published noise is
+
+
+class EagleObjective(Objective):
+    """Published weights.
+
+    Attributes:
+        noise: Uniform noise on features, within noise * 512 / S; 0 for none.
+        passes: Steps that are unrolled, the later ones from the head's own features; 1 as published.
+        stride: Every how many positions a draft is followed beyond its first step, from another one in each batch.
+    """
+
+    kl_weight: float = Field(default=0.1, ge=0)
+    feature_weight: float = Field(default=1.0, ge=0)
+    noise: float = Field(default=0.1, ge=0)
+    passes: int = Field(default=1, ge=1)
+    stride: int = Field(default=1, ge=1)
+
+    @override
+    def steps(self, config: HeadConfig) -> int:
+        """See `Objective`."""
+        return min(self.passes, config.steps)
+
+    @override
+    def fed(self, head: Head, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Fed]:
+        """See `Objective`."""
+        return unrolled(head, features, tokens, parts, stride=self.stride)
+
+    @override
+    def noise_bound(self, num_positions: int, size: int) -> float:
+        """See `Objective`."""
+        return self.noise * _WINDOW / num_positions
+
+
+def default_sizes(target: LoadedModel) -> dict[str, Any]:
+    """Values of `EagleConfig`: a decoder block like the target's own."""
+    return {"layer": layer_like(target)}
+
+
+CONFIG, OBJECTIVE = EagleConfig, EagleObjective

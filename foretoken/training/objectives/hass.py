@@ -1,0 +1,58 @@
+"""The objective of HASS: EAGLE's over several steps, each from the head's own features of the steps before.
+
+No gradient goes from a step into those before it; all count alike. Besides, the cross-entropy over the target's most
+probable tokens. The head is EAGLE's.
+
+Source: Zhang et al. 2024 (arXiv 2408.15766), sections 3.1 and 3.2.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+from typing_extensions import override
+
+from foretoken.heads.eagle import EagleConfig
+from foretoken.training.objectives.eagle import EagleObjective, default_sizes
+from foretoken.training.unrolling import unrolled
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+    from foretoken.heads.base import Head
+    from foretoken.hf.parts import TargetParts
+    from foretoken.training.losses import Weights
+    from foretoken.training.objectives.base import Fed
+
+__all__ = ["CONFIG", "OBJECTIVE", "default_sizes"]
+
+
+class HassObjective(EagleObjective):
+    """Published weights.
+
+    Attributes:
+        passes: Steps that are aligned with drafting.
+        top_weight: Of -sum of p log q over the target's most probable tokens.
+        num_top: Those tokens.
+    """
+
+    passes: int = Field(default=3, ge=1)
+    top_weight: float = Field(default=1.0, ge=0)
+    num_top: int = Field(default=10, ge=1)
+
+    @property
+    @override
+    def distance_weights(self) -> Weights:
+        """See `Objective`."""
+        return super().distance_weights._replace(top=self.top_weight, num_top=self.num_top)
+
+    @override
+    def fed(self, head: Head, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Fed]:
+        """See `Objective`."""
+        return unrolled(head, features, tokens, parts, stride=self.stride, is_detached=True)
+
+
+CONFIG, OBJECTIVE = EagleConfig, HassObjective
