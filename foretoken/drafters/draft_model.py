@@ -20,6 +20,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import (
+    LONGEST_CHAIN,
     Committed,
     DraftContext,
     Drafter,
@@ -33,6 +34,7 @@ from foretoken.drafters.quantization import QuantizationOption, with_quantizatio
 from foretoken.hf.loading import load_model, load_tokenizer
 from foretoken.runner.runner import Runner
 from foretoken.trees.choices import TreeShape
+from foretoken.trees.dynamic import begin_expansion
 from foretoken.trees.expansion import TreeExpansion
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
 
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.hf.loading import LoadedModel
+    from foretoken.trees.dynamic import AnyShape
+    from foretoken.trees.expansion import Expansion
 
 # Best node first: any beginning of the list is a tree.
 _BRANCHING = (
@@ -62,6 +66,7 @@ class Options(DrafterOptions):
     """
 
     is_trusted: ClassVar[bool] = True
+    has_dynamic_trees: ClassVar[bool] = True
 
     revision: str | None = None
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
@@ -69,27 +74,30 @@ class Options(DrafterOptions):
 
 
 class _Drafted:
-    """What the last proposal fed, looked at when the next one asks: by then nobody has to wait for it.
+    """What the last proposal fed below the roots, looked at when the next one asks: by then nobody has to wait for it.
 
-    Attributes:
-        parents: Of the nodes of the shape.
-        num_fed: Nodes 1 … `num_fed` were fed; the root is node 0.
+    It need not be what was proposed: nodes without children are not fed, and fed ones may have been left out.
     """
 
-    def __init__(self, tokens: Tensor, parents: list[int], num_fed: int) -> None:
-        self.parents, self.num_fed = parents, num_fed
-        self._tokens = tokens
+    def __init__(self, tokens: Tensor, parents: Tensor) -> None:
+        """W nodes of each sequence.
+
+        Args:
+            tokens: (B, W) int64.
+            parents: (B, W) or (1, W) int64, of each node among these; -1 below the root.
+        """
+        self._tokens, self._parents = tokens, parents
 
     @cached_property
-    def rows(self) -> list[list[int]]:
-        """(B, N), the tokens of the nodes."""
-        rows: list[list[int]] = self._tokens.tolist()
+    def rows(self) -> list[list[list[int]]]:
+        """Tokens and parents of each sequence."""
+        rows: list[list[list[int]]] = torch.stack([self._tokens, self._parents.expand_as(self._tokens)], dim=1).tolist()
         return rows
 
     def child(self, row: int, node: int, token: int) -> int | None:
-        """The first child of a node that was fed with a token."""
-        tokens, later = self.rows[row], range(node + 1, self.num_fed + 1)
-        return next((i for i in later if self.parents[i] == node and tokens[i] == token), None)
+        """The first child of a node, -1 for the root, that was fed with a token."""
+        tokens, parents = self.rows[row]
+        return next((i for i in range(node + 1, len(tokens)) if parents[i] == node and tokens[i] == token), None)
 
 
 @dataclass(slots=True)
@@ -99,7 +107,7 @@ class _SlotState:
     Attributes:
         tokens: Tokens whose rows are in place, positions 0 …
         drafted: What the last proposal fed after them, and which row of it is this sequence's; node i lies in cache row
-            `len(tokens) + i - 1`.
+            `len(tokens) + i`.
     """
 
     tokens: list[int]
@@ -120,7 +128,11 @@ class DraftModelDrafter:
             load: Gives the draft model for a target.
         """
         self._options, self._load = options, load
-        self._shape = options.shape(lambda: TreeShape.from_choices(_BRANCHING))
+        self._shape: AnyShape = (
+            options.dynamic_shape(LONGEST_CHAIN)
+            if options.tree == "dynamic"
+            else options.shape(lambda: TreeShape.from_choices(_BRANCHING))
+        )
         self._shapes = [self._shape.truncated(depth) for depth in range(self._shape.depth + 1)]
         self.nodes_by_depth: Sequence[int] = [shape.num_nodes for shape in self._shapes]
         self._slots: dict[int, _SlotState] = {}
@@ -129,9 +141,11 @@ class DraftModelDrafter:
     def attach(self, target: TargetHandle) -> None:
         """Loads the model, and allocates its KV cache."""
         self._target = target
+        shape = self._shape
+        most_fed = shape.num_nodes if isinstance(shape, TreeShape) else shape.num_expanded
         self._runner = Runner(
             self._load(target), num_slots=target.num_slots, context_len=target.context_len,
-            max_nodes=self._shape.num_nodes + 1, runner=target.runner,
+            max_nodes=most_fed + 1, runner=target.runner,
         )  # fmt: skip
         with_quantization(self._options.quantization, self._quantize)
 
@@ -161,10 +175,7 @@ class DraftModelDrafter:
         slots, tokens = [context.slots[row] for row in active], [context.tokens[row] for row in active]
         work = self._catch_up(slots, tokens)
         expansion = self._expansion(context, active, self._shapes[min(max(room), self._shape.depth)])
-        if not self._runner.draft_trees(work, expansion, vocab_size=self._target.vocab_size):
-            self._expand_by_levels(work, expansion)
-        num_fed = self.nodes_by_depth[expansion.depth - 1] - 1  # the last level is chosen, not fed
-        drafted = _Drafted(expansion.tokens, expansion.parents, num_fed)
+        drafted = self._drafted_at_once(work, expansion) or self._drafted_by_levels(work, expansion)
         for row, (slot, ids) in enumerate(zip(slots, tokens, strict=True)):
             state = self._slots[slot]
             state.tokens.extend(ids[len(state.tokens) :])
@@ -204,39 +215,63 @@ class DraftModelDrafter:
         if state.drafted is not None:
             drafted, row = state.drafted
             for token in tokens[len(state.tokens) : -1]:
-                child = drafted.child(row, path[-1] if path else 0, token)
+                child = drafted.child(row, path[-1] if path else -1, token)
                 if child is None:
                     break
                 path.append(child)
         start = len(state.tokens)
         if path:
-            self._runner.cache.move_rows(slot, [start + node - 1 for node in path], start)
+            self._runner.cache.move_rows(slot, [start + node for node in path], start)
             state.tokens.extend(tokens[start : start + len(path)])
         state.drafted = None
         return state
 
-    def _expansion(self, context: DraftContext, active: Sequence[int], shape: TreeShape) -> TreeExpansion:
+    def _expansion(self, context: DraftContext, active: Sequence[int], shape: AnyShape) -> Expansion:
         """An empty proposal for some sequences of the batch."""
         roots, draws = self._draws.of(context, active, self._runner.device)
-        return TreeExpansion(shape, roots, draws)
+        return begin_expansion(shape, roots, draws)
 
-    def _expand_by_levels(self, work: Pass, expansion: TreeExpansion) -> None:
+    def _drafted_at_once(self, work: Pass, expansion: Expansion) -> _Drafted | None:
+        """Fills static trees in one call of the decoder, which feeds all levels but the last; None where it cannot."""
+        if not isinstance(expansion, TreeExpansion) or not self._runner.draft_trees(
+            work, expansion, vocab_size=self._target.vocab_size
+        ):
+            return None
+        nodes = slice(1, self.nodes_by_depth[expansion.depth - 1])
+        return _Drafted(expansion.tokens[:, nodes], expansion.parents[None, nodes] - 1)
+
+    def _drafted_by_levels(self, work: Pass, expansion: Expansion) -> _Drafted:
         """Fills trees with a pass for each level; work: the one that ends with their roots."""
-        expansion.expand([0], self._logits(work).unsqueeze(1))
+        expansion.grow(0, self._logits(work).unsqueeze(1))
         lengths = [end - start for start, end in pairwise(work.offsets)]
         prefix_lens = [known + new for known, new in zip(work.prefix_lens, lengths, strict=True)]
+        fed = [torch.empty(len(lengths), 0, dtype=torch.int64, device=self._runner.device)]
+        parents, depths, above = list(fed), [fed[0][0]], -1
         for depth in range(1, expansion.depth):
-            nodes = expansion.level(depth)
-            expansion.expand(nodes, self._feed_level(work.slots, prefix_lens, expansion, nodes))
+            tokens, origins = expansion.frontier(depth)
+            places = torch.arange(tokens.shape[1], device=tokens.device) if origins is None else origins
+            parents.append((places + above if depth > 1 else torch.full_like(places, -1)).expand_as(tokens))
+            depths.append(torch.full_like(tokens[0], depth))
+            above = sum(each.shape[1] for each in fed)
+            fed.append(tokens)
+            expansion.grow(
+                depth, self._feed(tokens, torch.cat(parents, 1), torch.cat(depths), work.slots, prefix_lens)
+            )  # fmt: skip
+        return _Drafted(torch.cat(fed, 1), torch.cat(parents, 1))
 
-    def _feed_level(
-        self, slots: Sequence[int], prefix_lens: Sequence[int], expansion: TreeExpansion, nodes: Sequence[int]
+    def _feed(
+        self, tokens: Tensor, parents: Tensor, depths: Tensor, slots: Sequence[int], prefix_lens: Sequence[int]
     ) -> Tensor:
-        """Feeds the nodes of one level after those of the levels above; gives (B, P, V) logits."""
-        tokens = expansion.tokens_at(nodes)
-        batch, width = tokens.shape
-        device, num_nodes = tokens.device, nodes[-1]  # the root lies in the prefix: node i of the tree is the i-th here
-        parents, depths = expansion.relations_until(num_nodes)
+        """Feeds P nodes of one level after those of the levels above; gives (B, P, V) logits.
+
+        Args:
+            tokens: (B, P) int64.
+            parents: (B, W) int64, of all nodes so far, the new ones last; -1 below the root.
+            depths: (W,) int64.
+            slots: Of the B sequences.
+            prefix_lens: Rows of each, the root's included.
+        """
+        (batch, width), device = tokens.shape, tokens.device
         # A sequence near the draft model's context limit is fed past its own depth along with deeper ones; what it
         # drafts there is cut off, so its positions only have to be valid.
         roots = torch.tensor(prefix_lens, device=device).unsqueeze(1) - 1
@@ -244,11 +279,11 @@ class DraftModelDrafter:
         work = Pass(
             tokens=tokens.clamp_max(self._runner.vocab_size - 1).flatten(),
             positions=positions.flatten(),
-            parents=(parents - 1).clamp_min(-1).repeat(batch),
+            parents=parents.flatten(),
             slots=slots,
             prefix_lens=prefix_lens,
             offsets=range(0, batch * width + 1, width),
-            num_earlier=[num_nodes - width] * batch,
+            num_earlier=[len(depths) - width] * batch,
             logit_rows=torch.arange(batch * width, device=device),
         )
         return self._logits(work).view(batch, width, -1)

@@ -32,6 +32,7 @@ from foretoken.hf.parts import TargetParts, target_parts
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape
+from foretoken.trees.expansion import TreeExpansion
 from foretoken.trees.published import PUBLISHED
 from foretoken.trees.search import best_shape
 
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
     from foretoken.drafters.prefix_features import PrefixFeatures
     from foretoken.heads.base import Head
-    from foretoken.trees.expansion import TreeExpansion
+    from foretoken.trees.dynamic import AnyShape
+    from foretoken.trees.expansion import Expansion
 
 
 _FALLBACK_TREE = "mc_sim_7b_63"
@@ -67,6 +69,7 @@ class HeadOptions(DrafterOptions):
     """
 
     is_trusted: ClassVar[bool] = True
+    has_dynamic_trees: ClassVar[bool] = True
 
     revision: str | None = None
     tree: TreeOption = "tree"
@@ -162,7 +165,7 @@ class HeadDrafter:
 
     def __init__(self, options: HeadOptions) -> None:
         self.options = options
-        self.shape = TreeShape(())
+        self.shape: AnyShape = TreeShape(())
         self.nodes_by_depth: Sequence[int] = (1, options.max_nodes)
         self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy")
 
@@ -220,7 +223,7 @@ class HeadDrafter:
         """(B, W), what steps start from, of (B, E) features."""
         return features
 
-    def fill(self, expansion: TreeExpansion, state: Tensor) -> None:
+    def fill(self, expansion: Expansion, state: Tensor) -> None:
         """Fills a tree of roots level by level, without a look at the content of any tensor.
 
         Args:
@@ -238,21 +241,21 @@ class HeadDrafter:
         self.loaded = load_head(self.options, self._target, self.name, quantization)
         return self.features_for(self._target)
 
-    def _fill(self, expansion: TreeExpansion, features: Tensor) -> None:
+    def _fill(self, expansion: Expansion, features: Tensor) -> None:
         """Fills a tree from (B, E) features: in one call of the native kernels where they can, else by `fill`."""
-        if self._kernels is not None and self._kernels.can_fill(expansion):
-            self._kernels.fill(expansion, features)
+        kernels = self._kernels
+        # The kernels know static trees alone.
+        if kernels is not None and isinstance(expansion, TreeExpansion) and kernels.can_fill(expansion):
+            kernels.fill(expansion, features)
         else:
             self.fill(expansion, self.state_of(features))
 
-    def _expanded(
-        self, context: DraftContext, rows: Sequence[int], shape: TreeShape, features: Tensor
-    ) -> TreeExpansion:
+    def _expanded(self, context: DraftContext, rows: Sequence[int], shape: AnyShape, features: Tensor) -> Expansion:
         """Trees of one shape for some sequences of the batch; features: (rows, E)."""
         roots, draws = self._draws.of(context, rows, self._target.device)
         return self._expansion.expand(shape, roots, draws, features)
 
-    def _chosen_shape(self) -> TreeShape:
+    def _chosen_shape(self) -> AnyShape:
         """The tree that the options ask for, no deeper than there are heads.
 
         Raises:
@@ -264,6 +267,8 @@ class HeadDrafter:
                 f"num_speculative_tokens is {options.num_speculative_tokens}, but '{options.model}' has {depth} "
                 f"heads, which draft a token each. Expected at most {depth}."
             )
+        if options.tree == "dynamic":
+            return options.dynamic_shape(depth)
         shape = options.shape(self._best_shape)
         if shape.depth > depth and not isinstance(options.tree, str):
             raise ConfigError(
@@ -302,7 +307,7 @@ class HeadDrafter:
         return best
 
 
-def fill_by_steps(head: StepHead, parts: TargetParts, expansion: TreeExpansion, state: Tensor) -> None:
+def fill_by_steps(head: StepHead, parts: TargetParts, expansion: Expansion, state: Tensor) -> None:
     """Fills a tree of roots with a head that is evaluated at every node that has children.
 
     Args:
@@ -311,12 +316,8 @@ def fill_by_steps(head: StepHead, parts: TargetParts, expansion: TreeExpansion, 
         expansion: A tree of roots; changed.
         state: (B, W), what steps start from.
     """
-    level, states = [0], state.unsqueeze(1)
-    for depth in range(expansion.shape.depth):
-        states, hidden = head.step(depth, states, expansion.tokens_at(level), parts)
-        expansion.expand(level, head.logits(depth, hidden, parts).float())
-        following = expansion.parents_at(depth + 1)
-        origins = [level.index(parent) for parent in expansion.parents_of(following)]
-        if origins != list(range(len(level))):
-            states = states[:, origins]
-        level = following
+    states = state.unsqueeze(1)
+    for depth in range(expansion.depth):
+        frontier = expansion.frontier(depth)
+        states, hidden = head.step(depth, frontier.inherited(states), frontier.tokens, parts)
+        expansion.grow(depth, head.logits(depth, hidden, parts).float())

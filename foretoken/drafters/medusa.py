@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.drafters.base import Drafter
-    from foretoken.trees.expansion import TreeExpansion
+    from foretoken.trees.expansion import Expansion
 
 
 class Options(HeadOptions):
@@ -26,13 +26,13 @@ class MedusaDrafter(HeadDrafter):
 
     name = "medusa"
 
-    def fill(self, expansion: TreeExpansion, state: Tensor) -> None:
+    def fill(self, expansion: Expansion, state: Tensor) -> None:
         """Fills a tree from (B, E) features: a level is drafted by one head, whatever node it is after."""
         head = self.loaded.head
         assert isinstance(head, MedusaHeads), "`load_head` checks the method"
-        logits = head.all_logits(state, self.loaded.parts, expansion.shape.depth).float()
-        for depth in range(expansion.shape.depth):
-            expansion.expand(expansion.parents_at(depth), logits[:, depth : depth + 1])
+        logits = head.all_logits(state, self.loaded.parts, expansion.depth).float()
+        for depth in range(expansion.depth):
+            expansion.grow(depth, logits[:, depth : depth + 1])
 
 
 def create(options: Options) -> Drafter:

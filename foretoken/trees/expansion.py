@@ -1,18 +1,20 @@
 """Expands draft trees level by level, for drafters that look at each node before they choose its children.
 
+Static trees (`TreeExpansion`) and dynamic ones (`foretoken.trees.dynamic`) are expanded by one loop: for each depth
+from 0 on, a drafter evaluates the nodes of `frontier(depth)` and hands their logits to `grow(depth, logits)`.
+
 The children of a whole level are chosen in a fixed number of tensor operations; only the noise of sampled requests is
 made node by node, see `DraftDraws.keys`.
 
-Letters: B sequences, N nodes of the shape, P nodes of one level, C children of theirs, V vocabulary.
+Letters: B sequences, N nodes of the shape, P nodes of one frontier, C children of theirs, V vocabulary.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -24,6 +26,66 @@ if TYPE_CHECKING:
 
     from foretoken.sampling.draft_draws import DraftDraws
     from foretoken.trees.choices import TreeShape
+
+
+class Frontier(NamedTuple):
+    """The nodes of one level whose children are to be chosen.
+
+    Attributes:
+        tokens: (B, P) int64.
+        origins: (B, P) or (1, P) int64, where the parent of each stands in the frontier of the level above; None at the
+            root, and where that has P nodes too and node i descends from node i there.
+    """
+
+    tokens: Tensor
+    origins: Tensor | None
+
+    def inherited(self, values: Tensor) -> Tensor:
+        """What each node takes over from its parent.
+
+        Args:
+            values: (B, P', ...), of the nodes of the frontier above.
+
+        Returns:
+            (B, P, ...).
+        """
+        if self.origins is None:
+            return values
+        if len(self.origins) == 1:
+            return values[:, self.origins[0]]
+        rows = torch.arange(len(self.origins), device=values.device)
+        return values[rows.unsqueeze(1), self.origins]
+
+
+class Expansion(Protocol):
+    """Draft trees under construction: what a drafter that drafts level by level sees of them."""
+
+    @property
+    def depth(self) -> int:
+        """Number of levels that are expanded; the deepest node may lie as deep as that."""
+
+    def frontier(self, depth: int) -> Frontier:
+        """The nodes of one depth whose children `grow` chooses; the roots at depth 0.
+
+        Valid once `grow` was called for all depths above.
+        """
+
+    def grow(self, depth: int, logits: Tensor) -> None:
+        """Chooses the children of a frontier; changes this object.
+
+        Args:
+            depth: Of the frontier.
+            logits: (B, P, V) float32, the drafter's after each node; or (B, 1, V), which then serves them all.
+        """
+
+    def finish(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
+        """The trees of a whole batch of which only some sequences were drafted for.
+
+        Args:
+            rows: Where each of the B sequences stands in the whole batch.
+            room: Deepest node allowed in every sequence of the whole batch; 0 or less leaves the root alone.
+            roots: Root tokens of the whole batch.
+        """
 
 
 class TreeTensors(NamedTuple):
@@ -79,12 +141,11 @@ class TreeExpansion:
             self._kinds = torch.zeros_like(self.tokens)
             self._row_of = torch.full_like(self.tokens, -1)
         self._num_tokens = 0
-        self._families: list[_Family] = []  # kept alive for graphs captured of this expansion, which read their tensors
 
     @property
-    def parents(self) -> list[int]:
-        """Parent of every node, -1 at the root."""
-        return self._relations.parents
+    def parents(self) -> Tensor:
+        """(N,) int64, parent of every node, -1 at the root."""
+        return self._relations.places[0]
 
     @property
     def depth(self) -> int:
@@ -96,34 +157,18 @@ class TreeExpansion:
         """Candidates after a node that have to be known: the largest rank and one."""
         return self._relations.num_candidates
 
-    def level(self, depth: int) -> list[int]:
-        """Nodes of one depth, in order."""
-        return [node for node, d in enumerate(self._relations.depths) if d == depth]
-
-    def parents_at(self, depth: int) -> list[int]:
-        """Nodes of one depth that have children, in order: those whose logits `expand` looks at."""
-        return [node for node in self.level(depth) if self._relations.children[node]]
-
-    def parents_of(self, nodes: Sequence[int]) -> list[int]:
-        """The parent of each node."""
-        return [self._relations.parents[node] for node in nodes]
-
     @property
     def widest_level(self) -> int:
         """Most nodes of one depth that have children."""
         return self._relations.widest_level
 
-    def tokens_at(self, nodes: Sequence[int]) -> Tensor:
-        """(B, P) int64, the tokens of nodes in ascending order."""
-        first, last = nodes[0], nodes[-1]
-        return self.tokens[:, first : last + 1] if last - first + 1 == len(nodes) else self.tokens[:, list(nodes)]
-
-    def relations_until(self, node: int) -> Tensor:
-        """(2, node) int64, parents and depths of nodes 1 … `node`."""
-        return self._relations.places[:2, 1 : node + 1]
+    def frontier(self, depth: int) -> Frontier:
+        """See `Expansion`."""
+        level = self._relations.levels[depth]
+        return Frontier(self.tokens[:, level.nodes], level.origins)
 
     def tensors(self, vocab_size: int, *, is_shared: bool = False) -> TreeTensors:
-        """What a kernel fills in the place of `expand`, level by level or all at once.
+        """What a kernel fills in the place of `grow`, level by level or all at once.
 
         Args:
             vocab_size: V, one past the greatest token that it may choose.
@@ -147,55 +192,37 @@ class TreeExpansion:
             rows=rows,
         )
 
-    def expand(self, nodes: Sequence[int], logits: Tensor) -> None:
-        """Chooses the children of several nodes of one level; changes this object.
+    def grow(self, depth: int, logits: Tensor) -> None:
+        """See `Expansion`.
 
         Among equal keys, which of them are taken may depend on how many candidates the level's largest rank asks for.
-
-        Args:
-            nodes: Whose children; each node once. Those without children are passed over, `parents_at` names the
-                others.
-            logits: (B, P, V) float32, the drafter's after each node; or (B, 1, V), which then serves them all.
         """
-        has_children = [place for place, node in enumerate(nodes) if self._relations.children[node]]
-        if not has_children:
-            return
-        if len(has_children) < len(nodes):
-            nodes = [nodes[place] for place in has_children]
-            logits = logits if logits.shape[1] == 1 else logits[:, has_children]
-        family = _family(self._relations, tuple(nodes))
-        self._families.append(family)
+        level = self._relations.levels[depth]
         self._num_tokens = max(self._num_tokens, logits.shape[2])
-        log_probs, keys = self.draws.keys(logits, nodes, self._relations.depths[nodes[0]])
-        best = keys.topk(family.num_candidates, dim=2)
+        log_probs, keys = self.draws.keys(logits, level.indices, depth)
+        best = keys.topk(level.num_candidates, dim=2)
         if self.draws.has_sampled:
             # Draws are taken in order: one that follows a draw left out, as a shape with gaps in its ranks would have
             # it, has a distribution that nobody states.
-            candidate = torch.where(self.draws.is_sampled.unsqueeze(1), family.order, family.rank)
+            candidate = torch.where(self.draws.is_sampled.unsqueeze(1), level.order, level.rank)
         else:
-            candidate = family.rank.expand(logits.shape[0], -1)
-        chosen = _entries(best.indices, family.place, candidate)
-        children = family.children
+            candidate = level.rank.expand(logits.shape[0], -1)
+        chosen = _entries(best.indices, level.place, candidate)
+        children = level.children
         self.tokens[:, children] = chosen
-        self._scores[:, children] = self._scores[:, family.parents] + _entries(log_probs, family.place, chosen)
+        self._scores[:, children] = self._scores[:, level.parents] + _entries(log_probs, level.place, chosen)
         if self.draws.has_sampled:
             # A token without a chance in the stated distribution is a choice, not a draw: past the support, where a
             # probability underflows, and where the drafter's logits are no numbers.
             probs = log_probs.exp()
-            is_drawn = self.draws.is_sampled.unsqueeze(1) & (_entries(probs, family.place, chosen) > 0)
-            row = sum(rows.shape[1] for rows in self._rows) + (family.place if log_probs.shape[1] > 1 else 0)
-            self._kinds[:, children] = torch.where(is_drawn, family.kind, DrawKind.ONE_HOT.value)
+            is_drawn = self.draws.is_sampled.unsqueeze(1) & (_entries(probs, level.place, chosen) > 0)
+            row = sum(rows.shape[1] for rows in self._rows) + (level.place if log_probs.shape[1] > 1 else 0)
+            self._kinds[:, children] = torch.where(is_drawn, level.kind, DrawKind.ONE_HOT.value)
             self._row_of[:, children] = torch.where(is_drawn, row, -1)
             self._rows.append(probs)
 
     def finish(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
-        """The trees of a whole batch of which only some sequences were drafted for.
-
-        Args:
-            rows: Where each of the B sequences stands in the whole batch.
-            room: Deepest node allowed in every sequence of the whole batch; 0 or less leaves the root alone.
-            roots: Root tokens of the whole batch.
-        """
+        """See `Expansion`; deeper nodes than a sequence has room for are cut off."""
         total, width, device = len(room), self.shape.num_nodes, self.tokens.device
         most = self.depth
         deepest = [min(max(depth, 0), most) for depth in room]
@@ -266,10 +293,8 @@ class _Relations:
     """Who descends from whom in a shape.
 
     Attributes:
-        parents: Parent of every node.
         depths: Depth of every node.
-        ranks: Rank of every node among the candidates after its parent.
-        children: Children of every node, in order of rank.
+        levels: Of each depth, the nodes that have children.
         places: (3, N) int64, parents, depths and ranks.
         max_siblings: Most children of a node.
         num_inner: Nodes that have children.
@@ -277,10 +302,8 @@ class _Relations:
         num_candidates: The largest rank and one.
     """
 
-    parents: list[int]
     depths: list[int]
-    ranks: list[int]
-    children: list[list[int]]
+    levels: list[_Level]
     places: Tensor
     max_siblings: int
     num_inner: int
@@ -289,10 +312,13 @@ class _Relations:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Family:
-    """The C children of several nodes of one level.
+class _Level:
+    """The P nodes of one depth that have children, and these C children.
 
     Attributes:
+        indices: P nodes.
+        nodes: Picks them from (B, N): a slice where they follow each other, else (P,) int64.
+        origins: See `Frontier`.
         children: (C,) int64, nodes.
         parents: (C,) int64, the parent of each.
         place: (C,) int64, where that parent stands among the P nodes.
@@ -302,6 +328,9 @@ class _Family:
         num_candidates: Candidates after a node that have to be known: the largest rank and one.
     """
 
+    indices: list[int]
+    nodes: slice | Tensor
+    origins: Tensor | None
     children: Tensor
     parents: Tensor
     place: Tensor
@@ -311,25 +340,37 @@ class _Family:
     num_candidates: int
 
 
+class _Table(NamedTuple):
+    """Parent, children and rank of every node of a shape."""
+
+    parents: list[int]
+    children: list[list[int]]
+    ranks: list[int]
+
+
 @lru_cache(maxsize=64)  # a drafter has one shape, cut off at as many depths as it has levels
 def _relations(shape: TreeShape, device: torch.device) -> _Relations:
     """What is to know of a shape."""
-    parents = shape.parents
+    parents, depths, ranks = shape.parents, shape.depths, shape.ranks
     children: list[list[int]] = [[] for _ in parents]
     for node, parent in enumerate(parents):
         if node:
             children[parent].append(node)
-    inner = Counter(depth for depth, own in zip(shape.depths, children, strict=True) if own)
+    inner: list[list[int]] = [[] for _ in range(shape.depth)]
+    for node, own in enumerate(children):
+        if own:
+            inner[depths[node]].append(node)
     return _Relations(
-        parents=parents,
-        depths=shape.depths,
-        ranks=shape.ranks,
-        children=children,
-        places=torch.tensor([parents, shape.depths, shape.ranks], device=device),
+        depths=depths,
+        levels=[
+            _level(nodes, inner[depth - 1] if depth else [-1], _Table(parents, children, ranks), device)
+            for depth, nodes in enumerate(inner)
+        ],
+        places=torch.tensor([parents, depths, ranks], device=device),
         max_siblings=max(map(len, children)),
-        num_inner=sum(inner.values()),
-        widest_level=max(inner.values(), default=0),
-        num_candidates=max(shape.ranks) + 1,
+        num_inner=sum(map(len, inner)),
+        widest_level=max(map(len, inner), default=0),
+        num_candidates=max(ranks) + 1,
     )
 
 
@@ -337,22 +378,27 @@ def _relations(shape: TreeShape, device: torch.device) -> _Relations:
 def _whole_places(relations: _Relations, batch: int) -> tuple[Tensor, Tensor, Tensor]:
     """Parents, depths and numbers of nodes of trees that nothing is cut off: (B, N) twice, and (B,)."""
     parents, depths, _ = relations.places.unsqueeze(1).expand(-1, batch, -1).unbind()
-    return parents, depths, torch.full((batch,), len(relations.parents), device=parents.device)
+    return parents, depths, torch.full((batch,), len(relations.depths), device=parents.device)
 
 
-@lru_cache(maxsize=512)
-def _family(relations: _Relations, nodes: tuple[int, ...]) -> _Family:
-    """The children of several nodes of one level, all of which have some."""
+def _level(nodes: list[int], above: list[int], relations: _Table, device: torch.device) -> _Level:
+    """The nodes of one depth that have children, as those of the depth above are."""
+    parents, children, ranks = relations
     columns = [
-        (child, node, place, relations.ranks[child], order, _kind(len(relations.children[node])))
+        (child, node, place, ranks[child], order, _kind(len(children[node])))
         for place, node in enumerate(nodes)
-        for order, child in enumerate(relations.children[node])
+        for order, child in enumerate(children[node])
     ]
-    table = torch.tensor(columns, device=relations.places.device).T.contiguous()
-    children, parents, place, rank, order, kind = table
-    return _Family(
-        children=children,
-        parents=parents,
+    origins = [above.index(parents[node]) for node in nodes]
+    first, last = nodes[0], nodes[-1]
+    is_run = last - first + 1 == len(nodes)
+    child, parent, place, rank, order, kind = torch.tensor(columns, device=device).T.contiguous()
+    return _Level(
+        indices=nodes,
+        nodes=slice(first, last + 1) if is_run else torch.tensor(nodes, device=device),
+        origins=None if origins == list(range(len(above))) else torch.tensor([origins], device=device),
+        children=child,
+        parents=parent,
         place=place,
         rank=rank,
         order=order,

@@ -1,4 +1,4 @@
-"""Children that the native kernels choose: those of `TreeExpansion.expand`, for every kind of draw and shape."""
+"""Children that the native kernels choose: those of `TreeExpansion.grow`, for every kind of draw and shape."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def expanded(
             padded = torch.full((*logits[depth].shape[:2], vocab_size), float("-inf"))
             width = min(vocab_size, logits[depth].shape[2])
             padded[..., :width] = logits[depth][..., :width]
-            expansion.expand(expansion.parents_at(depth), padded)
+            expansion.grow(depth, padded)
     return expansion.finish(range(count), [shape.depth] * count, [7] * count)
 
 

@@ -100,7 +100,7 @@ def by_steps(head: Head, parts: TargetParts, expansion: TreeExpansion, features:
     if isinstance(head, MedusaHeads):
         for depth in range(expansion.shape.depth):
             logits = head.logits(depth, head.step(depth, features, features, parts)[1], parts)
-            expansion.expand(expansion.parents_at(depth), logits.unsqueeze(1))
+            expansion.grow(depth, logits.unsqueeze(1))
     else:
         is_encoded = isinstance(head.config, HydraConfig)  # where there is a prefix, it has seen the features
         fill_by_steps(head, parts, expansion, features if is_encoded else head.encode(features))

@@ -25,9 +25,7 @@ def expanded(shape: TreeShape, many: int, temperature: float, *, is_coupled: boo
     positions = torch.full((many,), POSITION)
     expansion = TreeExpansion(shape, torch.full((many,), 7), DraftDraws.build(batch, [is_coupled] * many, positions))
     for depth in range(shape.depth):
-        expansion.expand(
-            expansion.parents_at(depth), DISTRIBUTION.log().expand(many, len(expansion.parents_at(depth)), VOCAB)
-        )
+        expansion.grow(depth, DISTRIBUTION.log().expand(many, expansion.frontier(depth).tokens.shape[1], VOCAB))
     return expansion.finish(range(many), [shape.depth] * many, [7] * many), batch
 
 
@@ -80,7 +78,7 @@ def test_tokens_past_the_support_are_not_said_to_be_drawn() -> None:
     expansion = TreeExpansion(
         TreeShape.cartesian((3,)), torch.tensor([7]), DraftDraws.build(batch, [False], torch.tensor([3]))
     )
-    expansion.expand([0], DISTRIBUTION.log().view(1, 1, VOCAB))
+    expansion.grow(0, DISTRIBUTION.log().view(1, 1, VOCAB))
     tree = expansion.finish([0], [1], [7])
     tree.validate()
     assert tree.distributions is not None
@@ -93,10 +91,10 @@ def test_logits_that_are_no_numbers_draw_nothing(value: float) -> None:
     batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(), seed=1)], VOCAB)
     draws = DraftDraws.build(batch, [False], torch.tensor([3]))
     expansion = TreeExpansion(TreeShape.cartesian((2, 2)), torch.tensor([7]), draws)
-    expansion.expand([0], DISTRIBUTION.log().view(1, 1, VOCAB))
+    expansion.grow(0, DISTRIBUTION.log().view(1, 1, VOCAB))
     logits = DISTRIBUTION.log().repeat(1, 2, 1)
     logits[0, 1, 2] = value
-    expansion.expand([1, 2], logits)
+    expansion.grow(1, logits)
     tree = expansion.finish([0], [2], [7])
     assert tree.distributions is not None
     assert tree.distributions.kinds[0].tolist() == [0, 2, 2, 2, 2, 0, 0]
@@ -109,7 +107,7 @@ def test_probabilities_that_underflow_are_not_said_to_be_drawn() -> None:
     batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(temperature=0.1), seed=1)], VOCAB)
     draws = DraftDraws.build(batch, [False], torch.tensor([3]))
     expansion = TreeExpansion(TreeShape.cartesian((2,)), torch.tensor([7]), draws)
-    expansion.expand([0], torch.tensor([0.0, 30.0, 0.0, 0.0]).view(1, 1, VOCAB))
+    expansion.grow(0, torch.tensor([0.0, 30.0, 0.0, 0.0]).view(1, 1, VOCAB))
     tree = expansion.finish([0], [1], [7])
     tree.validate()
     assert tree.distributions is not None
@@ -121,8 +119,8 @@ def test_sequences_without_room_keep_their_root() -> None:
     batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(), seed=seed) for seed in range(2)], VOCAB)
     shape = TreeShape.chain(2)
     expansion = TreeExpansion(shape, torch.tensor([7, 8]), DraftDraws.build(batch, [False] * 2, torch.tensor([3, 4])))
-    for node in range(3):
-        expansion.expand([node], DISTRIBUTION.log().expand(2, 1, VOCAB))
+    for depth in range(2):
+        expansion.grow(depth, DISTRIBUTION.log().expand(2, 1, VOCAB))
     tree = expansion.finish([0, 2], [2, 0, 1], [7, 9, 8])
     tree.validate()
     assert tree.num_nodes.tolist() == [3, 1, 2]
@@ -217,20 +215,30 @@ def assert_is_obvious(tree: TokenTree, expected: tuple[Tensor, Tensor, Tensor, T
         assert torch.equal(tree.distributions.rows, distributions)
 
 
-@pytest.mark.parametrize("how", ["parents", "levels", "nodes"])
+def inner_nodes(shape: TreeShape, depth: int) -> list[int]:
+    """Nodes of a depth that have children."""
+    return sorted({parent for parent in shape.parents if parent >= 0 and shape.depths[parent] == depth})
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", REQUESTS)
-def test_a_level_at_once_is_its_nodes_one_by_one(kind: str, shape: str, how: str) -> None:
-    """Only nodes with children, all nodes of the level, or one node a call: always the same tree."""
+def test_a_level_at_once_is_its_nodes_one_by_one(kind: str, shape: str) -> None:
+    """Frontiers are the nodes with children, each knows its parent, and the tree is that of one node at a time."""
     filled, requests = SHAPES[shape], REQUESTS[kind]
     logits = 3 * torch.randn(3, filled.num_nodes, WIDE, generator=torch.Generator().manual_seed(5))
     batch = SamplingBatch.build([SamplingRequest(params=p, seed=p.seed or 0) for p, _ in requests], WIDE)
     draws = DraftDraws.build(batch, [is_coupled for _, is_coupled in requests], POSITION + torch.arange(3))
     expansion = TreeExpansion(filled, torch.full((3,), 7), draws)
-    for depth in range(filled.depth + 1):
-        nodes = expansion.parents_at(depth) if how == "parents" else expansion.level(depth)
-        for group in [[node] for node in nodes] if how == "nodes" else [nodes]:
-            expansion.expand(group, logits[:, group])
+    above = None
+    for depth in range(filled.depth):
+        nodes, frontier = inner_nodes(filled, depth), expansion.frontier(depth)
+        assert torch.equal(frontier.tokens, expansion.tokens[:, nodes])
+        if above is not None:
+            assert torch.equal(
+                frontier.inherited(above)[:, :, 0], torch.tensor([[filled.parents[n] for n in nodes]] * 3)
+            )
+        expansion.grow(depth, logits[:, nodes])
+        above = torch.tensor(nodes).view(1, -1, 1).expand(3, -1, 2)
     assert_is_obvious(expansion.finish(range(3), [9] * 3, [7] * 3), obvious(filled, requests, logits))
 
 
@@ -244,7 +252,7 @@ def test_one_row_of_logits_serves_a_level(kind: str, shape: str) -> None:
     draws = DraftDraws.build(batch, [is_coupled for _, is_coupled in requests], POSITION + torch.arange(3))
     expansion = TreeExpansion(filled, torch.full((3,), 7), draws)
     for depth in range(filled.depth):
-        expansion.expand(expansion.level(depth), by_depth[:, depth : depth + 1])
+        expansion.grow(depth, by_depth[:, depth : depth + 1])
     tree = expansion.finish(range(3), [9] * 3, [7] * 3)
     everywhere = by_depth[:, [min(depth, filled.depth - 1) for depth in filled.depths]]
     tokens, scores, kinds, row_of, distributions = obvious(filled, requests, everywhere)
@@ -264,9 +272,9 @@ def test_children_past_the_support_in_a_level() -> None:
     expansion = TreeExpansion(
         TreeShape.cartesian((2, 3)), torch.tensor([7]), DraftDraws.build(batch, [False], torch.tensor([3]))
     )
-    expansion.expand([0], DISTRIBUTION.log().view(1, 1, VOCAB))
+    expansion.grow(0, DISTRIBUTION.log().view(1, 1, VOCAB))
     narrow = torch.tensor([0.0, 0.5, 0.5, 0.0]).log()
-    expansion.expand([1, 2], torch.stack([DISTRIBUTION.log(), narrow]).unsqueeze(0))
+    expansion.grow(1, torch.stack([DISTRIBUTION.log(), narrow]).unsqueeze(0))
     tree = expansion.finish([0], [2], [7])
     tree.validate()
     assert tree.distributions is not None
@@ -276,33 +284,16 @@ def test_children_past_the_support_in_a_level() -> None:
     assert len(set(tree.tokens[0, 6:].tolist())) == 3
 
 
-def test_nodes_without_children_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their logits are never looked at, be they what they may."""
+def test_frontiers() -> None:
     batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(temperature=0.0), seed=0)], VOCAB)
     draws = DraftDraws.build(batch, [False], torch.tensor([3]))
-    expansion = TreeExpansion(TreeShape.from_choices([[0], [1], [2], [1, 0]]), torch.tensor([7]), draws)
-    seen: list[tuple[int, ...]] = []
-    keys = DraftDraws.keys
-
-    def looking(self: DraftDraws, logits: Tensor, nodes: list[int], depth: int) -> tuple[Tensor, Tensor]:
-        seen.append((*logits.shape, *nodes, depth))
-        return keys(self, logits, nodes, depth)
-
-    monkeypatch.setattr(DraftDraws, "keys", looking)
-    expansion.expand([0], DISTRIBUTION.log().view(1, 1, VOCAB))
-    expansion.expand(expansion.level(1), DISTRIBUTION.log().expand(1, 3, VOCAB))
-    expansion.expand(expansion.level(2), DISTRIBUTION.log().expand(1, 1, VOCAB))
-    assert seen == [(1, 1, VOCAB, 0, 0), (1, 1, VOCAB, 2, 1)]
-
-
-def test_levels_and_relations() -> None:
-    batch = SamplingBatch.build([SamplingRequest(params=SamplingParams(), seed=0)], VOCAB)
-    draws = DraftDraws.build(batch, [False], torch.tensor([3]))
-    expansion = TreeExpansion(TreeShape.cartesian((2, 2)), torch.tensor([7]), draws)
-    assert [expansion.level(depth) for depth in range(3)] == [[0], [1, 2], [3, 4, 5, 6]]
-    assert [expansion.parents_at(depth) for depth in range(3)] == [[0], [1, 2], []]
-    assert expansion.parents_of([3, 4, 5, 6]) == [1, 1, 2, 2]
-    assert expansion.relations_until(5).tolist() == [
-        [0, 0, 1, 1, 2],
-        [1, 1, 2, 2, 2],
-    ]  # parents and depths of nodes 1 … 5
+    expansion = TreeExpansion(TreeShape.from_choices([[0], [1], [2], [1, 0], [2, 3]]), torch.tensor([7]), draws)
+    expansion.grow(0, DISTRIBUTION.log().view(1, 1, VOCAB))
+    assert expansion.frontier(1).tokens.tolist() == [[1, 2]], "a node without children costs nothing"
+    origins = [[0], [2], [0, 0], [2, 1], [2, 0], [0, 0, 0], [2, 0, 0], [2, 1, 0]]
+    expansion = TreeExpansion(TreeShape.from_choices(origins), torch.tensor([7]), draws)
+    found = [expansion.frontier(depth).origins for depth in range(3)]
+    assert [None if each is None else each.tolist() for each in found] == [None, [[0, 0]], [[0, 1, 1]]]
+    expansion = TreeExpansion(TreeShape.from_choices([[0], [1], [0, 0], [1, 0], [0, 0, 0]]), torch.tensor([7]), draws)
+    found = [expansion.frontier(depth).origins for depth in range(3)]
+    assert [None if each is None else each.tolist() for each in found] == [None, [[0, 0]], [[0]]], "fewer than above"

@@ -1,4 +1,4 @@
-"""Children in draft trees, chosen by the native kernels: what `TreeExpansion.expand` does, in one call a level.
+"""Children in draft trees, chosen by the native kernels: what `TreeExpansion.grow` does, in one call a level.
 
 Letters: B sequences, P nodes of one level that have children, V vocabulary.
 """
