@@ -95,16 +95,17 @@ class BlockStack:
         require(all(0 <= tap <= num_layers for tap in taps), f"taps {list(taps)}. Expected boundaries 0..{num_layers}")
         shapes = [LayerShape(b.spec.num_kv_heads, b.spec.head_dim, b.spec.head_dim) for b in layers.blocks]
         self.cache = SlotCache(shapes, num_slots=num_slots, capacity=capacity, dtype=layers.dtype, device=layers.device)
-        self._hidden_size, self._dtype = layers.hidden_size, layers.dtype
+        self._hidden_size, self._has_side = layers.hidden_size, layers.has_side
         self._backend = backend_for(layers, self.cache, [num_layers + 1, *taps], backend, capture, quantization)
         self.backend = self._backend.name
 
-    def run(self, inputs: Tensor, work: Pass) -> Tensor:
+    def run(self, inputs: Tensor, work: Pass, side: Tensor | None = None) -> Tensor:
         """Every token of a pass; writes its keys and values to the cache rows of its nodes.
 
         Args:
             inputs: (M, E), any real dtype, what goes into the first block.
             work: Slots, positions and who sees what; its tokens and logit rows are not read.
+            side: (M, E), any real dtype, the second input of the first block; None where it has none.
 
         Returns:
             (M, E) in the dtype of the blocks: what comes out of the last one, after the final norm where there is one.
@@ -112,36 +113,41 @@ class BlockStack:
         Raises:
             PassError: When something does not fit the blocks or the cache, or a weight's memory was freed.
         """
-        return self._run(inputs, work)[:, 0]
+        return self._run(inputs, work, side)[:, 0]
 
-    def run_with_features(self, inputs: Tensor, work: Pass) -> tuple[Tensor, Tensor]:
+    def run_with_features(self, inputs: Tensor, work: Pass, side: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As `run`; gives besides the (M, F, E) features of the taps."""
-        outputs = self._run(inputs, work)
+        outputs = self._run(inputs, work, side)
         return outputs[:, 0], outputs[:, 1:]
 
-    def append(self, inputs: Tensor, work: Pass) -> None:
+    def append(self, inputs: Tensor, work: Pass, side: Tensor | None = None) -> None:
         """Writes the keys and values of a pass as `run` does, without computing what nobody reads of the last block.
 
         Args:
             inputs: See `run`.
             work: Likewise.
+            side: Likewise.
 
         Raises:
             PassError: Likewise.
         """
-        self._check(inputs, work)
-        self._backend.append(inputs, work)
+        self._check(inputs, work, side)
+        self._backend.append(inputs, work, side)
 
-    def _run(self, inputs: Tensor, work: Pass) -> Tensor:
+    def _run(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
         """(M, 1 + F, E), the output and the features."""
-        self._check(inputs, work)
-        return self._backend.run(inputs, work)
+        self._check(inputs, work, side)
+        return self._backend.run(inputs, work, side)
 
-    def _check(self, inputs: Tensor, work: Pass) -> None:
+    def _check(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
         """Raises `PassError` for inputs of another shape and rows that the cache does not have."""
         expected = (work.num_tokens, self._hidden_size)
         if inputs.shape != expected:
             raise PassError(f"inputs are {tuple(inputs.shape)}. Expected {expected}: a row for each token of the pass.")
+        found = None if side is None else tuple(side.shape)
+        if found != (expected if self._has_side else None):
+            wanted = f"{expected}: a second input" if self._has_side else "None: the first block has no second input"
+            raise PassError(f"side is {found}. Expected {wanted}.")
         rows = max(map(add, work.prefix_lens, (end - start for start, end in pairwise(work.node_offsets))))
         if rows > self.cache.capacity:
             raise PassError(f"the pass needs {rows} rows of a slot, which has {self.cache.capacity}. Feed fewer.")

@@ -292,6 +292,11 @@ class Blocks:
         return self.blocks[0].query.weight.device
 
     @property
+    def has_side(self) -> bool:
+        """Whether the first block has a second input."""
+        return self.blocks[0].side is not None
+
+    @property
     def has_experts(self) -> bool:
         """Whether some block is a mixture of experts."""
         return any(isinstance(block.mlp, Experts) for block in self.blocks)

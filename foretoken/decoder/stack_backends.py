@@ -45,11 +45,11 @@ class Backend(Protocol):
 
     name: str
 
-    def run(self, inputs: Tensor, work: Pass) -> Tensor:
-        """(M, 1 + F, E) of (M, E)."""
+    def run(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
+        """(M, 1 + F, E) of (M, E), and (M, E) where the first block has a second input."""
         ...
 
-    def append(self, inputs: Tensor, work: Pass) -> None:
+    def append(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
         """See `BlockStack`."""
         ...
 
@@ -97,15 +97,15 @@ class _Native:
         """Raises `UnsuitableError` where they cannot run the blocks."""
         self._blocks = NativeBlocks(layers, cache, taps, quantization=quantization)
 
-    def run(self, inputs: Tensor, work: Pass) -> Tensor:
+    def run(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
         """See `Backend`."""
-        features = self._blocks.run(work, inputs.detach().float()).features
+        features = self._blocks.run(work, inputs.detach().float(), _in_float32(side)).features
         assert features is not None, "the output is tapped"
         return features
 
-    def append(self, inputs: Tensor, work: Pass) -> None:
+    def append(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
         """See `Backend`."""
-        self._blocks.append(work, inputs.detach().float())
+        self._blocks.append(work, inputs.detach().float(), _in_float32(side))
 
 
 class _Torch:
@@ -118,23 +118,27 @@ class _Torch:
         self._blocks, self._taps, self._dtype = TorchBlocks(layers, cache), taps, layers.dtype
         self._tensors = list(filter(is_plain, layers.tensors()))
 
-    def run(self, inputs: Tensor, work: Pass) -> Tensor:
+    def run(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
         """See `Backend`."""
-        return self.run_on(inputs, work, AttentionLayout(work))
+        return self.run_on(inputs, work, side, AttentionLayout(work))
 
-    def run_on(self, inputs: Tensor, work: Pass, layout: AttentionLayout) -> Tensor:
+    def run_on(self, inputs: Tensor, work: Pass, side: Tensor | None, layout: AttentionLayout) -> Tensor:
         """`run` where the layout of the pass exists already."""
         check_memory(self._tensors)
         with torch.no_grad():
-            features = self._blocks.run(inputs.to(self._dtype), work, layout, self._taps)[1]
+            features = self._blocks.run(inputs.to(self._dtype), work, layout, self._taps, self._fitted(side))[1]
         assert features is not None, "the output is tapped"
         return features
 
-    def append(self, inputs: Tensor, work: Pass) -> None:
+    def append(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
         """See `Backend`."""
         check_memory(self._tensors)
         with torch.no_grad():
-            self._blocks.append(inputs.to(self._dtype), work, AttentionLayout(work))
+            self._blocks.append(inputs.to(self._dtype), work, AttentionLayout(work), self._fitted(side))
+
+    def _fitted(self, side: Tensor | None) -> Tensor | None:
+        """The second input in the dtype of the blocks."""
+        return None if side is None else side.to(self._dtype).contiguous()
 
 
 class _Graphs:
@@ -150,22 +154,31 @@ class _Graphs:
             capture, layers.device, limit=_MAX_GRAPHS, name="a decoder block"
         )
 
-    def run(self, inputs: Tensor, work: Pass) -> Tensor:
+    def run(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
         """See `Backend`."""
         if self._weights.has_changed():
             raise PassError("a weight has moved in memory, where captured passes do not find it. Make a new LLM.")
         shape = shape_of(work)
         if max(end - start for start, end in pairwise(work.offsets)) > _LONGEST_CAPTURED:
-            return self._plain.run(inputs, work)
-        padded = pad(inputs.to(self._dtype), (0, 0, 0, shape.num_tokens - len(inputs)))
-        outputs = self._graphs.run(shape, [*padded_inputs(work, shape), padded], partial(self._run_captured, shape))
+            return self._plain.run(inputs, work, side)
+        padded = [
+            pad(each.to(self._dtype), (0, 0, 0, shape.num_tokens - len(inputs)))
+            for each in (inputs, side)
+            if each is not None
+        ]
+        outputs = self._graphs.run(shape, [*padded_inputs(work, shape), *padded], partial(self._run_captured, shape))
         return outputs[: len(inputs)].clone()  # the next run fills the same tensor
 
-    def append(self, inputs: Tensor, work: Pass) -> None:
+    def append(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
         """See `Backend`; without a graph."""
-        self._plain.append(inputs, work)
+        self._plain.append(inputs, work, side)
 
     def _run_captured(self, shape: PassShape, *inputs: Tensor) -> Tensor:
-        """What is captured; inputs: those of the pass, then what goes into the first block."""
-        work, layout = captured_pass(shape, inputs[:-1])
-        return self._plain.run_on(inputs[-1], work, layout)
+        """What is captured; inputs: the two of the pass, then what goes into the first block."""
+        work, layout = captured_pass(shape, inputs[:2])
+        return self._plain.run_on(inputs[2], work, inputs[3] if len(inputs) > 3 else None, layout)
+
+
+def _in_float32(side: Tensor | None) -> Tensor | None:
+    """The second input as the native kernels take it."""
+    return None if side is None else side.detach().float()

@@ -17,12 +17,19 @@ class Slow:
     def __init__(self, layers: Blocks) -> None:
         self.layers = layers
 
-    def __call__(self, inputs: Tensor) -> list[Tensor]:
-        """(T, E) to L + 2 boundaries (T, E): what every block reads, the last one's output, the final norm's."""
+    def __call__(self, inputs: Tensor, side: Tensor | None = None) -> list[Tensor]:
+        """(T, E) to L + 2 boundaries (T, E): what every block reads, the last one's output, the final norm's.
+
+        side: (T, E), the second input of the first block; None where it has none.
+        """
         x, boundaries = inputs, []
         for each in self.layers.blocks:
             boundaries.append(x)
-            x = x + self.normed(each.attention_post_norm, self.attention(each, self.normed(each.attention_norm, x)))
+            read = self.normed(each.attention_norm, x)
+            if each.side is not None:
+                assert side is not None
+                read = torch.cat([self.normed(each.side.norm, side), read], dim=1)
+            x = x + self.normed(each.attention_post_norm, self.attention(each, read))
             inner = self.normed(each.mlp_norm, x)
             mlp = self.routed if isinstance(each.mlp, Experts) else self.feed_forward
             x = x + self.normed(each.mlp_post_norm, torch.stack([mlp(each, row) for row in inner]))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from decoder.instruction_sets import INSTRUCTION_SETS, kernels_for
 from decoder.slow_blocks import Slow
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder import block_stack
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
-from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, FeedForward, Matrix, Norm, Rotary
+from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, FeedForward, Matrix, Norm, Rotary, Side
 
 E, H, HK, D, INNER, SLOTS, CAPACITY = 24, 4, 2, 6, 20, 3, 40
 BACKENDS = {"native": torch.float32, "torch": torch.float64}
@@ -60,6 +61,21 @@ def block(seed: int = 0, *, spec: dict[str, Any] | None = None, has_bias: bool =
     return Block(**{**made, **changes})
 
 
+def with_side(made: Block, **changes: Any) -> Block:
+    """The block with a second input, whose columns stand before the others."""
+
+    def wider(of: Matrix, seed: int) -> Matrix:
+        return replace(of, weight=torch.cat([numbers(len(of.weight), E, seed=seed), of.weight], dim=1))
+
+    read = {name: wider(getattr(made, name), 40 + i) for i, name in enumerate(("query", "key", "value"))}
+    return replace(made, **{**read, "side": Side(norm=norm(E, 43)), **changes})
+
+
+def side_of(layers: Blocks, inputs: Tensor) -> Tensor | None:
+    """A second input for every row, where the first block has one."""
+    return inputs.flip(1).cos() if layers.has_side else None
+
+
 def experts(count: int, top_k: int, *, is_normalized: bool) -> Experts:
     return Experts(
         router=matrix(count, E, 50),
@@ -93,6 +109,9 @@ OPTIONS: dict[str, Callable[[], Block]] = {
     "softcap": lambda: block(spec={"softcap": 1.5}),
     "scale": lambda: block(spec={"scale": 0.7}),
     "window": lambda: block(spec={"window": 5}),
+    "two inputs": lambda: with_side(block(has_bias=True)),
+    "two inputs, one normed": lambda: with_side(block(), attention_norm=None),
+    "two inputs, a layer norm": lambda: with_side(block(), side=Side(norm=norm(E, 44, "layer"))),
     "experts": lambda: block(mlp=experts(5, 2, is_normalized=True)),
     "experts as the router says": lambda: block(
         mlp=experts(4, 3, is_normalized=False), mlp_post_norm=norm(E, 34), spec={"activation": "gelu"}
@@ -112,7 +131,7 @@ def in_dtype(layers: Blocks, dtype: torch.dtype) -> Blocks:
                 name: part.to(wide) for name in value.__slots__ if isinstance(part := getattr(value, name), Tensor)
             }
             return replace(value, **parts)
-        if isinstance(value, Block | Matrix | FeedForward | Experts):
+        if isinstance(value, Block | Matrix | FeedForward | Experts | Side):
             return replace(value, **{name: converted(getattr(value, name)) for name in value.__slots__})
         return value
 
@@ -122,6 +141,11 @@ def in_dtype(layers: Blocks, dtype: torch.dtype) -> Blocks:
 def two(make: Callable[[], Block]) -> Blocks:
     """The block in question, and a plain one that sees what it gives; in float64."""
     return Blocks(blocks=[make(), block(100)], final_norm=norm(E, 35))
+
+
+def slow_of(layers: Blocks, inputs: Tensor) -> list[Tensor]:
+    """The formula's boundaries."""
+    return Slow(layers)(inputs, side_of(layers, inputs))
 
 
 def chains(lengths: Sequence[int], *, slots: Sequence[int], prefix_lens: Sequence[int]) -> Pass:
@@ -144,13 +168,14 @@ def assert_close(found: Tensor, expected: Tensor, backend: str) -> None:
 def test_every_option_is_the_formula(option: str, backend: str) -> None:
     """Two sequences in pieces of different lengths, then a tree behind each of whose nodes its path lies."""
     layers = two(OPTIONS[option])
-    slow, stack = Slow(layers), stack_of(layers, backend, taps=[0, 1, 2])
+    stack = stack_of(layers, backend, taps=[0, 1, 2])
     texts = [numbers(14, E, seed=70, scale=1.0), numbers(9, E, seed=71, scale=1.0)]
-    known = [slow(text) for text in texts]
+    known = [slow_of(layers, text) for text in texts]
     at = [0, 0]
     for pieces in ((5, 1), (1, 4), (6, 2)):
         parts = [text[start : start + count] for text, start, count in zip(texts, at, pieces, strict=True)]
-        found, features = stack.run_with_features(torch.cat(parts), chains(pieces, slots=[2, 0], prefix_lens=at))
+        fed, work = torch.cat(parts), chains(pieces, slots=[2, 0], prefix_lens=at)
+        found, features = stack.run_with_features(fed, work, side_of(layers, fed))
         rows = [slice(start, start + count) for start, count in zip(at, pieces, strict=True)]
         for tap in range(3):
             assert_close(
@@ -163,24 +188,27 @@ def test_every_option_is_the_formula(option: str, backend: str) -> None:
     tree = TokenTree.from_rows([TreeRow([0] * len(parents), parents)])
     work = Pass.of_tree(tree, slots=[2], prefix_lens=[at[0]], last_position=CAPACITY - 1)
     stack.cache.poison(2, at[0])
-    found = stack.run(nodes, work)
+    found = stack.run(nodes, work, side_of(layers, nodes))
     for leaf in (3, 5):
         path = [leaf]
         while path[0] > 0:
             path.insert(0, parents[path[0]])
-        expected = slow(torch.cat([texts[0][: at[0]], nodes[path]]))[3][at[0] :]
+        expected = slow_of(layers, torch.cat([texts[0][: at[0]], nodes[path]]))[3][at[0] :]
         assert_close(found[path], expected, backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("option", ["as llama", "norms over all heads", "post norms only", "experts"])
-def test_what_is_appended_is_seen_by_what_comes_later(option: str, backend: str) -> None:
+@pytest.mark.parametrize("option", ["as llama", "norms over all heads", "post norms only", "two inputs", "experts"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_is_appended_is_seen_by_what_comes_later(count: int, option: str, backend: str) -> None:
     layers = two(OPTIONS[option])
+    layers = Blocks(blocks=layers.blocks[:count], final_norm=layers.final_norm)
     text, stack = numbers(12, E, seed=73, scale=1.0), stack_of(layers, backend)
-    stack.append(text[:7], chains([7], slots=[1], prefix_lens=[0]))
-    stack.append(text[7:8], chains([1], slots=[1], prefix_lens=[7]))
-    found = stack.run(text[8:], chains([4], slots=[1], prefix_lens=[8]))
-    assert_close(found, Slow(layers)(text)[3][8:], backend)
+    for start, end, feed in ((0, 7, stack.append), (7, 8, stack.append), (8, 12, stack.run)):
+        part = text[start:end]
+        found = feed(part, chains([end - start], slots=[1], prefix_lens=[start]), side_of(layers, part))
+    assert found is not None
+    assert_close(found, slow_of(layers, text)[-1][8:], backend)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -206,14 +234,32 @@ def test_native_blocks_are_exact(option: str) -> None:
     company = BlockStack(layers, num_slots=SLOTS, capacity=CAPACITY, backend="native")
     try:
         torch.set_num_threads(1)
-        one = [alone.run(text[t : t + 1], chains([1], slots=[0], prefix_lens=[t])) for t in range(9)]
+        one = [
+            alone.run(part, chains([1], slots=[0], prefix_lens=[t]), side_of(layers, part))
+            for t, part in enumerate(text.split(1))
+        ]
         torch.set_num_threads(2)
-        work = chains([9, 5, 2], slots=[1, 0, 2], prefix_lens=[0, 0, 0])
-        found = company.run(torch.cat([text, numbers(7, E, seed=75)]), work)
+        fed, work = torch.cat([text, numbers(7, E, seed=75)]), chains([9, 5, 2], slots=[1, 0, 2], prefix_lens=[0, 0, 0])
+        found = company.run(fed, work, side_of(layers, fed))
     finally:
         torch.set_num_threads(threads)
     assert found.dtype == torch.bfloat16
     assert torch.equal(torch.cat(one), found[:9])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("instruction_set", INSTRUCTION_SETS)
+def test_a_second_input_on_every_instruction_set(instruction_set: str, dtype: torch.dtype) -> None:
+    """One token, and several at once; in bfloat16 a token may be rounded to it before each matrix."""
+    layers, text = in_dtype(two(OPTIONS["two inputs"]), dtype), numbers(8, E, seed=77, scale=1.0)
+    expected = slow_of(in_dtype(layers, torch.float64), text)[3]
+    with kernels_for(instruction_set):
+        stack = BlockStack(layers, num_slots=1, capacity=CAPACITY, backend="native")
+        for start, end in ((0, 1), (1, 8)):
+            part = text[start:end]
+            found = stack.run(part, chains([end - start], slots=[0], prefix_lens=[start]), side_of(layers, part))
+            tolerance = 2e-5 if dtype == torch.float32 else 0.05
+            assert (found.double() - expected[start:end]).abs().max() <= tolerance * expected.abs().max()
 
 
 def test_the_example() -> None:
@@ -239,11 +285,27 @@ def test_passes_that_do_not_fit(backend: str) -> None:
             run(torch.ones(3, E), work)
         with pytest.raises(PassError, match="the pass needs 41 rows of a slot, which has 40"):
             run(torch.ones(2, E), chains([2], slots=[0], prefix_lens=[CAPACITY - 1]))
+        with pytest.raises(PassError, match=r"side is \(2, 24\). Expected None: the first block has no second input"):
+            run(torch.ones(2, E), work, torch.ones(2, E))
     layers = in_dtype(two(block), BACKENDS[backend])
     lost = BlockStack(layers, num_slots=1, capacity=CAPACITY, backend=backend)  # type: ignore[arg-type]
     layers.blocks[0].query.weight.untyped_storage().resize_(8)
     with pytest.raises(PassError, match="was freed or cut"):
         lost.run(torch.ones(2, E), work)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("side", [None, torch.ones(1, E), torch.ones(2, E + 1)], ids=["none", "short", "wide"])
+def test_a_second_input_that_does_not_fit(side: Tensor | None, backend: str) -> None:
+    stack, work = stack_of(two(OPTIONS["two inputs"]), backend), chains([2], slots=[0], prefix_lens=[0])
+    for run in (stack.run, stack.run_with_features, stack.append):
+        with pytest.raises(PassError, match=r"side is .*\. Expected \(2, 24\): a second input"):
+            run(torch.ones(2, E), work, side)
+
+
+def test_only_the_first_block_has_a_second_input() -> None:
+    with pytest.raises(ValueError, match="only the first block has a second input"):
+        Blocks(blocks=[block(), with_side(block())])
 
 
 def test_stacks_that_cannot_be() -> None:
@@ -262,5 +324,5 @@ def test_the_formula_notices_what_is_lost() -> None:
     plain = Slow(two(block))(text)[3]
     for option, make in OPTIONS.items():
         if option != "as llama":
-            found = Slow(two(make))(text)[3]
+            found = slow_of(two(make), text)[3]
             assert float((found - plain).abs().max() / plain.abs().max()) > 1e-3, option

@@ -7,8 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 from decoder.instruction_sets import INSTRUCTION_SETS, kernels_for
-from decoder.slow_blocks import Slow
-from decoder.test_block_stack import CAPACITY, OPTIONS, SLOTS, E, chains, in_dtype, numbers, two
+from decoder.test_block_stack import CAPACITY, OPTIONS, SLOTS, E, chains, in_dtype, numbers, side_of, slow_of, two
 from torch import Tensor
 
 from foretoken.core.passes import Pass
@@ -105,30 +104,34 @@ def test_quantised_blocks_are_the_formula(option: str) -> None:
             in_dtype(two(OPTIONS[option]), torch.float32), num_slots=SLOTS, capacity=CAPACITY, quantization="int8"
         )
         assert stack.backend == "native"
-        slow, text = Slow(quantised(two(OPTIONS[option]))), numbers(7, E, seed=70, scale=1.0)
-        found = stack.run(text, chains([7], slots=[1], prefix_lens=[0])).double()
-        expected = slow(text)[3]
+        layers, text = quantised(two(OPTIONS[option])), numbers(7, E, seed=70, scale=1.0)
+        found = stack.run(text, chains([7], slots=[1], prefix_lens=[0]), side_of(layers, text)).double()
+        expected = slow_of(layers, text)[3]
         assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
         parents = [-1, 0, 0, 2]
         nodes, tree = numbers(4, E, seed=72, scale=1.0), TokenTree.from_rows([TreeRow([0] * 4, parents)])
         work = Pass.of_tree(tree, slots=[1], prefix_lens=[7], last_position=CAPACITY - 1)
-        found = stack.run(nodes, work).double()[[0, 2, 3]]
-        expected = slow(torch.cat([text, nodes[[0, 2, 3]]]))[3][7:]
+        found = stack.run(nodes, work, side_of(layers, nodes)).double()[[0, 2, 3]]
+        expected = slow_of(layers, torch.cat([text, nodes[[0, 2, 3]]]))[3][7:]
         assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
+@pytest.mark.parametrize("option", ["as llama", "two inputs"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_quantised_blocks_are_exact(dtype: torch.dtype) -> None:
+def test_quantised_blocks_are_exact(dtype: torch.dtype, option: str) -> None:
     """Alone on one thread and beside others on two: the same bits."""
-    layers, threads = in_dtype(two(OPTIONS["as llama"]), dtype), torch.get_num_threads()
+    layers, threads = in_dtype(two(OPTIONS[option]), dtype), torch.get_num_threads()
     text = numbers(9, E, seed=74, scale=1.0)
     alone, company = (BlockStack(layers, num_slots=SLOTS, capacity=CAPACITY, quantization="int8") for _ in range(2))
     try:
         torch.set_num_threads(1)
-        one = [alone.run(text[t : t + 1], chains([1], slots=[0], prefix_lens=[t])) for t in range(9)]
+        one = [
+            alone.run(part, chains([1], slots=[0], prefix_lens=[t]), side_of(layers, part))
+            for t, part in enumerate(text.split(1))
+        ]
         torch.set_num_threads(2)
-        work = chains([9, 5, 2], slots=[1, 0, 2], prefix_lens=[0, 0, 0])
-        found = company.run(torch.cat([text, numbers(7, E, seed=75)]), work)
+        fed, work = torch.cat([text, numbers(7, E, seed=75)]), chains([9, 5, 2], slots=[1, 0, 2], prefix_lens=[0, 0, 0])
+        found = company.run(fed, work, side_of(layers, fed))
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(torch.cat(one), found[:9])

@@ -21,7 +21,7 @@ from foretoken.core.errors import ForetokenError, PassError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.base import PassOutput, UnsuitableError
-from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, Matrix, Norm
+from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, Matrix, Norm, Side
 from foretoken.decoder.lean import native, native_linear, native_model, threads
 from foretoken.decoder.lean.native import NativeBlocks
 from foretoken.decoder.lean.native_linear import NativeLinear
@@ -140,6 +140,34 @@ def test_a_pass_that_does_not_fit_is_refused_and_does_nothing(what: str) -> None
         assert bool(made.run(good).logits.isfinite().all())  # type: ignore[union-attr]
 
 
+def with_side(weights: LeanWeights) -> LeanWeights:
+    """The first block has a second input."""
+    first = weights.layers.blocks[0]
+    wider = {
+        name: Matrix(weight=torch.cat([getattr(first, name).weight.detach()] * 2, dim=1))
+        for name in ("query", "key", "value")
+    }
+    return with_first(weights, **wider, side=Side(norm=norm_of(32)))
+
+
+@pytest.mark.parametrize(
+    "sides",
+    [
+        None, torch.zeros(6, 31), torch.zeros(5, 32), torch.zeros(6, 32, dtype=torch.float64),
+        torch.zeros(6, 32, device="meta"), torch.zeros(192),
+    ],
+    ids=["none", "narrow", "short", "double", "elsewhere", "flat"],
+)  # fmt: skip
+def test_a_second_input_that_does_not_fit(sides: Any) -> None:
+    made = blocks(with_side)
+    before = made._cache.keys[0].clone()
+    for refused in (lambda: made.run(a_pass(), None, sides), lambda: made.append(a_pass(), torch.zeros(6, 32), sides)):
+        with pytest.raises(PassError, match=r"lacks something: MISSING|sides is .*Expected \(6, 32\)"):
+            refused()
+    assert torch.equal(made._cache.keys[0], before)
+    assert bool(made.run(a_pass(), None, torch.ones(6, 32)).logits.isfinite().all())  # type: ignore[union-attr]
+
+
 def test_no_assert_guards_memory() -> None:
     """`python -O` removes them: none stands before the kernels."""
     for module in (native, native_model, passes, native_linear, threads, runner):
@@ -174,6 +202,12 @@ def with_blocks(weights: LeanWeights, change: Callable[[Block], dict[str, Any]])
     """Something of every block is another."""
     changed = [replace(block, **change(block)) for block in weights.layers.blocks]
     return replace(weights, layers=replace(weights.layers, blocks=changed))
+
+
+def with_first(weights: LeanWeights, **changes: Any) -> LeanWeights:
+    """Something of the first block is another."""
+    first, *rest = weights.layers.blocks
+    return replace(weights, layers=replace(weights.layers, blocks=[replace(first, **changes), *rest]))
 
 
 def with_final_norm(weights: LeanWeights, weight: torch.Tensor) -> LeanWeights:
@@ -219,6 +253,9 @@ def with_experts(**changes: Callable[[Any], Any]) -> Callable[[LeanWeights], Lea
             r"up_proj is \(40, 32\)",
         ),
         (lambda w: with_blocks(w, lambda b: {"query": Matrix(weight=torch.zeros(32, 64)[:, ::2])}), "q_proj is"),
+        (lambda w: with_blocks(w, lambda b: {"query": Matrix(weight=torch.zeros(32, 64))}), r"q_proj is \(32, 64\)"),
+        (lambda w: with_first(with_side(w), query=w.layers.blocks[0].query), r"q_proj is .*Expected \(32, 64\)"),
+        (lambda w: with_first(with_side(w), side=Side(norm=norm_of(31))), r"the second input is .*Expected \(32,\)"),
         (lambda w: replace(w, head=torch.nn.Identity()), "the LM head is a Identity"),
     ],
 )

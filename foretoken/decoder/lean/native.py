@@ -131,18 +131,19 @@ class NativeBlocks:
         self._idle: list[_Workspace] = []
         self._idle_of_drafts: list[Tensor] = []
 
-    def run(self, work: Pass, inputs: Tensor | None = None) -> PassOutput:
+    def run(self, work: Pass, inputs: Tensor | None = None, sides: Tensor | None = None) -> PassOutput:
         """One call of the kernels.
 
         Args:
             work: Tokens and who sees what.
             inputs: (M, E) float32, what stands in the place of the tokens' embeddings; None for these.
+            sides: (M, E) float32, the second input of the first block; None where it has none.
 
         Raises:
             PassError: When something does not fit the model or the cache, or a weight's memory was freed; nothing has
                 been computed then.
         """
-        described, arguments, held = self._prepared(work, inputs)
+        described, arguments, held = self._prepared(work, inputs, sides)
         features = logits = chosen = None
         if not work.has_features:
             arguments.num_taps = 0
@@ -163,13 +164,13 @@ class NativeBlocks:
             features = features.to(self._dtype)
         return PassOutput(logits=logits, features=features, chosen=chosen)
 
-    def append(self, work: Pass, inputs: Tensor) -> None:
+    def append(self, work: Pass, inputs: Tensor, sides: Tensor | None = None) -> None:
         """As `run`, but of the last block keys and values alone.
 
         Raises:
             PassError: See `run`.
         """
-        described, arguments, held = self._prepared(replace(work, logit_rows=None), inputs)
+        described, arguments, held = self._prepared(replace(work, logit_rows=None), inputs, sides)
         arguments.is_append, arguments.num_taps = 1, 0
         self._call(described, arguments, work)
         del held
@@ -195,12 +196,14 @@ class NativeBlocks:
             raise PassError(self._complaint(Status(status), work))
         return True
 
-    def _prepared(self, work: Pass, inputs: Tensor | None) -> tuple[NativeModel, PassArguments, list[Any]]:
+    def _prepared(
+        self, work: Pass, inputs: Tensor | None, sides: Tensor | None = None
+    ) -> tuple[NativeModel, PassArguments, list[Any]]:
         """The model, the pass, and what must live as long as the kernels run."""
         if self._described.has_moved():
             self._describe_anew()
         described = self._described  # until the end of the pass, also where another thread describes it anew
-        return described, *self._prepare(work, inputs)
+        return described, *self._prepare(work, inputs, sides)
 
     def _call(self, described: NativeModel, arguments: PassArguments, work: Pass) -> None:
         """One call of the kernels in a workspace of its own.
@@ -227,7 +230,7 @@ class NativeBlocks:
             raise PassError(str(err)) from err
         self._model = self._described.structure
 
-    def _prepare(self, work: Pass, inputs: Tensor | None) -> tuple[PassArguments, list[Any]]:
+    def _prepare(self, work: Pass, inputs: Tensor | None, sides: Tensor | None) -> tuple[PassArguments, list[Any]]:
         """What the kernels are told of a pass, and what must live as long as they run.
 
         Raises:
@@ -259,6 +262,9 @@ class NativeBlocks:
         else:
             held.append(_fitting("tokens", work.tokens, torch.int64, (work.num_tokens,)))
             arguments.tokens = held[-1].data_ptr()
+        if sides is not None:
+            held.append(_fitting("sides", sides, torch.float32, (work.num_tokens, self._model.hidden)))
+            arguments.sides = held[-1].data_ptr()
         if work.logit_rows is not None:
             held.append(_fitting("logit_rows", work.logit_rows, torch.int64, (len(work.logit_rows),)))
             arguments.logit_rows, arguments.num_logits = held[-1].data_ptr(), len(work.logit_rows)

@@ -113,18 +113,22 @@ class NativeModel:
         if (spec.num_heads, spec.num_kv_heads, spec.head_dim) != (self._heads, self._kv_heads, width):
             raise UnsuitableError(f"block {index} has other heads than the first. Its kernels take equal ones.")
         queries, values = self._heads * width, self._kv_heads * width
+        read = hidden if block.side is None else 2 * hidden
         rows = (self._cache.num_slots, self._kv_heads, self._cache.capacity, width)
         normed = (queries, values) if block.norms_all_heads else (width, width)
         return Layer(
-            query=self._matrix("q_proj", block.query, queries, hidden),
-            key=self._matrix("k_proj", block.key, values, hidden),
-            value=self._matrix("v_proj", block.value, values, hidden),
+            query=self._matrix("q_proj", block.query, queries, read),
+            key=self._matrix("k_proj", block.key, values, read),
+            value=self._matrix("v_proj", block.value, values, read),
             output=self._matrix("o_proj", block.output, hidden, queries),
             **(self._experts(block.mlp) if isinstance(block.mlp, Experts) else self._feed_forward(block.mlp)),
             attention_norm=self._norm("the norm before attention", block.attention_norm, hidden),
             attention_post_norm=self._norm("the norm after attention", block.attention_post_norm, hidden),
             mlp_norm=self._norm("the norm before the feed-forward layer", block.mlp_norm, hidden),
             mlp_post_norm=self._norm("the norm after the feed-forward layer", block.mlp_post_norm, hidden),
+            side_norm=self._norm(
+                "the norm of the second input", None if block.side is None else block.side.norm, hidden
+            ),
             query_norm=self._norm("the norm of queries", block.query_norm, normed[0]),
             key_norm=self._norm("the norm of keys", block.key_norm, normed[1]),
             **self._rotary(block.rotary),

@@ -38,7 +38,8 @@ class Layer(Structure):
         *((name, Matrix) for name in ("query", "key", "value", "output", "gate", "up", "down")),
         ("experts", ExpertsArguments),
         *((name, Norm) for name in (
-            "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "query_norm", "key_norm",
+            "attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm", "side_norm", "query_norm",
+            "key_norm",
         )),
         *((name, c_void_p) for name in ("cos", "sin", "keys", "values")),
         *((name, c_int64) for name in ("pairs", "window", "activation", "norms_all_heads")),
@@ -70,8 +71,8 @@ class PassArguments(Structure):
     _fields_ = (
         *((name, c_int64) for name in ("num_threads", "num_sequences", "num_logits")),
         *((name, c_void_p) for name in (
-            "tokens", "inputs", "positions", "parents", "slots", "prefix", "starts", "node_starts", "logit_rows",
-            "logits", "inverse_temperature", "seeds", "impossible", "chosen", "taps",
+            "tokens", "inputs", "sides", "positions", "parents", "slots", "prefix", "starts", "node_starts",
+            "logit_rows", "logits", "inverse_temperature", "seeds", "impossible", "chosen", "taps",
         )),
         ("num_impossible", c_int64),
         ("num_taps", c_int64),

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from foretoken.attention.dispatch import tree_attention
 from foretoken.core.backend import has_triton_kernels
-from foretoken.decoder.blocks import Block, Experts, FeedForward
+from foretoken.decoder.blocks import Block, Experts, FeedForward, Side
 from foretoken.decoder.lean.elementwise import Projected, TorchOps, Turns, prepared_norm
 from foretoken.decoder.lean.fused_linear import FusedLinear, fuse
 
@@ -52,7 +52,9 @@ class TorchBlocks:
         ]
         self._final_norm = prepared_norm(blocks.final_norm, blocks.dtype)
 
-    def run(self, x: Tensor, work: Pass, layout: AttentionLayout, taps: Sequence[int]) -> tuple[Tensor, Tensor | None]:
+    def run(
+        self, x: Tensor, work: Pass, layout: AttentionLayout, taps: Sequence[int], side: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Every token of a pass; writes its keys and values to the cache.
 
         Args:
@@ -60,6 +62,7 @@ class TorchBlocks:
             work: Positions.
             layout: Who sees what.
             taps: F boundary indices: i is what block i reads, L what comes out of the last one, L + 1 its final norm.
+            side: (M, E), contiguous, the second input of the first block; None where it has none.
 
         Returns:
             (M, E) after the final norm, and the (M, F, E) features of the taps, None without taps.
@@ -71,6 +74,7 @@ class TorchBlocks:
             block = layer.block
             x, normed = ops.add_and_norm(x, delta, block.attention_norm)
             boundaries.append(x)
+            normed = self._with_side(block, normed, side)
             delta = self._normed(self._attention(layer, normed, turns, layout), block.attention_post_norm)
             x, normed = ops.add_and_norm(x, delta, block.mlp_norm)
             delta = self._normed(layer.mlp(normed, ops), block.mlp_post_norm)
@@ -78,17 +82,17 @@ class TorchBlocks:
         boundaries += [x, final]
         return final, torch.stack([boundaries[tap] for tap in taps], dim=1) if taps else None
 
-    def append(self, x: Tensor, work: Pass, layout: AttentionLayout) -> None:
+    def append(self, x: Tensor, work: Pass, layout: AttentionLayout, side: Tensor | None = None) -> None:
         """As `run`, but of the last block keys and values alone."""
         ops, turns = self._ops, Turns(work.token_positions, x.dtype)
         *before, last = self._layers
         for layer in before:
             block = layer.block
-            _, normed = ops.add_and_norm(x, None, block.attention_norm)
+            normed = self._with_side(block, self._normed(x, block.attention_norm), side)
             delta = self._normed(self._attention(layer, normed, turns, layout), block.attention_post_norm)
             x, normed = ops.add_and_norm(x, delta, block.mlp_norm)
             x = x + self._normed(layer.mlp(normed, ops), block.mlp_post_norm)
-        _, normed = ops.add_and_norm(x, None, last.block.attention_norm)
+        normed = self._with_side(last.block, self._normed(x, last.block.attention_norm), side)
         joined = last.key_value(normed)
         TorchOps().rotate_and_write(Projected(joined, 0, last.index, turns, layout), last.block, self._cache)
 
@@ -104,6 +108,13 @@ class TorchBlocks:
         output: Tensor = layer.output(mixed.flatten(1))
         return output
 
+    def _with_side(self, block: Block, normed: Tensor, side: Tensor | None) -> Tensor:
+        """What attention reads: (M, E), or (M, 2 E) with a second input."""
+        if block.side is None:
+            return normed
+        assert side is not None, "the block has a second input"
+        return torch.cat([self._normed(side, block.side.norm), normed], dim=-1)
+
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
         """The norm alone."""
         return x if norm is None else self._ops.add_and_norm(x, None, norm)[1]
@@ -115,7 +126,8 @@ class _Layer:
     def __init__(self, index: int, block: Block, dtype: torch.dtype, *, moves_weights: bool) -> None:
         self.index = index
         norms: dict[str, Any] = {name: prepared_norm(getattr(block, name), dtype) for name in _NORMS}
-        self.block = replace(block, **norms)
+        side = prepared_norm(None if block.side is None else block.side.norm, dtype)
+        self.block = replace(block, **norms, side=None if side is None else Side(norm=side))
         self.query_key_value = fuse(block.query, block.key, block.value, moves_weights=moves_weights)
         self.output = fuse(block.output)
         self.mlp = (

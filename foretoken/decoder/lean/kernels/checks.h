@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "interface.h"
+#include "workspace.h"
 
 namespace {
 
@@ -18,7 +19,8 @@ bool all_within(const int64_t* values, int64_t count, int64_t end) {
 Status check(const Model& model, const Pass& pass) {
   if ((pass.tokens == nullptr && pass.inputs == nullptr) || pass.positions == nullptr || pass.parents == nullptr ||
       pass.slots == nullptr || pass.prefix == nullptr || pass.starts == nullptr || pass.node_starts == nullptr ||
-      pass.workspace == nullptr || (pass.num_taps > 0 && pass.features == nullptr) ||
+      (has_side(model) && pass.sides == nullptr) || pass.workspace == nullptr ||
+      (pass.num_taps > 0 && pass.features == nullptr) ||
       (pass.logits != nullptr && pass.logit_rows == nullptr) ||
       (pass.inverse_temperature != nullptr && pass.seeds == nullptr)) {
     return Status::kMissing;

@@ -82,10 +82,10 @@ class Decoder {
   }
 
   void attend(const Layer& layer) {
-    normalise(layer.attention_norm);
-    project(layer.query, normed_, rows_, space_.query);
-    project(layer.key, normed_, rows_, space_.key);
-    project(layer.value, normed_, rows_, space_.value);
+    const Inputs<W> inputs = attention_inputs(layer);
+    project(layer.query, inputs, rows_, space_.query);
+    project(layer.key, inputs, rows_, space_.key);
+    project(layer.value, inputs, rows_, space_.value);
     barrier_.wait();
     share(rows_, [&](int64_t m) {
       place_queries(layer, m);
@@ -102,11 +102,29 @@ class Decoder {
     add(layer.output, mixed_, layer.attention_post_norm);
   }
 
+  // What attention reads: the norm of the stream, behind that of the second input where the layer has one. Lies where
+  // `normed_` does.
+  Inputs<W> attention_inputs(const Layer& layer) {
+    if (layer.side_norm.weight == nullptr) {
+      normalise(layer.attention_norm);
+      return normed_;
+    }
+    const int64_t E = model_.hidden;
+    const Inputs<W> both(space_.normed, 2 * E, rows_ == 1);
+    share(rows_, [&](int64_t m) {
+      normalise_row(layer.side_norm, pass_.sides + m * E, E, [&](int64_t k, auto values) { both.put(m, k, values); });
+      normalise_row(layer.attention_norm, space_.residual + m * E, E,
+                    [&](int64_t k, auto values) { both.put_anywhere(m, E + k, values); });
+    });
+    barrier_.wait();
+    return both;
+  }
+
   // The keys and values of the last layer, whose output nobody reads.
   void append(const Layer& layer) {
-    normalise(layer.attention_norm);
-    project(layer.key, normed_, rows_, space_.key);
-    project(layer.value, normed_, rows_, space_.value);
+    const Inputs<W> inputs = attention_inputs(layer);
+    project(layer.key, inputs, rows_, space_.key);
+    project(layer.value, inputs, rows_, space_.value);
     barrier_.wait();
     share(rows_, [&](int64_t m) { place_keys(layer, m); });
   }
@@ -269,13 +287,7 @@ class Decoder {
     attention.score(queries_of(s, kv_head).at(first, 0), layer.scale, layer.softcap);
     attention.mix([&](int c, int64_t d, auto values) {
       const int64_t m = pass_.starts[s] + (first + c) / group_, k = (kv_head * group_ + (first + c) % group_) * D + d;
-      if constexpr (std::is_same_v<decltype(values), float>) {
-        mixed_.put(m, k, values);
-      } else if (k % kLanes == 0) {
-        mixed_.put(m, k, values);
-      } else {
-        for (int i = 0; i < kLanes; ++i) mixed_.put(m, k + i, values[i]);
-      }
+      mixed_.put_anywhere(m, k, values);
     });
   }
 

@@ -73,6 +73,7 @@ inline Status check_trees(const Model& model, const Pass& pass, const Draft& dra
   if (const Status status = check(model, wanted); status != Status::kDone) return status;
   if (draft.num_sequences != pass.num_sequences || pass.num_logits != pass.num_sequences) return Status::kSequences;
   if (draft.num_nodes < 2) return Status::kShape;
+  if (has_side(model)) return Status::kMissing;  // nothing says what a level reads there
   if (last_position < 0 || last_position >= model.num_positions) return Status::kPositions;
   if (const Status status = check_draft(draft, seen_logits(model, draft)); status != Status::kDone) return status;
   for (int64_t s = 0; s < pass.num_sequences; ++s) {

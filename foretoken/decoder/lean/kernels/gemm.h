@@ -43,6 +43,11 @@ struct Inputs {
     store_lanes(tokens, values);
     for (int i = 0; i < kLanes; i += kSide) std::memcpy(at(m, k + i), tokens + i, kSide * sizeof(Token));
   }
+  void put_anywhere(int64_t m, int64_t k, float value) const { put(m, k, value); }
+  void put_anywhere(int64_t m, int64_t k, Lanes values) const {
+    if (k % kLanes == 0) return put(m, k, values);
+    for (int i = 0; i < kLanes; ++i) put(m, k + i, values[i]);
+  }
   static int64_t padded(int64_t K) { return (K + kStep<T> - 1) / kStep<T> * kStep<T>; }
   static int64_t size(int64_t M, int64_t K) { return (M + kTokens - 1) / kTokens * kTokens * padded(K); }
 };

@@ -37,6 +37,7 @@ struct Layer {
   Matrix gate, up, down;  // no gate: the activation of `up`; none of them: experts
   Experts experts;
   Norm attention_norm, attention_post_norm, mlp_norm, mlp_post_norm;  // (hidden,), post: of what is added to the stream
+  Norm side_norm;             // (hidden,), of a second input that attention reads before the first; of the first layer alone
   Norm query_norm, key_norm;  // (head_dim,), or over all heads of a token
   const float *cos, *sin;     // (num_positions, pairs)
   void *keys, *values;        // (slots, kv_heads, capacity, head_dim)
@@ -65,6 +66,7 @@ struct Pass {
   int64_t num_threads, num_sequences, num_logits;
   const int64_t* tokens;                 // (M,)
   const float* inputs;                   // (M, hidden) in the place of the tokens' embeddings; or null
+  const float* sides;                    // (M, hidden), the second input of the first layer, where it has one
   const int64_t *positions, *parents;    // (W,), a parent is a node of the same sequence, -1 where there is none
   const int64_t *slots, *prefix;         // (S,)
   const int64_t *starts, *node_starts;   // (S + 1,), where each sequence's tokens and nodes begin

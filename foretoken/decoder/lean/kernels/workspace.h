@@ -16,6 +16,10 @@ inline int64_t greatest_rows(const Model& model) {
   return model.capacity + kLanes;  // keys one token can see, padded
 }
 
+// Whether the first layer has a second input, and what attention reads there.
+inline bool has_side(const Model& model) { return model.layers[0].side_norm.weight != nullptr; }
+inline int64_t attention_width(const Model& model) { return has_side(model) ? 2 * model.hidden : model.hidden; }
+
 inline int64_t group_size(const Model& model) { return model.heads / model.kv_heads; }
 
 // Lays out a buffer of rows * cols elements behind `size` bytes from `base` on, which may be null: `size` becomes what it
@@ -37,7 +41,7 @@ struct Workspace {
 
   float *residual, *query, *key, *value, *gate, *up;
   float* branch;      // (M, hidden), what is added to the residual stream after a norm; of no size without such norms
-  Token *normed, *mixed, *inner;
+  Token *normed, *mixed, *inner;  // normed: twice as wide where the first layer has a second input
   typename Fragment<T>::Token* rotated;
   float* scores;      // kTokens rows a thread
   int32_t* scratch;   // likewise
@@ -73,7 +77,7 @@ struct Workspace {
     take(base, up, M, model.intermediate);
     take(base, branch, model.has_post_norms ? M : 0, model.hidden);
     take(base, rotated, M, model.kv_heads * Inputs<T>::size(group_size(model), model.head_dim));
-    take(base, normed, padded_M, Inputs<W>::padded(model.hidden));
+    take(base, normed, padded_M, Inputs<W>::padded(attention_width(model)));
     take(base, mixed, padded_M, Inputs<W>::padded(q));
     take(base, inner, padded_M, Inputs<W>::padded(model.intermediate));
     take(base, scores, threads, kTokens * greatest_rows(model));
