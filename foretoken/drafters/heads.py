@@ -8,27 +8,24 @@ Letters: B sequences, E hidden size, W width of a head's state, K heads.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from foretoken.core.backend import has_cuda_runtime, runs_cpu_kernels
+from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.errors import ConfigError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.lean.head_kernels import HeadKernels
-from foretoken.drafters.base import DrafterOptions, TargetReads, TreeOption
+from foretoken.drafters.base import LONGEST_CHAIN, DrafterOptions, TargetReads, TreeOption
 from foretoken.drafters.captured_expansion import CapturedExpansion
+from foretoken.drafters.head_loading import LoadedHead, load_head
 from foretoken.drafters.kept_draws import KeptDraws
-from foretoken.drafters.last_features import LastFeatures
+from foretoken.drafters.last_features import KeptFeatures, LastFeatures
 from foretoken.drafters.quantization import QuantizationOption, with_quantization
-from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.formats.hub import local_head
-from foretoken.formats.registry import read_head
 from foretoken.heads.step_head import StepHead
-from foretoken.hf.parts import TargetParts, target_parts
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape
@@ -41,8 +38,8 @@ if TYPE_CHECKING:
 
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
-    from foretoken.drafters.prefix_features import PrefixFeatures
     from foretoken.heads.base import Head
+    from foretoken.hf.parts import TargetParts
     from foretoken.trees.dynamic import AnyShape
     from foretoken.trees.expansion import Expansion
 
@@ -76,68 +73,6 @@ class HeadOptions(DrafterOptions):
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     quantization: QuantizationOption = "auto"
     allow_other_target: bool = False
-
-
-class LoadedHead(NamedTuple):
-    """A head ready to draft with.
-
-    Attributes:
-        head: The network.
-        parts: What it shares with the target.
-        checkpoint: Where it came from.
-        dtype: Of its features.
-        is_optimized: Whether its layers are those of the native kernels, where they can be.
-        quantization: Of its matrices; None where they are as they were stored.
-    """
-
-    head: Head
-    parts: TargetParts
-    checkpoint: HeadCheckpoint
-    dtype: torch.dtype
-    is_optimized: bool
-    quantization: Quantization | None
-
-
-def load_head(
-    options: HeadOptions, target: TargetHandle, method: str, quantization: Quantization | None = None
-) -> LoadedHead:
-    """Loads the head that the options name.
-
-    Args:
-        options: Of the drafter.
-        target: What it drafts for.
-        method: Of the head.
-        quantization: Of its matrices.
-
-    Raises:
-        ConfigError: Without a model, or when the head is of another method or for another target.
-        ModelError: When the checkpoint is missing or damaged, or cannot be downloaded; `UnsuitableError` when it cannot
-            be quantised.
-    """
-    if options.model is None:
-        raise ConfigError(f"method '{method}' needs a trained head. Expected its directory or hub id. Set 'model'.")
-    is_on_cpu = runs_cpu_kernels(target.device)
-    if quantization is not None and not is_on_cpu:  # before anything is read for it
-        raise UnsuitableError(f"only CPUs have kernels for {quantization}, not {target.device}.")
-    fingerprint = TargetFingerprint.of(target.model)
-    path = local_head(options.model, options.revision)
-    _, checkpoint = read_head(path, target=fingerprint, base_config=target.model.config)
-    if checkpoint.config.method != method:
-        raise ConfigError(
-            f"'{options.model}' holds a {checkpoint.config.method} head. Expected a {method} head. "
-            f"Set 'method' to '{checkpoint.config.method}'."
-        )
-    if options.allow_other_target:
-        fingerprint = fingerprint.model_copy(update={"weights": None, "architecture": None, "num_layers": None})
-    checkpoint.check_target(fingerprint, what=options.model)
-    dtype = torch.float32 if is_on_cpu else target.dtype  # drafts need no exactness: neither does it widen any weight
-    head = checkpoint.module(device=target.device, dtype=dtype)
-    if is_on_cpu:
-        head.optimize_for_inference(quantization)
-    parts = target_parts(
-        target.model, dtype=dtype, is_inference=True, quantization=quantization if head.has_target_lm_head else None
-    )
-    return LoadedHead(head, parts, checkpoint, dtype, is_on_cpu, quantization)
 
 
 def head_kernels(loaded: LoadedHead) -> HeadKernels | None:
@@ -179,13 +114,6 @@ class HeadDrafter:
         self._shapes = [self.shape.truncated(depth) for depth in range(self.shape.depth + 1)]
         self.nodes_by_depth = [shape.num_nodes for shape in self._shapes]
 
-    @property
-    def head(self) -> StepHead:
-        """The network."""
-        head = self.loaded.head
-        assert isinstance(head, StepHead), "`load_head` checks the method"
-        return head
-
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Starts without features."""
         del request
@@ -201,8 +129,7 @@ class HeadDrafter:
         rows = [row for row, depth in enumerate(room) if depth > 0]
         if not rows:
             return TokenTree.roots(context.roots, device=self._target.device)
-        features = self._features.of([context.slots[row] for row in rows])
-        expansion = self._expanded(context, rows, self._shapes[min(max(room), len(self._shapes) - 1)], features)
+        expansion = self._expanded(context, rows, self._shapes[min(max(room), len(self._shapes) - 1)])
         return expansion.finish(rows, room, context.roots)
 
     def commit(self, committed: Committed) -> None:
@@ -213,7 +140,7 @@ class HeadDrafter:
         """Forgets the features."""
         self._features.forget(slot)
 
-    def features_for(self, target: TargetHandle) -> LastFeatures | PrefixFeatures:
+    def features_for(self, target: TargetHandle) -> KeptFeatures:
         """What is kept of the target's features: the last one of each slot."""
         return LastFeatures(
             target.num_slots, self.loaded.head.config.hidden_size, device=target.device, dtype=self.loaded.dtype
@@ -230,9 +157,9 @@ class HeadDrafter:
             expansion: A tree of roots; changed.
             state: (B, W), what steps start from.
         """
-        fill_by_steps(self.head, self.loaded.parts, expansion, state)
+        fill_by_steps(step_head(self.loaded.head), self.loaded.parts, expansion, state)
 
-    def _loaded_features(self, quantization: Quantization | None) -> LastFeatures | PrefixFeatures:
+    def _loaded_features(self, quantization: Quantization | None) -> KeptFeatures:
         """Loads the head; what is kept of the target's features may have matrices of the head too.
 
         Raises:
@@ -250,10 +177,18 @@ class HeadDrafter:
         else:
             self.fill(expansion, self.state_of(features))
 
-    def _expanded(self, context: DraftContext, rows: Sequence[int], shape: AnyShape, features: Tensor) -> Expansion:
-        """Trees of one shape for some sequences of the batch; features: (rows, E)."""
+    def _expanded(self, context: DraftContext, rows: Sequence[int], shape: AnyShape) -> Expansion:
+        """Trees of one shape for some sequences of the batch."""
+        slots, texts = [context.slots[row] for row in rows], [context.tokens[row] for row in rows]
+        features = self._features.of(slots, texts)
         roots, draws = self._draws.of(context, rows, self._target.device)
         return self._expansion.expand(shape, roots, draws, features)
+
+    def trial(self, shape: TreeShape, roots: Tensor, draws: DraftDraws) -> None:
+        """Drafts a tree of one sequence from nothing, for its time; before any sequence has begun."""
+        size = self.loaded.head.config.hidden_size
+        features = torch.zeros(1, size, device=roots.device, dtype=self.loaded.dtype)
+        self._expansion.expand(shape, roots, draws, features)
 
     def _chosen_shape(self) -> AnyShape:
         """The tree that the options ask for, no deeper than there are heads.
@@ -261,14 +196,15 @@ class HeadDrafter:
         Raises:
             ConfigError: When they ask for a deeper one.
         """
-        options, depth = self.options, self.loaded.head.config.steps
+        options, config = self.options, self.loaded.head.config
+        depth = config.max_depth or LONGEST_CHAIN
         if options.num_speculative_tokens is not None and options.num_speculative_tokens > depth:
             raise ConfigError(
                 f"num_speculative_tokens is {options.num_speculative_tokens}, but '{options.model}' has {depth} "
                 f"heads, which draft a token each. Expected at most {depth}."
             )
         if options.tree == "dynamic":
-            return options.dynamic_shape(depth)
+            return options.dynamic_shape(min(config.steps, depth))
         shape = options.shape(self._best_shape)
         if shape.depth > depth and not isinstance(options.tree, str):
             raise ConfigError(
@@ -291,20 +227,25 @@ class HeadDrafter:
     @torch.inference_mode()
     def _chain_seconds(self, depth: int) -> float:
         """Seconds of the fastest of a few drafts of a chain, until the device is done."""
-        device, size = self._target.device, self.loaded.head.config.hidden_size
+        device = self._target.device
         request = SamplingRequest(params=SamplingParams(temperature=0.0), seed=0)
         batch = SamplingBatch.build([request], self._target.vocab_size, device)
         draws = DraftDraws.build(batch, [False], torch.zeros(1, dtype=torch.int64, device=device))
         roots = torch.zeros(1, dtype=torch.int64, device=device)
-        features = torch.zeros(1, size, device=device, dtype=self.loaded.dtype)
         best = float("inf")
         for _ in range(_TIMED_CALLS):
             begin = time.perf_counter()
-            self._expansion.expand(TreeShape.chain(depth), roots, draws, features)
+            self.trial(TreeShape.chain(depth), roots, draws)
             if has_cuda_runtime(device):
                 torch.cuda.synchronize(device)
             best = min(best, time.perf_counter() - begin)
         return best
+
+
+def step_head(head: Head) -> StepHead:
+    """A head of a method whose heads take a token a step, which `load_head` has checked."""
+    assert isinstance(head, StepHead), f"{head.config.method} heads take a token a step"
+    return head
 
 
 def fill_by_steps(head: StepHead, parts: TargetParts, expansion: Expansion, state: Tensor) -> None:

@@ -16,7 +16,7 @@ from foretoken.heads.hydra import HydraHeads
 
 if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter, TargetHandle
-    from foretoken.drafters.last_features import LastFeatures
+    from foretoken.drafters.last_features import KeptFeatures
 
 
 class Options(HeadOptions):
@@ -28,7 +28,7 @@ class HydraDrafter(HeadDrafter):
 
     name = "hydra"
 
-    def features_for(self, target: TargetHandle) -> LastFeatures | PrefixFeatures:
+    def features_for(self, target: TargetHandle) -> KeptFeatures:
         """The last features, through the decoder block of Hydra++ where there is one."""
         head = self.loaded.head
         assert isinstance(head, HydraHeads), "`load_head` checks the method"

@@ -5,7 +5,7 @@ Letters: B sequences, S slots, E hidden size.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -41,6 +41,27 @@ def set_last(table: Tensor, slots: Sequence[int], rows: Tensor, offsets: Sequenc
     table[torch.tensor(list(slots), device=rows.device)] = rows.to(table.dtype)
 
 
+class KeptFeatures(Protocol):
+    """What is kept of the target's features, for drafts that begin at the last committed position."""
+
+    def is_known(self, slot: int, length: int) -> bool:
+        """Whether what is needed of positions 0 … `length - 1` is here."""
+
+    def learn(self, committed: Committed) -> None:
+        """Takes what entered the target's KV."""
+
+    def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
+        """(B, W), what drafts begin from.
+
+        Args:
+            slots: B slots.
+            texts: The committed tokens of each, which reach a token further than features.
+        """
+
+    def forget(self, slot: int) -> None:
+        """The slot's sequence is over."""
+
+
 class LastFeatures:
     """The target's feature at the last committed position of every slot."""
 
@@ -59,8 +80,9 @@ class LastFeatures:
         for slot, start, length in zip(committed.slots, committed.starts, committed.lengths, strict=True):
             self._known[slot] = start + length
 
-    def of(self, slots: Sequence[int]) -> Tensor:
-        """(B, E), of some slots."""
+    def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
+        """(B, E), of some slots; see `KeptFeatures`."""
+        del texts
         return rows_at(self._features, slots)
 
     def forget(self, slot: int) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.heads import HeadDrafter, HeadOptions
+from foretoken.drafters.heads import HeadDrafter, HeadOptions, step_head
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,7 @@ class MlpSpeculatorDrafter(HeadDrafter):
 
     def state_of(self, features: Tensor) -> Tensor:
         """(B, W), the recurrence's first state."""
-        return self.head.encode(features)
+        return step_head(self.loaded.head).encode(features)
 
 
 def create(options: Options) -> Drafter:

@@ -22,16 +22,18 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from foretoken.drafters.base import Drafter
+    from foretoken.hf.loading import LoadedModel
 
 _GROUP = "foretoken.drafters"
 _NOT_METHODS = {
-    "base", "heads", "kept_draws", "last_features", "prefix_features", "captured_expansion", "quantization", "registry"
+    "autoregressive", "base", "captured_expansion", "head_loading", "heads", "kept_draws", "last_features",
+    "prefix_features", "quantization", "registry", "stack_features",
 }  # fmt: skip
 # A tool of benchmarks, which needs the answer: by its exact name only.
 _TOOLS = {"oracle"}
 # Methods of papers and of other engines, without dashes: known by name, and not there yet.
 _PLANNED = frozenset({
-    "clover", "dflash", "eagle", "eagle2", "eagle3", "falcon", "hass", "kangaroo", "layerskip", "lookahead", "mtp",
+    "clover", "dflash", "falcon", "kangaroo", "layerskip", "lookahead", "mtp",
     "ngramgpu", "pard", "recycling", "rest", "suffix", "suffixdecoding", "tokenrecycling",
 })  # fmt: skip
 
@@ -82,9 +84,19 @@ def _unknown(method: object) -> str:
     return f"speculative method {shown(method)} does not exist. {nearest_name_hint(shown(method), offered_methods())}"
 
 
-def create_drafter(options: DrafterOptions) -> Drafter:
-    """Makes the drafter that the options describe; its weights are loaded when it is attached."""
-    drafter: Drafter = _module(options.method).create(options)
+def create_drafter(options: DrafterOptions, model: LoadedModel) -> Drafter:
+    """Makes the drafter that the options describe; its weights are loaded when it is attached.
+
+    Args:
+        options: Of the drafter.
+        model: The target, for methods that read other features of another target: those whose module has a function
+            `create_for(options, model)`.
+    """
+    module = _module(options.method)
+    if hasattr(module, "create_for"):
+        drafter: Drafter = module.create_for(options, model)
+    else:
+        drafter = module.create(options)
     return drafter
 
 
@@ -100,7 +112,7 @@ def _module(method: str) -> Any:
         module = import_module(path)
     except Exception as err:  # the file may be anybody's
         raise ConfigError(f"the file of method '{method}' cannot be imported: {described(err)}. Mend it.") from err
-    options, create = getattr(module, "Options", None), getattr(module, "create", None)
+    options, create = getattr(module, "Options", None), getattr(module, "create", getattr(module, "create_for", None))
     if not (isinstance(options, type) and issubclass(options, DrafterOptions) and callable(create)):
         raise ConfigError(
             f"the file of method '{method}' is no drafter. Expected a class Options(DrafterOptions) and a function "

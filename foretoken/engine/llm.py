@@ -373,7 +373,7 @@ def _drafter_setup(
     parsed = parse_speculative_config(config, target=target.name)
     drafters = [
         make_drafter(
-            partial(create_drafter, options), maker=f"method '{options.method}'",
+            partial(create_drafter, options, target), maker=f"method '{options.method}'",
             is_trusted=options.is_trusted or is_trusted, device=target.device,
         )
         for options in parsed.options

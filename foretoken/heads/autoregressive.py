@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from typing_extensions import override
 
+from foretoken.decoder.lean.native_linear import fast_linear
 from foretoken.heads.base import Head, HeadConfig
 from foretoken.heads.decoder_layer import DecoderLayer, Heads, LayerConfig, unrolled_attention
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from foretoken.decoder.blocks import Blocks
+    from foretoken.decoder.lean.int8 import Quantization
     from foretoken.hf.parts import TargetParts
 
 
@@ -98,6 +100,14 @@ class AutoregressiveHead(Head):
     def outputs(self, x: Tensor) -> BlockOutputs:
         """What comes of (..., W) outputs of the block."""
         return BlockOutputs(x, x)
+
+    @override
+    def optimize_for_inference(self, quantization: Quantization | None = None) -> None:
+        """Packs the linear layers around the block, which runs as a whole, see `as_blocks`."""
+        self.layer.compact()
+        for name, child in list(self.named_children()):
+            if isinstance(child, nn.Linear):
+                setattr(self, name, fast_linear(child, quantization=quantization))
 
     @abstractmethod
     def as_blocks(self, num_positions: int) -> Blocks:

@@ -153,7 +153,7 @@ def test_unknown_names_get_the_nearest(refuse: Callable[..., str]) -> None:
             ("4 query heads", "3 key heads"),
         ),
         ("medusa", ("--set", "draft_vocab_size=68", "--set", "own_lm_head=true"), ("68", "67")),
-        ("medusa", ("--set", "draft_vocab_size=60", "--set", "own_lm_head=true"), ("cannot be trained",)),
+        ("medusa", ("--set", "draft_vocab_size=60", "--set", "own_lm_head=true"), ("60", "0 are named")),
         ("medusa", ("--lr", "inf"), ("'schedule.peak' of training is inf", "finite")),
         ("medusa", ("--objective", "head_decay=2"), ("'head_decay' of the objective of medusa is 2",)),
         ("hydra", ("--objective", "head_decay=0"), ("'head_decay' of the objective of hydra is 0",)),

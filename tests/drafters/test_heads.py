@@ -49,7 +49,7 @@ def saved(directory: Path, method: str, *, architecture: str = "llama", seed: in
 def drafter(directory: Path, method: str, architecture: str = "llama", changes: Any = None, **keys: Any) -> Any:
     target = wrap_model(tiny_model(architecture), name=architecture)
     options = drafter_options({"method": method, "model": str(directory), **keys})
-    return attached(create_drafter(options), model=target, vocab_size=target.vocab_size, **(changes or {}))
+    return attached(create_drafter(options, target), model=target, vocab_size=target.vocab_size, **(changes or {}))
 
 
 def commit(made: Any, slot: int, start: int, length: int, seed: int = 0) -> None:
@@ -200,7 +200,7 @@ def test_heads_for_others_are_refused(tmp_path: Path) -> None:
         drafter(directory, "medusa", tree=[[0], [0, 0], [0, 0, 0]])
     nameless = drafter_options({"method": "medusa"})
     with pytest.raises(ConfigError, match="needs a trained head"):
-        create_drafter(nameless).attach(handle())
+        create_drafter(nameless, handle().model).attach(handle())
     assert drafter(tmp_path / "qwen", "medusa", allow_other_target=True).nodes_by_depth[-1] > 2
     config = json.loads((directory / "config.json").read_text())
     config["config"]["hidden_size"] = 16

@@ -86,7 +86,7 @@ def test_a_new_file_is_a_new_method(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["oracel", "adversaria", "eagle", "EAGLE-3", "deepseek_mtp", "token_recycling", "zzz"]
+    "method", ["oracel", "adversaria", "dflash", "EAGLE-3", "deepseek_mtp", "token_recycling", "zzz"]
 )
 def test_tools_are_offered_to_nobody(method: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -94,13 +94,11 @@ def test_tools_are_offered_to_nobody(method: str) -> None:
     offered = str(caught.value).rpartition(": ")[2].rstrip(".").split(", ")
     assert {"draft_model", "ngram"} <= set(offered)
     assert "oracle" not in offered
-    assert ("is not there yet" in str(caught.value)) == (
-        method in ("eagle", "EAGLE-3", "deepseek_mtp", "token_recycling")
-    )
+    assert ("is not there yet" in str(caught.value)) == (method in ("dflash", "deepseek_mtp", "token_recycling"))
     assert "Did you mean" not in str(caught.value)
 
 
-NEEDS_MODEL = ("draft_model", "medusa", "hydra", "mlp_speculator")
+NEEDS_MODEL = ("draft_model", "eagle", "eagle3", "hydra", "medusa", "mlp_speculator")
 
 
 def test_every_method_has_the_two_names_and_sound_options() -> None:
@@ -112,9 +110,9 @@ def test_every_method_has_the_two_names_and_sound_options() -> None:
         assert options.method == method
         if method in NEEDS_MODEL:
             with pytest.raises(ConfigError, match=f"method '{method}' needs a"):
-                create_drafter(options).attach(handle())
+                create_drafter(options, handle().model).attach(handle())
             continue
-        drafter = create_drafter(options)
+        drafter = create_drafter(options, handle().model)
         assert 2 <= drafter.nodes_by_depth[-1] <= 512
         assert isinstance(drafter.name, str)
         assert isinstance(drafter.reads, TargetReads)

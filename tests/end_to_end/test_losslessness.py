@@ -8,7 +8,7 @@ import pytest
 import torch
 from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_mix
 from end_to_end.same_text import assert_same_text
-from end_to_end.tiny_heads import HEADS
+from end_to_end.tiny_heads import STEP_HEADS
 from end_to_end.tiny_llms import RUNNERS, drafters, llm
 
 from foretoken.core.results import GenerationMetrics
@@ -16,12 +16,14 @@ from foretoken.decoder.lean.head_kernels import HeadKernels
 
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 NAMES = list(DRAFTERS["generic"])
-# Every drafter meets the full batch and one of the small ones, dynamic trees one of all, as they are verified like
-# others; in all of them there are more sequences than slots.
+# Every drafter meets the full batch and one of the small ones, dynamic trees and EAGLE's heads one of all, as they are
+# verified like others; in all of them there are more sequences than slots.
 PAIRS = [
     (name, batch)
     for index, name in enumerate(NAMES)
-    for batch in ((8, (1, 3)[index % 2]) if "dynamic" not in name else [(8, 1, 3)[index % 3]])
+    for batch in (
+        [(8, 1, 3)[index % 3]] if {"dynamic", "eagle", "eagle3"} & set(name.split()) else (8, (1, 3)[index % 2])
+    )
 ]
 # Tokens a pass that a drafter must reach on the mix, so that commits and bonus tokens are known to have been tested.
 # Measured on the generic runner: 10 % above these.
@@ -44,7 +46,7 @@ def test_text_is_plain_decodings(drafter: str, batch: int, runner: str) -> None:
     with mock.patch.object(HeadKernels, "fill", autospec=True, side_effect=HeadKernels.fill) as native_call:
         got = engine.generate([r.prompt for r in mix], [r.params for r in mix])
     assert_same_text(got, plain, [r.name for r in mix])
-    assert native_call.called or drafter not in HEADS or RUNNERS[runner] == torch.float64
+    assert native_call.called or drafter not in STEP_HEADS or RUNNERS[runner] == torch.float64
     metrics = GenerationMetrics.total(output.metrics for output in got)
     assert metrics.mean_acceptance_length >= (AT_LEAST.get(drafter, 1.0) if runner == "generic" else 1.0)
 

@@ -26,7 +26,10 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "hydra": ("hydra", {"num_heads": 3, "num_layers": 2, "prefix": None, "own_lm_head": True}),
     "hydra++": ("hydra", {"num_heads": 4, "num_layers": 2}),
     "mlp_speculator": ("mlp_speculator", {"num_heads": 3, "inner_dim": 48}),
+    "eagle": ("eagle", {"num_steps": 4}),
+    "eagle3": ("eagle3", {"num_steps": 4, "boundaries": [1, 3], "draft_vocab_size": 50}),
 }
+STEP_HEADS = ("medusa", "hydra", "hydra++", "mlp_speculator")
 _STEPS = 150
 _Text = tuple[int, ...]
 _texts: dict[str, list[_Text]] = {}  # the first texts an architecture's heads were asked for
@@ -34,7 +37,8 @@ _texts: dict[str, list[_Text]] = {}  # the first texts an architecture's heads w
 
 def depth(name: str) -> int:
     """How many tokens deep a head drafts."""
-    return HEADS[name][1]["num_heads"]
+    sizes = HEADS[name][1]
+    return int(sizes.get("num_heads", sizes.get("num_steps")))
 
 
 def head(
@@ -66,6 +70,10 @@ def _trained(name: str, architecture: str, steps: int, texts: tuple[_Text, ...])
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = build_head(head_config(method, target, sizes), dtype=torch.float32)
+        if made.token_map is not None:  # what the texts hold, and then the lowest of the others
+            words = sorted({token for text in texts for token in text})
+            others = (token for token in range(target.vocab_size) if token not in words)
+            made.token_map = torch.tensor(sorted([*words, *others][: len(made.token_map)]))
         made.initialize(parts)
         if not steps:
             for parameter in made.parameters():

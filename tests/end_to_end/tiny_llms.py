@@ -154,7 +154,7 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
             f"{name} dynamic": head(
                 name, architecture, tree="dynamic", tree_top_k=4, max_nodes=12, num_speculative_tokens=3
             )
-            for name in ("medusa", "hydra", "mlp_speculator")
+            for name in ("medusa", "hydra", "mlp_speculator", "eagle", "eagle3")
         },
         "hydra dynamic adaptive": head("hydra", architecture, tree="dynamic"),
         "hydra++ as stored": head("hydra++", architecture, num_speculative_tokens=3, quantization="none"),
@@ -164,6 +164,8 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "hydra chain": head("hydra", architecture, tree="chain", num_speculative_tokens=3),
         "hydra++ choices": head("hydra++", architecture, tree=MEDUSA_CHOICES),
         "hydra++ chain": head("hydra++", architecture, tree="chain"),
+        "eagle choices": head("eagle", architecture, tree=MEDUSA_CHOICES),
+        "eagle3 chain": head("eagle3", architecture, tree="chain", num_speculative_tokens=6),
         "mlp_speculator widths": head("mlp_speculator", architecture, tree=WIDTHS),
         "mlp_speculator chain": head("mlp_speculator", architecture, tree="chain", num_speculative_tokens=2),
         **{f"random {name}": head(name, architecture, steps=0, num_speculative_tokens=depth(name)) for name in HEADS},

@@ -67,7 +67,7 @@ class Fed:
     def check(self, slots: Sequence[int]) -> None:
         """What drafting would read is the whole pass's; then all rows that are not committed become NaN."""
         assert all(self.features.is_known(slot, self.length[slot]) for slot in slots)
-        found = self.features.of(slots)
+        found = self.features.of(slots, [[0] * (self.length[slot] + 1) for slot in slots])
         for row, slot in enumerate(slots):
             expected = self.encoded[slot][self.length[slot] - 1]
             torch.testing.assert_close(found[row].double(), expected, **self.same)

@@ -13,7 +13,7 @@ from heads.fed_prefix import GROUPS, Fed, block
 from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaModel
 
-from foretoken.drafters import prefix_features
+from foretoken.drafters import stack_features
 
 
 @pytest.mark.parametrize("theta", [10000.0, 50.0])
@@ -111,7 +111,7 @@ def test_chunks_of_one_size(chunk: int, kind: str, name: str, dtype: torch.dtype
 def test_prompt_before_chunks(prompt: int, dtype: torch.dtype) -> None:
     """Prompts on both sides of what is fed beside other slots, and of the size of a chunk."""
     fed = Fed(block(), dtype)
-    with mock.patch.object(prefix_features, "_CHUNK", 16):
+    with mock.patch.object(stack_features, "_CHUNK", 16):
         for slot in (0, 1):
             fed.begin(slot, seed=slot)
         fed.commit({0: prompt, 1: 3})
@@ -153,7 +153,7 @@ def test_a_slot_used_again_equals_a_fresh_one(dtype: torch.dtype) -> None:
     for fed in (used, fresh):
         fed.begin(0, seed=2)
         fed.commit({0: 7})
-    assert torch.equal(used.features.of([0]), fresh.features.of([0]))
+    assert torch.equal(used.features.of([0], [[0] * 8]), fresh.features.of([0], [[0] * 8]))
 
 
 def test_a_slot_that_missed_a_part_is_not_drafted_for(dtype: torch.dtype) -> None:

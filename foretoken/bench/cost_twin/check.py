@@ -118,7 +118,7 @@ def _decoded(
         seen: list[Any] = []
         make = None
         if part is not None:
-            make = _maker(part, part.path if index else part.source, seen)
+            make = _maker(part, part.path if index else part.source, model, seen)
         llm = LLM(
             model, drafter=make, trust_drafter=make is not None, max_num_seqs=1,
             max_model_len=min(model.context_len, max(map(len, prompts)) + max_tokens),
@@ -138,12 +138,12 @@ def _decoded(
     )
 
 
-def _maker(part: TwinPart, path: Any, seen: list[Any]) -> Callable[[], Drafter]:
+def _maker(part: TwinPart, path: Any, model: LoadedModel, seen: list[Any]) -> Callable[[], Drafter]:
     """What makes a drafter whose proposals are kept."""
     facts = native_facts(part.path)  # none of a draft model
     widths = _WIDTHS if facts is None else _WIDTHS[: facts["heads"]]
     options = drafter_options({"method": part.role, "model": str(path), "tree": {"widths": widths}})
-    return lambda: _Listening(create_drafter(options), seen)
+    return lambda: _Listening(create_drafter(options, model), seen)
 
 
 class _Listening:

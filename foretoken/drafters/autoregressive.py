@@ -1,0 +1,159 @@
+"""Drafters over heads of the EAGLE family: a decoder block over pairs of a feature and the token after it.
+
+The block has a KV cache of its own. Committed pairs are fed with the target's own features, whatever was drafted at
+their places; a level of a draft is one pass of the block over the nodes whose children are chosen, behind the committed
+pairs and the levels above, with the head's own states in the place of features. Its rows are overwritten by what comes
+next.
+
+A pair stands at the position of its feature, so nodes of depth d at that of the root and d - 1.
+
+Source: Li et al. 2024 (arXiv 2401.15077 and 2406.16858) and 2025 (2503.01840).
+
+Letters: B sequences, P nodes of a level that are fed, W width of the block.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from foretoken.core.passes import Pass
+from foretoken.decoder.block_stack import BlockStack
+from foretoken.drafters.base import LONGEST_CHAIN, TargetReads
+from foretoken.drafters.head_loading import checked_head
+from foretoken.drafters.heads import HeadDrafter, HeadOptions
+from foretoken.drafters.stack_features import StackFeatures
+from foretoken.heads.autoregressive import AutoregressiveHead
+from foretoken.trees.dynamic import begin_expansion
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.drafters.base import DraftContext, TargetHandle
+    from foretoken.drafters.last_features import KeptFeatures
+    from foretoken.hf.loading import LoadedModel
+    from foretoken.sampling.draft_draws import DraftDraws
+    from foretoken.trees.choices import TreeShape
+    from foretoken.trees.dynamic import AnyShape
+    from foretoken.trees.expansion import Expansion, Frontier
+
+
+class AutoregressiveDrafter(HeadDrafter):
+    """See the module."""
+
+    def __init__(self, options: HeadOptions, model: LoadedModel) -> None:
+        """A drafter whose head is not loaded yet.
+
+        Args:
+            options: Of the drafter.
+            model: The target.
+
+        Raises:
+            ConfigError, ModelError: See `checked_head`.
+        """
+        super().__init__(options)
+        self.reads = TargetReads(taps=checked_head(options, model, self.name).config.taps)
+
+    @property
+    def head(self) -> AutoregressiveHead:
+        """The network."""
+        head = self.loaded.head
+        assert isinstance(head, AutoregressiveHead), "`load_head` checks the method"
+        return head
+
+    def features_for(self, target: TargetHandle) -> KeptFeatures:
+        """The features as the block sees them; makes the block's cache."""
+        head, loaded = self.head, self.loaded
+        capacity = target.context_len + self.options.max_nodes * LONGEST_CHAIN
+        self._stack = BlockStack(
+            head.as_blocks(capacity), num_slots=target.num_slots, capacity=capacity, quantization=loaded.quantization
+        )
+        return StackFeatures(self._encoded, target, width=2 * head.config.width, dtype=loaded.dtype)
+
+    def _encoded(self, features: Tensor, work: Pass) -> Tensor:
+        """(M, 2 W), states and what logits are read from side by side, of committed pairs; features: (M, F E)."""
+        return self._fed(self.head.begin(features), work.tokens, work)
+
+    def _fed(self, states: Tensor, tokens: Tensor, work: Pass) -> Tensor:
+        """Feeds pairs; (M, 2 W) of (M, W) states and (M,) tokens."""
+        head, parts = self.head, self.loaded.parts
+        inputs, side = head.paired(states, head.embed(tokens, parts).to(states.dtype))
+        return torch.cat(head.outputs(self._stack.run(inputs, work, side).to(states.dtype)), dim=-1)
+
+    def _expanded(self, context: DraftContext, rows: Sequence[int], shape: AnyShape) -> Expansion:
+        """Trees of one shape for some sequences of the batch."""
+        slots, texts = [context.slots[row] for row in rows], [context.tokens[row] for row in rows]
+        outputs = self._features.of(slots, texts)
+        roots, draws = self._draws.of(context, rows, self._target.device)
+        expansion = begin_expansion(shape, roots, draws)
+        self._grow(expansion, outputs, slots, [len(text) - 1 for text in texts])
+        return expansion
+
+    def _grow(self, expansion: Expansion, outputs: Tensor, slots: Sequence[int], prefix_lens: Sequence[int]) -> None:
+        """Fills trees of roots level by level, without a look at the content of any tensor.
+
+        Args:
+            expansion: Trees of roots; changed.
+            outputs: (B, 2 W), of the last committed pairs.
+            slots: Of the sequences.
+            prefix_lens: Committed pairs of each.
+        """
+        head, parts, width = self.head, self.loaded.parts, self.head.config.width
+        passes = _LevelPasses(slots, prefix_lens, outputs.device)
+        level = outputs.unsqueeze(1)
+        for depth in range(expansion.depth):
+            if depth:
+                frontier = expansion.frontier(depth)
+                states = frontier.inherited(level)[..., :width]
+                work = passes.of(frontier, depth)
+                fed = self._fed(states.flatten(0, 1), frontier.tokens.flatten(), work)
+                level = fed.view(len(slots), -1, 2 * width)
+            expansion.grow(depth, head.logits(depth, level[..., width:], parts).float())
+
+    @override
+    def trial(self, shape: TreeShape, roots: Tensor, draws: DraftDraws) -> None:
+        outputs = torch.zeros(1, 2 * self.head.config.width, device=roots.device, dtype=self.loaded.dtype)
+        self._grow(begin_expansion(shape, roots, draws), outputs, [0], [0])
+
+
+class _LevelPasses:
+    """The passes over the levels of a draft, one after another.
+
+    Attributes:
+        num_fed: Nodes of each sequence that were fed so far.
+    """
+
+    def __init__(self, slots: Sequence[int], prefix_lens: Sequence[int], device: torch.device) -> None:
+        """Before the first level; prefix_lens: committed pairs of each sequence."""
+        self._slots, self._prefix_lens, self._device = slots, prefix_lens, device
+        self._roots = torch.tensor(list(prefix_lens), device=device).unsqueeze(1)
+        self._parents = torch.zeros(len(slots), 0, dtype=torch.int64, device=device)
+        self._depths = torch.zeros(0, dtype=torch.int64, device=device)
+        self._begin = 0  # of the level above, among the nodes that were fed
+
+    def of(self, frontier: Frontier, depth: int) -> Pass:
+        """The pass over the nodes of one depth, 1 or more."""
+        batch, count = frontier.tokens.shape
+        earlier = len(self._depths)
+        if depth == 1:
+            parents = torch.full((1, count), -1, device=self._device)
+        elif frontier.origins is None:
+            parents = torch.arange(self._begin, earlier, device=self._device).unsqueeze(0)
+        else:
+            parents = self._begin + frontier.origins
+        self._parents = torch.cat([self._parents, parents.expand(batch, -1)], dim=1)
+        self._depths = torch.cat([self._depths, self._depths.new_full((count,), depth - 1)])
+        self._begin = earlier
+        return Pass(
+            tokens=frontier.tokens.flatten(),
+            positions=(self._roots + self._depths).flatten(),
+            parents=self._parents.flatten(),
+            slots=self._slots,
+            prefix_lens=self._prefix_lens,
+            offsets=range(0, batch * count + 1, count),
+            num_earlier=[earlier] * batch,
+            logit_rows=None,
+        )

@@ -1,0 +1,98 @@
+"""Loading the head that a drafter's options name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from foretoken.core.backend import runs_cpu_kernels
+from foretoken.core.errors import ConfigError
+from foretoken.decoder.base import UnsuitableError
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+from foretoken.formats.hub import local_head
+from foretoken.formats.registry import read_head
+from foretoken.hf.parts import TargetParts, target_parts
+
+if TYPE_CHECKING:
+    from foretoken.decoder.lean.int8 import Quantization
+    from foretoken.drafters.base import TargetHandle
+    from foretoken.drafters.heads import HeadOptions
+    from foretoken.heads.base import Head
+    from foretoken.hf.loading import LoadedModel
+
+
+class LoadedHead(NamedTuple):
+    """A head ready to draft with.
+
+    Attributes:
+        head: The network.
+        parts: What it shares with the target.
+        checkpoint: Where it came from.
+        dtype: Of its features.
+        is_optimized: Whether its layers are those of the native kernels, where they can be.
+        quantization: Of its matrices; None where they are as they were stored.
+    """
+
+    head: Head
+    parts: TargetParts
+    checkpoint: HeadCheckpoint
+    dtype: torch.dtype
+    is_optimized: bool
+    quantization: Quantization | None
+
+
+def load_head(
+    options: HeadOptions, target: TargetHandle, method: str, quantization: Quantization | None = None
+) -> LoadedHead:
+    """Loads the head that the options name.
+
+    Args:
+        options: Of the drafter.
+        target: What it drafts for.
+        method: Of the head.
+        quantization: Of its matrices.
+
+    Raises:
+        ConfigError, ModelError: See `checked_head`; `UnsuitableError` when the head cannot be quantised.
+    """
+    is_on_cpu = runs_cpu_kernels(target.device)
+    if quantization is not None and not is_on_cpu:  # before anything is read for it
+        raise UnsuitableError(f"only CPUs have kernels for {quantization}, not {target.device}.")
+    checkpoint = checked_head(options, target.model, method)
+    dtype = torch.float32 if is_on_cpu else target.dtype  # drafts need no exactness: neither does it widen any weight
+    head = checkpoint.module(device=target.device, dtype=dtype)
+    if is_on_cpu:
+        head.optimize_for_inference(quantization)
+    parts = target_parts(
+        target.model, dtype=dtype, is_inference=True, quantization=quantization if head.has_target_lm_head else None
+    )
+    return LoadedHead(head, parts, checkpoint, dtype, is_on_cpu, quantization)
+
+
+def checked_head(options: HeadOptions, model: LoadedModel, method: str) -> HeadCheckpoint:
+    """The checkpoint that the options name.
+
+    Args:
+        options: Of the drafter.
+        model: The target.
+        method: Of the head.
+
+    Raises:
+        ConfigError: Without a model, or when the head is of another method or for another target.
+        ModelError: When the checkpoint is missing or damaged, or cannot be downloaded.
+    """
+    if options.model is None:
+        raise ConfigError(f"method '{method}' needs a trained head. Expected its directory or hub id. Set 'model'.")
+    fingerprint = TargetFingerprint.of(model)
+    path = local_head(options.model, options.revision)
+    _, checkpoint = read_head(path, target=fingerprint, base_config=model.config)
+    if checkpoint.config.method != method:
+        raise ConfigError(
+            f"'{options.model}' holds a {checkpoint.config.method} head. Expected a {method} head. "
+            f"Set 'method' to '{checkpoint.config.method}'."
+        )
+    if options.allow_other_target:
+        fingerprint = fingerprint.model_copy(update={"weights": None, "architecture": None, "num_layers": None})
+    checkpoint.check_target(fingerprint, what=options.model)
+    return checkpoint
