@@ -65,15 +65,18 @@ class HostFacts(NamedTuple):
 
     Attributes:
         roots: Root token of each sequence.
-        depths: Greatest depth of each tree.
+        depths: Greatest depth of each tree, or no less than that, see `are_depths_exact`.
         num_nodes: Nodes of each tree, root included.
         num_tokens: All tokens are at least 0 and below this.
+        are_depths_exact: Whether `depths` are the greatest depths themselves. Which nodes of a dynamic tree were chosen
+            is known on its device alone.
     """
 
     roots: Sequence[int]
     depths: Sequence[int]
     num_nodes: Sequence[int]
     num_tokens: int
+    are_depths_exact: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

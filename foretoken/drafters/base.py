@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, field_validator
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, field_validator, model_validator
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.trees.choices import TreeShape
+from foretoken.trees.dynamic import DynamicShape
 from foretoken.trees.published import PUBLISHED
 
 if TYPE_CHECKING:
@@ -226,7 +227,8 @@ class Drafter(Protocol):
 
 
 TreeOption = str | InstanceOf[TreeShape]
-_OWN_TREES = ("chain", "tree")
+_OWN_TREES = ("chain", "tree", "dynamic")
+_TREE_TOP_K = 10
 
 
 class DrafterOptions(BaseModel):
@@ -238,10 +240,13 @@ class DrafterOptions(BaseModel):
         method: Name of the method.
         model: Directory or hub id of the drafter's weights, for methods that have some.
         num_speculative_tokens: Depth of a draft; None lets the engine choose it from measured costs and acceptance.
-        tree: "chain", "tree" (the method's own branching shape), the name of a published tree (see
-            `foretoken.trees.published`), Medusa choices such as [[0], [1], [0, 0]], or {"widths": [3, 2, 1]}; both
-            become a `TreeShape` here.
-        max_nodes: Most nodes of a tree, root included.
+        tree: "chain", "tree" (the method's own branching shape), "dynamic" (the most probable nodes of each draft, see
+            `foretoken.trees.dynamic`), the name of a published tree (see `foretoken.trees.published`), Medusa choices
+            such as [[0], [1], [0, 0]], or {"widths": [3, 2, 1]}; both become a `TreeShape` here.
+        max_nodes: Most nodes of a tree, root included. Of dynamic trees, EAGLE's `total_token` and SGLang's
+            `num_draft_tokens`; `num_speculative_tokens` is then EAGLE's `depth` and one, and SGLang's `num_steps`.
+        tree_top_k: Of dynamic trees: candidates of each node, and nodes expanded a level. EAGLE's `top_k`, SGLang's
+            `eagle_topk`.
     """
 
     model_config = ConfigDict(
@@ -251,6 +256,7 @@ class DrafterOptions(BaseModel):
         False  # gets the engine's own values, and its word is taken; see `trust_drafter` of LLM
     )
     can_adapt_depth: ClassVar[bool] = True  # whether drafts of any depth up to the greatest make sense
+    has_dynamic_trees: ClassVar[bool] = False  # whether it drafts level by level, by probabilities of its own
     can_prune_tree: ClassVar[bool] = False  # whether "tree" is drafted at once, at the same cost whatever is kept of it
 
     method: str
@@ -258,6 +264,7 @@ class DrafterOptions(BaseModel):
     num_speculative_tokens: int | None = Field(default=None, ge=1, le=64)
     tree: TreeOption = "chain"
     max_nodes: int = Field(default=64, ge=2, le=512)
+    tree_top_k: int = Field(default=_TREE_TOP_K, ge=1, le=64)
 
     @field_validator("tree", mode="before")
     @classmethod
@@ -277,6 +284,25 @@ class DrafterOptions(BaseModel):
             )
         return value
 
+    @model_validator(mode="after")
+    def _dynamic(self) -> Self:
+        """Dynamic trees are asked for where there are some.
+
+        Raises:
+            ConfigError: Elsewhere.
+        """
+        if self.tree == "dynamic" and not self.has_dynamic_trees:
+            raise ConfigError(
+                f"method '{self.method}' has no dynamic trees. Expected a method that drafts level by level by "
+                'probabilities of its own, or another tree, as "chain".'
+            )
+        if self.tree != "dynamic" and self.tree_top_k != _TREE_TOP_K:
+            raise ConfigError(
+                f"tree_top_k is {self.tree_top_k}, which only dynamic trees have: leave it out, or set 'tree' to "
+                "'dynamic'."
+            )
+        return self
+
     @property
     def is_adaptive(self) -> bool:
         """Whether a controller chooses how much is drafted: for chains and own trees whose size nobody fixed."""
@@ -286,6 +312,16 @@ class DrafterOptions(BaseModel):
     def chain_len(self) -> int:
         """Most tokens of a chain."""
         return min(self.num_speculative_tokens or LONGEST_CHAIN, self.max_nodes - 1)
+
+    def dynamic_shape(self, greatest_depth: int) -> DynamicShape:
+        """The dynamic trees asked for.
+
+        Args:
+            greatest_depth: Most levels that the method drafts.
+        """
+        return DynamicShape(
+            top_k=self.tree_top_k, depth=min(self.chain_len, greatest_depth), max_nodes=self.max_nodes
+        )  # fmt: skip
 
     def shape(self, branching: Callable[[], TreeShape]) -> TreeShape:
         """The static shape asked for.

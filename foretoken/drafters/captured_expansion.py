@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.core.backend import has_cuda_graphs
 from foretoken.decoder.cuda_graphs import CapturedGraphs, CudaGraphCapture
 from foretoken.sampling.noise import KeyedNoise
-from foretoken.trees.expansion import TreeExpansion
+from foretoken.trees.dynamic import begin_expansion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from foretoken.decoder.cuda_graphs import GraphCapture
     from foretoken.sampling.draft_draws import DraftDraws
-    from foretoken.trees.choices import TreeShape
+    from foretoken.trees.dynamic import AnyShape
     from foretoken.trees.expansion import Expansion
 
 _MAX_GRAPHS = 32
@@ -56,7 +56,7 @@ class CapturedExpansion:
         if capture is not None:
             self._graphs = CapturedGraphs(capture, device, limit=_MAX_GRAPHS, name="a tree")
 
-    def expand(self, shape: TreeShape, roots: Tensor, draws: DraftDraws, features: Tensor) -> Expansion:
+    def expand(self, shape: AnyShape, roots: Tensor, draws: DraftDraws, features: Tensor) -> Expansion:
         """A filled tree; what an earlier call gave is not valid any more.
 
         Args:
@@ -66,7 +66,7 @@ class CapturedExpansion:
             features: (B, E), what the head reads.
         """
         if self._graphs is None:
-            expansion = TreeExpansion(shape, roots, draws)
+            expansion = begin_expansion(shape, roots, draws)
             self._fill(expansion, features)
             return expansion
         batch = draws.batch
@@ -80,7 +80,7 @@ class CapturedExpansion:
         work = partial(self._captured_tree, shape, draws, list(truncation))
         return self._graphs.run((shape, len(roots), kinds, limits), inputs, work)
 
-    def _captured_tree(self, shape: TreeShape, draws: DraftDraws, limits: Sequence[str], *places: Tensor) -> Expansion:
+    def _captured_tree(self, shape: AnyShape, draws: DraftDraws, limits: Sequence[str], *places: Tensor) -> Expansion:
         """What is captured: a tree expanded with draws whose parameters, `limits` last, lie in tensors of its own."""
         roots, features, root_positions, is_coupled, is_sampled, seeds, temperature, greedy, *truncation = places
         own_limits: dict[str, Any] = dict(zip(limits, truncation, strict=True))
@@ -90,6 +90,6 @@ class CapturedExpansion:
             **own_limits,
         )  # fmt: skip
         own = replace(draws, batch=batch, root_positions=root_positions, is_coupled=is_coupled, is_sampled=is_sampled)
-        expansion = TreeExpansion(shape, roots, own)
+        expansion = begin_expansion(shape, roots, own)
         self._fill(expansion, features)
         return expansion

@@ -20,6 +20,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import (
+    LONGEST_CHAIN,
     Committed,
     DraftContext,
     Drafter,
@@ -33,6 +34,7 @@ from foretoken.drafters.quantization import QuantizationOption, with_quantizatio
 from foretoken.hf.loading import load_model, load_tokenizer
 from foretoken.runner.runner import Runner
 from foretoken.trees.choices import TreeShape
+from foretoken.trees.dynamic import begin_expansion
 from foretoken.trees.expansion import TreeExpansion
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.hf.loading import LoadedModel
+    from foretoken.trees.dynamic import AnyShape
     from foretoken.trees.expansion import Expansion
 
 # Best node first: any beginning of the list is a tree.
@@ -63,6 +66,7 @@ class Options(DrafterOptions):
     """
 
     is_trusted: ClassVar[bool] = True
+    has_dynamic_trees: ClassVar[bool] = True
 
     revision: str | None = None
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
@@ -124,7 +128,11 @@ class DraftModelDrafter:
             load: Gives the draft model for a target.
         """
         self._options, self._load = options, load
-        self._shape = options.shape(lambda: TreeShape.from_choices(_BRANCHING))
+        self._shape: AnyShape = (
+            options.dynamic_shape(LONGEST_CHAIN)
+            if options.tree == "dynamic"
+            else options.shape(lambda: TreeShape.from_choices(_BRANCHING))
+        )
         self._shapes = [self._shape.truncated(depth) for depth in range(self._shape.depth + 1)]
         self.nodes_by_depth: Sequence[int] = [shape.num_nodes for shape in self._shapes]
         self._slots: dict[int, _SlotState] = {}
@@ -133,9 +141,11 @@ class DraftModelDrafter:
     def attach(self, target: TargetHandle) -> None:
         """Loads the model, and allocates its KV cache."""
         self._target = target
+        shape = self._shape
+        most_fed = shape.num_nodes if isinstance(shape, TreeShape) else shape.num_expanded
         self._runner = Runner(
             self._load(target), num_slots=target.num_slots, context_len=target.context_len,
-            max_nodes=self._shape.num_nodes + 1, runner=target.runner,
+            max_nodes=most_fed + 1, runner=target.runner,
         )  # fmt: skip
         with_quantization(self._options.quantization, self._quantize)
 
@@ -216,10 +226,10 @@ class DraftModelDrafter:
         state.drafted = None
         return state
 
-    def _expansion(self, context: DraftContext, active: Sequence[int], shape: TreeShape) -> Expansion:
+    def _expansion(self, context: DraftContext, active: Sequence[int], shape: AnyShape) -> Expansion:
         """An empty proposal for some sequences of the batch."""
         roots, draws = self._draws.of(context, active, self._runner.device)
-        return TreeExpansion(shape, roots, draws)
+        return begin_expansion(shape, roots, draws)
 
     def _drafted_at_once(self, work: Pass, expansion: Expansion) -> _Drafted | None:
         """Fills static trees in one call of the decoder, which feeds all levels but the last; None where it cannot."""
@@ -236,7 +246,7 @@ class DraftModelDrafter:
         lengths = [end - start for start, end in pairwise(work.offsets)]
         prefix_lens = [known + new for known, new in zip(work.prefix_lens, lengths, strict=True)]
         fed = [torch.empty(len(lengths), 0, dtype=torch.int64, device=self._runner.device)]
-        parents, depths, above = list(fed), [fed[0][0]], -1
+        parents, depths, above = list(fed), [fed[0][0]], 0  # nodes fed before the level above, as they are numbered so
         for depth in range(1, expansion.depth):
             tokens, origins = expansion.frontier(depth)
             places = torch.arange(tokens.shape[1], device=tokens.device) if origins is None else origins

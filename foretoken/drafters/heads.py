@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
     from foretoken.drafters.prefix_features import PrefixFeatures
     from foretoken.heads.base import Head
+    from foretoken.trees.dynamic import AnyShape
     from foretoken.trees.expansion import Expansion
 
 
@@ -67,6 +68,7 @@ class HeadOptions(DrafterOptions):
     """
 
     is_trusted: ClassVar[bool] = True
+    has_dynamic_trees: ClassVar[bool] = True
 
     revision: str | None = None
     tree: TreeOption = "tree"
@@ -161,7 +163,7 @@ class HeadDrafter:
 
     def __init__(self, options: HeadOptions) -> None:
         self.options = options
-        self.shape = TreeShape(())
+        self.shape: AnyShape = TreeShape(())
         self.nodes_by_depth: Sequence[int] = (1, options.max_nodes)
         self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy")
 
@@ -239,12 +241,12 @@ class HeadDrafter:
         else:
             self.fill(expansion, self.state_of(features))
 
-    def _expanded(self, context: DraftContext, rows: Sequence[int], shape: TreeShape, features: Tensor) -> Expansion:
+    def _expanded(self, context: DraftContext, rows: Sequence[int], shape: AnyShape, features: Tensor) -> Expansion:
         """Trees of one shape for some sequences of the batch; features: (rows, E)."""
         roots, draws = self._draws.of(context, rows, self._target.device)
         return self._expansion.expand(shape, roots, draws, features)
 
-    def _chosen_shape(self) -> TreeShape:
+    def _chosen_shape(self) -> AnyShape:
         """The tree that the options ask for, no deeper than there are heads.
 
         Raises:
@@ -256,6 +258,8 @@ class HeadDrafter:
                 f"num_speculative_tokens is {options.num_speculative_tokens}, but '{options.model}' has {depth} "
                 f"heads, which draft a token each. Expected at most {depth}."
             )
+        if options.tree == "dynamic":
+            return options.dynamic_shape(depth)
         shape = options.shape(self._best_shape)
         if shape.depth > depth and not isinstance(options.tree, str):
             raise ConfigError(

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from foretoken.acceptance.decisions import Acceptance
     from foretoken.core.passes import Pass
-    from foretoken.core.token_tree import TokenTree
+    from foretoken.core.token_tree import HostFacts, TokenTree
     from foretoken.engine.drafting import Drafting
     from foretoken.engine.sequence import Sequence
     from foretoken.sampling.node_scores import NodeScores
@@ -62,7 +62,7 @@ def outcomes_on_host(scores: NodeScores, acceptance: Acceptance) -> list[Outcome
         acceptance.num_accepted.unsqueeze(1), acceptance.next_token.unsqueeze(1), path, tree.tokens.gather(1, nodes),
         is_finite[:, :1], is_finite.gather(1, nodes),
     ]  # fmt: skip
-    facts = tree.host_facts if tree.source is None else None
+    facts = _facts_of_drafts(tree)
     if facts is None:
         is_drafted = tree.parents >= 0
         columns += [is_drafted.sum(1, keepdim=True), (tree.depths * is_drafted).amax(1, keepdim=True)]
@@ -99,7 +99,7 @@ def outcomes_of_choices(tree: TokenTree, choices: Seq[int], offsets: Seq[int]) -
         offsets: B + 1, where each tree's nodes begin.
     """
     paths = walk_chosen(tree, [choices[start:end] for start, end in pairwise(offsets)])
-    facts = tree.host_facts if tree.source is None else None
+    facts = _facts_of_drafts(tree)
     sizes = list(zip(facts.num_nodes, facts.depths, strict=True)) if facts is not None else _sizes(tree)
     sources = None if tree.source is None else tree.source.tolist()
     outcomes = []
@@ -116,6 +116,12 @@ def outcomes_of_choices(tree: TokenTree, choices: Seq[int], offsets: Seq[int]) -
             )
         )
     return outcomes
+
+
+def _facts_of_drafts(tree: TokenTree) -> HostFacts | None:
+    """What the host knows of the sizes of trees without probes, where that is all there is to know."""
+    facts = tree.host_facts
+    return facts if facts is not None and tree.source is None and facts.are_depths_exact else None
 
 
 def _sizes(tree: TokenTree) -> list[list[int]]:

@@ -101,6 +101,24 @@ class DraftDraws:
             noise added, (B, P, V) or, where every request's keys are the same after all nodes, (B, 1, V).
             The largest keys are draws without replacement, in order (Gumbel top-k).
         """
+        log_probs, keys = self.guesses(logits, depth)
+        if self.has_sampled:
+            noise, vocab_size = self.batch.noise, logits.shape[2]
+            own = [noise.gumbel(self.root_positions, Purpose.DRAFT, vocab_size, lane=node) for node in nodes]
+            keys = torch.where(_by_sequence(self.is_sampled), keys + torch.stack(own, dim=1), keys)
+        return log_probs, keys
+
+    def guesses(self, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+        """What the target most probably chooses after some nodes of one level: the tokens with the largest keys.
+
+        Args:
+            logits: (B, P, V) float32, the drafter's after each node; or (B, 1, V), which then serves them all.
+            depth: Of the nodes, which keys the shared noise.
+
+        Returns:
+            Draft log-probabilities as of `keys`; and keys, which are these, of coupled requests with the noise added
+            that the target chooses with. Nothing is drawn. Both in the shape of `logits`.
+        """
         if not (self.has_coupled or self.has_sampled):
             log_probs = logits.log_softmax(2)
             return log_probs, log_probs
@@ -108,16 +126,13 @@ class DraftDraws:
         if not self.is_drawn_for_all:
             is_drawn = _by_sequence(self.is_coupled | self.is_sampled)
             log_probs = torch.where(is_drawn, log_probs, logits.log_softmax(2))
-        keys, noise, vocab_size = log_probs, self.batch.noise, logits.shape[2]
-        if self.has_coupled:
-            shared = noise.gumbel(self.root_positions + depth + 1, Purpose.TARGET, vocab_size)
-            noisy = keys + shared.unsqueeze(1)
-            is_everyone = self.is_drawn_for_all and not self.has_sampled
-            keys = noisy if is_everyone else torch.where(_by_sequence(self.is_coupled), noisy, keys)
-        if self.has_sampled:
-            own = [noise.gumbel(self.root_positions, Purpose.DRAFT, vocab_size, lane=node) for node in nodes]
-            keys = torch.where(_by_sequence(self.is_sampled), keys + torch.stack(own, dim=1), keys)
-        return log_probs, keys
+        if not self.has_coupled:
+            return log_probs, log_probs
+        shared = self.batch.noise.gumbel(self.root_positions + depth + 1, Purpose.TARGET, logits.shape[2])
+        noisy = log_probs + shared.unsqueeze(1)
+        if self.is_drawn_for_all and not self.has_sampled:
+            return log_probs, noisy
+        return log_probs, torch.where(_by_sequence(self.is_coupled), noisy, log_probs)
 
     def _warped(self, logits: Tensor) -> Tensor:
         """(B, P, V) log-probabilities after each request's temperature and truncation."""

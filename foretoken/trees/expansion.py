@@ -1,7 +1,7 @@
 """Expands draft trees level by level, for drafters that look at each node before they choose its children.
 
-All trees are expanded by one loop: for each depth from 0 on, a drafter evaluates the nodes of `frontier(depth)` and
-hands their logits to `grow(depth, logits)`.
+Static trees (`TreeExpansion`) and dynamic ones (`foretoken.trees.dynamic`) are expanded by one loop: for each depth
+from 0 on, a drafter evaluates the nodes of `frontier(depth)` and hands their logits to `grow(depth, logits)`.
 
 The children of a whole level are chosen in a fixed number of tensor operations; only the noise of sampled requests is
 made node by node, see `DraftDraws.keys`.

@@ -21,6 +21,8 @@ LOOKUP, HEAD = {"method": "ngram"}, {"method": "medusa", "tree": "chain"}
         ('{"drafters": [{"method": "ngram"}, {"method": "a.b"}], "acceptance": "coupled"}', "ngram+a.b",
          {"drafters": [LOOKUP, {"method": "a.b"}], "acceptance": "coupled"}),
         ("oracle:key=a+b", "oracle key=a+b", {"method": "oracle", "key": "a+b"}),
+        ("hydra:dynamic:max_nodes=32", "hydra:dynamic max_nodes=32",
+         {"method": "hydra", "tree": "dynamic", "max_nodes": 32}),
         ("plain", "plain", None),
     ],
 )  # fmt: skip

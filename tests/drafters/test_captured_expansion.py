@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -17,10 +18,13 @@ from foretoken.heads.hydra import HydraConfig, HydraHeads
 from foretoken.hf.parts import TargetParts
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
+from foretoken.trees import dynamic
 from foretoken.trees.choices import TreeShape
+from foretoken.trees.dynamic import AnyShape, DynamicShape
 
 BATCH, WIDTH, VOCAB_SIZE = 2, 8, 29
 SHAPE = TreeShape.from_choices([(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)])
+SHAPES: dict[str, AnyShape] = {"static": SHAPE, "dynamic": DynamicShape(top_k=3, depth=3, max_nodes=9)}
 SAMPLED = {"temperature": 0.7}
 
 
@@ -30,6 +34,15 @@ class BlindRun(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert func.overloadpacket not in {torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero}, func
         return func(*args, **(kwargs or {}))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Those of lists and tuples, whatever they hold."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for part in value:
+            yield from tensors_in(part)
 
 
 class Rerun:
@@ -44,10 +57,9 @@ class Rerun:
         def again() -> None:
             with BlindRun():
                 second = run()
-            for name in {"tokens", "_scores", "_kinds", "_row_of"} & vars(first).keys():
-                getattr(first, name).copy_(getattr(second, name))
-            for place, rows in zip(first._rows, second._rows, strict=True):
-                place.copy_(rows)
+            places, contents = (tensors_in(list(vars(made).values())) for made in (first, second))
+            for place, content in zip(places, contents, strict=True):
+                place.copy_(content)
 
         return first, again
 
@@ -76,6 +88,8 @@ def call(seed: int, params: list[dict[str, Any]], is_coupled: list[bool]) -> tup
     return roots, draws, torch.randn(BATCH, WIDTH, generator=generator)
 
 
+@pytest.mark.parametrize("room", [[3, 3], [3, 2]], ids=["whole", "cut"])
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(
     ("params", "is_coupled"),
     [
@@ -88,7 +102,15 @@ def call(seed: int, params: list[dict[str, Any]], is_coupled: list[bool]) -> tup
         ([{**SAMPLED, "top_p": 0.5}, {**SAMPLED, "min_p": 0.1}], [True, False]),
     ],
 )  # fmt: skip
-def test_captured_trees_are_the_same(fill: Any, params: list[dict[str, Any]], is_coupled: list[bool]) -> None:
+def test_captured_trees_are_the_same(
+    fill: Any,
+    params: list[dict[str, Any]],
+    is_coupled: list[bool],
+    shape: str,
+    room: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dynamic, "reads_are_free", lambda _: False)
     capture = Rerun()
     captured = CapturedExpansion(fill, torch.device("cpu"), capture=capture)
     plain = CapturedExpansion(fill, torch.device("cpu"))
@@ -97,7 +119,7 @@ def test_captured_trees_are_the_same(fill: Any, params: list[dict[str, Any]], is
         for seed in range(4):
             roots, draws, state = call(seed, params if seed % 2 else params[::-1], is_coupled[:: 1 if seed % 2 else -1])
             ours, theirs = (
-                each.expand(SHAPE, roots, draws, state).finish([0, 1], [3, 2], roots.tolist())
+                each.expand(SHAPES[shape], roots, draws, state).finish([0, 1], room, roots.tolist())
                 for each in (captured, plain)
             )
             for name in ("tokens", "parents", "depths", "scores"):
@@ -111,11 +133,12 @@ def test_captured_trees_are_the_same(fill: Any, params: list[dict[str, Any]], is
     assert capture.num_captured == 1
 
 
-def test_each_shape_is_a_recording_of_its_own(fill: Any) -> None:
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_shape_is_a_recording_of_its_own(fill: Any, shape: str) -> None:
     capture = Rerun()
     captured = CapturedExpansion(fill, torch.device("cpu"), capture=capture)
     with torch.inference_mode():
         for depth in (1, 2, 3):
             roots, draws, state = call(1, [SAMPLED] * 2, [True, True])
-            captured.expand(SHAPE.truncated(depth), roots, draws, state)
+            captured.expand(SHAPES[shape].truncated(depth), roots, draws, state)
     assert capture.num_captured == 3

@@ -24,6 +24,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "choices": {"tree": MEDUSA_CHOICES},
     "gapped choices": {"tree": GAPPED_CHOICES},
     "widths": {"tree": WIDTHS},
+    "dynamic": {"tree": "dynamic", "num_speculative_tokens": 4, "tree_top_k": 3, "max_nodes": 12},
+    "narrow dynamic": {"tree": "dynamic", "num_speculative_tokens": 5, "tree_top_k": 4, "max_nodes": 6},
 }
 
 

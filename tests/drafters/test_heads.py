@@ -93,23 +93,24 @@ def test_only_slots_whose_features_came_in_are_drafted_for(method: str, tmp_path
     assert made.propose(context(tokens, slots=[0, 1, 2])).num_nodes.tolist() == [1, 1, 3]
 
 
+@pytest.mark.parametrize("tree", ["mc_sim_7b_63", "dynamic"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_sequence_is_drafted_for_as_if_alone(method: str, tmp_path: Path) -> None:
+def test_a_sequence_is_drafted_for_as_if_alone(method: str, tree: str, tmp_path: Path) -> None:
     """Neighbours, their depths and proposals that were thrown away change nothing."""
     directory = saved(tmp_path / "head", method)
     double = {"dtype": torch.float64}  # products of several rows round differently, and candidates may be close
     texts = [[5, 6, 7, 8, 9], [11, 12, 13], [20, 21, 22, 23]]
     alone = []
     for slot, text in enumerate(texts):
-        made = drafter(directory, method, tree="mc_sim_7b_63", changes=double)
+        made = drafter(directory, method, tree=tree, changes=double)
         commit(made, slot, 0, len(text) - 1, seed=slot)
         alone.append(made.propose(context([text], slots=[slot])).tokens[0])
-    together = drafter(directory, method, tree="mc_sim_7b_63", changes=double)
+    together = drafter(directory, method, tree=tree, changes=double)
     for slot, text in enumerate(texts):
         commit(together, slot, 0, len(text) - 1, seed=slot)
     for _ in range(2):
-        tree = together.propose(context(texts))
-        assert all(torch.equal(row, expected) for row, expected in zip(tree.tokens, alone, strict=True))
+        drafts = together.propose(context(texts))
+        assert all(torch.equal(row, expected) for row, expected in zip(drafts.tokens, alone, strict=True))
     cut = together.propose(context(texts, max_depth=[0, 1, 2]))
     assert cut.depths.amax(1).tolist() == [0, 1, 2]
     assert torch.equal(cut.tokens[2], alone[2])
@@ -173,6 +174,21 @@ def test_a_head_that_is_not_described_drafts_by_steps(tmp_path: Path) -> None:
     assert made.propose(context([[5, 6, 7]])).num_nodes.item() > 1
 
 
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0.0), SamplingParams(temperature=0.9)])
+def test_dynamic_trees(method: str, params: SamplingParams, tmp_path: Path) -> None:
+    """As many nodes as were asked for, level by level; chosen, not drawn, so that nothing states a distribution."""
+    made = drafter(saved(tmp_path / "head", method), method, tree="dynamic", max_nodes=30, tree_top_k=4)
+    assert made.nodes_by_depth == [1, 5, 21]
+    made = drafter(tmp_path / "head", method, tree="dynamic", max_nodes=30)
+    assert made.nodes_by_depth == [1, 11, 30]
+    commit(made, 0, 0, 2)
+    tree = made.propose(context([[5, 6, 7]], params=[params]))
+    tree.validate()
+    assert tree.num_nodes.tolist() == [30]
+    assert tree.distributions is None
+
+
 def test_heads_for_others_are_refused(tmp_path: Path) -> None:
     directory = saved(tmp_path / "head", "medusa")
     with pytest.raises(ConfigError, match=r"weights \w+ instead of"):
@@ -193,7 +209,7 @@ def test_heads_for_others_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("tree", ["tree", "chain", "mc_sim_7b_63"])
+@pytest.mark.parametrize("tree", ["tree", "chain", "mc_sim_7b_63", "dynamic"])
 def test_more_tokens_than_heads_are_refused(method: str, tree: str, tmp_path: Path) -> None:
     """They meant fewer, in silence."""
     directory = saved(tmp_path / "head", method)

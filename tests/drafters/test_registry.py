@@ -138,9 +138,38 @@ def test_shapes_that_options_ask_for(keys: dict[str, Any], shape: TreeShape) -> 
     assert DrafterOptions(method="any", **keys).shape(lambda: TreeShape.cartesian((2, 2))) == shape
 
 
+@pytest.mark.parametrize(
+    ("keys", "size"),
+    [
+        ({}, (10, 4, 64)),
+        ({"num_speculative_tokens": 3, "tree_top_k": 5, "max_nodes": 60}, (5, 3, 60)),
+        ({"max_nodes": 3}, (10, 2, 3)),
+    ],
+)
+def test_dynamic_trees_that_options_ask_for(keys: dict[str, Any], size: tuple[int, int, int]) -> None:
+    shape = drafter_options({"method": "hydra", "tree": "dynamic", **keys}).dynamic_shape(4)
+    assert (shape.top_k, shape.depth, shape.max_nodes) == size
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"method": "ngram", "tree": "dynamic"}, "method 'ngram' has no dynamic trees. Expected a method that drafts"),
+        ({"method": "hydra", "tree_top_k": 5}, "tree_top_k is 5, which only dynamic trees have: leave it out, or set"),
+        ({"method": "hydra", "tree": "dynamic", "tree_top_k": 0}, "tree_top_k"),
+        ({"method": "hydra", "tree": "dynamik"}, r"there is no tree 'dynamik'\. Did you mean 'dynamic'"),
+    ],
+)
+def test_dynamic_trees_that_there_are_not(keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        drafter_options(keys)
+
+
 def test_sizes_adapt_only_where_nobody_fixed_them() -> None:
     assert DrafterOptions(method="any").is_adaptive
     assert DrafterOptions(method="any", tree="tree").is_adaptive
+    assert drafter_options({"method": "hydra", "tree": "dynamic"}).is_adaptive
+    assert not drafter_options({"method": "hydra", "tree": "dynamic", "num_speculative_tokens": 3}).is_adaptive
     assert not DrafterOptions(method="any", num_speculative_tokens=3).is_adaptive
     assert not DrafterOptions(method="any", tree={"widths": [2]}).is_adaptive
     assert not drafter_options({"method": "oracle", "references": [[1]]}).is_adaptive

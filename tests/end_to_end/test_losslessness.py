@@ -16,14 +16,21 @@ from foretoken.decoder.lean.head_kernels import HeadKernels
 
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 NAMES = list(DRAFTERS["generic"])
-# Every drafter meets the full batch and one of the small ones; in all of them there are more sequences than slots.
-PAIRS = [(name, batch) for index, name in enumerate(NAMES) for batch in (8, (1, 3)[index % 2])]
+# Every drafter meets the full batch and one of the small ones, dynamic trees one of all, as they are verified like
+# others; in all of them there are more sequences than slots.
+PAIRS = [
+    (name, batch)
+    for index, name in enumerate(NAMES)
+    for batch in ((8, (1, 3)[index % 2]) if "dynamic" not in name else [(8, 1, 3)[index % 3]])
+]
 # Tokens a pass that a drafter must reach on the mix, so that commits and bonus tokens are known to have been tested.
 # Measured on the generic runner: 10 % above these.
 AT_LEAST = {
     "draft": 1.75, "draft itself": 2.9, "draft tree": 2.1, "draft itself tree": 4.0, "draft choices": 2.0,
     "draft widths": 2.1, "oracle [2]": 2.2, "oracle [3, 0, 5]": 2.5, "oracle tree": 2.5, "ngram tree": 1.02,
     "medusa": 2.2, "hydra": 3.0, "hydra++": 3.6, "mlp_speculator": 3.0,
+    "draft dynamic": 2.1, "draft itself dynamic": 2.8, "medusa dynamic": 1.9, "hydra dynamic": 3.0,
+    "mlp_speculator dynamic": 2.9,
 }  # fmt: skip
 
 

@@ -41,6 +41,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sequential": {"num_speculative_tokens": 2},
     "sequential, tree": {"tree": {"widths": [2, 2]}},
     "sequential, gaps in the ranks": {"tree": [[0], [2], [2, 1], [2, 3]]},
+    "sequential, dynamic tree": {"tree": "dynamic", "num_speculative_tokens": 2, "tree_top_k": 2, "max_nodes": 5},
     "sequential, top-k": {"num_speculative_tokens": 2},
     "coupled": {"tree": {"widths": [2, 2]}},
 }

@@ -139,6 +139,8 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "draft choices": draft(tree=MEDUSA_CHOICES),
         "draft gapped choices": draft(0.0, tree=GAPPED_CHOICES),
         "draft widths": draft(tree=WIDTHS),
+        "draft dynamic": draft(tree="dynamic", num_speculative_tokens=4, tree_top_k=4, max_nodes=12),
+        "draft itself dynamic": draft(0.0, tree="dynamic", num_speculative_tokens=4, tree_top_k=3, max_nodes=9),
         "draft as stored": draft(num_speculative_tokens=4, quantization="none"),  # else int8 where that can be
         "draft greedy": draft(num_speculative_tokens=4, draft_sample_method="greedy"),
         "oracle [0]": oracle([0]),
@@ -148,6 +150,13 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         # Depths that are named do not follow the clock.
         **{name: head(name, architecture, num_speculative_tokens=depth(name)) for name in HEADS},
         **{f"{name} adaptive": head(name, architecture) for name in HEADS},
+        **{
+            f"{name} dynamic": head(
+                name, architecture, tree="dynamic", tree_top_k=4, max_nodes=12, num_speculative_tokens=3
+            )
+            for name in ("medusa", "hydra", "mlp_speculator")
+        },
+        "hydra dynamic adaptive": head("hydra", architecture, tree="dynamic"),
         "hydra++ as stored": head("hydra++", architecture, num_speculative_tokens=3, quantization="none"),
         "medusa chain": head("medusa", architecture, tree="chain"),
         "medusa choices": head("medusa", architecture, tree=GAPPED_CHOICES),

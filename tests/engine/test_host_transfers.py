@@ -20,6 +20,7 @@ from end_to_end.tiny_llms import drafters, llm
 import foretoken
 from foretoken import SamplingParams
 from foretoken.engine import loop
+from foretoken.trees import dynamic
 
 TRANSFERS = ("tolist", "item", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 PACKAGE = str(Path(foretoken.__file__).parent)
@@ -48,9 +49,12 @@ def callers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize(
-    "drafter", ["none", "oracle [3, 0, 5]", "oracle tree", "ngram tree", "medusa", "hydra++", "draft tree"]
-)
-def test_a_greedy_iteration_waits_once(drafter: str, callers: Counter[str]) -> None:
+    "drafter",
+    ["none", "oracle [3, 0, 5]", "oracle tree", "ngram tree", "medusa", "hydra++", "draft tree", "hydra dynamic",
+     "draft dynamic"],
+)  # fmt: skip
+def test_a_greedy_iteration_waits_once(drafter: str, callers: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dynamic, "reads_are_free", lambda _: False)
     params = SamplingParams(temperature=0.0, max_tokens=22)
     plain = llm({}).generate([[5], [6]], params)
     engine = llm(drafters()[drafter]([[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in plain]))
@@ -63,8 +67,21 @@ def test_a_greedy_iteration_waits_once(drafter: str, callers: Counter[str]) -> N
     assert callers.pop("outcomes_on_host") == len(records)
     # What a draft model drafted before, when it drafts again: nothing is under way that would have to be waited for.
     looks = callers.pop("rows", 0)
-    assert 0 < looks < len(records) if drafter == "draft tree" else not looks
+    assert 0 < looks < len(records) if drafter.startswith("draft") else not looks
     assert not callers
+
+
+def test_depths_of_trees_that_only_the_device_knows_are_told_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dynamic tree may be less deep than what was asked for; records say how deep it was."""
+    params, depths = SamplingParams(temperature=0.0, max_tokens=22), []
+    for is_free in (True, False):
+        for module in (dynamic, loop):
+            monkeypatch.setattr(module, "reads_are_free", lambda _, is_free=is_free: is_free)
+        records: list[Any] = []
+        llm(drafters()["draft dynamic"]([]), on_step=records.append).generate([[5], [6]], params)
+        depths.append([step.tree_depth for record in records for step in record.sequences])
+    assert depths[0] == depths[1]
+    assert 0 < min(filter(None, depths[0])) < max(depths[0])
 
 
 def test_foreign_trees_cost_one_look_more(callers: Counter[str]) -> None:

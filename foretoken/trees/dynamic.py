@@ -1,0 +1,299 @@
+"""Dynamic draft trees: each is expanded where its own paths are most probable, and cut to its best nodes.
+
+Expansion: at each level the `top_k` best nodes so far get `top_k` candidates each; a path's score is the sum of the
+draft log-probabilities on it. Reranking: of all candidates of all levels, the best `max_nodes` - 1 become the tree. The
+candidates of a child never score above its parent, and among equals the shallower and earlier candidate comes first: so
+the best candidates are connected.
+
+The parameters of other programs, for trees of N nodes (root included) and D levels:
+
+=====================  ==========================  ====================  =========
+here                   EAGLE's code                SGLang                usual
+=====================  ==========================  ====================  =========
+`max_nodes` (N)        `total_token` = N           `num_draft_tokens` N  60
+`depth` (D)            `depth` = D - 1             `num_steps` = D       6 to 8
+`top_k`                `top_k`                     `eagle_topk`          10
+=====================  ==========================  ====================  =========
+
+The candidates are chosen by their scores, not drawn, so no node states a draft distribution. That is lossless whatever
+is chosen: a request without a seed draws the target's own token after each node and goes on where a child holds it. Its
+candidates are the most probable tokens of its warped distribution, where EAGLE takes the one of temperature 1. Coupled
+requests know the noise that the target will choose with: there a candidate's score is the log-probability that it is
+the target's choice given that noise, by the draft distribution (`log_softmax` of log-probabilities plus noise).
+
+Source: Li et al. 2024 (arXiv 2406.16858), section 4.
+
+Letters: B sequences, P nodes of one frontier, K candidates of each, C = P * K, T candidates of all levels and the root,
+N nodes of the tree, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from foretoken.core.backend import integers_on, reads_are_free
+from foretoken.core.token_tree import HostFacts, TokenTree
+from foretoken.trees.choices import TreeShape
+from foretoken.trees.expansion import Expansion, Frontier, TreeExpansion
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.sampling.draft_draws import DraftDraws
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DynamicShape:
+    """The bounds of dynamic trees.
+
+    Attributes:
+        top_k: Candidates of a node, and nodes expanded a level; at least 1.
+        depth: Levels; 0 for the root alone.
+        max_nodes: Most nodes of a tree, root included.
+    """
+
+    top_k: int
+    depth: int
+    max_nodes: int
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes, root included, of trees of a vocabulary with as many tokens as candidates are asked for."""
+        if not self.depth:
+            return 1
+        return min(self.max_nodes, 1 + self.top_k + (self.depth - 1) * self.top_k**2)
+
+    @property
+    def num_expanded(self) -> int:
+        """Most nodes whose children are chosen, the root included."""
+        return 1 + max(self.depth - 1, 0) * self.top_k
+
+    def truncated(self, max_depth: int) -> DynamicShape:
+        """The shape with no more than `max_depth` levels."""
+        return DynamicShape(top_k=self.top_k, depth=min(self.depth, max_depth), max_nodes=self.max_nodes)
+
+
+AnyShape = TreeShape | DynamicShape
+
+
+def begin_expansion(shape: AnyShape, roots: Tensor, draws: DraftDraws) -> Expansion:
+    """Trees of roots, to be filled.
+
+    Args:
+        shape: Static or dynamic.
+        roots: (B,) int64.
+        draws: How tokens are chosen.
+    """
+    if isinstance(shape, DynamicShape):
+        return DynamicExpansion(shape, roots, draws)
+    return TreeExpansion(shape, roots, draws)
+
+
+class _Candidates(NamedTuple):
+    """Nodes that the tree is chosen from; numbered through all levels, the root is 0.
+
+    Attributes:
+        tokens: (B, C) int64.
+        scores: (B, C) float32, log-probabilities of paths; never NaN.
+        parents: (B, C) int64, numbers of the parents; the root's is 0.
+        depths: (C,) int64.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    parents: Tensor
+    depths: Tensor
+
+
+class _Chosen(NamedTuple):
+    """The best nodes as the tensors of a `TokenTree`, with padding at the end.
+
+    Attributes:
+        tokens: (B, N) int64, 0 at padding.
+        scores: (B, N) float32, likewise.
+        parents: (B, N) int64, -1 at padding.
+        depths: (B, N) int64, 0 at padding.
+        num_nodes: (B,) int64.
+    """
+
+    tokens: Tensor
+    scores: Tensor
+    parents: Tensor
+    depths: Tensor
+    num_nodes: Tensor
+
+
+class DynamicExpansion:
+    """Dynamic trees under construction; nothing waits for the device before `finish`, and on GPUs nothing does there.
+
+    Nodes stand in level order, siblings by rank. A tree has N nodes where there are as many candidates. On devices
+    whose tensors the host reads freely, candidates that the draft distribution excludes are left out.
+
+    Attributes:
+        shape: Bounds of the trees.
+        draws: How tokens are chosen.
+    """
+
+    def __init__(self, shape: DynamicShape, roots: Tensor, draws: DraftDraws) -> None:
+        """Trees of roots.
+
+        Args:
+            shape: Bounds of the trees.
+            roots: (B,) int64.
+            draws: How tokens are chosen.
+        """
+        self.shape, self.draws = shape, draws
+        device, start = roots.device, torch.zeros(len(roots), 1, dtype=torch.int64, device=roots.device)
+        self._frontiers = [Frontier(roots.unsqueeze(1), None)]
+        self._numbers = start  # (B, P), of the last frontier's nodes among the candidates
+        self._candidates = [
+            _Candidates(
+                tokens=roots.unsqueeze(1),
+                scores=torch.zeros(len(roots), 1, dtype=torch.float32, device=device),
+                parents=start,
+                depths=torch.zeros(1, dtype=torch.int64, device=device),
+            )
+        ]
+        self._scores = self._candidates[0].scores  # (B, P), of the last frontier's nodes
+        self._ends = [1]  # candidates down to each depth, the root included
+        self._num_tokens = 0
+        self._best: _Chosen | None = None  # of trees as deep as the shape, for graphs captured of this expansion
+
+    @property
+    def depth(self) -> int:
+        """See `Expansion`."""
+        return self.shape.depth
+
+    def frontier(self, depth: int) -> Frontier:
+        """See `Expansion`."""
+        return self._frontiers[depth]
+
+    def grow(self, depth: int, logits: Tensor) -> None:
+        """See `Expansion`: candidates of all nodes of the frontier, and the best of them as the next one.
+
+        Which tokens of equal keys become candidates is left to `torch.topk`.
+        """
+        self._num_tokens = logits.shape[2]
+        _, keys = self.draws.guesses(logits, depth)
+        best = keys.topk(min(self.shape.top_k, logits.shape[2]), dim=2)
+        gains = best.values
+        if self.draws.has_coupled:  # the keys of others are log-probabilities
+            is_coupled = self.draws.is_coupled.view(-1, 1, 1)
+            gains = torch.where(is_coupled, gains - keys.logsumexp(2, keepdim=True), gains)
+        # Rounding must not lift a child above its parent; logits that are no numbers make impossible candidates.
+        gains = gains.nan_to_num(nan=float("-inf"), posinf=0.0, neginf=float("-inf")).clamp_max(0.0)
+        scores = self._scores.unsqueeze(2) + gains
+        level = _Candidates(
+            tokens=best.indices.expand_as(scores).flatten(1),
+            scores=scores.flatten(1),
+            parents=self._numbers.repeat_interleave(scores.shape[2], dim=1),
+            depths=torch.full((scores[0].numel(),), depth + 1, dtype=torch.int64, device=logits.device),
+        )
+        self._candidates.append(level)
+        if depth + 1 < self.depth:
+            self._advance(level, num_siblings=scores.shape[2])
+        self._ends.append(self._ends[-1] + len(level.depths))
+        if depth + 1 == self.depth:
+            self._best = self._chosen(None)
+
+    def finish(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
+        """See `Expansion`; a sequence with less room gets the best nodes of the levels that it has room for."""
+        total = len(room)
+        deepest = [min(max(depth, 0), self.depth) for depth in room]
+        chosen, limits = self._best, [self._ends[deepest[row]] for row in rows]
+        if chosen is None or min(limits) < self._ends[-1]:
+            chosen = self._chosen(integers_on(limits, self._scores.device))
+        if reads_are_free(self._scores.device):
+            counts, depths = chosen.num_nodes.tolist(), chosen.depths.amax(1).tolist()
+        else:
+            counts = [min(limit, self.shape.max_nodes) for limit in limits]
+            depths = [min(deepest[row], count - 1) for row, count in zip(rows, counts, strict=True)]
+        width = max(counts)
+        if len(rows) < total:
+            chosen = _among_roots(chosen, rows, roots)
+            of_row = dict(zip(rows, zip(counts, depths, strict=True), strict=True))
+            counts, depths = (list(each) for each in zip(*(of_row.get(i, (1, 0)) for i in range(total)), strict=True))
+        return TokenTree(
+            tokens=chosen.tokens[:, :width],
+            parents=chosen.parents[:, :width],
+            depths=chosen.depths[:, :width],
+            num_nodes=chosen.num_nodes,
+            max_depth=min(max(deepest), width - 1),
+            scores=chosen.scores[:, :width],
+            host_facts=HostFacts(
+                roots=roots,
+                depths=depths,
+                num_nodes=counts,
+                num_tokens=max(self._num_tokens, max(roots) + 1),
+                are_depths_exact=reads_are_free(self._scores.device),
+            ),
+        )
+
+    def _advance(self, level: _Candidates, *, num_siblings: int) -> None:
+        """Makes the best candidates of a level the next frontier, the best first."""
+        order = _best_first(level.scores)[1][:, : self.shape.top_k]
+        self._frontiers.append(Frontier(level.tokens.gather(1, order), order // num_siblings))
+        self._scores, self._numbers = level.scores.gather(1, order), order + self._ends[-1]
+
+    def _chosen(self, limits: Tensor | None) -> _Chosen:
+        """The best nodes.
+
+        Args:
+            limits: (B,) int64, candidates of each sequence that count: those with smaller numbers; None for all.
+        """
+        *parts, depth_parts = zip(*self._candidates, strict=True)
+        tokens, scores, parents = (torch.cat(part, dim=1) for part in parts)
+        depths = torch.cat(depth_parts)
+        number = torch.arange(len(depths), device=depths.device)
+        if limits is not None:
+            scores = torch.where(number < limits.unsqueeze(1), scores, float("-inf"))
+        # Impossible candidates come last, those past the limit after all others: equals stand in order.
+        values, order = (part[:, : self.shape.max_nodes] for part in _best_first(scores))
+        if reads_are_free(scores.device):
+            is_node = values > float("-inf")
+        elif limits is None:
+            is_node = torch.ones_like(order, dtype=torch.bool)
+        else:  # as many as the host knows of
+            is_node = number[: order.shape[1]] < limits.unsqueeze(1)
+        numbers = torch.where(is_node, order, len(depths)).sort(dim=1).values
+        is_node, numbers = numbers < len(depths), numbers.clamp_max(len(depths) - 1)
+        places = torch.searchsorted(numbers, parents.gather(1, numbers))
+        places[:, 0] = -1
+        return _Chosen(
+            tokens=torch.where(is_node, tokens.gather(1, numbers), 0),
+            scores=torch.where(is_node, scores.gather(1, numbers), 0.0),
+            parents=torch.where(is_node, places, -1),
+            depths=torch.where(is_node, depths[numbers], 0),
+            num_nodes=is_node.sum(1),
+        )
+
+
+def _best_first(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, C) scores in descending order, equal ones as they stand, and where they stood."""
+    values, order = scores.sort(dim=1, descending=True, stable=True)
+    return values, order
+
+
+def _among_roots(chosen: _Chosen, rows: Sequence[int], roots: Sequence[int]) -> _Chosen:
+    """Trees of some sequences of a batch among the roots of the others."""
+    device = chosen.tokens.device
+    index = integers_on(rows, device)
+
+    def spread(part: Tensor, empty: float) -> Tensor:
+        whole = torch.full((len(roots), *part.shape[1:]), empty, dtype=part.dtype, device=device)
+        whole[index] = part
+        return whole
+
+    tokens = spread(chosen.tokens, 0)
+    tokens[:, 0] = integers_on(roots, device)
+    return _Chosen(
+        tokens=tokens,
+        scores=spread(chosen.scores, 0.0),
+        parents=spread(chosen.parents, -1),
+        depths=spread(chosen.depths, 0),
+        num_nodes=spread(chosen.num_nodes, 1),
+    )

@@ -1,0 +1,279 @@
+"""Dynamic trees: the nodes, parents and scores of a slow and obvious construction, for every kind of request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from foretoken.core.sampling_params import SamplingParams
+from foretoken.core.token_tree import TokenTree
+from foretoken.sampling.batch import SamplingBatch, SamplingRequest
+from foretoken.sampling.draft_draws import DraftDraws
+from foretoken.sampling.noise import Purpose
+from foretoken.sampling.truncation import warp
+from foretoken.trees import dynamic
+from foretoken.trees.dynamic import DynamicExpansion, DynamicShape
+
+VOCAB, POSITION = 23, 9
+GREEDY = (SamplingParams(temperature=0.0), False)
+Request = tuple[SamplingParams, bool]
+Path = tuple[int, ...]
+Table = Callable[[int, Path], Tensor]  # sequence and tokens below its root to (V,) logits
+REQUESTS: dict[str, list[Request]] = {
+    "greedy": [GREEDY] * 3,
+    "coupled": [(SamplingParams(temperature=0.5 + seed, seed=seed), True) for seed in range(3)],
+    "sampled": [(SamplingParams(temperature=0.5 + seed, seed=seed), False) for seed in range(3)],
+    "mixed": [
+        (SamplingParams(temperature=0.7, seed=1), False), (SamplingParams(temperature=0.9, seed=3), True), GREEDY,
+    ],
+    "truncated": [
+        (SamplingParams(temperature=0.8, seed=1, top_k=4), True), (SamplingParams(seed=2, top_p=0.7), False),
+        (SamplingParams(seed=2, min_p=0.1), True),
+    ],
+}  # fmt: skip
+
+
+def table(seed: int, spread: float = 3.0) -> Table:
+    """Logits that depend on the sequence and on all tokens before."""
+
+    def logits(row: int, path: Path) -> Tensor:
+        generator = torch.Generator().manual_seed(hash((seed, row, *path)) % 2**31)
+        return spread * torch.randn(VOCAB, generator=generator)
+
+    return logits
+
+
+def draws_of(requests: list[Request], first: int = 0) -> DraftDraws:
+    """The draws of requests whose roots stand at POSITION + `first`, and so on."""
+    batch = SamplingBatch.build([SamplingRequest(params=p, seed=p.seed or 0) for p, _ in requests], VOCAB)
+    positions = POSITION + first + torch.arange(len(requests))
+    return DraftDraws.build(batch, [is_coupled for _, is_coupled in requests], positions)
+
+
+def expanded(shape: DynamicShape, requests: list[Request], logits: Table, first: int = 0) -> DynamicExpansion:
+    """Trees filled as a drafter does it: what a node knows of its path comes from its parent in the frontier above."""
+    roots = torch.full((len(requests),), 7)
+    expansion = DynamicExpansion(shape, roots, draws_of(requests, first))
+    above = torch.empty(len(requests), 1, 0, dtype=torch.int64)  # (B, P, depth), tokens of paths
+    for depth in range(shape.depth):
+        frontier = expansion.frontier(depth)
+        paths = frontier.inherited(above)
+        if depth:
+            paths = torch.cat([paths, frontier.tokens.unsqueeze(2)], dim=2)
+        each = [[logits(first + row, tuple(path)) for path in of_row] for row, of_row in enumerate(paths.tolist())]
+        expansion.grow(depth, torch.stack([torch.stack(of_row) for of_row in each]))
+        above = paths
+    return expansion
+
+
+def finished(expansion: DynamicExpansion, count: int, room: int = 99) -> TokenTree:
+    tree = expansion.finish(range(count), [room] * count, [7] * count)
+    tree.validate()
+    return tree
+
+
+class Node(NamedTuple):
+    """A candidate of the obvious construction."""
+
+    path: Path
+    score: Tensor
+    parent: int
+
+
+def gains(request: Request, row: int, logits: Tensor, depth: int) -> tuple[Tensor, Tensor]:
+    """What candidates are ranked by, and the log-probability that each adds to a path: (V,) twice."""
+    params, is_coupled = request
+    if params.is_greedy:
+        return (logits.log_softmax(0),) * 2
+    batch = SamplingBatch.build([SamplingRequest(params=params, seed=params.seed or 0)], VOCAB)
+    log_probs = warp(logits.unsqueeze(0), batch)[0]
+    if not is_coupled:
+        return log_probs, log_probs
+    keys = log_probs + batch.noise.gumbel(torch.tensor([POSITION + row + depth + 1]), Purpose.TARGET, VOCAB)[0]
+    return keys, keys.log_softmax(0)
+
+
+def obvious(shape: DynamicShape, request: Request, row: int, logits: Table) -> list[Node]:
+    """The tree of one sequence: candidates in a list, sorted by Python; parents are indices into the result."""
+    everything = [Node((), torch.tensor(0.0), -1)]
+    expand = [0]
+    for depth in range(shape.depth):
+        start = len(everything)
+        for index in expand:
+            path, score, _ = everything[index]
+            keys, gain = gains(request, row, logits(row, path), depth)
+            best = keys.argsort(descending=True)[: shape.top_k].tolist()
+            everything += [Node((*path, token), score + gain[token], index) for token in best]
+        level = range(start, len(everything))
+        expand = sorted(level, key=lambda index: (-everything[index].score, index))[: shape.top_k]
+    ranked = sorted(range(len(everything)), key=lambda index: (-everything[index].score, index))
+    possible = [index for index in ranked[: shape.max_nodes] if everything[index].score > float("-inf")]
+    kept = sorted(possible)
+    return [
+        Node(everything[i].path, everything[i].score, kept.index(everything[i].parent) if i else -1) for i in kept
+    ]  # fmt: skip
+
+
+def assert_is(tree: TokenTree, row: int, nodes: list[Node]) -> None:
+    """A sequence's tree has just these nodes in this order."""
+    count = int(tree.num_nodes[row])
+    assert tree.tokens[row, :count].tolist() == [7, *(node.path[-1] for node in nodes[1:])]
+    assert tree.parents[row, :count].tolist() == [node.parent for node in nodes]
+    assert tree.depths[row, :count].tolist() == [len(node.path) for node in nodes]
+    assert tree.scores is not None
+    expected = torch.stack([node.score for node in nodes])
+    torch.testing.assert_close(tree.scores[row, :count], expected, rtol=1e-6, atol=2e-6)
+    mask = tree.ancestor_mask()[row, :count, :count]
+    sees = [[other.path == node.path[: len(other.path)] for other in nodes] for node in nodes]
+    assert torch.equal(mask, torch.tensor(sees))
+    facts = tree.host_facts
+    assert facts is not None
+    assert (facts.num_nodes[row], facts.depths[row]) == (count, max(len(node.path) for node in nodes))
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+@pytest.mark.parametrize("size", [(3, 3, 10), (10, 5, 60), (1, 4, 9), (4, 1, 8), (30, 2, 40)])
+def test_trees_are_those_of_the_obvious_construction(size: tuple[int, int, int], kind: str) -> None:
+    """Published sizes, chains, one level, and more candidates than tokens; several requests side by side."""
+    shape = DynamicShape(top_k=size[0], depth=size[1], max_nodes=size[2])
+    requests, logits = REQUESTS[kind], table(1)
+    tree = finished(expanded(shape, requests, logits), len(requests))
+    assert tree.distributions is None, "nodes are chosen, not drawn"
+    for row, request in enumerate(requests):
+        assert_is(tree, row, obvious(shape, request, row, logits))
+    if kind == "greedy":
+        most = {(3, 3, 10): 10, (10, 5, 60): 60, (1, 4, 9): 5, (4, 1, 8): 5, (30, 2, 40): 40}[size]
+        assert tree.num_nodes.tolist() == [most] * 3
+
+
+@pytest.mark.parametrize("kind", REQUESTS)
+def test_one_row_of_logits_serves_a_level(kind: str) -> None:
+    """Every node of a level has the same candidates then, as those of heads that look at no tokens."""
+    shape, requests = DynamicShape(top_k=4, depth=3, max_nodes=14), REQUESTS[kind]
+    by_depth = 2 * torch.randn(3, 3, VOCAB, generator=torch.Generator().manual_seed(6))
+    expansion = DynamicExpansion(shape, torch.full((3,), 7), draws_of(requests))
+    for depth in range(3):
+        expansion.grow(depth, by_depth[:, depth : depth + 1])
+    tree = finished(expansion, 3)
+    for row, request in enumerate(requests):
+        assert_is(tree, row, obvious(shape, request, row, lambda row, path: by_depth[row, len(path)]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    top_k=st.integers(1, 6), depth=st.integers(1, 5), max_nodes=st.integers(2, 30), seed=st.integers(0, 99),
+    grid=st.sampled_from([0.0, 1.0, 40.0, 1000.0]),
+)  # fmt: skip
+def test_the_best_nodes_are_connected(top_k: int, depth: int, max_nodes: int, seed: int, grid: float) -> None:
+    """Also where many candidates score alike: the shallower and earlier ones are taken, parents among them."""
+    shape = DynamicShape(top_k=top_k, depth=depth, max_nodes=max_nodes)
+    fine = table(seed)
+    expansion = expanded(shape, [GREEDY] * 2, lambda row, path: grid * fine(row, path).round())
+    tree = finished(expansion, 2)
+    for row in range(2):
+        scores = torch.cat([level.scores[row] for level in expansion._candidates]).tolist()
+        parents = torch.cat([level.parents[row] for level in expansion._candidates]).tolist()
+        tokens = torch.cat([level.tokens[row] for level in expansion._candidates]).tolist()
+        assert all(score <= scores[parent] for score, parent in zip(scores, parents, strict=True))
+        best = sorted(range(len(scores)), key=lambda i: (-scores[i], i))[:max_nodes]
+        kept = sorted(i for i in best if scores[i] > float("-inf"))
+        assert all(parents[i] in kept for i in kept)
+        count = int(tree.num_nodes[row])
+        assert tree.tokens[row, :count].tolist() == [tokens[i] for i in kept]
+        assert tree.parents[row, 1:count].tolist() == [kept.index(parents[i]) for i in kept[1:]]
+        depths = tree.depths[row, :count].tolist()
+        assert depths == sorted(depths)
+        families = list(zip(tree.parents[row, :count].tolist(), tree.tokens[row, :count].tolist(), strict=True))
+        assert len(set(families)) == count, "no node has a token twice below it"
+
+
+def test_of_equal_nodes_the_shallower_is_taken() -> None:
+    """A drafter that is sure of a token gives it a log-probability of 0: its child scores as much as itself."""
+    sure = torch.zeros(VOCAB)
+    sure[5] = 500.0
+    tree = finished(expanded(DynamicShape(top_k=2, depth=4, max_nodes=3), [GREEDY], lambda row, path: sure), 1)
+    assert tree.tokens.tolist() == [[7, 5, 5]]
+    assert tree.parents.tolist() == [[-1, 0, 1]]
+    assert tree.scores is not None
+    assert tree.scores.tolist() == [[0.0, 0.0, 0.0]]
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+def test_sequences_with_less_room_get_the_best_of_their_levels(is_free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tree is the one that its sequence would get alone with so many levels; others keep their root."""
+    monkeypatch.setattr(dynamic, "reads_are_free", lambda device: is_free)
+    shape, requests = DynamicShape(top_k=3, depth=4, max_nodes=12), REQUESTS["mixed"]
+    expansion = expanded(shape, requests, table(2))
+    tree = expansion.finish([0, 2, 3], [2, 5, 1, 9, 0], [7, 11, 7, 7, 12])
+    tree.validate()
+    facts = tree.host_facts
+    assert facts is not None
+    assert facts.are_depths_exact == is_free
+    assert tree.tokens[:, 0].tolist() == [7, 11, 7, 7, 12]
+    assert tree.num_nodes.tolist() == facts.num_nodes == [12, 1, 4, 12, 1]
+    for row, (place, depth) in enumerate(((0, 2), (2, 1), (3, 4))):
+        alone = finished(expanded(shape.truncated(depth), [requests[row]], table(2), first=row), 1)
+        for name in ("tokens", "parents", "depths", "scores"):
+            assert torch.equal(getattr(tree, name)[place, : alone.width], getattr(alone, name)[0])
+            assert not (getattr(tree, name)[place, alone.width :] != (-1 if name == "parents" else 0)).any()
+        greatest = int(alone.depths.max())
+        assert facts.depths[place] >= greatest if not is_free else facts.depths[place] == greatest
+        assert facts.depths[place] <= depth
+    assert tree.max_depth == 4
+
+
+def test_trees_that_no_host_reads_have_as_many_nodes_as_it_knows_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU impossible candidates fill the tree up; where reads are free they are left out."""
+    shape, requests = DynamicShape(top_k=5, depth=3, max_nodes=20), [(SamplingParams(seed=1, top_k=2), False)]
+    few = finished(expanded(shape, requests, table(3)), 1)
+    assert few.num_nodes.tolist() == [15], "a root and two children of each node"
+    monkeypatch.setattr(dynamic, "reads_are_free", lambda device: False)
+    full = finished(expanded(shape, requests, table(3)), 1)
+    assert full.num_nodes.tolist() == [20]
+    assert full.host_facts is not None
+    assert full.host_facts.num_nodes == [20]
+    assert full.scores is not None
+    is_possible = full.scores[0] > float("-inf")
+    assert torch.equal(full.tokens[0, is_possible], few.tokens[0])
+    assert ((full.tokens >= 0) & (full.tokens < VOCAB)).all()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("is_free", [True, False])
+def test_logits_that_are_no_numbers(value: float, is_free: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes after such a node is impossible; the other nodes are chosen as ever."""
+    monkeypatch.setattr(dynamic, "reads_are_free", lambda device: is_free)
+    valid = table(4)
+
+    def logits(row: int, path: Path) -> Tensor:
+        made = valid(row, path)
+        if len(path) == 1 and row == 0:
+            made[3] = value
+        return made
+
+    shape = DynamicShape(top_k=3, depth=3, max_nodes=9)
+    tree = finished(expanded(shape, [GREEDY] * 2, logits), 2)
+    assert ((tree.tokens >= 0) & (tree.tokens < VOCAB)).all()
+    assert tree.num_nodes.tolist() == ([4, 9] if is_free else [9, 9])
+    if is_free:
+        assert_is(tree, 1, obvious(shape, GREEDY, 1, valid))
+
+
+def test_every_root_without_a_number_is_a_root_alone() -> None:
+    expansion = DynamicExpansion(DynamicShape(top_k=3, depth=1, max_nodes=9), torch.tensor([7]), draws_of([GREEDY]))
+    expansion.grow(0, torch.full((1, 1, VOCAB), float("nan")))
+    tree = finished(expansion, 1)
+    assert (tree.width, tree.max_depth) == (1, 0)
+
+
+def test_sizes() -> None:
+    shape = DynamicShape(top_k=10, depth=6, max_nodes=60)
+    assert [shape.truncated(depth).num_nodes for depth in range(4)] == [1, 11, 60, 60]
+    assert DynamicShape(top_k=3, depth=9, max_nodes=20).truncated(2).num_nodes == 13
+    assert [shape.truncated(depth).num_expanded for depth in range(4)] == [1, 1, 11, 21]
