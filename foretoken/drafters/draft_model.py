@@ -246,7 +246,7 @@ class DraftModelDrafter:
         lengths = [end - start for start, end in pairwise(work.offsets)]
         prefix_lens = [known + new for known, new in zip(work.prefix_lens, lengths, strict=True)]
         fed = [torch.empty(len(lengths), 0, dtype=torch.int64, device=self._runner.device)]
-        parents, depths, above = list(fed), [fed[0][0]], -1
+        parents, depths, above = list(fed), [fed[0][0]], 0  # nodes fed before the level above, as they are numbered so
         for depth in range(1, expansion.depth):
             tokens, origins = expansion.frontier(depth)
             places = torch.arange(tokens.shape[1], device=tokens.device) if origins is None else origins

@@ -32,10 +32,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "gapped choices": {"tree": GAPPED_CHOICES},
 }
 
+DYNAMIC: dict[str, Any] = {"tree": "dynamic", "num_speculative_tokens": 5, "tree_top_k": 3, "max_nodes": 30}
+
 
 def propose(shape: str, module: Any = None, **options: Any) -> TokenTree:
     """One proposal for sampled, truncated, coupled and greedy requests side by side."""
-    made = attached(draft_model(noisy() if module is None else module, **SHAPES[shape], **options)())
+    made = attached(
+        draft_model(noisy() if module is None else module, **{**SHAPES, "dynamic": DYNAMIC}[shape], **options)()
+    )
     tree = made.propose(context(TEXTS, params=PARAMS, is_coupled=IS_COUPLED))
     tree.validate()
     return tree
@@ -145,8 +149,10 @@ def test_greedy_drafts_of_sampled_requests_carry_no_distribution() -> None:
                 assert [int(tree.tokens[row, child]) for child in children] == best
 
 
-def test_scores_are_path_log_probabilities() -> None:
-    tree = propose("widths")
+@pytest.mark.parametrize("shape", ["widths", "dynamic"])
+def test_scores_are_path_log_probabilities(shape: str) -> None:
+    """So the draft model has seen every path as it is, down to the deepest node."""
+    tree = propose(shape)
     assert tree.scores is not None
     for row in (0, 3):
         for node, path, children in families(tree, row):
