@@ -19,6 +19,7 @@ import torch
 from foretoken.control.base import UNBOUNDED, Allotment, Allowance
 from foretoken.control.calibration import Calibration
 from foretoken.control.fading_line import FadingLine
+from foretoken.control.paying_depth import PayingDepth
 from foretoken.control.probing import WEIGHT_AT_PROBE, ProbeSchedule
 from foretoken.core.records import Declined
 from foretoken.core.token_tree import PROBE, DrawKind
@@ -53,13 +54,15 @@ class _OnHost(NamedTuple):
 class BestNodes:
     """A controller for any number of drafters."""
 
-    def __init__(self, cost: CostCurve, *, num_drafters: int, max_nodes: int) -> None:
+    def __init__(self, cost: CostCurve, *, num_drafters: int, max_nodes: int, deepest: int | None = None) -> None:
         """A controller that knows nothing of the drafters yet.
 
         Args:
             cost: Seconds of a pass.
             num_drafters: How many trees `select` gets.
             max_nodes: Most nodes of a verified tree, root included.
+            deepest: Levels at most of drafts that are made level by level, of which no more are asked for than pay;
+                None for drafts that take the same time however deep they are.
         """
         self._cost, self._max_nodes = cost, max_nodes
         self._calibrations = [Calibration() for _ in range(num_drafters)]
@@ -69,6 +72,9 @@ class BestNodes:
         self._acceptance: float | None = None  # of the most probable node of recent drafts
         self._probes = ProbeSchedule()
         self._is_asking = True
+        self._depth = None if deepest is None else PayingDepth(deepest)
+        self._asked = UNBOUNDED  # levels of the present draft
+        self._brought: NDArray[np.float64] = np.zeros(deepest or 0)  # tokens expected of its levels, for a sequence
         self._trees: list[_OnHost] = []  # those of the last call of `select`, before they were merged
         self._width = 0
         self._price = 0.0  # what a probe adds to an iteration of plain decoding, as a share of it
@@ -87,7 +93,8 @@ class BestNodes:
                     calibration.age(WEIGHT_AT_PROBE)
         if self._is_asking:
             self._declining = None
-            return Allotment(allowances=[Allowance(depth=UNBOUNDED, nodes=self._max_nodes)] * batch_size)
+            self._asked = UNBOUNDED if self._depth is None else self._depth.next()
+            return Allotment(allowances=[Allowance(depth=self._asked, nodes=self._max_nodes)] * batch_size)
         known, may_draft_next = self._declining, self._probes.is_near or self._gain >= _NO_GAIN
         if known is None or (len(known.allowances), known.may_draft_next) != (batch_size, may_draft_next):
             known = self._declining = self._decline(batch_size, may_draft_next)
@@ -133,6 +140,9 @@ class BestNodes:
         if not self._is_asking:
             return
         self._drafts.append(record.seconds.draft)
+        if self._depth is not None and not record.num_prompt_tokens:
+            rest_s = record.seconds.total - record.seconds.draft
+            self._depth.learn(self._asked, self._brought, draft_s=record.seconds.draft, rest_s=rest_s)
         if not record.num_prompt_tokens:
             self._spend(record, num_generated / len(record.sequences))
         for host, calibration in zip(self._trees, self._calibrations, strict=False):
@@ -175,10 +185,14 @@ class BestNodes:
         self._note(batch, num_fixed + best, float(tokens[best] / seconds[best]))
         if host.is_drafted.any():
             self._acceptance = float(values[host.is_drafted].max())
-        if best == len(worth):
-            return None
         kept = is_fixed.ravel()
         kept[order[:best]] = True
+        if len(self._brought):
+            places = np.flatnonzero(kept & host.is_drafted.ravel())
+            levels = np.minimum(host.depths.ravel()[places], len(self._brought)) - 1
+            self._brought = np.bincount(levels, values.ravel()[places], len(self._brought)) / batch
+        if best == len(worth):
+            return None
         return torch.from_numpy(kept.reshape(host.tokens.shape)).to(tree.tokens.device)
 
     def _note(self, batch: int, width: int, rate: float) -> None:

@@ -64,15 +64,17 @@ def choose_controller(
 
     Returns:
         The one that asks for whole drafts where options fix their size or a caller made the drafter; else the one that
-        buys nodes for several drafters and for trees that are drafted at once, and the one that chooses a depth for a
-        drafter that drafts level by level.
+        buys nodes for several drafters, for dynamic trees and for trees that are drafted at once, and the one that
+        chooses a depth for a drafter that drafts level by level.
     """
     widest = max(drafter.nodes_by_depth[-1] for drafter in drafters)
     if not options or not all(each.is_adaptive for each in options):
         return Fixed(widest)
-    if len(options) == 1 and not (options[0].can_prune_tree and options[0].tree == "tree"):
+    is_dynamic = len(options) == 1 and options[0].tree == "dynamic"
+    if len(options) == 1 and not is_dynamic and not (options[0].can_prune_tree and options[0].tree == "tree"):
         return AdaptiveDepth(target.costs, drafters[0].nodes_by_depth, level_seconds=time_drafts(drafters[0], target))
-    return BestNodes(target.costs, num_drafters=len(drafters), max_nodes=widest)
+    deepest = len(drafters[0].nodes_by_depth) - 1 if is_dynamic else None
+    return BestNodes(target.costs, num_drafters=len(drafters), max_nodes=widest, deepest=deepest)
 
 
 class Drafting:

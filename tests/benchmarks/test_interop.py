@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ import torch
 from benchmarks.interop.__main__ import main
 from benchmarks.interop.borrowed import UnusableError, borrow
 from benchmarks.interop.outcome import Outcome, compared
+from benchmarks.interop.serving import Served, as_table, vllm_answer
 
 # A stand-in for fms-extras' file: the published recurrence, with a factor that may be wrong.
 SPECULATOR = """
@@ -115,3 +118,29 @@ def test_what_counts_as_a_contradiction() -> None:
     assert [found[True, factor].found for factor in (1, 2, None)] == ["same", "another network", "stops"]
     assert found[True, None].note == "ValueError: no"
     assert {key for key, one in found.items() if not one.is_as_stated} == {(True, 2), (True, None), (False, 1)}
+
+
+def test_a_python_without_vllm_is_told_by_its_own_error() -> None:
+    request = {"model": "nowhere", "prompts": [[1]], "max_tokens": 1, "max_model_len": 8, "speculative_config": None}
+    with pytest.raises(RuntimeError, match="No module named 'vllm'"):
+        vllm_answer(Path(sys.executable), request)
+
+
+@pytest.mark.parametrize(
+    ("changes", "agrees"),
+    [
+        ({}, True),
+        ({"their_tau": 2.09}, True),
+        ({"their_tau": 2.11}, False),
+        ({"is_same_text": False}, False),
+        ({"is_our_text": False}, False),
+    ],
+)
+def test_served_drafters_agree_in_text_and_acceptance(changes: dict[str, Any], agrees: bool) -> None:
+    one = Served(
+        drafter="head", method="medusa", depth=2, is_same_text=True, is_our_text=True, their_tau=2.0, our_tau=2.0,
+        their_acceptance=[0.7, 0.3], our_acceptance=[0.7, 0.3],
+    )  # fmt: skip
+    one = replace(one, **changes)
+    assert one.agrees == agrees
+    assert ("| yes |" in as_table([one])) == (one.is_same_text and one.is_our_text)
