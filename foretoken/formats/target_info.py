@@ -123,6 +123,14 @@ class TargetInfo:
         size = getattr(self.config, "vocab_size", None)
         return None if size is None else int(size)
 
+    @property
+    def num_layers(self) -> int | None:
+        """How many blocks the target has, or None."""
+        if self.fingerprint is not None and self.fingerprint.num_layers is not None:
+            return self.fingerprint.num_layers
+        number = getattr(self.config, "num_hidden_layers", None)
+        return None if number is None else int(number)
+
     def copy_of_lm_head(self, what: str, *, with_bias: bool) -> tuple[Tensor, Tensor | None]:
         """The target's LM head, for a format whose heads have one of their own.
 
