@@ -205,8 +205,9 @@ def read_eagle3(
         fc_norms=flag(name, config, "fc_norm", default="fc_norm.0.weight" in shapes),
         **variant,
     )
-    ignored = [key for key in (OFFSETS, IS_DRAFTED) if key in shapes] + ([EMBEDDING] if is_shared else [])
-    tensors = read_tensors(weights, eagle3_table(sizes, layer=layer), sizes, ignored=ignored)
+    ignored = [key for key in (OFFSETS, IS_DRAFTED) if key in shapes]
+    extra = {EMBEDDING: (vocab_size, width)} if is_shared else None
+    tensors = read_tensors(weights, eagle3_table(sizes, layer=layer), sizes, ignored=ignored, extra=extra)
     if tokens is not None:
         tensors["token_map"] = tokens
     return sizes, tensors
@@ -375,9 +376,12 @@ def _embedding(
     weights: Weights, config: Mapping[str, Any], target: TargetInfo, *, is_narrower: bool
 ) -> tuple[bool, bool]:
     """Whether the head keeps an embedding of its own, and whether the file repeats the target's."""
+    said = own_entry(config, "own_embedding")
     if EMBEDDING not in weights.shapes:
-        return is_narrower or own_entry(config, "own_embedding") is True, False
-    if is_narrower or own_entry(config, "own_embedding") is True or target.weights is None:
-        return True, False
-    is_shared = is_targets(weights.fetch([EMBEDDING])[EMBEDDING], target.weights.embedding)
+        return is_narrower or said is True, False
+    if is_narrower or said is True or target.weights is None:
+        is_shared = said is False and not is_narrower
+    else:
+        repeated = is_targets(weights.fetch([EMBEDDING])[EMBEDDING], target.weights.embedding)
+        is_shared = repeated and target.weights.is_embedding_plain
     return not is_shared, is_shared

@@ -23,7 +23,7 @@ from foretoken.formats.eagle3 import (
     read_eagle3,
     with_plain_vocabulary,
 )
-from foretoken.formats.eagle_names import stated_layer, without_prefix
+from foretoken.formats.eagle_names import EMBEDDING, stated_layer, without_prefix
 from foretoken.formats.readers import SPECULATORS, VLLM_EAGLE, Reader
 from foretoken.formats.saving import expect_method, finished, own_entries, own_entry, save
 from foretoken.heads.eagle3 import Eagle3Config
@@ -32,10 +32,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
+    from torch import Tensor
+
     from foretoken.formats.checkpoint import HeadCheckpoint
     from foretoken.formats.files import HeadFiles, Weights
     from foretoken.formats.saving import WriteOptions
-    from foretoken.formats.target_info import TargetInfo
+    from foretoken.formats.target_info import TargetInfo, TargetWeights
 
 KINDS = ("eagle3", "eagle")
 _LAYER, _LAYER_CONFIG = "layers.0", "transformer_layer_config"
@@ -82,10 +84,11 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 
 def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
-    """Writes a head with all that speculators and vLLM ask for.
+    """Writes a head with all that speculators and vLLM ask for; a shared embedding is added when it is at hand.
 
     Raises:
-        ConfigError: When the head is of another method, or its target is not known by name.
+        ConfigError: When the head is of another method, its target is not known by name, or it shares an embedding
+            that the target scales.
     """
     expect_method(checkpoint, "eagle3", what="format 'speculators'")
     checkpoint = with_plain_vocabulary(checkpoint)
@@ -94,6 +97,8 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
     tensors = eagle3_tensors(checkpoint, layer=_LAYER)
     if sizes.layer.attention_bias:  # a Llama's covers the output as well
         tensors[_OUTPUT_BIAS] = torch.zeros(sizes.width, dtype=tensors["fc.weight"].dtype)
+    if not sizes.own_embedding and options.target.weights is not None:
+        tensors[EMBEDDING] = _shared_embedding(options.target.weights, tensors["fc.weight"].dtype)
     layer = stated_layer(sizes.layer, width=sizes.width, vocab_size=sizes.vocab_size, target=options.target)
     dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
     config = {
@@ -133,7 +138,10 @@ def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     """Who reads what `write` writes."""
     sizes = checkpoint.config
     assert isinstance(sizes, Eagle3Config), "the method says so"
-    if sizes.width != sizes.hidden_size:
+    if not sizes.own_embedding and options.target.load is None:
+        how = "it expects embeddings in the file, and takes random ones where they are missing; pass --target"
+        own = Reader(SPECULATORS, False, how)
+    elif sizes.width != sizes.hidden_size:
         own = Reader(SPECULATORS, False, "it takes the target to be as wide as the head, and tensors do not fit")
     else:
         own = Reader(SPECULATORS, True, "SpeculatorModel.from_pretrained of this directory, to train it on")
@@ -143,6 +151,20 @@ def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     else:
         vllm = Reader(VLLM_EAGLE, True, f"vllm serve of this directory, a chain of the best token{depth}")
     return [own, vllm]
+
+
+def _shared_embedding(target: TargetWeights, dtype: torch.dtype) -> Tensor:
+    """(V, E), a copy of the target's embedding.
+
+    Raises:
+        ConfigError: When a copy would not compute the same.
+    """
+    if not target.is_embedding_plain:
+        raise ConfigError(
+            "the head shares the target's embeddings, which are scaled, and format 'speculators' keeps them as they "
+            "are stored. Keep the head in our own format, 'native'."
+        )
+    return target.embedding.to("cpu", dtype, copy=True)
 
 
 def _verifier(checkpoint: HeadCheckpoint, target: TargetInfo) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,17 @@ from tiny_heads import (
     assert_same_logits,
     random_head,
     round_trip,
+    target_info,
+    target_weights,
     write_files,
 )
+from tiny_models import tiny_model
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.readers import SPECULATORS
 from foretoken.formats.registry import head_readers, read_head, write_head
-from foretoken.formats.target_info import TargetInfo
+from foretoken.formats.target_info import TargetInfo, TargetWeights
+from foretoken.hf.loading import wrap_model
 
 CONFIG = {
     "architectures": ["Eagle3Speculator"],
@@ -239,10 +244,35 @@ def test_the_target_is_named(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_who_reads_it() -> None:
-    def said(name: str) -> dict[str, bool]:
-        return {reader.program: reader.reads for reader in head_readers("speculators", random_head(CONFIGS[name]))}
+def test_a_shared_embedding_is_written_and_stays_shared(tmp_path: Path) -> None:
+    """Speculators and vLLM find it in the file, as in their own; whoever reads it here shares the target's."""
+    head = random_head(eagle3(), dtype=torch.bfloat16)
+    write_head("speculators", head, tmp_path / "head", target=target_info())
+    written = load_file(tmp_path / "head" / "model.safetensors")["embed_tokens.weight"]
+    assert torch.equal(written, target_weights().embedding.bfloat16())
+    for weights in (None, target_weights):
+        assert_same(head, read_head(tmp_path / "head", weights=weights)[1])
+    other = TargetWeights(lm_head=written, embedding=torch.zeros(V, E))
+    assert read_head(tmp_path / "head", weights=lambda: other)[1].config.own_embedding
+    scaled = replace(target_weights(), is_embedding_plain=False)
+    assert read_head(tmp_path / "head", weights=lambda: scaled)[1].config.own_embedding
+    with pytest.raises(ConfigError, match="shares the target's embeddings, which are scaled"):
+        write_head("speculators", head, tmp_path / "no", target=target_info(is_embedding_plain=False))
 
-    assert said("plain") == {"foretoken": True, SPECULATORS: True, "vLLM": True}
+
+@pytest.mark.parametrize(("architecture", "is_plain"), [("llama", True), ("gemma3", False)])
+def test_scaled_embeddings_are_noticed(architecture: str, is_plain: bool) -> None:
+    weights = TargetWeights.of(wrap_model(tiny_model(architecture), name=architecture))
+    assert weights.is_embedding_plain == is_plain
+
+
+def test_who_reads_it() -> None:
+    def said(name: str, target: TargetInfo | None = None) -> dict[str, bool]:
+        readers = head_readers("speculators", random_head(CONFIGS[name]), target=target)
+        return {reader.program: reader.reads for reader in readers}
+
+    assert said("plain") == {"foretoken": True, SPECULATORS: False, "vLLM": True}  # it would embed at random
+    assert said("plain", target_info()) == {"foretoken": True, SPECULATORS: True, "vLLM": True}
+    assert said("norm_before_residual")[SPECULATORS]
     assert not said("narrower")[SPECULATORS]
     assert not said("embeddings and the last block")["vLLM"]
