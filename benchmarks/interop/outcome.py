@@ -47,7 +47,13 @@ class Outcome:
 
 
 def compared(
-    program: str, case: str, *, claimed: bool | None, ours: Sequence[Tensor], theirs: Callable[[], Sequence[Tensor]]
+    program: str,
+    case: str,
+    *,
+    claimed: bool | None,
+    ours: Sequence[Tensor],
+    theirs: Callable[[], Sequence[Tensor]],
+    tolerance: float = TOLERANCE,
 ) -> Outcome:
     """Runs another project's code and compares its numbers with ours.
 
@@ -57,6 +63,7 @@ def compared(
         claimed: Whether foretoken says that it computes the same; None where it refuses to write the file.
         ours: Tensors.
         theirs: Gives as many of the same shapes.
+        tolerance: Of the largest number, for a difference of rounding.
     """
     said = None if claimed is None else "same" if claimed else "not read"
     try:
@@ -69,7 +76,7 @@ def compared(
     difference = max((a.float() - b.float()).abs().max().item() for a, b in pairs)
     hits = [(a.argmax(-1) == b.argmax(-1)).float().mean().item() for a, b in pairs]
     largest = max(a.abs().max().item() for a, _ in pairs)
-    word = "same" if difference <= TOLERANCE * largest else "another network"
+    word = "same" if difference <= tolerance * largest else "another network"
     return Outcome(
         program=program, case=case, claimed=said, found=word, difference=difference, same_argmax=sum(hits) / len(hits)
     )

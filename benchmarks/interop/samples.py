@@ -48,15 +48,25 @@ class Target:
     rope_scaling: dict[str, Any] | None
 
     @classmethod
-    def made(cls, directory: Path, rope_scaling: dict[str, Any] | None = None) -> Target:
-        """A random one."""
+    def made(
+        cls,
+        directory: Path,
+        rope_scaling: dict[str, Any] | None = None,
+        *,
+        hidden_size: int = E,
+        vocab_size: int = V,
+        num_layers: int = 1,
+        dtype: torch.dtype = torch.float32,
+    ) -> Target:
+        """A random one; dtype: of its stored weights."""
         torch.manual_seed(1)
         rope = {"rope_theta": 10000.0, **(rope_scaling or {"rope_type": "default"})}
         config = LlamaConfig(
-            vocab_size=V, hidden_size=E, intermediate_size=24, num_hidden_layers=1, num_attention_heads=H,
-            max_position_embeddings=64, rope_parameters=rope, tie_word_embeddings=False,
+            vocab_size=vocab_size, hidden_size=hidden_size, intermediate_size=24, num_hidden_layers=num_layers,
+            num_attention_heads=H, max_position_embeddings=64, rope_parameters=rope, tie_word_embeddings=False,
         )  # fmt: skip
-        LlamaForCausalLM(config).save_pretrained(directory)
+        model: Any = LlamaForCausalLM(config)
+        model.to(dtype).save_pretrained(directory)
         loaded = load_model(str(directory), dtype="float32", device="cpu")
         return cls(directory, target_parts(loaded), TargetInfo.of_directory(str(directory)), rope_scaling)
 

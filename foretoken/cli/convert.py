@@ -33,7 +33,7 @@ def convert(
         typer.Option(
             metavar="NAME",
             help="native, medusa, medusa_v2 (shares the target's LM head), vllm_medusa, hydra, mlp_speculator, "
-            "or tensorrt_llm.",
+            "tensorrt_llm, eagle, eagle3, or speculators (EAGLE-3 for vLLM).",
         ),
     ] = "native",
     target: Annotated[
@@ -52,7 +52,8 @@ def convert(
     num_medusa_heads: Annotated[int | None, typer.Option(min=1, help=_NUM_HEADS)] = None,
     num_medusa_layers: Annotated[int | None, typer.Option(min=1, help=_NUM_LAYERS)] = None,
     safetensors: Annotated[
-        bool, typer.Option("--safetensors", help="Write safetensors where medusa and hydra have a pickle of tensors.")
+        bool,
+        typer.Option("--safetensors", help="Write safetensors where medusa, hydra and eagle have a pickle of tensors."),
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace the checkpoint that OUT holds.")] = False,
     as_json: options.AsJson = False,

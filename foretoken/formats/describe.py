@@ -19,7 +19,7 @@ from foretoken.core.json_files import read_json_object
 from foretoken.heads.methods import head_methods
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from foretoken.formats.checkpoint import HeadCheckpoint
@@ -46,7 +46,8 @@ def native_facts(directory: Path) -> dict[str, Any] | None:
     try:
         config = read_json_object(directory / "config.json")
         method, sizes = config[_NATIVE_KEY], config["config"]
-        facts = {key: sizes[name] for key, name in _SIZES.items()}
+        facts = {key: sizes[name] for key, name in _SIZES.items()} | _block_facts(sizes)
+        heads = None if _BLOCK in sizes else sizes["num_heads"]
         target = config.get("target") and {key: value for key, value in config["target"].items() if value is not None}
         notes, choices = dict(config.get("notes") or {}), config.get("choices")
         num_choices = None if choices is None else len(choices)
@@ -63,7 +64,7 @@ def native_facts(directory: Path) -> dict[str, Any] | None:
     facts = {
         "format": "native",
         "method": method,
-        "heads": facts.pop("heads"),
+        "heads": heads,
         "layers": sizes.get("num_layers"),
         **facts,
         "drafted_vocabulary": sizes.get("draft_vocab_size"),
@@ -82,7 +83,23 @@ def native_facts(directory: Path) -> dict[str, Any] | None:
     return {key: value for key, value in facts.items() if value is not None}
 
 
-_SIZES = {"heads": "num_heads", "hidden_size": "hidden_size", "vocabulary": "vocab_size"}
+_SIZES = {"hidden_size": "hidden_size", "vocabulary": "vocab_size"}
+_BLOCK = "num_steps"  # what heads with a decoder block of their own have in place of a number of heads
+_VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norms", "feeds_normed")
+
+
+def _block_facts(sizes: Mapping[str, Any]) -> dict[str, Any]:
+    """What only heads of the EAGLE family have; sizes: a head's configuration, JSON-ready."""
+    if _BLOCK not in sizes:
+        return {}
+    return {
+        "steps": sizes[_BLOCK],
+        "taps": list(sizes.get("boundaries", ["final"])),
+        "width": sizes.get("draft_hidden_size") or sizes["hidden_size"],
+        "embedding": "own" if sizes.get("own_embedding") else "the target's",
+        "variants": [name for name in _VARIANTS if sizes.get(name)] or None,
+        "layer": sizes["layer"],
+    }
 
 
 def _tensors(path: Path) -> list[tuple[str, int, str]]:
@@ -103,6 +120,7 @@ def describe_head(name: str, checkpoint: HeadCheckpoint) -> dict[str, Any]:
     """Facts about a head, JSON-ready; name: of its format."""
     config: Any = checkpoint.config
     tensors = checkpoint.weights.values()
+    is_own = any(key.startswith("lm_head") for key in checkpoint.weights)
     facts = {
         "format": name,
         "method": config.method,
@@ -111,7 +129,8 @@ def describe_head(name: str, checkpoint: HeadCheckpoint) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "vocabulary": config.vocab_size,
         "drafted_vocabulary": getattr(config, "draft_vocab_size", None),
-        "lm_head": "own" if getattr(config, "own_lm_head", True) else "the target's",
+        "lm_head": "own" if is_own else "the target's",
+        **_block_facts(config.model_dump(mode="json")),
         "tied_blocks": getattr(config, "tied_blocks", getattr(config, "tie_weights", None)),
         "has_bias": getattr(config, "has_bias", None),
         "prefix": config.prefix.model_dump() if getattr(config, "prefix", None) else None,

@@ -27,7 +27,7 @@ _PREFIX_KEYS = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_n
 _SCALING = "prefix_rope_scaling"
 TARGET_SCALING = "target_rope_scaling"  # for formats whose own configuration gives the target's
 UPSTREAM_ROPE_THETA = 10000.0  # the released code never reads the target's
-_LAYER_PARTS = {
+LAYER_PARTS = {
     "q_proj": "self_attn.q_proj",
     "k_proj": "self_attn.k_proj",
     "v_proj": "self_attn.v_proj",
@@ -75,7 +75,7 @@ class HydraNames:
             assert self.prefix is not None, "the caller chose names by the configuration"
             layer_name, norm = self.prefix
             places |= {
-                f"{layer_name}.{key}.weight": Place(f"prefix.{ours}.weight") for ours, key in _LAYER_PARTS.items()
+                f"{layer_name}.{key}.weight": Place(f"prefix.{ours}.weight") for ours, key in LAYER_PARTS.items()
             }
             places[f"{layer_name}.input_layernorm.weight"] = Place("prefix.input_norm")
             places[f"{layer_name}.post_attention_layernorm.weight"] = Place("prefix.post_attention_norm")

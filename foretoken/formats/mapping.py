@@ -119,6 +119,13 @@ def check_values(name: str, tensors: Mapping[str, Tensor]) -> None:
         raise ModelError(f"tensors of '{name}' hold numbers that are not finite: {', '.join(bad)}. Train it again.")
 
 
+def check_token_map(name: str, token_map: Tensor, vocab_size: int) -> None:
+    """Raises `ModelError` unless these are different tokens of a vocabulary, int64; name: of the file."""
+    is_map = token_map.dtype == torch.int64 and token_map.unique().numel() == token_map.numel()
+    if not is_map or bool(((token_map < 0) | (token_map >= vocab_size)).any()):
+        raise ModelError(f"the token_map of '{name}' is no map. Expected different tokens in 0..{vocab_size - 1}.")
+
+
 def with_ties(
     config: HeadConfig, weights: dict[str, Tensor], names: Iterable[str] = ("weight", "bias")
 ) -> tuple[Any, dict[str, Tensor]]:

@@ -13,6 +13,7 @@ from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError, nearest_name_hint
 from foretoken.core.validation import validated
 from foretoken.formats.checkpoint import HeadCheckpoint, HeadExtras, check_keys
+from foretoken.formats.mapping import check_token_map
 from foretoken.formats.whole_files import whole_files, write_config, write_weights
 from foretoken.heads.base import HeadConfig, build_head
 from foretoken.heads.methods import head_methods
@@ -53,6 +54,8 @@ def read(directory: Path, config: Mapping[str, Any]) -> HeadCheckpoint:
                 wanted = {key: tuple(part.shape) for key, part in build_head(sizes).state_dict().items()}
             check_keys(str(directory), shapes, wanted)
             weights = {key: file.get_tensor(key) for key in wanted}
+        if "token_map" in weights:
+            check_token_map(str(directory), weights["token_map"], sizes.vocab_size)
     except (SafetensorError, OSError) as err:
         raise ModelError(f"{path} is missing or damaged: {err}. Copy or train it again.") from err
     return HeadCheckpoint(

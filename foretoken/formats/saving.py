@@ -110,7 +110,7 @@ def finished(
     if target.fingerprint is not None and own.differences(target.fingerprint):
         checkpoint.check_target(target.fingerprint, what=name)
         raise ModelError(
-            f"head '{name}' has {', '.join(target.fingerprint.differences(own))}, which is the target's. "
+            f"head '{name}' has {', '.join(own.differences(target.fingerprint))}, which is the target's. "
             "Expected a head for this target."
         )
     return checkpoint

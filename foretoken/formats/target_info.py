@@ -36,6 +36,7 @@ class TargetWeights:
         embedding: (V, E), rows as stored.
         norm: (E,), of the final norm, or None where it is not found.
         is_plain: Whether logits are just LM head times feature plus bias, neither scaled nor capped.
+        is_embedding_plain: Whether tokens are embedded as the rows are stored, not scaled.
     """
 
     lm_head: Tensor
@@ -43,6 +44,7 @@ class TargetWeights:
     lm_head_bias: Tensor | None = None
     norm: Tensor | None = None
     is_plain: bool = True
+    is_embedding_plain: bool = True
 
     @classmethod
     def of(cls, model: LoadedModel) -> TargetWeights:
@@ -54,12 +56,16 @@ class TargetWeights:
             probe = parts.lm_head_weight[:4] * 100  # long enough to bend at any cap
             plain = linear(probe, parts.lm_head_weight, head.bias)
             is_plain = torch.allclose(parts.lm_head(probe).double(), plain.double(), rtol=1e-2)
+            embedding = module.get_input_embeddings().weight.detach()
+            first = torch.arange(min(4, len(embedding)), device=embedding.device)
+            is_embedding_plain = torch.equal(parts.embed(first), embedding[first])
         return cls(
             lm_head=parts.lm_head_weight,
             lm_head_bias=None if head.bias is None else head.bias.detach(),
-            embedding=module.get_input_embeddings().weight.detach(),
+            embedding=embedding,
             norm=None if norm is None else norm.weight.detach(),
             is_plain=is_plain,
+            is_embedding_plain=is_embedding_plain,
         )
 
 
@@ -122,6 +128,14 @@ class TargetInfo:
             return self.fingerprint.vocab_size
         size = getattr(self.config, "vocab_size", None)
         return None if size is None else int(size)
+
+    @property
+    def num_layers(self) -> int | None:
+        """How many blocks the target has, or None."""
+        if self.fingerprint is not None and self.fingerprint.num_layers is not None:
+            return self.fingerprint.num_layers
+        number = getattr(self.config, "num_hidden_layers", None)
+        return None if number is None else int(number)
 
     def copy_of_lm_head(self, what: str, *, with_bias: bool) -> tuple[Tensor, Tensor | None]:
         """The target's LM head, for a format whose heads have one of their own.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ from foretoken.formats.mapping import head_shapes
 from foretoken.formats.registry import read_head
 from foretoken.heads.base import HeadConfig
 from foretoken.heads.decoder_layer import LayerConfig
+from foretoken.heads.eagle import EagleConfig
+from foretoken.heads.eagle3 import Eagle3Config
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
@@ -286,6 +289,36 @@ def test_convert_says_who_reads_the_result(tmp_path: Path) -> None:
         "TensorRT-LLM": True,
     }
     assert all(reader["how"] for reader in report["readers"])
+
+
+def test_eagle_through_every_format(tmp_path: Path) -> None:
+    """From ours to each layout and back; `inspect` says of each what it is, taps by boundary."""
+    layer = LayerConfig(num_attention_heads=2, num_key_value_heads=1, head_dim=4, intermediate_size=6)
+    head = written(
+        tmp_path / "native",
+        Eagle3Config(hidden_size=8, vocab_size=13, boundaries=(2, 6, 9), draft_vocab_size=5, layer=layer),
+    )
+    head = replace(head, weights={**head.weights, "token_map": torch.tensor([1, 2, 5, 9, 12])})
+    native.write(head, tmp_path / "native")
+    facts = json.loads(succeeded("inspect", str(tmp_path / "native"), "--json"))
+    before = "native"
+    for to in ("eagle3", "speculators", "eagle3", "native"):
+        out = tmp_path / f"{before}-{to}"
+        succeeded("convert", str(tmp_path / before), str(out), "--to", to)
+        found = json.loads(succeeded("inspect", str(out), "--json"))
+        assert found == facts | {"directory": str(out), "format": to}
+        before = out.name
+    assert_equal(head, read_head(tmp_path / before)[1])
+    wanted = {"method": "eagle3", "taps": [2, 6, 9], "drafted_vocabulary": 5, "lm_head": "own"}
+    assert (wanted | {"embedding": "the target's"}).items() <= facts.items()
+    assert facts["target"]["name"] == "some/target"
+    assert "taps" in succeeded("inspect", str(tmp_path / "native"))
+    written(tmp_path / "first", EagleConfig(hidden_size=8, vocab_size=13, layer=layer))
+    succeeded("convert", str(tmp_path / "first"), str(tmp_path / "eagle"), "--to", "eagle")
+    found = json.loads(succeeded("inspect", str(tmp_path / "eagle"), "--json"))
+    wanted = {"format": "eagle", "method": "eagle", "taps": ["final"], "lm_head": "the target's"}
+    assert wanted.items() <= found.items()
+    assert_refused(run("convert", str(tmp_path / "eagle"), str(tmp_path / "no"), "--to", "eagle3"), "method 'eagle'")
 
 
 def test_blocks_that_others_hold_to_be_one_are_refused(tmp_path: Path) -> None:

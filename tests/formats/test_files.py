@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -130,7 +131,9 @@ def test_config_json(tmp_path: Path) -> None:
 def test_no_head(tmp_path: Path) -> None:
     model = {"model.embed_tokens.weight": (V, E), "model.norm.weight": (E,), "lm_head.weight": (V, E)}
     write_files(tmp_path / "model", model, {"model_type": "llama"})
-    with pytest.raises(ModelError, match=r"holds no draft head of a known format. Expected one of gorgon, hydra"):
+    with pytest.raises(
+        ModelError, match=r"holds no draft head of a known format. Expected one of eagle, eagle3, gorgon, hydra"
+    ):
         read_head(tmp_path / "model")
     (tmp_path / "empty").mkdir()
     with pytest.raises(ModelError, match="holds no weights"):
@@ -156,6 +159,14 @@ def test_quantised_tensors(tmp_path: Path) -> None:
 def test_our_own_format(tmp_path: Path, config: MedusaConfig) -> None:
     head = random_head(config)
     assert_same(head, round_trip("native", head, tmp_path))
+
+
+@pytest.mark.parametrize("tokens", [[0, 1, V], [0, -1, 2], [1, 1, 2], [0.0, 1.0, 2.0]])
+def test_our_own_format_has_a_map_of_tokens(tmp_path: Path, tokens: list[float]) -> None:
+    head = random_head(HEAD.model_copy(update={"draft_vocab_size": 3}))
+    write_head("native", replace(head, weights={**head.weights, "token_map": torch.tensor(tokens)}), tmp_path)
+    with pytest.raises(ModelError, match=r"token_map of .* is no map. Expected different tokens in 0..12"):
+        read_head(tmp_path)
 
 
 def test_unknown_format(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_eagles import eagle, eagle3
 from tiny_heads import E, V, random_head
 
 from foretoken.core.errors import ModelError
@@ -27,6 +28,9 @@ CONFIGS: list[Any] = [
     HydraConfig(hidden_size=E, vocab_size=V, num_heads=2, own_lm_head=True),
     MlpSpeculatorConfig(hidden_size=E, vocab_size=V, inner_dim=6),
     MlpSpeculatorConfig(hidden_size=E, vocab_size=V, inner_dim=6, tie_weights=False),
+    eagle(),
+    eagle3(fc_norms=True, feeds_normed=True),
+    eagle3(draft_hidden_size=6, own_embedding=True, draft_vocab_size=None),
 ]
 
 

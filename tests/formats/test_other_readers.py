@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tiny_eagles import eagle, eagle3
 from tiny_heads import E, V, logits, numbers, random_head, round_trip, target_info, target_weights
 from torch import Tensor, nn
 
@@ -189,6 +190,9 @@ HEADS = {
     "hydra": hydra(prefix=PREFIX),
     "mlp_speculator": speculator(),
     "tensorrt_llm": medusa(),
+    "eagle": eagle(),
+    "eagle3": eagle3(),
+    "speculators": eagle3(),
 }
 
 

@@ -64,7 +64,8 @@ def logits(checkpoint: HeadCheckpoint) -> list[Tensor]:
     )
     head = checkpoint.module(dtype=torch.float64)
     tokens = torch.randint(V, (2, 9), generator=torch.Generator().manual_seed(3))
-    hidden = head.teacher_forced(numbers(2, 9, E, seed=4).double(), tokens, parts)
+    features = numbers(2, 9, len(head.config.taps) * E, seed=4).double()
+    hidden = head.teacher_forced(features, tokens, parts)
     return [head.logits(index, each, parts) for index, each in enumerate(hidden)]
 
 

@@ -1,0 +1,224 @@
+"""Reads and writes EAGLE-3 heads as vllm-project/speculators has them; its former EAGLE-1 heads are read alone.
+
+The block is `layers.0`, a Llama's configuration lies under `transformer_layer_config`, and the target's name under
+`speculators_config`. Taps are boundaries, as here. Heads of EAGLE-1 and -2 call the block `transformer` and the layer
+before it `fusion_fc`.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from foretoken.core.checks import shown
+from foretoken.core.errors import ConfigError, ModelError
+from foretoken.formats.eagle import read_eagle
+from foretoken.formats.eagle3 import (
+    LAYER_IDS,
+    boundaries_of,
+    eagle3_tensors,
+    flag,
+    read_eagle3,
+    with_plain_vocabulary,
+)
+from foretoken.formats.eagle_names import EMBEDDING, stated_layer, without_prefix
+from foretoken.formats.readers import SPECULATORS, VLLM_EAGLE, Reader
+from foretoken.formats.saving import expect_method, finished, own_entries, own_entry, save
+from foretoken.heads.eagle3 import Eagle3Config
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.formats.files import HeadFiles, Weights
+    from foretoken.formats.saving import WriteOptions
+    from foretoken.formats.target_info import TargetInfo, TargetWeights
+
+KINDS = ("eagle3", "eagle")
+_LAYER, _LAYER_CONFIG = "layers.0", "transformer_layer_config"
+_OUTPUT_BIAS = f"{_LAYER}.self_attn.o_proj.bias"
+_VERSION = "0.9.0"  # of the package whose files these are like
+
+
+def recognises(files: HeadFiles) -> bool:
+    """Whether the configuration names one of its kinds, or a tensor has the name that only they have."""
+    kind = files.config.get("speculators_model_type")
+    return kind in KINDS if isinstance(kind, str) else "fusion_fc.weight" in files.weights.shapes
+
+
+def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+    """Reads a head.
+
+    Raises:
+        ModelError: As for formats 'eagle3' and 'eagle'.
+    """
+    config, name = files.config, str(files.path)
+    stated = config.get(_LAYER_CONFIG)
+    if not isinstance(stated, dict):
+        raise ModelError(f"{_LAYER_CONFIG} of '{name}' is {shown(stated)}. Expected the configuration of its block.")
+    named = {**config, "base_model_name_or_path": _target_name(config)}
+    if config.get("speculators_model_type") != "eagle3":
+        sizes, tensors = read_eagle(
+            files.weights, stated, target, fc="fusion_fc", layer="transformer", num_steps=_steps(config)
+        )
+        return finished(name, named, sizes, tensors, target)
+    boundaries = boundaries_of(name, config.get(LAYER_IDS))
+    if boundaries is not None and boundaries[0] == 1:
+        logging.getLogger(__name__).warning(
+            "%s: taps %s are taken as boundaries, and files of SpecForge name the layer before instead: if it comes "
+            "from there, they should be %s", name, boundaries, [one + 1 for one in boundaries],
+        )  # fmt: skip
+    steps = own_entry(config, "num_steps", default=_steps(config))
+    weights = _without_output_bias(without_prefix(files), stated)
+    eagle3_sizes, tensors = read_eagle3(
+        files, weights, stated, target, layer=_LAYER, boundaries=boundaries,
+        norm_before_residual=_norm_before_residual(name, config), feeds_normed=flag(name, config, "norm_output"),
+        **({} if steps is None else {"num_steps": steps}),
+    )  # fmt: skip
+    return finished(name, named, eagle3_sizes, tensors, target)
+
+
+def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+    """Writes a head with all that speculators and vLLM ask for; a shared embedding is added when it is at hand.
+
+    Raises:
+        ConfigError: When the head is of another method, its target is not known by name, or it shares an embedding
+            that the target scales.
+    """
+    expect_method(checkpoint, "eagle3", what="format 'speculators'")
+    checkpoint = with_plain_vocabulary(checkpoint)
+    sizes = checkpoint.config
+    assert isinstance(sizes, Eagle3Config), "the method says so"
+    tensors = eagle3_tensors(checkpoint, layer=_LAYER)
+    if sizes.layer.attention_bias:  # a Llama's covers the output as well
+        tensors[_OUTPUT_BIAS] = torch.zeros(sizes.width, dtype=tensors["fc.weight"].dtype)
+    if not sizes.own_embedding and options.target.weights is not None:
+        tensors[EMBEDDING] = _shared_embedding(options.target.weights, tensors["fc.weight"].dtype)
+    layer = stated_layer(sizes.layer, width=sizes.width, vocab_size=sizes.vocab_size, target=options.target)
+    dtype = str(tensors["fc.weight"].dtype).removeprefix("torch.")
+    config = {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "speculators_version": _VERSION,
+        "draft_vocab_size": sizes.draft_vocab_size or sizes.vocab_size,
+        "norm_before_residual": sizes.norm_before_residual,
+        "norm_before_fc": sizes.norm_before_fc,
+        "fc_norm": sizes.fc_norms,
+        "norm_output": sizes.feeds_normed,
+        "target_hidden_size": None if sizes.width == sizes.hidden_size else sizes.hidden_size,
+        "embed_requires_grad": False,
+        LAYER_IDS: list(sizes.boundaries),
+        _LAYER_CONFIG: layer | {"attention_bias": sizes.layer.attention_bias, "torch_dtype": dtype},
+        "speculators_config": {
+            "algorithm": "eagle3",
+            "proposal_methods": [
+                {
+                    "proposal_type": "greedy",
+                    "speculative_tokens": sizes.num_steps,
+                    "verifier_accept_k": 1,
+                    "accept_tolerance": 0.0,
+                }
+            ],
+            "default_proposal_method": "greedy",
+            "verifier": _verifier(checkpoint, options.target),
+        },
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        **own_entries(checkpoint, num_steps=sizes.num_steps, own_embedding=sizes.own_embedding),
+    }
+    save(directory, "model.safetensors", tensors, config)
+
+
+def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
+    """Who reads what `write` writes."""
+    sizes = checkpoint.config
+    assert isinstance(sizes, Eagle3Config), "the method says so"
+    if not sizes.own_embedding and options.target.load is None:
+        how = "it expects embeddings in the file, and takes random ones where they are missing; pass --target"
+        own = Reader(SPECULATORS, False, how)
+    elif sizes.width != sizes.hidden_size:
+        own = Reader(SPECULATORS, False, "it takes the target to be as wide as the head, and tensors do not fit")
+    else:
+        own = Reader(SPECULATORS, True, "SpeculatorModel.from_pretrained of this directory, to train it on")
+    depth = "" if options.target.config is not None else "; pass --target, so that it drafts as far as the target goes"
+    if len(sizes.boundaries) != 3 or sizes.layer.attention_bias:
+        vllm = Reader(VLLM_EAGLE, False, "it expects three taps, and no bias")
+    else:
+        vllm = Reader(VLLM_EAGLE, True, f"vllm serve of this directory, a chain of the best token{depth}")
+    return [own, vllm]
+
+
+def _shared_embedding(target: TargetWeights, dtype: torch.dtype) -> Tensor:
+    """(V, E), a copy of the target's embedding.
+
+    Raises:
+        ConfigError: When a copy would not compute the same.
+    """
+    if not target.is_embedding_plain:
+        raise ConfigError(
+            "the head shares the target's embeddings, which are scaled, and format 'speculators' keeps them as they "
+            "are stored. Keep the head in our own format, 'native'."
+        )
+    return target.embedding.to("cpu", dtype, copy=True)
+
+
+def _verifier(checkpoint: HeadCheckpoint, target: TargetInfo) -> dict[str, Any]:
+    """The target, as both programs load it by.
+
+    Raises:
+        ConfigError: When its name is not known.
+    """
+    known = checkpoint.target or target.fingerprint
+    if known is None or not known.name:
+        raise ConfigError(
+            "format 'speculators' names the target that a head is for, and this one names none. Pass --target."
+        )
+    stated = getattr(target.config, "architectures", None)
+    return {"name_or_path": known.name, "architectures": stated or ([known.architecture] if known.architecture else [])}
+
+
+def _target_name(config: Mapping[str, Any]) -> Any:
+    """The name of the target, as far as the file says it."""
+    outer = config.get("speculators_config")
+    verifier = outer.get("verifier") if isinstance(outer, dict) else None
+    return verifier.get("name_or_path") if isinstance(verifier, dict) else None
+
+
+def _steps(config: Mapping[str, Any]) -> Any:
+    """For how many tokens the head is proposed to be used."""
+    outer = config.get("speculators_config")
+    methods = outer.get("proposal_methods") if isinstance(outer, dict) else None
+    first = methods[0] if isinstance(methods, list) and methods else None
+    return first.get("speculative_tokens") if isinstance(first, dict) else None
+
+
+def _norm_before_residual(name: str, config: Mapping[str, Any]) -> bool:
+    """What the file says; speculators' default where it says nothing, which is not vLLM's."""
+    if config.get("norm_before_residual") is None:
+        logging.getLogger(__name__).warning(
+            "%s: norm_before_residual is missing and taken to be false, as speculators does; vLLM takes it to be true. "
+            "Set it as the head was trained", name,
+        )  # fmt: skip
+    return flag(name, config, "norm_before_residual")
+
+
+def _without_output_bias(weights: Weights, stated: Mapping[str, Any]) -> Weights:
+    """The tensors without a bias of attention's output, which is zero as far as heads here know one.
+
+    Raises:
+        ModelError: When it is not.
+    """
+    if _OUTPUT_BIAS not in weights.shapes or not stated.get("attention_bias"):
+        return weights
+    bias = weights.fetch([_OUTPUT_BIAS])[_OUTPUT_BIAS]
+    width = weights.shapes.get(f"{_LAYER}.self_attn.o_proj.weight", (0,))[:1]
+    if bool((bias != 0).any()) or tuple(bias.shape) != width:
+        raise ModelError(
+            f"{_OUTPUT_BIAS} of '{weights.name}' is not zero. Expected a block without it, as heads here are."
+        )
+    return weights.renamed(lambda key: None if key == _OUTPUT_BIAS else key)
