@@ -29,12 +29,12 @@ class EagleConfig(AutoregressiveConfig):
     """Sizes of an EAGLE head.
 
     Attributes:
-        has_bias: Whether the layer that fuses has one.
+        has_bias: Whether the layer that fuses has one; those of vLLM have none.
     """
 
     method: ClassVar[str] = "eagle"
 
-    has_bias: bool = True
+    has_bias: bool = False
 
 
 class EagleHead(AutoregressiveHead):
