@@ -33,7 +33,7 @@ def convert(
         typer.Option(
             metavar="NAME",
             help="native, medusa, medusa_v2 (shares the target's LM head), vllm_medusa, hydra, mlp_speculator, "
-            "tensorrt_llm, eagle, eagle3, or speculators (EAGLE-3 for vLLM).",
+            "tensorrt_llm, eagle, eagle3, falcon, or speculators (EAGLE-3 for vLLM).",
         ),
     ] = "native",
     target: Annotated[

@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 _GROUP = "foretoken.drafters"
 _NOT_METHODS = {
-    "autoregressive", "base", "captured_expansion", "head_loading", "heads", "kept_draws", "last_features",
-    "prefix_features", "quantization", "registry", "stack_features",
+    "autoregressive", "base", "captured_expansion", "falcon_blocks", "head_loading", "heads", "kept_draws",
+    "last_features", "prefix_features", "quantization", "registry", "stack_features",
 }  # fmt: skip
 # A tool of benchmarks, which needs the answer: by its exact name only.
 _TOOLS = {"oracle"}
 # Methods of papers and of other engines, without dashes: known by name, and not there yet.
 _PLANNED = frozenset({
-    "clover", "dflash", "falcon", "kangaroo", "layerskip", "lookahead", "mtp",
+    "clover", "dflash", "kangaroo", "layerskip", "lookahead", "mtp",
     "ngramgpu", "pard", "recycling", "rest", "suffix", "suffixdecoding", "tokenrecycling",
 })  # fmt: skip
 

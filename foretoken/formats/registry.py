@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 NATIVE = "native"
 # Those that recognise part of what another one recognises come first.
 _FOREIGN = (
-    "speculators", "eagle3", "eagle", "vllm_medusa", "tensorrt_llm", "hydra", "mlp_speculator", "gorgon", "medusa_v2",
-    "medusa",
+    "speculators", "eagle3", "eagle", "falcon", "vllm_medusa", "tensorrt_llm", "hydra", "mlp_speculator", "gorgon",
+    "medusa_v2", "medusa",
 )  # fmt: skip
 
 _EXPECTED = f"Expected one of {', '.join(sorted([NATIVE, *_FOREIGN]))}."

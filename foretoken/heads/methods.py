@@ -6,7 +6,16 @@ from pkgutil import iter_modules
 
 import foretoken.heads
 
-_NOT_METHODS = {"autoregressive", "base", "decoder_layer", "methods", "prefix_layer", "stacked", "step_head"}
+_NOT_METHODS = {
+    "autoregressive",
+    "base",
+    "decoder_layer",
+    "methods",
+    "pair_lstm",
+    "prefix_layer",
+    "stacked",
+    "step_head",
+}
 
 
 def head_methods() -> list[str]:

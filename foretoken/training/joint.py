@@ -117,8 +117,9 @@ class JointTrainer(Trainer):
         hidden: Tensor = output.last_hidden_state
         leaf = hidden.detach().requires_grad_()
         own = self._own_loss(leaf, tokens, supervised, float(counts[-1].clamp_min(1)))
-        weight = self._joint.weight(step, self._config.schedule.num_steps)
-        examples = Examples(tokens, supervised, leaf, leaf)
+        num_steps = self._config.schedule.num_steps
+        weight = self._joint.weight(step, num_steps)
+        examples = Examples(tokens, supervised, leaf, leaf, step / num_steps)
         sums = accumulate(self._objective, self.head, examples, self._parts, counts=counts[:-1], weight=weight)
         hidden.backward(leaf.grad)
         return HeadSums(*(torch.cat(pair) for pair in zip((sums.loss, sums.matches, sums.count), own, strict=True)))

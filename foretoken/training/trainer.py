@@ -232,8 +232,8 @@ class Trainer:
 
     def _learn(self, step: int, tokens: Tensor, supervised: Tensor, features: Tensor, counts: Tensor) -> HeadSums:
         """Adds the gradient of one micro-batch to the parameters; features: as `Teacher.read` gives them."""
-        del step
-        examples = Examples.of(tokens, supervised, features, self.head.config)
+        progress = step / self._config.schedule.num_steps
+        examples = Examples.of(tokens, supervised, features, self.head.config, progress=progress)
         return accumulate(self._objective, self.head, examples, self._parts, counts=counts)
 
     def _gradients(self, step: int, tokens: Tensor, supervised: Tensor, counts: Tensor) -> HeadSums:

@@ -16,14 +16,13 @@ from foretoken.decoder.lean.head_kernels import HeadKernels
 
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 NAMES = list(DRAFTERS["generic"])
-# Every drafter meets the full batch and one of the small ones, dynamic trees and EAGLE's heads one of all, as they are
-# verified like others; in all of them there are more sequences than slots.
+_ONCE = {"dynamic", "eagle", "eagle3", "falcon"}
+# Every drafter meets the full batch and one of the small ones, dynamic trees and heads with a decoder block one of all,
+# as they are verified like others; in all of them there are more sequences than slots.
 PAIRS = [
     (name, batch)
     for index, name in enumerate(NAMES)
-    for batch in (
-        [(8, 1, 3)[index % 3]] if {"dynamic", "eagle", "eagle3"} & set(name.split()) else (8, (1, 3)[index % 2])
-    )
+    for batch in ([(8, 1, 3)[index % 3]] if _ONCE & set(name.split()) else (8, (1, 3)[index % 2]))
 ]
 # Tokens a pass that a drafter must reach on the mix, so that commits and bonus tokens are known to have been tested.
 # Measured on the generic runner: 10 % above these.

@@ -28,6 +28,7 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
     "mlp_speculator": ("mlp_speculator", {"num_heads": 3, "inner_dim": 48}),
     "eagle": ("eagle", {"num_steps": 4}),
     "eagle3": ("eagle3", {"num_steps": 4, "boundaries": [1, 3], "draft_vocab_size": 50}),
+    "falcon": ("falcon", {"num_steps": 4}),
 }
 STEP_HEADS = ("medusa", "hydra", "hydra++", "mlp_speculator")
 _STEPS = 150

@@ -154,7 +154,7 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
             f"{name} dynamic": head(
                 name, architecture, tree="dynamic", tree_top_k=4, max_nodes=12, num_speculative_tokens=3
             )
-            for name in ("medusa", "hydra", "mlp_speculator", "eagle", "eagle3")
+            for name in ("medusa", "hydra", "mlp_speculator", "eagle", "eagle3", "falcon")
         },
         "hydra dynamic adaptive": head("hydra", architecture, tree="dynamic"),
         "hydra++ as stored": head("hydra++", architecture, num_speculative_tokens=3, quantization="none"),
@@ -166,6 +166,8 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "hydra++ chain": head("hydra++", architecture, tree="chain"),
         "eagle choices": head("eagle", architecture, tree=MEDUSA_CHOICES),
         "eagle3 chain": head("eagle3", architecture, tree="chain", num_speculative_tokens=6),
+        "falcon choices": head("falcon", architecture, tree=MEDUSA_CHOICES),
+        "falcon chain": head("falcon", architecture, tree="chain", num_speculative_tokens=5),
         "mlp_speculator widths": head("mlp_speculator", architecture, tree=WIDTHS),
         "mlp_speculator chain": head("mlp_speculator", architecture, tree="chain", num_speculative_tokens=2),
         **{f"random {name}": head(name, architecture, steps=0, num_speculative_tokens=depth(name)) for name in HEADS},

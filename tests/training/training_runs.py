@@ -57,7 +57,7 @@ def settings(directory: Path, method: str = "medusa", **changes: Any) -> RunSett
     more = {key: changes.pop(key) for key in ("save_every_s", "cache", "cache_bytes") if key in changes}
     schedule = {"peak": 1e-2, "num_steps": 6, "warmup_steps": 2, **changes.pop("schedule", {})}
     return RunSettings(
-        head=head_config(method, target(), {**SIZES[method], **changes.pop("sizes", {})}),
+        head=head_config(method, target(), {**SIZES.get(method, {}), **changes.pop("sizes", {})}),
         objective=objective_config(method, changes.pop("weights", {})),
         data=changes.pop("data", "text"),
         train=train_config({"batch_size": 4, "length": 16, **changes, "schedule": schedule}),

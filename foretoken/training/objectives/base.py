@@ -9,7 +9,7 @@ Letters: B sequences, S positions, K heads, E hidden size, M positions of one po
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -84,9 +84,9 @@ class Objective(BaseModel):
         """K, how many steps of a head are trained."""
         return config.steps
 
-    def fed(self, head: Head, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Fed]:
-        """`Head.teacher_forced` as the objective wants it."""
-        for hidden in head.teacher_forced(features, tokens, parts):
+    def fed(self, head: Head, given: Examples, parts: TargetParts) -> Iterator[Fed]:
+        """`Head.teacher_forced` as the objective wants it; given: with noise on what the head reads."""
+        for hidden in head.teacher_forced(given.features, given.tokens, parts):
             yield Fed(hidden)
 
     def noise_bound(self, num_positions: int, size: int) -> float:
@@ -103,18 +103,22 @@ class Examples:
         supervised: (B, S) bool, tokens that count as labels.
         features: (B, S, F E), the target's that the head reads, side by side.
         final: (B, S, E), what the target's LM head reads.
+        progress: Part of the training that is over, from 0 to 1.
     """
 
     tokens: Tensor
     supervised: Tensor
     features: Tensor
     final: Tensor
+    progress: float = 0.0
 
     @classmethod
-    def of(cls, tokens: Tensor, supervised: Tensor, read: Tensor, config: HeadConfig) -> Examples:
+    def of(
+        cls, tokens: Tensor, supervised: Tensor, read: Tensor, config: HeadConfig, *, progress: float = 0.0
+    ) -> Examples:
         """A micro-batch from what `foretoken.training.teacher.Teacher.read` gave for the taps of a head."""
         size = config.hidden_size
-        return cls(tokens, supervised, read[..., : size * len(config.taps)], read[..., -size:])
+        return cls(tokens, supervised, read[..., : size * len(config.taps)], read[..., -size:], progress)
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,10 +171,10 @@ def accumulate(
     Returns:
         Sums for reports.
     """
-    features = _noisy(examples.features, objective)
+    given = replace(examples, features=_noisy(examples.features, objective))
     sequence, place, num_rows = _labelled(examples.supervised, len(counts))
     losses = []
-    fed = islice(objective.fed(head, features, examples.tokens, parts), len(counts))
+    fed = islice(objective.fed(head, given, parts), len(counts))
     for index, step in enumerate(fed):
         position = place[: num_rows[index]] - (index + 1)
         known = None if step.stride == 1 else step.has(position).nonzero()[:, 0]

@@ -21,12 +21,10 @@ from foretoken.training.unrolling import unrolled
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
-
     from foretoken.heads.base import Head, HeadConfig
     from foretoken.hf.loading import LoadedModel
     from foretoken.hf.parts import TargetParts
-    from foretoken.training.objectives.base import Fed
+    from foretoken.training.objectives.base import Examples, Fed
 
 
 class Eagle3Objective(Objective):
@@ -48,9 +46,9 @@ class Eagle3Objective(Objective):
         return min(self.passes, config.steps)
 
     @override
-    def fed(self, head: Head, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Fed]:
+    def fed(self, head: Head, given: Examples, parts: TargetParts) -> Iterator[Fed]:
         """See `Objective`."""
-        return unrolled(head, features, tokens, parts, stride=self.stride)
+        return unrolled(head, given.features, given.tokens, parts, stride=self.stride)
 
 
 def default_sizes(target: LoadedModel) -> dict[str, Any]:

@@ -20,12 +20,10 @@ from foretoken.training.unrolling import unrolled
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
-
     from foretoken.heads.base import Head
     from foretoken.hf.parts import TargetParts
     from foretoken.training.losses import Weights
-    from foretoken.training.objectives.base import Fed
+    from foretoken.training.objectives.base import Examples, Fed
 
 __all__ = ["CONFIG", "OBJECTIVE", "default_sizes"]
 
@@ -50,9 +48,9 @@ class HassObjective(EagleObjective):
         return super().distance_weights._replace(top=self.top_weight, num_top=self.num_top)
 
     @override
-    def fed(self, head: Head, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Fed]:
+    def fed(self, head: Head, given: Examples, parts: TargetParts) -> Iterator[Fed]:
         """See `Objective`."""
-        return unrolled(head, features, tokens, parts, stride=self.stride, is_detached=True)
+        return unrolled(head, given.features, given.tokens, parts, stride=self.stride, is_detached=True)
 
 
 CONFIG, OBJECTIVE = EagleConfig, HassObjective

@@ -1,0 +1,125 @@
+"""Reads and writes Falcon heads as published: `lstm`, `layers.0`, and a Llama's `config.json` with `k_mask`.
+
+Published heads run their LSTM position by position without saying so; what is written here says it under our key.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from foretoken.core.checks import shown
+from foretoken.core.errors import ModelError
+from foretoken.formats.eagle_names import (
+    EMBEDDING,
+    is_targets,
+    layer_config,
+    layer_table,
+    stated_layer,
+    vocabulary,
+    without_prefix,
+)
+from foretoken.formats.mapping import Place, make_config, read_tensors, scatter
+from foretoken.formats.readers import FALCON_CODE, Reader
+from foretoken.formats.saving import expect_method, finished, own_entries, own_entry, save, target_name
+from foretoken.heads.falcon import FalconConfig
+from foretoken.heads.pair_lstm import NUM_LAYERS
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.formats.files import HeadFiles
+    from foretoken.formats.saving import WriteOptions
+    from foretoken.formats.target_info import TargetInfo
+
+_LSTM, _LAYER = "lstm.weight_ih_l0", "layers.0"
+_BLOCKS = 4  # passes of a draft in the published runs
+_OWN_KEYS = ("num_steps", "lstm_mode", "dropout")  # what files of others do not say
+
+
+def recognises(files: HeadFiles) -> bool:
+    """Whether there is an LSTM beside a decoder layer."""
+    shapes = files.weights.shapes
+    return any(
+        prefix + _LSTM in shapes and f"{prefix}{_LAYER}.mlp.up_proj.weight" in shapes for prefix in ("", "model.")
+    )
+
+
+def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
+    """Reads a head; the LSTM runs position by position unless the file says otherwise.
+
+    Args:
+        files: The checkpoint.
+        target: Its embedding, where it is at hand, is compared with the file's.
+
+    Raises:
+        ModelError: When keys do not fit together, numbers are not finite, or sizes are not stated.
+    """
+    weights, config, name = without_prefix(files), files.config, str(files.path)
+    block, rows = config.get("k_mask"), weights.shapes[_LSTM]
+    if not isinstance(block, int) or isinstance(block, bool):
+        raise ModelError(
+            f"the config.json of '{name}' has k_mask {shown(block)}. Expected the tokens of a block, as 2."
+        )
+    width = config.get("hidden_size") or (rows[0] // 4 if rows else None)
+    if not isinstance(width, int) or isinstance(width, bool) or width < 1:
+        raise ModelError(f"hidden_size of '{name}' is {shown(width)}. Expected a size, as of a Llama.")
+    own: dict[str, Any] = {"num_steps": _BLOCKS * block, "lstm_mode": "per_position"}
+    own |= {key: value for key in _OWN_KEYS if (value := own_entry(config, key)) is not None}
+    sizes: FalconConfig = make_config(
+        FalconConfig,
+        name,
+        hidden_size=width,
+        vocab_size=vocabulary(weights, config, target, keys=(EMBEDDING,)),
+        block=block,
+        layer=layer_config(weights, _LAYER, config, width=width),
+        has_bias="lstm.bias_ih_l0" in weights.shapes,
+        **own,
+    )
+    shared = {EMBEDDING: (sizes.vocab_size, width)} if EMBEDDING in weights.shapes else {}
+    tensors = read_tensors(weights, _table(sizes), sizes, extra=shared)
+    if shared and target.weights is not None:
+        own_rows = weights.fetch([EMBEDDING])[EMBEDDING]
+        if not is_targets(own_rows, target.weights.embedding):
+            logging.getLogger(__name__).warning("%s: %s is not the target's embedding", name, EMBEDDING)
+    return finished(name, config, sizes, tensors, target)
+
+
+def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
+    """Writes a head; the target's embedding, which published files repeat, is added when it is at hand.
+
+    Raises:
+        ConfigError: When the head is of another method.
+    """
+    expect_method(checkpoint, "falcon", what="format 'falcon'")
+    sizes = checkpoint.config
+    assert isinstance(sizes, FalconConfig), "the method says so"
+    tensors = scatter(checkpoint.weights, _table(sizes))
+    dtype = tensors[_LSTM].dtype
+    if options.target.weights is not None:
+        tensors[EMBEDDING] = options.target.weights.embedding.to("cpu", dtype, copy=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        **stated_layer(sizes.layer, width=sizes.hidden_size, vocab_size=sizes.vocab_size, target=options.target),
+        "k_mask": sizes.block,
+        "bias": sizes.has_bias,
+        "qkv_bias": sizes.layer.attention_bias,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+        **target_name(checkpoint),
+        **own_entries(checkpoint, **{key: getattr(sizes, key) for key in _OWN_KEYS}),
+    }
+    save(directory, "model.safetensors" if options.as_safetensors else "pytorch_model.bin", tensors, config)
+
+
+def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:  # noqa: ARG001 - one interface
+    """Who reads what `write` writes."""
+    return [Reader(FALCON_CODE, False, "it hands on its LSTM's output with its state, and stops there")]
+
+
+def _table(config: FalconConfig) -> dict[str, Place]:
+    """Places by key."""
+    kinds = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if config.has_bias else ()))
+    names = [f"{kind}_l{layer}" for layer in range(NUM_LAYERS) for kind in kinds]
+    places = {f"lstm.{name}": Place(f"lstm.weights.{name}") for name in names}
+    return places | layer_table(_LAYER, has_bias=config.layer.attention_bias)

@@ -1,0 +1,146 @@
+"""The objective of Falcon: the features of the next block and the target's distributions, with glances at the answers.
+
+A text is read as blocks of K pairs; row r, one of them, learns feature r + K and the token after it. Rows are predicted
+once without a gradient. A part of the rows that were wrong, fewer as training goes on, are then given what they are to
+predict, feature and token alike, in the place of their own pair: the others of the block learn from them.
+
+Source: Gao et al. 2024 (arXiv 2412.12639), coupled sequential glancing distillation, after glancing training (Qian et
+al. 2020, 2008.07905). Weights and noise are those of the released code, which draws the tokens of the cross-entropy
+from the target where the text's own are taken here, and sharpens a part of the divergence by a temperature of 0.95.
+
+Letters: B sequences, S positions, N rows that learn, K size of a block, E hidden size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor
+from typing_extensions import override
+
+from foretoken.heads.falcon import FalconConfig, FalconHead
+from foretoken.training.layer_sizes import layer_like
+from foretoken.training.objectives.base import Fed, Objective
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from foretoken.heads.base import Head, HeadConfig
+    from foretoken.hf.loading import LoadedModel
+    from foretoken.hf.parts import TargetParts
+    from foretoken.training.objectives.base import Examples
+
+_WINDOW = 512  # of which the published noise is
+_PORTION_VALUES = 1 << 24  # logits made at once
+
+
+class FalconObjective(Objective):
+    """Published weights; step i is row i of the blocks.
+
+    Attributes:
+        noise: Uniform noise on features, within noise * 512 / S; 0 for none.
+        glancing: Share of the wrong rows that are given their answers; falls linearly to none.
+        glancing_floor: What is added to that share throughout; the released code has 0.35 and 0.1.
+    """
+
+    ce_weight: float = Field(default=0.01, ge=0)
+    kl_weight: float = Field(default=0.09, ge=0)
+    feature_weight: float = Field(default=1.0, ge=0)
+    noise: float = Field(default=0.1, ge=0)
+    glancing: float = Field(default=0.4, ge=0, le=1)
+    glancing_floor: float = Field(default=0.0, ge=0, le=1)
+
+    @override
+    def steps(self, config: HeadConfig) -> int:
+        """K."""
+        assert isinstance(config, FalconConfig), "`CONFIG` says so"
+        return config.block
+
+    @override
+    def noise_bound(self, num_positions: int, size: int) -> float:
+        """See `Objective`."""
+        return self.noise * _WINDOW / num_positions
+
+    @override
+    def fed(self, head: Head, given: Examples, parts: TargetParts) -> Iterator[Fed]:
+        """See `Objective`: the text as blocks, of which the first begins at position 0."""
+        assert isinstance(head, FalconHead), "`CONFIG` says so"
+        block = head.config.block
+        following = parts.embed(given.tokens).to(given.features.dtype).roll(-1, dims=1)
+        share = self.glancing_floor + self.glancing * (1 - given.progress)
+        if share:
+            rows = learning_rows(given.supervised, block)
+            with torch.no_grad():
+                outputs = head.block_outputs(given.features, following)
+                is_wrong = _are_wrong(head, outputs, rows, given, parts)
+            chosen = glanced(rows, is_wrong, share, block)
+            given = replace(given, features=with_answers(given.features, given.final, chosen, block))
+            following = with_answers(following, following, chosen, block)
+        outputs = head.block_outputs(given.features, following)
+        for index in range(block):  # row i of a block is step i of the draft that begins at the block's last position
+            yield Fed(outputs[:, index::block], block - 1, block)
+
+
+class Rows(NamedTuple):
+    """Rows of texts: (N,) int64 sequences, and positions in them."""
+
+    sequence: Tensor
+    row: Tensor
+
+
+def learning_rows(supervised: Tensor, block: int) -> Rows:
+    """The rows r, in order, whose label is token r + K + 1; supervised: (B, S) bool, tokens that count as labels."""
+    return Rows(*supervised[:, block + 1 :].nonzero().unbind(1))
+
+
+def glanced(rows: Rows, is_wrong: Tensor, share: float, block: int) -> Rows:
+    """Which rows are given their answers; drawn with torch's global generator.
+
+    Of each sequence every K-th learning row may be drawn. Drawn are as many as `share` of its wrong ones, rounded down;
+    with K above 2 one for every K of these, each the first of a run of 1 to K - 1 learning rows.
+
+    Args:
+        rows: (N,) that learn, sequence by sequence in order.
+        is_wrong: (N,) bool.
+        share: Of the wrong ones.
+        block: K.
+    """
+    chosen: list[tuple[int, int]] = []
+    for sequence in rows.sequence.unique().tolist():
+        is_own = rows.sequence == sequence
+        own, num_wrong = rows.row[is_own].tolist(), int(is_wrong[is_own].sum())
+        starts, known = own[::block], set(own)
+        count = int(share * num_wrong) // (1 if block == 2 else block)
+        for place in torch.randperm(len(starts))[:count].tolist():
+            run = 1 + int(torch.randint(block - 1, ()))
+            chosen += [(sequence, row) for row in range(starts[place], starts[place] + run) if row in known]
+    table = torch.tensor(sorted(set(chosen)), dtype=torch.int64, device=rows.row.device).view(-1, 2)
+    return Rows(table[:, 0], table[:, 1])
+
+
+def with_answers(values: Tensor, answers: Tensor, chosen: Rows, block: int) -> Tensor:
+    """(B, S, E), values with those of `answers` K positions on at the chosen rows."""
+    changed = values.clone()
+    changed[chosen.sequence, chosen.row] = answers[chosen.sequence, chosen.row + block].to(values.dtype)
+    return changed
+
+
+def _are_wrong(head: FalconHead, outputs: Tensor, rows: Rows, given: Examples, parts: TargetParts) -> Tensor:
+    """(N,) bool, where the head's first candidate is not the target's."""
+    found = [torch.empty(0, dtype=torch.bool, device=outputs.device)]
+    size = max(1, _PORTION_VALUES // head.config.vocab_size)
+    for sequence, row in zip(*(part.split(size) for part in rows), strict=True):
+        said = head.draft_logits(0, outputs[sequence, row], parts).argmax(1)
+        found.append(said != parts.lm_head(given.final[sequence, row + head.config.block]).argmax(1))
+    return torch.cat(found)
+
+
+def default_sizes(target: LoadedModel) -> dict[str, Any]:
+    """Values of `FalconConfig`: a decoder block like the target's own."""
+    return {"layer": layer_like(target)}
+
+
+CONFIG, OBJECTIVE = FalconConfig, FalconObjective
