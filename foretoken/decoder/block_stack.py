@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from foretoken.decoder.blocks import Blocks
     from foretoken.decoder.cuda_graphs import GraphCapture
     from foretoken.decoder.lean.int8 import Quantization
+    from foretoken.decoder.lean.native import NativeBlocks
 
 
 class BlockStack:
@@ -59,6 +60,8 @@ class BlockStack:
     Attributes:
         cache: KV rows; yours to move and to poison.
         backend: "native", "torch" or "graphs": what runs passes.
+        hidden_size: E.
+        has_side: Whether the first block has a second input.
     """
 
     def __init__(
@@ -95,9 +98,14 @@ class BlockStack:
         require(all(0 <= tap <= num_layers for tap in taps), f"taps {list(taps)}. Expected boundaries 0..{num_layers}")
         shapes = [LayerShape(b.spec.num_kv_heads, b.spec.head_dim, b.spec.head_dim) for b in layers.blocks]
         self.cache = SlotCache(shapes, num_slots=num_slots, capacity=capacity, dtype=layers.dtype, device=layers.device)
-        self._hidden_size, self._has_side = layers.hidden_size, layers.has_side
+        self.hidden_size, self.has_side = layers.hidden_size, layers.has_side
         self._backend = backend_for(layers, self.cache, [num_layers + 1, *taps], backend, capture, quantization)
         self.backend = self._backend.name
+
+    @property
+    def native_blocks(self) -> NativeBlocks | None:
+        """What runs the blocks where that is the native kernels, for those who draft with them."""
+        return self._backend.native_blocks
 
     def run(self, inputs: Tensor, work: Pass, side: Tensor | None = None) -> Tensor:
         """Every token of a pass; writes its keys and values to the cache rows of its nodes.
@@ -141,12 +149,12 @@ class BlockStack:
 
     def _check(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
         """Raises `PassError` for inputs of another shape and rows that the cache does not have."""
-        expected = (work.num_tokens, self._hidden_size)
+        expected = (work.num_tokens, self.hidden_size)
         if inputs.shape != expected:
             raise PassError(f"inputs are {tuple(inputs.shape)}. Expected {expected}: a row for each token of the pass.")
         found = None if side is None else tuple(side.shape)
-        if found != (expected if self._has_side else None):
-            wanted = f"{expected}: a second input" if self._has_side else "None: the first block has no second input"
+        if found != (expected if self.has_side else None):
+            wanted = f"{expected}: a second input" if self.has_side else "None: the first block has no second input"
             raise PassError(f"side is {found}. Expected {wanted}.")
         rows = max(map(add, work.prefix_lens, (end - start for start, end in pairwise(work.node_offsets))))
         if rows > self.cache.capacity:

@@ -45,6 +45,11 @@ class Backend(Protocol):
 
     name: str
 
+    @property
+    def native_blocks(self) -> NativeBlocks | None:
+        """The native kernels, where these run the blocks."""
+        ...
+
     def run(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
         """(M, 1 + F, E) of (M, E), and (M, E) where the first block has a second input."""
         ...
@@ -90,28 +95,30 @@ class _Native:
     """The native kernels."""
 
     name = "native"
+    native_blocks: NativeBlocks
 
     def __init__(
         self, layers: Blocks, cache: SlotCache, taps: Sequence[int], quantization: Quantization | None = None
     ) -> None:
         """Raises `UnsuitableError` where they cannot run the blocks."""
-        self._blocks = NativeBlocks(layers, cache, taps, quantization=quantization)
+        self.native_blocks = NativeBlocks(layers, cache, taps, quantization=quantization)
 
     def run(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
         """See `Backend`."""
-        features = self._blocks.run(work, inputs.detach().float(), _in_float32(side)).features
+        features = self.native_blocks.run(work, inputs.detach().float(), _in_float32(side)).features
         assert features is not None, "the output is tapped"
         return features
 
     def append(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
         """See `Backend`."""
-        self._blocks.append(work, inputs.detach().float(), _in_float32(side))
+        self.native_blocks.append(work, inputs.detach().float(), _in_float32(side))
 
 
 class _Torch:
     """Torch's operations."""
 
     name = "torch"
+    native_blocks = None
 
     def __init__(self, layers: Blocks, cache: SlotCache, taps: Sequence[int]) -> None:
         """Fuses the projections."""
@@ -145,6 +152,7 @@ class _Graphs:
     """Torch's operations, short passes as CUDA graphs."""
 
     name = "graphs"
+    native_blocks = None
 
     def __init__(self, plain: _Torch, layers: Blocks, capture: GraphCapture) -> None:
         """Prepares; graphs are captured when a shape is first met."""

@@ -5,6 +5,9 @@ their places; a level of a draft is one pass of the block over the nodes whose c
 pairs and the levels above, with the head's own states in the place of features. Its rows are overwritten by what comes
 next.
 
+On CPUs one native call feeds the committed pairs and drafts a whole static tree; the loop over levels here drafts where
+that cannot be (`AutoregressiveKernels`).
+
 A pair stands at the position of its feature, so nodes of depth d at that of the root and d - 1.
 
 Source: Li et al. 2024 (arXiv 2401.15077 and 2406.16858) and 2025 (2503.01840).
@@ -21,18 +24,22 @@ from torch import Tensor
 from typing_extensions import override
 
 from foretoken.core.passes import Pass
+from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
+from foretoken.decoder.lean.autoregressive_kernels import AutoregressiveKernels
 from foretoken.drafters.base import LONGEST_CHAIN, TargetReads
 from foretoken.drafters.head_loading import checked_head
 from foretoken.drafters.heads import HeadDrafter, HeadOptions
 from foretoken.drafters.stack_features import StackFeatures
 from foretoken.heads.autoregressive import AutoregressiveHead
 from foretoken.trees.dynamic import begin_expansion
+from foretoken.trees.expansion import TreeExpansion
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.drafters.base import DraftContext, TargetHandle
+    from foretoken.drafters.head_loading import LoadedHead
     from foretoken.drafters.last_features import KeptFeatures
     from foretoken.hf.loading import LoadedModel
     from foretoken.sampling.draft_draws import DraftDraws
@@ -71,7 +78,9 @@ class AutoregressiveDrafter(HeadDrafter):
         self._stack = BlockStack(
             head.as_blocks(capacity), num_slots=target.num_slots, capacity=capacity, quantization=loaded.quantization
         )
-        return StackFeatures(self._encoded, target, width=2 * head.config.width, dtype=loaded.dtype)
+        self._whole_drafts = whole_drafts(loaded, self._stack)
+        self._pairs = StackFeatures(self._encoded, target, width=2 * head.config.width, dtype=loaded.dtype)
+        return self._pairs
 
     def _encoded(self, features: Tensor, work: Pass) -> Tensor:
         """(M, 2 W), states and what logits are read from side by side, of committed pairs; features: (M, F E)."""
@@ -86,11 +95,23 @@ class AutoregressiveDrafter(HeadDrafter):
     def _expanded(self, context: DraftContext, rows: Sequence[int], shape: AnyShape) -> Expansion:
         """Trees of one shape for some sequences of the batch."""
         slots, texts = [context.slots[row] for row in rows], [context.tokens[row] for row in rows]
-        outputs = self._features.of(slots, texts)
         roots, draws = self._draws.of(context, rows, self._target.device)
         expansion = begin_expansion(shape, roots, draws)
-        self._grow(expansion, outputs, slots, [len(text) - 1 for text in texts])
+        if not self._has_drafted(expansion, slots, texts):
+            self._grow(expansion, self._pairs.of(slots, texts), slots, [len(text) - 1 for text in texts])
         return expansion
+
+    def _has_drafted(self, expansion: Expansion, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> bool:
+        """Fills trees in one native call, which feeds the pairs that wait; False where the loop over levels has to."""
+        kernels = self._whole_drafts
+        if kernels is None or not isinstance(expansion, TreeExpansion) or not kernels.can_draft(expansion):
+            return False
+        pairs = self._pairs.waiting(slots, texts)
+        if pairs is None:
+            return False
+        kernels.draft(pairs.work, self.head.begin(pairs.features).float(), expansion)
+        self._pairs.have_fed(slots)
+        return True
 
     def _grow(self, expansion: Expansion, outputs: Tensor, slots: Sequence[int], prefix_lens: Sequence[int]) -> None:
         """Fills trees of roots level by level, without a look at the content of any tensor.
@@ -115,8 +136,26 @@ class AutoregressiveDrafter(HeadDrafter):
 
     @override
     def trial(self, shape: TreeShape, roots: Tensor, draws: DraftDraws) -> None:
-        outputs = torch.zeros(1, 2 * self.head.config.width, device=roots.device, dtype=self.loaded.dtype)
-        self._grow(begin_expansion(shape, roots, draws), outputs, [0], [0])
+        expansion, width = begin_expansion(shape, roots, draws), self.head.config.width
+        kernels = self._whole_drafts
+        if kernels is not None and isinstance(expansion, TreeExpansion) and kernels.can_draft(expansion):
+            work = Pass.of_chains([[0]], slots=[0], prefix_lens=[0], has_last_logits=True)
+            kernels.draft(work, torch.zeros(1, width), expansion)
+        else:
+            outputs = torch.zeros(1, 2 * width, device=roots.device, dtype=self.loaded.dtype)
+            self._grow(expansion, outputs, [0], [0])
+
+
+def whole_drafts(loaded: LoadedHead, stack: BlockStack) -> AutoregressiveKernels | None:
+    """What drafts whole trees in one native call; None where the kernels do not know the head or its block."""
+    head = loaded.head
+    if not loaded.is_optimized or not isinstance(head, AutoregressiveHead):
+        return None
+    steps = head.native_steps(loaded.parts)
+    try:
+        return None if steps is None else AutoregressiveKernels(steps, stack)
+    except UnsuitableError:
+        return None
 
 
 class _LevelPasses:

@@ -11,7 +11,7 @@ of what is kept.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +26,18 @@ if TYPE_CHECKING:
 
 _TOGETHER = 32  # positions of a sequence that are fed beside others; longer parts are fed alone
 _CHUNK = 512  # positions of a long part fed at once
+
+
+class WaitingPairs(NamedTuple):
+    """Committed positions that the block has not seen.
+
+    Attributes:
+        work: Their tokens, each the one after its features, with logits after the last position of each sequence.
+        features: (M, F E).
+    """
+
+    work: Pass
+    features: Tensor
 
 
 class StackFeatures:
@@ -47,6 +59,7 @@ class StackFeatures:
         self._fed = [0] * target.num_slots  # positions in the cache
         # (T, F, E) each, committed after those
         self._waiting: list[list[Tensor]] = [[] for _ in range(target.num_slots)]
+        self._has_seen = [False] * target.num_slots  # whether a draft has fed all that waits
         self._known = [0] * target.num_slots  # positions in the cache or waiting
         self._last = torch.zeros(target.num_slots, width, device=target.device, dtype=dtype)
 
@@ -64,13 +77,15 @@ class StackFeatures:
         for slot, start, features in zip(committed.slots, committed.starts, parts, strict=True):
             if start == 0:
                 self.forget(slot)
+            if self._has_seen[slot]:
+                self._fed[slot], self._waiting[slot], self._has_seen[slot] = self._known[slot], [], False
             if start == self._known[slot]:  # else a part is missing: the slot stays behind and is not drafted for
                 self._waiting[slot].append(features)
                 self._known[slot] += len(features)
 
     def forget(self, slot: int) -> None:
         """The slot's sequence is over."""
-        self._fed[slot], self._known[slot], self._waiting[slot] = 0, 0, []
+        self._fed[slot], self._known[slot], self._waiting[slot], self._has_seen[slot] = 0, 0, [], False
 
     def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
         """(B, W), what the block gave at the last position whose features came in; feeds what waits.
@@ -83,21 +98,63 @@ class StackFeatures:
         for slot, text in zip(slots, texts, strict=True):
             if not self._waiting[slot]:
                 continue
-            waiting = self._waiting[slot]
-            features = (waiting[0] if len(waiting) == 1 else torch.cat(waiting)).flatten(1).to(self._dtype)
-            self._waiting[slot] = []
-            begin = self._fed[slot] + 1
+            features = self._joined(slot)
+            self._waiting[slot], self._has_seen[slot] = [], False
             if len(features) > _TOGETHER:
-                for chunk in features.split(_CHUNK):
-                    self._feed([slot], [text[begin : begin + len(chunk)]], chunk)
-                    begin += len(chunk)
+                self._feed_alone(slot, text, features)
             else:
                 behind.append(slot)
-                following.append(text[begin : begin + len(features)])
+                following.append(text[self._fed[slot] + 1 :][: len(features)])
                 parts.append(features)
         if behind:
             self._feed(behind, following, parts[0] if len(parts) == 1 else torch.cat(parts))
         return rows_at(self._last, slots)
+
+    def waiting(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> WaitingPairs | None:
+        """What waits of some slots, for drafts that feed it themselves; None where nothing waits of one of them.
+
+        Of long parts all but the last position is fed here. What is given goes on waiting, see `have_fed`.
+
+        Args:
+            slots: B slots.
+            texts: As of `of`.
+        """
+        if not all(self._waiting[slot] for slot in slots):
+            return None
+        following, parts = [], []
+        for slot, text in zip(slots, texts, strict=True):
+            features = self._joined(slot)
+            if len(features) > _TOGETHER:
+                self._waiting[slot] = [self._waiting[slot][-1][-1:]]
+                self._feed_alone(slot, text, features[:-1])
+                features = features[-1:]
+            following.append(text[self._fed[slot] + 1 :][: len(features)])
+            parts.append(features)
+        work = Pass.of_chains(
+            following, slots=slots, prefix_lens=[self._fed[slot] for slot in slots], device=parts[0].device,
+            has_last_logits=True,
+        )  # fmt: skip
+        return WaitingPairs(work, parts[0] if len(parts) == 1 else torch.cat(parts))
+
+    def have_fed(self, slots: Sequence[int]) -> None:
+        """What `waiting` gave of some slots is in the cache now.
+
+        It waits until more comes in all the same: nobody but that draft knows what the block gave, so that another
+        one before that feeds it again.
+        """
+        for slot in slots:
+            self._has_seen[slot] = True
+
+    def _joined(self, slot: int) -> Tensor:
+        """(T, F E), the features that wait of a slot."""
+        waiting = self._waiting[slot]
+        return (waiting[0] if len(waiting) == 1 else torch.cat(waiting)).flatten(1).to(self._dtype)
+
+    def _feed_alone(self, slot: int, text: Sequence[int], features: Tensor) -> None:
+        """Feeds (T, F E) features of one slot in chunks."""
+        for chunk in features.split(_CHUNK):
+            begin = self._fed[slot] + 1
+            self._feed([slot], [text[begin : begin + len(chunk)]], chunk)
 
     def _feed(self, slots: Sequence[int], following: Sequence[Sequence[int]], features: Tensor) -> None:
         """Runs the block over the next positions of some slots; (M, F E) features, and the tokens after them."""

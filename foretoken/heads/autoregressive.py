@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from foretoken.decoder.blocks import Blocks
+    from foretoken.decoder.lean.autoregressive_steps import AutoregressiveSteps
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.hf.parts import TargetParts
 
@@ -111,7 +112,16 @@ class AutoregressiveHead(Head):
 
     @abstractmethod
     def as_blocks(self, num_positions: int) -> Blocks:
-        """The block as a `BlockStack` takes it; num_positions: how many may be fed."""
+        """The block as a `BlockStack` takes it, giving what `outputs` reads; num_positions: how many may be fed."""
+
+    def native_steps(self, parts: TargetParts) -> AutoregressiveSteps | None:
+        """What the native kernels draft from, after `optimize_for_inference`; None where they do not know the network.
+
+        Args:
+            parts: What is shared with the target.
+        """
+        del parts
+        return None
 
     @override
     def teacher_forced(self, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from foretoken.decoder.blocks import Blocks
+from foretoken.decoder.lean.autoregressive_steps import AutoregressiveSteps
 from foretoken.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead, BlockInputs
 from foretoken.heads.decoder_layer import DecoderLayer
 
@@ -82,6 +83,15 @@ class EagleHead(AutoregressiveHead):
     @override
     def as_blocks(self, num_positions: int) -> Blocks:
         return Blocks(blocks=[self.layer.as_block(num_positions)])
+
+    @override
+    def native_steps(self, parts: TargetParts) -> AutoregressiveSteps | None:
+        if parts.native is None:
+            return None
+        return AutoregressiveSteps(
+            width=self.config.width, vocab_size=self.config.vocab_size, embedding=parts.native.embedding,
+            head=parts.native.head, fuse=self.fc,
+        )  # fmt: skip
 
 
 HEAD = EagleHead

@@ -20,6 +20,8 @@ from torch.nn.functional import embedding, rms_norm
 from typing_extensions import override
 
 from foretoken.decoder.blocks import Blocks
+from foretoken.decoder.lean.autoregressive_steps import AutoregressiveSteps
+from foretoken.decoder.lean.head_steps import LmHead, ScaledEmbedding
 from foretoken.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead, BlockInputs, BlockOutputs
 from foretoken.heads.decoder_layer import DecoderLayer
 
@@ -177,6 +179,24 @@ class Eagle3Head(AutoregressiveHead):
     @override
     def as_blocks(self, num_positions: int) -> Blocks:
         return Blocks(blocks=[self.layer.as_block(num_positions)])
+
+    @override
+    def native_steps(self, parts: TargetParts) -> AutoregressiveSteps | None:
+        embedding = None if parts.native is None else parts.native.embedding
+        if self.embedding is not None:
+            embedding = ScaledEmbedding(self.embedding)
+        if embedding is None:
+            return None
+        return AutoregressiveSteps(
+            width=self.config.width,
+            vocab_size=self.config.vocab_size,
+            embedding=embedding,
+            head=LmHead(self.lm_head),
+            token_map=self.token_map,
+            norm=self.layer.as_norm(self.norm),
+            state_norm=self.layer.as_norm(self.state_norm),
+            feeds_normed=self.config.feeds_normed,
+        )
 
 
 HEAD = Eagle3Head

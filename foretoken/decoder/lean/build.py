@@ -37,7 +37,7 @@ _SANITIZE = (
 _SYMBOLS = (
     "foretoken_decode", "foretoken_linear", "foretoken_workspace_bytes", "foretoken_children",
     "foretoken_children_bytes", "foretoken_draft", "foretoken_draft_bytes", "foretoken_head_draft",
-    "foretoken_head_draft_bytes",
+    "foretoken_head_draft_bytes", "foretoken_autoregressive_draft", "foretoken_autoregressive_draft_bytes",
 )  # fmt: skip
 _TIMEOUT_S = 300
 _MOST_BYTES = 1 << 26  # of a library that is kept

@@ -18,6 +18,7 @@
 
 #include <omp.h>
 
+#include "kernels/autoregressive.h"
 #include "kernels/barrier.h"
 #include "kernels/checks.h"
 #include "kernels/children.h"
@@ -27,6 +28,7 @@
 #include "kernels/gemm.h"
 #include "kernels/heads.h"
 #include "kernels/interface.h"
+#include "kernels/model_draft.h"
 #include "kernels/workspace.h"
 
 namespace {
@@ -66,19 +68,54 @@ Status foretoken_decode(const Model* model, const Pass* pass) {
 // Of `foretoken_draft`, whose pass has so many nodes; -1 where that is beyond what 64 bits count.
 int64_t foretoken_draft_bytes(const Model* model, const Draft* draft, int64_t num_nodes, int64_t num_threads) {
   return with_dtypes(*model, [&](auto type, auto weights) {
-    return DraftSpace<decltype(type), decltype(weights)>(*model, *draft, num_nodes, num_threads, nullptr).size;
+    return ModelDraftSpace<decltype(type), decltype(weights)>(*model, *draft, num_nodes, num_threads, nullptr).size;
   });
 }
 
 // Runs a pass that ends with the roots of draft trees and asks for the logits after them, and drafts the trees: every level
 // that has children is fed to the cache rows behind the root's. Gives a `Status`; where it refuses it has written nothing.
 Status foretoken_draft(const Model* model, const Pass* pass, const Draft* draft, int64_t last_position) {
-  const Status status = check_trees(*model, *pass, *draft, last_position);
+  if (has_side(*model)) return Status::kMissing;  // nothing says what a level reads there
+  const int64_t width = seen_logits(*model, *draft);
+  const Status status = check_trees(*model, *pass, *draft, width, draft->num_nodes, last_position);
   if (status != Status::kDone) return status;
   with_dtypes(*model, [&](auto type, auto weights) {
-    TreeDrafter<decltype(type), decltype(weights)> drafter(*model, *pass, *draft, last_position);
+    using T = decltype(type);
+    using W = decltype(weights);
+    const ModelDraftSpace<T, W> space(*model, *draft, pass->node_starts[pass->num_sequences], pass->num_threads, pass->workspace);
+    const Children children(*draft, width, model->head.rows, space.levels.children);
+    LevelPasses<T, W> passes(*model, *pass, *draft, children, space.levels, true, last_position);
+    ModelLevels<T, W> levels(*model, *draft, children, passes, space);
+    Barrier barrier;
 #pragma omp parallel num_threads(int(pass->num_threads))
-    drafter.run();
+    fill_trees(children, levels, barrier);
+  });
+  return Status::kDone;
+}
+
+// Of `foretoken_autoregressive_draft`, as `foretoken_draft_bytes`.
+int64_t foretoken_autoregressive_draft_bytes(const Model* model, const AutoregressiveHead* head, const Draft* draft, int64_t num_nodes, int64_t num_threads) {
+  return with_dtypes(*model, [&](auto type, auto weights) {
+    return HeadDraftSpace<decltype(type), decltype(weights)>(*model, *head, *draft, num_nodes, num_threads, nullptr).size;
+  });
+}
+
+// Runs a pass over pairs of states (M, hidden) and the tokens after them, that of a root's position last in each sequence,
+// and drafts the trees: nodes that have children are fed to the cache rows behind these. Gives a `Status`; where it refuses
+// it has written nothing.
+Status foretoken_autoregressive_draft(const Model* model, const AutoregressiveHead* head, const Pass* pass, const Draft* draft, const float* states, int64_t last_position) {
+  const Status status = check_head_trees(*model, *head, *pass, *draft, states, last_position);
+  if (status != Status::kDone) return status;
+  with_dtypes(*model, [&](auto type, auto weights) {
+    using T = decltype(type);
+    using W = decltype(weights);
+    const HeadDraftSpace<T, W> space(*model, *head, *draft, pass->node_starts[pass->num_sequences], pass->num_threads, pass->workspace);
+    const Children children(*draft, head->vocab, head->vocab, space.levels.children);
+    LevelPasses<T, W> passes(*model, *pass, *draft, children, space.levels, false, last_position);
+    HeadLevels<T, W> levels(*model, *head, *draft, children, passes, space, states);
+    Barrier barrier;
+#pragma omp parallel num_threads(int(pass->num_threads))
+    fill_trees(children, levels, barrier);
   });
   return Status::kDone;
 }

@@ -37,3 +37,18 @@ class Head(Structure):
         *((name, c_float) for name in ("feature_rms", "feature_epsilon")),
         ("steps", POINTER(Step)),
     )
+
+
+class AutoregressiveHead(Structure):
+    """A head of one decoder block, whose output is also the state that its next step reads."""
+
+    _fields_ = (
+        ("fuse", HeadMatrix),
+        ("lm_head", HeadMatrix),
+        ("token_map", c_void_p),
+        ("vocab", c_int64),
+        ("embedding", c_void_p),
+        *((name, c_int64) for name in ("num_tokens", "embedding_is_bfloat16", "feeds_normed")),
+        *((name, Norm) for name in ("norm", "state_norm")),
+        *((name, c_float) for name in ("embedding_scale", "logit_scale", "logit_softcap")),
+    )

@@ -7,7 +7,8 @@ many tokens or sequences share a pass: what a tree's path gets is what plain dec
 from __future__ import annotations
 
 import ctypes
-from ctypes import byref, c_int64
+from contextlib import contextmanager
+from ctypes import byref, c_int64, c_void_p
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,11 +27,12 @@ from foretoken.decoder.lean.threads import kernel_threads
 from foretoken.decoder.lean.weights import LeanWeights, tap_indices
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from foretoken.core.passes import Pass, TokenChoice
     from foretoken.core.taps import Tap
     from foretoken.decoder.blocks import Blocks
+    from foretoken.decoder.lean.autoregressive_steps import NativeAutoregressiveHead
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.trees.expansion import TreeExpansion
@@ -120,6 +122,8 @@ class NativeBlocks:
         self._library.foretoken_decode.restype = c_int64
         self._library.foretoken_draft_bytes.restype = c_int64
         self._library.foretoken_draft.restype = c_int64
+        self._library.foretoken_autoregressive_draft_bytes.restype = c_int64
+        self._library.foretoken_autoregressive_draft.restype = c_int64
         self._dtype, self._taps = layers.dtype, list(taps)
         if any(not 0 <= tap <= len(layers.blocks) + 1 for tap in self._taps):
             raise UnsuitableError(f"taps {self._taps} do not all exist.")
@@ -180,21 +184,65 @@ class NativeBlocks:
         if not can_draft(expansion, min(vocab_size, self._model.head.rows)):
             return False
         described, arguments, held = self._prepared(work, None)
-        draft = NativeDraft(expansion, vocab_size)
+        draft, library = NativeDraft(expansion, vocab_size), self._library
         nodes, threads = c_int64(work.node_offsets[-1]), c_int64(arguments.num_threads)
-        size = self._library.foretoken_draft_bytes(byref(described.structure), byref(draft.arguments), nodes, threads)
-        memory = self._idle_of_drafts.pop() if self._idle_of_drafts else torch.empty(0, dtype=torch.uint8, device="cpu")
-        if memory.numel() < size or size < 0:
-            memory = _allocated(size, f"a draft of {draft.arguments.num_nodes} nodes")
-        arguments.workspace = memory.data_ptr()
-        status = self._library.foretoken_draft(
-            byref(described.structure), byref(arguments), byref(draft.arguments), c_int64(last_position)
-        )
-        self._idle_of_drafts.append(memory)
+        places = byref(described.structure), byref(arguments), byref(draft.arguments)
+        size = library.foretoken_draft_bytes(places[0], places[2], nodes, threads)
+        with self._draft_memory(size, draft) as arguments.workspace:
+            status = library.foretoken_draft(*places, c_int64(last_position))
         del held  # the kernels read it until here
         if status:
             raise PassError(self._complaint(Status(status), work))
         return True
+
+    def draft_head_trees(
+        self, work: Pass, states: Tensor, expansion: TreeExpansion, head: NativeAutoregressiveHead
+    ) -> None:
+        """Runs a pass over pairs of a state and the token after it, and drafts the trees whose roots end it.
+
+        Only nodes that have children are fed; they take the cache rows behind those of the pass.
+
+        Args:
+            work: Tokens and who sees what; asks for the logits of the last token of each sequence.
+            states: (M, E) float32.
+            expansion: As many trees of roots, for which `can_draft` holds; filled.
+            head: What stands around the blocks.
+
+        Raises:
+            PassError: As `run`; or when the trees do not fit.
+        """
+        described, arguments, held = self._prepared(work, None)
+        states = _fitting("states", states, torch.float32, (work.num_tokens, self._model.hidden))
+        draft, library = NativeDraft(expansion, head.structure.vocab), self._library
+        nodes, threads = c_int64(work.node_offsets[-1]), c_int64(arguments.num_threads)
+        places = byref(described.structure), byref(head.structure), byref(arguments), byref(draft.arguments)
+        size = library.foretoken_autoregressive_draft_bytes(*places[:2], places[3], nodes, threads)
+        last_position = c_int64(described.structure.num_positions - 1)
+        with self._draft_memory(size, draft) as arguments.workspace:
+            status = library.foretoken_autoregressive_draft(*places, c_void_p(states.data_ptr()), last_position)
+        del held  # the kernels read it until here
+        if status == Status.TOKENS:
+            raise PassError(
+                f"tokens lie in {_range(work.tokens)}. Expected ids below {head.structure.num_tokens}, the rows of the "
+                "head's embedding."
+            )
+        if status:
+            raise PassError(self._complaint(Status(status), work))
+
+    @contextmanager
+    def _draft_memory(self, size: int, draft: NativeDraft) -> Iterator[int]:
+        """The address of a workspace for drafts, used by nobody else meanwhile.
+
+        Raises:
+            PassError: When there is no memory for it.
+        """
+        memory = self._idle_of_drafts.pop() if self._idle_of_drafts else torch.empty(0, dtype=torch.uint8, device="cpu")
+        if memory.numel() < size or size < 0:
+            memory = _allocated(size, f"a draft of {draft.arguments.num_nodes} nodes")
+        try:
+            yield memory.data_ptr()
+        finally:
+            self._idle_of_drafts.append(memory)
 
     def _prepared(
         self, work: Pass, inputs: Tensor | None, sides: Tensor | None = None

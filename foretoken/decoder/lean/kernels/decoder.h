@@ -43,8 +43,8 @@ class Decoder {
     }
   }
 
-  // Runs inside a parallel region, all threads together.
-  void run() {
+  // Runs inside a parallel region, all threads together. Not inlined: a large function with several callers.
+  [[gnu::noinline]] void run() {
     embed();
     for (int64_t i = 0; i < model_.num_layers; ++i) {
       keep_features(i);

@@ -42,4 +42,19 @@ struct Head {
   const HeadStep* steps;
 };
 
+// A head of one decoder block, whose output x becomes the state that its next step reads. Of a state s and the embedding e of
+// the token after it, the block reads fuse([e; s]); or, where there is no such layer, state_norm(s), and e as second input.
+// logits = lm_head(norm(x)), scaled and capped; the next state is x, or norm(x).
+struct AutoregressiveHead {
+  HeadMatrix fuse, lm_head;       // (E, 2 E), (Vd, E); E is the hidden size of the block
+  const int64_t* token_map;       // (Vd,), the token of each row of the LM head; or null, for the same number
+  int64_t vocab;                  // V, the width of logits
+  const void* embedding;          // (num_tokens, E)
+  int64_t num_tokens, embedding_is_bfloat16;
+  int64_t feeds_normed;           // whether the next state is norm(x)
+  Norm norm, state_norm;          // (E,)
+  float embedding_scale;
+  float logit_scale, logit_softcap;  // no scale: 1, no cap: 0
+};
+
 }  // extern "C"

@@ -1,4 +1,4 @@
-// Buffers of the steps of draft heads, how rows become inputs of their matrices, and whether a draft fits a head.
+// Buffers of the steps of draft heads, and whether a draft fits a head.
 //
 // Letters: see `heads.h`.
 #pragma once
@@ -47,25 +47,5 @@ inline Status check_head(const Head& head, const Draft& draft, const float* feat
   }
   return Status::kDone;
 }
-
-// Puts a row of `size` elements times a factor into an input, from element `first` on.
-template <class T, class E>
-void put_row(const Inputs<T>& inputs, int64_t m, int64_t first, const E* row, int64_t size, float factor) {
-  int64_t k = 0;
-  if (first % kLanes == 0) {
-    for (; k + kLanes <= size; k += kLanes) inputs.put(m, first + k, load_lanes(row + k) * factor);
-  }
-  for (; k < size; ++k) inputs.put(m, first + k, to_float(row[k]) * factor);
-}
-
-// Puts rows of `size` elements that stand one after another.
-struct PutRows {
-  const float* rows;
-  int64_t size;
-  template <class T>
-  void operator()(int64_t m, const Inputs<T>& inputs) const {
-    put_row(inputs, m, 0, rows + m * size, size, 1.0f);
-  }
-};
 
 }  // namespace

@@ -17,6 +17,7 @@
 #include "elementwise.h"
 #include "gemm.h"
 #include "head_interface.h"
+#include "head_layers.h"
 #include "head_space.h"
 #include "interface.h"
 #include "vectors.h"
@@ -32,7 +33,7 @@ class HeadSteps {
  public:
   // features: (B, E), what the first step starts from. The tokens of a level are chosen before its step.
   HeadSteps(const Head& head, const Draft& draft, const Children& children, const float* features, const HeadSpace& space)
-      : head_(head), draft_(draft), children_(children), features_(features), space_(space) {
+      : head_(head), draft_(draft), children_(children), features_(features), space_(space), layers_(space.inputs) {
     for (int64_t d = 0; d < children.depth(); ++d) {
       for (int64_t p = 0; p < children.num_inner(d); ++p) space.places[children.inner(d, p)] = p;
     }
@@ -82,37 +83,27 @@ class HeadSteps {
     const int64_t M = rows(depth), W = head_.width;
     switch (head_.kind) {
       case kFromPath:
-        project(step.first, M, [&](int64_t m, const auto& inputs) { put_path(depth, m, inputs); }, space_.wide);
+        layers_.project(step.first, M, [&](int64_t m, const auto& inputs) { put_path(depth, m, inputs); }, space_.wide);
         add_activated(M, space_.wide, space_.wide + W, 2 * W, hidden);
         break;
       case kFromState:
-        project(step.first, M, [&](int64_t m, const auto& inputs) { put_state(depth, m, inputs); }, space_.wide);
+        layers_.project(step.first, M, [&](int64_t m, const auto& inputs) { put_state(depth, m, inputs); }, space_.wide);
         share(M, [&](int64_t m) { take_token(depth, m, space_.wide + m * W, hidden + m * W); });
         break;
       default: share(M, [&](int64_t m) { std::copy_n(features_ + m * W, W, hidden + m * W); });
     }
     barrier_.wait();
     for (int64_t i = 0; i < step.num_blocks; ++i) {
-      project(step.blocks[i], M, PutRows{hidden, W}, space_.wide);
+      layers_.project(step.blocks[i], M, PutRows{hidden, W}, space_.wide);
       add_activated(M, hidden, space_.wide, W, hidden);
       barrier_.wait();
     }
   }
 
-  // The LM head, with what the target does to its logits.
+  // The LM head of a step.
   void finish(const HeadStep& step, int64_t M, const float* hidden, float* logits) const {
-    const int64_t V = head_.vocab, W = head_.width;
-    const bool is_plain = head_.token_map == nullptr && step.logit_scale == 1.0f && step.logit_softcap == 0.0f;
-    if (is_plain) return project(step.lm_head, M, PutRows{hidden, W}, logits);
-    // `linear` has a barrier before it emits.
-    share(head_.token_map == nullptr ? 0 : M, [&](int64_t m) { std::fill_n(logits + m * V, V, -INFINITY); });
-    linear(step.lm_head, M, PutRows{hidden, W}, [&](int64_t m, int64_t n, auto count, const float* values) {
-      for (int i = 0; i < count; ++i) {
-        const float value = values[i] * step.logit_scale, cap = step.logit_softcap;
-        logits[m * V + (head_.token_map == nullptr ? n + i : head_.token_map[n + i])] =
-            cap > 0 ? std::tanh(value / cap) * cap : value;
-      }
-    });
+    const LmHead head{step.lm_head, head_.token_map, head_.vocab, step.logit_scale, step.logit_softcap};
+    layers_.logits(head, M, PutRows{hidden, head_.width}, logits);
   }
 
   // [feature; embeddings of the tokens from the root down to the node].
@@ -172,49 +163,17 @@ class HeadSteps {
   template <class Work>
   void with_embedding(const HeadStep& step, int64_t sequence, int64_t node, Work&& work) const {
     const int64_t E = head_.kind == kFromPath ? head_.hidden : head_.width;
-    const int64_t first = draft_.tokens[sequence * draft_.num_nodes + node] * E;
-    if (step.embedding_is_bfloat16) {
-      work(static_cast<const Bfloat16*>(step.embedding) + first);
-    } else {
-      work(static_cast<const float*>(step.embedding) + first);
-    }
+    with_row(step.embedding, step.embedding_is_bfloat16, draft_.tokens[sequence * draft_.num_nodes + node] * E, work);
   }
 
   int64_t node_of(int64_t depth, int64_t m) const { return children_.inner(depth, m % children_.num_inner(depth)); }
-
-  // out (M, rows) = M inputs times the transposed matrix; put(m, inputs) sets one of them. Ends with a barrier.
-  template <class Put>
-  void project(const HeadMatrix& matrix, int64_t M, Put&& put, float* out) const {
-    const int64_t N = matrix.matrix.rows;
-    linear(matrix, M, put, [&](int64_t m, int64_t n, auto count, const float* values) {
-      for (int i = 0; i < count; ++i) out[m * N + n + i] = values[i];
-    });
-  }
-
-  // The same with what takes the outputs, see `multiply`.
-  template <class Put, class Emit>
-  void linear(const HeadMatrix& matrix, int64_t M, Put&& put, Emit&& emit) const {
-    if (matrix.matrix.scales != nullptr) {
-      linear_in<Int8>(matrix.matrix, M, put, emit);
-    } else {
-      matrix.is_bfloat16 ? linear_in<Bfloat16>(matrix.matrix, M, put, emit) : linear_in<float>(matrix.matrix, M, put, emit);
-    }
-    barrier_.wait();
-  }
-
-  template <class T, class Put, class Emit>
-  void linear_in(const Matrix& matrix, int64_t M, Put&& put, Emit&& emit) const {
-    const Inputs<T> inputs(reinterpret_cast<typename Inputs<T>::Token*>(space_.inputs), matrix.cols, M == 1);
-    share(M, [&](int64_t m) { put(m, inputs); });
-    barrier_.wait();
-    multiply(matrix, inputs, M, emit);
-  }
 
   const Head& head_;
   const Draft& draft_;
   const Children& children_;
   const float* features_;
   const HeadSpace& space_;
+  const HeadLayers layers_;
   mutable Barrier barrier_;
 };
 

@@ -23,12 +23,12 @@ inline int64_t attention_width(const Model& model) { return has_side(model) ? 2 
 inline int64_t group_size(const Model& model) { return model.heads / model.kv_heads; }
 
 // Lays out a buffer of rows * cols elements behind `size` bytes from `base` on, which may be null: `size` becomes what it
-// ends at, or -1 where that is beyond what 64 bits count.
+// ends at, or -1 where that is beyond what 64 bits count, as rows of -1 are.
 template <class E>
 void take(void* base, int64_t& size, E*& part, int64_t rows, int64_t cols) {
   part = base == nullptr ? nullptr : reinterpret_cast<E*>(static_cast<char*>(base) + size);
   int64_t bytes;
-  if (size < 0 || __builtin_mul_overflow(rows, cols, &bytes) || __builtin_mul_overflow(bytes, int64_t(sizeof(E)), &bytes) ||
+  if (size < 0 || rows < 0 || __builtin_mul_overflow(rows, cols, &bytes) || __builtin_mul_overflow(bytes, int64_t(sizeof(E)), &bytes) ||
       bytes > std::numeric_limits<int64_t>::max() - 63 || __builtin_add_overflow(size, aligned(bytes), &size)) {
     size = -1;
   }
