@@ -76,9 +76,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--json", type=Path, help="where to write the figures")
     chosen = parser.parse_args(arguments)
-    drafters = chosen.drafter or [
-        chosen.model.with_name(f"{chosen.model.name}-{name}") for name in ("medusa", "eagle3")
-    ]
+    beside = [chosen.model.with_name(f"{chosen.model.name}-{name}") for name in ("medusa", "eagle", "hass", "eagle3")]
+    drafters = chosen.drafter or [path for path in beside if path.is_dir()]
     found = compare(chosen, drafters)
     print(as_table(found))
     if chosen.json is not None:

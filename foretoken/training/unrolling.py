@@ -1,44 +1,55 @@
-"""Steps of an autoregressive head as objectives want them: of all drafts of a text, or of some after the first one.
+"""Objectives of autoregressive heads: several steps of a draft are trained, the later ones on the head's own states.
 
-Drafts that begin at neighbouring positions teach nearly the same. To follow only every few of them gives the same
-gradient on average, for a fraction of the work.
+Drafts that begin at neighbouring positions teach nearly the same. To follow only every few of them beyond the first
+step gives the same gradient on average, for a fraction of the work.
 
-Letters: B sequences, S positions, F taps, E hidden size.
+Letters: B sequences, S positions.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
+from pydantic import Field
+from typing_extensions import override
 
 from foretoken.heads.autoregressive import AutoregressiveHead
-from foretoken.training.objectives.base import Fed
+from foretoken.training.objectives.base import Fed, Objective
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
-
-    from foretoken.heads.base import Head
+    from foretoken.heads.base import Head, HeadConfig
     from foretoken.hf.parts import TargetParts
+    from foretoken.training.objectives.base import Examples
 
 
-def unrolled(
-    head: Head, features: Tensor, tokens: Tensor, parts: TargetParts, *, stride: int, is_detached: bool = False
-) -> Iterator[Fed]:
-    """The steps of an `AutoregressiveHead`; draws from torch's global generator where not all drafts are followed.
+class UnrolledObjective(Objective):
+    """What the objectives of `AutoregressiveHead` share.
 
-    Args:
-        head: The head.
-        features: (B, S, F E).
-        tokens: (B, S) int64.
-        parts: What is shared with the target.
-        stride: Every how many positions a draft is followed beyond its first step.
-        is_detached: See `AutoregressiveHead.unrolled`.
+    Attributes:
+        passes: Steps that are unrolled, K at most.
+        stride: Every how many positions a draft is followed beyond its first step, from another one in each batch; 1 as
+            published.
     """
-    assert isinstance(head, AutoregressiveHead), "the objective's configuration says so"
-    offset = int(torch.randint(stride, ())) if stride > 1 else 0
-    starts = slice(offset, None, stride)
-    for index, hidden in enumerate(head.unrolled(features, tokens, parts, starts=starts, is_detached=is_detached)):
-        yield Fed(hidden, offset, stride) if index else Fed(hidden)
+
+    is_detached: ClassVar[bool] = False  # whether no gradient goes from a step into those before it
+
+    passes: int = Field(default=1, ge=1)
+    stride: int = Field(default=1, ge=1)
+
+    @override
+    def steps(self, config: HeadConfig) -> int:
+        """See `Objective`."""
+        return min(self.passes, config.steps)
+
+    @override
+    def fed(self, head: Head, given: Examples, parts: TargetParts) -> Iterator[Fed]:
+        """See `Objective`; draws from torch's global generator where not all drafts are followed."""
+        assert isinstance(head, AutoregressiveHead), "the objective's configuration says so"
+        offset = int(torch.randint(self.stride, ())) if self.stride > 1 else 0
+        starts = slice(offset, None, self.stride)
+        steps = head.unrolled(given.features, given.tokens, parts, starts=starts, is_detached=self.is_detached)
+        for index, hidden in enumerate(steps):
+            yield Fed(hidden, offset, self.stride) if index else Fed(hidden)

@@ -15,44 +15,24 @@ from typing_extensions import override
 
 from foretoken.heads.eagle import EagleConfig
 from foretoken.training.layer_sizes import layer_like
-from foretoken.training.objectives.base import Objective
-from foretoken.training.unrolling import unrolled
+from foretoken.training.unrolling import UnrolledObjective
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from foretoken.heads.base import Head, HeadConfig
     from foretoken.hf.loading import LoadedModel
-    from foretoken.hf.parts import TargetParts
-    from foretoken.training.objectives.base import Examples, Fed
 
 _WINDOW = 512  # of which the published noise is
 
 
-class EagleObjective(Objective):
+class EagleObjective(UnrolledObjective):
     """Published weights.
 
     Attributes:
         noise: Uniform noise on features, within noise * 512 / S; 0 for none.
-        passes: Steps that are unrolled, the later ones from the head's own features; 1 as published.
-        stride: Every how many positions a draft is followed beyond its first step, from another one in each batch.
     """
 
     kl_weight: float = Field(default=0.1, ge=0)
     feature_weight: float = Field(default=1.0, ge=0)
     noise: float = Field(default=0.1, ge=0)
-    passes: int = Field(default=1, ge=1)
-    stride: int = Field(default=1, ge=1)
-
-    @override
-    def steps(self, config: HeadConfig) -> int:
-        """See `Objective`."""
-        return min(self.passes, config.steps)
-
-    @override
-    def fed(self, head: Head, given: Examples, parts: TargetParts) -> Iterator[Fed]:
-        """See `Objective`."""
-        return unrolled(head, given.features, given.tokens, parts, stride=self.stride)
 
     @override
     def noise_bound(self, num_positions: int, size: int) -> float:

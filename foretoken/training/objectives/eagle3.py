@@ -11,44 +11,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
-from typing_extensions import override
 
 from foretoken.heads.eagle3 import Eagle3Config
 from foretoken.training.layer_sizes import layer_like
-from foretoken.training.objectives.base import Objective
-from foretoken.training.unrolling import unrolled
+from foretoken.training.unrolling import UnrolledObjective
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from foretoken.heads.base import Head, HeadConfig
     from foretoken.hf.loading import LoadedModel
-    from foretoken.hf.parts import TargetParts
-    from foretoken.training.objectives.base import Examples, Fed
 
 
-class Eagle3Objective(Objective):
-    """Published weights.
-
-    Attributes:
-        passes: Steps that are unrolled.
-        stride: Every how many positions a draft is followed beyond its first step, from another one in each batch; 1 as
-            published.
-    """
+class Eagle3Objective(UnrolledObjective):
+    """Published weights."""
 
     head_decay: float = Field(default=0.8, gt=0, le=1)
     passes: int = Field(default=7, ge=1)
-    stride: int = Field(default=1, ge=1)
-
-    @override
-    def steps(self, config: HeadConfig) -> int:
-        """See `Objective`."""
-        return min(self.passes, config.steps)
-
-    @override
-    def fed(self, head: Head, given: Examples, parts: TargetParts) -> Iterator[Fed]:
-        """See `Objective`."""
-        return unrolled(head, given.features, given.tokens, parts, stride=self.stride)
 
 
 def default_sizes(target: LoadedModel) -> dict[str, Any]:

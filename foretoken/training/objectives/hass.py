@@ -8,22 +8,16 @@ Source: Zhang et al. 2024 (arXiv 2408.15766), sections 3.1 and 3.2.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field
 from typing_extensions import override
 
 from foretoken.heads.eagle import EagleConfig
 from foretoken.training.objectives.eagle import EagleObjective, default_sizes
-from foretoken.training.unrolling import unrolled
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from foretoken.heads.base import Head
-    from foretoken.hf.parts import TargetParts
     from foretoken.training.losses import Weights
-    from foretoken.training.objectives.base import Examples, Fed
 
 __all__ = ["CONFIG", "OBJECTIVE", "default_sizes"]
 
@@ -37,6 +31,8 @@ class HassObjective(EagleObjective):
         num_top: Those tokens.
     """
 
+    is_detached: ClassVar[bool] = True
+
     passes: int = Field(default=3, ge=1)
     top_weight: float = Field(default=1.0, ge=0)
     num_top: int = Field(default=10, ge=1)
@@ -46,11 +42,6 @@ class HassObjective(EagleObjective):
     def distance_weights(self) -> Weights:
         """See `Objective`."""
         return super().distance_weights._replace(top=self.top_weight, num_top=self.num_top)
-
-    @override
-    def fed(self, head: Head, given: Examples, parts: TargetParts) -> Iterator[Fed]:
-        """See `Objective`."""
-        return unrolled(head, given.features, given.tokens, parts, stride=self.stride, is_detached=True)
 
 
 CONFIG, OBJECTIVE = EagleConfig, HassObjective
