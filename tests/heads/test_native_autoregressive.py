@@ -42,7 +42,7 @@ SIZES: dict[str, Any] = {"hidden_size": WIDTH, "vocab_size": VOCAB_SIZE, "layer"
 EAGLE3: dict[str, Any] = {**SIZES, "boundaries": (1, 2)}
 HEADS: dict[str, Any] = {
     "eagle": EagleConfig(**SIZES),
-    "eagle without a bias": EagleConfig(**SIZES, has_bias=False),
+    "eagle with a bias": EagleConfig(**SIZES, has_bias=True),
     "eagle3": Eagle3Config(**EAGLE3),
     "eagle3, part of the vocabulary": Eagle3Config(**EAGLE3, draft_vocab_size=20),
     "eagle3, normed residual": Eagle3Config(**EAGLE3, norm_before_residual=True),
