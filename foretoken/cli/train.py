@@ -22,7 +22,9 @@ _RUN = "The run"
 
 
 def train(
-    method: Annotated[str, typer.Argument(help="medusa, hydra or mlp_speculator.")],
+    method: Annotated[
+        str, typer.Argument(help="medusa, hydra, mlp_speculator, eagle, hass (which trains eagle heads) or eagle3.")
+    ],
     model: options.Model,
     data: Annotated[Path, typer.Option(help="Packed tokens, as `foretoken data` writes them.")],
     out: Annotated[Path, typer.Option(help="Directory of the head; must not exist.")],
@@ -39,6 +41,14 @@ def train(
         str | None,
         typer.Option(
             help="Begin from this head, a directory or a hub id, instead of neutral weights.", rich_help_panel=_HEAD
+        ),
+    ] = None,
+    draft_vocab: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draft these tokens alone: a file of `foretoken data vocab`. For eagle3, and for medusa with "
+            "own_lm_head=true.",
+            rich_help_panel=_HEAD,
         ),
     ] = None,
     weights: Annotated[
@@ -112,6 +122,8 @@ def train(
     _check_places(out, target_out, run_dir, cache)
     if init is not None and sizes:
         raise ConfigError("--init sets the sizes of the head, so --set cannot change them. Leave one of them out.")
+    if init is not None and draft_vocab is not None:
+        raise ConfigError("--init brings a vocabulary of its own, so --draft-vocab cannot change it. Pass one of them.")
     if (joint is None) != (target_out is None):
         raise ConfigError("--joint and --target-out go together: the target that learns along is a new one. Pass both.")
     _check_values(save_every_s, cache_gib, save_dtype)
@@ -136,8 +148,10 @@ def train(
 
     workload = held_out_workload(prompts, num_prompts)
     initial = None if init is None else read_head(local_head(init))[1]
+    drafted = None if draft_vocab is None else _drafted_tokens(draft_vocab, packed, loaded.vocab_size)
+    values = _with_vocabulary(_pairs(sizes, "--set"), method, drafted)
     run = RunSettings(
-        head=initial.config if initial is not None else head_config(method, loaded, _pairs(sizes, "--set")),
+        head=initial.config if initial is not None else head_config(method, loaded, values),
         objective=objective,
         train=settings,
         data=str(packed.meta["tokens_sha256"]),
@@ -146,6 +160,7 @@ def train(
         cache=cache,
         cache_bytes=int(cache_gib * 2**30),
         joint=None if joint is None else joint_config(_pairs(joint, "--joint")),
+        draft_vocab=drafted,
     )
     if initial is not None and init is not None:
         _check_initial(initial, method, loaded, init)
@@ -235,10 +250,49 @@ def _check_data(packed: Any, tokenizer: Any, vocab_size: int, *, data: str, mode
         )
 
 
+def _drafted_tokens(path: Path, packed: Any, vocab_size: int) -> tuple[int, ...]:
+    """The ids of a draft vocabulary; raises `ConfigError` when it is of another tokenizer than data or target."""
+    from foretoken.training.data.vocabulary import DraftVocabulary
+
+    drafted = DraftVocabulary.read(path)
+    if drafted.tokenizer_sha != packed.meta["tokenizer_sha"] or drafted.token_ids[-1] >= vocab_size:
+        raise ConfigError(
+            f"--draft-vocab '{path}' is of another tokenizer than the data. Expected tokens of this target. Make it "
+            "from the data with `foretoken data vocab`."
+        )
+    return drafted.token_ids
+
+
+def _with_vocabulary(sizes: dict[str, Any], method: str, drafted: tuple[int, ...] | None) -> dict[str, Any]:
+    """Sizes of a head that drafts some tokens alone, or all of them.
+
+    Raises:
+        ConfigError: When heads of the method always draft all tokens, or the sizes say another number.
+    """
+    from foretoken.training.config import has_size
+
+    if drafted is None:
+        return sizes
+    if not has_size(method, "draft_vocab_size"):
+        raise ConfigError(
+            f"--draft-vocab is not for {method} heads, which draft all tokens. Expected eagle3, or medusa with "
+            "own_lm_head=true. Leave it out."
+        )
+    stated = sizes.get("draft_vocab_size", len(drafted))
+    if stated != len(drafted):
+        raise ConfigError(
+            f"--set draft_vocab_size={stated} does not fit --draft-vocab, which names {len(drafted)} tokens. Expected "
+            "the same number. Leave the first one out."
+        )
+    return {**sizes, "draft_vocab_size": len(drafted)}
+
+
 def _check_initial(initial: Any, method: str, loaded: Any, name: str) -> None:
     """Raises `ConfigError` when a head to begin from is of another method or target."""
     from foretoken.formats.checkpoint import TargetFingerprint
+    from foretoken.training.config import trained_head
 
-    if initial.config.method != method:
-        raise ConfigError(f"'{name}' is a {initial.config.method} head. Expected a {method} head to begin from.")
+    wanted = trained_head(method)
+    if initial.config.method != wanted:
+        raise ConfigError(f"'{name}' is a {initial.config.method} head. Expected a {wanted} head to begin from.")
     initial.check_target(TargetFingerprint.of(loaded), what=name)

@@ -233,7 +233,7 @@ def _claimed(
     if drafted is not None and initial is None and len(settings.draft_vocab or ()) != drafted:
         raise ConfigError(
             f"the head drafts {drafted} tokens of the vocabulary, and {len(settings.draft_vocab or ())} are named. "
-            "Expected as many. Make a list with `foretoken data vocab`, and pass it with --draft-vocab."
+            "Expected as many. Choose them with `foretoken data vocab`, and pass that file with --draft-vocab."
         )
     dtype = str(target.dtype).removeprefix("torch.")
     begun_from = None if initial is None else _weights_sha(initial)
