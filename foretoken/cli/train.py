@@ -101,6 +101,19 @@ def train(
         Path | None, typer.Option(help="Keep the target's features here between runs.", rich_help_panel=_RUN)
     ] = None,
     cache_gib: Annotated[float, typer.Option(help="Most GiB of that.", rich_help_panel=_RUN)] = 8.0,
+    eval_every: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Steps between simulations of drafting on held-out tokens, for the curves; 0 for none. Weights stay "
+            "the same.",
+            rich_help_panel=_RUN,
+        ),
+    ] = 0,
+    eval_data: Annotated[
+        Path | None,
+        typer.Option(help="Packed tokens for that. Default: held_out/ beside train/.", rich_help_panel=_RUN),
+    ] = None,
     prompts: options.Prompts = "heldout",
     num_prompts: Annotated[
         int, typer.Option(min=0, help="Held-out prompts of the last report; 0 for none.", rich_help_panel=_RUN)
@@ -124,6 +137,7 @@ def train(
         raise ConfigError("--init sets the sizes of the head, so --set cannot change them. Leave one of them out.")
     if init is not None and draft_vocab is not None:
         raise ConfigError("--init brings a vocabulary of its own, so --draft-vocab cannot change it. Pass one of them.")
+    held_out = _held_out(eval_every, eval_data, data, is_joint=joint is not None)
     if (joint is None) != (target_out is None):
         raise ConfigError("--joint and --target-out go together: the target that learns along is a new one. Pass both.")
     _check_values(save_every_s, cache_gib, save_dtype)
@@ -161,6 +175,7 @@ def train(
         cache_bytes=int(cache_gib * 2**30),
         joint=None if joint is None else joint_config(_pairs(joint, "--joint")),
         draft_vocab=drafted,
+        evaluation=held_out and _evaluation(held_out, eval_every, length, tokenizer, loaded.vocab_size, model=model),
     )
     if initial is not None and init is not None:
         _check_initial(initial, method, loaded, init)
@@ -248,6 +263,35 @@ def _check_data(packed: Any, tokenizer: Any, vocab_size: int, *, data: str, mode
             f"'{data}' was not packed with the tokenizer of '{model}'. Expected data for this target: make it with "
             f"`foretoken data {model}`."
         )
+
+
+def _held_out(every: int, given: Path | None, data: Path, *, is_joint: bool) -> Path | None:
+    """Where tokens for evaluations lie; None where none are asked for. Raises `ConfigError` where there are none."""
+    if not every:
+        if given is not None:
+            raise ConfigError("--eval-data is for evaluations, and there are none. Pass --eval-every too.")
+        return None
+    if is_joint:
+        raise ConfigError("--eval-every simulates drafts of a frozen target, and --joint changes it. Leave one out.")
+    if given is not None:
+        return given
+    beside = (data if (data / "train").is_dir() else data.resolve().parent) / "held_out"
+    if not beside.is_dir():
+        raise ConfigError(
+            f"--eval-every needs held-out tokens, and there is no '{beside}'. Expected packed tokens there, as "
+            "`foretoken data --held-out-fraction` makes them. Pass --eval-data."
+        )
+    return beside
+
+
+def _evaluation(place: Path, every: int, length: int, tokenizer: Any, vocab_size: int, *, model: str) -> Any:
+    """Windows of held-out tokens; raises `ForetokenError` when they are of another tokenizer, or damaged."""
+    from foretoken.training.data.packed import PackedTokens
+    from foretoken.training.evaluation import EvaluationConfig
+
+    packed = PackedTokens.open(place)
+    _check_data(packed, tokenizer, vocab_size, data=str(place), model=model)
+    return EvaluationConfig.of(packed, every=every, length=length)
 
 
 def _drafted_tokens(path: Path, packed: Any, vocab_size: int) -> tuple[int, ...]:
