@@ -175,7 +175,9 @@ def train(
         cache_bytes=int(cache_gib * 2**30),
         joint=None if joint is None else joint_config(_pairs(joint, "--joint")),
         draft_vocab=drafted,
-        evaluation=held_out and _evaluation(held_out, eval_every, length, tokenizer, loaded.vocab_size, model=model),
+        evaluation=None
+        if held_out is None
+        else _evaluation(held_out, eval_every, length, tokenizer, loaded.vocab_size, model=model),
     )
     if initial is not None and init is not None:
         _check_initial(initial, method, loaded, init)
