@@ -14,7 +14,7 @@ from foretoken.core.errors import ConfigError
 def vocab(
     data: Annotated[Path, typer.Argument(help="Packed tokens, as `foretoken data` writes them.")],
     size: Annotated[int, typer.Option(min=1, help="Tokens of the draft vocabulary.")],
-    out: Annotated[Path, typer.Option(help="File to make, JSON; for `foretoken train --draft-vocab`.")],
+    out: Annotated[Path, typer.Option(help="File to make, JSON, which `foretoken train` takes.")],
     as_json: options.AsJson = False,
 ) -> None:
     """Choose the tokens that a head drafts: the most frequent labels of packed tokens.
