@@ -165,8 +165,9 @@ def test_commands_are_understood(page: str, monkeypatch: pytest.MonkeyPatch) -> 
     """Commands and options exist and have values of their type; setups name methods and weights that fit."""
     group: Any = typer.main.get_command(app)
     monkeypatch.chdir(ROOT)
-    for name, *arguments in commands((ROOT / page).read_text(encoding="utf-8")):
-        values = group.commands[name].make_context(name, list(arguments)).params
+    for words in commands((ROOT / page).read_text(encoding="utf-8")):
+        name, command, arguments = group.resolve_command(group.make_context("foretoken", []), words)
+        values = command.make_context(name, list(arguments)).params
         for setup in values.get("speculative_config") or ():
             assert parse_setup(setup, target=values["model"]).config is not None
 

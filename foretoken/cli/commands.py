@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from foretoken.cli import bench, convert, data, doctor, generate, inspect, train, twin, verify
+from foretoken.cli import bench, convert, data, doctor, generate, inspect, train, twin, verify, vocab
 from foretoken.cli.help import Command, ending, without_flags
 from foretoken.core.errors import ForetokenError
 
@@ -26,11 +26,21 @@ class Ended(Exception):  # noqa: N818 - not an error: the user or a reader of th
 
 
 class _Commands(TyperGroup):
-    """Runs a command; an interruption becomes an exit code of ours before typer makes another one of it."""
+    """Runs a command; an interruption becomes an exit code of ours before typer makes another one of it.
+
+    A command's name may be two words, as `data vocab` beside `data`.
+    """
 
     def get_params(self, ctx: Any) -> list[Any]:
         """See click."""
         return without_flags(super().get_params(ctx))
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """See click."""
+        name = " ".join(args[:2])
+        if len(args) > 1 and name in self.commands:
+            return name, self.commands[name], args[2:]
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """See click.
@@ -93,6 +103,11 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
         "foretoken data models/tinycode --jsonl chats.jsonl --self-distill \\",
         "    -s ngram --out runs/data",
     )),
+    (vocab.vocab, ending(
+        "foretoken data vocab runs/data --size 512 --out runs/vocab.json",
+        "foretoken train eagle3 models/tinycode --data runs/data --out runs/eagle3 \\",
+        "    --draft-vocab runs/vocab.json",
+    )),
     (train.train, ending(
         "foretoken train medusa models/tinycode --data runs/data --out runs/medusa",
         "foretoken train hydra models/tinycode --data runs/data --out runs/hydra \\",
@@ -106,7 +121,8 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
 )  # fmt: skip
 for _function, _ending in _COMMANDS:
     _settings = {"token_normalize_func": convert.option_name} if _function is convert.convert else None
-    app.command(cls=Command, epilog=_ending, context_settings=_settings)(_function)
+    _name = "data vocab" if _function is vocab.vocab else None
+    app.command(_name, cls=Command, epilog=_ending, context_settings=_settings)(_function)
 
 
 @app.callback(

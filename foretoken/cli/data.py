@@ -79,6 +79,9 @@ def data(
     Documents end with the tokenizer's EOS and are packed one after another. Of conversations only assistant turns are
     labels, of prompts with completions the completions. With --self-distill the target is loaded and writes the
     responses itself; a broken-off run continues from its file of responses. OUT appears whole or not at all.
+
+    `foretoken data vocab` is a command of its own: it chooses the tokens that a head drafts from what this one made. A
+    target in a directory that is called vocab is named ./vocab.
     """
     from foretoken.training.data.corpus import CorpusPlan, build_corpus
     from foretoken.training.data.hub_datasets import dataset_source

@@ -27,7 +27,10 @@ def doctor(
     ] = None,
     method: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="Try the training of a fresh head: medusa, hydra or mlp_speculator."),
+        typer.Option(
+            metavar="NAME",
+            help="Try the training of a fresh head: medusa, hydra, mlp_speculator, eagle, hass or eagle3.",
+        ),
     ] = None,
     train_check: Annotated[
         bool, typer.Option("--train-check", help="Try training with the sizes of HEAD too; HEAD stays as it is.")

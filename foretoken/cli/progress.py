@@ -56,17 +56,19 @@ def step_progress(total: int) -> Iterator[Callable[[Any], None]]:
     """
     import time
 
-    is_terminal, shown = sys.stderr.isatty(), [0.0]
+    is_terminal, shown, evaluated = sys.stderr.isatty(), [0.0], [""]
 
     def show(report: Any) -> None:
         now = time.monotonic()
+        if report.held_out_tau is not None:
+            evaluated[0] = f" held-out tau {report.held_out_tau:.3f} (step {report.step})"
         if now - shown[0] < (0.2 if is_terminal else 15.0) and report.step < total:
             return
         shown[0] = now
         minutes, seconds = divmod(int(report.seconds_left), 60)
         matches = " ".join(f"{share:.3f}" for share in report.head_matches)
         line = (
-            f"step {report.step}/{total} loss {report.loss:.4f} matches [{matches}] lr {report.rate:.2e} "
+            f"step {report.step}/{total} loss {report.loss:.4f} matches [{matches}]{evaluated[0]} lr {report.rate:.2e} "
             f"{report.tokens_per_s:.0f} tokens/s left {minutes}:{seconds:02d}"
         )
         terminal.side_output(f"\r\033[K{line}" if is_terminal else f"{line}\n")

@@ -22,7 +22,9 @@ _RUN = "The run"
 
 
 def train(
-    method: Annotated[str, typer.Argument(help="medusa, hydra or mlp_speculator.")],
+    method: Annotated[
+        str, typer.Argument(help="medusa, hydra, mlp_speculator, eagle, hass (which trains eagle heads) or eagle3.")
+    ],
     model: options.Model,
     data: Annotated[Path, typer.Option(help="Packed tokens, as `foretoken data` writes them.")],
     out: Annotated[Path, typer.Option(help="Directory of the head; must not exist.")],
@@ -39,6 +41,14 @@ def train(
         str | None,
         typer.Option(
             help="Begin from this head, a directory or a hub id, instead of neutral weights.", rich_help_panel=_HEAD
+        ),
+    ] = None,
+    draft_vocab: Annotated[
+        Path | None,
+        typer.Option(
+            help="Draft these tokens alone: a file of `foretoken data vocab`. For eagle3, and for medusa with "
+            "own_lm_head=true.",
+            rich_help_panel=_HEAD,
         ),
     ] = None,
     weights: Annotated[
@@ -91,6 +101,19 @@ def train(
         Path | None, typer.Option(help="Keep the target's features here between runs.", rich_help_panel=_RUN)
     ] = None,
     cache_gib: Annotated[float, typer.Option(help="Most GiB of that.", rich_help_panel=_RUN)] = 8.0,
+    eval_every: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Steps between simulations of drafting on held-out tokens, for the curves; 0 for none. Weights stay "
+            "the same.",
+            rich_help_panel=_RUN,
+        ),
+    ] = 0,
+    eval_data: Annotated[
+        Path | None,
+        typer.Option(help="Packed tokens for that. Default: held_out/ beside train/.", rich_help_panel=_RUN),
+    ] = None,
     prompts: options.Prompts = "heldout",
     num_prompts: Annotated[
         int, typer.Option(min=0, help="Held-out prompts of the last report; 0 for none.", rich_help_panel=_RUN)
@@ -112,6 +135,9 @@ def train(
     _check_places(out, target_out, run_dir, cache)
     if init is not None and sizes:
         raise ConfigError("--init sets the sizes of the head, so --set cannot change them. Leave one of them out.")
+    if init is not None and draft_vocab is not None:
+        raise ConfigError("--init brings a vocabulary of its own, so --draft-vocab cannot change it. Pass one of them.")
+    held_out = _held_out(eval_every, eval_data, data, is_joint=joint is not None)
     if (joint is None) != (target_out is None):
         raise ConfigError("--joint and --target-out go together: the target that learns along is a new one. Pass both.")
     _check_values(save_every_s, cache_gib, save_dtype)
@@ -136,8 +162,10 @@ def train(
 
     workload = held_out_workload(prompts, num_prompts)
     initial = None if init is None else read_head(local_head(init))[1]
+    drafted = None if draft_vocab is None else _drafted_tokens(draft_vocab, packed, loaded.vocab_size)
+    values = _with_vocabulary(_pairs(sizes, "--set"), method, drafted)
     run = RunSettings(
-        head=initial.config if initial is not None else head_config(method, loaded, _pairs(sizes, "--set")),
+        head=initial.config if initial is not None else head_config(method, loaded, values),
         objective=objective,
         train=settings,
         data=str(packed.meta["tokens_sha256"]),
@@ -146,6 +174,10 @@ def train(
         cache=cache,
         cache_bytes=int(cache_gib * 2**30),
         joint=None if joint is None else joint_config(_pairs(joint, "--joint")),
+        draft_vocab=drafted,
+        evaluation=None
+        if held_out is None
+        else _evaluation(held_out, eval_every, length, tokenizer, loaded.vocab_size, model=model),
     )
     if initial is not None and init is not None:
         _check_initial(initial, method, loaded, init)
@@ -235,10 +267,78 @@ def _check_data(packed: Any, tokenizer: Any, vocab_size: int, *, data: str, mode
         )
 
 
+def _held_out(every: int, given: Path | None, data: Path, *, is_joint: bool) -> Path | None:
+    """Where tokens for evaluations lie; None where none are asked for. Raises `ConfigError` where there are none."""
+    if not every:
+        if given is not None:
+            raise ConfigError("--eval-data is for evaluations, and there are none. Pass --eval-every too.")
+        return None
+    if is_joint:
+        raise ConfigError("--eval-every simulates drafts of a frozen target, and --joint changes it. Leave one out.")
+    if given is not None:
+        return given
+    beside = (data if (data / "train").is_dir() else data.resolve().parent) / "held_out"
+    if not beside.is_dir():
+        raise ConfigError(
+            f"--eval-every needs held-out tokens, and there is no '{beside}'. Expected packed tokens there, as "
+            "`foretoken data --held-out-fraction` makes them. Pass --eval-data."
+        )
+    return beside
+
+
+def _evaluation(place: Path, every: int, length: int, tokenizer: Any, vocab_size: int, *, model: str) -> Any:
+    """Windows of held-out tokens; raises `ForetokenError` when they are of another tokenizer, or damaged."""
+    from foretoken.training.data.packed import PackedTokens
+    from foretoken.training.evaluation import EvaluationConfig
+
+    packed = PackedTokens.open(place)
+    _check_data(packed, tokenizer, vocab_size, data=str(place), model=model)
+    return EvaluationConfig.of(packed, every=every, length=length)
+
+
+def _drafted_tokens(path: Path, packed: Any, vocab_size: int) -> tuple[int, ...]:
+    """The ids of a draft vocabulary; raises `ConfigError` when it is of another tokenizer than data or target."""
+    from foretoken.training.data.vocabulary import DraftVocabulary
+
+    drafted = DraftVocabulary.read(path)
+    if drafted.tokenizer_sha != packed.meta["tokenizer_sha"] or drafted.token_ids[-1] >= vocab_size:
+        raise ConfigError(
+            f"--draft-vocab '{path}' is of another tokenizer than the data. Expected tokens of this target. Make it "
+            "from the data with `foretoken data vocab`."
+        )
+    return drafted.token_ids
+
+
+def _with_vocabulary(sizes: dict[str, Any], method: str, drafted: tuple[int, ...] | None) -> dict[str, Any]:
+    """Sizes of a head that drafts some tokens alone, or all of them.
+
+    Raises:
+        ConfigError: When heads of the method always draft all tokens, or the sizes say another number.
+    """
+    from foretoken.training.config import has_size
+
+    if drafted is None:
+        return sizes
+    if not has_size(method, "draft_vocab_size"):
+        raise ConfigError(
+            f"--draft-vocab is not for {method} heads, which draft all tokens. Expected eagle3, or medusa with "
+            "own_lm_head=true. Leave it out."
+        )
+    stated = sizes.get("draft_vocab_size", len(drafted))
+    if stated != len(drafted):
+        raise ConfigError(
+            f"--set draft_vocab_size={stated} does not fit --draft-vocab, which names {len(drafted)} tokens. Expected "
+            "the same number. Leave the first one out."
+        )
+    return {**sizes, "draft_vocab_size": len(drafted)}
+
+
 def _check_initial(initial: Any, method: str, loaded: Any, name: str) -> None:
     """Raises `ConfigError` when a head to begin from is of another method or target."""
     from foretoken.formats.checkpoint import TargetFingerprint
+    from foretoken.training.config import trained_head
 
-    if initial.config.method != method:
-        raise ConfigError(f"'{name}' is a {initial.config.method} head. Expected a {method} head to begin from.")
+    wanted = trained_head(method)
+    if initial.config.method != wanted:
+        raise ConfigError(f"'{name}' is a {initial.config.method} head. Expected a {wanted} head to begin from.")
     initial.check_target(TargetFingerprint.of(loaded), what=name)

@@ -51,6 +51,11 @@ class MedusaConfig(StepHeadConfig):
     def _check(self) -> Self:
         if (self.draft_vocab_size or 0) > self.vocab_size:
             raise ValueError(f"draft_vocab_size is {self.draft_vocab_size}. Expected at most {self.vocab_size}")
+        if self.draft_vocab_size is not None and not self.own_lm_head:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}, but the target's LM head covers all tokens. Expected "
+                "own_lm_head"
+            )
         return self
 
 

@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foretoken.heads.autoregressive import AutoregressiveConfig
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -16,7 +18,10 @@ _PAPERS = {
     "medusa": "Medusa heads (arXiv 2401.10774)",
     "hydra": "Hydra heads (arXiv 2402.05109)",
     "mlp_speculator": "An MLP speculator (arXiv 2404.19124)",
+    "eagle": "An EAGLE head (arXiv 2401.15077)",
+    "eagle3": "An EAGLE-3 head (arXiv 2503.01840)",
 }
+_HASS = "An EAGLE head, trained as HASS has it (arXiv 2408.15766)"
 
 
 def head_card(
@@ -38,6 +43,7 @@ def head_card(
     rows = {
         "parameters": f"{facts['parameters'] / 1e6:.2f} M ({facts['bytes'] / 1e6:.1f} MB)",
         "sizes": sizes,
+        **_autoregressive(checkpoint, settings),
         "training": f"{facts['steps']} steps of {train['batch_size']} x {train['length']} tokens, "
         f"{facts['tokens'] / 1e6:.2f} M tokens, {facts['seconds'] / 60:.0f} minutes in steps",
         "objective": objective,
@@ -51,7 +57,8 @@ def head_card(
         f"| {point['step']} | {point['loss']:.3f} | {' '.join(f'{share:.3f}' for share in point['head_matches'])} |"
         for point in _thinned(curve)
     )
-    method = checkpoint.config.method
+    method, unit = checkpoint.config.method, _unit(checkpoint)
+    paper = _HASS if "top_weight" in settings["objective"] else _PAPERS.get(method, method)
     return f"""---
 license: apache-2.0
 tags: [speculative-decoding, {method}]
@@ -59,16 +66,16 @@ tags: [speculative-decoding, {method}]
 
 # {method} for {target}
 
-{_PAPERS.get(method, method)}, trained by `foretoken train` on the frozen target `{target}`.
+{paper}, trained by `foretoken train` on the frozen target `{target}`.
 
 | | |
 |---|---|
 {table}
 
 Acceptance and tau (tokens a target pass, the target's own included) are of texts that the target writes to held-out
-prompts, 128 tokens each; tau with the 64-node tree `mc_sim_7b_63`.
+prompts, 128 tokens each; tau with the static tree `mc_sim_7b_63`{_dynamic(facts)}.
 
-| step | loss | each head's first candidate is the target's, on training text (means of the steps around) |
+| step | loss | first candidate of each {unit} is the target's, on training text (means of the steps around) |
 |---|---|---|
 {points}
 
@@ -76,6 +83,32 @@ prompts, 128 tokens each; tau with the 64-node tree `mc_sim_7b_63`.
 $ {command}
 ```
 """
+
+
+def _unit(checkpoint: HeadCheckpoint) -> str:
+    """What drafts a token: a head, or a step of the only one."""
+    return "step" if isinstance(checkpoint.config, AutoregressiveConfig) else "head"
+
+
+def _dynamic(facts: Mapping[str, Any]) -> str:
+    """What else tau is quoted with."""
+    nodes = facts.get("dynamic_tree_nodes")
+    static = f", {facts['tree_nodes']} nodes at this depth" if "tree_nodes" in facts else ""
+    return static if nodes is None else f"{static}, and with dynamic trees (EAGLE-2) of at most {nodes} nodes"
+
+
+def _autoregressive(checkpoint: HeadCheckpoint, settings: Mapping[str, Any]) -> dict[str, str]:
+    """What a head of the EAGLE family reads and drafts, and how far it was unrolled; nothing of others."""
+    config = checkpoint.config
+    if not isinstance(config, AutoregressiveConfig):
+        return {}
+    drafted = getattr(config, "draft_vocab_size", None)
+    steps = min(settings["objective"]["passes"], config.steps)
+    return {
+        "taps": ", ".join(map(str, config.taps)),
+        "drafts": f"{config.vocab_size if drafted is None else drafted} of {config.vocab_size} tokens",
+        "steps trained": f"{steps}; acceptance is measured for {config.steps}",
+    }
 
 
 def read_curve(run: Path) -> list[dict[str, Any]]:
@@ -101,12 +134,14 @@ def _measured(checkpoint: HeadCheckpoint, facts: Mapping[str, Any]) -> dict[str,
     if checkpoint.acceptance is not None:
         first = " ".join(f"{row[0]:.3f}" for row in checkpoint.acceptance)
         best = " ".join(f"{sum(row):.3f}" for row in checkpoint.acceptance)
-        rows["first candidate right, by head"] = first
-        rows["one of ten candidates right, by head"] = best
+        rows[f"first candidate right, by {_unit(checkpoint)}"] = first
+        rows[f"one of ten candidates right, by {_unit(checkpoint)}"] = best
     for temperature in ("0", "0.8"):
-        tau = facts.get(f"tau_at_temperature_{temperature}")
-        if tau is not None:
-            rows[f"tau at temperature {temperature}"] = f"{tau:.2f}"
+        for key, name in (("", ""), ("dynamic_", ", dynamic trees")):
+            tau = facts.get(f"{key}tau_at_temperature_{temperature}")
+            if tau is not None:
+                depths = " ".join(f"{x:.2f}" for x in facts[f"{key}acceptance_by_depth_at_temperature_{temperature}"])
+                rows[f"tau at temperature {temperature}{name}"] = f"{tau:.2f} (accepted by depth {depths})"
     return rows
 
 

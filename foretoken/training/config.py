@@ -121,6 +121,17 @@ def head_config(method: str, target: LoadedModel, sizes: Mapping[str, Any]) -> H
     return result
 
 
+def trained_head(method: str) -> str:
+    """The method of the head that is trained: its own, or as of "hass" another one's. Raises as `head_config`."""
+    result: str = _objective_module(method).CONFIG.method
+    return result
+
+
+def has_size(method: str, key: str) -> bool:
+    """Whether heads of a method have such a size. Raises as `head_config`."""
+    return key in _objective_module(method).CONFIG.model_fields
+
+
 def objective_config(method: str, weights: Mapping[str, Any]) -> Objective:
     """The objective of a method; weights: values that replace its defaults. Raises as `head_config`."""
     result: Objective = validated(_objective_module(method).OBJECTIVE, weights, f"the objective of {method}")

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from foretoken.formats.checkpoint import HeadCheckpoint
-    from foretoken.heads.base import Head
+    from foretoken.heads.base import Head, HeadConfig
     from foretoken.hf.loading import LoadedModel
 
 _NUM_RANKS = 10
@@ -90,13 +90,13 @@ def saved_head(  # noqa: PLR0913 - what a head comes from, is measured on, and g
     }
     with told_as(ConfigError, f"'{out}'", _ADVICE), new_directory(out) as place:
         if workload is not None:
-            progress = TokenProgress(workload, 2 * len(workload.temperatures), report=on_progress)
+            progress = TokenProgress(workload, 3 * len(workload.temperatures), report=on_progress)
             measured = measured_acceptance(
                 head.module(dtype=torch.float32), target, tokenizer, workload, progress=progress
             )
             head = replace(head, acceptance=measured)
             native.write_files(head, place)
-            facts |= _drafting(place, head.config.method, target, tokenizer, workload, progress)
+            facts |= _drafting(head.config, place, target, tokenizer, workload, progress)
             assert head.acceptance is not None, "it was just measured"
             facts["acceptance_of_first_candidate"] = [row[0] for row in head.acceptance]
         native.write_files(replace(head, notes={**checkpoint.notes, **facts}), place)
@@ -173,7 +173,9 @@ def measured_acceptance(
                 first = max(num_prompt - 2, 0)
                 labels = tokens[0, first + 2 + index :]
                 logits = head.logits(index, hidden[0, first : first + len(labels)], parts)
-                ranks = (logits > logits.gather(1, labels.unsqueeze(1))).sum(1).cpu()
+                own = logits.gather(1, labels.unsqueeze(1))
+                # A label that cannot be drafted has no rank, however few tokens can be.
+                ranks = (logits > own).sum(1).masked_fill(own[:, 0].isneginf(), _NUM_RANKS).cpu()
                 hits[index] += torch.bincount(ranks, minlength=_NUM_RANKS)[:_NUM_RANKS]
                 counts[index] += len(labels)
     shares: list[list[float]] = (hits / counts.clamp_min(1)).tolist()
@@ -187,23 +189,39 @@ def _stored_dtype(config: Any, default: torch.dtype) -> torch.dtype:
 
 
 def _drafting(
-    directory: Path, method: str, target: LoadedModel, tokenizer: Any, workload: Workload, progress: TokenProgress
+    config: HeadConfig,
+    directory: Path,
+    target: LoadedModel,
+    tokenizer: Any,
+    workload: Workload,
+    progress: TokenProgress,
 ) -> dict[str, Any]:
-    """What the engine makes of the head: tokens a target pass and acceptance by depth, at every temperature."""
-    llm = LLM(
-        target,
-        tokenizer=tokenizer,
-        max_num_seqs=_AT_ONCE,
-        speculative_config={"method": method, "model": str(directory), "tree": _QUOTED_TREE},
-        on_step=progress.add,
-    )
-    facts: dict[str, Any] = {"tree_nodes": llm.drafters[0].nodes_by_depth[-1]}
-    for temperature in workload.temperatures:
-        outputs: Sequence[Any] = llm.generate(list(workload.prompts), workload.params(temperature))
-        progress.end_run()
-        metrics = GenerationMetrics.total(output.metrics for output in outputs)
-        facts[f"tau_at_temperature_{temperature:g}"] = round(metrics.mean_acceptance_length, 4)
-        facts[f"acceptance_by_depth_at_temperature_{temperature:g}"] = [
-            round(share, 4) for share in metrics.acceptance_by_depth
-        ]
+    """What the engine makes of the head: tokens a target pass and acceptance by depth, at every temperature.
+
+    First with a static tree, then with dynamic ones of at most as many nodes, whose facts begin with "dynamic".
+    """
+    facts: dict[str, Any] = {}
+
+    def run(tree: dict[str, Any], name: str) -> int:
+        """Adds the facts of a tree; gives its nodes."""
+        llm = LLM(
+            target,
+            tokenizer=tokenizer,
+            max_num_seqs=_AT_ONCE,
+            speculative_config={"method": config.method, "model": str(directory), **tree},
+            on_step=progress.add,
+        )
+        for temperature in workload.temperatures:
+            outputs: Sequence[Any] = llm.generate(list(workload.prompts), workload.params(temperature))
+            progress.end_run()
+            metrics = GenerationMetrics.total(output.metrics for output in outputs)
+            facts[f"{name}tau_at_temperature_{temperature:g}"] = round(metrics.mean_acceptance_length, 4)
+            facts[f"{name}acceptance_by_depth_at_temperature_{temperature:g}"] = [
+                round(share, 4) for share in metrics.acceptance_by_depth
+            ]
+        return int(llm.drafters[0].nodes_by_depth[-1])
+
+    facts["tree_nodes"] = run({"tree": _QUOTED_TREE}, "")
+    dynamic = {"tree": "dynamic", "max_nodes": facts["tree_nodes"], "num_speculative_tokens": config.steps}
+    facts["dynamic_tree_nodes"] = run(dynamic, "dynamic_")
     return facts

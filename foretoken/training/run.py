@@ -11,7 +11,7 @@ import json
 import signal
 import time
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,7 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
 from foretoken.hf.loading import wrap_model
 from foretoken.hf.parts import TargetParts, target_parts
+from foretoken.training.evaluation import Evaluation
 from foretoken.training.joint import JointTrainer
 from foretoken.training.processes import training_processes
 from foretoken.training.teacher import FeatureCache, Teacher
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from foretoken.heads.base import Head, HeadConfig
     from foretoken.hf.loading import LoadedModel
     from foretoken.training.config import JointConfig, TrainConfig
+    from foretoken.training.evaluation import EvaluationConfig
     from foretoken.training.objectives.base import Objective
     from foretoken.training.trainer import Batches, Processes
 
@@ -60,6 +62,7 @@ class RunSettings:
         cache_bytes: Most bytes of it.
         joint: How the target learns along, for `train_jointly`.
         draft_vocab: Ascending ids of the tokens that a head with a draft vocabulary drafts.
+        evaluation: Held-out text to look at now and then, with a frozen target; decides nothing about weights.
     """
 
     head: HeadConfig
@@ -72,6 +75,7 @@ class RunSettings:
     cache_bytes: int = 8 << 30
     joint: JointConfig | None = None
     draft_vocab: tuple[int, ...] | None = None
+    evaluation: EvaluationConfig | None = None
 
     def as_dict(self, target: TargetFingerprint) -> dict[str, Any]:
         """What must stay the same when a run goes on, JSON-ready; null is the same as nothing at all."""
@@ -126,7 +130,10 @@ def train_head(
         head, parts = _new_head(target, settings, initial)
         features = _features(target, settings, processes.process_index, processes.num_processes)
         trainer = Trainer(head, parts, settings.objective, settings.train, batches, features, processes=processes)
-        notes = _run(trainer, settings, fingerprint, processes, on_step)
+        evaluation = None
+        if settings.evaluation is not None:
+            evaluation = Evaluation(target, settings.evaluation, settings.head, parts)
+        notes = _run(trainer, settings, fingerprint, processes, on_step, evaluation)
     return HeadCheckpoint.of(head, target=fingerprint, notes=notes)
 
 
@@ -175,6 +182,7 @@ def _run(
     fingerprint: TargetFingerprint,
     processes: Processes,
     on_step: Callable[[StepReport], None] | None,
+    evaluation: Evaluation | None = None,
 ) -> dict[str, Any]:
     """Trains from the last checkpoint, or from the beginning, to the last step; gives what a head's notes say of it."""
     # Every process has its own stream of dropout; weights are the same in all.
@@ -186,10 +194,8 @@ def _run(
         with _signals() as received:
             for report in trainer.steps():
                 if log is not None:
-                    values = {
-                        key: value for key, value in asdict(report).items() if key not in ("step", "seconds_left")
-                    }
-                    log.write(report.step, values)
+                    report = _evaluated(report, trainer, evaluation, settings.train.compute_dtype)  # noqa: PLW2901
+                    log.write(report.step, _logged(report))
                 if on_step is not None:
                     on_step(report)
                 number = _told_to_stop(received, processes, next(trainer.head.parameters()).device)
@@ -213,6 +219,22 @@ def _run(
     }
 
 
+def _evaluated(
+    report: StepReport, trainer: Trainer, evaluation: Evaluation | None, precision: torch.dtype
+) -> StepReport:
+    """A step's report, with what an evaluation found where one is due."""
+    if evaluation is None or not evaluation.is_due(report.step):
+        return report
+    found = evaluation.acceptance(trainer.head, precision=precision)
+    return replace(report, held_out_tau=found.tau, held_out_acceptance=found.by_depth)
+
+
+def _logged(report: StepReport) -> dict[str, Any]:
+    """What the curves keep of a step."""
+    values = asdict(report).items()
+    return {key: value for key, value in values if key not in ("step", "seconds_left") and value is not None}
+
+
 @contextmanager
 def _claimed(
     settings: RunSettings, target: LoadedModel, initial: HeadCheckpoint | None, processes: Processes
@@ -233,7 +255,7 @@ def _claimed(
     if drafted is not None and initial is None and len(settings.draft_vocab or ()) != drafted:
         raise ConfigError(
             f"the head drafts {drafted} tokens of the vocabulary, and {len(settings.draft_vocab or ())} are named. "
-            "Expected as many. Make a list with `foretoken data vocab`, and pass it with --draft-vocab."
+            "Expected as many. Choose them with `foretoken data vocab`, and pass that file with --draft-vocab."
         )
     dtype = str(target.dtype).removeprefix("torch.")
     begun_from = None if initial is None else _weights_sha(initial)

@@ -76,6 +76,8 @@ class StepReport:
         grad_norm: Before clipping.
         tokens_per_s: Over the last steps.
         seconds_left: Until the last step.
+        held_out_tau: After an evaluation: see `foretoken.training.evaluation.ChainAcceptance.tau`; else None.
+        held_out_acceptance: Likewise, `ChainAcceptance.by_depth`.
     """
 
     step: int
@@ -86,6 +88,8 @@ class StepReport:
     grad_norm: float
     tokens_per_s: float
     seconds_left: float
+    held_out_tau: float | None = None
+    held_out_acceptance: list[float] | None = None
 
 
 class Trainer:

@@ -16,14 +16,14 @@ from command_line import ROOT, run
 from foretoken.bench.setups import parse_setup
 from foretoken.cli.commands import app
 
-COMMANDS = ["generate", "verify", "bench", "inspect", "convert", "data", "train", "doctor"]
+COMMANDS = ["generate", "verify", "bench", "inspect", "convert", "data", "data vocab", "train", "doctor"]
 VALUE = r"(N|X|TEXT|PATH|NAME|DRAFTER|KEY=\w+)"
 
 
 def shown(command: str, width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The lines of a command's help, without the spaces at their ends."""
     monkeypatch.setenv("COLUMNS", str(width))
-    result = run(*filter(None, [command]), "--help")
+    result = run(*command.split(), "--help")
     assert result.returncode == 0, result.stderr
     return [line.rstrip() for line in result.stdout.splitlines()]
 
@@ -85,9 +85,12 @@ def test_examples_are_understood(command: str, monkeypatch: pytest.MonkeyPatch) 
     found = examples(command, monkeypatch)
     assert len(found) > 1
     monkeypatch.chdir(ROOT)
-    for name, *arguments in found:
-        assert name == command
-        values = group.commands[name].make_context(name, list(arguments)).params
+    # `data vocab` is shown with what makes its input or takes its output.
+    assert any(words[: len(command.split())] == command.split() for words in found)
+    for words in found:
+        name, resolved, arguments = group.resolve_command(group.make_context("foretoken", []), list(words))
+        assert command in (name, "data vocab")
+        values = resolved.make_context(name, list(arguments)).params
         for setup in values.get("speculative_config") or ():
             assert parse_setup(setup, target=values.get("model")).config is not None
         for value in arguments:
@@ -112,6 +115,10 @@ def test_help_needs_no_torch() -> None:
     )
     for command in COMMANDS:
         result = subprocess.run(
-            [sys.executable, "-c", code, command, "--help"], capture_output=True, text=True, timeout=60, check=False
+            [sys.executable, "-c", code, *command.split(), "--help"],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
         )
         assert result.returncode == 0, result.stderr

@@ -96,6 +96,32 @@ def test_values_that_would_end_a_run_late(
     assert sentence in refuse(*arguments)
 
 
+def test_evaluations_without_tokens(refuse: Callable[..., str], shared: Path, tmp_path: Path) -> None:
+    look = ("--eval-every", "2")
+    assert f"--eval-every needs held-out tokens, and there is no '{shared / 'held_out'}'" in refuse(*look)
+    assert "Pass --eval-every too" in refuse("--eval-data", str(shared / "data"))
+    joint = ("--joint", "backbone=lora", "--target-out", str(tmp_path / "target"))
+    assert "--joint changes it" in refuse(*look, "--eval-data", str(shared / "data"), *joint)
+    foreign = packed(tmp_path / "foreign", first="b")
+    assert f"'{foreign}' was not packed with the tokenizer of" in refuse(*look, "--eval-data", foreign)
+    short = packed(tmp_path / "short", 5)
+    assert "no window of the evaluation data has 4 labels in a row" in refuse(*look, "--eval-data", short)
+
+
+@pytest.mark.parametrize("part", ["", "train"])
+def test_evaluations_of_held_out_tokens(shared: Path, tmp_path: Path, part: str) -> None:
+    for name in ("train", "held_out"):
+        packed(tmp_path / "data" / name)
+    result = run(
+        "train", "medusa", str(shared / "target"), "--data", str(tmp_path / "data" / part), "--out",
+        str(tmp_path / "head"), *QUICK, "--eval-every", "2",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    lines = [json.loads(line) for line in (tmp_path / "head-run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "held_out_tau" in line] == [2]
+    assert f" held-out tau {lines[1]['held_out_tau']:.3f} (step 2) " in result.stderr
+
+
 def test_a_run_is_not_mixed_with_other_files(refuse: Callable[..., str], shared: Path, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("mine")

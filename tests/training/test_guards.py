@@ -25,7 +25,7 @@ from foretoken.training.config import head_config
 from foretoken.training.doctor.checks import Check, check_trained, check_values, fresh_head
 from foretoken.training.doctor.drafting import Drafting
 from foretoken.training.doctor.examine import Examination, examine
-from foretoken.training.doctor.readings import EARLIER, LATER, NORMED_TWICE, PRE_NORM, SHIFTS, Agreement
+from foretoken.training.doctor.readings import EARLIER, IN_PLACE, LATER, NORMED_TWICE, PRE_NORM, SHIFTS, Agreement
 from foretoken.training.doctor.trial import examine_training
 from foretoken.training.doctor.verdicts import check_agreement, check_drafting
 from foretoken.training.teacher import Teacher
@@ -57,7 +57,7 @@ def test_a_trained_head_passes_all(method: str, tmp_path: Path) -> None:
     assert faults(checks) == {}
     assert [check.name for check in checks] == [
         "target logits", "tree logits", "target served", "head loads", "head fits", "head trained", "head values",
-        "feature", "labels", "knowledge", "depth", "drafting",
+        *(["taps served"] * (method == "eagle3")), "feature", "labels", "knowledge", "depth", "drafting",
     ]  # fmt: skip
     assert [check.name for check in checks if check.verdict == "skipped"] == ["depth"] * (method != "medusa")
     drafting = next(check for check in checks if check.name == "drafting")
@@ -85,6 +85,61 @@ def test_a_feature_of_another_position(reading: str, sentence: str, tmp_path: Pa
     assert found.keys() == {"feature"}
     assert "features one position off" in found["feature"]
     assert sentence in found["feature"]
+
+
+@pytest.mark.parametrize("by", [-1, 1])
+def test_taps_one_block_off(by: int, tmp_path: Path) -> None:
+    """The head was trained on taps 1 and 2; its configuration names others, as after a conversion by another count."""
+    taps, head = [1, 2], good("eagle3")
+    wrong = head.config.model_copy(update={"boundaries": tuple(tap - by for tap in taps)})
+    found = faults(examined(replace(head, config=wrong), tmp_path))
+    assert found.keys() == {"feature"}
+    assert f"the taps are those of the block {'before' if by < 0 else 'after'}" in found["feature"].lower()
+    assert f"was trained on 1, 2, and its configuration says {1 - by}, {2 - by}" in found["feature"]
+
+
+def test_a_feature_of_another_position_of_taps(tmp_path: Path) -> None:
+    found = faults(examined(trained("eagle3", feature=lambda readings: readings[EARLIER]), tmp_path))
+    assert found.keys() == {"feature"}
+    assert "wants the feature of the position before" in found["feature"]
+
+
+def test_taps_that_do_not_exist(tmp_path: Path) -> None:
+    deep = good("eagle3").config.model_copy(update={"boundaries": (1, 9)})
+    found = faults(examined(replace(good("eagle3"), config=deep), tmp_path))
+    assert found.keys() == {"taps served"}
+    assert "tap 9 does not exist: the target has 3 blocks" in found["taps served"]
+
+
+def test_taps_that_are_served_from_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill = Runner.prefill
+
+    def swapped(self: Runner, slot: int, tokens: Any, start: int) -> Tensor | None:
+        features = prefill(self, slot, tokens, start)
+        return None if features is None else features.flip(1)
+
+    monkeypatch.setattr(Runner, "prefill", swapped)
+    case = Examination(method="eagle3", prompts=PROMPTS, max_tokens=MAX_TOKENS, runner="generic")
+    found = faults(examine(target(), tokenizer(), case))
+    assert found.keys() == {"taps served"}
+    assert "from another place than training does" in found["taps served"]
+
+
+def test_the_feature_that_tells_the_label_is_no_mistake_of_training() -> None:
+    """The feature of the position after holds the first step's label: a head that repeats it is right more often."""
+    good, later = table([0.6, 0.1, 0.1, 0.1]), {LATER: [[0.9, 0.1, 0.1, 0.1]]}
+    both = replace(good, table={**good.table, **later}, next_token={**good.next_token, LATER: [0.9]}, reads_tokens=True)
+    assert faults(check_agreement(both)).keys() == {"feature"}
+    fed = replace(both, is_autoregressive=True)
+    assert faults(check_agreement(fed)) == {}
+    trained_on_it = replace(
+        fed,
+        table={**fed.table, IN_PLACE: [[0.2, 0.7, 0.1, 0.1]]},
+        next_token={**fed.next_token, IN_PLACE: [0.7]},
+    )
+    found = faults(check_agreement(trained_on_it))
+    assert found.keys() == {"knowledge"}
+    assert "the target's own next token, which fresh heads predict" in found["knowledge"]
 
 
 @pytest.mark.parametrize(
@@ -282,7 +337,8 @@ def test_before_training() -> None:
         assert last < 0.9 * first
         assert f"from {first:.4f} to {last:.4f}" in checks[1].message
     assert verdicts["medusa"] == verdicts["hydra"] == {"fresh head": "ok", "learning": "ok"}
-    assert verdicts["mlp_speculator"] == {"fresh head": "skipped", "learning": "ok"}
+    assert verdicts["eagle"] == {"fresh head": "ok", "learning": "ok"}
+    assert verdicts["mlp_speculator"] == verdicts["eagle3"] == {"fresh head": "skipped", "learning": "ok"}
 
 
 def test_data_without_labels() -> None:
@@ -301,7 +357,11 @@ def table(*rows: list[float], frequent: float = 0.1, own_next: float = 0.3) -> A
     assert all(len(row) == len(SHIFTS) for row in rows)
     own = [own_next] * len(rows)
     return Agreement(
-        table={"final": rows}, next_token={"final": own}, most_frequent=frequent, num_positions=1000, reads_tokens=False
+        table={IN_PLACE: rows},
+        next_token={IN_PLACE: own},
+        most_frequent=frequent,
+        num_positions=1000,
+        reads_tokens=False,
     )
 
 

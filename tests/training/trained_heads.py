@@ -19,6 +19,7 @@ from foretoken.hf.parts import target_parts
 from foretoken.training.config import head_config, objective_config, train_config
 from foretoken.training.doctor.checks import fresh_head
 from foretoken.training.doctor.readings import IN_PLACE, Texts, greedy_texts, read_features
+from foretoken.training.teacher import Teacher
 from foretoken.training.trainer import Trainer
 
 MAX_TOKENS = 40
@@ -27,7 +28,10 @@ SIZES: dict[str, dict[str, Any]] = {
     "medusa": {"num_heads": 3, "own_lm_head": True},
     "hydra": {"num_heads": 2, "num_layers": 1, "own_lm_head": True, "prefix": None},
     "mlp_speculator": {"num_heads": 2, "inner_dim": 64, "tie_weights": False},
+    "eagle": {"num_steps": 3},
+    "eagle3": {"num_steps": 3, "boundaries": [1, 2]},
 }
+STEPS = {"eagle": 200, "eagle3": 100}
 
 
 @cache
@@ -75,7 +79,7 @@ def trained(
     seed: int = 0,
     feature: Callable[[dict[str, Tensor]], Tensor] = right_feature,
     late: int = 0,
-    steps: int = 300,
+    steps: int | None = None,
 ) -> HeadCheckpoint:
     """A head that learnt the target's texts by heart, the text alone being its label.
 
@@ -84,19 +88,24 @@ def trained(
         seed: Of the target.
         feature: Which reading of the feature to train on.
         late: Labels are that many tokens later than they should be.
-        steps: Optimiser steps.
+        steps: Optimiser steps; None for those of `STEPS`.
     """
+    steps = STEPS.get(method, 300) if steps is None else steps
     loaded = target(seed)
     shortest = min(map(len, texts(seed).texts))
     tokens = torch.tensor([list(text[-shortest:]) for text in texts(seed).texts])
-    features = feature(read_features(loaded, tokens))
     parts = target_parts(loaded, dtype=torch.float32)
     head = fresh_head(head_config(method, loaded, SIZES[method]), parts, seed=0)
+    features = feature(read_features(loaded, tokens, head.config.taps))
+    if head.config.taps != ("final",):  # what is learned stands behind what is read
+        features = torch.cat([features, Teacher(loaded).features(tokens)], dim=-1)
     config = train_config({
         "schedule": {"peak": 1e-2, "num_steps": steps, "warmup_steps": 10}, "batch_size": len(tokens),
         "length": shortest,
     })  # fmt: skip
-    objective = objective_config(method, {"ce_weight": 1.0, "kl_weight": 0.0, "head_decay": 1.0})
+    objective = objective_config(method, {
+        "ce_weight": 1.0, "kl_weight": 0.0, "head_decay": 1.0, "feature_weight": 0.0, "noise": 0.0,
+    })  # fmt: skip
     # Medusa heads read no tokens, so for them texts that lie later are labels that lie later, and nothing else.
     batch = _Windows(tokens.roll(-late, dims=1)[:, : shortest - 3])
     for _ in Trainer(head, parts, objective, config, batch, lambda *_: features[:, : shortest - 3]).steps():

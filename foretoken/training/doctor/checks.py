@@ -16,14 +16,16 @@ from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.errors import ModelError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
+from foretoken.heads.step_head import StepHeadConfig
 from foretoken.hf.parts import target_parts
 from foretoken.hf.plain import run_plain
 from foretoken.runner.runner import Runner
 from foretoken.training.teacher import Teacher
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
+    from foretoken.core.taps import Tap
     from foretoken.heads.base import Head, HeadConfig
     from foretoken.hf.loading import LoadedModel
     from foretoken.hf.parts import TargetParts
@@ -106,6 +108,32 @@ def check_serving(target: LoadedModel, tokens: Tensor, runner: str) -> list[Chec
     ]  # fmt: skip
 
 
+def check_taps(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap], runner: str) -> Check:
+    """A head's taps through the serving runner against those that training reads; tokens: (1, S) int64.
+
+    Each tap is compared by itself: features of deep blocks are many times larger than those of the first ones.
+    """
+    name = "taps served"
+    ids = tokens[0, :_PROBE_LEN].tolist()
+    try:
+        read = Teacher(target, taps).read(tokens[:, : len(ids)])[0].float()
+        serving = Runner(target, num_slots=1, context_len=len(ids) + 1, max_nodes=8, taps=taps, runner=runner)
+    except ModelError as err:
+        expected = "the same features in training and serving"
+        return Check(name=name, verdict="fault", value=None, expected=expected, message=str(err))
+    served = serving.prefill(0, ids, 0)
+    assert served is not None, "there are taps"
+    pairs = zip(served.unbind(1), read.split(served.shape[-1], dim=1), strict=False)  # behind the taps: `final`
+    errors = [_relative_error(ours.float(), theirs) for ours, theirs in pairs]
+    worst = max(range(len(errors)), key=errors.__getitem__)
+    return _close(
+        name, errors[worst], target,
+        f"Serving reads the taps that training reads, {', '.join(map(str, taps))}.",
+        f"runner {serving.name} reads tap {taps[worst]} from another place than training does: heads are trained on "
+        "one thing and served another. Draft with `--runner generic`, and report the architecture.",
+    )  # fmt: skip
+
+
 def check_fit(
     checkpoint: HeadCheckpoint, fingerprint: TargetFingerprint, *, what: str, allow_other_target: bool
 ) -> Check:
@@ -132,7 +160,7 @@ def check_fit(
 def check_values(checkpoint: HeadCheckpoint, untrained: set[str]) -> Check:
     """Finite, not zero, not huge; untrained: parts whose zeros are those that training starts from."""
     found = []
-    for part, tensors in _parts(checkpoint.weights, checkpoint.config.steps).items():
+    for part, tensors in _parts(checkpoint.weights, _num_heads(checkpoint.config)).items():
         for key, tensor in tensors.items():
             if not bool(torch.isfinite(tensor).all()):
                 found.append(f"{key} holds numbers that are not finite")
@@ -153,10 +181,10 @@ def check_trained(checkpoint: HeadCheckpoint, parts: TargetParts) -> tuple[Check
     """Against the weights that training starts from; also gives the parts that are equal to them."""
     settings = checkpoint.notes.get("settings")
     seed = settings["train"]["seed"] if isinstance(settings, dict) and "train" in settings else 0
-    fresh = fresh_head(checkpoint.config, parts, seed=seed)
+    fresh = fresh_head(checkpoint.config, parts, seed=seed, token_map=checkpoint.weights.get("token_map"))
     reference = {key: value.to(checkpoint.weights[key].dtype).cpu() for key, value in fresh.state_dict().items()}
-    ours = _parts(checkpoint.weights, checkpoint.config.steps)
-    theirs = _parts(reference, checkpoint.config.steps)
+    num_heads = _num_heads(checkpoint.config)
+    ours, theirs = _parts(checkpoint.weights, num_heads), _parts(reference, num_heads)
     same = {
         part for part, tensors in ours.items()
         if all(torch.equal(tensor.cpu(), theirs[part][key]) for key, tensor in tensors.items())
@@ -175,14 +203,28 @@ def check_trained(checkpoint: HeadCheckpoint, parts: TargetParts) -> tuple[Check
     return check, same
 
 
-def fresh_head(config: HeadConfig, parts: TargetParts, *, seed: int) -> Head:
-    """A head as training starts with it, in float32 where the target is; the generator is left as it was."""
+def fresh_head(config: HeadConfig, parts: TargetParts, *, seed: int, token_map: Tensor | None = None) -> Head:
+    """A head as training starts with it, in float32 where the target is; the generator is left as it was.
+
+    Args:
+        config: Its sizes.
+        parts: What it shares with the target.
+        seed: Of its random weights.
+        token_map: (Vd,) int64, the tokens that it drafts; of None the first ones where it drafts a part of them.
+    """
     device = parts.lm_head_weight.device
     with torch.random.fork_rng(devices=[device] if has_cuda_runtime(device) else []):
         torch.manual_seed(seed)
         head = build_head(config, device=device, dtype=torch.float32)
+        if token_map is not None:
+            head.token_map = token_map.to(device)
         head.initialize(parts)
     return head
+
+
+def _num_heads(config: HeadConfig) -> int:
+    """Heads side by side, which may be damaged or untrained one by one; 0 for a network that is used at every step."""
+    return config.num_heads if isinstance(config, StepHeadConfig) else 0
 
 
 def _parts(weights: Mapping[str, Tensor], num_heads: int) -> dict[str, dict[str, Tensor]]:
@@ -195,7 +237,7 @@ def _parts(weights: Mapping[str, Tensor], num_heads: int) -> dict[str, dict[str,
 
     def own(key: str, tensor: Tensor) -> Iterator[tuple[str, str, Tensor]]:
         match = numbered[key]
-        if match is None and "." not in key and tensor.dim() > 1 and len(tensor) == num_heads:
+        if match is None and num_heads and "." not in key and tensor.dim() > 1 and len(tensor) == num_heads:
             yield from ((f"head {i}", f"{key}[{i}]", tensor[i]) for i in range(num_heads))
         elif match is not None and len(counts[match[1]]) == num_heads:
             yield f"head {match[2]}", key, tensor

@@ -24,14 +24,24 @@ from foretoken.training.doctor.checks import (
     check_fit,
     check_logits,
     check_serving,
+    check_taps,
     check_trained,
     check_values,
     skipped,
 )
 from foretoken.training.doctor.drafting import draft
-from foretoken.training.doctor.readings import IN_PLACE, Texts, greedy_texts, measure, predictions, read_features
+from foretoken.training.doctor.readings import (
+    IN_PLACE,
+    Texts,
+    greedy_texts,
+    measure,
+    predictions,
+    read_features,
+    target_choices,
+)
 from foretoken.training.doctor.trial import examine_training
 from foretoken.training.doctor.verdicts import check_agreement, check_drafting
+from foretoken.training.teacher import Teacher
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -86,16 +96,22 @@ def examine(target: LoadedModel, tokenizer: Any, what: Examination) -> list[Chec
     texts = greedy_texts(target, tokenizer, what.prompts, max_tokens=what.max_tokens, runner=what.runner)
     probe = torch.tensor([list(texts.texts[0])], device=target.device)
     checks = [check_logits(target, probe), *check_serving(target, probe, what.runner)]
+    token_map = None
+    if config is not None and config.taps != ("final",):
+        checks.append(check_taps(target, probe, config.taps, what.runner))
+        if checks[-1].value is None:
+            checks += _skip("The taps cannot be read.", "fresh head", "learning")
+            config = None
     if what.head is not None:
         found, checkpoint = _examine_head(target, tokenizer, what.head, texts, what)
         checks += found
-        if what.train_check and config is None:
+        if what.train_check and what.method is None:
             if checkpoint is None:
                 checks += _skip("The head's sizes are not known to fit.", "fresh head", "learning")
             else:
-                config = checkpoint.config
+                config, token_map = checkpoint.config, checkpoint.weights.get("token_map")
     if config is not None:
-        checks += examine_training(target, config, texts, data=what.data)
+        checks += examine_training(target, config, texts, data=what.data, token_map=token_map)
     return checks
 
 
@@ -127,10 +143,17 @@ def _examine_head(
     weights = [load, fit, trained, values]
     if "fault" in (trained.verdict, values.verdict):
         return [*weights, *_skip("The weights are not those of a trained head.", *_OF_THE_HEAD[2:])], checkpoint
+    taps = checkpoint.config.taps
+    if taps != ("final",):
+        served = check_taps(target, texts.tokens[:1, : len(texts.texts[0])], taps, what.runner)
+        weights.append(served)
+        if served.value is None:
+            return [*weights, *_skip("Its taps cannot be read.", *_OF_THE_HEAD[2:])], None
     options = {"method": checkpoint.config.method, "model": str(head), "allow_other_target": what.allow_other_target}
-    readings = read_features(target, texts.tokens)
+    readings = read_features(target, texts.tokens, taps)
     module = checkpoint.module(device=target.device, dtype=torch.float32)
-    agreement = measure(module, parts, readings, texts)
+    choices = target_choices(parts, Teacher(target).features(texts.tokens).float(), texts)
+    agreement = measure(module, parts, readings, texts, choices=choices)
     said = predictions(module, parts, readings[IN_PLACE], texts)
     try:
         drafting = check_drafting(draft(target, options, texts, said, tokenizer=tokenizer, runner=what.runner))

@@ -9,7 +9,8 @@ Letters: B texts, S positions, E hidden size, K heads, V vocabulary.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +19,15 @@ from torch import Tensor
 from foretoken.core.errors import ModelError, RequestError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.engine.llm import LLM
+from foretoken.heads.autoregressive import AutoregressiveHead
 from foretoken.hf.taps import find_blocks, find_final_norm
+from foretoken.training.doctor.tap_readings import MOVED_BLOCKS, read_taps
 from foretoken.training.teacher import Teacher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from foretoken.core.taps import Tap
     from foretoken.heads.base import Head
     from foretoken.hf.loading import LoadedModel
     from foretoken.hf.parts import TargetParts
@@ -32,9 +36,10 @@ SHIFTS = (0, -1, 1, 2)  # tokens later than head i's own label; the first is whe
 AT_ONCE = 8  # sequences decoded together
 _LONGEST_PROMPT = 128
 _PORTION_VALUES = 1 << 24  # logits made at once
-IN_PLACE, PRE_NORM, NORMED_TWICE = "final", "pre-norm", "normed twice"
+IN_PLACE, PRE_NORM, NORMED_TWICE = "in place", "pre-norm", "normed twice"
 EARLIER, LATER = "one position earlier", "one position later"
 _MOVED = {EARLIER: -1, LATER: 1}  # positions by which these readings are off
+_SURE = 3.0  # standard deviations beyond which a difference at the same positions is none of chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,12 +83,17 @@ class Agreement:
     """How often head i's first candidate is the target's choice, by the feature it is fed and the label asked for.
 
     Attributes:
-        table: By reading of the feature: (K, shifts) shares, shifts as in `SHIFTS`; "final" is the reading in place.
+        table: By reading of the feature: (K, shifts) shares, shifts as in `SHIFTS`. Of heads that feed themselves with
+            their own states the first step alone: what the later ones say depends on what it gave.
         next_token: By reading: (K,) shares of answers that are the token right after the feature that the head is fed.
             Every head can tell it before any training, since the feature is what the LM head makes it from.
         most_frequent: Share of the label that is most frequent: what one gets without looking at the text.
         num_positions: From which the deepest head was judged.
         reads_tokens: Whether heads look at the tokens between the feature and their own.
+        is_autoregressive: Whether they feed themselves.
+        taps: What the head reads.
+        gains: By reading one block off: how many standard deviations more often the first step is right with it than
+            with the reading in place, at the positions where exactly one of them is.
     """
 
     table: Mapping[str, Sequence[Sequence[float]]]
@@ -91,6 +101,9 @@ class Agreement:
     most_frequent: float
     num_positions: int
     reads_tokens: bool
+    is_autoregressive: bool = False
+    taps: Sequence[Tap] = ("final",)
+    gains: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def margin(self) -> float:
@@ -104,8 +117,17 @@ class Agreement:
     @property
     def best_reading(self) -> str:
         """The reading that suits the head best; the one in place where that could be chance."""
-        best = max(self.table, key=self.score)
-        return best if self.score(best) > self.score(IN_PLACE) + self.margin else IN_PLACE
+        return max((name for name in self.table if self._is_better(name)), key=self.score, default=IN_PLACE)
+
+    def _is_better(self, name: str) -> bool:
+        """Whether a reading suits the head better than the one in place, and not by chance."""
+        if name in self.gains:  # neighbouring blocks are much alike: compared position by position
+            return self.gains[name] > _SURE
+        # The feature of the position after tells the first step's label outright, and a head that hands features on, as
+        # a fresh one does, repeats it: one that was trained on it is found as one that says its own next token.
+        if name == LATER and self.is_autoregressive:
+            return False
+        return self.score(name) > self.score(IN_PLACE) + self.margin
 
     @property
     def best_shifts(self) -> list[int]:
@@ -164,16 +186,30 @@ def greedy(max_tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
 
 
-def read_features(target: LoadedModel, tokens: Tensor) -> dict[str, Tensor]:
-    """The feature and what is taken for it.
+def read_features(target: LoadedModel, tokens: Tensor, taps: Sequence[Tap] = ("final",)) -> dict[str, Tensor]:
+    """The features of a head and what is taken for them.
 
     Args:
         target: The target.
         tokens: (B, S) int64.
+        taps: What the head reads, F taps.
 
     Returns:
-        (B, S, E) float32 by reading, that in place first; readings around the norm only where a norm is found.
+        (B, S, F E) float32 by reading, that in place first. Of `final` also those around the norm, where one is found;
+        of other taps those one block earlier and later, where they are.
     """
+    if tuple(taps) == ("final",):
+        readings = _around_the_norm(target, tokens)
+    else:
+        readings = {IN_PLACE if name is None else name: read for name, read in read_taps(target, tokens, taps).items()}
+    features = readings[IN_PLACE]
+    readings[EARLIER] = torch.cat([features[:, :1], features[:, :-1]], dim=1)
+    readings[LATER] = torch.cat([features[:, 1:], features[:, -1:]], dim=1)
+    return {name: reading.float() for name, reading in readings.items()}
+
+
+def _around_the_norm(target: LoadedModel, tokens: Tensor) -> dict[str, Tensor]:
+    """(B, S, E), the feature `final`, what the final norm reads, and what a second one would give."""
     teacher, inputs = Teacher(target), []
     try:
         norm = find_final_norm(target.module, find_blocks(target.module, target.num_layers))
@@ -189,27 +225,29 @@ def read_features(target: LoadedModel, tokens: Tensor) -> dict[str, Tensor]:
     if norm is not None and inputs:
         with torch.no_grad():
             readings |= {PRE_NORM: inputs[-1], NORMED_TWICE: norm(features)}
-    readings[EARLIER] = torch.cat([features[:, :1], features[:, :-1]], dim=1)
-    readings[LATER] = torch.cat([features[:, 1:], features[:, -1:]], dim=1)
-    return {name: reading.float() for name, reading in readings.items()}
+    return readings
 
 
 @torch.no_grad()
-def predictions(head: Head, parts: TargetParts, features: Tensor, texts: Texts) -> Tensor:
+def predictions(
+    head: Head, parts: TargetParts, features: Tensor, texts: Texts, *, num_steps: int | None = None
+) -> Tensor:
     """Every head's predictions at the judged positions, fed the text itself.
 
     Args:
         head: In float32.
         parts: What it shares with the target, in float32.
-        features: (B, S, E) float32.
+        features: (B, S, F E) float32.
         texts: The texts.
+        num_steps: K, where not all steps are asked for.
 
     Returns:
         (K, B, S) int64, first candidates; -1 at positions that are not judged.
     """
     tokens, where = texts.tokens, texts.judged()
-    said = torch.full((head.config.steps, *tokens.shape), -1, device=tokens.device)
-    for index, hidden in enumerate(head.teacher_forced(features, tokens, parts)):
+    steps = head.config.steps if num_steps is None else num_steps
+    said = torch.full((steps, *tokens.shape), -1, device=tokens.device)
+    for index, hidden in enumerate(islice(head.teacher_forced(features, tokens, parts), steps)):
         said[index, where] = _argmax(lambda rows, i=index: head.logits(i, rows, parts), hidden[where], parts)  # type: ignore[misc]
     return said
 
@@ -223,7 +261,9 @@ def target_choices(parts: TargetParts, features: Tensor, texts: Texts) -> Tensor
     return said
 
 
-def measure(head: Head, parts: TargetParts, readings: Mapping[str, Tensor], texts: Texts) -> Agreement:
+def measure(
+    head: Head, parts: TargetParts, readings: Mapping[str, Tensor], texts: Texts, *, choices: Tensor
+) -> Agreement:
     """Holds a head against the target, reading by reading and shift by shift.
 
     Args:
@@ -231,18 +271,21 @@ def measure(head: Head, parts: TargetParts, readings: Mapping[str, Tensor], text
         parts: What it shares with the target, in float32.
         readings: As `read_features` gives them.
         texts: The texts.
+        choices: As `target_choices` gives them.
     """
-    choices = target_choices(parts, readings[IN_PLACE], texts)
+    is_autoregressive = isinstance(head, AutoregressiveHead)
     # From a feature alone, one position off is the same as a label one position off: that is the shifts' matter.
     looks = reads_tokens(head, parts, readings[IN_PLACE])
     tried = [name for name in readings if looks or name not in (EARLIER, LATER)]
-    said = {name: predictions(head, parts, readings[name], texts) for name in tried}
-    heads = range(head.config.steps)
+    heads = range(1 if is_autoregressive else head.config.steps)
+    said = {name: predictions(head, parts, readings[name], texts, num_steps=len(heads)) for name in tried}
     where = [texts.judged(last=2 + index + max(SHIFTS)) for index in heads]
 
+    def right(name: str, index: int, offset: int) -> Tensor:
+        return (said[name][index] == choices.roll(-offset, dims=1))[where[index]]
+
     def share(name: str, index: int, offset: int) -> float:
-        labels = choices.roll(-offset, dims=1)
-        return float((said[name][index] == labels)[where[index]].float().mean())
+        return float(right(name, index, offset).float().mean())
 
     labels = choices.roll(-1, dims=1)[where[0]]
     return Agreement(
@@ -251,7 +294,16 @@ def measure(head: Head, parts: TargetParts, readings: Mapping[str, Tensor], text
         most_frequent=float(labels.bincount().max() / labels.numel()),
         num_positions=int(where[-1].sum()),
         reads_tokens=looks,
+        is_autoregressive=is_autoregressive,
+        taps=head.config.taps,
+        gains={name: _gain(right(IN_PLACE, 0, 1), right(name, 0, 1)) for name in tried if name in MOVED_BLOCKS},
     )
+
+
+def _gain(before: Tensor, after: Tensor) -> float:
+    """Standard deviations by which (N,) bool holds more often after than before, by the positions that changed."""
+    changed = int((before ^ after).sum())
+    return (int(after.sum()) - int(before.sum())) / math.sqrt(max(changed, 1))
 
 
 @torch.no_grad()

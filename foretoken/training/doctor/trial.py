@@ -16,10 +16,13 @@ from foretoken.hf.parts import target_parts
 from foretoken.training.config import objective_config, train_config
 from foretoken.training.doctor.checks import Check, fresh_head, skipped
 from foretoken.training.doctor.readings import IN_PLACE, Texts, predictions, read_features, target_choices
+from foretoken.training.teacher import Teacher
 from foretoken.training.trainer import Trainer
 
 if TYPE_CHECKING:
-    from foretoken.heads.base import HeadConfig
+    from collections.abc import Callable
+
+    from foretoken.heads.base import Head, HeadConfig
     from foretoken.hf.loading import LoadedModel
     from foretoken.hf.parts import TargetParts
     from foretoken.training.trainer import Batches
@@ -28,7 +31,12 @@ _STEPS, _WINDOWS, _LENGTH = 100, 2, 16
 
 
 def examine_training(
-    target: LoadedModel, config: HeadConfig, texts: Texts, *, data: Batches | None = None
+    target: LoadedModel,
+    config: HeadConfig,
+    texts: Texts,
+    *,
+    data: Batches | None = None,
+    token_map: Tensor | None = None,
 ) -> list[Check]:
     """Before training: a fresh head starts where it should, and a few steps on one batch teach it something.
 
@@ -37,19 +45,25 @@ def examine_training(
         config: Sizes of the head.
         texts: To look at, and to learn from without data.
         data: Training data.
+        token_map: (Vd,) int64, the tokens of a head that drafts a part of them; the first ones of None.
     """
     parts = target_parts(target, dtype=torch.float32)
-    return [_check_start(target, config, parts, texts), _check_learning(target, config, parts, texts, data)]
+
+    def fresh(seed: int) -> Head:
+        return fresh_head(config, parts, seed=seed, token_map=token_map)
+
+    return [_check_start(target, fresh, parts, texts), _check_learning(target, fresh, parts, texts, data)]
 
 
-def _check_start(target: LoadedModel, config: HeadConfig, parts: TargetParts, texts: Texts) -> Check:
+def _check_start(target: LoadedModel, fresh: Callable[[int], Head], parts: TargetParts, texts: Texts) -> Check:
     """Whether every fresh head predicts the target's own next token, for methods that start there."""
-    features = read_features(target, texts.tokens)[IN_PLACE]
-    one, other = (predictions(fresh_head(config, parts, seed=seed), parts, features, texts) for seed in (0, 1))
+    config = fresh(0).config
+    features = read_features(target, texts.tokens, config.taps)[IN_PLACE]
+    one, other = (predictions(fresh(seed), parts, features, texts) for seed in (0, 1))
     if not torch.equal(one, other):
         return skipped("fresh head", f"A fresh {config.method} head is random.")
     where = texts.judged(last=config.steps)
-    choices = target_choices(parts, features, texts)
+    choices = target_choices(parts, Teacher(target).features(texts.tokens).float(), texts)
     share = min(float((row == choices)[where].float().mean()) for row in one)
     message = "Every fresh head predicts the target's own next token."
     if share < 0.99:
@@ -65,17 +79,18 @@ def _check_start(target: LoadedModel, config: HeadConfig, parts: TargetParts, te
 
 
 def _check_learning(
-    target: LoadedModel, config: HeadConfig, parts: TargetParts, texts: Texts, data: Batches | None
+    target: LoadedModel, fresh: Callable[[int], Head], parts: TargetParts, texts: Texts, data: Batches | None
 ) -> Check:
     """Whether 100 steps on one small batch lower the loss."""
     tokens, supervised = _training_batch(texts, data)
-    features = read_features(target, tokens.to(target.device))[IN_PLACE]
+    head = fresh(0)
+    features = Teacher(target, head.config.taps).read(tokens).float()
     settings = train_config({
         "schedule": {"num_steps": _STEPS, "warmup_steps": 10}, "batch_size": len(tokens),
         "length": tokens.shape[1],
     })  # fmt: skip
-    head = fresh_head(config, parts, seed=0)
-    objective = objective_config(config.method, {})
+    # Without noise: EAGLE's grows as windows get shorter, beyond these features themselves.
+    objective = objective_config(head.config.method, {"noise": 0.0})
     name, expected = "learning", "below 0.9 times the first loss"
     trainer = Trainer(head, parts, objective, settings, _OneBatch(tokens, supervised), lambda *_: features)
     try:

@@ -6,10 +6,12 @@ from typing import TYPE_CHECKING
 
 from foretoken.training.doctor.checks import Check, Verdict, skipped
 from foretoken.training.doctor.readings import EARLIER, IN_PLACE, LATER, NORMED_TWICE, PRE_NORM
+from foretoken.training.doctor.tap_readings import BLOCK_AFTER, BLOCK_BEFORE, MOVED_BLOCKS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from foretoken.core.taps import Tap
     from foretoken.training.doctor.drafting import Drafting
     from foretoken.training.doctor.readings import Agreement
 
@@ -44,9 +46,13 @@ def check_feature(agreement: Agreement) -> Check:
         "Pair feature t with token t + 1 and label t + 2",
         LATER: "this head was trained on features one position off: it wants the feature of the position after, which "
         "drafting does not have yet. Pair feature t with token t + 1 and label t + 2",
+        BLOCK_BEFORE: _other_blocks(agreement.taps, BLOCK_BEFORE),
+        BLOCK_AFTER: _other_blocks(agreement.taps, BLOCK_AFTER),
     }
     scores = {name: round(agreement.score(name), 4) for name in agreement.table}
-    message = "The feature that drafting reads suits the head best."
+    is_final = tuple(agreement.taps) == ("final",)
+    where = "the output of the final norm" if is_final else f"taps {_listed(agreement.taps)}"
+    message = f"What drafting reads, {where}, suits the head best."
     if best != IN_PLACE:
         message = (
             f"{advice[best][0].upper()}{advice[best][1:]}: mean agreement is {scores[best]:.3f} with that reading and "
@@ -54,8 +60,28 @@ def check_feature(agreement: Agreement) -> Check:
         )
     return Check(
         name="feature", verdict="ok" if best == IN_PLACE else "fault", value=scores,
-        expected=f"best with the output of the final norm, give or take {agreement.margin:.3f}", message=message,
+        expected=f"best with {where}, give or take {agreement.margin:.3f}", message=message,
     )  # fmt: skip
+
+
+def _other_blocks(taps: Sequence[Tap], reading: str) -> str:
+    """What to say of a head that wants the taps one block off."""
+    by = MOVED_BLOCKS[reading]
+    meant = _listed([tap if tap == "final" else tap + by for tap in taps])
+    cause = (
+        "a boundary was taken for a block counted from 0, and raised by one"
+        if by < 0
+        else "a block counted from 0 was taken for a boundary, and not raised by one"
+    )
+    return (
+        f"the taps are those of the block {'before' if by < 0 else 'after'}: this head was trained on {meant}, and its "
+        f"configuration says {_listed(taps)}; as a rule {cause}. Set them to {meant}, or convert the head again"
+    )
+
+
+def _listed(taps: Sequence[Tap]) -> str:
+    """Taps with commas."""
+    return ", ".join(map(str, taps))
 
 
 def check_labels(agreement: Agreement) -> Check:

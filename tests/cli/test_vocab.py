@@ -1,0 +1,132 @@
+"""`foretoken data vocab`, and heads that are trained on what it chose."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import Finished, run
+from tiny_models import VOCAB_SIZE
+
+sys.path.append(str(Path(__file__).parents[1] / "training"))
+from trained_heads import PROMPTS, texts, tokenizer, write_target
+
+from foretoken import LLM, SamplingParams
+from foretoken.formats.registry import read_head
+from foretoken.training.data.document import Document
+from foretoken.training.data.packed import PackedTokens, write_packed
+
+QUICK = ("--batch-size", "4", "--length", "24", "--num-prompts", "0", "--lr", "1e-2", "--warmup-steps", "2")
+SIZE = 40
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and packed texts of its own."""
+    directory = tmp_path_factory.mktemp("vocab")
+    write_target(directory / "target")
+    documents = [Document(list(text)) for text in texts().texts]
+    write_packed(directory / "data" / "train", documents, tokenizer=tokenizer())
+    made(directory, SIZE)
+    return directory
+
+
+def made(place: Path, size: int, *more: str) -> tuple[Finished, Path]:
+    """`foretoken data vocab`, and its file."""
+    out = place / f"vocab-{size}.json"
+    return run("data", "vocab", str(place / "data"), "--size", str(size), "--out", str(out), *more), out
+
+
+@pytest.fixture
+def train(place: Path, tmp_path: Path) -> Callable[..., Finished]:
+    def call(method: str, *arguments: str) -> Finished:
+        where = ("--data", str(place / "data"), "--out", str(tmp_path / "head"))
+        return run("train", method, str(place / "target"), *where, *QUICK, *arguments)
+
+    return call
+
+
+def test_what_it_chooses_and_says(place: Path) -> None:
+    chosen = json.loads((place / f"vocab-{SIZE}.json").read_text())
+    packed = PackedTokens.open(place / "data")
+    assert len(chosen["token_ids"]) == SIZE
+    assert chosen["tokenizer_sha"] == packed.meta["tokenizer_sha"]
+    hits = sum(token in chosen["token_ids"] for token in packed.tokens.tolist())
+    assert chosen["coverage"] == pytest.approx(hits / len(packed.tokens))
+    result, out = made(place, VOCAB_SIZE)
+    assert result.returncode == 0, result.stderr
+    assert f"{out}: {VOCAB_SIZE} tokens, coverage 100.00% of {len(packed.tokens)} labels" in result.stdout
+    unseen = VOCAB_SIZE - len(set(packed.tokens.tolist()))
+    assert f"{unseen} of {VOCAB_SIZE} tokens are no label" in result.stderr
+    out.unlink()
+    facts = json.loads(made(place, VOCAB_SIZE, "--json")[0].stdout)
+    assert (facts["coverage"], facts["filled"]) == (1.0, unseen)
+
+
+@pytest.mark.parametrize(
+    ("method", "sizes"),
+    [
+        ("eagle3", ("--set", "boundaries=[1, 2, 3]", "--set", "num_steps=3")),
+        ("medusa", ("--set", "own_lm_head=true", "--set", "num_heads=2")),
+    ],
+)
+def test_from_data_to_lossless_drafts(
+    place: Path, tmp_path: Path, train: Callable[..., Finished], method: str, sizes: tuple[str, ...]
+) -> None:
+    vocab = place / f"vocab-{SIZE}.json"
+    result = train(method, *sizes, "--draft-vocab", str(vocab), "--steps", "40")
+    assert result.returncode == 0, result.stderr
+    head = read_head(tmp_path / "head")[1]
+    sizes_of: Any = head.config
+    assert sizes_of.draft_vocab_size == SIZE
+    assert head.weights["token_map"].tolist() == json.loads(vocab.read_text())["token_ids"]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    config = {"method": method, "model": str(tmp_path / "head"), "num_speculative_tokens": 2}
+    plain, drafted = (
+        LLM(str(place / "target"), speculative_config=each).generate(PROMPTS[:4], params) for each in (None, config)
+    )
+    assert [o.outputs[0].token_ids for o in plain] == [o.outputs[0].token_ids for o in drafted]
+    assert sum(o.metrics.num_accepted for o in drafted) > 0
+
+
+def test_bad_requests(place: Path, tmp_path: Path) -> None:
+    data, out = str(place / "data"), str(tmp_path / "vocab.json")
+    for arguments, sentence in (
+        ((data, "--size", str(VOCAB_SIZE + 1), "--out", out), f"Expected 1 to {VOCAB_SIZE}"),
+        ((data, "--size", "0", "--out", out), "Invalid value for '--size'"),
+        ((data, "--out", out), "Missing option '--size'"),
+        ((str(tmp_path), "--size", "4", "--out", out), "holds no packed tokens"),
+        ((data, "--size", "4", "--out", str(place / f"vocab-{SIZE}.json")), "exists already"),
+    ):
+        result = run("data", "vocab", *arguments)
+        assert result.returncode == 2, result.stdout
+        assert sentence in result.stderr
+        assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_does_not_fit(place: Path, tmp_path: Path, train: Callable[..., Finished]) -> None:
+    vocab = place / f"vocab-{SIZE}.json"
+    foreign = tmp_path / "foreign.json"
+    foreign.write_text(json.dumps(json.loads(vocab.read_text()) | {"tokenizer_sha": "another"}))
+    head = ("--init", str(tmp_path))
+    given = ("--draft-vocab", str(vocab))
+    for method, arguments, sentence in (
+        ("eagle3", ("--draft-vocab", str(foreign)), "is of another tokenizer than the data"),
+        ("eagle3", ("--draft-vocab", str(tmp_path / "none")), "there is no file"),
+        ("eagle3", ("--draft-vocab", str(place / "target" / "config.json")), "holds no draft vocabulary"),
+        ("eagle3", ("--set", "draft_vocab_size=30"), "30 tokens of the vocabulary, and 0 are named"),
+        ("eagle3", (*given, "--set", "draft_vocab_size=30"), f"which names {SIZE} tokens"),
+        ("eagle3", (*given, *head), "--init brings a vocabulary of its own"),
+        ("medusa", given, "Expected own_lm_head"),
+        ("eagle", given, "not for eagle heads, which draft all tokens"),
+    ):
+        result = train(method, *arguments, "--steps", "2")
+        assert result.returncode == 2, result.stdout
+        assert sentence in result.stderr, result.stderr
+        assert "Traceback" not in result.stderr
+        assert not (tmp_path / "head").exists()

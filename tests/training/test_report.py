@@ -1,0 +1,61 @@
+"""What is measured of a head at the end of its training, and what its card says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from trained_heads import PROMPTS, target, tokenizer, trained
+
+from foretoken.bench.workload import Workload
+from foretoken.formats.registry import read_head
+from foretoken.training.report import saved_head
+
+NOTES = {
+    "steps": 5, "tokens": 100, "seconds": 1.0,
+    "settings": {
+        "head": {"num_steps": 3}, "objective": {"passes": 2, "ce_weight": 1.0},
+        "train": {
+            "schedule": {"peak": 1e-2, "warmup_steps": 1, "floor": 0.1}, "batch_size": 1, "length": 8, "seed": 0,
+            "weight_decay": 0.0, "clip_norm": 1.0, "precision": "float32",
+        },
+    },
+}  # fmt: skip
+
+
+ROWS = {
+    "eagle3": (
+        "| taps | 1, 2 |",
+        "| drafts | 67 of 67 tokens |",
+        "| steps trained | 2; acceptance is measured for 3 |",
+    ),
+    "eagle": ("| taps | final |", "first candidate right, by step"),
+    "medusa": ("first candidate right, by head",),
+}
+
+
+@pytest.mark.parametrize("method", ROWS)
+def test_static_and_dynamic_trees(tmp_path: Path, method: str) -> None:
+    work = Workload(prompts=PROMPTS[:3], temperatures=(0.0, 0.8), max_tokens=12)
+    facts = saved_head(
+        replace(trained(method, steps=40), notes=NOTES), tmp_path / "head", target=target(), tokenizer=tokenizer(),
+        dtype="float32", workload=work, run=tmp_path, command="foretoken train",
+    )  # fmt: skip
+    assert facts is not None
+    head = read_head(tmp_path / "head")[1]
+    assert head.acceptance is not None
+    assert len(head.acceptance) == head.config.steps == 3
+    assert facts["dynamic_tree_nodes"] <= facts["tree_nodes"]
+    for name in ("", "dynamic_"):
+        for temperature in ("0", "0.8"):
+            tau, shares = (
+                facts[f"{name}{what}_at_temperature_{temperature}"] for what in ("tau", "acceptance_by_depth")
+            )
+            assert 1.0 <= tau <= 1 + len(shares)
+            assert len(shares) <= (3 if name else 4)  # the static tree is 4 deep
+            assert head.notes[f"{name}tau_at_temperature_{temperature}"] == tau
+    card = (tmp_path / "head" / "README.md").read_text()
+    assert f"| tau at temperature 0, dynamic trees | {facts['dynamic_tau_at_temperature_0']:.2f} " in card
+    for row in ROWS[method]:
+        assert row in card
