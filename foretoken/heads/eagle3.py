@@ -176,7 +176,7 @@ class Eagle3Head(AutoregressiveHead):
 
     @override
     def as_blocks(self, num_positions: int) -> Blocks:
-        return Blocks(blocks=[self.layer.as_block(num_positions)], final_norm=self.layer.as_norm(self.norm))
+        return Blocks(blocks=[self.layer.as_block(num_positions)])
 
 
 HEAD = Eagle3Head

@@ -81,7 +81,7 @@ def test_pieces_are_the_whole(kind: str, width: int, dtype: torch.dtype) -> None
 
     def run(state: Tensor, embedded: Tensor, work: Pass) -> Tensor:
         inputs, side = fed.paired(state.to(dtype), embedded.to(dtype))
-        return stack.run(inputs, work, side).double()
+        return fed.outputs(stack.run(inputs, work, side)).hidden.double()
 
     at = [0, 0]
     for counts in ((5, 1), (1, 3), (4, 6)):
