@@ -111,7 +111,7 @@ class AutoregressiveHead(Head):
 
     @abstractmethod
     def as_blocks(self, num_positions: int) -> Blocks:
-        """The block as a `BlockStack` takes it, which gives what `outputs` reads; num_positions: how many may be fed."""
+        """The block as a `BlockStack` takes it, for what `outputs` reads; num_positions: how many may be fed."""
 
     @override
     def teacher_forced(self, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Tensor]:
