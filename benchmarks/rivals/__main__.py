@@ -76,7 +76,7 @@ def _compare(arguments: list[str]) -> int:
     parser = _compare_parser()
     options = parser.parse_args(arguments)
     only = [name for part in options.only for name in part.split(",") if name]
-    contestants = choose_contestants(only, has_draft=options.draft_model is not None)
+    contestants = choose_contestants(only, has_draft=options.draft_model is not None, model=Path(options.model))
     prompts = read_prompts(options.prompts, options.model, limit=options.num_prompts)
     settings = Settings(
         model=options.model,

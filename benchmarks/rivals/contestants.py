@@ -6,8 +6,11 @@ import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from benchmarks.speedup.titles import in_order, look_of
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,23 +55,33 @@ CONTESTANTS = (
 REFERENCES = (FORETOKEN_PLAIN, HF_GENERATE)  # everybody's speed is given against theirs
 
 
-def choose_contestants(only: Sequence[str], *, has_draft: bool) -> list[Contestant]:
+def heads_beside(model: Path) -> list[Contestant]:
+    """Drafting by foretoken with each head that lies beside a model, as `MODEL-eagle3`; none where none does."""
+    from benchmarks.speedup.sizes import methods_of  # torch and transformers take seconds to import
+
+    names = [name for name in methods_of(model) if name not in ("ngram", "draft_model")]
+    return [Contestant("foretoken", name, f"foretoken, {look_of(name, names).title}") for name in in_order(names)]
+
+
+def choose_contestants(only: Sequence[str], *, has_draft: bool, model: Path | None = None) -> list[Contestant]:
     """Those that can take part, in table order.
 
     Args:
         only: Names of rivals (all their ways) or of contestants; empty for everybody.
         has_draft: Whether there is a draft model; without one, those that need it are left out.
+        model: Directory of the target, whose heads take part too; None for none.
 
     Raises:
         ValueError: For an unknown name, or for a contestant asked for by name that needs a draft model.
     """
-    known = [*dict.fromkeys(c.rival for c in CONTESTANTS), *(c.name for c in CONTESTANTS)]
+    everybody = [*CONTESTANTS, *(() if model is None else heads_beside(model))]
+    known = [*dict.fromkeys(c.rival for c in everybody), *(c.name for c in everybody)]
     for name in only:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f" Did you mean '{near[0]}'?" if near else ""
             raise ValueError(f"there is no contestant '{name}'.{hint} Expected names among {', '.join(known)}.")
-    chosen = [c for c in CONTESTANTS if not only or c.rival in only or c.name in only]
+    chosen = [c for c in everybody if not only or c.rival in only or c.name in only]
     for contestant in chosen:
         if contestant.needs_draft and not has_draft and contestant.name in only:
             raise ValueError(f"{contestant.name} needs a draft model. Pass --draft-model DIR.")

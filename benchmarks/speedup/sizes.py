@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from foretoken.bench.cost_twin.make import TwinPlan, make_twin
 from foretoken.core.errors import ConfigError
 from foretoken.core.json_files import read_json_object
-from foretoken.formats.registry import holds_head, method_of
+from foretoken.formats.registry import holds_head
 from foretoken.hf.twin_record import read_twin_record
 
 if TYPE_CHECKING:
@@ -63,14 +63,15 @@ class Size:
 
 
 def methods_of(target: Path) -> list[str]:
-    """Every method that can draft for a target: those without a model, its draft model, and the heads beside it.
+    """Everything that can draft for a target: methods without a model, its draft model, and the heads beside it.
 
-    Raises:
-        ModelError: When a head is of no method that is known.
+    Heads go by the names that they lie under, which are their methods' or others': `TARGET-hass` holds EAGLE's head as
+    HASS trains it.
     """
     beside = [path for path in sorted(target.parent.glob(f"{target.name}-*")) if path.is_dir()]
     draft_model = ["draft_model"] if target.with_name(f"{target.name}-draft").is_dir() else []
-    return [*_MODEL_FREE, *draft_model, *dict.fromkeys(method_of(path) for path in beside if holds_head(path))]
+    heads = [path.name.removeprefix(f"{target.name}-") for path in beside if holds_head(path)]
+    return [*_MODEL_FREE, *draft_model, *heads]
 
 
 def prepare(

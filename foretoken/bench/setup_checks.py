@@ -49,7 +49,7 @@ def what_lies_at(place: str | Path) -> Found | None:
         facts = native_facts(path)
         if facts is not None:
             target = facts.get("target") or {}
-            return Found(facts["method"], f"a {facts['method']} head", target.get("name"))
+            return Found(facts["method"], _head_of(facts["method"]), target.get("name"))
         if holds_head(path):
             return _foreign(path, method_of)
         check_model_files(str(path), may_be_hub_id=False)
@@ -64,7 +64,12 @@ def _foreign(path: Path, method_of: Any) -> Found:
         method = method_of(path)
     except ForetokenError:
         return Found(None, "a draft head")
-    return Found(method, f"a {method} head")
+    return Found(method, _head_of(method))
+
+
+def _head_of(method: str) -> str:
+    """A head of a method in words."""
+    return f"{'an' if method[0] in 'aeiou' else 'a'} {method} head"
 
 
 def spelled(found: Found, place: str | Path) -> str:
@@ -131,7 +136,7 @@ def check_model_of(config: Mapping[str, Any], target: str | None) -> None:
         return
     found = what_lies_at(model) if isinstance(model, str) else None
     if found is not None and found.method not in (None, method):
-        expected = f"a {method} head" if is_head else "a model"
+        expected = _head_of(method) if is_head else "a model"
         raise ConfigError(
             f"'{model}' is {found.name}, and method '{method}' needs {expected}. Write {spelled(found, model)}."
         )

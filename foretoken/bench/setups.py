@@ -57,7 +57,8 @@ def parse_setup(text: str, *, target: str | None = None) -> Setup:
 
     Args:
         text: `METHOD`, `METHOD:TREE`, either with `:KEY=VALUE` after it as often as needed, several of these with `+`
-            between them for one merged tree, a JSON object, or `@FILE` holding one; `plain` for none.
+            between them for one merged tree, a JSON object, or `@FILE` holding one; `plain` for none. METHOD may be the
+            name of a head beside the target, `hass` of `TARGET-hass`.
         target: The target's directory or hub id; None where it does not matter yet.
 
     Raises:
@@ -68,7 +69,7 @@ def parse_setup(text: str, *, target: str | None = None) -> Setup:
     if text.lstrip().startswith(("@", "{", "[", '"')):
         setup = _from_json(_read(Path(text[1:])) if text.startswith("@") else text)
     else:
-        parts = [_from_words(part) for part in _between_drafters().split(text)]
+        parts = [_from_words(part) for part in _between_drafters(target).split(text)]
         setup = parts[0]
         if len(parts) > 1:
             setup = Setup("+".join(part.name for part in parts), {"drafters": [part.config for part in parts]})
@@ -78,9 +79,20 @@ def parse_setup(text: str, *, target: str | None = None) -> Setup:
     return setup
 
 
-def _between_drafters() -> re.Pattern[str]:
-    """What stands between two drafters: a plus before a method's name, as values may hold a plus too."""
-    return re.compile(rf"\+(?=(?:{'|'.join(map(re.escape, known_methods()))})(?:[:+]|$))")
+def _between_drafters(target: str | None) -> re.Pattern[str]:
+    """What stands between two drafters: a plus before a name, as values may hold a plus too.
+
+    Names are those of methods and of what lies beside the target, as `hass` of `TARGET-hass`.
+    """
+    names = [*known_methods(), *([] if target is None else _names_beside(Path(target)))]
+    return re.compile(rf"\+(?=(?:{'|'.join(map(re.escape, names))})(?:[:+]|$))")
+
+
+def _names_beside(target: Path) -> list[str]:
+    """What directories beside a target are called after its own name."""
+    begin = f"{target.name}-"
+    around = sorted(target.parent.iterdir()) if target.is_dir() else []
+    return [path.name.removeprefix(begin) for path in around if path.name.startswith(begin) and path.is_dir()]
 
 
 def _from_words(text: str) -> Setup:

@@ -27,11 +27,12 @@ from foretoken.core.passes import Pass
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.lean.autoregressive_kernels import AutoregressiveKernels
-from foretoken.drafters.base import LONGEST_CHAIN, TargetReads
+from foretoken.drafters.base import TargetReads
 from foretoken.drafters.head_loading import checked_head
 from foretoken.drafters.heads import HeadDrafter, HeadOptions
 from foretoken.drafters.stack_features import StackFeatures
 from foretoken.heads.autoregressive import AutoregressiveHead
+from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import begin_expansion
 from foretoken.trees.expansion import TreeExpansion
 
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from foretoken.drafters.last_features import KeptFeatures
     from foretoken.hf.loading import LoadedModel
     from foretoken.sampling.draft_draws import DraftDraws
-    from foretoken.trees.choices import TreeShape
     from foretoken.trees.dynamic import AnyShape
     from foretoken.trees.expansion import Expansion, Frontier
 
@@ -74,13 +74,25 @@ class AutoregressiveDrafter(HeadDrafter):
     def features_for(self, target: TargetHandle) -> KeptFeatures:
         """The features as the block sees them; makes the block's cache."""
         head, loaded = self.head, self.loaded
-        capacity = target.context_len + self.options.max_nodes * LONGEST_CHAIN
+        capacity = target.context_len + self._most_fed()
         self._stack = BlockStack(
             head.as_blocks(capacity), num_slots=target.num_slots, capacity=capacity, quantization=loaded.quantization
         )
         self._whole_drafts = whole_drafts(loaded, self._stack)
         self._pairs = StackFeatures(self._encoded, target, width=2 * head.config.width, dtype=loaded.dtype)
         return self._pairs
+
+    def _most_fed(self) -> int:
+        """Nodes below the roots that a draft feeds at most, told before the tree is chosen, which takes drafts.
+
+        They lie behind as many committed pairs as the context has room for, since sequences near its end are drafted
+        for as deep as the others of their batch. No position lies further: every level that is fed has a node.
+        """
+        options = self.options
+        if options.tree == "tree":  # chosen among trees of so many nodes, by the time that a chain of the table takes
+            return max(options.max_nodes, self.head.config.steps)
+        shape = self._asked_shape()
+        return shape.num_nodes if isinstance(shape, TreeShape) else shape.num_expanded
 
     def _encoded(self, features: Tensor, work: Pass) -> Tensor:
         """(M, 2 W), states and what logits are read from side by side, of committed pairs; features: (M, F E)."""

@@ -89,7 +89,7 @@ def checked_head(options: HeadOptions, model: LoadedModel, method: str) -> HeadC
     _, checkpoint = read_head(path, target=fingerprint, base_config=model.config)
     if checkpoint.config.method != method:
         raise ConfigError(
-            f"'{options.model}' holds a {checkpoint.config.method} head. Expected a {method} head. "
+            f"'{options.model}' holds a head of method '{checkpoint.config.method}'. Expected one of '{method}'. "
             f"Set 'method' to '{checkpoint.config.method}'."
         )
     if options.allow_other_target:

@@ -19,7 +19,7 @@ from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.lean.head_kernels import HeadKernels
-from foretoken.drafters.base import LONGEST_CHAIN, DrafterOptions, TargetReads, TreeOption
+from foretoken.drafters.base import DrafterOptions, TargetReads, TreeOption
 from foretoken.drafters.captured_expansion import CapturedExpansion
 from foretoken.drafters.head_loading import LoadedHead, load_head
 from foretoken.drafters.kept_draws import KeptDraws
@@ -191,27 +191,33 @@ class HeadDrafter:
         self._expansion.expand(shape, roots, draws, features)
 
     def _chosen_shape(self) -> AnyShape:
-        """The tree that the options ask for, no deeper than there are heads.
+        """The tree that the options ask for, no deeper than the head can draft.
 
         Raises:
             ConfigError: When they ask for a deeper one.
         """
-        options, config = self.options, self.loaded.head.config
-        depth = config.max_depth or LONGEST_CHAIN
+        options, depth = self.options, self.loaded.head.config.max_depth
+        if depth is None:
+            return self._asked_shape()
         if options.num_speculative_tokens is not None and options.num_speculative_tokens > depth:
             raise ConfigError(
                 f"num_speculative_tokens is {options.num_speculative_tokens}, but '{options.model}' has {depth} "
                 f"heads, which draft a token each. Expected at most {depth}."
             )
-        if options.tree == "dynamic":
-            return options.dynamic_shape(min(config.steps, depth))
-        shape = options.shape(self._best_shape)
+        shape = self._asked_shape()
         if shape.depth > depth and not isinstance(options.tree, str):
             raise ConfigError(
                 f"the tree is {shape.depth} deep, but '{options.model}' has {depth} heads. Expected choices no longer "
                 "than that."
             )
         return shape.truncated(depth)
+
+    def _asked_shape(self) -> AnyShape:
+        """The tree that the options ask for; dynamic ones are as deep as heads were trained where they do not say."""
+        options = self.options
+        if options.tree == "dynamic":
+            return options.dynamic_shape(options.num_speculative_tokens or self.loaded.head.config.steps)
+        return options.shape(self._best_shape)
 
     def _best_shape(self) -> TreeShape:
         """The tree that pays most here by the acceptance stored with the head, else the head's published one."""

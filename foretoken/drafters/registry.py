@@ -36,6 +36,8 @@ _PLANNED = frozenset({
     "clover", "dflash", "kangaroo", "layerskip", "lookahead", "mtp",
     "ngramgpu", "pard", "recycling", "rest", "suffix", "suffixdecoding", "tokenrecycling",
 })  # fmt: skip
+# Names of papers whose heads are drafted with by another paper's method.
+_SAME_AS = {"hass": "eagle", "eagle2": "eagle"}
 
 
 def known_methods() -> list[str]:
@@ -81,6 +83,11 @@ def _unknown(method: object) -> str:
     plain = str(method).lower().replace("-", "").replace("_", "") if isinstance(method, str) else ""
     if plain in _PLANNED or plain.endswith("mtp"):
         return f"speculative method {shown(method)} is not there yet. Available: {', '.join(offered_methods())}."
+    if plain in _SAME_AS:
+        return (
+            f"speculative method {shown(method)} has no name of its own: its heads are those of '{_SAME_AS[plain]}'. "
+            f"Set 'method' to '{_SAME_AS[plain]}' and 'model' to the head."
+        )
     return f"speculative method {shown(method)} does not exist. {nearest_name_hint(shown(method), offered_methods())}"
 
 

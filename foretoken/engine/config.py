@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -34,6 +35,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 _UNSET = ("revision", "quantization")  # keys of some methods that vLLM also gives to the others, as None
 _MOST_DRAFTERS = 16
+_NAME_OF_HEAD = re.compile(r"[\w+-]+")
 ENGINE_KEYS = frozenset({"acceptance", "drafters", "rejection_sample_method", *_POLICY_KEYS, *_NEUTRAL})
 
 
@@ -57,7 +59,8 @@ def parse_speculative_config(config: Mapping[str, Any] | str, *, target: str) ->
         config: vLLM's keys and ours, or the same as JSON text. Without a `method` it is told from the files of `model`,
             or from keys that only prompt lookup has.
         target: The target's directory; a drafter without a model is looked for beside it, as `TARGET-METHOD`
-            (`TARGET-draft` for a draft model).
+            (`TARGET-draft` for a draft model). A method that does not exist may be the name of a head there: "hass"
+            means the head in `TARGET-hass`, whose files tell its method.
 
     Raises:
         ConfigError: For unknown keys (the nearest one is named), values out of range or keys asking for what is not
@@ -97,6 +100,9 @@ def _drafters(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _options(config: Mapping[str, Any], target: str) -> DrafterOptions:
     """One drafter's options, the bundled model filled in."""
     config = {**config, "method": _method(config)}
+    beside = _head_beside(target, config["method"]) if config.get("model") is None else None
+    if beside is not None:
+        config = {**config, "method": method_of(beside), "model": str(beside)}
     own = {
         key: value for key, value in config.items() if key not in ENGINE_KEYS and not (key in _UNSET and value is None)
     }
@@ -107,6 +113,19 @@ def _options(config: Mapping[str, Any], target: str) -> DrafterOptions:
     if isinstance(own.get("model"), str):
         checked_path("'model' of speculative_config", own["model"])
     return drafter_options(own, other_keys=ENGINE_KEYS)
+
+
+def _head_beside(target: str, name: Any) -> Path | None:
+    """The head that lies beside a target under a name that is no method's, as `TARGET-hass`; None where there is none.
+
+    Args:
+        target: The target's directory.
+        name: What stands for a method.
+    """
+    if not isinstance(name, str) or not _NAME_OF_HEAD.fullmatch(name) or name in known_methods():
+        return None
+    place = Path(f"{target}-{name}")
+    return place if os.path.isdir(place) and holds_head(place) else None  # noqa: PTH112 - as above
 
 
 def _mapping(config: Any) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from drafters.autoregressive_heads import directory
 from tiny_models import VOCAB_SIZE, tiny_model
 
 from benchmarks.rivals import compare as comparing
@@ -274,6 +275,19 @@ def test_contestants_are_chosen_by_rival_or_by_name() -> None:
         choose_contestants(["llama.cpp"], has_draft=False)
     with pytest.raises(ValueError, match="--draft-model"):
         choose_contestants(["hf.assisted"], has_draft=False)
+
+
+def test_heads_beside_the_model_take_part(tmp_path: Path) -> None:
+    for name in ("eagle3", "hass"):
+        (tmp_path / f"small-{name}").symlink_to(directory("eagle3" if name == "eagle3" else "eagle"))
+    (tmp_path / "small-notes").mkdir()
+    chosen = choose_contestants(["foretoken"], has_draft=False, model=tmp_path / "small")
+    assert [c.name for c in chosen] == ["foretoken.plain", "foretoken.ngram", "foretoken.eagle3", "foretoken.hass"]
+    assert [c.title for c in chosen][2:] == ["foretoken, EAGLE-3", "foretoken, HASS"]
+    names = [c.name for c in choose_contestants(["foretoken.hass"], has_draft=False, model=tmp_path / "small")]
+    assert names == ["foretoken.hass"]
+    with pytest.raises(ValueError, match=r"there is no contestant 'foretoken\.hass'"):
+        choose_contestants(["foretoken.hass"], has_draft=False, model=tmp_path / "other")
 
 
 def test_prompts_must_fit(settings: Settings) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafters.autoregressive_heads import directory
 from tiny_models import tiny_model
 
 from benchmarks.speedup import __main__ as command
@@ -19,7 +20,8 @@ from benchmarks.speedup.measure import TimeLeft
 from benchmarks.speedup.plot import write_pictures
 from benchmarks.speedup.report import as_markdown
 from benchmarks.speedup.rows import Quartiles, Row, pays_from, rows_of
-from benchmarks.speedup.sizes import Size
+from benchmarks.speedup.sizes import Size, methods_of
+from benchmarks.speedup.titles import in_order
 from foretoken.core.errors import ConfigError
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
@@ -52,6 +54,14 @@ def write_head(place: Path, seed: int) -> None:
     target = TargetFingerprint.of(load_model(place, device="cpu"))
     head = HeadCheckpoint(config=config, weights=weights, target=target)
     native.write(head, place.with_name("small-medusa"), replaces=True)
+
+
+def test_methods_are_what_lies_beside_the_model(small: Path) -> None:
+    assert in_order(methods_of(small)) == ["ngram", "draft_model", "medusa"]
+    for name, kind in (("hass", "eagle"), ("eagle", "eagle"), ("eagle3", "eagle3")):
+        small.with_name(f"small-{name}").symlink_to(directory(kind))
+    small.with_name("small-notes").mkdir()
+    assert in_order(methods_of(small)) == ["ngram", "draft_model", "eagle3", "eagle", "hass", "medusa"]
 
 
 def run(small: Path, *more: str) -> int:

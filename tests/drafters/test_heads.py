@@ -38,7 +38,8 @@ def saved(directory: Path, method: str, *, architecture: str = "llama", seed: in
     """A random head for a tiny target."""
     target = wrap_model(tiny_model(architecture), name=architecture)
     torch.manual_seed(seed)
-    head = build_head(head_config(method, target, {"num_heads": 2}), dtype=torch.float32)
+    sizes = {"num_heads": 2} if method in METHODS else {"num_steps": 2}
+    head = build_head(head_config(method, target, sizes), dtype=torch.float32)
     head.initialize(target_parts(target))
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -194,7 +195,7 @@ def test_heads_for_others_are_refused(tmp_path: Path) -> None:
     directory = saved(tmp_path / "head", "medusa")
     with pytest.raises(ConfigError, match=r"weights \w+ instead of"):
         drafter(saved(tmp_path / "qwen", "medusa", architecture="qwen2"), "medusa")
-    with pytest.raises(ConfigError, match=r"holds a medusa head\. Expected a hydra head"):
+    with pytest.raises(ConfigError, match=r"holds a head of method 'medusa'\. Expected one of 'hydra'"):
         drafter(directory, "hydra")
     with pytest.raises(ConfigError, match=r"the tree is 3 deep, but .* has 2 heads"):
         drafter(directory, "medusa", tree=[[0], [0, 0], [0, 0, 0]])

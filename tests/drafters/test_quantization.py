@@ -79,7 +79,7 @@ def test_heads_on_other_devices(method: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("method", ["draft_model", *METHODS])
+@pytest.mark.parametrize("method", ["draft_model", *METHODS, "eagle", "eagle3"])
 def test_the_target_is_never_quantised(method: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Its decoder reads what it read before, and not a bit of it has changed, shared LM head and embedding included."""
     module = copy.deepcopy(target("llama", dtype))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from end_to_end.same_text import assert_same_text
+from end_to_end.tiny_heads import head
 from end_to_end.tiny_llms import drafters
 from tiny_models import ARCHITECTURES, LEAN_ARCHITECTURES, tiny_model
 
@@ -35,6 +36,8 @@ def test_text_is_plain_decodings(architecture: str, runner: str) -> None:
     plain = LLM(module, max_num_seqs=1, runner=runner).generate(PROMPTS, PARAMS)
     known = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in plain]
     makers = drafters(architecture, torch.float32)
-    for name in ("ngram tree", "draft itself tree", "draft", "oracle tree"):
+    # Trained for a few steps, so that some drafts are accepted and others are not.
+    makers |= {name: head(name, architecture, steps=25, num_speculative_tokens=3) for name in ("eagle", "eagle3")}
+    for name in ("ngram tree", "draft itself tree", "draft", "oracle tree", "eagle", "eagle3"):
         speculative = LLM(module, max_num_seqs=3, runner=runner, **makers[name](known))
         assert_same_text(speculative.generate(PROMPTS, PARAMS), plain, [name] * len(PROMPTS), tolerance=1e-4)

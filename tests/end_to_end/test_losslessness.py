@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_mix
 from end_to_end.same_text import assert_same_text
-from end_to_end.tiny_heads import STEP_HEADS
+from end_to_end.tiny_heads import STEP_HEADS, head
 from end_to_end.tiny_llms import RUNNERS, drafters, llm
+from tiny_models import tiny_model
 
+from foretoken import SamplingParams
 from foretoken.core.results import GenerationMetrics
 from foretoken.decoder.lean.head_kernels import HeadKernels
 
@@ -31,7 +34,8 @@ AT_LEAST = {
     "draft widths": 2.1, "oracle [2]": 2.2, "oracle [3, 0, 5]": 2.5, "oracle tree": 2.5, "ngram tree": 1.02,
     "medusa": 2.2, "hydra": 3.0, "hydra++": 3.6, "mlp_speculator": 3.0,
     "draft dynamic": 2.1, "draft itself dynamic": 2.8, "medusa dynamic": 1.9, "hydra dynamic": 3.0,
-    "mlp_speculator dynamic": 2.9,
+    "mlp_speculator dynamic": 2.9, "eagle": 3.0, "eagle3": 2.4, "eagle dynamic": 2.65, "eagle3 dynamic": 2.1,
+    "eagle choices": 2.65, "eagle3 chain": 2.2,
 }  # fmt: skip
 
 
@@ -48,6 +52,27 @@ def test_text_is_plain_decodings(drafter: str, batch: int, runner: str) -> None:
     assert native_call.called or drafter not in STEP_HEADS or RUNNERS[runner] == torch.float64
     metrics = GenerationMetrics.total(output.metrics for output in got)
     assert metrics.mean_acceptance_length >= (AT_LEAST.get(drafter, 1.0) if runner == "generic" else 1.0)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"tree": "dynamic", "num_speculative_tokens": 3, "tree_top_k": 4, "max_nodes": 12}],
+    ids=["static", "dynamic"],
+)
+@pytest.mark.parametrize("name", ["eagle", "eagle3"])
+def test_prompts_of_many_times_the_length_of_training(name: str, arguments: dict[str, Any]) -> None:
+    """Heads that never saw such positions go on drafting, and what is written is the text of plain decoding."""
+    known = references(plain_mix())
+    longest = max(map(len, known))  # of the texts that heads were trained on
+    prompts = [list(max(known, key=len)) * 8, list(known[0][:5])]
+    module = tiny_model("llama", dtype=torch.float64, max_position_embeddings=9 * longest)
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    plain = llm({}, module=module).generate(prompts, params)
+    got = llm(head(name, **{"num_speculative_tokens": 3, **arguments})(known), module=module).generate(prompts, params)
+    assert_same_text(got, plain, ["long", "short"])
+    assert len(got[0].prompt_token_ids) == 8 * longest
+    assert all(output.metrics.draft_errors == 0 for output in got)
+    assert all(output.metrics.drafted_at_depth[1] >= output.metrics.steps - 2 for output in got)
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

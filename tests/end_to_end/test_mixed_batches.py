@@ -30,7 +30,10 @@ def rule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
-@pytest.mark.parametrize("drafter", ["draft", "draft tree", "draft gapped choices", "ngram tree", "oracle tree", "nan"])
+@pytest.mark.parametrize(
+    "drafter",
+    ["draft", "draft tree", "draft gapped choices", "ngram tree", "oracle tree", "nan", "eagle", "eagle3 dynamic"],
+)
 def test_unseeded_neighbours_change_nothing(drafter: str) -> None:
     """Drafts with and without a distribution, greedy, coupled, block and sequential verification side by side."""
     mix, plain = request_mix(), plain_mix()

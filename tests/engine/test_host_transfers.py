@@ -51,7 +51,7 @@ def callers(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 @pytest.mark.parametrize(
     "drafter",
     ["none", "oracle [3, 0, 5]", "oracle tree", "ngram tree", "medusa", "hydra++", "draft tree", "hydra dynamic",
-     "draft dynamic"],
+     "draft dynamic", "eagle", "eagle3", "eagle dynamic", "eagle3 dynamic"],
 )  # fmt: skip
 def test_a_greedy_iteration_waits_once(drafter: str, callers: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dynamic, "reads_are_free", lambda _: False)

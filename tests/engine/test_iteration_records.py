@@ -12,6 +12,10 @@ from end_to_end.tiny_llms import drafters, llm
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.records import StepRecord
 from foretoken.core.results import GenerationMetrics
+from foretoken.drafters.base import Committed
+from foretoken.engine import loop
+from foretoken.engine.drafting import Drafting
+from foretoken.trees import dynamic
 
 DRAFTERS = drafters()
 
@@ -63,6 +67,42 @@ def test_bounds_and_sums(drafter: str, batch: int) -> None:
         ]
         assert metrics.acceptance_by_depth == pytest.approx(rates)
         assert metrics.lossy_tv == 0.0
+
+
+@pytest.mark.parametrize("is_free", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("drafter", ["draft dynamic", "eagle dynamic", "eagle3 dynamic", "eagle"])
+def test_acceptance_by_depth_is_that_of_the_verified_trees(
+    drafter: str, is_free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dynamic trees differ in depth, which only the device knows where reads are not free."""
+    for module in (dynamic, loop):
+        monkeypatch.setattr(module, "reads_are_free", lambda _: is_free)
+    reached, accepted = Counter[int](), Counter[int]()
+
+    def counting(self: Drafting, committed: Committed) -> None:
+        if committed.verified is not None:
+            tree = committed.verified.tree
+            for row, path in zip(tree.rows(), committed.verified.paths, strict=True):
+                depths = [0]
+                for parent in row.parents[1:]:
+                    depths.append(depths[parent] + 1)
+                reached.update(range(1, max(depths) + 1))
+                accepted.update(range(1, len(path) + 1))
+        commit(self, committed)
+
+    commit = Drafting.commit
+    monkeypatch.setattr(Drafting, "commit", counting)
+    known = references(plain_mix())
+    params = SamplingParams(temperature=0.0, max_tokens=23, ignore_eos=True)  # nothing stops inside a path
+    engine = llm(DRAFTERS[drafter](known), max_num_seqs=3, max_model_len=CONTEXT_LEN)
+    outputs = engine.generate([text[:6] for text in known[:4]], params)
+    total = GenerationMetrics.total(output.metrics for output in outputs)
+    assert dict(total.drafted_at_depth) == dict(reached)
+    assert {depth: n for depth, n in total.accepted_at_depth.items() if n} == dict(accepted)
+    assert total.acceptance_by_depth == [accepted[depth] / n for depth, n in sorted(reached.items())]
+    assert sorted(reached) == list(range(1, max(reached) + 1))
+    assert accepted[1]
+    assert 0 < min(reached.values()) < max(reached.values())
 
 
 def test_a_pass_that_stops_inside_the_path_counts_what_it_kept() -> None:

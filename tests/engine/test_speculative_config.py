@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drafters.autoregressive_heads import directory
 from end_to_end.tiny_llms import llm, noisy, target, tokenizer
 from tiny_models import tiny_model
 
@@ -35,6 +36,22 @@ NEUTRAL_KEYS = {
 def parse(**config: Any) -> Any:
     """A checked configuration for a target that stands alone."""
     return parse_speculative_config(config, target="/nowhere/target")
+
+
+def test_a_head_beside_the_target_goes_by_its_name(tmp_path: Path) -> None:
+    """`TARGET-hass` holds a head of another method than its name; what lies there and holds none is no drafter."""
+    place = directory("eagle")
+    (tmp_path / "target-hass").symlink_to(place)
+    (tmp_path / "target-notes").mkdir()
+    found = parse_speculative_config({"method": "hass", "tree": "chain"}, target=str(tmp_path / "target")).options[0]
+    assert (found.method, found.model, found.tree) == ("eagle", str(tmp_path / "target-hass"), "chain")
+    named = parse_speculative_config({"method": "eagle", "model": "/x"}, target=str(tmp_path / "target")).options[0]
+    assert (named.method, named.model) == ("eagle", "/x")
+    for method in ("notes", "nothing", "../target-hass", "x/../hass"):
+        with pytest.raises(ConfigError, match="does not exist"):
+            parse_speculative_config({"method": method}, target=str(tmp_path / "target"))
+    with pytest.raises(ConfigError, match=r"its heads are those of 'eagle'\. Set 'method' to 'eagle' and 'model' to"):
+        parse(method="HASS")
 
 
 @pytest.mark.parametrize("key", NEUTRAL_KEYS)

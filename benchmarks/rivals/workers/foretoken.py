@@ -1,4 +1,4 @@
-"""foretoken itself: plain decoding, the n-gram drafter and a draft model, through the public `LLM`."""
+"""foretoken itself: plain decoding, the n-gram drafter, a draft model and heads, through the public `LLM`."""
 
 from __future__ import annotations
 

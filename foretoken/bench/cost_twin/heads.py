@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from foretoken.bench.cost_twin.padding import Padding
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+    from foretoken.heads.decoder_layer import LayerConfig
     from foretoken.hf.twin_record import TwinRecord
 
     Rules = Mapping[str, Rule]
@@ -78,11 +79,8 @@ def _hydra(config: Any) -> Rules:
         "lm_heads.weight": _LM_HEAD,
         "lm_heads.bias": _SAME,
         **{f"first.{part}.bias": _BLOCK_BIAS for part in ("linear", "residual")},
-        **{
-            f"prefix.{part}.weight": Rule(axes=_BOTH) for part in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
-        },
-        **{f"prefix.{part}.weight": _BLOCK for part in ("o_proj", "down_proj")},
-        **{f"prefix.{part}": _NORM for part in ("input_norm", "post_attention_norm", "norm")},
+        **_decoder_block("prefix"),
+        "prefix.norm": _NORM,
     }
     for head in range(config.num_heads):
         block = Rule(axes=_BOTH, is_written=True, parts=head + 2)
@@ -94,10 +92,66 @@ def _hydra_sizes(config: Any, factor: int) -> dict[str, Any]:
     """Those of the decoder block, whose heads keep their size."""
     if config.prefix is None:
         return {}
-    block = config.prefix.model_dump()
+    return {"prefix": _decoder_block_sizes(config.prefix, factor)}
+
+
+def _decoder_block(name: str, read_parts: int = 1) -> Rules:
+    """Of a decoder block; read_parts: vectors side by side that its attention reads."""
+    attention = ("q_proj", "k_proj", "v_proj")
+    return {
+        **{f"{name}.{part}.weight": Rule(axes=_BOTH, parts=read_parts) for part in attention},
+        **{f"{name}.{part}.bias": Rule(axes=_LAST) for part in attention},
+        **{f"{name}.{part}.weight": Rule(axes=_BOTH) for part in ("gate_proj", "up_proj")},
+        **{f"{name}.{part}.weight": _BLOCK for part in ("o_proj", "down_proj")},
+        **{f"{name}.{part}": _NORM for part in ("input_norm", "side_norm", "post_attention_norm")},
+    }
+
+
+def _decoder_block_sizes(config: LayerConfig, factor: int) -> dict[str, Any]:
+    """Those of a decoder block, whose heads keep their size; and the epsilon of all norms around it."""
+    sizes = config.model_dump()
     counts = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-    block |= {key: block[key] * factor for key in counts}
-    return {"prefix": block | {"rms_norm_eps": block["rms_norm_eps"] / factor}}
+    return {
+        **sizes,
+        **{key: sizes[key] * factor for key in counts},
+        "rms_norm_eps": sizes["rms_norm_eps"] / factor,
+    }
+
+
+def _eagle(config: Any) -> Rules:
+    """A layer that fuses embedding and feature, and a decoder block; the target's LM head reads it."""
+    del config
+    fused = {"fc.weight": Rule(axes=_BOTH, is_written=True, parts=2), "fc.bias": _BLOCK_BIAS}
+    return {**fused, **_decoder_block("layer")}
+
+
+def _eagle_sizes(config: Any, factor: int) -> dict[str, Any]:
+    """Those of the decoder block."""
+    return {"layer": _decoder_block_sizes(config.layer, factor)}
+
+
+def _eagle3(config: Any) -> Rules:
+    """A layer that fuses the taps, a decoder block that reads the embedding beside the state, and an LM head.
+
+    Residual streams have the same numbers in the twin at every boundary, and its further blocks come last: features are
+    the target's with zeros after them, at the same boundaries.
+    """
+    taps = len(config.boundaries)
+    return {
+        "fc.weight": Rule(axes=_BOTH, is_written=True, parts=taps),
+        "feature_norm": Rule(axes=_LAST, is_scaled_down=True, parts=taps),
+        **dict.fromkeys(("feature_norms", "state_norm", "norm"), _NORM),
+        **_decoder_block("layer", read_parts=2),
+        "lm_head.weight": _LM_HEAD,
+        "embedding": Rule(axes=_LAST, is_written=True),
+        "token_map": _SAME,
+    }
+
+
+def _eagle3_sizes(config: Any, factor: int) -> dict[str, Any]:
+    """Those of the decoder block, and its own width where it has one."""
+    width = config.draft_hidden_size
+    return {**_eagle_sizes(config, factor), "draft_hidden_size": None if width is None else width * factor}
 
 
 def _mlp_speculator(config: Any) -> Rules:
@@ -123,6 +177,8 @@ def _mlp_speculator_sizes(config: Any, factor: int) -> dict[str, Any]:
 
 
 _METHODS: dict[str, tuple[Callable[[Any], Rules], Callable[[Any, int], dict[str, Any]]]] = {
+    "eagle": (_eagle, _eagle_sizes),
+    "eagle3": (_eagle3, _eagle3_sizes),
     "medusa": (_medusa, lambda config, factor: {}),  # noqa: ARG005 - no size but the hidden one
     "hydra": (_hydra, _hydra_sizes),
     "mlp_speculator": (_mlp_speculator, _mlp_speculator_sizes),
