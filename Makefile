@@ -15,7 +15,7 @@ NATIVE_TESTS := tests/decoder/test_lean.py tests/decoder/test_lean_architectures
 	tests/decoder/test_native_fork.py tests/decoder/test_tree_passes.py tests/hf/test_taps.py \
 	tests/decoder/test_held_memory.py tests/heads/test_optimized_heads.py tests/heads/test_prefix_block.py \
 	tests/heads/test_native_heads.py tests/heads/test_eagle_stack.py \
-	tests/heads/test_native_autoregressive.py tests/drafters/test_autoregressive.py
+	tests/heads/test_native_autoregressive.py tests/drafters/test_whole_drafts.py
 
 .PHONY: demo test sanitize fuzz lint clean gpu-suite gpu-rehearsal
 

@@ -28,8 +28,8 @@ from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.lean.autoregressive_kernels import AutoregressiveKernels
 from foretoken.drafters.base import TargetReads
-from foretoken.drafters.head_loading import checked_head
-from foretoken.drafters.heads import HeadDrafter, HeadOptions
+from foretoken.drafters.head_loading import HeadOptions, checked_head
+from foretoken.drafters.heads import HeadDrafter
 from foretoken.drafters.stack_features import StackFeatures
 from foretoken.heads.autoregressive import AutoregressiveHead
 from foretoken.trees.choices import TreeShape

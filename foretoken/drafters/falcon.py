@@ -15,7 +15,8 @@ from typing_extensions import override
 
 from foretoken.drafters.base import TargetReads
 from foretoken.drafters.falcon_blocks import FalconBlocks
-from foretoken.drafters.heads import HeadDrafter, HeadOptions
+from foretoken.drafters.head_loading import HeadOptions
+from foretoken.drafters.heads import HeadDrafter
 from foretoken.heads.falcon import FalconHead
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import begin_expansion

@@ -1,14 +1,16 @@
-"""Loading the head that a drafter's options name."""
+"""Options of drafters over heads, and loading the head that they name."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
 
 import torch
 
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import ConfigError
 from foretoken.decoder.base import UnsuitableError
+from foretoken.drafters.base import DrafterOptions, TreeOption
+from foretoken.drafters.quantization import QuantizationOption
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.hub import local_head
 from foretoken.formats.registry import read_head
@@ -17,9 +19,35 @@ from foretoken.hf.parts import TargetParts, target_parts
 if TYPE_CHECKING:
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.drafters.base import TargetHandle
-    from foretoken.drafters.heads import HeadOptions
     from foretoken.heads.base import Head
     from foretoken.hf.loading import LoadedModel
+
+
+class HeadOptions(DrafterOptions):
+    """Options of all drafters over heads.
+
+    Attributes:
+        model: Directory or hub id of the head, in any format that `foretoken convert` knows.
+        revision: Of the hub, where `model` is a hub id; None for its main branch.
+        tree: As for every method; "tree" is the static tree that pays most on this machine by the acceptance stored
+            with the head, or the head's published one where none is stored; as deep in each iteration as pays, down to
+            no draft at all.
+        draft_sample_method: "probabilistic" draws drafts from the head's warped distribution for sampled requests
+            without a seed; "greedy" always takes its most probable tokens.
+        quantization: "int8" drafts with all matrices in int8, a scale for each row, on CPUs: a byte a weight, also of a
+            copy of the target's LM head for heads that share it. "none" drafts with the weights as they are stored;
+            "auto" with int8 where that can be.
+        allow_other_target: Accept a head that was trained for another target of the same sizes.
+    """
+
+    is_trusted: ClassVar[bool] = True
+    has_dynamic_trees: ClassVar[bool] = True
+
+    revision: str | None = None
+    tree: TreeOption = "tree"
+    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
+    quantization: QuantizationOption = "auto"
+    allow_other_target: bool = False
 
 
 class LoadedHead(NamedTuple):

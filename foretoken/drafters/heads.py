@@ -1,4 +1,4 @@
-"""Drafters over trained heads: options, loading, features, the choice of a tree and its construction.
+"""Drafters over trained heads: features, the choice of a tree and its construction.
 
 A method derives from `HeadDrafter` and adds what is its own.
 
@@ -8,7 +8,7 @@ Letters: B sequences, E hidden size, W width of a head's state, K heads.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,12 +19,12 @@ from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.lean.head_kernels import HeadKernels
-from foretoken.drafters.base import DrafterOptions, TargetReads, TreeOption
+from foretoken.drafters.base import TargetReads
 from foretoken.drafters.captured_expansion import CapturedExpansion
-from foretoken.drafters.head_loading import LoadedHead, load_head
+from foretoken.drafters.head_loading import HeadOptions, LoadedHead, load_head
 from foretoken.drafters.kept_draws import KeptDraws
 from foretoken.drafters.last_features import KeptFeatures, LastFeatures
-from foretoken.drafters.quantization import QuantizationOption, with_quantization
+from foretoken.drafters.quantization import with_quantization
 from foretoken.heads.step_head import StepHead
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
@@ -46,33 +46,6 @@ if TYPE_CHECKING:
 
 _FALLBACK_TREE = "mc_sim_7b_63"
 _TIMED_CALLS = 5  # the first ones warm up
-
-
-class HeadOptions(DrafterOptions):
-    """Options of all drafters over heads.
-
-    Attributes:
-        model: Directory or hub id of the head, in any format that `foretoken convert` knows.
-        revision: Of the hub, where `model` is a hub id; None for its main branch.
-        tree: As for every method; "tree" is the static tree that pays most on this machine by the acceptance stored
-            with the head, or the head's published one where none is stored; as deep in each iteration as pays, down to
-            no draft at all.
-        draft_sample_method: "probabilistic" draws drafts from the head's warped distribution for sampled requests
-            without a seed; "greedy" always takes its most probable tokens.
-        quantization: "int8" drafts with all matrices in int8, a scale for each row, on CPUs: a byte a weight, also of a
-            copy of the target's LM head for heads that share it. "none" drafts with the weights as they are stored;
-            "auto" with int8 where that can be.
-        allow_other_target: Accept a head that was trained for another target of the same sizes.
-    """
-
-    is_trusted: ClassVar[bool] = True
-    has_dynamic_trees: ClassVar[bool] = True
-
-    revision: str | None = None
-    tree: TreeOption = "tree"
-    draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
-    quantization: QuantizationOption = "auto"
-    allow_other_target: bool = False
 
 
 def head_kernels(loaded: LoadedHead) -> HeadKernels | None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.heads import HeadDrafter, HeadOptions
+from foretoken.drafters.head_loading import HeadOptions
+from foretoken.drafters.heads import HeadDrafter
 from foretoken.drafters.prefix_features import PrefixFeatures
 from foretoken.heads.hydra import HydraHeads
 

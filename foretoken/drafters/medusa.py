@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.heads import HeadDrafter, HeadOptions
+from foretoken.drafters.head_loading import HeadOptions
+from foretoken.drafters.heads import HeadDrafter
 from foretoken.heads.medusa import MedusaHeads
 
 if TYPE_CHECKING:

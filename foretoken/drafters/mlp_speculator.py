@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.heads import HeadDrafter, HeadOptions, step_head
+from foretoken.drafters.head_loading import HeadOptions
+from foretoken.drafters.heads import HeadDrafter, step_head
 
 if TYPE_CHECKING:
     from torch import Tensor
