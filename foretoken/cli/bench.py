@@ -38,7 +38,7 @@ def bench(
     wide: options.Wide = False,
     as_json: options.AsJson = False,
 ) -> None:
-    """Measure tokens/s, speed-up, acceptance length tau and, with --wide or --json, where the time goes.
+    """Measure tokens/s, speed-up and acceptance length tau; where the time goes with --wide or --json.
 
     Every batch of prompts is decoded by all setups in turn. tau is the mean number of tokens generated per target pass,
     the target's own included; speed-up is the median ratio to plain decoding of the same batch by the same runner;

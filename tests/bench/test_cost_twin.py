@@ -153,7 +153,7 @@ def test_every_head_says_the_same_of_padded_features(name: str, fill: Any) -> No
 
 
 def test_every_method_can_be_padded() -> None:
-    assert sorted(_METHODS) == head_methods()
+    assert sorted(_METHODS) == [method for method in head_methods() if method != "falcon"]  # which is refused
 
 
 @pytest.fixture(scope="module")

@@ -163,7 +163,10 @@ def test_ranges_of_acceptance_options_are_those_of_the_policy(key: str, value: A
         ({"method": "draft_model", "prompt_lookup_max": 3}, r"method 'draft_model' has no key 'prompt_lookup_max'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, r"'num_speculative_tokens' of method 'ngram' is 0. Input"),
         ({"method": "ngram", "prompt_lookup_min": 9}, r"method 'ngram': prompt_lookup_min must not be abo"),
-        ({"method": "ngram", "tree": "bush"}, r"there is no tree 'bush'. Known: chain, mc_sim_7b_63, tree, vicuna"),
+        (
+            {"method": "ngram", "tree": "bush"},
+            r"there is no tree 'bush'. Known: chain, dynamic, mc_sim_7b_63, tree, vicuna",
+        ),
         (
             {"method": "ngram", "tree": "zephyr_stage1"},
             r"there is no tree 'zephyr_stage1'. Did you mean 'zephyr_stage2'",

@@ -132,7 +132,7 @@ def test_no_head(tmp_path: Path) -> None:
     model = {"model.embed_tokens.weight": (V, E), "model.norm.weight": (E,), "lm_head.weight": (V, E)}
     write_files(tmp_path / "model", model, {"model_type": "llama"})
     with pytest.raises(
-        ModelError, match=r"holds no draft head of a known format. Expected one of eagle, eagle3, gorgon, hydra"
+        ModelError, match=r"holds no draft head of a known format. Expected one of eagle, eagle3, falcon, gorgon, hydra"
     ):
         read_head(tmp_path / "model")
     (tmp_path / "empty").mkdir()

@@ -52,7 +52,7 @@ def test_what_is_no_head_of_ours_is_left_to_others(text: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "change", [{"foretoken_head": "falcon"}, {"config": 7}, {"target": [1]}, {"acceptance": 3}, {"choices": 3}], ids=str
+    "change", [{"foretoken_head": "dflash"}, {"config": 7}, {"target": [1]}, {"acceptance": 3}, {"choices": 3}], ids=str
 )
 def test_nonsense_is_left_to_the_full_reading(change: dict[str, Any], tmp_path: Path) -> None:
     native.write(random_head(CONFIGS[0]), tmp_path)

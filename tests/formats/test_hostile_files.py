@@ -15,6 +15,7 @@ from tiny_heads import E, V, random_head
 from foretoken.core.errors import ForetokenError
 from foretoken.formats.registry import known_formats, read_head, write_head
 from foretoken.heads.base import HeadConfig
+from foretoken.heads.falcon import FalconConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 
@@ -28,6 +29,7 @@ HEADS = {
     "tensorrt_llm": HYDRA_HEADS,
     "mlp_speculator": MlpSpeculatorConfig(hidden_size=E, vocab_size=V, inner_dim=6),
     "eagle": eagle(),
+    "falcon": FalconConfig(hidden_size=E, vocab_size=V, layer=eagle().layer),
     "eagle3": eagle3(fc_norms=True, own_embedding=True),
     "speculators": eagle3(norm_before_fc=True, own_embedding=True),
 }

@@ -22,6 +22,7 @@ from foretoken.formats.readers import Reader
 from foretoken.formats.registry import head_readers, known_formats, read_head, write_head
 from foretoken.formats.target_info import TargetInfo
 from foretoken.heads.decoder_layer import LayerConfig
+from foretoken.heads.falcon import FalconConfig
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
@@ -192,6 +193,7 @@ HEADS = {
     "tensorrt_llm": medusa(),
     "eagle": eagle(),
     "eagle3": eagle3(),
+    "falcon": FalconConfig(hidden_size=E, vocab_size=V, layer=eagle().layer),
     "speculators": eagle3(),
 }
 

@@ -97,7 +97,7 @@ def restate(directory: Path, **changes: Any) -> None:
 
 
 def eagle(**changes: Any) -> EagleConfig:
-    return EagleConfig(**{"hidden_size": E, "vocab_size": V, "layer": LAYER, **changes})
+    return EagleConfig(**{"hidden_size": E, "vocab_size": V, "layer": LAYER, "has_bias": True, **changes})
 
 
 def eagle3(**changes: Any) -> Eagle3Config:

@@ -141,7 +141,7 @@ def _decoded(
 def _maker(part: TwinPart, path: Any, model: LoadedModel, seen: list[Any]) -> Callable[[], Drafter]:
     """What makes a drafter whose proposals are kept."""
     facts = native_facts(part.path)  # none of a draft model
-    widths = _WIDTHS if facts is None else _WIDTHS[: facts["heads"]]
+    widths = _WIDTHS if facts is None else _WIDTHS[: facts.get("heads")]
     options = drafter_options({"method": part.role, "model": str(path), "tree": {"widths": widths}})
     return lambda: _Listening(create_drafter(options, model), seen)
 
