@@ -25,7 +25,9 @@ CONTEXT_LENS = (8, 16, 24, 44, 44, None, None)
 RULES = ("auto", "auto", "auto", "coupled", "sequential", "block", "lenient", "typical")
 # Drafters whose weights, where they have any, need no training.
 _TRAINED = {*HEADS, *(f"{name} adaptive" for name in HEADS)}
-_TRAINED |= {f"{name} {shape}" for name in HEADS for shape in ("chain", "choices", "widths")}
+_TRAINED |= {
+    f"{name} {shape}" for name in HEADS for shape in ("chain", "choices", "widths", "dynamic", "dynamic adaptive")
+}
 _CONTROL = [5, 6, 7, 5, 6]
 _MOST_ANSWERS = 256
 _answers: dict[Any, RequestOutput] = {}
