@@ -69,8 +69,8 @@ def poison_block(drafter: HeadDrafter, stack: BlockStack) -> None:
 
     def poison_all() -> None:
         assert isinstance(features, StackFeatures)
-        for slot, fed in enumerate(features._fed):
-            stack.cache.poison(slot, fed)
+        for slot, fed in enumerate(features._fed):  # and what a native draft fed, which waits all the same
+            stack.cache.poison(slot, fed + features._has_seen[slot] * sum(map(len, features._waiting[slot])))
 
     def poisoned_propose(context: DraftContext) -> TokenTree:
         poison_all()
