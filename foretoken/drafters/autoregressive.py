@@ -30,6 +30,7 @@ from foretoken.decoder.lean.autoregressive_kernels import AutoregressiveKernels
 from foretoken.drafters.base import TargetReads
 from foretoken.drafters.head_loading import HeadOptions, checked_head
 from foretoken.drafters.heads import HeadDrafter
+from foretoken.drafters.level_passes import LevelPasses
 from foretoken.drafters.stack_features import StackFeatures
 from foretoken.heads.autoregressive import AutoregressiveHead
 from foretoken.trees.choices import TreeShape
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from foretoken.hf.loading import LoadedModel
     from foretoken.sampling.draft_draws import DraftDraws
     from foretoken.trees.dynamic import AnyShape
-    from foretoken.trees.expansion import Expansion, Frontier
+    from foretoken.trees.expansion import Expansion
 
 
 class AutoregressiveDrafter(HeadDrafter):
@@ -135,13 +136,13 @@ class AutoregressiveDrafter(HeadDrafter):
             prefix_lens: Committed pairs of each.
         """
         head, parts, width = self.head, self.loaded.parts, self.head.config.width
-        passes = _LevelPasses(slots, prefix_lens, outputs.device)
+        passes = LevelPasses(slots, prefix_lens, outputs.device)
         level = outputs.unsqueeze(1)
         for depth in range(expansion.depth):
             if depth:
                 frontier = expansion.frontier(depth)
                 states = frontier.inherited(level)[..., :width]
-                work = passes.of(frontier, depth)
+                work = passes.next(frontier)
                 fed = self._fed(states.flatten(0, 1), frontier.tokens.flatten(), work)
                 level = fed.view(len(slots), -1, 2 * width)
             expansion.grow(depth, head.logits(depth, level[..., width:], parts).float())
@@ -168,43 +169,3 @@ def whole_drafts(loaded: LoadedHead, stack: BlockStack) -> AutoregressiveKernels
         return None if steps is None else AutoregressiveKernels(steps, stack)
     except UnsuitableError:
         return None
-
-
-class _LevelPasses:
-    """The passes over the levels of a draft, one after another.
-
-    Attributes:
-        num_fed: Nodes of each sequence that were fed so far.
-    """
-
-    def __init__(self, slots: Sequence[int], prefix_lens: Sequence[int], device: torch.device) -> None:
-        """Before the first level; prefix_lens: committed pairs of each sequence."""
-        self._slots, self._prefix_lens, self._device = slots, prefix_lens, device
-        self._roots = torch.tensor(list(prefix_lens), device=device).unsqueeze(1)
-        self._parents = torch.zeros(len(slots), 0, dtype=torch.int64, device=device)
-        self._depths = torch.zeros(0, dtype=torch.int64, device=device)
-        self._begin = 0  # of the level above, among the nodes that were fed
-
-    def of(self, frontier: Frontier, depth: int) -> Pass:
-        """The pass over the nodes of one depth, 1 or more."""
-        batch, count = frontier.tokens.shape
-        earlier = len(self._depths)
-        if depth == 1:
-            parents = torch.full((1, count), -1, device=self._device)
-        elif frontier.origins is None:
-            parents = torch.arange(self._begin, earlier, device=self._device).unsqueeze(0)
-        else:
-            parents = self._begin + frontier.origins
-        self._parents = torch.cat([self._parents, parents.expand(batch, -1)], dim=1)
-        self._depths = torch.cat([self._depths, self._depths.new_full((count,), depth - 1)])
-        self._begin = earlier
-        return Pass(
-            tokens=frontier.tokens.flatten(),
-            positions=(self._roots + self._depths).flatten(),
-            parents=self._parents.flatten(),
-            slots=self._slots,
-            prefix_lens=self._prefix_lens,
-            offsets=range(0, batch * count + 1, count),
-            num_earlier=[earlier] * batch,
-            logit_rows=None,
-        )

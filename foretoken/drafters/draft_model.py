@@ -8,7 +8,7 @@ Letters: B sequences, P parents of one level, V target vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -30,6 +30,7 @@ from foretoken.drafters.base import (
     TargetReads,
 )
 from foretoken.drafters.kept_draws import KeptDraws
+from foretoken.drafters.level_passes import LevelPasses
 from foretoken.drafters.quantization import QuantizationOption, with_quantization
 from foretoken.hf.loading import load_model, load_tokenizer
 from foretoken.runner.runner import Runner
@@ -245,48 +246,23 @@ class DraftModelDrafter:
         expansion.grow(0, self._logits(work).unsqueeze(1))
         lengths = [end - start for start, end in pairwise(work.offsets)]
         prefix_lens = [known + new for known, new in zip(work.prefix_lens, lengths, strict=True)]
-        fed = [torch.empty(len(lengths), 0, dtype=torch.int64, device=self._runner.device)]
-        parents, depths, above = list(fed), [fed[0][0]], 0  # nodes fed before the level above, as they are numbered so
+        passes = LevelPasses(work.slots, prefix_lens, self._runner.device)
         for depth in range(1, expansion.depth):
-            tokens, origins = expansion.frontier(depth)
-            places = torch.arange(tokens.shape[1], device=tokens.device) if origins is None else origins
-            parents.append((places + above if depth > 1 else torch.full_like(places, -1)).expand_as(tokens))
-            depths.append(torch.full_like(tokens[0], depth))
-            above = sum(each.shape[1] for each in fed)
-            fed.append(tokens)
-            expansion.grow(
-                depth, self._feed(tokens, torch.cat(parents, 1), torch.cat(depths), work.slots, prefix_lens)
-            )  # fmt: skip
-        return _Drafted(torch.cat(fed, 1), torch.cat(parents, 1))
+            expansion.grow(depth, self._level_logits(passes.next(expansion.frontier(depth))))
+        return _Drafted(passes.tokens, passes.parents)
 
-    def _feed(
-        self, tokens: Tensor, parents: Tensor, depths: Tensor, slots: Sequence[int], prefix_lens: Sequence[int]
-    ) -> Tensor:
-        """Feeds P nodes of one level after those of the levels above; gives (B, P, V) logits.
-
-        Args:
-            tokens: (B, P) int64.
-            parents: (B, W) int64, of all nodes so far, the new ones last; -1 below the root.
-            depths: (W,) int64.
-            slots: Of the B sequences.
-            prefix_lens: Rows of each, the root's included.
-        """
-        (batch, width), device = tokens.shape, tokens.device
-        # A sequence near the draft model's context limit is fed past its own depth along with deeper ones; what it
-        # drafts there is cut off, so its positions only have to be valid.
-        roots = torch.tensor(prefix_lens, device=device).unsqueeze(1) - 1
-        positions = (roots + depths).clamp_max(self._runner.context_len - 1)
-        work = Pass(
-            tokens=tokens.clamp_max(self._runner.vocab_size - 1).flatten(),
-            positions=positions.flatten(),
-            parents=parents.flatten(),
-            slots=slots,
-            prefix_lens=prefix_lens,
-            offsets=range(0, batch * width + 1, width),
-            num_earlier=[len(depths) - width] * batch,
-            logit_rows=torch.arange(batch * width, device=device),
+    def _level_logits(self, level: Pass) -> Tensor:
+        """(B, P, V), after every node of a level."""
+        work = replace(
+            level,
+            tokens=level.tokens.clamp_max(self._runner.vocab_size - 1),
+            # A sequence near the draft model's context limit is fed past its own depth along with deeper ones; what it
+            # drafts there is cut off, so its positions only have to be valid.
+            positions=level.positions.clamp_max(self._runner.context_len - 1),
+            logit_rows=torch.arange(level.num_tokens, device=level.tokens.device),
         )
-        return self._logits(work).view(batch, width, -1)
+        logits = self._logits(work)
+        return logits.view(level.num_sequences, -1, logits.shape[-1])
 
     def _logits(self, work: Pass) -> Tensor:
         """(R, V), of a pass."""

@@ -1,8 +1,9 @@
 """Finding a drafter by its method's name, and checking its options.
 
-A method is a module with a class `Options(DrafterOptions)` and a function `create(options) -> Drafter`. Modules of this
-package are found by the name of their file, those of other packages by an entry point of the group
-`foretoken.drafters`, or by their import path, which has a dot: `{"method": "my_package.my_drafter"}`.
+A method is a module with a class `Options(DrafterOptions)` and a function `create(options) -> Drafter`, or, where what
+it reads depends on the target's model, `create_for(options, model) -> Drafter`. Modules of this package are found by
+the name of their file, those of other packages by an entry point of the group `foretoken.drafters`, or by their import
+path, which has a dot: `{"method": "my_package.my_drafter"}`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 _GROUP = "foretoken.drafters"
 _NOT_METHODS = {
     "autoregressive", "base", "captured_expansion", "falcon_blocks", "head_loading", "heads", "kept_draws",
-    "last_features", "prefix_features", "quantization", "registry", "stack_features",
+    "last_features", "level_passes", "prefix_features", "quantization", "registry", "stack_features",
 }  # fmt: skip
 # A tool of benchmarks, which needs the answer: by its exact name only.
 _TOOLS = {"oracle"}
@@ -96,8 +97,7 @@ def create_drafter(options: DrafterOptions, model: LoadedModel) -> Drafter:
 
     Args:
         options: Of the drafter.
-        model: The target, for methods that read other features of another target: those whose module has a function
-            `create_for(options, model)`.
+        model: The target, for methods with `create_for`.
     """
     module = _module(options.method)
     if hasattr(module, "create_for"):

@@ -23,7 +23,7 @@ from foretoken.decoder.blocks import Norm
 from foretoken.decoder.lean.autoregressive_kernels import AutoregressiveKernels
 from foretoken.decoder.lean.head_steps import LmHead, ScaledEmbedding
 from foretoken.decoder.lean.native_linear import NativeLinear
-from foretoken.drafters.autoregressive import _LevelPasses
+from foretoken.drafters.level_passes import LevelPasses
 from foretoken.heads.autoregressive import AutoregressiveHead, BlockOutputs
 from foretoken.heads.base import build_head
 from foretoken.heads.decoder_layer import LayerConfig
@@ -120,12 +120,12 @@ class Drafting:
         assert work.logit_rows is not None
         lengths = [end - begin for begin, end in pairwise(work.offsets)]
         prefix_lens = [known + new for known, new in zip(work.prefix_lens, lengths, strict=True)]
-        passes = _LevelPasses(work.slots, prefix_lens, states.device)
+        passes = LevelPasses(work.slots, prefix_lens, states.device)
         states, hidden = (part[work.logit_rows].unsqueeze(1) for part in self._fed(work, states))
         expansion.grow(0, self.head.logits(0, hidden, self.parts).float())
         for depth in range(1, expansion.depth):
             frontier = expansion.frontier(depth)
-            fed = self._fed(passes.of(frontier, depth), frontier.inherited(states).flatten(0, 1))
+            fed = self._fed(passes.next(frontier), frontier.inherited(states).flatten(0, 1))
             states, hidden = (part.unflatten(0, (len(lengths), -1)) for part in fed)
             expansion.grow(depth, self.head.logits(depth, hidden, self.parts).float())
         return expansion
