@@ -53,6 +53,6 @@ class PayingDepth:
             return
         known = int(np.count_nonzero(self._weights))
         means = self._brought[:known] / self._weights[:known]
-        generated = 1.0 + np.concatenate([[0.0], means.cumsum()])[1:]
+        generated = 1.0 + means.cumsum()
         seconds = rest_s + min(self._level_s) * np.arange(1, known + 1)
         self._best = int((generated / seconds).argmax()) + 1

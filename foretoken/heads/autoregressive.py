@@ -34,7 +34,7 @@ class AutoregressiveConfig(HeadConfig):
     """Sizes of such a head.
 
     Attributes:
-        num_steps: K, steps that training unrolls and that acceptance is measured for; drafts may be deeper.
+        num_steps: K, steps that acceptance is measured for, and that training unrolls at most; drafts may be deeper.
         layer: Sizes of the decoder block.
     """
 
@@ -114,14 +114,13 @@ class AutoregressiveHead(Head):
     def as_blocks(self, num_positions: int) -> Blocks:
         """The block as a `BlockStack` takes it, giving what `outputs` reads; num_positions: how many may be fed."""
 
+    @abstractmethod
     def native_steps(self, parts: TargetParts) -> AutoregressiveSteps | None:
-        """What the native kernels draft from, after `optimize_for_inference`; None where they do not know the network.
+        """What the native kernels draft from, after `optimize_for_inference`; None where they cannot.
 
         Args:
             parts: What is shared with the target.
         """
-        del parts
-        return None
 
     @override
     def teacher_forced(self, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Tensor]:

@@ -42,9 +42,9 @@ class HeadConfig(BaseModel):
     vocab_size: int = Field(ge=1)
 
     @property
+    @abstractmethod
     def steps(self) -> int:
-        """K, how many steps are trained and measured."""
-        raise NotImplementedError
+        """K, steps that are measured, and trained at most."""
 
     @property
     def max_depth(self) -> int | None:

@@ -267,11 +267,12 @@ def unrolled_attention(query: Tensor, starts: Tensor, first: Heads, later: Seque
     keys, values = (part.permute(0, 2, 3, 1).unsqueeze(2) for part in (first.key, first.value))  # (B, Hk, 1, Dh, T)
     is_future = torch.arange(length, device=query.device) > starts.unsqueeze(1)
     scores = [(grouped @ keys).to(exact).masked_fill(is_future, float("-inf"))]
-    own = [part.transpose(1, 2).unsqueeze(2) for heads_of in later for part in heads_of[1:]]  # (B, Hk, 1, Q, Dh)
-    scores += [(grouped * key).sum(-1, keepdim=True, dtype=exact) for key in own[::2]]
+    own_keys = [own.key.transpose(1, 2).unsqueeze(2) for own in later]  # (B, Hk, 1, Q, Dh), as the values
+    own_values = [own.value.transpose(1, 2).unsqueeze(2) for own in later]
+    scores += [(grouped * key).sum(-1, keepdim=True, dtype=exact) for key in own_keys]
     weights = torch.cat(scores, dim=-1).softmax(-1).to(query.dtype)
     mixed = weights[..., :length] @ values.transpose(-1, -2)
-    for index, value in enumerate(own[1::2]):
+    for index, value in enumerate(own_values):
         mixed = mixed + weights[..., length + index].unsqueeze(-1) * value
     return mixed.permute(0, 3, 1, 2, 4).reshape(batch, width, heads, size)
 

@@ -137,12 +137,10 @@ class Eagle3Head(AutoregressiveHead):
                 self.lm_head.weight.copy_(rows if self.token_map is None else rows[self.token_map])
             else:
                 self.lm_head.weight.normal_(std=0.02)
-            if self.embedding is not None:
-                tokens = torch.arange(config.vocab_size, device=self.embedding.device)
-                embedded = parts.embed(tokens)
-                self.embedding.copy_(
-                    embedded if embedded.shape[1] == config.width else self.embedding.normal_(std=0.02)
-                )
+            if self.embedding is not None and config.width == config.hidden_size:
+                self.embedding.copy_(parts.embed(torch.arange(config.vocab_size, device=self.embedding.device)))
+            elif self.embedding is not None:
+                self.embedding.normal_(std=0.02)
         self.layer.initialize()
 
     @override
@@ -152,9 +150,8 @@ class Eagle3Head(AutoregressiveHead):
             features = rms_norm(features, self.feature_norm.shape, self.feature_norm, config.layer.rms_norm_eps)
         if self.feature_norms is not None:
             each = features.unflatten(-1, self.feature_norms.shape)
-            features = (rms_norm(each, each.shape[-1:], None, config.layer.rms_norm_eps) * self.feature_norms).flatten(
-                -2
-            )
+            normed = rms_norm(each, each.shape[-1:], None, config.layer.rms_norm_eps)
+            features = (normed * self.feature_norms).flatten(-2)
         result: Tensor = self.fc(features)
         return result
 

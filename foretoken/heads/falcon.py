@@ -26,8 +26,9 @@ from typing_extensions import override
 
 from foretoken.decoder.blocks import Blocks
 from foretoken.decoder.lean.native_linear import optimize_for_inference
-from foretoken.heads.base import Head, HeadConfig
-from foretoken.heads.decoder_layer import DecoderLayer, Heads, LayerConfig, unrolled_attention
+from foretoken.heads.autoregressive import AutoregressiveConfig
+from foretoken.heads.base import Head
+from foretoken.heads.decoder_layer import DecoderLayer, Heads, unrolled_attention
 from foretoken.heads.pair_lstm import LstmMode, PairLstm
 
 if TYPE_CHECKING:
@@ -38,13 +39,12 @@ if TYPE_CHECKING:
     from foretoken.hf.parts import TargetParts
 
 
-class FalconConfig(HeadConfig):
+class FalconConfig(AutoregressiveConfig):
     """Sizes of a Falcon head.
 
     Attributes:
         block: K, tokens of a pass; 2 in the released heads.
         num_steps: Tokens for which acceptance is measured, a multiple of K; drafts may be deeper.
-        layer: Sizes of the decoder block.
         lstm_mode: "recurrent" as in the paper, or "per_position" as the released heads were trained, see `pair_lstm`.
         has_bias: Whether the LSTM layers have biases.
         dropout: Between the LSTM layers, while training.
@@ -54,7 +54,6 @@ class FalconConfig(HeadConfig):
 
     block: int = Field(default=2, ge=2, le=8)
     num_steps: int = Field(default=8, ge=2, le=64)
-    layer: LayerConfig
     lstm_mode: LstmMode = "recurrent"
     has_bias: bool = True
     dropout: float = Field(default=0.1, ge=0, lt=1)
@@ -64,16 +63,6 @@ class FalconConfig(HeadConfig):
         if self.num_steps % self.block:
             raise ValueError(f"num_steps is {self.num_steps}. Expected a multiple of the block's {self.block} tokens")
         return self
-
-    @property
-    def steps(self) -> int:
-        """Tokens for which acceptance is measured; see `HeadConfig`."""
-        return self.num_steps
-
-    @property
-    def max_depth(self) -> int | None:
-        """Any number."""
-        return None
 
 
 class FalconHead(Head):

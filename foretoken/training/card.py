@@ -98,16 +98,19 @@ def _dynamic(facts: Mapping[str, Any]) -> str:
 
 
 def _autoregressive(checkpoint: HeadCheckpoint, settings: Mapping[str, Any]) -> dict[str, str]:
-    """What a head of the EAGLE family reads and drafts, and how far it was unrolled; nothing of others."""
+    """What a head of the EAGLE family or Falcon reads and drafts, and how far it was unrolled; nothing of others."""
     config = checkpoint.config
     if not isinstance(config, AutoregressiveConfig):
         return {}
     drafted = getattr(config, "draft_vocab_size", None)
-    steps = min(settings["objective"]["passes"], config.steps)
+    trained = {}
+    if "passes" in settings["objective"]:  # Falcon trains one block
+        steps = min(settings["objective"]["passes"], config.steps)
+        trained = {"steps trained": f"{steps}; acceptance is measured for {config.steps}"}
     return {
         "taps": ", ".join(map(str, config.taps)),
         "drafts": f"{config.vocab_size if drafted is None else drafted} of {config.vocab_size} tokens",
-        "steps trained": f"{steps}; acceptance is measured for {config.steps}",
+        **trained,
     }
 
 
