@@ -23,7 +23,8 @@ _RUN = "The run"
 
 def train(
     method: Annotated[
-        str, typer.Argument(help="medusa, hydra, mlp_speculator, eagle, hass (which trains eagle heads) or eagle3.")
+        str,
+        typer.Argument(help="medusa, hydra, mlp_speculator, eagle, hass (trains eagle heads), eagle3 or falcon."),
     ],
     model: options.Model,
     data: Annotated[Path, typer.Option(help="Packed tokens, as `foretoken data` writes them.")],
