@@ -95,11 +95,16 @@ class DraftRequest:
         request_id: Unique in the life of an engine; completions of one request share it.
         prompt: Token ids of the prompt. Not to be changed, see `DraftContext.tokens`.
         params: What the request asks for.
+        prediction: Token ids that the output probably repeats in part, as OpenAI's `prediction`; None without any.
+        cache_salt: What this request wrote is proposed only to requests with the same salt; None shares with all that
+            have none either.
     """
 
     request_id: str
     prompt: Sequence[int]
     params: SamplingParams
+    prediction: Sequence[int] | None = None
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
