@@ -29,7 +29,7 @@ def doctor(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Try the training of a fresh head: medusa, hydra, mlp_speculator, eagle, hass or eagle3.",
+            help="Try the training of a fresh head: medusa, hydra, mlp_speculator, eagle, hass, eagle3 or falcon.",
         ),
     ] = None,
     train_check: Annotated[
