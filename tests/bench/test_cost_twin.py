@@ -29,6 +29,7 @@ from foretoken.heads.base import HeadConfig
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config
+from foretoken.heads.falcon import FalconConfig
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.methods import head_methods
@@ -58,6 +59,10 @@ HEADS: dict[str, HeadConfig] = {
     "eagle3": Eagle3Config(**SIZES, layer=PREFIX, boundaries=(1, 2, 3), draft_vocab_size=20),
     "eagle3-speculators": Eagle3Config(
         **SIZES, layer=PREFIX, boundaries=(0, 2, 3), norm_before_residual=True, norm_before_fc=True, feeds_normed=True
+    ),
+    "falcon": FalconConfig(**SIZES, layer=PREFIX, num_steps=4),
+    "falcon-per-position": FalconConfig(
+        **SIZES, layer=BIASED, block=3, num_steps=6, lstm_mode="per_position", has_bias=False
     ),
     "eagle3-narrow": Eagle3Config(
         **SIZES, layer=BIASED, boundaries=(1, 3), draft_hidden_size=16, own_embedding=True, fc_norms=True
@@ -153,7 +158,7 @@ def test_every_head_says_the_same_of_padded_features(name: str, fill: Any) -> No
 
 
 def test_every_method_can_be_padded() -> None:
-    assert sorted(_METHODS) == [method for method in head_methods() if method != "falcon"]  # which is refused
+    assert sorted(_METHODS) == head_methods()
 
 
 @pytest.fixture(scope="module")
@@ -162,7 +167,7 @@ def with_drafters(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = small(tmp_path_factory.mktemp("drafters") / "small")
     small(model.with_name("small-draft"), seed=1, hidden_size=16, num_hidden_layers=2, head_dim=8)
     target = TargetFingerprint.of(load_model(model, device="cpu"))
-    for name in ("medusa-small", "hydra++", "mlp_speculator", "eagle", "eagle3"):
+    for name in ("medusa-small", "hydra++", "mlp_speculator", "eagle", "eagle3", "falcon"):
         native.write(random_head(HEADS[name], target=target), model.with_name(f"small-{name.split('-')[0]}"))
     return model
 
@@ -175,14 +180,16 @@ def parts(with_drafters: Path, tmp_path: Path) -> list[TwinPart]:
 def test_drafters_lie_beside_the_twin_and_propose_the_same(parts: list[TwinPart]) -> None:
     assert [(part.role, part.path.name) for part in parts] == [
         ("target", "twin"), ("draft_model", "twin-draft"), ("eagle", "twin-eagle"), ("eagle3", "twin-eagle3"),
-        ("hydra", "twin-hydra++"), ("medusa", "twin-medusa"), ("mlp_speculator", "twin-mlp_speculator"),
+        ("falcon", "twin-falcon"), ("hydra", "twin-hydra++"), ("medusa", "twin-medusa"),
+        ("mlp_speculator", "twin-mlp_speculator"),
     ]  # fmt: skip
     draft = load_model(parts[1].path, device="cpu")
     assert (draft.num_layers, draft.config.hidden_size, draft.config.head_dim) == (4, 64, 8)  # twice as deep, as 6 of 3
     checks = check_twin(parts, TEXT, max_tokens=8)
     assert [check.what for check in checks] == [
         "logits", "greedy text", "logits", "greedy text", "drafts of small-draft", "drafts of small-eagle",
-        "drafts of small-eagle3", "drafts of small-hydra++", "drafts of small-medusa", "drafts of small-mlp_speculator",
+        "drafts of small-eagle3", "drafts of small-falcon",
+        "drafts of small-hydra++", "drafts of small-medusa", "drafts of small-mlp_speculator",
     ]  # fmt: skip
     assert all(check.is_same and check.num_compared for check in checks), checks
     assert {check.difference for check in checks} == {0.0, None}

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.cost_twin.padding import Rule
 from foretoken.core.errors import ConfigError
+from foretoken.heads.pair_lstm import NUM_LAYERS
 from foretoken.hf.twin_record import KEY
 
 if TYPE_CHECKING:
@@ -154,6 +155,19 @@ def _eagle3_sizes(config: Any, factor: int) -> dict[str, Any]:
     return {**_eagle_sizes(config, factor), "draft_hidden_size": None if width is None else width * factor}
 
 
+def _falcon(config: Any) -> Rules:
+    """LSTM layers, whose further cells stay zero, and a decoder block; the target's LM head reads it."""
+    del config
+    gates: dict[str, Rule] = {}
+    for layer in range(NUM_LAYERS):
+        for source, parts in (("ih", 1 if layer else 2), ("hh", 1)):
+            gates[f"lstm.weights.weight_{source}_l{layer}"] = Rule(
+                axes=_BOTH, is_written=True, parts=parts, row_parts=4
+            )
+            gates[f"lstm.weights.bias_{source}_l{layer}"] = Rule(axes=_LAST, is_written=True, parts=4)
+    return {**gates, **_decoder_block("layer")}
+
+
 def _mlp_speculator(config: Any) -> Rules:
     """A recurrence whose states are sums that a norm reads.
 
@@ -179,6 +193,7 @@ def _mlp_speculator_sizes(config: Any, factor: int) -> dict[str, Any]:
 _METHODS: dict[str, tuple[Callable[[Any], Rules], Callable[[Any, int], dict[str, Any]]]] = {
     "eagle": (_eagle, _eagle_sizes),
     "eagle3": (_eagle3, _eagle3_sizes),
+    "falcon": (_falcon, _eagle_sizes),
     "medusa": (_medusa, lambda config, factor: {}),  # noqa: ARG005 - no size but the hidden one
     "hydra": (_hydra, _hydra_sizes),
     "mlp_speculator": (_mlp_speculator, _mlp_speculator_sizes),

@@ -36,12 +36,14 @@ class Rule:
         is_scaled_down: Whether its numbers are divided by the root of the factor: weights of norms over what grows, and
             what takes back the scale that such a norm had before.
         parts: How many vectors of the hidden size stand side by side in the last axis, each of which grows.
+        row_parts: Likewise one below the other in the axis before it, as the gates of an LSTM.
     """
 
     axes: tuple[int, ...] = ()
     is_written: bool = False
     is_scaled_down: bool = False
     parts: int = 1
+    row_parts: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +73,20 @@ class Padding:
             rule: Which of its axes grow.
         """
         live = tensor / self.root if rule.is_scaled_down else tensor
-        live = live.view(*live.shape[:-1], rule.parts, -1) if rule.parts > 1 else live
-        # Parts stand between the last axis and the others.
-        axes = {axis if axis == -1 or rule.parts == 1 else axis - 1 for axis in rule.axes}
+        if not rule.axes:
+            return live.to(self.generator.device, copy=True)
+        *rest, columns = live.shape
+        if rest:
+            rest = [*rest[:-1], rule.row_parts, rest[-1] // rule.row_parts]
+        live = live.reshape(*rest, rule.parts, columns // rule.parts)
+        axes = {2 * axis + 1 for axis in rule.axes}  # parts stand before each of the last two axes
         shape = [size * self.factor if axis - live.dim() in axes else size for axis, size in enumerate(live.shape)]
         padded = torch.zeros(shape, dtype=tensor.dtype, device=self.generator.device)
         if self.fill == "random" and not rule.is_written and tensor.is_floating_point():
             padded.normal_(std=_DEVIATION, generator=self.generator)
         padded[tuple(slice(size) for size in live.shape)] = live
-        return padded.flatten(-2) if rule.parts > 1 else padded
+        padded = padded.flatten(-2)
+        return padded.flatten(-3, -2) if tensor.dim() > 1 else padded
 
 
 def growth(small: int, large: int) -> int | None:
