@@ -35,7 +35,7 @@ AT_LEAST = {
     "medusa": 2.2, "hydra": 3.0, "hydra++": 3.6, "mlp_speculator": 3.0,
     "draft dynamic": 2.1, "draft itself dynamic": 2.8, "medusa dynamic": 1.9, "hydra dynamic": 3.0,
     "mlp_speculator dynamic": 2.9, "eagle": 3.0, "eagle3": 2.4, "eagle dynamic": 2.65, "eagle3 dynamic": 2.1,
-    "eagle choices": 2.65, "eagle3 chain": 2.2,
+    "falcon": 3.3, "falcon dynamic": 2.85, "eagle choices": 2.65, "eagle3 chain": 2.2,
 }  # fmt: skip
 
 
