@@ -60,6 +60,8 @@ class Pass:
             is needed. May be False for chains.
         choice: How the tokens after the rows of logits are chosen; None takes the greatest logits.
         has_features: Whether tapped features are wanted. A decoder may give them all the same.
+        num_layers: How many blocks run, the first ones, before the final norm and the LM head; None for all of them.
+            Only these blocks' keys and values are written then, and there are no features.
     """
 
     tokens: Tensor
@@ -73,6 +75,7 @@ class Pass:
     is_causal: bool = False
     choice: TokenChoice | None = None
     has_features: bool = True
+    num_layers: int | None = None
 
     def __post_init__(self) -> None:
         """Checks what decoders rely on and would not notice."""
@@ -85,6 +88,8 @@ class Pass:
             raise ValueError(f"{len(self.offsets)} offsets of {num} sequences, expected one more")
         if earlier is not None and len(earlier) != num:
             raise ValueError(f"{len(earlier)} numbers of earlier nodes of {num} sequences")
+        if self.num_layers is not None and self.num_layers < 1:
+            raise ValueError(f"a pass through {self.num_layers} blocks. Expected one at least")
 
     @property
     def num_sequences(self) -> int:
@@ -196,6 +201,7 @@ class Pass:
         """This pass followed by another one of other sequences, which has no logits and no earlier nodes."""
         require(chains.logit_rows is None and chains.num_earlier is None, "logits belong to the first of both")
         require(self.num_earlier is None, "nodes computed earlier stand before the new ones of their sequence")
+        require(self.num_layers is None and chains.num_layers is None, "prompts go through all blocks")
         return Pass(
             tokens=torch.cat([self.tokens, chains.tokens]),
             positions=torch.cat([self.positions, chains.positions]),

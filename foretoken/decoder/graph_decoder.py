@@ -89,6 +89,8 @@ class GraphDecoder:
         """See `Decoder`."""
         if self._weights.has_changed():
             raise PassError("a weight has moved in memory, where captured passes do not find it. Make a new LLM.")
+        if work.num_layers is not None:  # of a draft
+            return self._stock.run(work)
         shape = shape_of(work)
         if work.logit_rows is None or not self._is_captured(shape, work.num_tokens - len(work.logit_rows)):
             return self._stock.run(work)

@@ -66,6 +66,7 @@ class TargetHandle:
         model: The loaded target, for drafters that share its embedding and LM head (`foretoken.hf.parts.target_parts`).
         run: One pass of the target, for drafters that run the target itself: tokens behind the committed rows of some
             slots, whose rows the next verification writes anew. Trusted drafters only, others get a `PassError`.
+        draft_trees: Trees of the target's own in one call, where its decoder can, see `Runner.draft_trees`; likewise.
         measured_costs: Gives `costs`.
     """
 
@@ -79,6 +80,7 @@ class TargetHandle:
     tokenizer: Any
     model: LoadedModel
     run: Callable[[Pass], PassOutput]
+    draft_trees: Callable[..., bool]
     measured_costs: Callable[[], CostCurve]
 
     @property

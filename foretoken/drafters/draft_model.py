@@ -34,7 +34,7 @@ from foretoken.drafters.level_passes import LevelPasses
 from foretoken.drafters.quantization import QuantizationOption, with_quantization
 from foretoken.hf.loading import load_model, load_tokenizer
 from foretoken.runner.runner import Runner
-from foretoken.trees.choices import TreeShape
+from foretoken.trees.choices import OF_LANGUAGE_MODELS, TreeShape
 from foretoken.trees.dynamic import begin_expansion
 from foretoken.trees.expansion import TreeExpansion
 
@@ -46,10 +46,6 @@ if TYPE_CHECKING:
     from foretoken.trees.dynamic import AnyShape
     from foretoken.trees.expansion import Expansion
 
-# Best node first: any beginning of the list is a tree.
-_BRANCHING = (
-    (0,), (0, 0), (1,), (0, 0, 0), (0, 1), (1, 0), (0, 0, 0, 0), (2,), (0, 0, 1), (0, 1, 0), (0, 0, 0, 0, 0),
-)  # fmt: skip
 _LONGEST_CATCH_UP = 2  # after full acceptance the last drafted token and the bonus token are new to the draft model
 
 
@@ -132,7 +128,7 @@ class DraftModelDrafter:
         self._shape: AnyShape = (
             options.dynamic_shape(LONGEST_CHAIN)
             if options.tree == "dynamic"
-            else options.shape(lambda: TreeShape.from_choices(_BRANCHING))
+            else options.shape(lambda: TreeShape.from_choices(OF_LANGUAGE_MODELS))
         )
         self._shapes = [self._shape.truncated(depth) for depth in range(self._shape.depth + 1)]
         self.nodes_by_depth: Sequence[int] = [shape.num_nodes for shape in self._shapes]

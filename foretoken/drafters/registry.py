@@ -34,7 +34,7 @@ _NOT_METHODS = {
 _TOOLS = {"oracle"}
 # Methods of papers and of other engines, without dashes: known by name, and not there yet.
 _PLANNED = frozenset({
-    "clover", "dflash", "kangaroo", "layerskip", "lookahead", "mtp",
+    "clover", "dflash", "kangaroo", "lookahead", "mtp",
     "ngramgpu", "pard", "recycling", "rest", "suffix", "suffixdecoding", "tokenrecycling",
 })  # fmt: skip
 # Names of papers whose heads are drafted with by another paper's method.

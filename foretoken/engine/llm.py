@@ -184,6 +184,7 @@ class LLM:
             tokenizer=self.tokenizer,
             model=loaded,
             run=self.target.run,
+            draft_trees=self.target.draft_trees,
             measured_costs=tree_costs,
         )
         for each in self.drafters:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from copy import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -26,8 +26,6 @@ from foretoken.engine.tree_checks import find_misfit
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.core.passes import Pass
-    from foretoken.decoder.base import PassOutput
     from foretoken.drafters.base import Drafter, DraftRequest, TargetHandle, TargetReads
     from foretoken.sampling.batch import SamplingBatch
 
@@ -54,7 +52,7 @@ class UntrustedDrafter:
     def attach(self, target: TargetHandle) -> None:
         """Hands on everything but the run of the target, whose rows it could overwrite."""
         with restored_torch_state():
-            self._drafter.attach(replace(target, run=_no_run))
+            self._drafter.attach(replace(target, run=_no_run, draft_trees=_no_run))
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Hands on a copy."""
@@ -160,11 +158,11 @@ def _copied_verdict(verified: Verified) -> Verified:
     )
 
 
-def _no_run(work: Pass) -> PassOutput:
-    """What a drafter that is not trusted gets in place of the target's run.
+def _no_run(*arguments: Any, **more: Any) -> NoReturn:
+    """What a drafter that is not trusted gets in place of what runs the target.
 
     Raises:
         PassError: Always.
     """
-    del work
+    del arguments, more
     raise PassError("a drafter that runs the target could overwrite its cache. Pass trust_drafter=True to LLM.")

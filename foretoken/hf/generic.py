@@ -10,6 +10,7 @@ import torch
 from foretoken.attention.layout import AttentionLayout
 from foretoken.decoder.base import PassOutput
 from foretoken.decoder.held_memory import check_memory, plain_tensors
+from foretoken.hf.early_exit import EarlyExit
 from foretoken.hf.plugin import ForwardPass, as_transformers_cache, running
 from foretoken.hf.taps import Taps
 
@@ -37,6 +38,7 @@ class GenericDecoder:
         self._model, self._cache, self._taps = model, as_transformers_cache(cache), tuple(taps)
         self._takes_rows = "logits_to_keep" in signature(model.module.forward).parameters
         self._weights = plain_tensors(model.module)
+        self._early_exit: EarlyExit | None = None  # made when a pass first asks for it
         if taps:
             Taps(model.module, model.num_layers, taps)
 
@@ -50,8 +52,13 @@ class GenericDecoder:
             "use_cache": True,
         }
         logits, rows = None, work.logit_rows
-        with torch.inference_mode(), running(ForwardPass(layout=AttentionLayout(work))) as forward_pass:
-            if rows is None:
+        begun = ForwardPass(layout=AttentionLayout(work), num_layers=work.num_layers)
+        with torch.inference_mode(), running(begun) as forward_pass:
+            if work.num_layers is not None:
+                if self._early_exit is None:
+                    self._early_exit = EarlyExit(self._model)
+                logits = self._early_exit.logits(arguments, forward_pass, rows)
+            elif rows is None:
                 self._model.backbone(**arguments)
             elif self._takes_rows and not work.has_all_logits:
                 logits = self._model.module(**arguments, logits_to_keep=rows).logits[0]
@@ -59,6 +66,6 @@ class GenericDecoder:
                 logits = self._model.module(**arguments).logits[0]
                 logits = logits if work.has_all_logits else logits[rows]
         features = None
-        if self._taps:
+        if self._taps and work.num_layers is None:
             features = torch.stack([forward_pass.features[tap][0] for tap in self._taps], dim=1)
         return PassOutput(logits=None if logits is None else logits.float(), features=features)

@@ -35,11 +35,13 @@ class ForwardPass:
 
     Attributes:
         layout: Who sees what in the slot cache; None where the model runs by itself and features alone are read.
+        num_layers: After which block the pass ends; None where it goes through all of them.
         features: Filled by taps while the pass runs: tap name to (1, M, D).
         windows: Filled by attention while the pass runs: layer index to sliding window.
     """
 
     layout: AttentionLayout | None
+    num_layers: int | None = None
     features: dict[int | str, Tensor] = field(default_factory=dict)
     windows: dict[int, int | None] = field(default_factory=dict)
 

@@ -87,7 +87,7 @@ def find_final_norm(model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
 
     outside = [m for m in model.modules() if id(m) not in inside and not list(m.children())]
     handles = [module.register_forward_hook(watch) for module in outside]
-    handles.append(blocks[-1].register_forward_hook(lambda *event: block_output.append(_first(event[2]))))
+    handles.append(blocks[-1].register_forward_hook(lambda *event: block_output.append(first_output(event[2]))))
     try:
         run_plain(model, _PROBE)
     finally:
@@ -120,7 +120,7 @@ def _prove(model: nn.Module, num_layers: int, wanted: Sequence[Tap]) -> None:
             )
 
 
-def _first(output: Any) -> Tensor:
+def first_output(output: Any) -> Tensor:
     """A block's hidden states, whether it returns a tensor or a tuple."""
     result: Tensor = output[0] if isinstance(output, tuple) else output
     return result
@@ -141,6 +141,6 @@ def _output_hook(tap: Tap) -> Callable[[nn.Module, Any, Any], None]:
         del module, args
         forward_pass = current_pass()
         if forward_pass is not None:
-            forward_pass.features[tap] = _first(output)
+            forward_pass.features[tap] = first_output(output)
 
     return hook

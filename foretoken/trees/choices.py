@@ -21,6 +21,11 @@ if TYPE_CHECKING:
 
 Choice = tuple[int, ...]
 
+# What "tree" means for drafters that are language models. Best node first: any beginning of the list is a tree.
+OF_LANGUAGE_MODELS: tuple[Choice, ...] = (
+    (0,), (0, 0), (1,), (0, 0, 0), (0, 1), (1, 0), (0, 0, 0, 0), (2,), (0, 0, 1), (0, 1, 0), (0, 0, 0, 0, 0),
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class TreeShape:

@@ -22,6 +22,7 @@ def handle(**changes: Any) -> TargetHandle:
     values: dict[str, Any] = {
         "name": "target", "vocab_size": VOCAB_SIZE, "context_len": 96, "num_slots": 8, "device": torch.device("cpu"),
         "dtype": torch.float32, "runner": "auto", "tokenizer": None, "model": None, "run": None,
+        "draft_trees": None,
         "measured_costs": lambda: CostCurve((1, 16), (1.0, 2.0)),
     }  # fmt: skip
     return TargetHandle(**{**values, **changes})

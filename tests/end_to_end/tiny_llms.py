@@ -143,6 +143,12 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "draft itself dynamic": draft(0.0, tree="dynamic", num_speculative_tokens=4, tree_top_k=3, max_nodes=9),
         "draft as stored": draft(num_speculative_tokens=4, quantization="none"),  # else int8 where that can be
         "draft greedy": draft(num_speculative_tokens=4, draft_sample_method="greedy"),
+        "early exit": config("early_exit", exit_layer=2, num_speculative_tokens=4),
+        "early exit tree": config("early_exit", exit_layer=2, tree="tree"),
+        "early exit dynamic": config(
+            "early_exit", exit_layer=2, tree="dynamic", num_speculative_tokens=3, tree_top_k=4, max_nodes=12
+        ),
+        "early exit adaptive": config("early_exit"),
         "oracle [0]": oracle([0]),
         "oracle [2]": oracle([2]),
         "oracle [3, 0, 5]": oracle([3, 0, 5]),

@@ -22,7 +22,7 @@ from foretoken.decoder.base import PassOutput, UnsuitableError
 from foretoken.decoder.lean.build import native_library
 from foretoken.decoder.lean.native_children import NativeDraft, can_draft
 from foretoken.decoder.lean.native_model import NativeModel
-from foretoken.decoder.lean.structures import PassArguments, Status
+from foretoken.decoder.lean.structures import Model, PassArguments, Status
 from foretoken.decoder.lean.threads import kernel_threads
 from foretoken.decoder.lean.weights import LeanWeights, tap_indices
 
@@ -149,7 +149,7 @@ class NativeBlocks:
         """
         described, arguments, held = self._prepared(work, inputs, sides)
         features = logits = chosen = None
-        if not work.has_features:
+        if not work.has_features or work.num_layers is not None:
             arguments.num_taps = 0
         elif self._taps:
             shape = (len(self._tap_order), work.num_tokens, self._model.hidden)
@@ -186,7 +186,7 @@ class NativeBlocks:
         described, arguments, held = self._prepared(work, None)
         draft, library = NativeDraft(expansion, vocab_size), self._library
         nodes, threads = c_int64(work.node_offsets[-1]), c_int64(arguments.num_threads)
-        places = byref(described.structure), byref(arguments), byref(draft.arguments)
+        places = byref(_cut(described.structure, work)), byref(arguments), byref(draft.arguments)
         size = library.foretoken_draft_bytes(places[0], places[2], nodes, threads)
         with self._draft_memory(size, draft) as arguments.workspace:
             status = library.foretoken_draft(*places, c_int64(last_position))
@@ -261,7 +261,7 @@ class NativeBlocks:
         """
         workspace = self._take_workspace(work.node_offsets[-1], arguments.num_threads)
         arguments.workspace = workspace.memory.data_ptr()
-        status = self._library.foretoken_decode(byref(described.structure), byref(arguments))
+        status = self._library.foretoken_decode(byref(_cut(described.structure, work)), byref(arguments))
         self._idle.append(workspace)
         if status:
             raise PassError(self._complaint(Status(status), work))
@@ -389,6 +389,21 @@ class NativeBlocks:
                     f"the pass lacks something: {status.name}. Expected tensors with memory, and at least one thread."
                 )
         return text
+
+
+def _cut(model: Model, work: Pass) -> Model:
+    """The model as far as a pass goes through it.
+
+    Raises:
+        PassError: When it has fewer blocks.
+    """
+    if work.num_layers is None:
+        return model
+    if work.num_layers > model.num_layers:
+        raise PassError(f"the pass goes through {work.num_layers} blocks, of which there are {model.num_layers}.")
+    cut = Model.from_buffer_copy(model)
+    cut.num_layers = work.num_layers
+    return cut
 
 
 def _allocated(size: int, what: str) -> Tensor:

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from foretoken.attention.dispatch import tree_attention
 from foretoken.core.backend import has_triton_kernels
+from foretoken.core.errors import PassError
 from foretoken.decoder.blocks import Block, Experts, FeedForward, Side
 from foretoken.decoder.lean.elementwise import Projected, TorchOps, Turns, prepared_norm
 from foretoken.decoder.lean.fused_linear import FusedLinear, fuse
@@ -59,18 +60,25 @@ class TorchBlocks:
 
         Args:
             x: (M, E), what goes into the first block.
-            work: Positions.
+            work: Positions, and how many of the blocks run.
             layout: Who sees what.
             taps: F boundary indices: i is what block i reads, L what comes out of the last one, L + 1 its final norm.
             side: (M, E), contiguous, the second input of the first block; None where it has none.
 
         Returns:
-            (M, E) after the final norm, and the (M, F, E) features of the taps, None without taps.
+            (M, E) after the final norm, and the (M, F, E) features of the taps, None without taps and where not all of
+            the blocks run.
+
+        Raises:
+            PassError: When there are not as many blocks as run.
         """
+        layers = self._layers[: work.num_layers]
+        if work.num_layers is not None and len(layers) < work.num_layers:
+            raise PassError(f"the pass goes through {work.num_layers} blocks, of which there are {len(layers)}.")
         ops, turns = self._ops, Turns(work.token_positions, x.dtype)
         delta: Tensor | None = None
         boundaries = []
-        for layer in self._layers:
+        for layer in layers:
             block = layer.block
             x, normed = ops.add_and_norm(x, delta, block.attention_norm)
             boundaries.append(x)
@@ -80,7 +88,8 @@ class TorchBlocks:
             delta = self._normed(layer.mlp(normed, ops), block.mlp_post_norm)
         x, final = ops.add_and_norm(x, delta, self._final_norm)
         boundaries += [x, final]
-        return final, torch.stack([boundaries[tap] for tap in taps], dim=1) if taps else None
+        has_features = taps and work.num_layers is None
+        return final, torch.stack([boundaries[tap] for tap in taps], dim=1) if has_features else None
 
     def append(self, x: Tensor, work: Pass, layout: AttentionLayout, side: Tensor | None = None) -> None:
         """As `run`, but of the last block keys and values alone."""
