@@ -11,6 +11,7 @@ from foretoken.core.checks import check_text, shown
 from foretoken.core.errors import RequestError
 
 HELD_OUT = "heldout"
+_BUNDLED = (HELD_OUT, "edit", "prose")
 _MOST_BYTES = 512 * MIB
 
 
@@ -18,19 +19,23 @@ def load_prompts(source: str = HELD_OUT, *, limit: int | None = None) -> list[st
     """Reads prompts.
 
     Args:
-        source: "heldout" for the bundled prompts (Python files that the reference model never saw), a `.jsonl` file
-            with a `prompt` string in every line, or any other text file, taken whole as one prompt.
+        source: The name of a bundled set, cut from Python files that the reference model never saw: "heldout" (code to
+            be completed), "edit" (functions to be repeated with a name changed) or "prose" (docstrings to be
+            completed). Or a `.jsonl` file with a `prompt` string in every line, or any other text file, taken whole as
+            one prompt.
         limit: At most this many.
 
     Raises:
         RequestError: When the file is missing, empty, too large or not of that form.
     """
-    if source == HELD_OUT:
-        text = (resources.files("foretoken.bench") / "prompts" / "tinycode_heldout.jsonl").read_text(encoding="utf-8")
+    if source in _BUNDLED:
+        text = (resources.files("foretoken.bench") / "prompts" / f"tinycode_{source}.jsonl").read_text(encoding="utf-8")
         return _from_jsonl(text, source)[:limit]
     path = Path(source)
     if not path.exists():
-        raise RequestError(f"there is no prompt file '{source}'. Expected 'heldout', a .jsonl or a text file.")
+        raise RequestError(
+            f"there is no prompt file '{source}'. Expected {', '.join(map(repr, _BUNDLED))}, a .jsonl or a text file."
+        )
     try:
         text = read_named(path, limit=_MOST_BYTES).decode("utf-8")
     except UnicodeDecodeError as err:

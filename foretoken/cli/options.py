@@ -45,7 +45,10 @@ Drafters = Annotated[
     typer.Option("--speculative-config", "-s", metavar="DRAFTER", help=f"{_DRAFTER} May be repeated. Default: ngram."),
 ]
 Prompts = Annotated[
-    str, typer.Option(metavar="PATH", help="'heldout' (bundled), a .jsonl file of {\"prompt\": …}, or a text file.")
+    str,
+    typer.Option(
+        metavar="PATH", help="'heldout', 'edit' or 'prose' (bundled), a .jsonl file of {\"prompt\": …}, or a text file."
+    ),
 ]
 NumPrompts = Annotated[int, typer.Option(min=1, help="Use the first N prompts.")]
 MaxTokens = Annotated[int, typer.Option(min=1, help="Output tokens a prompt.")]

@@ -7,16 +7,22 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from foretoken.bench.prompt_sets import load_prompts
 from recipes.tinycode import corpus
 from recipes.tinycode.licences import PERMISSIVE, RESTRICTIVE, has_restrictive_header
 from recipes.tinycode.prompts import prompts_of
+from recipes.tinycode.workload_prompts import edits_of, prose_of
 
 ROOT = Path(__file__).parents[2]
 HELD_OUT = (ROOT / "recipes/tinycode/held_out.txt").read_text(encoding="utf-8").split()
-PROMPTS = [
-    json.loads(line)
-    for line in (ROOT / "foretoken/bench/prompts/tinycode_heldout.jsonl").read_text(encoding="utf-8").splitlines()
-]
+
+
+def prompts(kind: str) -> list[dict[str, str]]:
+    lines = (ROOT / f"foretoken/bench/prompts/tinycode_{kind}.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines]
+
+
+PROMPTS = prompts("heldout")
 
 
 @pytest.fixture(scope="module", params=["tinycode", "tinycode-draft"])
@@ -98,3 +104,27 @@ def test_a_prompt_leaves_something_to_complete(tokenizer: PreTrainedTokenizerBas
     prompts = prompts_of(text, tokenizer)
     assert prompts
     assert all(text.startswith(p) and len(text) - len(p) > 40 for p in prompts)
+
+
+@pytest.mark.parametrize("kind", ["edit", "prose"])
+def test_further_workloads(kind: str) -> None:
+    texts = load_prompts(kind)
+    assert texts == [record["prompt"] for record in prompts(kind)]
+    assert len(set(texts)) == 24
+    assert {record["source"] for record in prompts(kind)} <= set(HELD_OUT)
+    assert max(Counter(record["source"] for record in prompts(kind)).values()) <= 2
+
+
+def test_an_edit_repeats_the_function_with_a_name_changed() -> None:
+    code = "def f(path, n):\n    a = open(path)\n    for line in a:\n        print(path, line)\n    return n\n"
+    assert list(edits_of(code)) == [f"{code.rstrip()}\n\n\ndef f(filename, n):"]
+    assert list(edits_of(code.replace("print(path, line)", "pass"))) == []  # too few uses
+    assert list(edits_of("def f(:")) == []
+
+
+def test_prose_ends_within_a_docstring() -> None:
+    words = [f"Line {i} says something." for i in range(8)]
+    code = 'import os\n\n\ndef f():\n    """' + "\n    ".join(words) + '\n    """\n    return os\n'
+    [prompt] = prose_of(code)
+    assert prompt.startswith('def f():\n    """Line 0')
+    assert prompt.endswith("Line 4 says something.")
