@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 _GROUP = "foretoken.drafters"
 _NOT_METHODS = {
     "autoregressive", "base", "captured_expansion", "falcon_blocks", "head_loading", "heads", "kept_draws",
-    "last_features", "level_passes", "prefix_features", "quantization", "registry",
+    "last_features", "level_passes", "lookahead_window", "prefix_features", "quantization", "registry",
     "stack_features",
 }  # fmt: skip
 # A tool of benchmarks, which needs the answer: by its exact name only.
 _TOOLS = {"oracle"}
 # Methods of papers and of other engines, without dashes: known by name, and not there yet.
 _PLANNED = frozenset({
-    "clover", "dflash", "kangaroo", "layerskip", "lookahead", "mtp",
+    "clover", "dflash", "kangaroo", "layerskip", "mtp",
     "ngramgpu", "pard", "rest", "suffix", "suffixdecoding",
 })  # fmt: skip
 # Names of papers whose heads are drafted with by another paper's method.
 _SAME_AS = {"hass": "eagle", "eagle2": "eagle"}
 # Other names of methods, without dashes.
-_OTHER_NAMES = {"tokenrecycling": "recycling"}
+_OTHER_NAMES = {"lookaheaddecoding": "lookahead", "tokenrecycling": "recycling"}
 
 
 def known_methods() -> list[str]:

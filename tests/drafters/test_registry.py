@@ -98,7 +98,7 @@ def test_tools_are_offered_to_nobody(method: str) -> None:
 
 @pytest.mark.parametrize(
     ("method", "name"),
-    [("token_recycling", "recycling"), ("Token-Recycling", "recycling")],
+    [("token_recycling", "recycling"), ("Token-Recycling", "recycling"), ("lookahead_decoding", "lookahead")],
 )
 def test_other_names_lead_to_the_method(method: str, name: str) -> None:
     with pytest.raises(ConfigError, match=rf"'{method}' is named '{name}' here\. Set 'method' to that\."):
