@@ -145,8 +145,8 @@ class Verified:
         tree: The B trees that were verified, merged with other drafters' where there are several.
         paths: Accepted nodes of each, in order, the root left out.
         offsets: B + 1; node i of sequence b is row `offsets[b] + i` of what is below.
-        top_ids: (M, k) int64, the target's most probable tokens after every node of every tree, the best first; None
-            where no drafter reads them.
+        top_ids: (M, k) int64, the target's most probable tokens after every node of every tree, the best first, no more
+            than the vocabulary has and perhaps more than were asked for; None where no drafter reads them.
     """
 
     tree: TokenTree

@@ -28,17 +28,19 @@ if TYPE_CHECKING:
 _GROUP = "foretoken.drafters"
 _NOT_METHODS = {
     "autoregressive", "base", "captured_expansion", "falcon_blocks", "head_loading", "heads", "kept_draws",
-    "last_features", "level_passes", "prefix_features", "quantization", "registry", "stack_features",
+    "last_features", "level_passes", "lookahead_window", "prefix_features", "quantization", "registry",
+    "stack_features",
 }  # fmt: skip
 # A tool of benchmarks, which needs the answer: by its exact name only.
 _TOOLS = {"oracle"}
 # Methods of papers and of other engines, without dashes: known by name, and not there yet.
 _PLANNED = frozenset({
-    "clover", "dflash", "kangaroo", "lookahead", "mtp",
-    "ngramgpu", "pard", "recycling", "rest", "suffix", "suffixdecoding", "tokenrecycling",
+    "clover", "dflash", "kangaroo", "mtp", "ngramgpu", "pard", "rest", "suffix", "suffixdecoding",
 })  # fmt: skip
 # Names of papers whose heads are drafted with by another paper's method.
 _SAME_AS = {"hass": "eagle", "eagle2": "eagle"}
+# Other names of methods, without dashes.
+_OTHER_NAMES = {"lookaheaddecoding": "lookahead", "tokenrecycling": "recycling"}
 
 
 def known_methods() -> list[str]:
@@ -89,6 +91,8 @@ def _unknown(method: object) -> str:
             f"speculative method {shown(method)} has no name of its own: its heads are those of '{_SAME_AS[plain]}'. "
             f"Set 'method' to '{_SAME_AS[plain]}' and 'model' to the head."
         )
+    if plain in _OTHER_NAMES:
+        return f"speculative method {shown(method)} is named '{_OTHER_NAMES[plain]}' here. Set 'method' to that."
     return f"speculative method {shown(method)} does not exist. {nearest_name_hint(shown(method), offered_methods())}"
 
 

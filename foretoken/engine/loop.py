@@ -332,9 +332,10 @@ class Engine:
 
     def _top_ids(self, verified: Verified) -> Tensor | None:
         """(M, k) the most probable tokens after every verified node, where drafters read them."""
-        if not self._drafting.reads.top_k or verified.output.logits is None:
+        count, logits = self._drafting.reads.top_k, verified.output.logits
+        if not count or logits is None:
             return None
-        return verified.output.logits.topk(self._drafting.reads.top_k, dim=1).indices
+        return logits.topk(min(count, logits.shape[1]), dim=1).indices
 
     def _contained(self, sequence: Sequence, work: Callable[..., None], *arguments: Any) -> None:
         """Does one sequence's part of an iteration; whatever it raises ends that sequence."""

@@ -85,17 +85,25 @@ def test_a_new_file_is_a_new_method(folder: Path) -> None:
         llm({"speculative_config": {"method": "repeat", "time": 3}})
 
 
-@pytest.mark.parametrize(
-    "method", ["oracel", "adversaria", "dflash", "EAGLE-3", "deepseek_mtp", "token_recycling", "zzz"]
-)
+@pytest.mark.parametrize("method", ["oracel", "adversaria", "dflash", "EAGLE-3", "deepseek_mtp", "layer_skip", "zzz"])
 def test_tools_are_offered_to_nobody(method: str) -> None:
     with pytest.raises(ConfigError) as caught:
         drafter_options({"method": method})
     offered = str(caught.value).rpartition(": ")[2].rstrip(".").split(", ")
     assert {"draft_model", "ngram"} <= set(offered)
     assert "oracle" not in offered
-    assert ("is not there yet" in str(caught.value)) == (method in ("dflash", "deepseek_mtp", "token_recycling"))
+    assert ("is not there yet" in str(caught.value)) == (method in ("dflash", "deepseek_mtp", "layer_skip"))
     assert "Did you mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [("token_recycling", "recycling"), ("Token-Recycling", "recycling"), ("lookahead_decoding", "lookahead")],
+)
+def test_other_names_lead_to_the_method(method: str, name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"'{method}' is named '{name}' here\. Set 'method' to that\."):
+        drafter_options({"method": method})
+    assert drafter_options({"method": name}).method == name
 
 
 NEEDS_MODEL = ("draft_model", "eagle", "eagle3", "falcon", "hydra", "medusa", "mlp_speculator")

@@ -19,7 +19,7 @@ from foretoken.decoder.lean.head_kernels import HeadKernels
 
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 NAMES = list(DRAFTERS["generic"])
-_ONCE = {"dynamic", "eagle", "eagle3", "falcon"}
+_ONCE = {"dynamic", "eagle", "eagle3", "falcon", "lookahead", "recycling"}
 # Every drafter meets the full batch and one of the small ones, dynamic trees and heads with a decoder block one of all,
 # as they are verified like others; in all of them there are more sequences than slots.
 PAIRS = [
@@ -36,6 +36,7 @@ AT_LEAST = {
     "draft dynamic": 2.1, "draft itself dynamic": 2.8, "medusa dynamic": 1.9, "hydra dynamic": 3.0,
     "mlp_speculator dynamic": 2.9, "eagle": 3.0, "eagle3": 2.4, "eagle dynamic": 2.65, "eagle3 dynamic": 2.1,
     "falcon": 3.3, "falcon dynamic": 2.85, "eagle choices": 2.65, "eagle3 chain": 2.2,
+    "lookahead": 1.02, "recycling": 1.2, "sampled draft and lookahead": 2.2,
 }  # fmt: skip
 
 

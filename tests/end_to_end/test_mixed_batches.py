@@ -32,7 +32,17 @@ def rule(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.mark.parametrize(
     "drafter",
-    ["draft", "draft tree", "draft gapped choices", "ngram tree", "oracle tree", "nan", "eagle", "eagle3 dynamic"],
+    [
+        "draft",
+        "draft tree",
+        "draft gapped choices",
+        "ngram tree",
+        "oracle tree",
+        "nan",
+        "eagle",
+        "eagle3 dynamic",
+        "sampled draft and lookahead",
+    ],
 )
 def test_unseeded_neighbours_change_nothing(drafter: str) -> None:
     """Drafts with and without a distribution, greedy, coupled, block and sequential verification side by side."""

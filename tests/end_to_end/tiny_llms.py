@@ -6,7 +6,10 @@ weights, and the oracle is told what plain decoding wrote.
 
 from __future__ import annotations
 
+import atexit
 import copy
+import shutil
+import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -50,6 +53,15 @@ def noisy(architecture: str = "llama", noise: float = 0.02, dtype: torch.dtype =
         for parameter in module.parameters():
             parameter.add_(noise * torch.randn(parameter.shape, generator=generator, dtype=torch.float64))
     return module
+
+
+@cache
+def noisy_directory(architecture: str = "llama", dtype: torch.dtype = torch.float64) -> str:
+    """The files of a draft model related to the target."""
+    directory = tempfile.mkdtemp(prefix="foretoken-draft-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    noisy(architecture, dtype=dtype).save_pretrained(directory)
+    return directory
 
 
 @cache
@@ -114,6 +126,16 @@ def merged(*parts: dict[str, Any] | str, architecture: str = "llama") -> Callabl
     return arguments
 
 
+def sampled_and_lookups(architecture: str, dtype: torch.dtype) -> dict[str, Any]:
+    """Probes and guesses beside, and inside, a tree whose tokens are drawn from a draft model's distribution."""
+    parts: list[dict[str, Any]] = [
+        {"method": "lookahead", "num_speculative_tokens": 4, "lookahead_ngram": 4, "lookahead_window": 3},
+        {"method": "draft_model", "tree": WIDTHS, "model": noisy_directory(architecture, dtype)},
+        {"method": "recycling", "num_speculative_tokens": 4, "max_nodes": 16},
+    ]
+    return {"speculative_config": {"drafters": parts}}
+
+
 def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) -> dict[str, Callable[[Any], Any]]:
     """Every drafter and tree under a short name: references (prompt and plain output) to arguments of `LLM`."""
 
@@ -131,6 +153,10 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "two lookups adaptive": merged(lookup(tree="tree"), lookup()),
         "lookup and head": merged(lookup(num_speculative_tokens=3), "medusa", architecture=architecture),
         "heads": merged("hydra++", "medusa", lookup(tree="tree"), architecture=architecture),
+        "lookahead": config("lookahead", num_speculative_tokens=4, lookahead_window=4),
+        "recycling": config("recycling", num_speculative_tokens=8, max_nodes=24),
+        "lookahead and recycling adaptive": merged({"method": "lookahead"}, {"method": "recycling"}),
+        "sampled draft and lookahead": lambda references: sampled_and_lookups(architecture, dtype),
         "draft": draft(num_speculative_tokens=4),
         "draft adaptive": draft(),
         "draft itself": draft(0.0, num_speculative_tokens=3),

@@ -1,0 +1,290 @@
+"""Token recycling: the tokens that the target found most probable after a token are drafted when it comes again.
+
+A matrix (`foretoken.lookups.successors`) holds them for every token of the vocabulary and is written anew at every
+verified node. A draft is a tree of ranks, each node filled with the successor of that rank of its parent's token. Where
+the paper has one tree of 80 nodes for all texts, this one is the best for how often each rank was right lately: the
+nodes with the greatest product of these probabilities, which are the tree's `scores`, too.
+
+One matrix serves all requests without a `cache_salt`; those that have one share a matrix with that salt alone.
+
+Source: Luo et al. 2024, "Token Recycling" (arXiv 2408.08696).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import numpy as np
+import torch
+from pydantic import model_validator
+
+from foretoken.core.backend import integers_on
+from foretoken.core.errors import ConfigError
+from foretoken.core.token_tree import HostFacts, TokenTree
+from foretoken.drafters.base import (
+    Committed,
+    DraftContext,
+    Drafter,
+    DrafterOptions,
+    DraftRequest,
+    TargetHandle,
+    TargetReads,
+    TreeOption,
+)
+from foretoken.lookups.successors import SuccessorMatrix
+from foretoken.trees.choices import TreeShape
+from foretoken.trees.search import best_nodes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+_NUM_SUCCESSORS = 8  # of a token, as in the paper; more where a static tree has higher ranks
+_MOST_SUCCESSORS = 32
+_MOST_SALTS = 16  # with a matrix each; the one whose last request began longest ago goes first
+_PRIOR = 32.0  # tokens that the first estimate of how often a rank is right is worth
+_FADE = 0.5 ** (1 / 500)  # by token
+_REFRESH = 64  # iterations between two looks at which tree is best
+
+
+class Options(DrafterOptions):
+    """Options of token recycling: those of every method, with trees as the default."""
+
+    is_trusted: ClassVar[bool] = True
+    can_prune_tree: ClassVar[bool] = True
+
+    tree: TreeOption = "tree"
+
+    @model_validator(mode="after")
+    def _ranks(self) -> Options:
+        """Static trees name no more successors than are kept.
+
+        Raises:
+            ConfigError: Otherwise.
+        """
+        if self.num_successors > _MOST_SUCCESSORS:
+            raise ConfigError(
+                f"the tree has a node of rank {self.num_successors - 1}. Expected ranks below {_MOST_SUCCESSORS}: "
+                "method 'recycling' keeps no more successors of a token."
+            )
+        return self
+
+    @property
+    def fixed_shape(self) -> TreeShape | None:
+        """The shape of chains and static trees, no larger than allowed; None for the best tree."""
+        return None if self.tree == "tree" else TreeShape(self.shape(_no_branching).choices[: self.max_nodes - 1])
+
+    @property
+    def num_successors(self) -> int:
+        """W, successors kept of each token."""
+        shape = self.fixed_shape
+        return max(_NUM_SUCCESSORS, 1 + max(shape.ranks) if shape else 0)
+
+
+def _no_branching() -> TreeShape:
+    """What is asked for only where "tree" has a static shape."""
+    raise RuntimeError("the best tree has no fixed shape")
+
+
+class RankRates:
+    """How often the target's token was the successor of each rank, where successors were known; older tokens fade."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._start = 0.35 * np.arange(1, num_ranks + 1) ** -1.3
+        self._hits, self._seen = np.zeros(num_ranks), 0.0
+
+    def learn(self, successors: Sequence[int], token: int) -> None:
+        """Counts a token that followed.
+
+        Args:
+            successors: What was known of the token before it, -1 for nothing.
+            token: Of the text.
+        """
+        if successors[0] < 0:
+            return
+        self._hits *= _FADE
+        self._seen = self._seen * _FADE + 1
+        if token in successors:
+            self._hits[successors.index(token)] += 1
+
+    def estimates(self) -> list[float]:
+        """P(the next token is the one of this rank) of every rank; above 0, and at most 1 together."""
+        rates: list[float] = ((self._hits + _PRIOR * self._start) / (self._seen + _PRIOR)).tolist()
+        return rates
+
+
+class Filled(NamedTuple):
+    """One sequence's tree of M nodes in level order, root included; all (M,)."""
+
+    tokens: NDArray[np.int64]
+    parents: NDArray[np.int64]
+    depths: NDArray[np.int64]
+    scores: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """A tree of ranks in level order, N nodes, root included.
+
+    Attributes:
+        parents: (N,) int64, -1 at the root.
+        ranks: (N,) int64.
+        depths: (N,) int64.
+        scores: (N,) float32, log-probability that the whole path is accepted.
+        ends: Nodes that lie at most 0, 1, 2, … deep.
+    """
+
+    parents: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+    depths: NDArray[np.int64]
+    scores: NDArray[np.float32]
+    ends: Sequence[int]
+
+    @classmethod
+    def of(cls, shape: TreeShape, rates: Sequence[float]) -> Template:
+        """A shape whose ranks are right as often as `rates` says."""
+        depths, ranks, logs = np.array(shape.depths), np.array(shape.ranks), np.log(rates)
+        values = [0.0]
+        for parent, rank in zip(shape.parents[1:], shape.ranks[1:], strict=True):
+            values.append(values[parent] + float(logs[rank]))
+        return cls(
+            parents=np.array(shape.parents),
+            ranks=ranks,
+            depths=depths,
+            scores=np.array(values, dtype=np.float32),
+            ends=np.searchsorted(depths, np.arange(shape.depth + 1), side="right").tolist(),
+        )
+
+    def fill(self, matrix: SuccessorMatrix, root: int, max_depth: int, max_nodes: int) -> Filled:
+        """A sequence's tree, as far as successors are known."""
+        depth = min(max_depth, len(self.ends) - 1)
+        count = min(self.ends[depth], max_nodes)
+        levels = [slice(begin, min(end, count)) for begin, end in zip(self.ends[:depth], self.ends[1:], strict=False)]
+        tokens = matrix.fill(root, self.parents[:count], self.ranks[:count], levels)
+        kept = tokens >= 0
+        if kept.all():
+            return Filled(tokens, self.parents[:count], self.depths[:count], self.scores[:count])
+        place = kept.cumsum() - 1
+        parents = np.where(self.parents[:count] >= 0, place[self.parents[:count]], -1)
+        return Filled(tokens[kept], parents[kept], self.depths[:count][kept], self.scores[:count][kept])
+
+
+class RecyclingDrafter:
+    """Drafts what the target found probable after the same tokens earlier."""
+
+    name = "recycling"
+
+    def __init__(self, options: Options) -> None:
+        self._options, self._num_ranks = options, options.num_successors
+        self._shape = options.fixed_shape
+        self.reads = TargetReads(top_k=self._num_ranks)
+        self.nodes_by_depth: Sequence[int] = (1, *[options.max_nodes] * options.chain_len)
+        if self._shape is not None:
+            self.nodes_by_depth = [self._shape.truncated(depth).num_nodes for depth in range(self._shape.depth + 1)]
+        self._rates = RankRates(self._num_ranks)
+        self._num_commits = 0
+        self._template = self._best_template()
+        self._salted: OrderedDict[str, SuccessorMatrix] = OrderedDict()
+        self._matrices: dict[int, SuccessorMatrix] = {}  # by slot
+        self._known: dict[int, list[int]] = {}  # by slot: successors of its last committed token as they were before
+
+    def attach(self, target: TargetHandle) -> None:
+        """Allocates the matrix that requests without a salt share."""
+        self._device, self._vocab_size = target.device, target.vocab_size
+        self._shared = self._new_matrix()
+
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        """Finds the matrix of the request's salt."""
+        self._known.pop(slot, None)
+        self._matrices[slot] = self._shared if request.cache_salt is None else self._matrix_of(request.cache_salt)
+
+    def propose(self, context: DraftContext) -> TokenTree:
+        """The tree of ranks, filled from each root on."""
+        filled = [
+            self._template.fill(self._matrices[slot], root, max(depth, 0), min(nodes, self.nodes_by_depth[-1]))
+            for slot, root, depth, nodes in zip(
+                context.slots, context.roots, context.max_depth, context.max_nodes, strict=True
+            )
+        ]
+        counts, deepest = [len(tree.tokens) for tree in filled], [int(tree.depths[-1]) for tree in filled]
+        packed = np.zeros((3, len(filled), max(counts)), dtype=np.int64)
+        packed[1] = -1
+        scores = np.zeros(packed.shape[1:], dtype=np.float32)
+        for row, (count, tree) in enumerate(zip(counts, filled, strict=True)):
+            packed[:, row, :count] = tree[:3]
+            scores[row, :count] = tree.scores
+        tokens, parents, depths = torch.from_numpy(packed).to(self._device).unbind()
+        return TokenTree(
+            tokens=tokens,
+            parents=parents,
+            depths=depths,
+            num_nodes=integers_on(counts, self._device),
+            max_depth=max(deepest),
+            scores=torch.from_numpy(scores).to(self._device),
+            host_facts=HostFacts(
+                roots=context.roots, depths=deepest, num_nodes=counts, num_tokens=int(packed[0].max()) + 1
+            ),
+        )
+
+    def commit(self, committed: Committed) -> None:
+        """Counts which ranks were right, and writes the successors of every verified node. Syncs.
+
+        Of a token that stands at several nodes the last one of the accepted text counts, or else the last of all.
+        """
+        verified = committed.verified
+        if verified is None or verified.top_ids is None:
+            return
+        for slot, text in zip(committed.slots, committed.tokens, strict=True):
+            self._count(slot, text)
+        ids = verified.top_ids[:, : self._num_ranks].cpu().numpy()  # others may have asked for more
+        tokens, parents = torch.stack([verified.tree.tokens, verified.tree.parents]).cpu().numpy()
+        for row, (slot, path) in enumerate(zip(committed.slots, verified.paths, strict=True)):
+            start, end = verified.offsets[row : row + 2]
+            drafted = np.flatnonzero(parents[row, : end - start] >= 0)  # neither the root nor what was cut off
+            nodes = np.concatenate([drafted, np.array([0, *path], dtype=np.int64)])
+            self._matrices[slot].update(tokens[row, nodes], ids[start + nodes])
+        self._num_commits += 1
+        if self._num_commits % _REFRESH == 0:
+            self._template = self._best_template()
+
+    def release(self, slot: int) -> None:
+        """Forgets which matrix the slot used; what it holds stays."""
+        self._matrices.pop(slot, None)
+        self._known.pop(slot, None)
+
+    def _count(self, slot: int, text: Sequence[int]) -> None:
+        """Counts the tokens of a text that became known, each among the successors of the one before."""
+        matrix, known = self._matrices[slot], self._known.get(slot)
+        for token in text:
+            if known is not None:
+                self._rates.learn(known, token)
+            known = matrix.of(token)
+        if known is not None:
+            self._known[slot] = known
+
+    def _best_template(self) -> Template:
+        """The tree to draft by what is known of the ranks."""
+        rates, options = self._rates.estimates(), self._options
+        if self._shape is not None:
+            return Template.of(self._shape, rates)
+        bought = best_nodes([rates] * options.chain_len, options.max_nodes)
+        return Template.of(TreeShape.from_choices(choice for choice, _ in bought), rates)
+
+    def _new_matrix(self) -> SuccessorMatrix:
+        return SuccessorMatrix(self._vocab_size, self._num_ranks)
+
+    def _matrix_of(self, salt: str) -> SuccessorMatrix:
+        """The matrix of a salt, made if needed."""
+        matrix = self._salted.pop(salt, None) or self._new_matrix()
+        self._salted[salt] = matrix
+        if len(self._salted) > _MOST_SALTS:
+            self._salted.popitem(last=False)
+        return matrix
+
+
+def create(options: Options) -> Drafter:
+    """See `foretoken.drafters.registry`."""
+    return RecyclingDrafter(options)
