@@ -27,8 +27,9 @@ if TYPE_CHECKING:
 
 _GROUP = "foretoken.drafters"
 _NOT_METHODS = {
-    "autoregressive", "base", "captured_expansion", "falcon_blocks", "head_loading", "heads", "kept_draws",
-    "last_features", "level_passes", "prefix_features", "quantization", "registry", "stack_features",
+    "autoregressive", "base", "captured_expansion", "draft_levels", "draft_loading", "falcon_blocks", "head_loading",
+    "heads", "kept_draws", "last_features", "level_passes", "prefix_features", "quantization", "registry",
+    "retokenized", "stack_features", "text_draft", "token_bytes", "vocab_map",
 }  # fmt: skip
 # A tool of benchmarks, which needs the answer: by its exact name only.
 _TOOLS = {"oracle"}
