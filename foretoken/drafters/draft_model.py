@@ -1,23 +1,19 @@
-"""A smaller language model with the target's vocabulary drafts a chain or a tree, on its own KV cache.
+"""A smaller language model drafts a chain or a tree, on its own KV cache.
+
+With the target's vocabulary, or with another one that shares tokens with it, see `foretoken.drafters.vocab_map`; with
+`vocab_match="text"` it drafts text, see `foretoken.drafters.text_draft`.
 
 Sources: Leviathan et al. 2023 (arXiv 2211.17192) and Chen et al. 2023 (2302.01318) for chains; sampled trees draw
 children without replacement as Sequoia does (2402.12374). Coupled requests draft with the target's noise (2408.07978).
-
-Letters: B sequences, P parents of one level, V target vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
-import torch
-from torch import Tensor
+from pydantic import model_validator
 
 from foretoken.core.errors import ConfigError
-from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import (
     LONGEST_CHAIN,
@@ -29,24 +25,23 @@ from foretoken.drafters.base import (
     TargetHandle,
     TargetReads,
 )
+from foretoken.drafters.draft_levels import DraftLevels
+from foretoken.drafters.draft_loading import DraftModelFiles, VocabMatch, vocabularies, vocabulary_map
 from foretoken.drafters.kept_draws import KeptDraws
-from foretoken.drafters.level_passes import LevelPasses
 from foretoken.drafters.quantization import QuantizationOption, with_quantization
-from foretoken.hf.loading import load_model, load_tokenizer
+from foretoken.drafters.text_draft import TextDraftDrafter
+from foretoken.drafters.vocab_map import Translation, VocabularyMap
 from foretoken.runner.runner import Runner
 from foretoken.trees.choices import OF_LANGUAGE_MODELS, TreeShape
 from foretoken.trees.dynamic import begin_expansion
-from foretoken.trees.expansion import TreeExpansion
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from typing import Any
 
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.hf.loading import LoadedModel
     from foretoken.trees.dynamic import AnyShape
-    from foretoken.trees.expansion import Expansion
-
-_LONGEST_CATCH_UP = 2  # after full acceptance the last drafted token and the bonus token are new to the draft model
 
 
 class Options(DrafterOptions):
@@ -60,6 +55,13 @@ class Options(DrafterOptions):
         quantization: "int8" drafts with copies of all matrices in int8, a scale for each row, on native kernels (CPUs,
             float32 and bfloat16; no mixture of experts): a byte a weight beside the model's own. "none" drafts with the
             weights as they are stored; "auto" with int8 where that can be.
+        vocab_match: How a draft model with another tokenizer drafts. "same" refuses one, "intersection" drafts tokens
+            that both vocabularies have, "text" drafts text (chains of the most probable tokens). "auto" stands for
+            "same" where vocabularies are equal, else for "intersection" where most of the target's tokens are shared.
+            None for "intersection" with `use_heterogeneous_vocab`, else "same".
+            The draft model's context counts its own tokens. With "intersection" CPUs draft a pass a level: kernels that
+            draft a tree in one call know one vocabulary.
+        use_heterogeneous_vocab: vLLM's name for `vocab_match="intersection"`.
     """
 
     is_trusted: ClassVar[bool] = True
@@ -68,47 +70,32 @@ class Options(DrafterOptions):
     revision: str | None = None
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
     quantization: QuantizationOption = "auto"
+    vocab_match: VocabMatch | None = None
+    use_heterogeneous_vocab: bool = False
 
+    @property
+    def matching(self) -> VocabMatch:
+        """How vocabularies are matched."""
+        return self.vocab_match or ("intersection" if self.use_heterogeneous_vocab else "same")
 
-class _Drafted:
-    """What the last proposal fed below the roots, looked at when the next one asks: by then nobody has to wait for it.
+    @model_validator(mode="after")
+    def _vocabularies(self) -> Self:
+        """Options of vocabularies go together.
 
-    It need not be what was proposed: nodes without children are not fed, and fed ones may have been left out.
-    """
-
-    def __init__(self, tokens: Tensor, parents: Tensor) -> None:
-        """W nodes of each sequence.
-
-        Args:
-            tokens: (B, W) int64.
-            parents: (B, W) or (1, W) int64, of each node among these; -1 below the root.
+        Raises:
+            ConfigError: When they do not.
         """
-        self._tokens, self._parents = tokens, parents
-
-    @cached_property
-    def rows(self) -> list[list[list[int]]]:
-        """Tokens and parents of each sequence."""
-        rows: list[list[list[int]]] = torch.stack([self._tokens, self._parents.expand_as(self._tokens)], dim=1).tolist()
-        return rows
-
-    def child(self, row: int, node: int, token: int) -> int | None:
-        """The first child of a node, -1 for the root, that was fed with a token."""
-        tokens, parents = self.rows[row]
-        return next((i for i in range(node + 1, len(tokens)) if parents[i] == node and tokens[i] == token), None)
-
-
-@dataclass(slots=True)
-class _SlotState:
-    """What the draft model's KV holds for one sequence.
-
-    Attributes:
-        tokens: Tokens whose rows are in place, positions 0 …
-        drafted: What the last proposal fed after them, and which row of it is this sequence's; node i lies in cache row
-            `len(tokens) + i`.
-    """
-
-    tokens: list[int]
-    drafted: tuple[_Drafted, int] | None = None
+        if self.use_heterogeneous_vocab and self.matching not in ("auto", "intersection"):
+            raise ConfigError(
+                "use_heterogeneous_vocab asks for a vocab_match of 'intersection', and vocab_match is "
+                f"'{self.vocab_match}'. Leave one of them out."
+            )
+        if self.matching == "text" and self.tree != "chain":
+            raise ConfigError(
+                "'vocab_match' is 'text', which drafts chains, and 'tree' is something else. Expected 'chain'. Leave "
+                "'tree' out, or set vocab_match to 'intersection'."
+            )
+        return self
 
 
 class DraftModelDrafter:
@@ -117,14 +104,20 @@ class DraftModelDrafter:
     name = "draft_model"
     reads = TargetReads(is_last_enough=True)
 
-    def __init__(self, options: Options, load: Callable[[TargetHandle], LoadedModel]) -> None:
+    def __init__(
+        self,
+        options: Options,
+        load: Callable[[TargetHandle], LoadedModel],
+        match: Callable[[TargetHandle, LoadedModel], VocabularyMap | None] | None = None,
+    ) -> None:
         """A drafter whose model is not loaded yet.
 
         Args:
             options: Of the drafter.
             load: Gives the draft model for a target.
+            match: Compares the vocabularies of both; None where they are known to be the same.
         """
-        self._options, self._load = options, load
+        self._options, self._load, self._match = options, load, match
         self._shape: AnyShape = (
             options.dynamic_shape(LONGEST_CHAIN)
             if options.tree == "dynamic"
@@ -132,19 +125,29 @@ class DraftModelDrafter:
         )
         self._shapes = [self._shape.truncated(depth) for depth in range(self._shape.depth + 1)]
         self.nodes_by_depth: Sequence[int] = [shape.num_nodes for shape in self._shapes]
-        self._slots: dict[int, _SlotState] = {}
+        self._texts: dict[int, Translation] = {}  # of slots, where vocabularies differ
         self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy")
 
     def attach(self, target: TargetHandle) -> None:
-        """Loads the model, and allocates its KV cache."""
+        """Loads the model, and allocates its KV cache.
+
+        Raises:
+            ConfigError: When its vocabulary does not go with the target's.
+            ModelError: When it cannot be loaded.
+        """
         self._target = target
+        model = self._load(target)
+        self._mapping = None if self._match is None else self._match(target, model)
         shape = self._shape
         most_fed = shape.num_nodes if isinstance(shape, TreeShape) else shape.num_expanded
         self._runner = Runner(
-            self._load(target), num_slots=target.num_slots, context_len=target.context_len,
+            model, num_slots=target.num_slots, context_len=target.context_len,
             max_nodes=most_fed + 1, runner=target.runner,
         )  # fmt: skip
         with_quantization(self._options.quantization, self._quantize)
+        self._levels = DraftLevels(
+            self._runner, nodes_by_depth=self.nodes_by_depth, vocab_size=target.vocab_size, mapping=self._mapping
+        )
 
     def _quantize(self, quantization: Quantization | None) -> None:
         """Quantises the model, or leaves it as it is stored.
@@ -157,26 +160,23 @@ class DraftModelDrafter:
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Starts with an empty cache; the prompt is read when the first draft is asked for."""
-        del request
-        self._slots[slot] = _SlotState([])
+        self._levels.begin(slot)
+        if self._mapping is not None:
+            self._texts[slot] = Translation(self._mapping, len(request.prompt))
 
     def propose(self, context: DraftContext) -> TokenTree:
         """The shape, expanded level by level."""
+        tokens = context.tokens if self._mapping is None else self._translated(context)
         room = [
-            min(depth, self._runner.context_len - len(tokens))
-            for depth, tokens in zip(context.max_depth, context.tokens, strict=True)
+            min(depth, self._runner.context_len - len(ids))
+            for depth, ids in zip(context.max_depth, tokens, strict=True)
         ]
         active = [row for row, depth in enumerate(room) if depth > 0]
         if not active:
             return TokenTree.roots(context.roots, device=self._target.device)
-        slots, tokens = [context.slots[row] for row in active], [context.tokens[row] for row in active]
-        work = self._catch_up(slots, tokens)
-        expansion = self._expansion(context, active, self._shapes[min(max(room), self._shape.depth)])
-        drafted = self._drafted_at_once(work, expansion) or self._drafted_by_levels(work, expansion)
-        for row, (slot, ids) in enumerate(zip(slots, tokens, strict=True)):
-            state = self._slots[slot]
-            state.tokens.extend(ids[len(state.tokens) :])
-            state.drafted = drafted, row
+        roots, draws = self._draws.of(context, active, self._runner.device)
+        expansion = begin_expansion(self._shapes[min(max(room), self._shape.depth)], roots, draws)
+        self._levels.fill([context.slots[row] for row in active], [tokens[row] for row in active], expansion)
         return expansion.finish(active, room, context.roots)
 
     def commit(self, committed: Committed) -> None:
@@ -184,97 +184,12 @@ class DraftModelDrafter:
 
     def release(self, slot: int) -> None:
         """Forgets the sequence."""
-        self._slots.pop(slot, None)
+        self._levels.release(slot)
+        self._texts.pop(slot, None)
 
-    def _catch_up(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Pass:
-        """Brings the draft model's KV close to the roots; gives the pass over what is left, with their logits."""
-        states = [self._keep_accepted(slot, ids) for slot, ids in zip(slots, tokens, strict=True)]
-        for slot, state, ids in zip(slots, states, tokens, strict=True):
-            while len(ids) - len(state.tokens) > _LONGEST_CATCH_UP:
-                start = len(state.tokens)
-                chunk = ids[start : min(start + self._runner.prefill_chunk, len(ids) - 1)]
-                self._runner.prefill(slot, self._embeddable(chunk), start)
-                state.tokens.extend(chunk)
-        prefix_lens = [len(state.tokens) for state in states]
-        return Pass.of_chains(
-            [self._embeddable(ids[known:]) for ids, known in zip(tokens, prefix_lens, strict=True)],
-            slots=slots,
-            prefix_lens=prefix_lens,
-            device=self._runner.device,
-            has_last_logits=True,
-        )
-
-    def _keep_accepted(self, slot: int, tokens: Sequence[int]) -> _SlotState:
-        """Moves the rows of drafted nodes that were accepted into place; forgets the others."""
-        state = self._slots[slot]
-        del state.tokens[len(tokens) - 1 :]  # the last proposal was thrown away: its root is fed again for its logits
-        path: list[int] = []
-        if state.drafted is not None:
-            drafted, row = state.drafted
-            for token in tokens[len(state.tokens) : -1]:
-                child = drafted.child(row, path[-1] if path else -1, token)
-                if child is None:
-                    break
-                path.append(child)
-        start = len(state.tokens)
-        if path:
-            self._runner.cache.move_rows(slot, [start + node for node in path], start)
-            state.tokens.extend(tokens[start : start + len(path)])
-        state.drafted = None
-        return state
-
-    def _expansion(self, context: DraftContext, active: Sequence[int], shape: AnyShape) -> Expansion:
-        """An empty proposal for some sequences of the batch."""
-        roots, draws = self._draws.of(context, active, self._runner.device)
-        return begin_expansion(shape, roots, draws)
-
-    def _drafted_at_once(self, work: Pass, expansion: Expansion) -> _Drafted | None:
-        """Fills static trees in one call of the decoder, which feeds all levels but the last; None where it cannot."""
-        if not isinstance(expansion, TreeExpansion) or not self._runner.draft_trees(
-            work, expansion, vocab_size=self._target.vocab_size
-        ):
-            return None
-        nodes = slice(1, self.nodes_by_depth[expansion.depth - 1])
-        return _Drafted(expansion.tokens[:, nodes], expansion.parents[None, nodes] - 1)
-
-    def _drafted_by_levels(self, work: Pass, expansion: Expansion) -> _Drafted:
-        """Fills trees with a pass for each level; work: the one that ends with their roots."""
-        expansion.grow(0, self._logits(work).unsqueeze(1))
-        lengths = [end - start for start, end in pairwise(work.offsets)]
-        prefix_lens = [known + new for known, new in zip(work.prefix_lens, lengths, strict=True)]
-        passes = LevelPasses(work.slots, prefix_lens, self._runner.device)
-        for depth in range(1, expansion.depth):
-            expansion.grow(depth, self._level_logits(passes.next(expansion.frontier(depth))))
-        return _Drafted(passes.tokens, passes.parents)
-
-    def _level_logits(self, level: Pass) -> Tensor:
-        """(B, P, V), after every node of a level."""
-        work = replace(
-            level,
-            tokens=level.tokens.clamp_max(self._runner.vocab_size - 1),
-            # A sequence near the draft model's context limit is fed past its own depth along with deeper ones; what it
-            # drafts there is cut off, so its positions only have to be valid.
-            positions=level.positions.clamp_max(self._runner.context_len - 1),
-            logit_rows=torch.arange(level.num_tokens, device=level.tokens.device),
-        )
-        logits = self._logits(work)
-        return logits.view(level.num_sequences, -1, logits.shape[-1])
-
-    def _logits(self, work: Pass) -> Tensor:
-        """(R, V), of a pass."""
-        logits = self._runner.run(work).logits
-        assert logits is not None, "the pass asks for them"
-        return self._in_target_vocabulary(logits)
-
-    def _embeddable(self, tokens: Sequence[int]) -> list[int]:
-        """Tokens with ids that only the target has replaced by one that the draft model can embed."""
-        last = self._runner.vocab_size - 1
-        return [min(token, last) for token in tokens]
-
-    def _in_target_vocabulary(self, logits: Tensor) -> Tensor:
-        """Cuts or pads the last dimension to V; the two differ at most in unused padding ids."""
-        missing = self._target.vocab_size - logits.shape[-1]
-        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
+    def _translated(self, context: DraftContext) -> list[list[int]]:
+        """The draft model's ids of all sequences."""
+        return [self._texts[slot].of(ids) for slot, ids in zip(context.slots, context.tokens, strict=True)]
 
 
 def create(options: Options) -> Drafter:
@@ -285,30 +200,25 @@ def create(options: Options) -> Drafter:
     """
     if options.model is None:
         raise ConfigError("method 'draft_model' needs a model. Expected the draft model's directory. Set 'model'.")
-    return DraftModelDrafter(options, partial(_loaded, options, options.model))
+    files = DraftModelFiles(options.model, options.revision)
+    return drafter_of(options, files.model, files.tokenizer)
 
 
-def _loaded(options: Options, name: str, target: TargetHandle) -> LoadedModel:
-    """The draft model.
+def drafter_of(
+    options: Options, load: Callable[[TargetHandle], LoadedModel], load_tokenizer: Callable[[], Any | None]
+) -> Drafter:
+    """The drafter that options ask for, over any model.
 
-    Raises:
-        ConfigError: When its vocabulary is not the target's.
-        ModelError: When it cannot be loaded.
+    Args:
+        options: Of the drafter.
+        load: Gives the draft model for a target.
+        load_tokenizer: Gives its tokenizer, or None where it has none.
     """
-    dtype, device = str(target.dtype).removeprefix("torch."), str(target.device)
-    model = load_model(name, dtype=dtype, device=device, revision=options.revision)
-    tokenizer = load_tokenizer(name, options.revision)
-    if tokenizer is not None and hasattr(target.tokenizer, "get_vocab"):
-        ours, theirs = target.tokenizer.get_vocab(), tokenizer.get_vocab()
-        if ours != theirs:
-            differing = len(set(ours.items()) ^ set(theirs.items()))
-            raise ConfigError(
-                f"draft model '{name}' has another vocabulary than '{target.name}': {differing} entries "
-                "differ. Expected the same tokenizer. Use a draft model of the same family."
-            )
-    elif model.vocab_size != target.vocab_size:
-        raise ConfigError(
-            f"draft model '{name}' has {model.vocab_size} tokens, the target {target.vocab_size}, and there "
-            "are no tokenizers to compare. Expected the same vocabulary."
-        )
-    return model
+    if options.matching == "text":
+        return TextDraftDrafter(
+            load, lambda target, model: vocabularies(target, model, load_tokenizer()), chain_len=options.chain_len,
+            quantization=options.quantization,
+        )  # fmt: skip
+    return DraftModelDrafter(
+        options, load, lambda target, model: vocabulary_map(options.matching, target, model, load_tokenizer())
+    )

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 _GROUP = "foretoken.drafters"
 _NOT_METHODS = {
-    "autoregressive", "base", "captured_expansion", "falcon_blocks", "head_loading", "heads", "kept_draws",
-    "last_features", "level_passes", "lookahead_window", "prefix_features", "quantization", "registry",
-    "stack_features",
+    "autoregressive", "base", "captured_expansion", "draft_levels", "draft_loading", "falcon_blocks", "head_loading",
+    "heads", "kept_draws", "last_features", "level_passes", "lookahead_window", "prefix_features", "quantization",
+    "registry", "retokenized", "stack_features", "text_draft", "token_bytes", "vocab_map",
 }  # fmt: skip
 # A tool of benchmarks, which needs the answer: by its exact name only.
 _TOOLS = {"oracle"}
@@ -40,7 +40,7 @@ _PLANNED = frozenset({
 # Names of papers whose heads are drafted with by another paper's method.
 _SAME_AS = {"hass": "eagle", "eagle2": "eagle"}
 # Other names of methods, without dashes.
-_OTHER_NAMES = {"lookaheaddecoding": "lookahead", "tokenrecycling": "recycling"}
+_OTHER_NAMES = {"layerskip": "early_exit", "lookaheaddecoding": "lookahead", "tokenrecycling": "recycling"}
 
 
 def known_methods() -> list[str]:

@@ -28,12 +28,14 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "max_model_len": (None,),
     "code_revision": (None,),
     "parallel_drafting": (None, False),
-    "use_heterogeneous_vocab": (None, False),
     "num_speculative_tokens_per_batch_size": (None,),
     "enable_adaptive_verification": (None, False, True),
     "enforce_eager": (None, False, True),
 }
-_UNSET = ("revision", "quantization")  # keys of some methods that vLLM also gives to the others, as None
+# Keys of some methods that vLLM also gives to the others, with a value that asks for nothing.
+_UNSET: dict[str, tuple[Any, ...]] = {
+    "revision": (None,), "quantization": (None,), "use_heterogeneous_vocab": (None, False),
+}  # fmt: skip
 _MOST_DRAFTERS = 16
 _NAME_OF_HEAD = re.compile(r"[\w+-]+")
 ENGINE_KEYS = frozenset({"acceptance", "drafters", "rejection_sample_method", *_POLICY_KEYS, *_NEUTRAL})
@@ -104,7 +106,9 @@ def _options(config: Mapping[str, Any], target: str) -> DrafterOptions:
     if beside is not None:
         config = {**config, "method": method_of(beside), "model": str(beside)}
     own = {
-        key: value for key, value in config.items() if key not in ENGINE_KEYS and not (key in _UNSET and value is None)
+        key: value
+        for key, value in config.items()
+        if key not in ENGINE_KEYS and not _is_one_of(value, _UNSET.get(key, ()))
     }
     if own.get("model") is None and isinstance(own["method"], str) and own["method"] in known_methods():
         bundled = Path(f"{target}-{'draft' if own['method'] == 'draft_model' else own['method']}")

@@ -23,6 +23,7 @@ from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.drafters.heads import HeadDrafter
 from foretoken.drafters.prefix_features import PrefixFeatures
 from foretoken.drafters.stack_features import StackFeatures
+from foretoken.drafters.text_draft import TextDraftDrafter
 
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 SLOTS = 4
@@ -47,9 +48,10 @@ def poison_target(engine: LLM, *, start: int = 0) -> None:
     loop.step = poisoned_step
 
 
-def poison_draft_model(drafter: DraftModelDrafter) -> None:
+def poison_draft_model(drafter: DraftModelDrafter | TextDraftDrafter) -> None:
     """Overwrites what the draft model did not keep, and whole slots when they are released."""
-    keep, release, cache = drafter._keep_accepted, drafter.release, drafter._runner.cache
+    levels, cache = drafter._levels, drafter._runner.cache
+    keep, release = levels._keep_accepted, levels.release
 
     def poisoned_keep(slot: int, tokens: list[int]) -> Any:
         state = keep(slot, tokens)
@@ -60,7 +62,7 @@ def poison_draft_model(drafter: DraftModelDrafter) -> None:
         release(slot)
         cache.poison(slot, 0)
 
-    drafter._keep_accepted, drafter.release = poisoned_keep, poisoned_release
+    levels._keep_accepted, levels.release = poisoned_keep, poisoned_release
 
 
 def poison_block(drafter: HeadDrafter, stack: BlockStack) -> None:
@@ -86,7 +88,7 @@ def poisoned_llm(arguments: dict[str, Any], runner: str, **more: Any) -> LLM:
     engine = llm(arguments, max_num_seqs=SLOTS, max_model_len=CONTEXT_LEN, runner=runner)
     for guard in engine._engine._drafting._guards:
         drafter = guard._drafter
-        if isinstance(drafter, DraftModelDrafter):
+        if isinstance(drafter, DraftModelDrafter | TextDraftDrafter):
             poison_draft_model(drafter)
         elif isinstance(drafter, AutoregressiveDrafter):
             poison_block(drafter, drafter._stack)

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 
 from foretoken import LLM
 from foretoken.drafters.base import Drafter
-from foretoken.drafters.draft_model import DraftModelDrafter, Options
+from foretoken.drafters.draft_model import DraftModelDrafter, Options, drafter_of
 from foretoken.hf.loading import wrap_model
 
 MEDUSA_CHOICES = [[0], [1], [0, 0], [0, 1], [2], [0, 0, 0], [0, 0, 0, 0], [1, 0]]
@@ -35,7 +35,13 @@ RUNNERS = {"generic": torch.float64, "lean-stock": torch.float64, "lean-native":
 
 # Letters, pieces of longer words, and single bytes of characters that take two, three and four of them.
 _PIECES = [" ", *"abcdefghijklmnopqrstuvwxyz", "th", "he", "ing", "\n", "ab", *"ABCDEFGHIJKL", *"0123456789."]
+SPECIALS = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
 _BYTES = sorted({byte for character in "éß€😀" for byte in character.encode()})
+PIECES: list[str | bytes] = [  # all tokens, special ones by name
+    *SPECIALS.values(), *(piece.encode() for piece in _PIECES), *(bytes([byte]) for byte in _BYTES),
+]  # fmt: skip
+# Ids of the targets' tokens that another tokenizer has, in the order of its own: all but <pad>, "th", "a" and "7".
+OTHER_ORDER = [(7 * i + 3) % 67 for i in range(67) if (7 * i + 3) % 67 not in (0, 4, 30, 54)]
 
 
 @cache
@@ -67,15 +73,39 @@ def noisy_directory(architecture: str = "llama", dtype: torch.dtype = torch.floa
 @cache
 def tokenizer() -> Any:
     """A byte-level tokenizer of the tiny models' vocabulary; `</s>` is their end-of-sequence token."""
+    return byte_level_tokenizer(PIECES)
+
+
+def byte_level_tokenizer(pieces: Sequence[str | bytes]) -> Any:
+    """A byte-level tokenizer that splits text into single bytes.
+
+    Args:
+        pieces: Tokens in the order of their ids: names of special tokens, and bytes.
+    """
     shown = dict(zip(range(256), _byte_alphabet(), strict=True))
-    pieces = ["<pad>", "<s>", "</s>"]
-    pieces += ["".join(shown[byte] for byte in piece.encode()) for piece in _PIECES]
-    pieces += [shown[byte] for byte in _BYTES]
-    vocabulary = {piece: index for index, piece in enumerate(pieces)}
-    inner = Tokenizer(models.BPE(vocabulary, merges=[]))
+    names = [piece if isinstance(piece, str) else "".join(shown[byte] for byte in piece) for piece in pieces]
+    inner = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, merges=[]))
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="<pad>")
+    specials = {role: name for role, name in SPECIALS.items() if name in pieces}
+    return PreTrainedTokenizerFast(tokenizer_object=inner, **specials)
+
+
+@cache
+def other_tokenizer() -> Any:
+    """A tokenizer that shares most of its tokens with that of the targets, under other ids, and has two more."""
+    return byte_level_tokenizer([*(PIECES[token] for token in OTHER_ORDER), b"es", b"tion"])
+
+
+def with_other_vocabulary(module: Any) -> Any:
+    """A model with the rows of its embedding and LM head in the order of `other_tokenizer`, and two random ones."""
+    module = copy.deepcopy(module)
+    generator = torch.Generator().manual_seed(2)
+    for part in (module.get_input_embeddings(), module.get_output_embeddings()):
+        new = 0.25 * torch.randn(2, part.weight.shape[1], generator=generator, dtype=torch.float64)
+        part.weight = torch.nn.Parameter(torch.cat([part.weight[OTHER_ORDER], new.to(part.weight.dtype)]))
+    module.config.vocab_size = module.get_output_embeddings().out_features = len(OTHER_ORDER) + 2
+    return module
 
 
 def _byte_alphabet() -> list[str]:
@@ -85,9 +115,11 @@ def _byte_alphabet() -> list[str]:
     return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
-def draft_model(module: Any, **options: Any) -> Callable[[], Drafter]:
-    """Makes a draft-model drafter over a model in memory."""
+def draft_model(module: Any, *, tokenizer: Any = None, **options: Any) -> Callable[[], Drafter]:
+    """Makes a draft-model drafter over a model in memory; without a tokenizer its vocabulary is the target's."""
     checked = Options(method="draft_model", **{"tree": "chain", **options})
+    if tokenizer is not None:
+        return lambda: drafter_of(checked, lambda target: wrap_model(module, name="draft"), lambda: tokenizer)
     return lambda: DraftModelDrafter(checked, lambda target: wrap_model(module, name="draft"))
 
 
@@ -143,6 +175,11 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         made = draft_model(noisy(architecture, noise, dtype), **options)
         return fixed(drafter=made, trust_drafter=True)  # as the registry's, which has no models in memory
 
+    def draft_other(match: str, **options: Any) -> Callable[[Any], dict[str, Any]]:
+        module = with_other_vocabulary(noisy(architecture, 0.02, dtype))
+        made = draft_model(module, tokenizer=other_tokenizer(), vocab_match=match, **options)
+        return fixed(drafter=made, trust_drafter=True)
+
     return {
         "none": fixed(),
         "ngram": config("ngram", num_speculative_tokens=5, prompt_lookup_min=1),
@@ -168,6 +205,11 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "draft dynamic": draft(tree="dynamic", num_speculative_tokens=4, tree_top_k=4, max_nodes=12),
         "draft itself dynamic": draft(0.0, tree="dynamic", num_speculative_tokens=4, tree_top_k=3, max_nodes=9),
         "draft as stored": draft(num_speculative_tokens=4, quantization="none"),  # else int8 where that can be
+        "draft intersection": draft_other("intersection", num_speculative_tokens=4),
+        "draft intersection dynamic": draft_other(
+            "auto", tree="dynamic", num_speculative_tokens=4, tree_top_k=4, max_nodes=12
+        ),
+        "draft text": draft_other("text", num_speculative_tokens=4),
         "draft greedy": draft(num_speculative_tokens=4, draft_sample_method="greedy"),
         "early exit": config("early_exit", exit_layer=2, num_speculative_tokens=4),
         "early exit tree": config("early_exit", exit_layer=2, tree="tree"),

@@ -26,7 +26,6 @@ NEUTRAL_KEYS = {
     "max_model_len": [None],
     "code_revision": [None],
     "parallel_drafting": [None, False],
-    "use_heterogeneous_vocab": [None, False],
     "num_speculative_tokens_per_batch_size": [None],
     "enable_adaptive_verification": [None, False, True],
     "enforce_eager": [None, False, True],
@@ -78,6 +77,20 @@ def test_quantization_is_for_methods_with_weights() -> None:
         assert parse(method=method, model="/x", quantization="int8").options[0].quantization == "int8"
 
 
+def test_other_vocabularies_are_for_draft_models() -> None:
+    """vLLM's key is one name of an option; all methods take the values that ask for nothing."""
+    for value in (None, False):
+        assert parse(method="ngram", use_heterogeneous_vocab=value).options[0].method == "ngram"
+        assert parse(method="draft_model", model="/x", use_heterogeneous_vocab=value).options[0].matching == "same"
+    assert parse(model="/x", use_heterogeneous_vocab=True).options[0].matching == "intersection"
+    assert parse(model="/x", use_heterogeneous_vocab=True, vocab_match="auto").options[0].matching == "auto"
+    assert parse(model="/x", vocab_match="text").options[0].matching == "text"
+    with pytest.raises(ConfigError, match="method 'ngram' has no key 'use_heterogeneous_vocab'"):
+        parse(method="ngram", use_heterogeneous_vocab=True)
+    with pytest.raises(ConfigError, match="and vocab_match is 'same'"):
+        parse(model="/x", use_heterogeneous_vocab=True, vocab_match="same")
+
+
 WRONG_NUMBERS = (True, "3", 1.5, 3.0, float("nan"), [3], 10**30)
 WRONG_NAMES = (True, 3, 1.5, ["x"])
 OPTIONS = {
@@ -97,6 +110,8 @@ OPTIONS = {
     "revision": WRONG_NAMES,
     "draft_sample_method": (*WRONG_NAMES, None, "Greedy"),
     "quantization": (*WRONG_NAMES, "awq", "Int8"),
+    "vocab_match": (*WRONG_NAMES, "tli", "Text"),
+    "use_heterogeneous_vocab": (1, 0, "true", 1.0),
     "behaviour": (*WRONG_NAMES, None, "polite"),
     "allow_other_target": (1, 0, "true", "yes", 1.0, None),
 }

@@ -1,0 +1,215 @@
+"""A draft model's KV cache and its passes: what is committed is fed once, and drafts are expanded level by level.
+
+Knows ids of the draft model alone, but for the logits that expansions get and the frontiers that they give, which a
+`VocabularyMap` takes to the target's ids and back.
+
+Letters: B sequences, P parents of one level, W nodes that were fed, V target vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from foretoken.core.passes import Pass
+from foretoken.drafters.level_passes import LevelPasses
+from foretoken.trees.expansion import TreeExpansion
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.drafters.vocab_map import VocabularyMap
+    from foretoken.runner.runner import Runner
+    from foretoken.trees.expansion import Expansion
+
+_LONGEST_CATCH_UP = 2  # after full acceptance the last drafted token and the bonus token are new to the draft model
+_LONGEST_MAPPED_CATCH_UP = 8  # tokens of the target that are several of the draft model's make it longer
+
+
+class _Drafted:
+    """What the last proposal fed below the roots, looked at when the next one asks: by then nobody has to wait for it.
+
+    It need not be what was proposed: nodes without children are not fed, and fed ones may have been left out.
+    """
+
+    def __init__(self, tokens: Tensor, parents: Tensor) -> None:
+        """W nodes of each sequence.
+
+        Args:
+            tokens: (B, W) int64.
+            parents: (B, W) or (1, W) int64, of each node among these; -1 below the root.
+        """
+        self._tokens, self._parents = tokens, parents
+
+    @cached_property
+    def rows(self) -> list[list[list[int]]]:
+        """Tokens and parents of each sequence."""
+        rows: list[list[list[int]]] = torch.stack([self._tokens, self._parents.expand_as(self._tokens)], dim=1).tolist()
+        return rows
+
+    def child(self, row: int, node: int, token: int) -> int | None:
+        """The first child of a node, -1 for the root, that was fed with a token."""
+        tokens, parents = self.rows[row]
+        return next((i for i in range(node + 1, len(tokens)) if parents[i] == node and tokens[i] == token), None)
+
+
+@dataclass(slots=True)
+class _SlotState:
+    """What the draft model's KV holds for one sequence.
+
+    Attributes:
+        tokens: Tokens whose rows are in place, positions 0 …
+        drafted: What the last proposal fed after them, and which row of it is this sequence's; node i lies in cache row
+            `len(tokens) + i`.
+    """
+
+    tokens: list[int]
+    drafted: tuple[_Drafted, int] | None = None
+
+
+class DraftLevels:
+    """Fills expansions with a draft model's tokens."""
+
+    def __init__(
+        self, runner: Runner, *, nodes_by_depth: Sequence[int], vocab_size: int, mapping: VocabularyMap | None = None
+    ) -> None:
+        """Nothing is in the cache yet.
+
+        Args:
+            runner: Of the draft model.
+            nodes_by_depth: Nodes of the static trees that are filled, see `Drafter`.
+            vocab_size: V.
+            mapping: Of the target's vocabulary to the draft model's; None where they are the same.
+        """
+        self._runner, self._nodes_by_depth, self._vocab_size = runner, nodes_by_depth, vocab_size
+        self._mapping = mapping
+        self._longest_catch_up = _LONGEST_CATCH_UP if mapping is None else _LONGEST_MAPPED_CATCH_UP
+        self._slots: dict[int, _SlotState] = {}
+
+    def begin(self, slot: int) -> None:
+        """Starts a sequence with an empty cache; the prompt is read when the first draft is asked for."""
+        self._slots[slot] = _SlotState([])
+
+    def release(self, slot: int) -> None:
+        """Forgets a sequence."""
+        self._slots.pop(slot, None)
+
+    def crop(self, slot: int, length: int) -> None:
+        """Forgets a sequence's rows from position `length` on, and what was drafted behind them."""
+        state = self._slots[slot]
+        if length < len(state.tokens):
+            del state.tokens[length:]
+            state.drafted = None
+
+    def fill(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], expansion: Expansion) -> None:
+        """Feeds what is new of some sequences, and expands drafts behind them.
+
+        Args:
+            slots: B slots.
+            tokens: The draft model's ids of each whole sequence, the root last; they continue what was fed before.
+            expansion: Of B sequences; filled.
+        """
+        work = self._catch_up(slots, tokens)
+        drafted = self._drafted_at_once(work, expansion) or self._drafted_by_levels(work, expansion)
+        for row, (slot, ids) in enumerate(zip(slots, tokens, strict=True)):
+            state = self._slots[slot]
+            state.tokens.extend(ids[len(state.tokens) :])
+            state.drafted = drafted, row
+
+    def _catch_up(self, slots: Sequence[int], tokens: Sequence[Sequence[int]]) -> Pass:
+        """Brings the draft model's KV close to the roots; gives the pass over what is left, with their logits."""
+        states = [self._keep_accepted(slot, ids) for slot, ids in zip(slots, tokens, strict=True)]
+        for slot, state, ids in zip(slots, states, tokens, strict=True):
+            while len(ids) - len(state.tokens) > self._longest_catch_up:
+                start = len(state.tokens)
+                chunk = ids[start : min(start + self._runner.prefill_chunk, len(ids) - 1)]
+                self._runner.prefill(slot, self._embeddable(chunk), start)
+                state.tokens.extend(chunk)
+        prefix_lens = [len(state.tokens) for state in states]
+        return Pass.of_chains(
+            [self._embeddable(ids[known:]) for ids, known in zip(tokens, prefix_lens, strict=True)],
+            slots=slots,
+            prefix_lens=prefix_lens,
+            device=self._runner.device,
+            has_last_logits=True,
+        )
+
+    def _keep_accepted(self, slot: int, tokens: Sequence[int]) -> _SlotState:
+        """Moves the rows of drafted nodes that were accepted into place; forgets the others."""
+        state = self._slots[slot]
+        del state.tokens[len(tokens) - 1 :]  # the last proposal was thrown away: its root is fed again for its logits
+        path: list[int] = []
+        if state.drafted is not None:
+            drafted, row = state.drafted
+            for token in tokens[len(state.tokens) : -1]:
+                child = drafted.child(row, path[-1] if path else -1, token)
+                if child is None:
+                    break
+                path.append(child)
+        start = len(state.tokens)
+        if path:
+            self._runner.cache.move_rows(slot, [start + node for node in path], start)
+            state.tokens.extend(tokens[start : start + len(path)])
+        state.drafted = None
+        return state
+
+    def _drafted_at_once(self, work: Pass, expansion: Expansion) -> _Drafted | None:
+        """Fills static trees in one call of the decoder, which feeds all levels but the last; None where it cannot.
+
+        The decoder feeds the ids that it chooses, so a map of vocabularies drafts by levels.
+        """
+        if self._mapping is not None or not isinstance(expansion, TreeExpansion):
+            return None
+        if not self._runner.draft_trees(work, expansion, vocab_size=self._vocab_size):
+            return None
+        nodes = slice(1, self._nodes_by_depth[expansion.depth - 1])
+        return _Drafted(expansion.tokens[:, nodes], expansion.parents[None, nodes] - 1)
+
+    def _drafted_by_levels(self, work: Pass, expansion: Expansion) -> _Drafted:
+        """Fills trees with a pass for each level; work: the one that ends with their roots."""
+        expansion.grow(0, self._logits(work).unsqueeze(1))
+        lengths = [end - start for start, end in pairwise(work.offsets)]
+        prefix_lens = [known + new for known, new in zip(work.prefix_lens, lengths, strict=True)]
+        passes = LevelPasses(work.slots, prefix_lens, self._runner.device)
+        for depth in range(1, expansion.depth):
+            frontier = expansion.frontier(depth)
+            if self._mapping is not None:
+                frontier = frontier._replace(tokens=self._mapping.fed(frontier.tokens))
+            expansion.grow(depth, self._level_logits(passes.next(frontier)))
+        return _Drafted(passes.tokens, passes.parents)
+
+    def _level_logits(self, level: Pass) -> Tensor:
+        """(B, P, V), after every node of a level."""
+        work = replace(
+            level,
+            tokens=level.tokens.clamp_max(self._runner.vocab_size - 1),
+            # A sequence near the draft model's context limit is fed past its own depth along with deeper ones; what it
+            # drafts there is cut off, so its positions only have to be valid.
+            positions=level.positions.clamp_max(self._runner.context_len - 1),
+            logit_rows=torch.arange(level.num_tokens, device=level.tokens.device),
+        )
+        logits = self._logits(work)
+        return logits.view(level.num_sequences, -1, logits.shape[-1])
+
+    def _logits(self, work: Pass) -> Tensor:
+        """(R, V), of a pass."""
+        logits = self._runner.run(work).logits
+        assert logits is not None, "the pass asks for them"
+        return self._in_target_vocabulary(logits)
+
+    def _embeddable(self, tokens: Sequence[int]) -> list[int]:
+        """Tokens with ids that only the target has replaced by one that the draft model can embed."""
+        last = self._runner.vocab_size - 1
+        return [min(token, last) for token in tokens]
+
+    def _in_target_vocabulary(self, logits: Tensor) -> Tensor:
+        """Maps the last dimension to V, or cuts or pads it: one vocabulary differs at most in unused padding ids."""
+        if self._mapping is not None:
+            return self._mapping.to_target(logits)
+        missing = self._vocab_size - logits.shape[-1]
+        return torch.nn.functional.pad(logits, (0, missing), value=float("-inf")) if missing else logits
