@@ -19,9 +19,9 @@ from foretoken.decoder.lean.head_kernels import HeadKernels
 
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 NAMES = list(DRAFTERS["generic"])
-_ONCE = {"dynamic", "eagle", "eagle3", "falcon"}
-# Every drafter meets the full batch and one of the small ones, dynamic trees and heads with a decoder block one of all,
-# as they are verified like others; in all of them there are more sequences than slots.
+_ONCE = {"dynamic", "eagle", "eagle3", "falcon", "suffix"}
+# Every drafter meets the full batch and one of the small ones; dynamic trees, heads with a decoder block and suffix
+# decoding one of all, as they are verified like others; in all of them there are more sequences than slots.
 PAIRS = [
     (name, batch)
     for index, name in enumerate(NAMES)
@@ -32,6 +32,7 @@ PAIRS = [
 AT_LEAST = {
     "draft": 1.75, "draft itself": 2.9, "draft tree": 2.1, "draft itself tree": 4.0, "draft choices": 2.0,
     "draft widths": 2.1, "oracle [2]": 2.2, "oracle [3, 0, 5]": 2.5, "oracle tree": 2.5, "ngram tree": 1.02,
+    "suffix tree": 1.02,
     "medusa": 2.2, "hydra": 3.0, "hydra++": 3.6, "mlp_speculator": 3.0,
     "draft dynamic": 2.1, "draft itself dynamic": 2.8, "medusa dynamic": 1.9, "hydra dynamic": 3.0,
     "mlp_speculator dynamic": 2.9, "eagle": 3.0, "eagle3": 2.4, "eagle dynamic": 2.65, "eagle3 dynamic": 2.1,
