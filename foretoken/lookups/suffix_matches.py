@@ -129,9 +129,7 @@ class SuffixMatches:
         return ((tokens[start + depth], branch),) if depth < end else ()
 
     def _ends_in_text(self, match: Match) -> list[int]:
-        """Where a match goes on in the end of the text."""
-        if match.depth == self._tree.max_depth:
-            return []
+        """Where a match goes on in the end of the text, whose suffixes are all shorter than the tree is deep."""
         return [end for end in match.ends if end < len(self._text)]
 
     def _with_ends(

@@ -120,3 +120,24 @@ def test_a_wide_node_finds_its_frequent_children() -> None:
     for _ in range(85):
         tree.drop_oldest()
     assert best_draft([SuffixMatches(tree, array("i", [7]))], 4, limits).probs == [60 / 65]
+
+
+def test_a_child_may_become_frequent_because_others_left() -> None:
+    tree = SuffixTree(4)
+    for output in [[7, 1]] * 400 + [[7, 2]] * 8 + [[7, 100 + number] for number in range(40)]:
+        sequence = tree.begin()
+        tree.extend(sequence, output)
+        tree.close(sequence)
+    limits = DraftLimits(most_nodes=8, most_depth=3, spec_factor=4.0, least_prob=0.1, is_path=False)
+    assert best_draft([SuffixMatches(tree, array("i", [7]))], 4, limits).tokens == [1]
+    for _ in range(400):
+        tree.drop_oldest()
+    assert best_draft([SuffixMatches(tree, array("i", [7]))], 4, limits).tokens == [2]
+
+
+def test_a_longer_match_of_the_same_places_may_have_the_better_tree() -> None:
+    """It has more nodes, in fewer levels."""
+    source = pool_matches([[0, 1, 2, 3, 5, 6, 5], [0, 1, 2, 3, 7, 8, 7]], [0, 1, 2, 3])
+    limits = DraftLimits(most_nodes=8, most_depth=7, spec_factor=1.0, least_prob=0.1, is_path=False)
+    draft = best_draft([source], DEPTH, limits)
+    assert (sorted(draft.tokens), draft.probs) == ([5, 6, 7, 8], [0.5] * 4)
