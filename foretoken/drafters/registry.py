@@ -35,12 +35,17 @@ _NOT_METHODS = {
 _TOOLS = {"oracle"}
 # Methods of papers and of other engines, without dashes: known by name, and not there yet.
 _PLANNED = frozenset({
-    "clover", "dflash", "kangaroo", "mtp", "ngramgpu", "pard", "rest", "suffix", "suffixdecoding",
+    "clover", "dflash", "kangaroo", "mtp", "ngramgpu", "pard", "rest",
 })  # fmt: skip
 # Names of papers whose heads are drafted with by another paper's method.
 _SAME_AS = {"hass": "eagle", "eagle2": "eagle"}
 # Other names of methods, without dashes.
-_OTHER_NAMES = {"layerskip": "early_exit", "lookaheaddecoding": "lookahead", "tokenrecycling": "recycling"}
+_OTHER_NAMES = {
+    "layerskip": "early_exit",
+    "lookaheaddecoding": "lookahead",
+    "suffixdecoding": "suffix",
+    "tokenrecycling": "recycling",
+}
 
 
 def known_methods() -> list[str]:

@@ -19,10 +19,13 @@ from foretoken.decoder.lean.head_kernels import HeadKernels
 
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 NAMES = list(DRAFTERS["generic"])
-# Every drafter meets the full batch and one of the small ones; dynamic trees, heads with a decoder block, lookups that came
-# later and draft models with other vocabularies one of all, as they are verified like others. In all of them there are
-# more sequences than slots.
-_ONCE = {"dynamic", "eagle", "eagle3", "falcon", "intersection", "text", "lookahead", "recycling", "suffix", "early"}
+# Every drafter meets the full batch and one of the small ones. Dynamic trees, heads with a decoder block, lookups that
+# came later, and draft models with other vocabularies meet one of all, as they are verified like others. In all of them
+# there are more sequences than slots.
+_ONCE = {
+    "dynamic", "eagle", "eagle3", "falcon", "intersection", "text", "lookahead", "recycling", "suffix", "early",
+    "prediction", "rest",
+}  # fmt: skip
 PAIRS = [
     (name, batch)
     for index, name in enumerate(NAMES)
@@ -33,7 +36,7 @@ PAIRS = [
 AT_LEAST = {
     "draft": 1.75, "draft itself": 2.9, "draft tree": 2.1, "draft itself tree": 4.0, "draft choices": 2.0,
     "draft widths": 2.1, "draft intersection": 1.4, "draft intersection dynamic": 1.7, "draft text": 1.1,
-    "oracle [2]": 2.2, "oracle [3, 0, 5]": 2.5, "oracle tree": 2.5, "ngram tree": 1.02,
+    "oracle [2]": 2.2, "oracle [3, 0, 5]": 2.5, "oracle tree": 2.5, "ngram tree": 1.02, "suffix tree": 1.02,
     "medusa": 2.2, "hydra": 3.0, "hydra++": 3.6, "mlp_speculator": 3.0,
     "draft dynamic": 2.1, "draft itself dynamic": 2.8, "medusa dynamic": 1.9, "hydra dynamic": 3.0,
     "mlp_speculator dynamic": 2.9, "eagle": 3.0, "eagle3": 2.4, "eagle dynamic": 2.65, "eagle3 dynamic": 2.1,

@@ -1,0 +1,195 @@
+"""Suffix decoding: what followed the last tokens before, in the request's own text and in what others wrote.
+
+Every request has a tree of the suffixes of its prompt and output; a pool shared by all requests with the same cache
+salt holds outputs, finished and running ones, and no prompts. Both count how often each continuation followed, so
+drafts are frequent paths, or trees of them, and come with estimates of their acceptance.
+
+Source: Oliaro et al. 2024 (arXiv 2411.04975); options and choices as in ArcticInference and vLLM's `suffix`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import islice
+from typing import TYPE_CHECKING, ClassVar, Self
+
+from pydantic import Field, model_validator
+
+from foretoken.core.backend import floats_on
+from foretoken.core.checks import shown
+from foretoken.core.errors import ConfigError
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.drafters.base import (
+    Committed,
+    DraftContext,
+    Drafter,
+    DrafterOptions,
+    DraftRequest,
+    TargetHandle,
+    TargetReads,
+)
+from foretoken.lookups.suffix_drafts import Draft, DraftLimits, best_draft
+from foretoken.lookups.suffix_matches import SuffixMatches
+from foretoken.lookups.suffix_pool import Member, SuffixPool
+from foretoken.lookups.suffix_tree import SuffixTree
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Options(DrafterOptions):
+    """Options of suffix decoding: vLLM's names and defaults, and a bound in bytes.
+
+    Attributes:
+        suffix_decoding_max_tree_depth: Longest match and its draft together, in tokens.
+        suffix_decoding_max_cached_requests: Outputs that the pool holds at most, running ones among them; the oldest
+            leave first. 0 for no pool.
+        suffix_decoding_max_cached_bytes: What the pool takes at most.
+        suffix_decoding_max_spec_factor: Drafted tokens for each token of the match.
+        suffix_decoding_min_token_prob: Least estimated probability of a drafted token's whole path.
+    """
+
+    is_trusted: ClassVar[bool] = True
+    can_prune_tree: ClassVar[bool] = True
+
+    suffix_decoding_max_tree_depth: int = Field(default=24, ge=2, le=256)
+    suffix_decoding_max_cached_requests: int = Field(default=10_000, ge=0)
+    suffix_decoding_max_cached_bytes: int = Field(default=256 << 20, ge=1)
+    suffix_decoding_max_spec_factor: float = Field(default=1.0, ge=0.0)
+    suffix_decoding_min_token_prob: float = Field(default=0.1, ge=0.0, le=1.0)
+
+    @model_validator(mode="after")
+    def _own_tree(self) -> Self:
+        """Counts decide about the shape.
+
+        Raises:
+            ConfigError: For a static shape.
+        """
+        if self.tree not in ("chain", "tree"):
+            raise ConfigError(
+                f"method '{self.method}' has no static trees, and 'tree' is {shown(self.tree)}. Expected \"chain\", or "
+                '"tree" for the most frequent continuations.'
+            )
+        return self
+
+
+class _Sequence:
+    """One request's text.
+
+    Attributes:
+        tree: Of the text alone; its only sequence is number 0.
+        salt: With whom outputs are shared.
+        num_prompt: Tokens that are no output.
+        member: Its output in the pool; None before there is any.
+    """
+
+    def __init__(self, request: DraftRequest, max_depth: int) -> None:
+        self.tree = SuffixTree(max_depth)
+        self.text = self.tree.text(self.tree.begin())
+        self.salt, self.num_prompt = request.cache_salt, len(request.prompt)
+        self.member: Member | None = None
+
+
+class SuffixDrafter:
+    """Proposes the most frequent continuations of the longest matches."""
+
+    name = "suffix"
+    reads = TargetReads()
+
+    def __init__(self, options: Options) -> None:
+        self._options = options
+        self._depth = options.suffix_decoding_max_tree_depth
+        self._most_depth = min(options.chain_len, self._depth - 1)
+        self._is_chain = options.tree == "chain"
+        self.nodes_by_depth: Sequence[int] = range(1, self._most_depth + 2)
+        if not self._is_chain:
+            self.nodes_by_depth = (1, *[options.max_nodes] * self._most_depth)
+        self._pool: SuffixPool | None = None
+        if options.suffix_decoding_max_cached_requests:
+            self._pool = SuffixPool(
+                self._depth,
+                max_sequences=options.suffix_decoding_max_cached_requests,
+                max_bytes=options.suffix_decoding_max_cached_bytes,
+            )
+        self._sequences: dict[int, _Sequence] = {}
+
+    @property
+    def pool(self) -> SuffixPool | None:
+        """What requests share; None where nothing is shared."""
+        return self._pool
+
+    def attach(self, target: TargetHandle) -> None:
+        """Learns where trees lie."""
+        self._device = target.device
+
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        """An empty tree: the prompt is read as it enters the KV cache."""
+        self.release(slot)
+        self._sequences[slot] = _Sequence(request, self._depth)
+
+    def propose(self, context: DraftContext) -> TokenTree:
+        """The best drafts of each sequence's own tree and of the pool's."""
+        drafts = [
+            self._draft(slot, tokens, depth, nodes)
+            for slot, tokens, depth, nodes in zip(
+                context.slots, context.tokens, context.max_depth, context.max_nodes, strict=True
+            )
+        ]
+        rows = [
+            TreeRow([root, *draft.tokens], [-1, *draft.parents])
+            for root, draft in zip(context.roots, drafts, strict=True)
+        ]
+        tree = TokenTree.from_rows(rows, device=self._device)
+        scores = [
+            [0.0, *map(math.log, draft.probs), *[0.0] * (tree.width - 1 - len(draft.probs))] for draft in drafts
+        ]  # fmt: skip
+        return replace(tree, scores=floats_on(scores, self._device))
+
+    def commit(self, committed: Committed) -> None:
+        """Adds what entered the KV cache, so that the end of an output is known although no draft follows it."""
+        for slot, start, tokens in zip(committed.slots, committed.starts, committed.tokens, strict=True):
+            sequence = self._sequences[slot]
+            self._extend(sequence, tokens[max(len(sequence.text.tokens) - start, 0) :])
+
+    def release(self, slot: int) -> None:
+        """Forgets the sequence; what it wrote, be it whole or not, stays in the pool like any other output."""
+        sequence = self._sequences.pop(slot, None)
+        if sequence is not None and sequence.member is not None and self._pool is not None:
+            self._pool.close(sequence.member)
+
+    def _draft(self, slot: int, tokens: Sequence[int], depth: int, max_nodes: int) -> Draft:
+        """One sequence's draft."""
+        sequence = self._sequences[slot]
+        known = sequence.text.tokens
+        if len(tokens) > len(known):
+            self._extend(sequence, list(islice(tokens, len(known), None)))
+        sources = [SuffixMatches(sequence.tree, known, sequence.text.num_counted)]
+        shared = None if self._pool is None else self._pool.tree(sequence.salt)
+        if shared is not None:
+            sources.append(SuffixMatches(shared, known))
+        limits = DraftLimits(
+            most_nodes=min(max_nodes, self.nodes_by_depth[-1]) - 1,
+            most_depth=min(depth, self._most_depth),
+            spec_factor=self._options.suffix_decoding_max_spec_factor,
+            least_prob=self._options.suffix_decoding_min_token_prob,
+            is_path=self._is_chain,
+        )
+        return best_draft(sources, self._depth, limits)
+
+    def _extend(self, sequence: _Sequence, tokens: Sequence[int]) -> None:
+        """Adds tokens that the sequence does not have yet; those behind the prompt are shared."""
+        first = max(sequence.num_prompt - len(sequence.text.tokens), 0)  # of them that is no prompt's
+        sequence.tree.extend(0, tokens)
+        output = tokens[first:]
+        if self._pool is None or not output:
+            return
+        if sequence.member is None:
+            sequence.member = self._pool.add(sequence.salt, output)
+        else:
+            self._pool.extend(sequence.member, output)
+
+
+def create(options: Options) -> Drafter:
+    """See `foretoken.drafters.registry`."""
+    return SuffixDrafter(options)

@@ -1,0 +1,292 @@
+"""How often every run of tokens occurs in some sequences, up to a length: a compressed tree of their suffixes.
+
+A path from the root spells a run of tokens, and its node knows how many suffixes begin with it. Runs that occur once
+need no node: they are an entry of their parent, the place where they begin. Other edges carry no tokens either: they
+are read where the youngest occurrence begins. A token costs one walk down, of few nodes whatever the depth.
+
+Sequences grow at the end and leave in the order in which they came, with all their suffixes. That order is what makes
+eviction cheap: a node's place is that of its youngest suffix, which is still there as long as the node is.
+
+What it deliberately does not know: what drafts are, or who may see which sequence.
+
+Source: Oliaro et al. 2024 (arXiv 2411.04975), section 4; the layout of nodes is our own.
+"""
+
+from __future__ import annotations
+
+from array import array
+from sys import getsizeof
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+_OFFSET_BITS = 32  # of a place, which is a sequence and the offset of a suffix in it
+_OFFSET = (1 << _OFFSET_BITS) - 1
+_WIDE = 32  # nodes with more children remember the frequent ones
+FREQUENT_SHARE = 20  # a frequent child has at least one in so many of its parent's occurrences
+_INT_BYTES = 32
+_FREQUENT_BYTES = getsizeof(set(range(2 * FREQUENT_SHARE)))
+_SEQUENCE_BYTES = 512  # of a sequence without its tokens: objects, and entries of dictionaries
+
+
+class Node:
+    """The end of an edge: two suffixes at least begin with the tokens down to here.
+
+    Attributes:
+        count: Suffixes that do.
+        depth: Tokens from the root.
+        place: Where the youngest of them begins.
+        children: By the first token of their edge; a place where one suffix alone goes on that way.
+        frequent: Tokens of the children with a share of `FREQUENT_SHARE` at least and some more; None where nobody
+            knows.
+    """
+
+    __slots__ = ("children", "count", "depth", "frequent", "place")
+
+    def __init__(self, count: int, depth: int, place: int, children: dict[int, Branch]) -> None:
+        self.count, self.depth, self.place, self.children = count, depth, place, children
+        self.frequent: set[int] | None = None
+
+
+Branch = Node | int  # what a child is
+_NODE_BYTES = getsizeof(Node(0, 0, 0, {})) + 2 * _INT_BYTES
+
+
+class Text:
+    """A sequence.
+
+    Attributes:
+        tokens: As far as they are known. Not to be changed outside.
+        num_counted: Suffixes that are in the tree: those that begin before this offset.
+        is_open: Whether tokens may follow.
+    """
+
+    __slots__ = ("is_open", "num_counted", "tokens")
+
+    def __init__(self) -> None:
+        self.tokens, self.num_counted, self.is_open = array("i"), 0, True
+
+
+class SuffixTree:
+    """Counts of the runs of up to `max_depth` tokens in sequences that come, grow and leave.
+
+    A suffix of an open sequence is counted once it is `max_depth` tokens long, one of a closed sequence always.
+
+    Attributes:
+        max_depth: Longest run that is counted.
+        num_bytes: What the tree takes, sequences included: sizes of dictionaries and arrays as Python tells them, and
+            upper bounds for the rest. What the allocator adds is not in it.
+    """
+
+    def __init__(self, max_depth: int) -> None:
+        """An empty tree.
+
+        Args:
+            max_depth: At least 1.
+        """
+        self.max_depth = max_depth
+        self._root = Node(0, 0, 0, {})
+        self._texts: dict[int, Text] = {}  # the oldest first
+        self._next = 0
+        self.num_bytes = _NODE_BYTES + getsizeof(self._root.children) + _SEQUENCE_BYTES
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self._texts)
+
+    @property
+    def root(self) -> Node:
+        """The node of the empty run, whose count is that of all suffixes."""
+        return self._root
+
+    def begin(self) -> int:
+        """A sequence without tokens; numbers rise."""
+        text = self._texts[self._next] = Text()
+        self._next += 1
+        self.num_bytes += _SEQUENCE_BYTES + getsizeof(text.tokens)
+        return self._next - 1
+
+    def extend(self, sequence: int, tokens: Sequence[int]) -> None:
+        """Appends tokens to an open sequence, and counts the suffixes that are now long enough."""
+        text = self._texts[sequence]
+        assert text.is_open, "closed sequences do not grow"
+        before = getsizeof(text.tokens)
+        text.tokens.extend(tokens)
+        self.num_bytes += getsizeof(text.tokens) - before
+        self._count_to(sequence, text, len(text.tokens) - self.max_depth + 1)
+
+    def close(self, sequence: int) -> None:
+        """Counts the last suffixes of a sequence, which grows no further."""
+        text = self._texts[sequence]
+        if text.is_open:
+            text.is_open = False
+            self._count_to(sequence, text, len(text.tokens))
+
+    def drop_oldest(self) -> int:
+        """Removes the oldest sequence, open or closed, with everything that was counted of it.
+
+        Returns:
+            Its number.
+        """
+        sequence, text = next(iter(self._texts.items()))
+        tokens = text.tokens
+        for offset in range(text.num_counted):
+            self._remove(tokens, offset, min(self.max_depth, len(tokens) - offset))
+        del self._texts[sequence]
+        self.num_bytes -= _SEQUENCE_BYTES + getsizeof(tokens)
+        return sequence
+
+    def text(self, sequence: int) -> Text:
+        """A sequence that has not been removed."""
+        return self._texts[sequence]
+
+    def find(self, run: array[int]) -> Branch | None:
+        """The branch that a run of tokens leads to, or into; None where it does not occur."""
+        branch: Branch = self._root
+        depth, length = 0, len(run)
+        while depth < length:
+            if isinstance(branch, int):
+                return None
+            child = branch.children.get(run[depth])
+            if child is None:
+                return None
+            if isinstance(child, int):
+                tokens, start, end = self.edge(child)
+            else:  # as `edge` has it
+                place, end = child.place, child.depth
+                tokens, start = self._texts[place >> _OFFSET_BITS].tokens, place & _OFFSET
+            stop = end if end < length else length
+            depth += 1
+            if stop > depth and tokens[start + depth : start + stop] != run[depth:stop]:
+                return None
+            branch, depth = child, end
+        return branch
+
+    def edge(self, branch: Branch) -> tuple[array[int], int, int]:
+        """Where a branch can be read: tokens, the offset of its first occurrence's first one, and its depth."""
+        if isinstance(branch, int):
+            tokens, start = self._texts[branch >> _OFFSET_BITS].tokens, branch & _OFFSET
+            return tokens, start, min(self.max_depth, len(tokens) - start)
+        return self._texts[branch.place >> _OFFSET_BITS].tokens, branch.place & _OFFSET, branch.depth
+
+    def likely_children(self, node: Node, least: float) -> Collection[tuple[int, Branch]]:
+        """First tokens and branches of the children that have a count of `least` and at most some others.
+
+        Takes time by their number, not that of all children, where `least` is no less than `node.count` divided by
+        `FREQUENT_SHARE`.
+        """
+        children = node.children
+        if len(children) <= _WIDE or least * FREQUENT_SHARE < node.count:
+            return children.items()
+        if node.frequent is None:
+            bound = node.count / FREQUENT_SHARE
+            node.frequent = {token for token, child in children.items() if count_of(child) >= bound}
+        return [(token, children[token]) for token in node.frequent]
+
+    def _count_to(self, sequence: int, text: Text, stop: int) -> None:
+        """Counts the suffixes that begin before an offset and are not counted yet."""
+        for offset in range(text.num_counted, stop):
+            self._insert(sequence << _OFFSET_BITS | offset, text.tokens, offset)
+            text.num_counted = offset + 1
+
+    def _insert(self, place: int, tokens: array[int], offset: int) -> None:
+        """Counts the suffix at an offset of a sequence, `place` for short."""
+        length = min(self.max_depth, len(tokens) - offset)
+        node, depth = self._root, 0
+        node.count += 1
+        while depth < length:
+            token = tokens[offset + depth]
+            child = node.children.get(token)
+            if child is None:
+                self._add_leaf(node, token, place)
+                return
+            others, start, end = self.edge(child)
+            shared = _shared(tokens, offset, others, start, depth + 1, end if end < length else length)
+            is_through = shared == end and not isinstance(child, int)
+            if isinstance(child, int) or not is_through:
+                child = self._split(node, token, child, shared)
+                if shared < length:
+                    self._add_leaf(child, tokens[offset + shared], place)
+            child.count += 1
+            child.place = max(child.place, place)
+            if node.frequent is not None and child.count * FREQUENT_SHARE >= node.count:
+                self._note_frequent(node, token)
+            if not is_through:
+                return
+            node, depth = child, end
+
+    def _add_leaf(self, node: Node, token: int, place: int) -> None:
+        """A run that occurs once."""
+        before = getsizeof(node.children)
+        node.children[token] = place
+        self.num_bytes += getsizeof(node.children) - before + 2 * _INT_BYTES
+        if len(node.children) == _WIDE + 1:
+            self.num_bytes += _FREQUENT_BYTES
+
+    def _split(self, node: Node, token: int, child: Branch, depth: int) -> Node:
+        """A new node on the edge to a child, or at its end where that is a suffix's."""
+        tokens, start, end = self.edge(child)
+        place = child if isinstance(child, int) else child.place
+        upper = node.children[token] = Node(count_of(child), depth, place, {})
+        if depth < end:
+            upper.children[tokens[start + depth]] = child
+            self.num_bytes += _INT_BYTES
+        else:
+            self.num_bytes -= _INT_BYTES  # the suffix that ended here has no entry any more
+        self.num_bytes += _NODE_BYTES + getsizeof(upper.children)
+        return upper
+
+    def _note_frequent(self, node: Node, token: int) -> None:
+        """Keeps a child among the frequent ones, as long as they are few."""
+        assert node.frequent is not None
+        node.frequent.add(token)
+        if len(node.frequent) >= 2 * FREQUENT_SHARE:  # counts of most have fallen behind
+            bound = node.count / FREQUENT_SHARE
+            node.frequent = {each for each in node.frequent if count_of(node.children[each]) >= bound}
+
+    def _remove(self, tokens: array[int], offset: int, length: int) -> None:
+        """Forgets the oldest suffix that is counted."""
+        above, edge, node, depth = self._root, 0, self._root, 0
+        while True:
+            node.count -= 1
+            node.frequent = None  # others may be frequent now
+            if depth == length:
+                break
+            token = tokens[offset + depth]
+            child = node.children[token]
+            if isinstance(child, int):
+                del node.children[token]
+                self.num_bytes -= 2 * _INT_BYTES
+                if len(node.children) == _WIDE:
+                    self.num_bytes -= _FREQUENT_BYTES
+                break
+            if child.count == 2:  # one suffix is left, the younger one
+                node.children[token] = child.place
+                self.num_bytes -= self._size(child) - _INT_BYTES
+                return
+            above, edge, node, depth = node, token, child, child.depth
+        only = next(iter(node.children.values())) if len(node.children) == 1 else 0
+        if isinstance(only, Node) and only.count == node.count and node is not self._root:
+            above.children[edge] = only
+            self.num_bytes -= self._size(node)
+
+    @staticmethod
+    def _size(node: Node) -> int:
+        """Bytes of a node that is not wide, without those of the nodes below it."""
+        entries = sum(2 if isinstance(child, int) else 1 for child in node.children.values())
+        return _NODE_BYTES + getsizeof(node.children) + _INT_BYTES * entries
+
+
+def count_of(branch: Branch) -> int:
+    """Suffixes that go through a branch."""
+    return 1 if isinstance(branch, int) else branch.count
+
+
+def _shared(one: array[int], start: int, other: array[int], at: int, begin: int, end: int) -> int:
+    """How far two suffixes agree, at most `end`, when they agree up to `begin`."""
+    if one[start + begin : start + end] == other[at + begin : at + end]:
+        return end
+    while one[start + begin] == other[at + begin]:
+        begin += 1
+    return begin
