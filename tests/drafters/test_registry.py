@@ -85,14 +85,14 @@ def test_a_new_file_is_a_new_method(folder: Path) -> None:
         llm({"speculative_config": {"method": "repeat", "time": 3}})
 
 
-@pytest.mark.parametrize("method", ["oracel", "adversaria", "dflash", "EAGLE-3", "deepseek_mtp", "layer_skip", "zzz"])
+@pytest.mark.parametrize("method", ["oracel", "adversaria", "dflash", "EAGLE-3", "deepseek_mtp", "p_ard", "zzz"])
 def test_tools_are_offered_to_nobody(method: str) -> None:
     with pytest.raises(ConfigError) as caught:
         drafter_options({"method": method})
     offered = str(caught.value).rpartition(": ")[2].rstrip(".").split(", ")
     assert {"draft_model", "ngram"} <= set(offered)
     assert "oracle" not in offered
-    assert ("is not there yet" in str(caught.value)) == (method in ("dflash", "deepseek_mtp", "layer_skip"))
+    assert ("is not there yet" in str(caught.value)) == (method in ("dflash", "deepseek_mtp", "p_ard"))
     assert "Did you mean" not in str(caught.value)
 
 

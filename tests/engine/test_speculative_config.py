@@ -101,6 +101,7 @@ OPTIONS = {
     "prompt_lookup_min": (*WRONG_NUMBERS, None),
     "lookahead_window": (*WRONG_NUMBERS, None, 0, 257),
     "lookahead_ngram": (*WRONG_NUMBERS, None, 1, 33),
+    "exit_layer": (*WRONG_NUMBERS, 0),
     "lookahead_guesses": (*WRONG_NUMBERS, None, 0, 257),
     "lookahead_pool_from_prompt": (1, 0, "true", 1.0, None),
     "seed": (True, "3", 1.5, [3], None),
