@@ -1,0 +1,1 @@
+"""Data structures for lookups of token sequences; know no drafter."""
