@@ -35,7 +35,7 @@ _TOOLS = {"oracle"}
 # Methods of papers and of other engines, without dashes: known by name, and not there yet.
 _PLANNED = frozenset({
     "clover", "dflash", "kangaroo", "layerskip", "lookahead", "mtp",
-    "ngramgpu", "pard", "recycling", "rest", "suffix", "suffixdecoding", "tokenrecycling",
+    "ngramgpu", "pard", "recycling", "suffix", "suffixdecoding", "tokenrecycling",
 })  # fmt: skip
 # Names of papers whose heads are drafted with by another paper's method.
 _SAME_AS = {"hass": "eagle", "eagle2": "eagle"}

@@ -98,7 +98,7 @@ def test_tools_are_offered_to_nobody(method: str) -> None:
     assert "Did you mean" not in str(caught.value)
 
 
-NEEDS_MODEL = ("draft_model", "eagle", "eagle3", "falcon", "hydra", "medusa", "mlp_speculator")
+NEEDS_MODEL = ("draft_model", "eagle", "eagle3", "falcon", "hydra", "medusa", "mlp_speculator", "rest")
 
 
 def test_every_method_has_the_two_names_and_sound_options() -> None:

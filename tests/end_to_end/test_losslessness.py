@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
-from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_mix
+from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_mix, with_predictions
 from end_to_end.same_text import assert_same_text
 from end_to_end.tiny_heads import STEP_HEADS, head
 from end_to_end.tiny_llms import RUNNERS, drafters, llm
@@ -19,9 +19,9 @@ from foretoken.decoder.lean.head_kernels import HeadKernels
 
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 NAMES = list(DRAFTERS["generic"])
-_ONCE = {"dynamic", "eagle", "eagle3", "falcon"}
-# Every drafter meets the full batch and one of the small ones, dynamic trees and heads with a decoder block one of all,
-# as they are verified like others; in all of them there are more sequences than slots.
+_ONCE = {"dynamic", "eagle", "eagle3", "falcon", "prediction", "rest"}
+# Every drafter meets the full batch and one of the small ones, some of those that are verified like others one of all;
+# in all of them there are more sequences than slots.
 PAIRS = [
     (name, batch)
     for index, name in enumerate(NAMES)
@@ -35,7 +35,7 @@ AT_LEAST = {
     "medusa": 2.2, "hydra": 3.0, "hydra++": 3.6, "mlp_speculator": 3.0,
     "draft dynamic": 2.1, "draft itself dynamic": 2.8, "medusa dynamic": 1.9, "hydra dynamic": 3.0,
     "mlp_speculator dynamic": 2.9, "eagle": 3.0, "eagle3": 2.4, "eagle dynamic": 2.65, "eagle3 dynamic": 2.1,
-    "eagle choices": 2.65, "eagle3 chain": 2.2,
+    "eagle choices": 2.65, "eagle3 chain": 2.2, "prediction": 1.6, "rest": 2.3, "rest tree": 2.6,
 }  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def test_text_is_plain_decodings(drafter: str, batch: int, runner: str) -> None:
         DRAFTERS[runner][drafter](references(plain)), max_num_seqs=batch, max_model_len=CONTEXT_LEN, runner=runner
     )
     with mock.patch.object(HeadKernels, "fill", autospec=True, side_effect=HeadKernels.fill) as native_call:
-        got = engine.generate([r.prompt for r in mix], [r.params for r in mix])
+        got = engine.generate(with_predictions(plain), [r.params for r in mix])
     assert_same_text(got, plain, [r.name for r in mix])
     assert native_call.called or drafter not in STEP_HEADS or RUNNERS[runner] == torch.float64
     metrics = GenerationMetrics.total(output.metrics for output in got)
