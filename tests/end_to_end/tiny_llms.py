@@ -121,7 +121,7 @@ def rest(**keys: Any) -> Callable[[Any], dict[str, Any]]:
 @cache
 def datastore(texts: tuple[tuple[int, ...], ...]) -> str:
     """A directory with a datastore of some texts, which goes with this process."""
-    directory = Path(_DIRECTORIES.name) / str(len(list(Path(_DIRECTORIES.name).iterdir())))
+    directory = Path(tempfile.mkdtemp(dir=_DIRECTORIES.name))
     write_datastore(
         directory, np.array([*chain(*texts), EOS_ID], dtype=np.uint16), vocab_size=VOCAB_SIZE, eos_id=EOS_ID,
         tokenizer_sha=tokenizer_sha(tokenizer()), tokens_sha256="of the test",
