@@ -19,7 +19,7 @@ def index(
 ) -> None:
     """Sort the suffixes of packed tokens, so that what followed any run of them is found at once.
 
-    Sorting takes 48 bytes of memory a token, the files 6 (8 where the vocabulary has more than 65536 tokens). Drafts
+    Sorting takes 60 bytes of memory a token, the files 6 (8 where the vocabulary has more than 65536 tokens). Drafts
     come from the corpus as long as it was made with the target's tokenizer; they never change the text.
     """
     from foretoken.cli.data import ending_cleanly
