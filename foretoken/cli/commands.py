@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from foretoken.cli import bench, convert, data, doctor, generate, inspect, train, twin, verify, vocab
+from foretoken.cli import bench, convert, data, doctor, generate, index, inspect, train, twin, verify, vocab
 from foretoken.cli.help import Command, ending, without_flags
 from foretoken.core.errors import ForetokenError
 
@@ -108,6 +108,11 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
         "foretoken train eagle3 models/tinycode --data runs/data --out runs/eagle3 \\",
         "    --draft-vocab runs/vocab.json",
     )),
+    (index.index, ending(
+        "foretoken data index runs/data --out runs/index",
+        "foretoken generate models/tinycode -p 'class Queue:' \\",
+        "    -s rest:datastore=runs/index",
+    )),
     (train.train, ending(
         "foretoken train medusa models/tinycode --data runs/data --out runs/medusa",
         "foretoken train hydra models/tinycode --data runs/data --out runs/hydra \\",
@@ -121,7 +126,7 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
 )  # fmt: skip
 for _function, _ending in _COMMANDS:
     _settings = {"token_normalize_func": convert.option_name} if _function is convert.convert else None
-    _name = "data vocab" if _function is vocab.vocab else None
+    _name = {vocab.vocab: "data vocab", index.index: "data index"}.get(_function)
     app.command(_name, cls=Command, epilog=_ending, context_settings=_settings)(_function)
 
 

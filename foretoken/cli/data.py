@@ -80,8 +80,9 @@ def data(
     labels, of prompts with completions the completions. With --self-distill the target is loaded and writes the
     responses itself; a broken-off run continues from its file of responses. OUT appears whole or not at all.
 
-    `foretoken data vocab` is a command of its own: it chooses the tokens that a head drafts from what this one made. A
-    target in a directory that is called vocab is named ./vocab.
+    `foretoken data vocab` and `foretoken data index` are commands of their own: of what this one made they choose the
+    tokens that a head drafts, and make a datastore to draft from. A target in a directory that is called vocab or index
+    is named ./vocab or ./index.
     """
     from foretoken.training.data.corpus import CorpusPlan, build_corpus
     from foretoken.training.data.hub_datasets import dataset_source
@@ -114,7 +115,7 @@ def data(
             prompt_tokens=prompt_tokens, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed
         )
         meta["self_distillation"] = {**asdict(settings), "supervise_all": supervise_all}
-    with _ending_cleanly(), _shown() as on_progress:
+    with ending_cleanly(), _shown() as on_progress:
         if self_distill:
             llm = _target(target, speculative_config, dtype, device, runner, threads, batch_size)
             tokenizer, vocab_size = llm.tokenizer, llm.target.vocab_size
@@ -181,7 +182,7 @@ def _distillers(
 
 
 @contextmanager
-def _ending_cleanly() -> Iterator[None]:
+def ending_cleanly() -> Iterator[None]:
     """Lets SIGTERM end the work as Ctrl-C does: half-written directories are removed."""
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -16,12 +16,17 @@ if TYPE_CHECKING:
     from foretoken.core.records import Declined, StepRecord
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.engine.llm import LLM
+    from foretoken.engine.prompts import Prompt
 
 
 def generate(
     model: options.Model,
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to complete.")] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="File to complete.")] = None,
+    prediction: Annotated[
+        Path | None,
+        typer.Option(help="File with what the output probably repeats in part, which -s prediction drafts from."),
+    ] = None,
     speculative_config: options.Drafter = None,
     max_tokens: options.MaxTokens = 128,
     temperature: Annotated[float, typer.Option(help="0 for greedy decoding.")] = 0.0,
@@ -53,6 +58,7 @@ def generate(
     The text is what the target alone would have written; statistics go to standard error.
     """
     text = options.read_prompt(prompt, file)
+    request = text if prediction is None else {"prompt": text, "prediction": options.read_text(prediction)}
     stops = [options.checked(one, "--stop") for one in stop or ()]
     if speculative_config is not None and len(speculative_config) > 1:
         raise ConfigError("generate takes one --speculative-config. To compare several, use `foretoken bench`.")
@@ -82,7 +88,7 @@ def generate(
         terminal.note(clock.line())
         terminal.note(f"[{llm.target.choice}]")
     if as_json:
-        output = llm.generate(text, params)[0]
+        output = llm.generate(request, params)[0]
         completion = output.outputs[0]
         options.print_json({
             **options.run_header(loaded, runner=llm.target.name, setup=setup.name),
@@ -97,19 +103,19 @@ def generate(
             "not_drafted": drafts.as_dict() if setup.config is not None else None,
         })  # fmt: skip
         return
-    _stream(llm, text, params, raw=raw)
+    _stream(llm, request, text, params, raw=raw)
     if drafts.declined is not None:
         terminal.note(f"[{drafts.declined_line()}]")
     if verbose and setup.config is not None:
         terminal.note(f"[{drafts.line()}]")
 
 
-def _stream(llm: LLM, text: str, params: SamplingParams, *, raw: bool) -> None:
-    """Prints text as it becomes certain, then one line of statistics on standard error, after Ctrl-C too."""
+def _stream(llm: LLM, request: Prompt, text: str, params: SamplingParams, *, raw: bool) -> None:
+    """Prints a prompt's text and what follows as it becomes certain, then a line of statistics, after Ctrl-C too."""
     begin = time.perf_counter()
     num_tokens = passes = 0
     ending: str | None = None
-    chunks = llm.stream(text, params)  # refuses the prompt before anything is printed
+    chunks = llm.stream(request, params)  # refuses the prompt before anything is printed
     terminal.write(text, raw=raw)
     try:
         for chunk in chunks:

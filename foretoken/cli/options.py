@@ -124,15 +124,24 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and file is not None:
         raise RequestError("a prompt came both as text and as --file. Pass one of them.")
     if file is not None:
-        try:
-            return decode(read_named(file), f"'{file}'")
-        except OSError as err:
-            raise RequestError(f"'{file}' cannot be read: {err.strerror}. Expected a text file.") from err
+        return read_text(file)
     if prompt is not None:
         return checked(prompt, "--prompt")
     if sys.stdin.isatty():
         raise RequestError("there is no prompt. Pass --prompt, --file, or text on standard input.")
     return decode(read_stream(sys.stdin.buffer, "standard input"), "standard input")
+
+
+def read_text(file: Path) -> str:
+    """The text of a file.
+
+    Raises:
+        RequestError: When it cannot be read, is larger than `MOST_TEXT_BYTES`, or not UTF-8.
+    """
+    try:
+        return decode(read_named(file), f"'{file}'")
+    except OSError as err:
+        raise RequestError(f"'{file}' cannot be read: {err.strerror}. Expected a text file.") from err
 
 
 def checked(text: str, where: str) -> str:

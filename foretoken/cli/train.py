@@ -259,7 +259,7 @@ def _pairs(texts: list[str] | None, option: str) -> dict[str, Any]:
 
 def _check_data(packed: Any, tokenizer: Any, vocab_size: int, *, data: str, model: str) -> None:
     """Raises `ConfigError` when tokens were made with another tokenizer."""
-    from foretoken.training.data.writer import tokenizer_sha
+    from foretoken.core.tokenizer_sha import tokenizer_sha
 
     if packed.meta["tokenizer_sha"] != tokenizer_sha(tokenizer) or packed.meta["largest_token_id"] >= vocab_size:
         raise ConfigError(

@@ -1,12 +1,12 @@
 """Prompt lookup: the last few tokens occurred before, so what followed them then is proposed again.
 
 Source: Saxena 2023, "Prompt Lookup Decoding"; the longest match wins, the most recent one among equals. With
-`tree="tree"` the continuations of several earlier occurrences share one tree.
+`tree="tree"` the continuations of several earlier occurrences share one tree: the four most recent ones of the longest
+match, then the four most recent ones of each shorter length, as far as nodes allow.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, model_validator
@@ -21,10 +21,11 @@ from foretoken.drafters.base import (
     TargetHandle,
     TargetReads,
 )
+from foretoken.lookups.ngram_index import NgramIndex
 from foretoken.trees.merge import Trie
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
 
 class Options(DrafterOptions):
@@ -47,33 +48,6 @@ class Options(DrafterOptions):
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(f"prompt_lookup_min must not be above prompt_lookup_max, {self.prompt_lookup_max}")
         return self
-
-
-class NgramIndex:
-    """Where each run of tokens of a growing sequence ended. Grows by one entry a token and match length."""
-
-    def __init__(self, shortest: int, longest: int) -> None:
-        self._lengths = range(longest, shortest - 1, -1)
-        self._ends: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        self._num_tokens = 0
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Adds the runs that end after tokens not seen yet; `tokens` is the whole sequence."""
-        for end in range(self._num_tokens + 1, len(tokens) + 1):
-            for length in self._lengths:
-                if length <= end:
-                    self._ends[tuple(tokens[end - length : end])].append(end)
-        self._num_tokens = len(tokens)
-
-    def matches(self, tokens: Sequence[int]) -> Iterator[int]:
-        """Ends of earlier occurrences of the sequence's last tokens, longest match first, then most recent first."""
-        found: set[int] = set()
-        for length in self._lengths:
-            if length <= len(tokens):
-                for end in reversed(self._ends.get(tuple(tokens[-length:]), ())):
-                    if end < len(tokens) and end not in found:
-                        found.add(end)
-                        yield end
 
 
 class NgramDrafter:
@@ -121,7 +95,7 @@ class NgramDrafter:
         index.extend(tokens)
         trie = Trie(tokens[-1])
         if depth > 0:
-            for end in index.matches(tokens):
+            for end in index.matches():
                 trie.add_path(tokens[end : end + depth], max_nodes)
                 if self._is_chain or len(trie.tokens) >= max_nodes:
                     break

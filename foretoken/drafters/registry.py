@@ -35,7 +35,7 @@ _NOT_METHODS = {
 _TOOLS = {"oracle"}
 # Methods of papers and of other engines, without dashes: known by name, and not there yet.
 _PLANNED = frozenset({
-    "clover", "dflash", "kangaroo", "mtp", "ngramgpu", "pard", "rest",
+    "clover", "dflash", "kangaroo", "mtp", "ngramgpu", "pard",
 })  # fmt: skip
 # Names of papers whose heads are drafted with by another paper's method.
 _SAME_AS = {"hass": "eagle", "eagle2": "eagle"}

@@ -356,7 +356,10 @@ class Engine:
         """Begins what processors and drafters know of a sequence."""
         slot, params = _slot(sequence), sequence.params
         self._history.start(slot, sequence.tokens, needs_counts=params.has_penalties)
-        request = DraftRequest(request_id=sequence.request_id, prompt=list(sequence.tokens), params=params)
+        request = DraftRequest(
+            request_id=sequence.request_id, prompt=list(sequence.tokens), params=params,
+            prediction=sequence.prediction, cache_salt=sequence.cache_salt,
+        )  # fmt: skip
         self._drafting.begin(slot, request)
 
     def _leave(self) -> None:

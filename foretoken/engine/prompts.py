@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
@@ -14,10 +15,29 @@ if TYPE_CHECKING:
     from foretoken.engine.codec import Codec
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids`."""
+"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps `prediction` and `cache_salt`."""
 
 _KEYS = ("prompt", "prompt_token_ids")
+_MORE_KEYS = ("prediction", "cache_salt")
 _KEYS_SHOWN = 4
+_LONGEST_SALT = 1024  # characters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadPrompt:
+    """A prompt whose parts have been checked.
+
+    Attributes:
+        text: As it was given, where that is text; None for token ids, which nobody has to decode.
+        token_ids: At least one.
+        prediction: Token ids that the output probably repeats in part; None without any.
+        cache_salt: See `foretoken.drafters.base.DraftRequest`.
+    """
+
+    text: str | None
+    token_ids: list[int]
+    prediction: list[int] | None
+    cache_salt: str | None
 
 
 def split_prompts(prompts: Any) -> list[Any]:
@@ -47,42 +67,74 @@ def split_prompts(prompts: Any) -> list[Any]:
 class PromptReader:
     """Reads prompts with a target's tokenizer."""
 
-    def __init__(self, codec: Codec | None, vocab_size: int) -> None:
-        """Takes the tokenizer, where there is one; vocab_size: V."""
-        self._codec, self._vocab_size = codec, vocab_size
+    def __init__(self, codec: Codec | None, vocab_size: int, context_len: int) -> None:
+        """Takes the tokenizer, where there is one; vocab_size: V; context_len: most tokens of a sequence."""
+        self._codec, self._vocab_size, self._context_len = codec, vocab_size, context_len
 
-    def token_ids(self, prompt: Any) -> list[int]:
-        """A prompt as token ids.
+    def read(self, prompt: Any) -> ReadPrompt:
+        """A prompt as token ids, with what came along with it.
 
         Raises:
-            RequestError: When it is of no known form, empty, text without a tokenizer, or holds ids that do not exist.
+            RequestError: When a part is of no known form, empty, text without a tokenizer, too long, or holds ids that
+                do not exist.
         """
-        if isinstance(prompt, Mapping):
-            prompt = _value(prompt)
-        if hasattr(prompt, "tolist"):
-            prompt = prompt.tolist()
-        if isinstance(prompt, str):
-            ids: Sequence[Any] = self._encode(prompt)
-        elif _is_list(prompt):
-            ids = prompt
+        more = prompt if isinstance(prompt, Mapping) else {}
+        given = _value(prompt) if isinstance(prompt, Mapping) else prompt
+        ids = self._token_ids(given, "the prompt", "a prompt is {}. Expected text, a list of token ids or a mapping.")
+        text = more.get("prompt") if isinstance(prompt, Mapping) else prompt
+        prediction, salt = more.get("prediction"), more.get("cache_salt")
+        return ReadPrompt(
+            text=text if isinstance(text, str) else None,
+            token_ids=ids,
+            prediction=None if prediction is None else self._prediction(prediction),
+            cache_salt=None if salt is None else _salt(salt),
+        )
+
+    def _prediction(self, given: Any) -> list[int]:
+        """A prediction as token ids."""
+        ids = self._token_ids(given, "the prediction", "the prediction is {}. Expected text or a list of token ids.")
+        if len(ids) > self._context_len:
+            raise RequestError(
+                f"the prediction has {len(ids)} tokens. Expected at most {self._context_len}, the context length. "
+                "Shorten it."
+            )
+        return ids
+
+    def _token_ids(self, given: Any, where: str, other: str) -> list[int]:
+        """Text or ids as checked ids.
+
+        Args:
+            given: In any form.
+            where: Names it in messages.
+            other: What to say of something else, with a place for its type.
+        """
+        if hasattr(given, "tolist"):
+            given = given.tolist()
+        if isinstance(given, str):
+            ids: Sequence[Any] = self._encode(given, where)
+        elif _is_list(given):
+            ids = given
         else:
-            raise RequestError(f"a prompt is {type(prompt).__name__}. Expected text, a list of token ids or a mapping.")
+            raise RequestError(other.format(type(given).__name__))
         if not len(ids):
-            raise RequestError("the prompt is empty. Expected at least one token.")
-        return checked_token_ids(ids, self._vocab_size, "the prompt")
+            advice = "" if where == "the prompt" else " Leave it out."
+            raise RequestError(f"{where} is empty. Expected at least one token.{advice}")
+        return checked_token_ids(ids, self._vocab_size, where)
 
-    @staticmethod
-    def text(prompt: Any) -> str | None:
-        """A prompt as it was given, where that is text; None for token ids, which nobody has to decode."""
-        given = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
-        return given if isinstance(given, str) else None
-
-    def _encode(self, text: str) -> list[int]:
-        """Token ids of text, with the special tokens that the tokenizer adds."""
+    def _encode(self, text: str, where: str) -> list[int]:
+        """Token ids of text; a prompt's with the special tokens that the tokenizer adds."""
         if self._codec is None:
-            raise RequestError("the prompt is text but the model has no tokenizer. Pass token ids.")
-        check_text("the prompt", text)
-        return self._codec.encode(text, "the prompt")
+            raise RequestError(f"{where} is text but the model has no tokenizer. Pass token ids.")
+        check_text(where, text)
+        return self._codec.encode(text, where, **({} if where == "the prompt" else {"add_special_tokens": False}))
+
+
+def _salt(given: Any) -> str:
+    """A checked cache salt."""
+    check_text("cache_salt", given)
+    if not 0 < len(given) <= _LONGEST_SALT:
+        raise RequestError(f"cache_salt has {len(given)} characters. Expected 1 to {_LONGEST_SALT}, or None.")
+    return str(given)
 
 
 def _is_list(value: Any) -> bool:
@@ -92,10 +144,13 @@ def _is_list(value: Any) -> bool:
 
 def _value(prompt: Mapping[str, Any]) -> Any:
     """What a mapping holds: token ids, or else text."""
-    unknown = [key for key in prompt if key not in _KEYS]
+    unknown = [key for key in prompt if key not in (*_KEYS, *_MORE_KEYS)]
     given = {key: prompt[key] for key in _KEYS if prompt.get(key) is not None}
     if unknown or not given:
-        raise RequestError(f"the prompt has the keys {_names(prompt)}. Expected 'prompt' or 'prompt_token_ids'.")
+        raise RequestError(
+            f"the prompt has the keys {_names(prompt)}. Expected 'prompt' or 'prompt_token_ids', and perhaps "
+            "'prediction' and 'cache_salt'."
+        )
     return given.get("prompt_token_ids", given.get("prompt"))
 
 

@@ -13,7 +13,7 @@ from foretoken.core.errors import RequestError
 from foretoken.core.results import GenerationMetrics, RequestOutput
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.engine.codec import Codec
-from foretoken.engine.prompts import PromptReader, split_prompts
+from foretoken.engine.prompts import PromptReader, ReadPrompt, split_prompts
 from foretoken.engine.sequence import Sequence
 from foretoken.sampling.batch import SamplingRequest
 from foretoken.sampling.noise import derive_seed
@@ -60,7 +60,7 @@ class RequestReader:
             seed: Makes requests without a seed of their own reproducible, in the order in which they come.
         """
         self._target, self._codec = target, None if tokenizer is None else Codec(tokenizer, target.vocab_size)
-        self._prompts = PromptReader(self._codec, target.vocab_size)
+        self._prompts = PromptReader(self._codec, target.vocab_size, target.context_len)
         self._is_seeded, self._seeds = seed is not None, random.Random(seed)
         self._ids = itertools.count()
 
@@ -76,20 +76,20 @@ class RequestReader:
         """
         items = split_prompts(prompts)
         each = _params_for_each(sampling_params, len(items))
-        ids = [self._checked_prompt(i, item) for i, item in enumerate(items)]
-        return [self._request(*parts) for parts in zip(items, ids, each, strict=True)]
+        checked = [self._checked_prompt(i, item) for i, item in enumerate(items)]
+        return [self._request(*parts) for parts in zip(checked, each, strict=True)]
 
-    def _checked_prompt(self, index: int, prompt: Any) -> list[int]:
-        """Token ids of a prompt that leaves room for an answer."""
-        ids, limit = self._prompts.token_ids(prompt), self._target.context_len
-        if len(ids) >= limit:
+    def _checked_prompt(self, index: int, prompt: Any) -> ReadPrompt:
+        """A prompt that leaves room for an answer."""
+        read, limit = self._prompts.read(prompt), self._target.context_len
+        if len(read.token_ids) >= limit:
             raise RequestError(
-                f"prompt {index} has {len(ids)} tokens. Expected at most {limit - 1}, one less than the context "
-                "length. Shorten it."
+                f"prompt {index} has {len(read.token_ids)} tokens. Expected at most {limit - 1}, one less than the "
+                "context length. Shorten it."
             )
-        return ids
+        return read
 
-    def _request(self, prompt: Any, ids: list[int], params: SamplingParams) -> Request:
+    def _request(self, prompt: ReadPrompt, params: SamplingParams) -> Request:
         """The n sequences of one prompt."""
         vocab_size, limit = self._target.vocab_size, self._target.context_len
         if params.stop_strings and self._codec is None:
@@ -105,7 +105,7 @@ class RequestReader:
             Sequence(
                 request_id=request_id,
                 index=index,
-                prompt=ids,
+                prompt=prompt.token_ids,
                 sampling=SamplingRequest(
                     params=params,
                     seed=derive_seed(seed, index),
@@ -114,12 +114,14 @@ class RequestReader:
                 ),
                 is_seeded=params.seed is not None or self._is_seeded,
                 eos_ids=eos_ids,
-                max_len=limit if params.max_tokens is None else min(limit, len(ids) + params.max_tokens),
+                max_len=limit if params.max_tokens is None else min(limit, len(prompt.token_ids) + params.max_tokens),
                 codec=self._codec,
+                prediction=prompt.prediction,
+                cache_salt=prompt.cache_salt,
             )
             for index in range(params.n)
         ]
-        return Request(request_id=request_id, prompt_text=self._prompts.text(prompt), sequences=sequences)
+        return Request(request_id=request_id, prompt_text=prompt.text, sequences=sequences)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Forbidden sequences as token ids; a word given as text is forbidden with and without a space before it."""

@@ -48,9 +48,11 @@ class Sequence:
         stop_reason: What ended it, where something did.
         error: Why it failed, where it did.
         metrics: What it took.
+        prediction: Token ids that the output probably repeats in part, for drafters; None without any.
+        cache_salt: Likewise for drafters, see `foretoken.drafters.base.DraftRequest`.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - facts of a completion, each by its name
         self,
         *,
         request_id: str,
@@ -61,9 +63,12 @@ class Sequence:
         eos_ids: Seq[int],
         max_len: int,
         codec: Codec | None = None,
+        prediction: Seq[int] | None = None,
+        cache_salt: str | None = None,
     ) -> None:
         """Begins a sequence that may grow to `max_len` tokens, prompt included."""
         params = sampling.params
+        self.prediction, self.cache_salt = prediction, cache_salt
         self.request_id, self.index, self.sampling, self.is_seeded = request_id, index, sampling, is_seeded
         self.tokens, self.num_prompt, self.num_cached = list(prompt), len(prompt), 0
         self.slot: int | None = None

@@ -56,7 +56,8 @@ class UntrustedDrafter:
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Hands on a copy."""
-        theirs = replace(request, prompt=list(request.prompt), params=copy(request.params))
+        prediction = None if request.prediction is None else list(request.prediction)
+        theirs = replace(request, prompt=list(request.prompt), params=copy(request.params), prediction=prediction)
         with restored_torch_state():
             self._drafter.begin(slot, theirs)
 

@@ -16,7 +16,7 @@ from command_line import ROOT, run
 from foretoken.bench.setups import parse_setup
 from foretoken.cli.commands import app
 
-COMMANDS = ["generate", "verify", "bench", "inspect", "convert", "data", "data vocab", "train", "doctor"]
+COMMANDS = ["generate", "verify", "bench", "inspect", "convert", "data", "data vocab", "data index", "train", "doctor"]
 VALUE = r"(N|X|TEXT|PATH|NAME|DRAFTER|KEY=\w+)"
 
 
@@ -85,11 +85,11 @@ def test_examples_are_understood(command: str, monkeypatch: pytest.MonkeyPatch) 
     found = examples(command, monkeypatch)
     assert len(found) > 1
     monkeypatch.chdir(ROOT)
-    # `data vocab` is shown with what makes its input or takes its output.
+    # `data vocab` and `data index` are shown with what makes their input or takes their output.
     assert any(words[: len(command.split())] == command.split() for words in found)
     for words in found:
         name, resolved, arguments = group.resolve_command(group.make_context("foretoken", []), list(words))
-        assert command in (name, "data vocab")
+        assert command in (name, "data vocab", "data index")
         values = resolved.make_context(name, list(arguments)).params
         for setup in values.get("speculative_config") or ():
             assert parse_setup(setup, target=values.get("model")).config is not None

@@ -9,7 +9,8 @@ from drafting_contexts import attached, begin, context
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.drafters.ngram import NgramDrafter, NgramIndex, Options, create
+from foretoken.drafters.ngram import NgramDrafter, Options, create
+from foretoken.lookups.ngram_index import MOST_MATCHES, NgramIndex
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 
@@ -22,12 +23,15 @@ def drafter(**options: Any) -> NgramDrafter:
 
 
 def brute_force(tokens: list[int], shortest: int, longest: int) -> list[int]:
-    """Ends of earlier occurrences of the last tokens: longest match first, then the most recent."""
+    """Ends of earlier occurrences of the last tokens: longest match first, then the four most recent."""
     found: list[int] = []
     for length in range(longest, shortest - 1, -1):
-        for end in range(len(tokens) - 1, length - 1, -1):
-            if tokens[end - length : end] == tokens[len(tokens) - length :] and end not in found:
-                found.append(end)
+        ends = [
+            end
+            for end in range(len(tokens) - 1, length - 1, -1)
+            if tokens[end - length : end] == tokens[len(tokens) - length :]
+        ]
+        found += [end for end in ends[:4] if end not in found]
     return found
 
 
@@ -40,7 +44,17 @@ def test_matches_are_those_of_a_search(tokens: list[int], shortest: int, more: i
         length = min(length + step, len(tokens))
         index.extend(tokens[:length])
     index.extend(tokens)
-    assert list(index.matches(tokens)) == brute_force(tokens, shortest, shortest + more)
+    assert list(index.matches()) == brute_force(tokens, shortest, shortest + more)
+
+
+def test_a_repeated_token_costs_no_more_than_others() -> None:
+    """Neither in entries that are kept nor in matches that are looked at."""
+    index, size = NgramIndex(2, 4), 5000
+    index.extend([7] * size)
+    assert len(index._last) == 3
+    assert [len(ends) for ends in index._before.values()] == [size + 1] * 3
+    assert list(index.matches()) == [size - 1, size - 2, size - 3, size - 4]
+    assert MOST_MATCHES == 4
 
 
 @given(tokens=TOKENS, depth=st.integers(0, 6))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -93,3 +94,18 @@ def plain_mix(runner: str = "generic") -> tuple[RequestOutput, ...]:
 def references(outputs: tuple[RequestOutput, ...]) -> list[list[int]]:
     """Prompt and first completion of each request, for oracles."""
     return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+
+
+def with_predictions(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+    """The prompts, each with a prediction of what was written: every ninth token is another, every eleventh left out.
+
+    Every fourth request brings none, and others cache salts of their own.
+    """
+    prompts: list[dict[str, Any]] = []
+    for index, output in enumerate(outputs):
+        ids = [3 if at % 9 == 8 else token for at, token in enumerate(output.outputs[0].token_ids) if at % 11 != 10]
+        prediction = ids if ids and index % 4 != 3 else None
+        prompts.append({"prompt_token_ids": output.prompt_token_ids, "prediction": prediction})
+        if index % 3 == 0:
+            prompts[-1]["cache_salt"] = f"of request {index}"
+    return prompts

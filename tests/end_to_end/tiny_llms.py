@@ -6,25 +6,28 @@ weights, and the oracle is told what plain decoding wrote.
 
 from __future__ import annotations
 
-import atexit
 import copy
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from drafters.adversarial import BEHAVIOURS
 from end_to_end.tiny_heads import HEADS, depth, head
-from tiny_models import tiny_model
+from tiny_models import EOS_ID, VOCAB_SIZE, tiny_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from foretoken import LLM
+from foretoken.core.tokenizer_sha import tokenizer_sha
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.draft_model import DraftModelDrafter, Options, drafter_of
 from foretoken.hf.loading import wrap_model
+from foretoken.lookups.datastore_files import write_datastore
 
 MEDUSA_CHOICES = [[0], [1], [0, 0], [0, 1], [2], [0, 0, 0], [0, 0, 0, 0], [1, 0]]
 GAPPED_CHOICES = [[1], [3], [1, 0], [1, 2], [1, 2, 1]]  # ranks that a search over measured acceptance may skip
@@ -36,6 +39,7 @@ RUNNERS = {"generic": torch.float64, "lean-stock": torch.float64, "lean-native":
 # Letters, pieces of longer words, and single bytes of characters that take two, three and four of them.
 _PIECES = [" ", *"abcdefghijklmnopqrstuvwxyz", "th", "he", "ing", "\n", "ab", *"ABCDEFGHIJKL", *"0123456789."]
 SPECIALS = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+_DIRECTORIES = tempfile.TemporaryDirectory()
 _BYTES = sorted({byte for character in "éß€😀" for byte in character.encode()})
 PIECES: list[str | bytes] = [  # all tokens, special ones by name
     *SPECIALS.values(), *(piece.encode() for piece in _PIECES), *(bytes([byte]) for byte in _BYTES),
@@ -64,8 +68,7 @@ def noisy(architecture: str = "llama", noise: float = 0.02, dtype: torch.dtype =
 @cache
 def noisy_directory(architecture: str = "llama", dtype: torch.dtype = torch.float64) -> str:
     """The files of a draft model related to the target."""
-    directory = tempfile.mkdtemp(prefix="foretoken-draft-")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    directory = tempfile.mkdtemp(dir=_DIRECTORIES.name)
     noisy(architecture, dtype=dtype).save_pretrained(directory)
     return directory
 
@@ -145,6 +148,27 @@ def lookup(**keys: Any) -> dict[str, Any]:
     return {"method": "ngram", "prompt_lookup_min": 1, **keys}
 
 
+def rest(**keys: Any) -> Callable[[Any], dict[str, Any]]:
+    """Retrieval from a datastore of the references, without every fifth of them."""
+
+    def arguments(references: Any) -> dict[str, Any]:
+        known = [text for index, text in enumerate(references or [[5, 6, 7]]) if index % 5]
+        return {"speculative_config": {"method": "rest", "datastore": datastore(tuple(map(tuple, known))), **keys}}
+
+    return arguments
+
+
+@cache
+def datastore(texts: tuple[tuple[int, ...], ...]) -> str:
+    """A directory with a datastore of some texts, which goes with this process."""
+    directory = Path(tempfile.mkdtemp(dir=_DIRECTORIES.name))
+    write_datastore(
+        directory, np.array([*chain(*texts), EOS_ID], dtype=np.uint16), vocab_size=VOCAB_SIZE, eos_id=EOS_ID,
+        tokenizer_sha=tokenizer_sha(tokenizer()), tokens_sha256="of the test",
+    )  # fmt: skip
+    return str(directory)
+
+
 def merged(*parts: dict[str, Any] | str, architecture: str = "llama") -> Callable[[Any], dict[str, Any]]:
     """Several drafters in one tree: configurations, and names of heads."""
 
@@ -189,6 +213,10 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "suffix": config("suffix", num_speculative_tokens=5),
         "suffix tree": config("suffix", tree="tree", num_speculative_tokens=16, suffix_decoding_max_spec_factor=4.0),
         "suffix tree adaptive": config("suffix", tree="tree"),
+        "prediction": config("prediction", num_speculative_tokens=5),
+        "prediction tree adaptive": config("prediction", tree="tree"),
+        "rest": rest(num_speculative_tokens=5),
+        "rest tree": rest(tree="tree", num_speculative_tokens=8, max_nodes=24),
         "two lookups": merged(lookup(tree="tree"), lookup(prompt_lookup_max=9)),
         "two lookups adaptive": merged(lookup(tree="tree"), lookup()),
         "lookup and head": merged(lookup(num_speculative_tokens=3), "medusa", architecture=architecture),

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drafters.adversarial import AdversarialDrafter, Options
 from end_to_end.tiny_llms import drafters, llm, target, tokenizer
 from tiny_models import CONTEXT_LEN, EOS_ID, VOCAB_SIZE
 
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.errors import ConfigError, ForetokenError, RequestError
+from foretoken.drafters.base import DraftRequest
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6)
 TEXT = "the abc"
@@ -74,6 +76,40 @@ def test_the_prompt_comes_back_as_it_was_given(engine: LLM) -> None:
     assert LLM(target()).generate([4, 5], GREEDY)[0].prompt is None
 
 
+class Listener(AdversarialDrafter):
+    """A drafter that proposes nothing and keeps what it is told of requests."""
+
+    def __init__(self) -> None:
+        super().__init__(Options(method="listener", behaviour="empty"))
+        self.heard: list[DraftRequest] = []
+
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        self.heard.append(request)
+
+
+def test_predictions_and_salts_reach_drafters_and_change_no_text() -> None:
+    ids = tokenizer()(TEXT)["input_ids"]
+    prompts = [
+        {"prompt": TEXT, "prediction": "he abc", "cache_salt": "mine"},
+        {"prompt_token_ids": ids, "prediction": torch.tensor(ids)},
+        {"prompt_token_ids": ids, "prediction": np.array(ids), "cache_salt": None},
+        {"prompt": TEXT, "prediction": [*ids] * 3, "cache_salt": "é" * 1024},
+        {"prompt": TEXT, "prediction": None},
+        TEXT,
+    ]
+    longest = {"prompt": TEXT, "prediction": (5,) * CONTEXT_LEN}
+    listener = Listener()
+    outputs = llm({"drafter": lambda: listener}).generate([*prompts, longest], replace(GREEDY, n=2))
+    want = llm({}).generate(ids, replace(GREEDY, n=2))[0]
+    assert all(output.outputs == want.outputs for output in outputs)
+    words = tokenizer()("he abc")["input_ids"]
+    told = [words, ids, ids, [*ids] * 3, None, None, [5] * CONTEXT_LEN]
+    assert [heard.prediction for heard in listener.heard] == [each for each in told for _ in range(2)]
+    salts = ["mine", None, None, "é" * 1024, None, None, None]
+    assert [heard.cache_salt for heard in listener.heard] == [each for each in salts for _ in range(2)]
+    assert all(heard.prompt == ids for heard in listener.heard)
+
+
 def test_params_for_all_or_for_each(engine: LLM) -> None:
     each = [replace(GREEDY, max_tokens=n) for n in (1, 4)]
     assert [len(ids) for ids in texts(engine.generate([[5], [5]], each))] == [1, 4]
@@ -107,6 +143,30 @@ MISTAKES: list[tuple[Any, Any, str]] = [
     ({"prompt": 5}, GREEDY, "a prompt is int"),
     ({"prompt": None}, GREEDY, "Expected 'prompt' or 'prompt_token_ids'"),
     ({"prompt": "a", "multi_modal_data": 1}, GREEDY, r"the prompt has the keys \['prompt', 'multi_modal_data'\]"),
+    ({"prediction": "a"}, GREEDY, r"the prompt has the keys \['prediction'\]. Expected 'prompt' or"),
+    ({"prompt": "a", "prediction": ""}, GREEDY, "the prediction is empty. Expected at least one token. Leave it out."),
+    ({"prompt": "a", "prediction": []}, GREEDY, "the prediction is empty"),
+    ({"prompt": "a", "prediction": 5}, GREEDY, "the prediction is int. Expected text or a list of token ids."),
+    ({"prompt": "a", "prediction": b"a"}, GREEDY, "the prediction is bytes"),
+    ({"prompt": "a", "prediction": True}, GREEDY, "the prediction is bool"),
+    ({"prompt": "a", "prediction": {"content": "a"}}, GREEDY, "the prediction is dict"),
+    ({"prompt": "a", "prediction": [5, VOCAB_SIZE]}, GREEDY, "the prediction holds token id 67. Expected integers in"),
+    ({"prompt": "a", "prediction": [-1]}, GREEDY, "the prediction holds token id -1"),
+    ({"prompt": "a", "prediction": [5, True]}, GREEDY, "the prediction holds token id True"),
+    ({"prompt": "a", "prediction": [[5]]}, GREEDY, r"the prediction holds token id \[5\]"),
+    ({"prompt": "a", "prediction": np.ones((2, 2))}, GREEDY, "the prediction holds token id"),
+    ({"prompt": "a", "prediction": torch.tensor(5)}, GREEDY, "the prediction is int"),
+    ({"prompt": "a", "prediction": "half \ud83d"}, GREEDY, "the prediction holds a lone surrogate"),
+    (
+        {"prompt": "a", "prediction": [5] * (CONTEXT_LEN + 1)},
+        GREEDY,
+        "the prediction has 97 tokens. Expected at most 96, the context length. Shorten it.",
+    ),
+    ({"prompt": "a", "cache_salt": ""}, GREEDY, "cache_salt has 0 characters. Expected 1 to 1024, or None."),
+    ({"prompt": "a", "cache_salt": "s" * 1025}, GREEDY, "cache_salt has 1025 characters"),
+    ({"prompt": "a", "cache_salt": 5}, GREEDY, "cache_salt is 5. Expected text."),
+    ({"prompt": "a", "cache_salt": b"a"}, GREEDY, "cache_salt is b'a'. Expected text."),
+    ({"prompt": "a", "cache_salt": "\ud800"}, GREEDY, "cache_salt holds a lone surrogate"),
     ({"input_ids": 5}, GREEDY, "input_ids are 5. Expected token ids"),
     ({"input_ids": [[5, 6]], "attention_mask": [[1]]}, GREEDY, "attention_mask has another shape than input_ids"),
     ({"input_ids": [[True]]}, GREEDY, "the prompt holds token id True"),
@@ -142,6 +202,11 @@ def test_mistakes_generate_nothing_and_break_nothing(engine: LLM, prompts: Any, 
     ("prompt", "params", "sentence"),
     [
         ("abc", GREEDY, "the prompt is text but the model has no tokenizer. Pass token ids."),
+        (
+            {"prompt_token_ids": [5], "prediction": "abc"},
+            GREEDY,
+            "the prediction is text but the model has no tokenizer",
+        ),
         ([5], replace(GREEDY, stop=["x"]), "stop holds text but the model has no tokenizer. Use stop_token_ids."),
         ([5], replace(GREEDY, bad_words=["x"]), "bad_words holds text but the model has no tokenizer"),
     ],
@@ -266,7 +331,7 @@ def test_what_is_no_tokenizer_is_refused(given: Any) -> None:
 def test_a_prompt_with_many_keys_is_refused_in_one_line(engine: LLM) -> None:
     with pytest.raises(RequestError, match=r"the prompt has the keys \[0, 1, 2, 3, …\]. Expected") as error:
         engine.generate(dict.fromkeys(range(5000)))
-    assert len(str(error.value)) < 120
+    assert len(str(error.value)) < 140
 
 
 def test_the_context_limit_is_exact() -> None:

@@ -122,6 +122,21 @@ def test_what_a_drafter_is_handed_is_its_own(is_late: bool) -> None:
     assert drafter.changed > 100
 
 
+def test_predictions_that_are_changed_are_copies() -> None:
+    """Completions of one request share what it brought; each hears of it as it was."""
+    heard: list[list[int]] = []
+
+    class Vandal(Honest):
+        def begin(self, slot: int, request: DraftRequest) -> None:
+            heard.append(list(request.prediction or ()))
+            assert vandalise(request) > len(request_fields)
+
+    request_fields = fields(DraftRequest)
+    prompt = {"prompt_token_ids": [5, 6], "prediction": [7, 8, 9], "cache_salt": "mine"}
+    made_with(Vandal()).generate(prompt, SamplingParams(temperature=0.0, max_tokens=3, n=3))
+    assert heard == [[7, 8, 9]] * 3
+
+
 def test_tokens_are_accepted_from_such_a_drafter() -> None:
     """Without this the tests here would say nothing."""
     records: list[StepRecord] = []

@@ -105,11 +105,15 @@ def _prompt(rng: random.Random) -> tuple[Any, list[int] | None]:
         (range(3, 3 + len(ids)), list(range(3, 3 + len(ids))) if len(ids) < VOCAB_SIZE - 3 else None),
         ({"prompt_token_ids": ids}, ids), ({"prompt_token_ids": torch.tensor(ids)}, ids),
         ({"prompt_token_ids": ids, "prompt": "said otherwise"}, ids), (words, of_words), ({"prompt": words}, of_words),
+        ({"prompt_token_ids": ids, "prediction": values.tokens(rng, 1, 6), "cache_salt": words}, ids),
+        ({"prompt": words, "prediction": tuple(ids[:6]), "cache_salt": None}, of_words),
         ([], None), ("", None), ("\ud800", None), ([float(i) for i in ids], None), ([True], None), ([ids], None),
         (outside, None), (np.eye(2), None), (torch.tensor(3), None), ({"prompt": ids, "x": 1}, None), (b"abc", None),
         ({"prompt": ""}, None), ({"prompt_token_ids": []}, None), ({"prompt_token_ids": None}, None), ("漢字", None),
+        ({"prompt": words, "prediction": outside}, None), ({"prompt": words, "prediction": b"a"}, None),
+        ({"prompt": words, "cache_salt": ""}, None), ({"prompt_token_ids": ids, "cache_salt": 5}, None),
     ]  # fmt: skip
-    return forms[rng.randrange(14)] if rng.random() < 0.9 else rng.choice(forms[14:])
+    return forms[rng.randrange(16)] if rng.random() < 0.9 else rng.choice(forms[16:])
 
 
 def _serve(case: Case, engine: LLM, batch: list[Ask], rule: str, context_len: int | None) -> None:

@@ -17,9 +17,9 @@ from foretoken.core.bounded_reads import check_regular
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError, RequestError
 from foretoken.core.sampling_params import SamplingParams
+from foretoken.core.tokenizer_sha import tokenizer_sha
 from foretoken.training.data.document import Document
 from foretoken.training.data.encoding import NO_TOKENS, Encoder
-from foretoken.training.data.writer import tokenizer_sha
 
 if TYPE_CHECKING:
     from collections import Counter

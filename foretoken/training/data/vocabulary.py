@@ -34,7 +34,7 @@ class DraftVocabulary(BaseModel):
     Attributes:
         token_ids: Ascending.
         coverage: Share of the labels of the data that are among them.
-        tokenizer_sha: Of the tokenizer that the ids are of, see `foretoken.training.data.writer.tokenizer_sha`.
+        tokenizer_sha: Of the tokenizer that the ids are of, see `foretoken.core.tokenizer_sha`.
         tokens_sha256: Of the data.
     """
 

@@ -12,6 +12,7 @@ import numpy as np
 from foretoken.core import atomic_files
 from foretoken.core.atomic_files import told_as
 from foretoken.core.errors import RequestError
+from foretoken.core.tokenizer_sha import tokenizer_sha
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,12 +24,6 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "foretoken-packed-tokens", 1
 META, TOKENS, SUPERVISED = "meta.json", "tokens.bin", "supervised.bin"
 _BUFFER_BYTES = 1 << 20
-
-
-def tokenizer_sha(tokenizer: Any) -> str:
-    """What token ids mean: SHA-256 over the vocabulary with its ids, as hexadecimal digits."""
-    entries = sorted(tokenizer.get_vocab().items())
-    return hashlib.sha256(json.dumps(entries, ensure_ascii=True).encode()).hexdigest()
 
 
 def largest_id(tokenizer: Any) -> int:

@@ -1,0 +1,151 @@
+"""Retrieval from a datastore: what followed the last few tokens in a corpus of the user's is proposed.
+
+Source: He et al. 2023, "REST: Retrieval-Based Speculative Decoding" (arXiv 2311.08252): the longest suffix of the
+context that occurs in the corpus, what followed it there, and the most frequent beginnings of that as a tree. The
+corpus is sorted once, by `foretoken data index`, and mapped into memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+import torch
+from pydantic import Field, model_validator
+
+from foretoken.core.errors import ConfigError
+from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.core.tokenizer_sha import tokenizer_sha
+from foretoken.drafters.base import (
+    Committed,
+    DraftContext,
+    Drafter,
+    DrafterOptions,
+    DraftRequest,
+    TargetHandle,
+    TargetReads,
+)
+from foretoken.lookups.datastore import Datastore
+from foretoken.lookups.frequent_paths import likeliest_path, most_frequent
+from foretoken.trees.merge import Trie
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+class Options(DrafterOptions):
+    """Options of retrieval from a datastore.
+
+    Attributes:
+        datastore: Directory that `foretoken data index` made with the target's tokenizer.
+        rest_max_match: Longest suffix of the context looked for, in tokens.
+        rest_min_match: Shortest one that is trusted.
+        rest_max_matches: Continuations looked at; of more occurrences, as many evenly spread over their order.
+    """
+
+    is_trusted: ClassVar[bool] = True
+    can_prune_tree: ClassVar[bool] = True
+
+    datastore: str | None = None
+    rest_max_match: int = Field(default=16, ge=1, le=32)
+    rest_min_match: int = Field(default=2, ge=1, le=32)
+    rest_max_matches: int = Field(default=128, ge=1, le=5000)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Options:
+        """The shortest match cannot be longer than the longest."""
+        if self.rest_min_match > self.rest_max_match:
+            raise ValueError(f"rest_min_match must not be above rest_max_match, {self.rest_max_match}")
+        return self
+
+
+class _Draft(NamedTuple):
+    """One sequence's tree, and the log-probability of each of its nodes."""
+
+    row: TreeRow
+    scores: list[float]
+
+
+class RestDrafter:
+    """Proposes what followed the current tokens in a corpus."""
+
+    name = "rest"
+    reads = TargetReads(is_last_enough=True)
+
+    def __init__(self, options: Options) -> None:
+        """Opens the datastore.
+
+        Raises:
+            ConfigError: When none is named, or it is missing or damaged.
+        """
+        if options.datastore is None:
+            raise ConfigError(
+                "method 'rest' needs a datastore. Set 'datastore' to a directory that `foretoken data index` made."
+            )
+        self._options = options
+        self._is_chain = options.tree == "chain"
+        self.nodes_by_depth: Sequence[int] = range(1, options.chain_len + 2)
+        if not self._is_chain:
+            self.nodes_by_depth = (1, *[options.max_nodes] * options.chain_len)
+        self._store = Datastore.open(Path(options.datastore))
+
+    def attach(self, target: TargetHandle) -> None:
+        """Compares tokenizers, and learns where trees lie.
+
+        Raises:
+            ConfigError: When the datastore holds ids of another tokenizer. Where the target's cannot tell its
+                vocabulary, ids only have to be in the target's.
+        """
+        index, tokenizer = self._store.index, target.tokenizer
+        is_other = hasattr(tokenizer, "get_vocab") and tokenizer_sha(tokenizer) != index.tokenizer_sha
+        if is_other or self._store.largest_id >= target.vocab_size:
+            raise ConfigError(
+                f"the datastore '{self._options.datastore}' was not made with the tokenizer of '{target.name}'. "
+                "Expected token ids of this target: make it with `foretoken data` and `foretoken data index`."
+            )
+        self._device = target.device
+
+    def begin(self, slot: int, request: DraftRequest) -> None:
+        """Nothing to keep: the context is looked up anew each time."""
+
+    def propose(self, context: DraftContext) -> TokenTree:
+        """The most frequent continuation, or several that share a tree."""
+        each = zip(context.tokens, context.max_depth, context.max_nodes, strict=True)
+        drafts = [
+            self._draft(tokens, min(depth, self._options.chain_len), min(nodes, self.nodes_by_depth[-1]))
+            for tokens, depth, nodes in each
+        ]
+        tree = TokenTree.from_rows([draft.row for draft in drafts], device=self._device)
+        scores = [[*draft.scores, *[0.0] * (tree.width - len(draft.scores))] for draft in drafts]
+        return replace(tree, scores=torch.tensor(scores, dtype=torch.float32, device=self._device))
+
+    def commit(self, committed: Committed) -> None:
+        """Nothing to learn."""
+
+    def release(self, slot: int) -> None:
+        """Nothing was kept."""
+
+    def _draft(self, tokens: Sequence[int], depth: int, max_nodes: int) -> _Draft:
+        """One sequence's tree, scored by the share of continuations that begin with each path."""
+        options, trie, scores = self._options, Trie(tokens[-1]), [0.0]
+        if depth <= 0 or max_nodes < 2:
+            return _Draft(trie.row(), scores)
+        found = self._store.longest_match(tokens, shortest=options.rest_min_match, longest=options.rest_max_match)
+        if found is None:
+            return _Draft(trie.row(), scores)
+        rows = self._store.continuations(found, depth, options.rest_max_matches)
+        paths = likeliest_path(rows[:, : max_nodes - 1]) if self._is_chain else most_frequent(rows, max_nodes - 1)
+        nodes: list[int] = []
+        for token, parent, count in zip(*paths, strict=True):
+            node = trie.add(0 if parent < 0 else nodes[parent], token)  # a damaged datastore may repeat siblings
+            nodes.append(node)
+            if node == len(scores):
+                scores.append(math.log(count / len(rows)))
+        return _Draft(trie.row(), scores)
+
+
+def create(options: Options) -> Drafter:
+    """See `foretoken.drafters.registry`."""
+    return RestDrafter(options)

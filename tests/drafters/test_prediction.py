@@ -1,0 +1,134 @@
+"""Predicted output: what is drafted from it, and what it brings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from drafting_contexts import GREEDY, attached, context
+from end_to_end.tiny_llms import llm
+from hypothesis import given
+from hypothesis import strategies as st
+
+from foretoken import SamplingParams
+from foretoken.core.errors import ConfigError
+from foretoken.core.token_tree import TokenTree
+from foretoken.drafters.base import DraftRequest
+from foretoken.drafters.prediction import PredictionDrafter, create
+from foretoken.drafters.registry import drafter_options
+from foretoken.lookups.followed_text import FollowedText
+
+
+def drafter(*predictions: list[int] | None, prompt: list[int], **keys: Any) -> PredictionDrafter:
+    """A drafter with a request for each prediction, in slots 0, 1, …"""
+    options: Any = drafter_options({"method": "prediction", **keys})
+    made = attached(create(options))
+    for slot, prediction in enumerate(predictions):
+        made.begin(slot, DraftRequest(request_id="0", prompt=prompt, params=GREEDY, prediction=prediction))
+    assert isinstance(made, PredictionDrafter)
+    return made
+
+
+def drafted(lookup: PredictionDrafter, *tokens: list[int], **bounds: Any) -> list[list[int]]:
+    """Tokens of each drafted tree, without the roots."""
+    tree = lookup.propose(context(tokens, **bounds))
+    tree.validate()
+    return [list(row.tokens[1:]) for row in tree.rows()]
+
+
+def test_the_prediction_is_drafted_from_its_beginning() -> None:
+    text, prompt = list(range(20, 40)), [1, 2]
+    lookup = drafter(text, None, prompt=prompt, num_speculative_tokens=4)
+    assert drafted(lookup, prompt, prompt) == [text[:4], []]
+    assert drafted(lookup, prompt, prompt, max_depth=[2, 3]) == [text[:2], []]
+    assert drafted(lookup, [*prompt, *text[:9]], [*prompt, *text[:9]]) == [text[9:13], []]
+    assert drafted(lookup, [*prompt, *text[:9], 50], prompt) == [text[10:14], []]
+    assert drafted(lookup, [*prompt, *text[:9], 50, 51, *text[3:5]], prompt) == [text[5:9], []]
+    assert drafted(lookup, [*prompt, *text[:9], 50, 51, *text[3:19]], prompt) == [[39], []]
+
+
+def test_a_released_slot_starts_anew() -> None:
+    lookup = drafter([5, 6, 7], prompt=[1])
+    assert drafted(lookup, [1]) == [[5, 6, 7]]
+    lookup.release(0)
+    assert drafted(lookup, [1]) == [[]]
+    lookup.begin(0, DraftRequest(request_id="1", prompt=[1, 5], params=GREEDY, prediction=[8, 9]))
+    assert drafted(lookup, [1, 5]) == [[8, 9]]
+    lookup.begin(0, DraftRequest(request_id="2", prompt=[1, 5], params=GREEDY))
+    assert drafted(lookup, [1, 5]) == [[]]
+
+
+def test_without_predictions_nothing_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No request brings one: the roots as they are."""
+    lookup = drafter(None, None, prompt=[1])
+    monkeypatch.setattr(TokenTree, "from_rows", None)
+    assert lookup.propose(context([[1], [1]])).width == 1
+
+
+TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
+
+
+@given(text=TOKENS, prompt=TOKENS, output=TOKENS, depth=st.integers(0, 6), max_nodes=st.integers(2, 20))
+def test_a_tree_holds_what_follows_at_several_places(
+    text: list[int], prompt: list[int], output: list[int], depth: int, max_nodes: int
+) -> None:
+    tokens = [*prompt, *output]
+    lookup = drafter(text, prompt=prompt, tree="tree", max_nodes=max_nodes)
+    tree = lookup.propose(context([tokens], max_depth=depth))
+    tree.validate()
+    followed = FollowedText(text, shortest=2, longest=16)
+    followed.follow(tokens, len(prompt))
+    places = list(followed.places(tokens, len(prompt)))[:4]
+    wanted = [tuple(text[place : place + depth]) for place in places]
+    ids, parents = tree.rows()[0]
+    paths = {path_of(node, ids, parents) for node in range(1, len(ids))}
+    prefixes = {path[:length] for path in wanted for length in range(1, len(path) + 1)}
+    assert paths <= prefixes
+    assert len(paths) == len(ids) - 1 == min(len(prefixes), max_nodes - 1)
+    assert not wanted or wanted[0][: max_nodes - 1] in {*paths, ()}
+
+
+def path_of(node: int, ids: Any, parents: Any) -> tuple[int, ...]:
+    """Tokens from below the root to a node."""
+    return (*path_of(parents[node], ids, parents), ids[node]) if node else ()
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"prediction_min_match": 0}, "'prediction_min_match' of method 'prediction' is 0"),
+        ({"prediction_max_match": 65}, "'prediction_max_match' of method 'prediction' is 65"),
+        ({"prediction_min_match": "2"}, "is '2'"),
+        ({"prediction_min_match": True}, "is True"),
+        ({"prediction_min_match": 17}, "prediction_min_match must not be above prediction_max_match, 16"),
+        ({"prediction": "abc"}, "method 'prediction' has no key 'prediction'"),
+        ({"tree": "dynamic"}, "has no dynamic trees"),
+    ],
+)
+def test_limits_of_options(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        drafter_options({"method": "prediction", **keys})
+
+
+@pytest.mark.parametrize("tree", ["chain", "tree"])
+def test_tokens_of_a_prediction_that_are_accepted_are_counted(tree: str) -> None:
+    """What OpenAI calls accepted_prediction_tokens; drafted and not accepted are the rejected ones."""
+    params, prompt = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True), [5, 6, 7]
+    ids = llm({}).generate(prompt, params)[0].outputs[0].token_ids
+    engine = llm({"speculative_config": {"method": "prediction", "num_speculative_tokens": 9, "tree": tree}})
+    whole, edited, other, none = engine.generate(
+        [
+            {"prompt_token_ids": prompt, "prediction": ids},
+            {"prompt_token_ids": prompt, "prediction": [*ids[:10], 3, *ids[11:]]},
+            {"prompt_token_ids": prompt, "prediction": [(token + 1) % 60 for token in ids]},
+            prompt,
+        ],
+        params,
+    )
+    assert all(output.outputs[0].token_ids == ids for output in (whole, edited, other, none))
+    assert dict(whole.metrics.accepted_by) == {"prediction": 27}
+    assert (whole.metrics.steps, whole.metrics.num_drafted - whole.metrics.num_accepted) == (3, 0)
+    assert 20 < edited.metrics.accepted_by["prediction"] < 29
+    assert edited.metrics.num_drafted > edited.metrics.num_accepted
+    assert other.metrics.num_accepted < 10 < other.metrics.num_drafted
+    assert (none.metrics.num_drafted, none.metrics.steps) == (0, 30)
