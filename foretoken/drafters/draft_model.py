@@ -37,6 +37,7 @@ from foretoken.runner.runner import Runner
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import begin_expansion
 from foretoken.trees.expansion import TreeExpansion
+from foretoken.trees.pruning import Pruning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -68,6 +69,7 @@ class Options(DrafterOptions):
 
     is_trusted: ClassVar[bool] = True
     has_dynamic_trees: ClassVar[bool] = True
+    prunable_by: ClassVar[frozenset[str]] = frozenset(Pruning.model_fields)
 
     revision: str | None = None
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
@@ -137,7 +139,7 @@ class DraftModelDrafter:
         self._shapes = [self._shape.truncated(depth) for depth in range(self._shape.depth + 1)]
         self.nodes_by_depth: Sequence[int] = [shape.num_nodes for shape in self._shapes]
         self._slots: dict[int, _SlotState] = {}
-        self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy")
+        self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy", pruning=options.pruning)
 
     def attach(self, target: TargetHandle) -> None:
         """Loads the model, and allocates its KV cache."""
@@ -243,12 +245,15 @@ class DraftModelDrafter:
 
     def _drafted_by_levels(self, work: Pass, expansion: Expansion) -> _Drafted:
         """Fills trees with a pass for each level; work: the one that ends with their roots."""
-        expansion.grow(0, self._logits(work).unsqueeze(1))
         lengths = [end - start for start, end in pairwise(work.offsets)]
         prefix_lens = [known + new for known, new in zip(work.prefix_lens, lengths, strict=True)]
         passes = LevelPasses(work.slots, prefix_lens, self._runner.device)
-        for depth in range(1, expansion.depth):
-            expansion.grow(depth, self._level_logits(passes.next(expansion.frontier(depth))))
+        for depth in expansion.levels():
+            if depth:
+                logits = self._level_logits(passes.next(expansion.frontier(depth)))
+            else:
+                logits = self._logits(work).unsqueeze(1)
+            expansion.grow(depth, logits)
         return _Drafted(passes.tokens, passes.parents)
 
     def _level_logits(self, level: Pass) -> Tensor:
