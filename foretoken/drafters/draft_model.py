@@ -9,9 +9,9 @@ Letters: B sequences, P parents of one level, V target vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import pairwise
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -294,21 +294,28 @@ def create(options: Options) -> Drafter:
     """
     if options.model is None:
         raise ConfigError("method 'draft_model' needs a model. Expected the draft model's directory. Set 'model'.")
-    return DraftModelDrafter(options, partial(_loaded, options, options.model))
+    return DraftModelDrafter(options, lambda target: load_draft_model(options, target, target.tokenizer))
 
 
-def _loaded(options: Options, name: str, target: TargetHandle) -> LoadedModel:
+def load_draft_model(options: Options, target: TargetHandle | LoadedModel, target_tokenizer: Any) -> LoadedModel:
     """The draft model.
+
+    Args:
+        options: With a model.
+        target: What it drafts for.
+        target_tokenizer: The target's, or None.
 
     Raises:
         ConfigError: When its vocabulary is not the target's.
         ModelError: When it cannot be loaded.
     """
+    name = options.model
+    assert name is not None, "asked for before"
     dtype, device = str(target.dtype).removeprefix("torch."), str(target.device)
     model = load_model(name, dtype=dtype, device=device, revision=options.revision)
     tokenizer = load_tokenizer(name, options.revision)
-    if tokenizer is not None and hasattr(target.tokenizer, "get_vocab"):
-        ours, theirs = target.tokenizer.get_vocab(), tokenizer.get_vocab()
+    if tokenizer is not None and hasattr(target_tokenizer, "get_vocab"):
+        ours, theirs = target_tokenizer.get_vocab(), tokenizer.get_vocab()
         if ours != theirs:
             differing = len(set(ours.items()) ^ set(theirs.items()))
             raise ConfigError(

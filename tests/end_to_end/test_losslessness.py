@@ -20,8 +20,8 @@ from foretoken.decoder.lean.head_kernels import HeadKernels
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 NAMES = list(DRAFTERS["generic"])
 _ONCE = {"dynamic", "eagle", "eagle3", "falcon", "pruned"}
-# Every drafter meets the full batch and one of the small ones, dynamic and pruned trees and heads with a decoder block one
-# of all, as they are verified like others; in all of them there are more sequences than slots.
+# Every drafter meets the full batch and one of the small ones; dynamic and pruned trees and heads with a decoder block
+# meet one of all, as they are verified like others; in all of them there are more sequences than slots.
 PAIRS = [
     (name, batch)
     for index, name in enumerate(NAMES)
