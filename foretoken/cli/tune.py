@@ -51,6 +51,7 @@ def tree(
     from foretoken.bench.prompt_sets import load_prompts
     from foretoken.bench.setups import parse_setup
     from foretoken.bench.workload import TokenProgress, Workload
+    from foretoken.core.atomic_files import told_as, write_file
     from foretoken.core.token_tree import MAX_NODES
     from foretoken.engine.config import parse_speculative_config
     from foretoken.training.acceptance import measured_acceptance, tuned_tree
@@ -78,7 +79,8 @@ def tree(
     tuned = tuned_tree(table, max_nodes=nodes, sizes=_SIZES)
     choices = [list(choice) for choice in tuned.shape.choices]
     if out is not None:
-        out.write_text(json.dumps(choices) + "\n", encoding="utf-8")
+        with told_as(ConfigError, f"'{out}'", "Expected a new file in a directory that may be written to."):
+            write_file(out, json.dumps(choices) + "\n")
     header = options.run_header(
         loaded, drafter=setups[0].name, prompts=len(texts), max_tokens=max_tokens,
         temperatures=list(workload.temperatures), seed=seed,

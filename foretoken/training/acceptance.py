@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foretoken.bench.workload import TokenProgress, no_progress
+from foretoken.core.errors import ConfigError
 from foretoken.engine.llm import LLM
 from foretoken.heads.base import Head
 from foretoken.hf.parts import target_parts
@@ -128,11 +129,16 @@ def tuned_tree(acceptance: Sequence[Sequence[float]], *, max_nodes: int, sizes: 
 
     Args:
         acceptance: K rows, as deep as the tree may be.
-        max_nodes: Of the tree, root included, at least 2.
+        max_nodes: Of the tree, root included, at least 2; it has fewer where other candidates were never right.
         sizes: Other sizes to expect tokens of.
+
+    Raises:
+        ConfigError: When no first candidate was ever right, or for what `best_nodes` refuses.
     """
     wanted = sorted({*sizes, max_nodes})
     bought = best_nodes(acceptance, wanted[-1])
-    choices = [choice for choice, _ in bought[: max_nodes - 1]]
+    choices = [choice for choice, value in bought[: max_nodes - 1] if value > 0]
+    if not choices:
+        raise ConfigError("no candidate was right even once, so no tree is worth a pass. Measure on more text.")
     tokens = {size: 1.0 + sum(value for _, value in bought[: size - 1]) for size in wanted}
     return TunedTree(shape=TreeShape.from_choices(choices), tokens_by_nodes=tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -198,3 +199,20 @@ def test_nothing_to_do() -> None:
     assert isinstance(tree, TokenTree)
     assert tree.rows() == [([5], [-1]), ([7], [-1])]
     made.release(3)
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+@pytest.mark.parametrize("threshold", [0.04, 1.0])
+def test_nothing_is_drafted_below_what_falls_short(threshold: float, tree: str) -> None:
+    """A draft takes a pass for the root and one for each level that it goes on from, and no more."""
+    options = {"tree": tree, "num_speculative_tokens": 8, "pruning": {"token_probability": threshold}}
+    made = drafter(**options, **({"tree_top_k": 2} if tree == "dynamic" else {}))
+    depths = []
+    for first in range(6):
+        begin(made, first)
+        with mock.patch.object(made._runner, "run", wraps=made._runner.run) as run:
+            proposed = made.propose(context([[first + 5, 7]], slots=[first]))
+        depths.append(int(proposed.depths.max()))
+        assert run.call_count == min(depths[-1] + 1, 8)
+    assert (max(depths) > 0) == (threshold < 1.0)
+    assert min(depths) < 8

@@ -141,10 +141,10 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "draft widths": draft(tree=WIDTHS),
         "draft dynamic": draft(tree="dynamic", num_speculative_tokens=4, tree_top_k=4, max_nodes=12),
         "draft itself dynamic": draft(0.0, tree="dynamic", num_speculative_tokens=4, tree_top_k=3, max_nodes=9),
-        "draft pruned": draft(num_speculative_tokens=6, pruning={"token_probability": 0.5}),
-        "draft tree pruned": draft(tree="tree", pruning={"path_probability": 0.05, "entropy_weighted": 0.6}),
+        "draft pruned": draft(num_speculative_tokens=6, pruning={"token_probability": 0.04}),
+        "draft tree pruned": draft(tree="tree", pruning={"path_probability": 0.001, "entropy_weighted": 0.2}),
         "draft dynamic pruned": draft(
-            tree="dynamic", num_speculative_tokens=4, tree_top_k=4, max_nodes=12, pruning={"token_probability": 0.2}
+            tree="dynamic", num_speculative_tokens=4, tree_top_k=4, max_nodes=12, pruning={"token_probability": 0.03}
         ),
         "draft as stored": draft(num_speculative_tokens=4, quantization="none"),  # else int8 where that can be
         "draft greedy": draft(num_speculative_tokens=4, draft_sample_method="greedy"),
