@@ -1,4 +1,4 @@
-"""The acceptance table of draft models against a plain count, and the trees that a table gives."""
+"""The trees that an acceptance table gives, against all trees."""
 
 from __future__ import annotations
 
@@ -6,33 +6,10 @@ from itertools import combinations, product
 
 import pytest
 import torch
-from end_to_end.tiny_llms import noisy, target, tokenizer
 
-from foretoken import LLM
-from foretoken.bench.workload import Workload
 from foretoken.core.errors import ConfigError
-from foretoken.hf.loading import wrap_model
-from foretoken.training.acceptance import measured_acceptance, tuned_tree
+from foretoken.training.acceptance import tuned_tree
 from foretoken.trees.choices import TreeShape
-
-
-def test_a_draft_models_table_is_a_plain_count() -> None:
-    """Of the tokens that the target wrote, prompts left out, by their rank in the draft model's own forward."""
-    workload = Workload(prompts=["the ring", "abc", "he"], temperatures=(0.0, 0.7), max_tokens=12)
-    draft, own = noisy(), wrap_model(target(), name="target")
-    table = measured_acceptance(wrap_model(draft, name="draft"), own, tokenizer(), workload)
-    llm = LLM(target(), tokenizer=tokenizer())
-    ranks = []
-    for temperature in workload.temperatures:
-        for output in llm.generate(list(workload.prompts), workload.params(temperature)):
-            prompt, text = output.prompt_token_ids, [*output.prompt_token_ids, *output.outputs[0].token_ids]
-            with torch.inference_mode():
-                logits = draft(torch.tensor([text])).logits[0]
-            order = logits.argsort(dim=1, descending=True)
-            ranks += [int((order[at - 1] == text[at]).nonzero()) for at in range(len(prompt), len(text))]
-    assert len(ranks) == 2 * 3 * 12
-    assert table == [[round(ranks.count(rank) / len(ranks), 5) for rank in range(10)]]
-    assert 0.2 < table[0][0] < 1.0, "the draft model is neither useless nor the target"
 
 
 def test_the_tree_of_a_table_is_the_best_of_all_trees() -> None:
