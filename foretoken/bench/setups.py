@@ -56,9 +56,10 @@ def parse_setup(text: str, *, target: str | None = None) -> Setup:
     """Reads a setup from the command line.
 
     Args:
-        text: `METHOD`, `METHOD:TREE`, either with `:KEY=VALUE` after it as often as needed, several of these with `+`
-            between them for one merged tree, a JSON object, or `@FILE` holding one; `plain` for none. METHOD may be the
-            name of a head beside the target, `hass` of `TARGET-hass`.
+        text: `METHOD`, `METHOD:TREE`, either with `:KEY=VALUE` after it as often as needed (values are JSON, `@FILE`
+            holding some, or text), several of these with `+` between them for one merged tree, a JSON object, or
+            `@FILE` holding one; `plain` for none. METHOD may be the name of a head beside the target, `hass` of
+            `TARGET-hass`.
         target: The target's directory or hub id; None where it does not matter yet.
 
     Raises:
@@ -96,7 +97,7 @@ def _names_beside(target: Path) -> list[str]:
 
 
 def _from_words(text: str) -> Setup:
-    """A setup from `METHOD:TREE:KEY=VALUE`; values are JSON, or text where they are not."""
+    """A setup from `METHOD:TREE:KEY=VALUE`; values are JSON, `@FILE` holding some, or text where they are neither."""
     words, *pairs = _BEFORE_KEY.split(text)
     method, _, tree = words.partition(":")
     check_place_of_method(method, text)
@@ -105,15 +106,31 @@ def _from_words(text: str) -> Setup:
         key, _, value = pair.partition("=")
         if key in config:
             raise ConfigError(f"-s {text} gives '{key}' twice. Expected it once.")
-        try:
-            config[key] = json.loads(value)
-        except (ValueError, RecursionError):
-            config[key] = value
+        config[key] = _value(value)
     found = what_lies_at(tree) if tree else None
     if found is not None:
         raise ConfigError(f"'{tree}' is {found.name}, and -s {text} takes it for a tree. Write {spelled(found, tree)}.")
     details = [pair for pair in pairs if not pair.startswith("model=")]
     return Setup(" ".join([words, *details]), config)
+
+
+def _value(text: str) -> Any:
+    """What stands after a key.
+
+    Raises:
+        ConfigError: When it is `@FILE` and there is no JSON in the file.
+    """
+    if text.startswith("@"):
+        try:
+            return json.loads(_read(Path(text[1:])))
+        except (ValueError, RecursionError) as err:
+            raise ConfigError(
+                f"'{text[1:]}' is not valid JSON: {err}. Expected a value such as [[0], [1], [0, 0]]."
+            ) from err
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text
 
 
 def _from_json(text: str) -> Setup:

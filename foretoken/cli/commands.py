@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from foretoken.cli import bench, convert, data, doctor, generate, index, inspect, train, twin, verify, vocab
+from foretoken.cli import bench, convert, data, doctor, generate, index, inspect, train, tune, twin, verify, vocab
 from foretoken.cli.help import Command, ending, without_flags
 from foretoken.core.errors import ForetokenError
 
@@ -28,7 +28,7 @@ class Ended(Exception):  # noqa: N818 - not an error: the user or a reader of th
 class _Commands(TyperGroup):
     """Runs a command; an interruption becomes an exit code of ours before typer makes another one of it.
 
-    A command's name may be two words, as `data vocab` beside `data`.
+    A command's name may be two words, as `data vocab` beside `data`, and `tune tree`.
     """
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -118,6 +118,10 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
         "foretoken train hydra models/tinycode --data runs/data --out runs/hydra \\",
         "    --set num_layers=2 --steps 1400 --lr 2e-3",
     )),
+    (tune.tree, ending(
+        "foretoken tune tree models/tinycode -s hydra --nodes 32 --out runs/tree.json",
+        "foretoken tune tree models/tinycode -s draft_model --nodes 16 --depth 6",
+    )),
     (doctor.doctor, ending(
         "foretoken doctor models/tinycode --method hydra",
         "foretoken doctor models/tinycode models/tinycode-hydra",
@@ -126,7 +130,7 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
 )  # fmt: skip
 for _function, _ending in _COMMANDS:
     _settings = {"token_normalize_func": convert.option_name} if _function is convert.convert else None
-    _name = {vocab.vocab: "data vocab", index.index: "data index"}.get(_function)
+    _name = {vocab.vocab: "data vocab", index.index: "data index", tune.tree: "tune tree"}.get(_function)
     app.command(_name, cls=Command, epilog=_ending, context_settings=_settings)(_function)
 
 

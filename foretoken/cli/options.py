@@ -34,8 +34,8 @@ RunnerName = Annotated[
 Device = Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda, another torch device, or auto.")]
 _DRAFTER = (
     "METHOD (ngram), METHOD:TREE (ngram:tree), either with :KEY=VALUE after it (hydra:model=DIR, "
-    "ngram:num_speculative_tokens=8), several of these merged into one tree (ngram+hydra), vLLM's JSON, or @FILE with "
-    "JSON."
+    "ngram:num_speculative_tokens=8, hydra:tree=@FILE with JSON), several of these merged into one tree (ngram+hydra), "
+    "vLLM's JSON, or @FILE with JSON."
 )
 Drafter = Annotated[
     list[str] | None, typer.Option("--speculative-config", "-s", metavar="DRAFTER", help=f"{_DRAFTER} Default: none.")

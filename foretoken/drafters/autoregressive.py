@@ -138,7 +138,7 @@ class AutoregressiveDrafter(HeadDrafter):
         head, parts, width = self.head, self.loaded.parts, self.head.config.width
         passes = LevelPasses(slots, prefix_lens, outputs.device)
         level = outputs.unsqueeze(1)
-        for depth in range(expansion.depth):
+        for depth in expansion.levels():
             if depth:
                 frontier = expansion.frontier(depth)
                 states = frontier.inherited(level)[..., :width]

@@ -6,12 +6,14 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 
-from pydantic import BaseModel, ConfigDict, Field, InstanceOf, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationInfo, field_validator, model_validator
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
+from foretoken.core.validation import validated
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import DynamicShape
+from foretoken.trees.pruning import Pruning
 from foretoken.trees.published import PUBLISHED
 
 if TYPE_CHECKING:
@@ -254,6 +256,9 @@ class DrafterOptions(BaseModel):
             `num_draft_tokens`; `num_speculative_tokens` is then EAGLE's `depth` and one, and SGLang's `num_steps`.
         tree_top_k: Of dynamic trees: candidates of each node, and nodes expanded a level. EAGLE's `top_k`, SGLang's
             `eagle_topk`.
+        pruning: Thresholds below which drafted nodes are left out before the target sees them, and not drafted from:
+            some of "token_probability", "path_probability" and "entropy_weighted", see `foretoken.trees.pruning`. For
+            methods whose drafts have probabilities.
     """
 
     model_config = ConfigDict(
@@ -264,6 +269,7 @@ class DrafterOptions(BaseModel):
     )
     can_adapt_depth: ClassVar[bool] = True  # whether drafts of any depth up to the greatest make sense
     has_dynamic_trees: ClassVar[bool] = False  # whether it drafts level by level, by probabilities of its own
+    prunable_by: ClassVar[frozenset[str]] = frozenset()  # keys of `pruning`: all where there are draft distributions
     can_prune_tree: ClassVar[bool] = False  # whether "tree" is drafted at once, at the same cost whatever is kept of it
 
     method: str
@@ -272,6 +278,7 @@ class DrafterOptions(BaseModel):
     tree: TreeOption = "chain"
     max_nodes: int = Field(default=64, ge=2, le=512)
     tree_top_k: int = Field(default=_TREE_TOP_K, ge=1, le=64)
+    pruning: InstanceOf[Pruning] | None = None
 
     @field_validator("tree", mode="before")
     @classmethod
@@ -290,6 +297,26 @@ class DrafterOptions(BaseModel):
                 f"there is no tree {shown(value)}. {nearest_name_hint(shown(value), (*_OWN_TREES, *PUBLISHED))}"
             )
         return value
+
+    @field_validator("pruning", mode="before")
+    @classmethod
+    def _pruning(cls, value: Any, info: ValidationInfo) -> Any:
+        """Thresholds that the method's drafts can be held against.
+
+        Raises:
+            ConfigError: For anything else.
+        """
+        if value is None:
+            return None
+        pruning = value if isinstance(value, Pruning) else validated(Pruning, value, "pruning")
+        unknown = sorted(pruning.keys - cls.prunable_by)
+        if unknown:
+            expected = f"Expected {' or '.join(sorted(cls.prunable_by))}" if cls.prunable_by else "Leave 'pruning' out"
+            raise ConfigError(
+                f"method '{info.data.get('method')}' cannot prune by '{unknown[0]}': its drafts have no such "
+                f"probabilities. {expected}."
+            )
+        return pruning
 
     @model_validator(mode="after")
     def _dynamic(self) -> Self:

@@ -172,11 +172,13 @@ class DraftLevels:
 
     def _drafted_by_levels(self, work: Pass, expansion: Expansion) -> _Drafted:
         """Fills trees with a pass for each level; work: the one that ends with their roots."""
-        expansion.grow(0, self._logits(work).unsqueeze(1))
         lengths = [end - start for start, end in pairwise(work.offsets)]
         prefix_lens = [known + new for known, new in zip(work.prefix_lens, lengths, strict=True)]
         passes = LevelPasses(work.slots, prefix_lens, self._runner.device)
-        for depth in range(1, expansion.depth):
+        for depth in expansion.levels():
+            if not depth:
+                expansion.grow(depth, self._logits(work).unsqueeze(1))
+                continue
             frontier = expansion.frontier(depth)
             if self._mapping is not None:
                 frontier = frontier._replace(tokens=self._mapping.fed(frontier.tokens))

@@ -40,7 +40,7 @@ class DraftModelFiles:
         """Loads nothing yet; revision: of the hub, or None."""
         self.name, self._revision = name, revision
 
-    def model(self, target: TargetHandle) -> LoadedModel:
+    def model(self, target: TargetHandle | LoadedModel) -> LoadedModel:
         """The model, where and in what dtype the target is.
 
         Raises:

@@ -34,6 +34,7 @@ from foretoken.drafters.vocab_map import Translation, VocabularyMap
 from foretoken.runner.runner import Runner
 from foretoken.trees.choices import OF_LANGUAGE_MODELS, TreeShape
 from foretoken.trees.dynamic import begin_expansion
+from foretoken.trees.pruning import Pruning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -66,6 +67,7 @@ class Options(DrafterOptions):
 
     is_trusted: ClassVar[bool] = True
     has_dynamic_trees: ClassVar[bool] = True
+    prunable_by: ClassVar[frozenset[str]] = frozenset(Pruning.model_fields)
 
     revision: str | None = None
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
@@ -94,6 +96,11 @@ class Options(DrafterOptions):
             raise ConfigError(
                 "'vocab_match' is 'text', which drafts chains, and 'tree' is something else. Expected 'chain'. Leave "
                 "'tree' out, or set vocab_match to 'intersection'."
+            )
+        if self.matching == "text" and self.pruning is not None:
+            raise ConfigError(
+                "'vocab_match' is 'text', whose drafts are not pruned. Leave 'pruning' out, or set vocab_match to "
+                "'intersection'."
             )
         return self
 
@@ -126,7 +133,7 @@ class DraftModelDrafter:
         self._shapes = [self._shape.truncated(depth) for depth in range(self._shape.depth + 1)]
         self.nodes_by_depth: Sequence[int] = [shape.num_nodes for shape in self._shapes]
         self._texts: dict[int, Translation] = {}  # of slots, where vocabularies differ
-        self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy")
+        self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy", pruning=options.pruning)
 
     def attach(self, target: TargetHandle) -> None:
         """Loads the model, and allocates its KV cache.

@@ -34,6 +34,7 @@ from foretoken.drafters.level_passes import LevelPasses
 from foretoken.trees.choices import OF_LANGUAGE_MODELS, TreeShape
 from foretoken.trees.dynamic import begin_expansion
 from foretoken.trees.expansion import TreeExpansion
+from foretoken.trees.pruning import Pruning
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -54,6 +55,7 @@ class Options(DrafterOptions):
 
     is_trusted: ClassVar[bool] = True
     has_dynamic_trees: ClassVar[bool] = True
+    prunable_by: ClassVar[frozenset[str]] = frozenset(Pruning.model_fields)
 
     exit_layer: int | None = Field(default=None, ge=1)
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
@@ -74,7 +76,7 @@ class EarlyExitDrafter:
         )
         self._shapes = [self._shape.truncated(depth) for depth in range(self._shape.depth + 1)]
         self.nodes_by_depth: Sequence[int] = [shape.num_nodes for shape in self._shapes]
-        self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy")
+        self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy", pruning=options.pruning)
 
     def attach(self, target: TargetHandle) -> None:
         """Learns how deep the target is.
@@ -126,9 +128,11 @@ class EarlyExitDrafter:
         is_static = isinstance(expansion, TreeExpansion)
         if is_static and self._target.draft_trees(work, expansion, vocab_size=self._target.vocab_size):
             return
-        expansion.grow(0, self._logits(work).unsqueeze(1))
         passes = LevelPasses(work.slots, [length + 1 for length in work.prefix_lens], self._target.device)
-        for depth in range(1, expansion.depth):
+        for depth in expansion.levels():
+            if not depth:
+                expansion.grow(depth, self._logits(work).unsqueeze(1))
+                continue
             level = passes.next(expansion.frontier(depth))
             logits = self._logits(
                 replace(

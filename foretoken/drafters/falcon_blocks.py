@@ -213,7 +213,7 @@ class FalconBlocks:
         blocks = Blocks(outputs=outputs.unsqueeze(1), state=state, ends=places - 1)
         paths = places.unsqueeze(2)[..., :0]
         logits = self._logits(blocks, expansion.depth)
-        for depth in range(expansion.depth):
+        for depth in expansion.levels():
             frontier, slot = expansion.frontier(depth), depth % self._block
             places = frontier.inherited(places)
             paths = torch.cat([frontier.inherited(paths), frontier.tokens.unsqueeze(2)], dim=2)

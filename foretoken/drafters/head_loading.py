@@ -15,6 +15,7 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.hub import local_head
 from foretoken.formats.registry import read_head
 from foretoken.hf.parts import TargetParts, target_parts
+from foretoken.trees.pruning import Pruning
 
 if TYPE_CHECKING:
     from foretoken.decoder.lean.int8 import Quantization
@@ -42,6 +43,7 @@ class HeadOptions(DrafterOptions):
 
     is_trusted: ClassVar[bool] = True
     has_dynamic_trees: ClassVar[bool] = True
+    prunable_by: ClassVar[frozenset[str]] = frozenset(Pruning.model_fields)
 
     revision: str | None = None
     tree: TreeOption = "tree"

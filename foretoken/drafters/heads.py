@@ -75,7 +75,7 @@ class HeadDrafter:
         self.options = options
         self.shape: AnyShape = TreeShape(())
         self.nodes_by_depth: Sequence[int] = (1, options.max_nodes)
-        self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy")
+        self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy", pruning=options.pruning)
 
     def attach(self, target: TargetHandle) -> None:
         """Loads the head, and chooses the tree by what passes cost and drafting takes."""
@@ -237,7 +237,7 @@ def fill_by_steps(head: StepHead, parts: TargetParts, expansion: Expansion, stat
         state: (B, W), what steps start from.
     """
     states = state.unsqueeze(1)
-    for depth in range(expansion.depth):
+    for depth in expansion.levels():
         frontier = expansion.frontier(depth)
         states, hidden = head.step(depth, frontier.inherited(states), frontier.tokens, parts)
         expansion.grow(depth, head.logits(depth, hidden, parts).float())

@@ -16,14 +16,20 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.drafters.base import DraftContext
+    from foretoken.trees.pruning import Pruning
 
 
 class KeptDraws:
     """The draws of the last proposal."""
 
-    def __init__(self, *, greedy: bool) -> None:
-        """Nothing is kept yet; greedy: whether all requests are drafted greedily."""
-        self._is_greedy = greedy
+    def __init__(self, *, greedy: bool, pruning: Pruning | None = None) -> None:
+        """Nothing is kept yet.
+
+        Args:
+            greedy: Whether all requests are drafted greedily.
+            pruning: See `DraftDraws`.
+        """
+        self._is_greedy, self._pruning = greedy, pruning
         self._draws: DraftDraws | None = None
         self._are_coupled: list[bool] = []
 
@@ -47,4 +53,4 @@ class KeptDraws:
         if draws is None or draws.batch is not sampling or self._are_coupled != are_coupled:
             draws = DraftDraws.build(sampling, are_coupled, positions, greedy=self._is_greedy)
             self._draws, self._are_coupled = draws, are_coupled
-        return roots, replace(draws, root_positions=positions)
+        return roots, replace(draws, root_positions=positions, pruning=self._pruning)

@@ -31,9 +31,7 @@ class MedusaDrafter(HeadDrafter):
         """Fills a tree from (B, E) features: a level is drafted by one head, whatever node it is after."""
         head = self.loaded.head
         assert isinstance(head, MedusaHeads), "`load_head` checks the method"
-        logits = head.all_logits(state, self.loaded.parts, expansion.depth).float()
-        for depth in range(expansion.depth):
-            expansion.grow(depth, logits[:, depth : depth + 1])
+        expansion.grow_levels(head.all_logits(state, self.loaded.parts, expansion.depth).float())
 
 
 def create(options: Options) -> Drafter:

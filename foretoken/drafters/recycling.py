@@ -35,6 +35,7 @@ from foretoken.drafters.base import (
 )
 from foretoken.lookups.successors import SuccessorMatrix
 from foretoken.trees.choices import TreeShape
+from foretoken.trees.pruning import pruned
 from foretoken.trees.search import best_nodes
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Options(DrafterOptions):
 
     is_trusted: ClassVar[bool] = True
     can_prune_tree: ClassVar[bool] = True
+    prunable_by: ClassVar[frozenset[str]] = frozenset({"token_probability", "path_probability"})
 
     tree: TreeOption = "tree"
 
@@ -217,7 +219,7 @@ class RecyclingDrafter:
             packed[:, row, :count] = tree[:3]
             scores[row, :count] = tree.scores
         tokens, parents, depths = torch.from_numpy(packed).to(self._device).unbind()
-        return TokenTree(
+        tree = TokenTree(
             tokens=tokens,
             parents=parents,
             depths=depths,
@@ -228,6 +230,7 @@ class RecyclingDrafter:
                 roots=context.roots, depths=deepest, num_nodes=counts, num_tokens=int(packed[0].max()) + 1
             ),
         )
+        return tree if self._options.pruning is None else pruned(tree, self._options.pruning)
 
     def commit(self, committed: Committed) -> None:
         """Counts which ranks were right, and writes the successors of every verified node. Syncs.

@@ -30,6 +30,7 @@ from foretoken.drafters.base import (
 from foretoken.lookups.datastore import Datastore
 from foretoken.lookups.frequent_paths import likeliest_path, most_frequent
 from foretoken.trees.merge import Trie
+from foretoken.trees.pruning import pruned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,6 +48,7 @@ class Options(DrafterOptions):
 
     is_trusted: ClassVar[bool] = True
     can_prune_tree: ClassVar[bool] = True
+    prunable_by: ClassVar[frozenset[str]] = frozenset({"token_probability", "path_probability"})
 
     datastore: str | None = None
     rest_max_match: int = Field(default=16, ge=1, le=32)
@@ -119,7 +121,8 @@ class RestDrafter:
         ]
         tree = TokenTree.from_rows([draft.row for draft in drafts], device=self._device)
         scores = [[*draft.scores, *[0.0] * (tree.width - len(draft.scores))] for draft in drafts]
-        return replace(tree, scores=torch.tensor(scores, dtype=torch.float32, device=self._device))
+        tree = replace(tree, scores=torch.tensor(scores, dtype=torch.float32, device=self._device))
+        return tree if self._options.pruning is None else pruned(tree, self._options.pruning)
 
     def commit(self, committed: Committed) -> None:
         """Nothing to learn."""

@@ -33,6 +33,7 @@ from foretoken.lookups.suffix_drafts import Draft, DraftLimits, best_draft
 from foretoken.lookups.suffix_matches import SuffixMatches
 from foretoken.lookups.suffix_pool import Member, SuffixPool
 from foretoken.lookups.suffix_tree import SuffixTree
+from foretoken.trees.pruning import pruned
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -52,6 +53,7 @@ class Options(DrafterOptions):
 
     is_trusted: ClassVar[bool] = True
     can_prune_tree: ClassVar[bool] = True
+    prunable_by: ClassVar[frozenset[str]] = frozenset({"token_probability", "path_probability"})
 
     suffix_decoding_max_tree_depth: int = Field(default=24, ge=2, le=256)
     suffix_decoding_max_cached_requests: int = Field(default=10_000, ge=0)
@@ -144,7 +146,8 @@ class SuffixDrafter:
         scores = [
             [0.0, *map(math.log, draft.probs), *[0.0] * (tree.width - 1 - len(draft.probs))] for draft in drafts
         ]  # fmt: skip
-        return replace(tree, scores=floats_on(scores, self._device))
+        tree = replace(tree, scores=floats_on(scores, self._device))
+        return tree if self._options.pruning is None else pruned(tree, self._options.pruning)
 
     def commit(self, committed: Committed) -> None:
         """Adds what entered the KV cache, so that the end of an output is known although no draft follows it."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.sampling.batch import SamplingBatch
+    from foretoken.trees.pruning import Pruning
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +35,7 @@ class DraftDraws:
         has_coupled: False only where `is_coupled` is nowhere true; known on the host.
         has_sampled: Likewise of `is_sampled`.
         is_drawn_for_all: True only where no sequence is drafted greedily; known on the host.
+        pruning: Which of the tokens chosen are left out for being improbable; None to keep all.
     """
 
     batch: SamplingBatch
@@ -43,6 +45,7 @@ class DraftDraws:
     has_coupled: bool
     has_sampled: bool
     is_drawn_for_all: bool
+    pruning: Pruning | None = None
 
     @classmethod
     def build(

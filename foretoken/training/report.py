@@ -1,9 +1,7 @@
 """Measures a trained head on held-out prompts and saves it together with the results.
 
-Acceptance is counted on texts that the target itself wrote to held-out prompts, half of them greedily and half at a
-temperature; the acceptance length comes from drafting through the real engine.
-
-Letters: S positions, K heads, R ranks, E hidden size.
+Acceptance by depth and rank is that of `foretoken.training.acceptance`; the acceptance length comes from drafting
+through the real engine.
 """
 
 from __future__ import annotations
@@ -22,21 +20,19 @@ from foretoken.engine.llm import LLM
 from foretoken.formats import native
 from foretoken.formats.whole_files import safetensors_errors
 from foretoken.hf.loading import load_config
-from foretoken.hf.parts import target_parts
 from foretoken.hf.placement import DTYPES
+from foretoken.training.acceptance import measured_acceptance
 from foretoken.training.card import head_card, read_curve
 from foretoken.training.processes import training_processes
-from foretoken.training.teacher import Teacher
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from foretoken.formats.checkpoint import HeadCheckpoint
-    from foretoken.heads.base import Head, HeadConfig
+    from foretoken.heads.base import HeadConfig
     from foretoken.hf.loading import LoadedModel
 
-_NUM_RANKS = 10
 _MAX_TOKENS = 128
 _TEMPERATURES = (0.0, 0.8)
 _AT_ONCE = 4
@@ -134,52 +130,6 @@ def save_target(target: LoadedModel, out: Path, *, tokenizer: Any, like: str) ->
             tokenizer.save_pretrained(place)
         module.to(target.dtype)  # with the rounding of what was written
     return replace(target, name=str(out))
-
-
-def measured_acceptance(
-    head: Head, target: LoadedModel, tokenizer: Any, workload: Workload, *, progress: TokenProgress | None = None
-) -> list[list[float]]:
-    """How often each candidate of each head is what the target wrote.
-
-    Args:
-        head: In float32.
-        target: Its target.
-        tokenizer: The target's.
-        workload: Prompts and how to continue them.
-        progress: Told of every iteration and of every temperature's end.
-
-    Returns:
-        K rows of R shares: entry i, r is P(candidate r of head i is the token | the tokens before were given).
-    """
-    progress = progress or TokenProgress(workload, len(workload.temperatures), report=no_progress)
-    llm = LLM(target, tokenizer=tokenizer, max_num_seqs=_AT_ONCE, on_step=progress.add)
-    texts = []
-    for temperature in workload.temperatures:
-        for output in llm.generate(list(workload.prompts), workload.params(temperature)):
-            texts.append((len(output.prompt_token_ids), [*output.prompt_token_ids, *output.outputs[0].token_ids]))
-        progress.end_run()
-    hits = torch.zeros(head.config.steps, _NUM_RANKS, dtype=torch.float64)
-    counts = torch.zeros(head.config.steps, 1, dtype=torch.float64)
-    head = head.to(target.device)
-    parts, teacher = target_parts(target, dtype=torch.float32), Teacher(target, head.config.taps)
-    width = head.config.hidden_size * len(head.config.taps)
-    for num_prompt, text in texts:
-        tokens = torch.tensor([text], device=target.device)
-        features = teacher.read(tokens)[..., :width].float()
-        with torch.inference_mode():
-            for index, hidden in enumerate(head.teacher_forced(features, tokens, parts)):
-                # The first draft is made when the last prompt token is the root: head i then guesses position
-                # num_prompt + i from the feature of position num_prompt - 2.
-                first = max(num_prompt - 2, 0)
-                labels = tokens[0, first + 2 + index :]
-                logits = head.logits(index, hidden[0, first : first + len(labels)], parts)
-                own = logits.gather(1, labels.unsqueeze(1))
-                # A label that cannot be drafted has no rank, however few tokens can be.
-                ranks = (logits > own).sum(1).masked_fill(own[:, 0].isneginf(), _NUM_RANKS).cpu()
-                hits[index] += torch.bincount(ranks, minlength=_NUM_RANKS)[:_NUM_RANKS]
-                counts[index] += len(labels)
-    shares: list[list[float]] = (hits / counts.clamp_min(1)).tolist()
-    return [[round(share, 5) for share in row] for row in shares]
 
 
 def _stored_dtype(config: Any, default: torch.dtype) -> torch.dtype:

@@ -21,6 +21,13 @@ candidates are the most probable tokens of its warped distribution, where EAGLE 
 requests know the noise that the target will choose with: there a candidate's score is the log-probability that it is
 the target's choice given that noise, by the draft distribution (`log_softmax` of log-probabilities plus noise).
 
+Drafters that know all levels at once get the most probable of all paths through their candidates (`grow_levels`, see
+`foretoken.trees.lattice`), not those alone that begin with the `top_k` best of each level.
+
+Pruned nodes (`foretoken.trees.pruning`) count as impossible, by the distribution that their scores are from: that given
+the noise for coupled requests. They are never expanded. On GPUs all levels are expanded for `top_k` nodes all the same,
+since how many are left is known on the device alone; `finish` synchronises once to cut them off.
+
 Source: Li et al. 2024 (arXiv 2406.16858), section 4.
 
 Letters: B sequences, P nodes of one frontier, K candidates of each, C = P * K, T candidates of all levels and the root,
@@ -39,9 +46,11 @@ from foretoken.core.backend import integers_on, reads_are_free
 from foretoken.core.token_tree import HostFacts, TokenTree
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.expansion import Expansion, Frontier, TreeExpansion
+from foretoken.trees.lattice import DraftLattice
+from foretoken.trees.pruning import normalised_entropy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from foretoken.sampling.draft_draws import DraftDraws
 
@@ -162,6 +171,8 @@ class DynamicExpansion:
         self._ends = [1]  # candidates down to each depth, the root included
         self._num_tokens = 0
         self._best: _Chosen | None = None  # of trees as deep as the shape, for graphs captured of this expansion
+        # Whether impossible candidates are left out, so that only the device knows how many nodes there are.
+        self._is_exact = reads_are_free(device) or draws.pruning is not None
 
     @property
     def depth(self) -> int:
@@ -172,43 +183,58 @@ class DynamicExpansion:
         """See `Expansion`."""
         return self._frontiers[depth]
 
+    def levels(self) -> Iterator[int]:
+        """See `Expansion`."""
+        for depth in range(self.depth):
+            if self._frontiers[depth].tokens.shape[1] == 0:
+                return
+            yield depth
+
     def grow(self, depth: int, logits: Tensor) -> None:
         """See `Expansion`: candidates of all nodes of the frontier, and the best of them as the next one.
 
         Which tokens of equal keys become candidates is left to `torch.topk`.
         """
-        self._num_tokens = logits.shape[2]
-        _, keys = self.draws.guesses(logits, depth)
-        best = keys.topk(min(self.shape.top_k, logits.shape[2]), dim=2)
-        gains = best.values
-        if self.draws.has_coupled:  # the keys of others are log-probabilities
-            is_coupled = self.draws.is_coupled.view(-1, 1, 1)
-            gains = torch.where(is_coupled, gains - keys.logsumexp(2, keepdim=True), gains)
-        # Rounding must not lift a child above its parent; logits that are no numbers make impossible candidates.
-        gains = gains.nan_to_num(nan=float("-inf"), posinf=0.0, neginf=float("-inf")).clamp_max(0.0)
+        tokens, gains = self._best_children(depth, logits)
         scores = self._scores.unsqueeze(2) + gains
         level = _Candidates(
-            tokens=best.indices.expand_as(scores).flatten(1),
-            scores=scores.flatten(1),
+            tokens=tokens.expand_as(scores).flatten(1),
+            scores=self._above_path_threshold(scores.flatten(1)),
             parents=self._numbers.repeat_interleave(scores.shape[2], dim=1),
             depths=torch.full((scores[0].numel(),), depth + 1, dtype=torch.int64, device=logits.device),
         )
-        self._candidates.append(level)
         if depth + 1 < self.depth:
             self._advance(level, num_siblings=scores.shape[2])
-        self._ends.append(self._ends[-1] + len(level.depths))
-        if depth + 1 == self.depth:
-            self._best = self._chosen(None)
+        self._add(level, is_last=depth + 1 == self.depth)
+
+    def grow_levels(self, logits: Tensor) -> None:
+        """See `Expansion`: of all paths through the candidates of the levels the most probable ones."""
+        each = [self._best_children(depth, logits[:, depth : depth + 1]) for depth in range(self.depth)]
+        lattice = DraftLattice(
+            ids=torch.cat([tokens for tokens, _ in each], dim=1),
+            log_probs=torch.cat([gains for _, gains in each], dim=1),
+        )
+        begin = 0  # number of the first node of the level above
+        for depth, best in enumerate(lattice.best_nodes(self.shape.max_nodes - 1), start=1):
+            end = self._ends[-1]
+            level = _Candidates(
+                tokens=best.tokens,
+                scores=self._above_path_threshold(best.scores),
+                parents=best.parents + begin,
+                depths=torch.full((best.tokens.shape[1],), depth, dtype=torch.int64, device=logits.device),
+            )
+            self._add(level, is_last=depth == self.depth)
+            begin = end
 
     def finish(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
         """See `Expansion`; a sequence with less room gets the best nodes of the levels that it has room for."""
         total = len(room)
         deepest = [min(max(depth, 0), self.depth) for depth in room]
-        chosen, limits = self._best, [self._ends[deepest[row]] for row in rows]
+        chosen, limits = self._best, [self._ends[min(deepest[row], len(self._ends) - 1)] for row in rows]
         if chosen is None or min(limits) < self._ends[-1]:
             chosen = self._chosen(integers_on(limits, self._scores.device))
-        if reads_are_free(self._scores.device):
-            counts, depths = chosen.num_nodes.tolist(), chosen.depths.amax(1).tolist()
+        if self._is_exact:
+            counts, depths = torch.stack([chosen.num_nodes, chosen.depths.amax(1)]).tolist()
         else:
             counts = [min(limit, self.shape.max_nodes) for limit in limits]
             depths = [min(deepest[row], count - 1) for row, count in zip(rows, counts, strict=True)]
@@ -229,13 +255,57 @@ class DynamicExpansion:
                 depths=depths,
                 num_nodes=counts,
                 num_tokens=max(self._num_tokens, max(roots) + 1),
-                are_depths_exact=reads_are_free(self._scores.device),
+                are_depths_exact=self._is_exact,
             ),
         )
 
+    def _best_children(self, depth: int, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The best candidates after each node of a depth, and what they add to the scores of paths.
+
+        Args:
+            depth: Of the nodes.
+            logits: (B, P, V) float32, or (B, 1, V).
+
+        Returns:
+            (B, P, K) int64 tokens and (B, P, K) float32, at most 0 and never NaN, -inf where they are impossible or
+            pruned for more than their paths; or both (B, 1, K).
+        """
+        self._num_tokens = logits.shape[2]
+        _, keys = self.draws.guesses(logits, depth)
+        best = keys.topk(min(self.shape.top_k, logits.shape[2]), dim=2)
+        gains = best.values
+        if self.draws.has_coupled:  # the keys of others are log-probabilities
+            is_coupled = self.draws.is_coupled.view(-1, 1, 1)
+            gains = torch.where(is_coupled, gains - keys.logsumexp(2, keepdim=True), gains)
+        # Rounding must not lift a child above its parent; logits that are no numbers make impossible candidates.
+        gains = gains.nan_to_num(nan=float("-inf"), posinf=0.0, neginf=float("-inf")).clamp_max(0.0)
+        pruning = self.draws.pruning
+        if pruning is not None and pruning.looks_at_tokens:
+            entropies = None
+            if pruning.entropy_weighted is not None:
+                entropies = normalised_entropy(keys.log_softmax(2) if self.draws.has_coupled else keys).unsqueeze(2)
+            gains = torch.where(pruning.token_passes(gains, entropies), gains, float("-inf"))
+        return best.indices, gains
+
+    def _above_path_threshold(self, scores: Tensor) -> Tensor:
+        """Scores of paths with -inf for those that are pruned."""
+        pruning = self.draws.pruning
+        if pruning is None or pruning.path_probability is None:
+            return scores
+        return torch.where(pruning.path_passes(scores), scores, float("-inf"))
+
+    def _add(self, level: _Candidates, *, is_last: bool) -> None:
+        """Takes in the candidates of a level, and chooses the tree after the last one."""
+        self._candidates.append(level)
+        self._ends.append(self._ends[-1] + len(level.depths))
+        if is_last:
+            self._best = self._chosen(None)
+
     def _advance(self, level: _Candidates, *, num_siblings: int) -> None:
         """Makes the best candidates of a level the next frontier, the best first."""
-        order = _best_first(level.scores)[1][:, : self.shape.top_k]
+        values, order = (part[:, : self.shape.top_k] for part in _best_first(level.scores))
+        if self.draws.pruning is not None and reads_are_free(values.device):
+            order = order[:, : int((values > float("-inf")).sum(1).max())]
         self._frontiers.append(Frontier(level.tokens.gather(1, order), order // num_siblings))
         self._scores, self._numbers = level.scores.gather(1, order), order + self._ends[-1]
 
@@ -253,7 +323,7 @@ class DynamicExpansion:
             scores = torch.where(number < limits.unsqueeze(1), scores, float("-inf"))
         # Impossible candidates come last, those past the limit after all others: equals stand in order.
         values, order = (part[:, : self.shape.max_nodes] for part in _best_first(scores))
-        if reads_are_free(scores.device):
+        if self._is_exact:
             is_node = values > float("-inf")
         elif limits is None:
             is_node = torch.ones_like(order, dtype=torch.bool)

@@ -1,7 +1,11 @@
 """Expands draft trees level by level, for drafters that look at each node before they choose its children.
 
-Static trees (`TreeExpansion`) and dynamic ones (`foretoken.trees.dynamic`) are expanded by one loop: for each depth
-from 0 on, a drafter evaluates the nodes of `frontier(depth)` and hands their logits to `grow(depth, logits)`.
+Static trees (`TreeExpansion`) and dynamic ones (`foretoken.trees.dynamic`) are expanded by one loop: for each depth of
+`levels()`, a drafter evaluates the nodes of `frontier(depth)` and hands their logits to `grow(depth, logits)`. Drafters
+whose logits do not depend on the nodes hand over those of all levels at once, `grow_levels(logits)`.
+
+Where trees are pruned (`foretoken.trees.pruning`), nodes that fall short are in no later frontier, and the loop ends
+when none is left.
 
 The children of a whole level are chosen in a fixed number of tensor operations; only the noise of sampled requests is
 made node by node, see `DraftDraws.keys`.
@@ -19,10 +23,13 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from foretoken.core.backend import integers_on, reads_are_free
 from foretoken.core.token_tree import DraftDistributions, DrawKind, HostFacts, TokenTree
+from foretoken.trees.merge import compacted
+from foretoken.trees.pruning import normalised_entropy
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from foretoken.sampling.draft_draws import DraftDraws
     from foretoken.trees.choices import TreeShape
@@ -64,6 +71,12 @@ class Expansion(Protocol):
     def depth(self) -> int:
         """Number of levels that are expanded; the deepest node may lie as deep as that."""
 
+    def levels(self) -> Iterator[int]:
+        """Depths to choose children at, each once `grow` was called for those above.
+
+        All below `depth`; fewer where pruning leaves nothing to expand and the host reads the device freely.
+        """
+
     def frontier(self, depth: int) -> Frontier:
         """The nodes of one depth whose children `grow` chooses; the roots at depth 0.
 
@@ -76,6 +89,13 @@ class Expansion(Protocol):
         Args:
             depth: Of the frontier.
             logits: (B, P, V) float32, the drafter's after each node; or (B, 1, V), which then serves them all.
+        """
+
+    def grow_levels(self, logits: Tensor) -> None:
+        """Chooses all nodes at once; changes this object.
+
+        Args:
+            logits: (B, D, V) float32 with D = `depth`, those of each depth after all nodes of it.
         """
 
     def finish(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
@@ -141,6 +161,11 @@ class TreeExpansion:
             self._kinds = torch.zeros_like(self.tokens)
             self._row_of = torch.full_like(self.tokens, -1)
         self._num_tokens = 0
+        self._pruning = draws.pruning
+        if draws.pruning is not None:
+            is_root = torch.arange(shape.num_nodes, device=roots.device) == 0
+            self._is_kept, self._goes_on = is_root.repeat(batch, 1), is_root.repeat(batch, 1)
+            self._narrowed: list[tuple[Tensor, _Level]] = []  # of each depth, which nodes of the level go on, and these
 
     @property
     def parents(self) -> Tensor:
@@ -162,9 +187,16 @@ class TreeExpansion:
         """Most nodes of one depth that have children."""
         return self._relations.widest_level
 
+    def levels(self) -> Iterator[int]:
+        """See `Expansion`."""
+        for depth in range(self.depth):
+            if not self._level(depth).indices:
+                return
+            yield depth
+
     def frontier(self, depth: int) -> Frontier:
         """See `Expansion`."""
-        level = self._relations.levels[depth]
+        level = self._level(depth)
         return Frontier(self.tokens[:, level.nodes], level.origins)
 
     def tensors(self, vocab_size: int, *, is_shared: bool = False) -> TreeTensors:
@@ -197,7 +229,7 @@ class TreeExpansion:
 
         Among equal keys, which of them are taken may depend on how many candidates the level's largest rank asks for.
         """
-        level = self._relations.levels[depth]
+        level = self._level(depth)
         self._num_tokens = max(self._num_tokens, logits.shape[2])
         log_probs, keys = self.draws.keys(logits, level.indices, depth)
         best = keys.topk(level.num_candidates, dim=2)
@@ -210,7 +242,10 @@ class TreeExpansion:
         chosen = _entries(best.indices, level.place, candidate)
         children = level.children
         self.tokens[:, children] = chosen
-        self._scores[:, children] = self._scores[:, level.parents] + _entries(log_probs, level.place, chosen)
+        gains = _entries(log_probs, level.place, chosen)
+        self._scores[:, children] = self._scores[:, level.parents] + gains
+        if self._pruning is not None:
+            self._prune(level, log_probs, gains)
         if self.draws.has_sampled:
             # A token without a chance in the stated distribution is a choice, not a draw: past the support, where a
             # probability underflows, and where the drafter's logits are no numbers.
@@ -220,9 +255,26 @@ class TreeExpansion:
             self._kinds[:, children] = torch.where(is_drawn, level.kind, DrawKind.ONE_HOT.value)
             self._row_of[:, children] = torch.where(is_drawn, row, -1)
             self._rows.append(probs)
+            self._keep_drawn(level, is_drawn)
+
+    def grow_levels(self, logits: Tensor) -> None:
+        """See `Expansion`."""
+        for depth in self.levels():
+            self.grow(depth, logits[:, depth : depth + 1])
 
     def finish(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
-        """See `Expansion`; deeper nodes than a sequence has room for are cut off."""
+        """See `Expansion`; deeper nodes than a sequence has room for are cut off. With pruning, synchronises once."""
+        tree = self._unpruned(rows, room, roots)
+        if self._pruning is None:
+            return tree
+        kept = torch.zeros_like(tree.tokens, dtype=torch.bool)
+        kept[integers_on(rows, kept.device)] = self._is_kept
+        kept &= tree.parents >= 0  # neither padding nor what was cut off
+        kept[:, 0] = True
+        return compacted(tree, kept).narrowed()
+
+    def _unpruned(self, rows: Sequence[int], room: Sequence[int], roots: Sequence[int]) -> TokenTree:
+        """The trees with all nodes that there is room for, whatever was pruned."""
         total, width, device = len(room), self.shape.num_nodes, self.tokens.device
         most = self.depth
         deepest = [min(max(depth, 0), most) for depth in room]
@@ -262,6 +314,39 @@ class TreeExpansion:
             distributions=distributions,
             host_facts=HostFacts(roots=roots, depths=deepest, num_nodes=counts, num_tokens=bound),
         )
+
+    def _level(self, depth: int) -> _Level:
+        """The nodes of one depth whose children are chosen; those above are final."""
+        level = self._relations.levels[depth]
+        if self._pruning is None or not reads_are_free(self.tokens.device):
+            return level
+        if depth == len(self._narrowed):
+            places = self._goes_on[:, level.nodes].any(0).nonzero()[:, 0]
+            above = self._narrowed[-1][0] if depth else None
+            self._narrowed.append((places, level.narrowed(places, above)))
+        return self._narrowed[depth][1]
+
+    def _prune(self, level: _Level, log_probs: Tensor, gains: Tensor) -> None:
+        """Tells which children of a level stay, as long as they are chosen, and which of them go on.
+
+        Args:
+            level: That was expanded.
+            log_probs: (B, P, V) or (B, 1, V), after its nodes.
+            gains: (B, C), of the children.
+        """
+        pruning, children = self._pruning, level.children
+        assert pruning is not None, "asked before"
+        entropies = None
+        if pruning.entropy_weighted is not None:
+            by_parent = normalised_entropy(log_probs)
+            entropies = by_parent if by_parent.shape[1] == 1 else by_parent[:, level.place]
+        passes = pruning.token_passes(gains, entropies) & pruning.path_passes(self._scores[:, children])
+        self._is_kept[:, children] = self._goes_on[:, children] = self._goes_on[:, level.parents] & passes
+
+    def _keep_drawn(self, level: _Level, is_drawn: Tensor) -> None:
+        """Keeps the draws of a level, (B, C) bool, whatever their probability: see `foretoken.trees.pruning`."""
+        if self._pruning is not None:
+            self._is_kept[:, level.children] |= is_drawn & self._goes_on[:, level.parents]
 
     def _stated(self) -> Tensor:
         """(B, R, V), the distributions of all levels."""
@@ -338,6 +423,35 @@ class _Level:
     order: Tensor
     kind: Tensor
     num_candidates: int
+
+    def narrowed(self, places: Tensor, above: Tensor | None) -> _Level:
+        """A part of the level.
+
+        Args:
+            places: (P',) int64, which of the P nodes, ascending.
+            above: Likewise of the level above; None at the root.
+        """
+        device = places.device
+        new_place = torch.full((len(self.indices),), -1, device=device)
+        new_place[places] = torch.arange(len(places), device=device)
+        stays = new_place[self.place] >= 0
+        origins = None
+        if above is not None:
+            all_origins = torch.arange(len(self.indices), device=device) if self.origins is None else self.origins[0]
+            origins = torch.searchsorted(above, all_origins[places]).unsqueeze(0)
+        indices = [self.indices[place] for place in places.tolist()]
+        return _Level(
+            indices=indices,
+            nodes=torch.tensor(indices, dtype=torch.int64, device=device),
+            origins=origins,
+            children=self.children[stays],
+            parents=self.parents[stays],
+            place=new_place[self.place[stays]],
+            rank=self.rank[stays],
+            order=self.order[stays],
+            kind=self.kind[stays],
+            num_candidates=self.num_candidates,
+        )
 
 
 class _Table(NamedTuple):

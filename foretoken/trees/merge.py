@@ -86,7 +86,7 @@ def _united(first: TokenTree, second: TokenTree) -> TokenTree:
         joins |= found
     side_by_side = _side_by_side(first, second, place, joins)
     kept = torch.cat([is_first, is_second & ~joins], dim=1)
-    return _compacted(side_by_side, kept)
+    return compacted(side_by_side, kept)
 
 
 def _side_by_side(first: TokenTree, second: TokenTree, place: Tensor, joins: Tensor) -> TokenTree:
@@ -143,7 +143,7 @@ def _united_distributions(first: TokenTree, second: TokenTree, width: int) -> Dr
     )
 
 
-def _compacted(tree: TokenTree, kept: Tensor) -> TokenTree:
+def compacted(tree: TokenTree, kept: Tensor) -> TokenTree:
     """A tree without some of its nodes, all of whose descendants are removed or stand under kept ones.
 
     Args:
@@ -191,7 +191,7 @@ def prune(tree: TokenTree, kept: Tensor) -> TokenTree:
     kept &= torch.arange(tree.width, device=kept.device) < tree.num_nodes.unsqueeze(1)
     for _ in range(tree.max_depth):
         kept = kept & (kept.gather(1, parents) | (tree.depths == 0))
-    return _compacted(tree, kept)
+    return compacted(tree, kept)
 
 
 def _drawn(tree: TokenTree) -> Tensor:

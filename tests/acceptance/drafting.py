@@ -106,6 +106,28 @@ def best_and_one(q: Tensor, count: int) -> Proposal:
     return propose
 
 
+def ending(proposal: Proposal, q: Tensor, threshold: float) -> Proposal:
+    """Nothing below a node whose own probability falls short of a threshold, or below its descendants."""
+
+    def propose(context: int) -> list[tuple[list[Child], float]]:
+        node = context
+        while node:
+            node, token = divmod(node - 1, q.shape[1])
+            if q[node, token] < threshold:
+                return [([], 1.0)]
+        return proposal(context)
+
+    return propose
+
+
+def without_improbable(proposal: Proposal, q: Tensor, threshold: float) -> Proposal:
+    """Children whose own probability falls short of a threshold are left out, drawn or not."""
+    return lambda context: [
+        ([child for child in children if q[context, child.token] >= threshold], prob)
+        for children, prob in proposal(context)
+    ]
+
+
 def joined(*proposals: Proposal) -> Proposal:
     """The children of several proposals, drawn independently of each other."""
 

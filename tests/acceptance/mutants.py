@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
-from drafting import Child, Proposal, best, drafts, independent, tables, without_replacement
+from drafting import Child, Proposal, best, drafts, independent, tables, without_improbable, without_replacement
 from enumeration import DecisionsFactory, Drafts, Lookup, ReplayedDecisions, Rule
 from penalised import penalised_rule, penalised_target, without_the_node_itself, without_the_path
 from torch import Tensor
@@ -88,6 +88,12 @@ def parent_row_after_the_whole_chain(tree: TokenTree, contexts: Tensor, log_prob
         return log_probs(torch.where(is_last, tree.parents[index, nodes].clamp_min(0), nodes))
 
     return look
+
+
+def pruned(every: Callable[[Tensor, int], Proposal], shape: Sequence[int], threshold: float) -> Drafts:
+    """The drafts of `setting` without draws whose own probability falls short."""
+    _, draft = tables("dense", VOCAB, len(shape))
+    return drafts([without_improbable(every(draft, width), draft, threshold) for width in shape], VOCAB)
 
 
 def other_temperature(every_draft: Drafts) -> Drafts:
@@ -229,6 +235,13 @@ MUTANTS: dict[str, Mutant] = {
     ),
     "selected after drawing, tested with p/q": Mutant(
         LARGER, broken=replace(LARGER, drafts=marked(LARGER.drafts, DrawKind.INDEPENDENT))
+    ),
+    "draws pruned by their probability": Mutant(CHAIN, broken=replace(CHAIN, drafts=pruned(independent, (1, 1), 0.3))),
+    "draws pruned by their probability, block": Mutant(
+        BLOCK, broken=replace(BLOCK, drafts=pruned(independent, (1, 1), 0.3))
+    ),
+    "draws pruned by their probability, tree": Mutant(
+        DISTINCT_PAIR, broken=replace(DISTINCT_PAIR, drafts=pruned(without_replacement, (2,), 0.3))
     ),
     "top-k children tested with p/q": Mutant(TOP, broken=replace(TOP, drafts=marked(TOP.drafts, DrawKind.INDEPENDENT))),
     "penalties of the root only": Mutant(

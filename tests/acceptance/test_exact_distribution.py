@@ -11,10 +11,12 @@ from drafting import (
     best,
     best_and_one,
     drafts,
+    ending,
     independent,
     joined,
     random_table,
     tables,
+    without_improbable,
     without_replacement,
 )
 from enumeration import EXACT, Rule, exact_distribution
@@ -106,6 +108,25 @@ def test_block(vocab: int, gamma: int, case: str) -> None:
     target, draft = tables(case, vocab, gamma)
     every_draft = drafts([independent(draft, 1)] * gamma, vocab)
     assert exact_distribution(accept_block, every_draft, target).error <= EXACT
+
+
+@pytest.mark.parametrize("case", ["dense", "equal"])
+@pytest.mark.parametrize("rule", ["sequential", "sequential, tree", "block"])
+def test_drafts_that_end_below_improbable_draws(rule: str, case: str) -> None:
+    """Pruning of sampled requests: a draw stays, and whether anything follows it depends on its probability."""
+    shape, draw = ((2, 1), without_replacement) if rule.endswith("tree") else ((1, 1, 1), independent)
+    target, draft = tables(case, 3, len(shape))
+    every_draft = drafts([ending(draw(draft, width), draft, 0.3) for width in shape], 3)
+    assert len(set(every_draft.tree.num_nodes.tolist())) > 1, "some drafts end early"
+    distribution = exact_distribution(RULES[rule.split(",")[0]], every_draft, target, walks=rule != "block")
+    assert distribution.error <= EXACT
+
+
+@pytest.mark.parametrize("rule", ["sequential", "coupled"])
+def test_chosen_nodes_may_be_left_out_by_their_probability(rule: str) -> None:
+    target, draft = tables("dense", 3, 2)
+    every_draft = drafts([without_improbable(best(draft, 2), draft, 0.3)] * 2, 3)
+    assert exact_distribution(RULES[rule], every_draft, target, walks=True).error <= EXACT
 
 
 @pytest.mark.parametrize("case", CASES)

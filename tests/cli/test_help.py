@@ -16,7 +16,10 @@ from command_line import ROOT, run
 from foretoken.bench.setups import parse_setup
 from foretoken.cli.commands import app
 
-COMMANDS = ["generate", "verify", "bench", "inspect", "convert", "data", "data vocab", "data index", "train", "doctor"]
+COMMANDS = [
+    "generate", "verify", "bench", "inspect", "convert", "data", "data vocab", "data index", "train", "tune tree",
+    "doctor",
+]  # fmt: skip
 VALUE = r"(N|X|TEXT|PATH|NAME|DRAFTER|KEY=\w+)"
 
 

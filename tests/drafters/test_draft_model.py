@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -198,3 +199,14 @@ def test_nothing_to_do() -> None:
     assert isinstance(tree, TokenTree)
     assert tree.rows() == [([5], [-1]), ([7], [-1])]
     made.release(3)
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+def test_nothing_is_drafted_below_what_falls_short(tree: str) -> None:
+    """A drafter that is never certain takes the one pass for its root, and no more."""
+    options = {"tree": tree, "num_speculative_tokens": 8, "pruning": {"token_probability": 1.0}}
+    made = drafter(**options, **({"tree_top_k": 2} if tree == "dynamic" else {}))
+    with mock.patch.object(made._runner, "run", wraps=made._runner.run) as run:
+        proposed = made.propose(context([[5, 7]]))
+    assert proposed.tokens.tolist() == [[7]]
+    assert run.call_count == 1

@@ -17,6 +17,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.drafters.base import LONGEST_CHAIN, DrafterOptions, TargetReads
 from foretoken.drafters.registry import create_drafter, drafter_options, known_methods
 from foretoken.trees.choices import TreeShape
+from foretoken.trees.pruning import Pruning
 from foretoken.trees.published import PUBLISHED
 
 REPEAT = """
@@ -169,6 +170,34 @@ def test_dynamic_trees_that_options_ask_for(keys: dict[str, Any], size: tuple[in
 def test_dynamic_trees_that_there_are_not(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         drafter_options(keys)
+
+
+def test_pruning_that_options_ask_for() -> None:
+    options = drafter_options({"method": "hydra", "pruning": {"token_probability": 0.1, "entropy_weighted": 1}})
+    assert options.pruning == Pruning(token_probability=0.1, entropy_weighted=1.0)
+    assert options.pruning is not None
+    assert options.pruning.keys == {"token_probability", "entropy_weighted"}
+    assert drafter_options({"method": "ngram", "pruning": None}).pruning is None
+
+
+@pytest.mark.parametrize(
+    ("method", "pruning", "message"),
+    [
+        (
+            "ngram",
+            {"path_probability": 0.1},
+            r"method 'ngram' cannot prune by 'path_probability': .* Leave 'pruning' out",
+        ),
+        ("oracle", {"token_probability": 0.1}, "method 'oracle' cannot prune by 'token_probability'"),
+        ("hydra", {"token_probability": 2.0}, r"'token_probability' of pruning is 2\.0\. Input should be less than or"),
+        ("hydra", {"threshold": 0.1}, "pruning has no key 'threshold'"),
+        ("hydra", {}, "pruning: there is no threshold"),
+        ("hydra", 0.1, r"pruning is 0\.1\. Expected keys and values\."),
+    ],
+)
+def test_pruning_that_there_is_not(method: str, pruning: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        drafter_options({"method": method, "pruning": pruning})
 
 
 def test_sizes_adapt_only_where_nobody_fixed_them() -> None:

@@ -33,6 +33,7 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
 from foretoken.hf.loading import wrap_model
 from foretoken.training.config import head_config
+from foretoken.trees.expansion import TreeExpansion
 
 VOCAB, LENGTH, COPIES, PROMPT, TEMPERATURE = 4, 3, 100, [1], 0.7
 SAMPLES, LEVEL = 12_000, 1e-6
@@ -44,6 +45,11 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sequential, dynamic tree": {"tree": "dynamic", "num_speculative_tokens": 2, "tree_top_k": 2, "max_nodes": 5},
     "sequential, top-k": {"num_speculative_tokens": 2},
     "coupled": {"tree": {"widths": [2, 2]}},
+}
+PRUNED = "sequential, pruned"
+SETTINGS_OF_ALL = {
+    **SETTINGS,
+    PRUNED: {"tree": {"widths": [2, 2]}, "pruning": {"token_probability": 0.2, "entropy_weighted": 0.9}},
 }
 # Heads with weights of their own, whose whole trees are one call of the native kernels in any dtype of the target.
 LONGER_PROMPT = [1, 2, 3]  # its last position but one has a feature, so that the first pass already has a tree
@@ -91,9 +97,9 @@ def sample(
     monkeypatch.setattr(Engine, "__init__", with_rule)
     prompt = PROMPT if head is None else LONGER_PROMPT
     target, draft = (copy.deepcopy(small(seed)).float() if is_native else small(seed) for seed in (0, 1))
-    drafter: dict[str, Any] = {"drafter": draft_model(draft, **SETTINGS[setting]), "trust_drafter": True}
+    drafter: dict[str, Any] = {"drafter": draft_model(draft, **SETTINGS_OF_ALL[setting]), "trust_drafter": True}
     if head is not None:
-        config = {"method": head, "model": str(head_directory(head)), "tree": "chain", **SETTINGS[setting]}
+        config = {"method": head, "model": str(head_directory(head)), "tree": "chain", **SETTINGS_OF_ALL[setting]}
         drafter = {"speculative_config": config}
     llm = LLM(target, **drafter, max_num_seqs=250, max_model_len=16, runner="lean-native" if is_native else "auto")
     params = [
@@ -155,6 +161,16 @@ def test_trees_that_a_head_drafts_natively(setting: str, head: str, monkeypatch:
     assert metrics.drafted_at_depth[2], "more than one level was drafted"
     assert chi_square_level(texts, exact_distribution(setting, LONGER_PROMPT)) > LEVEL
     assert 0.1 < metrics.num_accepted / metrics.num_emitted < 0.66, "both acceptances and residuals are exercised"
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_draws_that_fall_short_stay(is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pruned trees of sampled requests; to leave out draws for their own tokens is found."""
+    if is_broken:
+        monkeypatch.setattr(TreeExpansion, "_keep_drawn", lambda self, level, is_drawn: None)
+    texts, metrics = sample(PRUNED, monkeypatch, is_native=True)
+    assert (chi_square_level(texts, exact_distribution(PRUNED)) > LEVEL) is not is_broken
+    assert metrics.num_drafted < 5.5 * metrics.steps, "of six nodes some were pruned"
 
 
 @pytest.mark.parametrize("setting", ["block", "sequential, tree"])

@@ -235,6 +235,11 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "draft widths": draft(tree=WIDTHS),
         "draft dynamic": draft(tree="dynamic", num_speculative_tokens=4, tree_top_k=4, max_nodes=12),
         "draft itself dynamic": draft(0.0, tree="dynamic", num_speculative_tokens=4, tree_top_k=3, max_nodes=9),
+        "draft pruned": draft(num_speculative_tokens=6, pruning={"token_probability": 0.04}),
+        "draft tree pruned": draft(tree="tree", pruning={"path_probability": 0.001, "entropy_weighted": 0.2}),
+        "draft dynamic pruned": draft(
+            tree="dynamic", num_speculative_tokens=4, tree_top_k=4, max_nodes=12, pruning={"token_probability": 0.03}
+        ),
         "draft as stored": draft(num_speculative_tokens=4, quantization="none"),  # else int8 where that can be
         "draft intersection": draft_other("intersection", num_speculative_tokens=4),
         "draft intersection dynamic": draft_other(
@@ -261,6 +266,12 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
             )
             for name in ("medusa", "hydra", "mlp_speculator", "eagle", "eagle3", "falcon")
         },
+        "hydra pruned": head("hydra", architecture, num_speculative_tokens=3, pruning={"entropy_weighted": 0.3}),
+        "medusa dynamic pruned": head(
+            "medusa", architecture, tree="dynamic", num_speculative_tokens=3, pruning={"path_probability": 0.05}
+        ),
+        "eagle pruned": head("eagle", architecture, tree=MEDUSA_CHOICES, pruning={"token_probability": 0.2}),
+        "falcon pruned": head("falcon", architecture, tree=MEDUSA_CHOICES, pruning={"path_probability": 0.05}),
         "hydra dynamic adaptive": head("hydra", architecture, tree="dynamic"),
         "hydra++ as stored": head("hydra++", architecture, num_speculative_tokens=3, quantization="none"),
         "medusa chain": head("medusa", architecture, tree="chain"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 import pytest
@@ -19,6 +22,7 @@ from foretoken.sampling.noise import Purpose
 from foretoken.sampling.truncation import warp
 from foretoken.trees import dynamic
 from foretoken.trees.dynamic import DynamicExpansion, DynamicShape
+from foretoken.trees.pruning import Pruning
 
 VOCAB, POSITION = 23, 9
 GREEDY = (SamplingParams(temperature=0.0), False)
@@ -49,19 +53,22 @@ def table(seed: int, spread: float = 3.0) -> Table:
     return logits
 
 
-def draws_of(requests: list[Request], first: int = 0) -> DraftDraws:
+def draws_of(requests: list[Request], first: int = 0, pruning: Pruning | None = None) -> DraftDraws:
     """The draws of requests whose roots stand at POSITION + `first`, and so on."""
     batch = SamplingBatch.build([SamplingRequest(params=p, seed=p.seed or 0) for p, _ in requests], VOCAB)
     positions = POSITION + first + torch.arange(len(requests))
-    return DraftDraws.build(batch, [is_coupled for _, is_coupled in requests], positions)
+    draws = DraftDraws.build(batch, [is_coupled for _, is_coupled in requests], positions)
+    return replace(draws, pruning=pruning)
 
 
-def expanded(shape: DynamicShape, requests: list[Request], logits: Table, first: int = 0) -> DynamicExpansion:
+def expanded(
+    shape: DynamicShape, requests: list[Request], logits: Table, first: int = 0, pruning: Pruning | None = None
+) -> DynamicExpansion:
     """Trees filled as a drafter does it: what a node knows of its path comes from its parent in the frontier above."""
     roots = torch.full((len(requests),), 7)
-    expansion = DynamicExpansion(shape, roots, draws_of(requests, first))
+    expansion = DynamicExpansion(shape, roots, draws_of(requests, first, pruning))
     above = torch.empty(len(requests), 1, 0, dtype=torch.int64)  # (B, P, depth), tokens of paths
-    for depth in range(shape.depth):
+    for depth in expansion.levels():
         frontier = expansion.frontier(depth)
         paths = frontier.inherited(above)
         if depth:
@@ -99,7 +106,22 @@ def gains(request: Request, row: int, logits: Tensor, depth: int) -> tuple[Tenso
     return keys, keys.log_softmax(0)
 
 
-def obvious(shape: DynamicShape, request: Request, row: int, logits: Table) -> list[Node]:
+def falls_short(gain: Tensor, token: int, path_score: Tensor, pruning: Pruning | None) -> bool:
+    """Whether a candidate is pruned; gain: (V,) log-probabilities after its parent."""
+    if pruning is None:
+        return False
+    probs = gain.exp()
+    entropy = -sum(p * math.log(p) for p in probs.tolist() if p > 0) / math.log(VOCAB)
+    return (
+        probs[token].item() < (pruning.token_probability or 0.0)
+        or path_score.exp().item() < (pruning.path_probability or 0.0)
+        or probs[token].item() < (pruning.entropy_weighted or 0.0) * (1 - entropy)
+    )
+
+
+def obvious(
+    shape: DynamicShape, request: Request, row: int, logits: Table, pruning: Pruning | None = None
+) -> list[Node]:
     """The tree of one sequence: candidates in a list, sorted by Python; parents are indices into the result."""
     everything = [Node((), torch.tensor(0.0), -1)]
     expand = [0]
@@ -109,7 +131,11 @@ def obvious(shape: DynamicShape, request: Request, row: int, logits: Table) -> l
             path, score, _ = everything[index]
             keys, gain = gains(request, row, logits(row, path), depth)
             best = keys.argsort(descending=True)[: shape.top_k].tolist()
-            everything += [Node((*path, token), score + gain[token], index) for token in best]
+            never = torch.tensor(float("-inf"))
+            for token in best:
+                of_path = score + gain[token]
+                of_path = never if falls_short(gain, token, of_path, pruning) else of_path
+                everything.append(Node((*path, token), of_path, index))
         level = range(start, len(everything))
         expand = sorted(level, key=lambda index: (-everything[index].score, index))[: shape.top_k]
     ranked = sorted(range(len(everything)), key=lambda index: (-everything[index].score, index))
@@ -163,6 +189,86 @@ def test_one_row_of_logits_serves_a_level(kind: str) -> None:
     tree = finished(expansion, 3)
     for row, request in enumerate(requests):
         assert_is(tree, row, obvious(shape, request, row, lambda row, path: by_depth[row, len(path)]))
+
+
+PRUNINGS = {
+    "token": Pruning(token_probability=0.1),
+    "path": Pruning(path_probability=0.1),
+    "entropy": Pruning(entropy_weighted=0.25),
+    "all": Pruning(token_probability=0.04, path_probability=0.01, entropy_weighted=0.15),
+    "nothing is so sure": Pruning(token_probability=1.0),
+}
+
+
+@pytest.mark.parametrize("is_free", [True, False])
+@pytest.mark.parametrize("kind", REQUESTS)
+@pytest.mark.parametrize("pruning", PRUNINGS)
+def test_pruned_trees_are_those_of_the_obvious_construction(
+    pruning: str, kind: str, is_free: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the host does not look, and every level is expanded whatever is left of it."""
+    monkeypatch.setattr(dynamic, "reads_are_free", lambda device: is_free)
+    shape = DynamicShape(top_k=5, depth=4, max_nodes=20)
+    requests, logits = REQUESTS[kind], table(1)
+    expansion = expanded(shape, requests, logits, pruning=PRUNINGS[pruning])
+    tree = finished(expansion, len(requests))
+    expected = [obvious(shape, request, row, logits, PRUNINGS[pruning]) for row, request in enumerate(requests)]
+    for row, nodes in enumerate(expected):
+        assert_is(tree, row, nodes)
+    whole = finished(expanded(shape, requests, logits), len(requests))
+    if kind == "greedy":
+        assert any(paths_of(tree, row) != paths_of(whole, row) for row in range(3)), "something was pruned"
+    if is_free:  # a node that was pruned was not expanded either
+        widths = [expansion.frontier(depth).tokens.shape[1] for depth in expansion.levels()]
+        deepest = max(len(node.path) for nodes in expected for node in nodes)
+        assert len(widths) >= deepest
+        if pruning == "nothing is so sure" and kind == "greedy":
+            assert (widths, tree.width) == ([1], 1), "nothing is drafted below the root's candidates"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    top_k=st.integers(1, 5), depth=st.integers(1, 4), max_nodes=st.integers(2, 25), seed=st.integers(0, 99),
+    kind=st.sampled_from(sorted(REQUESTS)), pruning=st.sampled_from([None, *PRUNINGS.values()]),
+)  # fmt: skip
+def test_levels_at_once_are_the_best_of_all_paths(
+    top_k: int, depth: int, max_nodes: int, seed: int, kind: str, pruning: Pruning | None
+) -> None:
+    """Of every path through the candidates of the levels, by brute force, also where none was among a level's best."""
+    shape, requests = DynamicShape(top_k=top_k, depth=depth, max_nodes=max_nodes), REQUESTS[kind]
+    by_depth = 1.5 * torch.randn(3, depth, VOCAB, generator=torch.Generator().manual_seed(seed))
+    expansion = DynamicExpansion(shape, torch.full((3,), 7), draws_of(requests, pruning=pruning))
+    expansion.grow_levels(by_depth)
+    tree = finished(expansion, 3)
+    assert tree.scores is not None
+    for row, request in enumerate(requests):
+        each = [gains(request, row, by_depth[row, level], level) for level in range(depth)]
+        best = [keys.argsort(descending=True)[:top_k].tolist() for keys, _ in each]
+        possible = [((), 0.0)]
+        for path in (path for length in range(1, depth + 1) for path in product(*best[:length])):
+            scores = torch.stack([each[level][1][token] for level, token in enumerate(path)]).cumsum(0)
+            is_kept = scores[-1] > float("-inf") and not any(
+                falls_short(each[level][1], token, scores[level], pruning) for level, token in enumerate(path)
+            )
+            possible += [(path, float(scores[-1]))] * is_kept
+        possible.sort(key=lambda entry: (-entry[1], len(entry[0])))
+        count = int(tree.num_nodes[row])
+        assert count == min(max_nodes, len(possible))
+        nodes = sorted(possible[:count], key=lambda entry: (len(entry[0]), -entry[1]))
+        found = paths_of(tree, row)
+        assert sorted(found) == sorted(path for path, _ in nodes)
+        index = {path: node for node, path in enumerate(found)}
+        expected = torch.tensor([dict(nodes)[path] for path in index])
+        torch.testing.assert_close(tree.scores[row, :count], expected, rtol=1e-5, atol=1e-5)
+
+
+def paths_of(tree: TokenTree, row: int) -> list[Path]:
+    """Tokens from below the root down to every node."""
+    found: list[Path] = []
+    for node in range(int(tree.num_nodes[row])):
+        parent = int(tree.parents[row, node])
+        found.append(() if parent < 0 else (*found[parent], int(tree.tokens[row, node])))
+    return found
 
 
 @settings(max_examples=60, deadline=None)

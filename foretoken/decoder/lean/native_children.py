@@ -66,12 +66,15 @@ class NativeDraft:
 def can_draft(expansion: TreeExpansion, width: int) -> bool:
     """Whether the kernels choose as the requests need it: on a CPU, where nothing but temperature changes logits.
 
+    They draft whole trees. Pruned ones are expanded level by level, so that nothing is drafted below what falls short.
+
     Args:
         expansion: A tree of roots.
         width: Logits that a draft model or a head gives; as many candidates must suffice.
     """
     is_here = runs_cpu_kernels(expansion.tokens.device)
-    return is_here and expansion.draws.is_plain and expansion.num_candidates <= width
+    is_whole = expansion.draws.pruning is None
+    return is_here and is_whole and expansion.draws.is_plain and expansion.num_candidates <= width
 
 
 def choose_children(draft: NativeDraft, depth: int, logits: Tensor, *, is_shared: bool = False) -> None:

@@ -1,0 +1,127 @@
+"""Pruning: leaving out drafted nodes that the drafter itself holds for improbable, before the target sees any of them.
+
+A node falls short where
+
+- its own probability, the draft distribution's after its parent, is below `token_probability`;
+- the product of these along its path is below `path_probability`;
+- its own probability is below `entropy_weighted` * (1 - h), h the entropy of the draft distribution after its parent as
+  a share of the greatest possible, ln V: the less certain the drafter, the more candidates it keeps.
+
+Of several thresholds each one counts. Nodes below one that falls short are never drafted.
+
+A node that falls short is left out where it was chosen, and stays where it was drawn from a draft distribution: to
+leave out a draw for its own token would bias what is generated. That nothing follows it depends on nothing but itself
+and what came before it, so it biases nothing: chains of sampled requests end with the first draw that falls short.
+Static trees of coupled requests, whose noise is known, go by the draft distribution all the same; dynamic ones by the
+distribution given the noise that their scores are made of (`foretoken.trees.dynamic`).
+
+The root always stays, so a tree of which nothing else is left is a step of plain decoding.
+
+Letters: B sequences, N nodes, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from foretoken.core.errors import TreeError
+from foretoken.trees.merge import prune
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from foretoken.core.token_tree import TokenTree
+
+
+class Pruning(BaseModel):
+    """Thresholds, see the module; None for those that are not asked for.
+
+    Attributes:
+        token_probability: Above 0, at most 1. What Hugging Face calls `assistant_confidence_threshold`.
+        path_probability: Above 0, at most 1.
+        entropy_weighted: Above 0, at most 1.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    token_probability: float | None = Field(default=None, gt=0.0, le=1.0)
+    path_probability: float | None = Field(default=None, gt=0.0, le=1.0)
+    entropy_weighted: float | None = Field(default=None, gt=0.0, le=1.0)
+
+    @model_validator(mode="after")
+    def _has_threshold(self) -> Self:
+        """One threshold at least."""
+        if not self.keys:
+            raise ValueError(f"there is no threshold; expected one of {', '.join(type(self).model_fields)}")
+        return self
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Names of the thresholds that are set."""
+        return frozenset(key for key in type(self).model_fields if getattr(self, key) is not None)
+
+    @property
+    def looks_at_tokens(self) -> bool:
+        """Whether there is a threshold of a node's own probability."""
+        return self.token_probability is not None or self.entropy_weighted is not None
+
+    def token_passes(self, own: Tensor, entropies: Tensor | None) -> Tensor:
+        """Which nodes do not fall short by their own probability; none that is NaN where `looks_at_tokens`.
+
+        Args:
+            own: Log-probability of each node after its parent, in any shape.
+            entropies: See `normalised_entropy`, in a shape that broadcasts; needed for `entropy_weighted`.
+
+        Returns:
+            Bool, in the shape of `own`.
+        """
+        result = torch.ones_like(own, dtype=torch.bool)
+        if self.token_probability is not None:
+            result &= own >= math.log(self.token_probability)
+        if self.entropy_weighted is not None:
+            assert entropies is not None, "options ask for it only where there are draft distributions"
+            result &= own.exp() >= self.entropy_weighted * (1.0 - entropies)
+        return result
+
+    def path_passes(self, paths: Tensor) -> Tensor:
+        """Bool, which nodes do not fall short by the log-probabilities of their paths; NaN does with a threshold."""
+        if self.path_probability is None:
+            return torch.ones_like(paths, dtype=torch.bool)
+        return paths >= math.log(self.path_probability)
+
+
+def normalised_entropy(log_probs: Tensor) -> Tensor:
+    """Entropy as a share of the greatest possible.
+
+    Args:
+        log_probs: (..., V), -inf for what is impossible.
+
+    Returns:
+        (...), 0 to 1; NaN where a row holds one.
+    """
+    greatest = max(math.log(log_probs.shape[-1]), 1e-9)  # one token alone: no entropy either
+    entropies: Tensor = torch.special.entr(log_probs.exp()).sum(-1) / greatest
+    return entropies.clamp(0.0, 1.0)
+
+
+def pruned(tree: TokenTree, pruning: Pruning) -> TokenTree:
+    """A whole tree without the nodes that fall short, for drafters that do not draft level by level, such as lookups.
+
+    Drawn nodes and their ancestors stay. Synchronises with the host.
+
+    Args:
+        tree: With `scores`.
+        pruning: Without `entropy_weighted`: a tree does not hold the distributions of chosen nodes.
+
+    Raises:
+        TreeError: When the tree has no scores.
+    """
+    if tree.scores is None:
+        raise TreeError("a tree without scores cannot be pruned by probabilities. Expected scores, see TokenTree.")
+    own = tree.scores - tree.scores.gather(1, tree.parents.clamp_min(0))
+    # Below an impossible node this is NaN; it goes with that node.
+    return prune(tree, pruning.token_passes(own, None) & pruning.path_passes(tree.scores)).narrowed()
