@@ -23,6 +23,7 @@ def generate(
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text to complete.")] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="File to complete.")] = None,
     speculative_config: options.Drafter = None,
+    spec_type: options.SpecType = None,
     max_tokens: options.MaxTokens = 128,
     temperature: Annotated[float, typer.Option(help="0 for greedy decoding.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
@@ -54,6 +55,7 @@ def generate(
     """
     text = options.read_prompt(prompt, file)
     stops = [options.checked(one, "--stop") for one in stop or ()]
+    speculative_config = options.drafter_texts(speculative_config, spec_type)
     if speculative_config is not None and len(speculative_config) > 1:
         raise ConfigError("generate takes one --speculative-config. To compare several, use `foretoken bench`.")
     clock = _LoadClock()
