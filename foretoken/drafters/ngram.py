@@ -65,6 +65,18 @@ class NgramIndex:
                     self._ends[tuple(tokens[end - length : end])].append(end)
         self._num_tokens = len(tokens)
 
+    def last_end(self, run: Sequence[int]) -> int | None:
+        """Where the longest of the runs that end some tokens occurred last.
+
+        Args:
+            run: Tokens, the last of which count; they need not be the sequence's.
+        """
+        for length in self._lengths:
+            ends = self._ends.get(tuple(run[-length:])) if length <= len(run) else None
+            if ends:
+                return ends[-1]
+        return None
+
     def matches(self, tokens: Sequence[int]) -> Iterator[int]:
         """Ends of earlier occurrences of the sequence's last tokens, longest match first, then most recent first."""
         found: set[int] = set()
@@ -107,6 +119,13 @@ class NgramDrafter:
             for slot, tokens, depth, nodes in each
         ]
         return TokenTree.from_rows(rows, device=self._device)
+
+    def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> list[int]:
+        """What followed the end of a drafted path earlier in the sequence; see `Lookup`."""
+        index, longest = self._indices[slot], self._options.prompt_lookup_max
+        index.extend(tokens)
+        end = index.last_end([*tokens[-longest:], *path])
+        return [] if end is None else [*tokens[end : end + depth], *path][:depth]
 
     def commit(self, committed: Committed) -> None:
         """Nothing to learn: the index follows the committed tokens when it proposes."""
