@@ -80,7 +80,7 @@ def drafter_texts(speculative_config: list[str] | None, spec_type: str | None) -
     names = [name.strip() for name in spec_type.split(",")]
     if not all(names):
         raise ConfigError(f"--spec-type is '{spec_type}'. Expected names of methods with commas, as ngram,hydra.")
-    return ["+".join(names)]
+    return names if len(names) == 1 else [json.dumps({"drafters": [{"method": name} for name in names]})]
 
 
 def load_target(model: str, dtype: str, device: str, threads: int | None) -> tuple[LoadedModel, Any]:

@@ -48,7 +48,6 @@ _WIDTH_RATE = 0.1  # weight of a draft in how many nodes of a level are bought
 _LEARN_EVERY = 8  # iterations without drafts, of which one is learned from
 _REASON_EVERY = 32  # iterations without drafts, for which one reason is given
 _LEAVES, _LEAST_VALUE = 4, 0.1  # that are grafted onto: at most so many and one a sequence, no less probable
-_RATE_FADE = 0.5 ** (1 / 40)
 
 
 class _Known:
@@ -124,7 +123,6 @@ class SeveralDrafters:
         timed = level_seconds or [None] * len(nodes_by_depth)
         self._known = [_Known(*each) for each in zip(nodes_by_depth, timed, strict=True)]
         self._host, self._merging = FadingLine(), FadingLine()  # by tokens generated; by trees that had nodes
-        self._rate = 0.0  # tokens a second of a sequence, fading
         self._num_declined = 0  # iterations in a row
         self._declined: Declined | None = None
         self._has_heard = True  # whether drafters hear of the last iteration
@@ -241,8 +239,6 @@ class SeveralDrafters:
         self._merging.learn(sum(answer.tree.width > 1 for answer in self._answers.values()), max(rest, 0.0))
         if len(steps) != self._batch:  # a batch that failed, and was decoded again one by one
             return
-        rate = generated / self._batch / max(record.seconds.total, 1e-9)
-        self._rate = rate if not self._rate else self._rate + (1 - _RATE_FADE) * (rate - self._rate)
         self._learn_trees(record)
         if self._kept is not None:
             self._kept.learned()
@@ -385,21 +381,22 @@ class SeveralDrafters:
     def _spend(self, asked: AskedDrafter, record: StepRecord, right: Mapping[int, Sequence[int]]) -> None:
         """Accounts for what a drafter that costs something added, against the iteration without it."""
         others = [levels for i, levels in right.items() if i != asked.index]
-        added = 0
+        tokens = without = len(record.sequences)
         for row, step in enumerate(record.sequences):
-            without = max((levels[row] for levels in others), default=0)
-            added += max(step.num_accepted - without, 0)
-        known = self._known[asked.index]
-        seconds = asked.seconds
+            tokens += step.num_accepted
+            without += min(step.num_accepted, max((levels[row] for levels in others), default=0))
+        known, seconds = self._known[asked.index], asked.seconds
         if not known.probes.num_idle:  # reading a prompt is no reason to give up
             seconds = min(seconds, float(known.seconds(float(asked.depth))))
+        rest = record.seconds.total - asked.seconds
         if self._bought is not None:
-            sources = self._bought.host.sources
-            own = self._bought.kept & (sources == 1 << asked.index)
+            own = int((self._bought.kept & (self._bought.host.sources == 1 << asked.index)).sum())
             width = self._bought.width
-            seconds += self._cost(width) - self._cost(max(width - int(own.sum()), self._batch))
-        speed = max(self._rate, 1 / self._plain())
-        known.probes.spend(seconds * speed - added / self._batch, 1 + added / self._batch)
+            wider = min(self._cost(width) - self._cost(max(width - own, self._batch)), 0.9 * rest)
+            seconds, rest = seconds + wider, rest - wider
+        # In the tokens that the rest would have brought meanwhile, for a sequence.
+        loss = (seconds * without / max(rest, 1e-9) - (tokens - without)) / self._batch
+        known.probes.spend(loss, tokens / self._batch)
 
 
 def _path(host: HostTree, row: int, node: int) -> list[int]:

@@ -81,8 +81,8 @@ def test_grafted_trees(pair: str) -> None:
     def with_chains(tree: TokenTree) -> TokenTree:
         grafts = []
         for row, (tokens, parents) in enumerate(tree.rows()):
-            leaves = [node for node in range(1, len(tokens)) if node not in parents and tokens[node] != 1]
-            for leaf in leaves[:2]:
+            leaves = [node for node in range(1, len(tokens)) if node not in parents]
+            for leaf in leaves[::2]:
                 depth = int(tree.depths[row, leaf])
                 grafts.append(Graft(row, leaf, depth, [(sum(tokens) + leaf) % VOCAB], [0.0], 1))
         return grafted(tree, grafts, max_nodes=64)
@@ -91,7 +91,7 @@ def test_grafted_trees(pair: str) -> None:
     every_draft = merged(drafts(first, VOCAB), drafts(second, VOCAB), changed=with_chains)
     result = exact_distribution(accept_sequential, every_draft, target, walks=True)
     assert result.error <= EXACT
-    assert result.num_accepted > exact_distribution(accept_sequential, plain, target, walks=True).num_accepted + 0.01
+    assert result.num_accepted > exact_distribution(accept_sequential, plain, target, walks=True).num_accepted
 
 
 @pytest.mark.parametrize("rule", [accept_sequential, accept_coupled], ids=["sequential", "coupled"])

@@ -164,7 +164,7 @@ def test_two_at_once_lose_no_entry_of_the_file_and_the_oldest_go_first(cache: Pa
 
 
 def test_a_pair_is_the_targets_weights_and_all_options() -> None:
-    model = wrap_model(tiny_model("llama"), name="one")
+    model = replace(wrap_model(tiny_model("llama"), name="one"), is_borrowed=False)  # as one that was read
     options = [drafter_options({"method": "ngram"}), drafter_options({"method": "medusa", "model": "/x"})]
     key = pair_key(model, options)
     assert key is not None
@@ -172,7 +172,7 @@ def test_a_pair_is_the_targets_weights_and_all_options() -> None:
     wider = [options[0], drafter_options({"method": "medusa", "model": "/x", "max_nodes": 32})]
     others = [
         pair_key(model, options[:1]), pair_key(model, wider),
-        pair_key(wrap_model(tiny_model("llama", hidden_size=64), name="one"), options),
+        pair_key(replace(wrap_model(tiny_model("llama", hidden_size=64), name="one"), is_borrowed=False), options),
     ]  # fmt: skip
     assert len({key, *others}) == 4
     assert pair_key(replace(model, is_borrowed=True), options) is None
