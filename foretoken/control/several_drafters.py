@@ -279,7 +279,8 @@ class SeveralDrafters:
         known = self._known[i]
         depths = np.arange(1.0, known.deepest + 1)
         seconds = np.asarray(known.seconds(depths), dtype=np.float64)
-        return Candidate(known.reach(self._dear_before()).probabilities(), known.widths, seconds)
+        widths = np.maximum(known.widths, 1.0)  # what is not bought brings nothing: a level takes a node at least
+        return Candidate(known.reach(self._dear_before()).probabilities(), widths, seconds)
 
     def _dear_before(self) -> frozenset[int]:
         """Those who have answered and cost something."""

