@@ -157,7 +157,8 @@ def _from_json(text: str) -> Setup:
 def _names(drafters: Any) -> str:
     """The methods of several configurations; what is wrong with them is said where they are read."""
     each = drafters if isinstance(drafters, list) else []
-    return "+".join(str(one.get("method")) if isinstance(one, dict) else "?" for one in each) or "drafters"
+    names = [one if isinstance(one, str) else str(one.get("method")) if isinstance(one, dict) else "?" for one in each]
+    return "+".join(names) or "drafters"
 
 
 def _read(path: Path) -> str:

@@ -67,6 +67,7 @@ def data(
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Responses decoded at once.")] = 8,
     speculative_config: options.Drafter = None,
+    spec_type: options.SpecType = None,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     runner: options.RunnerName = "auto",
@@ -90,6 +91,7 @@ def data(
     from foretoken.training.data.writer import check_place
 
     check_place(out, force=force)
+    speculative_config = options.drafter_texts(speculative_config, spec_type)
     if speculative_config is not None and (len(speculative_config) > 1 or not self_distill):
         raise ConfigError("data takes one --speculative-config, together with --self-distill. Leave the others out.")
     responses = generated if generated is not None else out.resolve().with_name(f"{out.resolve().name}.generated.jsonl")

@@ -11,6 +11,7 @@ import typer
 
 from foretoken.cli import options, terminal
 from foretoken.core.errors import ConfigError
+from foretoken.core.results import DrafterShares
 
 if TYPE_CHECKING:
     from foretoken.core.records import Declined, StepRecord
@@ -28,6 +29,7 @@ def generate(
         typer.Option(help="File with what the output probably repeats in part, which -s prediction drafts from."),
     ] = None,
     speculative_config: options.Drafter = None,
+    spec_type: options.SpecType = None,
     max_tokens: options.MaxTokens = 128,
     temperature: Annotated[float, typer.Option(help="0 for greedy decoding.")] = 0.0,
     top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
@@ -48,7 +50,8 @@ def generate(
         typer.Option(
             "--verbose",
             "-v",
-            help="Say what loading took, which decoder runs passes and why, and why passes were not drafted for.",
+            help="Say what loading took, which decoder runs passes and why, why passes were not drafted for, and what "
+            "each drafter brought.",
         ),
     ] = False,
     as_json: options.AsJson = False,
@@ -60,6 +63,7 @@ def generate(
     text = options.read_prompt(prompt, file)
     request = text if prediction is None else {"prompt": text, "prediction": options.read_text(prediction)}
     stops = [options.checked(one, "--stop") for one in stop or ()]
+    speculative_config = options.drafter_texts(speculative_config, spec_type)
     if speculative_config is not None and len(speculative_config) > 1:
         raise ConfigError("generate takes one --speculative-config. To compare several, use `foretoken bench`.")
     clock = _LoadClock()
@@ -108,6 +112,7 @@ def generate(
         terminal.note(f"[{drafts.declined_line()}]")
     if verbose and setup.config is not None:
         terminal.note(f"[{drafts.line()}]")
+        terminal.note(f"[{drafts.shares_line()}]")
 
 
 def _stream(llm: LLM, request: Prompt, text: str, params: SamplingParams, *, raw: bool) -> None:
@@ -174,12 +179,14 @@ class _Drafts:
         self.declined: Declined | None = None
         self._error: str | None = None
         self._num_passes = 0
+        self._shares = DrafterShares()
         self._reasons: Counter[str] = Counter()
 
     def add(self, record: StepRecord) -> None:
         """Counts an iteration, which is one of a single sequence."""
         self._num_passes += 1
         self.declined, self._error = record.declined or self.declined, record.draft_error or self._error
+        self._shares += DrafterShares.of(record.sequences[0], record)
         if not record.sequences[0].num_drafted:
             self._reasons[_why_not(record)] += 1
 
@@ -194,6 +201,10 @@ class _Drafts:
         return (
             f"nothing drafted in {self._reasons.total()} of {self._num_passes} passes{counts and f': {counts}'}{error}"
         )
+
+    def shares_line(self) -> str:
+        """How often each drafter was asked, and what that brought."""
+        return "; ".join(f"{name} {share}" for name, share in self._shares.items()) or "no drafter was asked"
 
     def as_dict(self) -> dict[str, object]:
         """JSON-ready: passes by why nothing was drafted in them, and the last reason of those that have one."""

@@ -44,6 +44,14 @@ Drafters = Annotated[
     list[str] | None,
     typer.Option("--speculative-config", "-s", metavar="DRAFTER", help=f"{_DRAFTER} May be repeated. Default: ngram."),
 ]
+SpecType = Annotated[
+    str | None,
+    typer.Option(
+        "--spec-type",
+        metavar="NAME",
+        help="Methods with commas between them, merged into one tree: ngram,hydra is -s ngram+hydra.",
+    ),
+]
 Prompts = Annotated[
     str,
     typer.Option(
@@ -57,6 +65,25 @@ Seed = Annotated[int, typer.Option(help="Seed of the first prompt; the i-th gets
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads; torch's own choice when left out.")]
 Wide = Annotated[bool, typer.Option("--wide", help="Show all columns.")]
+
+
+def drafter_texts(speculative_config: list[str] | None, spec_type: str | None) -> list[str] | None:
+    """What -s was given, or what --spec-type stands for; None where there is neither.
+
+    Raises:
+        ConfigError: When there are both, or a name between commas is missing.
+    """
+    if spec_type is None:
+        return speculative_config
+    if speculative_config:
+        raise ConfigError(
+            f"--spec-type {spec_type} and --speculative-config {speculative_config[0]} both say how to draft. "
+            "Pass one of them."
+        )
+    names = [name.strip() for name in spec_type.split(",")]
+    if not all(names):
+        raise ConfigError(f"--spec-type is '{spec_type}'. Expected names of methods with commas, as ngram,hydra.")
+    return names if len(names) == 1 else [json.dumps({"drafters": [{"method": name} for name in names]})]
 
 
 def load_target(model: str, dtype: str, device: str, threads: int | None) -> tuple[LoadedModel, Any]:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 def verify(
     model: options.Model,
     speculative_config: options.Drafters = None,
+    spec_type: options.SpecType = None,
     prompts: options.Prompts = "heldout",
     num_prompts: options.NumPrompts = 8,
     max_tokens: options.MaxTokens = 128,
@@ -42,7 +43,8 @@ def verify(
     from foretoken.bench.verify import verify_setups
     from foretoken.bench.workload import Workload
 
-    setups = [parse_setup(text, target=model) for text in speculative_config or ["ngram"]]
+    drafters = options.drafter_texts(speculative_config, spec_type) or ["ngram"]
+    setups = [parse_setup(text, target=model) for text in drafters]
     texts = load_prompts(prompts, limit=num_prompts)
     workload = Workload(prompts=texts, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed)
     loaded, tokenizer = options.load_target(model, dtype, device, threads)

@@ -19,8 +19,9 @@ from foretoken.control.probing import WEIGHT_AT_PROBE, ProbeSchedule
 from foretoken.core.records import Declined
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from foretoken.control.base import Continue
     from foretoken.core.records import StepRecord
     from foretoken.core.token_tree import TokenTree
     from foretoken.runner.cost_curve import CostCurve
@@ -84,9 +85,14 @@ class AdaptiveDepth:
         self._declining = None if depth else allotment
         return allotment
 
-    def select(self, trees: Sequence[TokenTree]) -> TokenTree:
+    def further(self, trees: Mapping[int, TokenTree]) -> None:
+        """There is nobody else to ask."""
+
+    def select(self, trees: Mapping[int, TokenTree], continued: Continue | None = None) -> TokenTree:
         """The drafter's tree: how deep it may be was decided before."""
-        return trees[0]
+        del continued
+        (tree,) = trees.values()
+        return tree
 
     def depth(self, batch_size: int) -> int:
         """Depth that earns the most tokens per second for a batch; 0 where plain decoding does.

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
     from foretoken.core.records import Declined, StepRecord
     from foretoken.core.token_tree import TokenTree
@@ -27,18 +28,48 @@ class Allowance:
     nodes: int
 
 
+class Ask(NamedTuple):
+    """Who is asked for a draft now.
+
+    Attributes:
+        drafters: Places among the engine's drafters; none for nobody.
+        depth: Deepest node that pays; the allowances bound it too.
+    """
+
+    drafters: Sequence[int]
+    depth: int = UNBOUNDED
+
+
+class Leaf(NamedTuple):
+    """A drafted node that text may be continued after.
+
+    Attributes:
+        row: Its sequence in the batch.
+        path: Tokens from below the root down to it.
+    """
+
+    row: int
+    path: Sequence[int]
+
+
+# Which lookup (its place among the engine's drafters) says what of the text after a leaf; no tokens where none does.
+Continue = Callable[[Leaf], tuple[int, Sequence[int]]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allotment:
     """What may be drafted in one iteration.
 
     Attributes:
         allowances: One a sequence of the batch.
+        first: Who is asked first; None for all drafters.
         declined: Why nothing is to be drafted at all; None where something is.
         may_draft_next: Whether something may be drafted in the next iteration. Where it may not, drafters need not hear
             of this one.
     """
 
     allowances: Sequence[Allowance]
+    first: Ask | None = None
     declined: Declined | None = None
     may_draft_next: bool = True
 
@@ -49,11 +80,19 @@ class Controller(Protocol):
     def allot(self, batch_size: int) -> Allotment:
         """What drafters may do for a batch of sequences."""
 
-    def select(self, trees: Sequence[TokenTree]) -> TokenTree:
+    def further(self, trees: Mapping[int, TokenTree]) -> Ask | None:
+        """Who else is asked, now that some drafters have answered; None for nobody.
+
+        Args:
+            trees: By the drafter's place among the engine's, over the same roots; valid, and within the allowances.
+        """
+
+    def select(self, trees: Mapping[int, TokenTree], continued: Continue | None = None) -> TokenTree:
         """The tree to verify.
 
         Args:
-            trees: One a drafter, in the engine's order, over the same roots; valid, and within the allowances.
+            trees: Of all who were asked, one at least; see `further`.
+            continued: Gives what lookups say of paths that are not committed.
         """
 
     def learn(self, record: StepRecord) -> None:

@@ -51,6 +51,14 @@ class Calibration:
         self._seen *= share
         self._accepted *= share
 
+    def counts(self) -> NDArray[np.float64]:
+        """(2, depths, bins): how many nodes were counted, and how many of them were accepted."""
+        return np.stack([self._seen, self._accepted])
+
+    def restore(self, counts: NDArray[np.float64]) -> None:
+        """Begins from what `counts` gave."""
+        self._seen, self._accepted = counts[0].copy(), counts[1].copy()
+
     def learn(self, depths: Sequence[int], scores: Sequence[float] | None, accepted: Sequence[bool]) -> None:
         """Counts an iteration's nodes.
 

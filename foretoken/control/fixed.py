@@ -8,8 +8,9 @@ from foretoken.control.base import UNBOUNDED, Allotment, Allowance
 from foretoken.trees.merge import merge_trees
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
+    from foretoken.control.base import Continue
     from foretoken.core.records import StepRecord
     from foretoken.core.token_tree import TokenTree
 
@@ -29,9 +30,15 @@ class Fixed:
         """As much as there is, for everyone."""
         return Allotment(allowances=[self._allowance] * batch_size)
 
-    def select(self, trees: Sequence[TokenTree]) -> TokenTree:
+    def further(self, trees: Mapping[int, TokenTree]) -> None:
+        """All drafters are asked at once."""
+
+    def select(self, trees: Mapping[int, TokenTree], continued: Continue | None = None) -> TokenTree:
         """The tree, or all of them merged, earlier drafters first, which synchronises once."""
-        return trees[0] if len(trees) == 1 else merge_trees(trees, max_nodes=self._max_nodes).narrowed()
+        del continued
+        if len(trees) == 1:
+            return next(iter(trees.values()))
+        return merge_trees(list(trees.values()), max_nodes=self._max_nodes).narrowed()
 
     def learn(self, record: StepRecord) -> None:
         """Nothing to learn."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -44,6 +44,7 @@ class SequenceStep:
         num_emitted: Tokens added to the output: `num_accepted + 1`, or fewer when the sequence stopped inside the path.
         tokens: These tokens.
         accepted_by: Accepted nodes per drafter name; a node proposed by two drafters counts for both.
+        drafted_by: The nodes of `num_drafted` per drafter name, likewise.
         num_proposed: Nodes that the drafters proposed for it, neither roots nor probes counted, before the guard cut
             any, trees were merged, and the controller selected: a node proposed by two drafters counts twice, a tree
             that was dropped not at all. None where no drafter was asked for this sequence, and where a trusted
@@ -57,6 +58,7 @@ class SequenceStep:
     num_emitted: int
     tokens: Sequence[int] = ()
     accepted_by: dict[str, int]
+    drafted_by: dict[str, int] = field(default_factory=dict)
     num_proposed: int | None = None
 
 
@@ -88,6 +90,23 @@ class Declined:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AskedDrafter:
+    """A drafter that was asked for drafts in an iteration.
+
+    Attributes:
+        index: Its place among the engine's drafters, as of the bits of `TokenTree.source`.
+        name: Its name.
+        depth: Greatest depth of what it proposed for the batch, or no less than that; 0 for nothing.
+        seconds: Of its proposal, part of `StageSeconds.draft`.
+    """
+
+    index: int
+    name: str
+    depth: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
     """What one iteration did to the batch.
 
@@ -96,6 +115,7 @@ class StepRecord:
         num_tokens: Nodes that the target verified, roots included.
         num_prompt_tokens: Tokens of other sequences' prompts that the same pass read.
         seconds: Where the time went.
+        asked: The drafters that were asked, in that order.
         draft_error: Why the drafter was ignored in this iteration, or None.
         declined: Why the engine did not ask the drafter for anything in this iteration; None where it did, or where
             there is no drafter.
@@ -106,6 +126,7 @@ class StepRecord:
     num_tokens: int
     seconds: StageSeconds
     num_prompt_tokens: int = 0
+    asked: Sequence[AskedDrafter] = ()
     draft_error: str | None = None
     declined: Declined | None = None
     lossy_tv: float = 0.0

@@ -4,13 +4,63 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING
 
 from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrafterShare:
+    """What one drafter did in some passes.
+
+    Attributes:
+        num_asked: Passes before which it was asked for a draft.
+        num_drafted: Its nodes that were verified; one that two drafters proposed counts for both.
+        num_accepted: Accepted tokens among these.
+        seconds: Wall-clock seconds of its proposals.
+    """
+
+    num_asked: int = 0
+    num_drafted: int = 0
+    num_accepted: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: DrafterShare) -> DrafterShare:
+        return DrafterShare(
+            num_asked=self.num_asked + other.num_asked,
+            num_drafted=self.num_drafted + other.num_drafted,
+            num_accepted=self.num_accepted + other.num_accepted,
+            seconds=self.seconds + other.seconds,
+        )
+
+    def __str__(self) -> str:
+        return f"asked in {self.num_asked} passes, {self.num_accepted} tokens accepted, {self.seconds:.2f} s"
+
+
+class DrafterShares(dict[str, DrafterShare]):
+    """Shares by drafter name, which can be added together."""
+
+    @classmethod
+    def of(cls, step: SequenceStep, record: StepRecord) -> DrafterShares:
+        """Those of one sequence's part of an iteration; drafters of one name count together, and are asked once."""
+        seconds: Counter[str] = Counter()
+        for asked in record.asked:
+            seconds[asked.name] += asked.seconds  # type: ignore[assignment]  # a counter of seconds
+        return cls({
+            name: DrafterShare(
+                num_asked=1, num_drafted=step.drafted_by.get(name, 0), num_accepted=step.accepted_by.get(name, 0),
+                seconds=float(each),
+            )
+            for name, each in seconds.items()
+        })  # fmt: skip
+
+    def __add__(self, other: DrafterShares) -> DrafterShares:
+        names = [*self, *(name for name in other if name not in self)]
+        return DrafterShares({name: self.get(name, DrafterShare()) + other.get(name, DrafterShare()) for name in names})
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,6 +78,7 @@ class GenerationMetrics:
         drafted_at_depth: Passes whose tree reached depth d, by d (1-based).
         accepted_at_depth: Passes that accepted at least d drafted tokens, by d (1-based).
         accepted_by: Accepted tokens by drafter name.
+        by_drafter: How often each drafter was asked, and what that brought and took.
         draft_errors: Passes whose draft was dropped because the drafter failed.
         num_declined: Passes for which there was a drafter and the engine chose not to ask it.
         seconds: Wall-clock seconds in draft / verify / accept / commit of the passes in which it took part.
@@ -42,6 +93,7 @@ class GenerationMetrics:
     drafted_at_depth: Counter[int] = field(default_factory=Counter)
     accepted_at_depth: Counter[int] = field(default_factory=Counter)
     accepted_by: Counter[str] = field(default_factory=Counter)
+    by_drafter: DrafterShares = field(default_factory=DrafterShares)
     draft_errors: int = 0
     num_declined: int = 0
     seconds: StageSeconds = field(default_factory=StageSeconds)
@@ -72,6 +124,7 @@ class GenerationMetrics:
         """Counts one iteration. Changes this object."""
         self.add_sequence(step)
         self.seconds += record.seconds
+        self.by_drafter += DrafterShares.of(step, record)
         self.draft_errors += record.draft_error is not None
         self.num_declined += record.declined is not None
         self.lossy_tv += record.lossy_tv
@@ -108,6 +161,7 @@ class GenerationMetrics:
             "tree_utilisation": self.tree_utilisation,
             "acceptance_by_depth": self.acceptance_by_depth,
             "accepted_by": dict(self.accepted_by),
+            "by_drafter": {name: asdict(share) for name, share in self.by_drafter.items()},
             "draft_errors": self.draft_errors,
             "num_declined": self.num_declined,
             "draft_seconds": self.seconds.draft,

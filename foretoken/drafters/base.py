@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationInfo, field_validator, model_validator
 
@@ -233,6 +233,27 @@ class Drafter(Protocol):
 
     def release(self, slot: int) -> None:
         """The slot's sequence is over; its state may be forgotten."""
+
+
+@runtime_checkable
+class Lookup(Protocol):
+    """What a trusted drafter may have besides: the continuation of text that is not committed.
+
+    Chains that it gives are grafted below what other drafters propose, where there are several.
+    """
+
+    def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> Sequence[int]:
+        """What follows a drafted path. Changes nothing that is proposed or answered later.
+
+        Args:
+            slot: The sequence's.
+            tokens: All its committed tokens, as of `DraftContext`. Not to be changed.
+            path: Drafted tokens after these, at least one.
+            depth: Most tokens wanted, at least 1.
+
+        Returns:
+            Nothing where there is no match.
+        """
 
 
 TreeOption = str | InstanceOf[TreeShape]

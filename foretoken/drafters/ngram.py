@@ -82,6 +82,13 @@ class NgramDrafter:
         ]
         return TokenTree.from_rows(rows, device=self._device)
 
+    def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> list[int]:
+        """What followed the end of a drafted path earlier in the sequence; see `Lookup`."""
+        index, longest = self._indices[slot], self._options.prompt_lookup_max
+        index.extend(tokens)
+        end = index.last_end([*tokens[-longest:], *path])
+        return [] if end is None else [*tokens[end : end + depth], *path][:depth]
+
     def commit(self, committed: Committed) -> None:
         """Nothing to learn: the index follows the committed tokens when it proposes."""
 

@@ -215,9 +215,9 @@ class RecyclingDrafter:
         packed = np.zeros((3, len(filled), max(counts)), dtype=np.int64)
         packed[1] = -1
         scores = np.zeros(packed.shape[1:], dtype=np.float32)
-        for row, (count, tree) in enumerate(zip(counts, filled, strict=True)):
-            packed[:, row, :count] = tree[:3]
-            scores[row, :count] = tree.scores
+        for row, (count, each) in enumerate(zip(counts, filled, strict=True)):
+            packed[:, row, :count] = each[:3]
+            scores[row, :count] = each.scores
         tokens, parents, depths = torch.from_numpy(packed).to(self._device).unbind()
         tree = TokenTree(
             tokens=tokens,

@@ -77,18 +77,19 @@ def parse_speculative_config(config: Mapping[str, Any] | str, *, target: str) ->
 
 
 def _drafters(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The configurations of several drafters.
+    """The configurations of several drafters; the name of a method alone stands for one that says nothing else.
 
     Raises:
         ConfigError: When they are none, too many, or mixed with the keys of a single one.
     """
     drafters = config["drafters"]
-    is_list = isinstance(drafters, list | tuple) and all(isinstance(one, Mapping) for one in drafters)
+    is_list = isinstance(drafters, list | tuple) and all(isinstance(one, Mapping | str) for one in drafters)
     if not is_list or not 0 < len(drafters) <= _MOST_DRAFTERS:
         raise ConfigError(
-            f"'drafters' is {shown(drafters)}. Expected a list of 1 to {_MOST_DRAFTERS} configurations, as "
-            '[{"method": "ngram"}, {"method": "draft_model"}].'
+            f"'drafters' is {shown(drafters)}. Expected a list of 1 to {_MOST_DRAFTERS} methods or configurations, as "
+            '["ngram", {"method": "draft_model"}].'
         )
+    drafters = [{"method": one} if isinstance(one, str) else one for one in drafters]
     others = sorted(set(config) - ENGINE_KEYS)
     if others:
         raise ConfigError(f"'{others[0]}' stands beside 'drafters'. Put it into the configuration of one of them.")

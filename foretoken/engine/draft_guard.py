@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.core.errors import described
 from foretoken.core.token_tree import TokenTree
+from foretoken.drafters.base import Lookup
 from foretoken.engine.tree_checks import cut_invalid_nodes, find_fault
 
 if TYPE_CHECKING:
@@ -92,6 +94,24 @@ class DraftGuard:
                 error = self._failed("propose", err)
         tree = TokenTree.roots(roots, device=self._device) if tree is None else tree
         return SafeDraft(tree, error, num_proposed)
+
+    @property
+    def can_continue(self) -> bool:
+        """Whether the drafter continues text that is not committed, see `Lookup`."""
+        return isinstance(self._drafter, Lookup)
+
+    def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> list[int]:
+        """What the drafter says that a path is followed by, cut before the first token that is none; see `Lookup`."""
+        drafter = self._drafter
+        if not isinstance(drafter, Lookup):
+            return []
+        try:
+            found = drafter.continue_from(slot, tokens, path, depth)
+            self._count("continue_from")
+        except Exception as err:  # noqa: BLE001 - as above
+            self._failed("continue_from", err)
+            return []
+        return list(takewhile(lambda token: 0 <= token < self._vocab_size, found[:depth]))
 
     def commit(self, committed: Committed) -> None:
         """Passes on what was committed."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter, TargetHandle
 
 _PROMPT_LEN = 8
-_DEPTH = 4  # of the timed drafts, at most
+TIMED_DEPTH = 4  # of the timed drafts, at most
 _NUM_DRAFTS = 4  # the first reads the prompt
 _LIMIT_S = 1.0  # no further draft after that, once two were timed
 _SLOT = 0
@@ -41,7 +41,7 @@ def time_drafts(drafter: Drafter, target: TargetHandle) -> list[float]:
         Of each draft that had nodes; none for a drafter of others, which would take the text for a request, and for
         one that proposes nothing or fails.
     """
-    deepest = min(_DEPTH, len(drafter.nodes_by_depth) - 1)
+    deepest = min(TIMED_DEPTH, len(drafter.nodes_by_depth) - 1)
     if isinstance(drafter, UntrustedDrafter) or target.context_len <= _PROMPT_LEN + deepest:
         return []
     guard = DraftGuard(

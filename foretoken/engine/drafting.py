@@ -6,22 +6,30 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.control.adaptive_depth import AdaptiveDepth
+from foretoken.control.base import Ask
 from foretoken.control.best_nodes import BestNodes
+from foretoken.control.calibration_file import KeptAcceptance, pair_key
 from foretoken.control.fixed import Fixed
+from foretoken.control.several_drafters import SeveralDrafters
+from foretoken.core.records import AskedDrafter
 from foretoken.core.token_tree import PROBE, TokenTree
 from foretoken.drafters.base import TargetReads
 from foretoken.engine.draft_guard import DraftGuard, SafeDraft
-from foretoken.engine.draft_timing import time_drafts
+from foretoken.engine.draft_timing import TIMED_DEPTH, time_drafts
+from foretoken.engine.stage_clock import Laps
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
-    from foretoken.control.base import Allotment, Controller
+    from foretoken.control.base import Allotment, Continue, Controller, Leaf
     from foretoken.core.records import Declined, StepRecord
     from foretoken.core.taps import Tap
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, DraftRequest, TargetHandle
+
+_MOST_BOUGHT = 128  # nodes of a tree that several drafters' nodes are bought for, unless one drafter's are more
+_LONGEST_GRAFT = 10  # tokens
 
 
 class Draft(NamedTuple):
@@ -33,6 +41,8 @@ class Draft(NamedTuple):
         error: Why a drafter's own tree was dropped, or None.
         declined: Why no drafter was asked, or None.
         is_committed: Whether drafters are to hear what becomes of it.
+        asked: The places of those that were asked, in that order, and how deep each one's tree is at most.
+        laps: What each of these took; None where nobody was asked.
     """
 
     tree: TokenTree
@@ -40,6 +50,8 @@ class Draft(NamedTuple):
     error: str | None = None
     declined: Declined | None = None
     is_committed: bool = True
+    asked: Sequence[tuple[int, int]] = ()
+    laps: Laps | None = None
 
 
 def joint_reads(drafters: Sequence[Drafter]) -> TargetReads:
@@ -64,17 +76,47 @@ def choose_controller(
 
     Returns:
         The one that asks for whole drafts where options fix their size or a caller made the drafter; else the one that
-        buys nodes for several drafters, for dynamic trees and for trees that are drafted at once, and the one that
-        chooses a depth for a drafter that drafts level by level.
+        chooses among several drafters and buys their nodes, the one that buys nodes of dynamic trees and of trees that
+        are drafted at once, and the one that chooses a depth for a drafter that drafts level by level.
     """
     widest = max(drafter.nodes_by_depth[-1] for drafter in drafters)
+    if len(options) > 1 and all(each.is_adaptive for each in options):
+        several = SeveralDrafters(
+            target.costs,
+            nodes_by_depth=[drafter.nodes_by_depth for drafter in drafters],
+            max_nodes=most_nodes(options, drafters),
+            level_seconds=[_timed(drafter, target) for drafter in drafters],
+        )
+        key = pair_key(target.model, options)
+        if key is not None:
+            several.keep_learned(KeptAcceptance(several.learners, key))
+        return several
     if not options or not all(each.is_adaptive for each in options):
         return Fixed(widest)
     is_dynamic = len(options) == 1 and options[0].tree == "dynamic"
     if len(options) == 1 and not is_dynamic and not (options[0].can_prune_tree and options[0].tree == "tree"):
         return AdaptiveDepth(target.costs, drafters[0].nodes_by_depth, level_seconds=time_drafts(drafters[0], target))
     deepest = len(drafters[0].nodes_by_depth) - 1 if is_dynamic else None
-    return BestNodes(target.costs, num_drafters=len(drafters), max_nodes=widest, deepest=deepest)
+    return BestNodes(target.costs, max_nodes=widest, deepest=deepest)
+
+
+def most_nodes(options: Sequence[DrafterOptions], drafters: Sequence[Drafter]) -> int:
+    """Nodes of the widest tree that is verified, root included.
+
+    Where nodes of several drafters are bought, there is room for all that they propose, up to a bound; what callers fix
+    is no wider than the widest of them.
+    """
+    widest = max((drafter.nodes_by_depth[-1] for drafter in drafters), default=1)
+    if len(options) < 2 or not all(each.is_adaptive for each in options):
+        return widest
+    together = 1 + sum(drafter.nodes_by_depth[-1] - 1 for drafter in drafters)
+    return max(widest, min(together, _MOST_BOUGHT))
+
+
+def _timed(drafter: Drafter, target: TargetHandle) -> tuple[int, float] | None:
+    """The depth of some drafts and seconds a level of the fastest, see `time_drafts`; None where none was made."""
+    seconds = time_drafts(drafter, target)
+    return (min(TIMED_DEPTH, len(drafter.nodes_by_depth) - 1), min(seconds)) if seconds else None
 
 
 class Drafting:
@@ -107,6 +149,7 @@ class Drafting:
         ]
         self._controller, self._device = controller, device
         self.names = [guard.name for guard in self._guards]
+        self._lookups = [index for index, guard in enumerate(self._guards) if guard.can_continue]
         self.reads = joint_reads(drafters)
         # Which of the features each drafter reads; None for all of them in this order.
         self._columns: list[list[int] | None] = []
@@ -139,12 +182,47 @@ class Drafting:
         context = _within(context, allotment)
         if max(context.max_depth) <= 0:
             return self._no_draft(context)
-        drafts = [guard.propose(context) for guard in self._guards]
-        error = next((draft.error for draft in drafts if draft.error is not None), None)
-        tree = self._controller.select([draft.tree for draft in drafts])
-        if len(drafts) == 1 and tree.source is not None:  # what it says there tells probes only: all nodes are its own
+        drafts: dict[int, SafeDraft] = {}
+        laps = Laps(self._device)
+        ask: Ask | None = allotment.first or Ask(range(len(self._guards)))
+        while ask is not None:
+            bounded = _no_deeper(context, ask.depth)
+            for index in ask.drafters:
+                drafts[index] = self._guards[index].propose(bounded)
+                laps.mark()
+            ask = self._controller.further({index: draft.tree for index, draft in drafts.items()})
+        trees = {index: draft.tree for index, draft in drafts.items()}
+        tree = self._controller.select(trees, self._continuation(context) if self._lookups else None)
+        if len(self._guards) == 1 and tree.source is not None:
+            # What it says there tells probes only: all nodes are its own.
             tree = replace(tree, source=(tree.source & PROBE) | 1)
-        return Draft(tree, _num_proposed(drafts, context.max_depth), error)
+        errors = (drafts[index].error for index in sorted(drafts) if drafts[index].error is not None)
+        asked = [(index, draft.tree.max_depth) for index, draft in drafts.items()]
+        num_proposed = _num_proposed(list(drafts.values()), context.max_depth)
+        return Draft(tree, num_proposed, next(errors, None), asked=asked, laps=laps)
+
+    def _continuation(self, context: DraftContext) -> Continue:
+        """What the lookups among the drafters say after drafted paths: the longest answer, the first among equals."""
+
+        def continued(leaf: Leaf) -> tuple[int, Sequence[int]]:
+            row, path = leaf
+            depth = min(context.max_depth[row] - len(path), _LONGEST_GRAFT)
+            best: tuple[int, Sequence[int]] = (self._lookups[0], ())
+            for index in self._lookups if depth > 0 else ():
+                tokens = self._guards[index].continue_from(context.slots[row], context.tokens[row], path, depth)
+                if len(tokens) > len(best[1]):
+                    best = (index, tokens)
+            return best
+
+        return continued
+
+    def asked(self, draft: Draft) -> list[AskedDrafter]:
+        """Who was asked for a draft, with seconds: once the host has waited for what came of it."""
+        seconds = [] if draft.laps is None else draft.laps.seconds()
+        return [
+            AskedDrafter(index=index, name=self.names[index], depth=depth, seconds=each)
+            for (index, depth), each in zip(draft.asked, seconds, strict=True)
+        ]
 
     def _no_draft(self, context: DraftContext, declined: Declined | None = None, *, is_committed: bool = True) -> Draft:
         """The roots alone: no drafter is asked."""
@@ -181,6 +259,13 @@ def _num_proposed(drafts: Sequence[SafeDraft], max_depth: Sequence[int]) -> list
     if len(counts) < len(drafts):
         return [None] * len(max_depth)
     return [sum(each) if depth > 0 else None for depth, *each in zip(max_depth, *counts, strict=True)]
+
+
+def _no_deeper(context: DraftContext, depth: int) -> DraftContext:
+    """A context with a bound on depth."""
+    if depth >= max(context.max_depth):
+        return context
+    return replace(context, max_depth=[min(each, depth) for each in context.max_depth])
 
 
 def _within(context: DraftContext, allotment: Allotment) -> DraftContext:

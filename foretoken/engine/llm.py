@@ -25,7 +25,7 @@ from foretoken.drafters.base import TargetHandle
 from foretoken.drafters.registry import create_drafter
 from foretoken.engine.config import parse_speculative_config
 from foretoken.engine.drafter_creation import attach_drafter, make_drafter
-from foretoken.engine.drafting import Drafting, choose_controller, joint_reads
+from foretoken.engine.drafting import Drafting, choose_controller, joint_reads, most_nodes
 from foretoken.engine.fair_lock import FairLock
 from foretoken.engine.loop import Engine
 from foretoken.engine.model_arguments import target_model, target_tokenizer
@@ -159,7 +159,7 @@ class LLM:
             loaded,
             num_slots=max_num_seqs,
             context_len=context_len,
-            max_nodes=max((each.nodes_by_depth[-1] for each in self.drafters), default=1),
+            max_nodes=most_nodes(setup.options, self.drafters),
             taps=reads.taps,
             runner=runner,
             costs=costs,

@@ -322,6 +322,7 @@ class Engine:
             num_tokens=num_decoding,
             num_prompt_tokens=sum(len(chunk.tokens) for chunk in verified.chunks),
             seconds=seconds,
+            asked=self._drafting.asked(verified.draft),
             draft_error=verified.draft.error,
             declined=verified.draft.declined,
             lossy_tv=verified.lossy_tv,

@@ -39,6 +39,7 @@ class Outcome(NamedTuple):
         num_drafted: Drafted nodes of its tree that could be accepted.
         tree_depth: Greatest depth of these.
         sources: Of the accepted nodes, see `TokenTree.source`; all 1 where one drafter proposed everything.
+        drafted: Likewise of the nodes of `num_drafted`, in any order.
     """
 
     path: list[int]
@@ -47,6 +48,7 @@ class Outcome(NamedTuple):
     num_drafted: int
     tree_depth: int
     sources: list[int]
+    drafted: list[int]
 
 
 def outcomes_on_host(scores: NodeScores, acceptance: Acceptance) -> list[Outcome]:
@@ -67,7 +69,7 @@ def outcomes_on_host(scores: NodeScores, acceptance: Acceptance) -> list[Outcome
         is_drafted = tree.parents >= 0
         columns += [is_drafted.sum(1, keepdim=True), (tree.depths * is_drafted).amax(1, keepdim=True)]
     if tree.source is not None:
-        columns.append(tree.source.gather(1, nodes))
+        columns += [tree.source.gather(1, nodes), torch.where(tree.parents >= 0, tree.source, 0)]
     outcomes, depth = [], path.shape[1]
     for row, values in enumerate(torch.cat(columns, dim=1).tolist()):  # the synchronisation
         accepted, next_token = values[:2]
@@ -85,6 +87,7 @@ def outcomes_on_host(scores: NodeScores, acceptance: Acceptance) -> list[Outcome
                 num_drafted=num_drafted,
                 tree_depth=tree_depth,
                 sources=rest[2 : 2 + accepted] if tree.source is not None else [1] * accepted,
+                drafted=[1] * num_drafted if tree.source is None else [each for each in rest[2 + depth :] if each],
             )
         )
     return outcomes
@@ -102,6 +105,7 @@ def outcomes_of_choices(tree: TokenTree, choices: Seq[int], offsets: Seq[int]) -
     facts = _facts_of_drafts(tree)
     sizes = list(zip(facts.num_nodes, facts.depths, strict=True)) if facts is not None else _sizes(tree)
     sources = None if tree.source is None else tree.source.tolist()
+    drafted = None if tree.source is None else torch.where(tree.parents >= 0, tree.source, 0).tolist()
     outcomes = []
     for row, (nodes, next_token) in enumerate(paths):
         num_nodes, tree_depth = sizes[row]
@@ -113,6 +117,7 @@ def outcomes_of_choices(tree: TokenTree, choices: Seq[int], offsets: Seq[int]) -
                 num_drafted=num_nodes - 1,
                 tree_depth=tree_depth,
                 sources=[1] * len(nodes) if sources is None else [sources[row][node] for node in nodes],
+                drafted=[1] * (num_nodes - 1) if drafted is None else [each for each in drafted[row] if each],
             )
         )
     return outcomes
@@ -213,6 +218,9 @@ def sequence_step(
     """
     accepted = min(len(outcome.path), len(generated))
     credit = Counter(name for source in outcome.sources[:accepted] for name in drafting.credit(source))
+    drafted = Counter[str]()
+    for source, count in Counter(outcome.drafted).items():
+        drafted.update(dict.fromkeys(drafting.credit(source), count))
     return SequenceStep(
         request_id=sequence.request_id,
         num_drafted=outcome.num_drafted,
@@ -221,5 +229,6 @@ def sequence_step(
         num_emitted=len(generated),
         tokens=generated,
         accepted_by=dict(credit),
+        drafted_by=dict(drafted),
         num_proposed=num_proposed,
     )

@@ -7,11 +7,36 @@ long as starting it. Events stand between the stages instead and are read once t
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 
 import torch
 
 from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.records import StageSeconds
+
+
+class Laps:
+    """Seconds of one thing after another; they begin when it is made."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = has_cuda_runtime(device)
+        self._marks: list[float] = []
+        self._events: list[torch.cuda.Event] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """One of them is over."""
+        self._marks.append(time.perf_counter())
+        if self._is_gpu:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self._events.append(event)
+
+    def seconds(self) -> list[float]:
+        """What each took; on GPUs to be asked once the host has waited for the last."""
+        if self._is_gpu:
+            return [before.elapsed_time(after) / 1000 for before, after in pairwise(self._events)]
+        return [after - before for before, after in pairwise(self._marks)]
 
 
 class StageClock:

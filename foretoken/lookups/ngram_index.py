@@ -39,6 +39,17 @@ class NgramIndex:
                 self._before[length].append(before)
         self._num_tokens = len(tokens)
 
+    def last_end(self, run: Sequence[int]) -> int | None:
+        """Where the longest of the runs that end some tokens occurred last; None where none did.
+
+        Args:
+            run: Tokens, the last of which count; they need not be the sequence's.
+        """
+        for length in self._lengths:
+            if length <= len(run) and (end := self._last.get(tuple(run[-length:]))):
+                return end
+        return None
+
     def matches(self) -> Iterator[int]:
         """Ends of earlier occurrences of the sequence's last tokens, each once.
 

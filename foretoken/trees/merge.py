@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-def merge_trees(trees: Sequence[TokenTree], *, max_nodes: int = MAX_NODES) -> TokenTree:
+def merge_trees(
+    trees: Sequence[TokenTree], *, max_nodes: int = MAX_NODES, drafters: Sequence[int] | None = None
+) -> TokenTree:
     """Unites trees over the same roots; equal tokens under one parent become one node. No synchronisation.
 
     A node that was drawn from a draft distribution stays a trial of its own: a chosen (one-hot) node with its token
@@ -30,10 +32,11 @@ def merge_trees(trees: Sequence[TokenTree], *, max_nodes: int = MAX_NODES) -> To
         trees: Trees of the same batch, each with at most `max_nodes` nodes; those that were drawn from come first in
             the result, wherever they stand.
         max_nodes: Most nodes a merged tree may have, root included.
+        drafters: Whose each tree is, ascending places among the engine's drafters; 0, 1, … when None.
 
     Returns:
-        A tree whose `source` holds bit i where tree i proposed the node, and `PROBE` where all who did meant a probe;
-        the root has every bit. `scores` are the greatest of those who proposed the node, 0 without any.
+        A tree whose `source` holds bit i where drafter i proposed the node, and `PROBE` where all who did meant a
+        probe; the root has every bit. `scores` are the greatest of those who proposed the node, 0 without any.
 
     Raises:
         TreeError: When a tree has more than `max_nodes` nodes or another number of sequences.
@@ -45,16 +48,17 @@ def merge_trees(trees: Sequence[TokenTree], *, max_nodes: int = MAX_NODES) -> To
                 f"{trees[0].batch_size} sequences and at most {max_nodes} nodes."
             )
     order = sorted(range(len(trees)), key=lambda index: trees[index].distributions is None)
-    merged = _marked(trees[order[0]], order[0])
+    bits = range(len(trees)) if drafters is None else drafters
+    merged = _marked(trees[order[0]], bits[order[0]])
     for index in order[1:]:
         tree = trees[index]
         if tree.distributions is not None and merged.width + tree.width - 1 > max_nodes:
             continue
-        merged = _united(merged, _marked(tree, index)).first_nodes(max_nodes)
+        merged = _united(merged, _marked(tree, bits[index])).first_nodes(max_nodes)
     source = merged.source
     assert source is not None, "every merged tree has one"
     source = source.clone()
-    source[:, 0] = (1 << len(trees)) - 1
+    source[:, 0] = sum(1 << bit for bit in bits)
     return replace(merged, source=source)
 
 

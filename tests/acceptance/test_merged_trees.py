@@ -14,6 +14,7 @@ from foretoken.acceptance.sequential import accept_sequential
 from foretoken.acceptance.walk import accept_coupled
 from foretoken.core.token_tree import PROBE, TokenTree
 from foretoken.trees import merge
+from foretoken.trees.graft import Graft, grafted
 from foretoken.trees.merge import merge_trees, prune
 
 VOCAB = 3
@@ -69,6 +70,28 @@ def test_pruned_trees(pair: str) -> None:
 
     every_draft = merged(drafts(first, VOCAB), drafts(second, VOCAB), changed=pruned)
     assert exact_distribution(accept_sequential, every_draft, target, walks=True).error <= EXACT
+
+
+@pytest.mark.parametrize("pair", pairs(torch.ones(1, VOCAB), torch.ones(1, VOCAB)))
+def test_grafted_trees(pair: str) -> None:
+    """Chosen chains below leaves, also drawn ones, whose tokens depend on all that was drawn."""
+    target, q = tables("dense", VOCAB, 3)
+    first, second = pairs(q, random_table(VOCAB, 3, seed=7))[pair]
+
+    def with_chains(tree: TokenTree) -> TokenTree:
+        grafts = []
+        for row, (tokens, parents) in enumerate(tree.rows()):
+            leaves = [node for node in range(1, len(tokens)) if node not in parents]
+            for leaf in leaves[::2]:
+                depth = int(tree.depths[row, leaf])
+                grafts.append(Graft(row, leaf, depth, [(sum(tokens) + leaf) % VOCAB], [0.0], 1))
+        return grafted(tree, grafts, max_nodes=64)
+
+    plain = merged(drafts(first, VOCAB), drafts(second, VOCAB))
+    every_draft = merged(drafts(first, VOCAB), drafts(second, VOCAB), changed=with_chains)
+    result = exact_distribution(accept_sequential, every_draft, target, walks=True)
+    assert result.error <= EXACT
+    assert result.num_accepted > exact_distribution(accept_sequential, plain, target, walks=True).num_accepted
 
 
 @pytest.mark.parametrize("rule", [accept_sequential, accept_coupled], ids=["sequential", "coupled"])

@@ -29,6 +29,7 @@ LOOKUP, HEAD = {"method": "ngram"}, {"method": "medusa", "tree": "chain"}
          {"drafters": [{**LOOKUP, "tree": "tree"}, {**LOOKUP, "prompt_lookup_max": 2}]}),
         ('{"drafters": [{"method": "ngram"}, {"method": "a.b"}], "acceptance": "coupled"}', "ngram+a.b",
          {"drafters": [LOOKUP, {"method": "a.b"}], "acceptance": "coupled"}),
+        ('{"drafters": ["ngram", {"method": "a.b"}]}', "ngram+a.b", {"drafters": ["ngram", {"method": "a.b"}]}),
         ("oracle:key=a+b", "oracle key=a+b", {"method": "oracle", "key": "a+b"}),
         ("hydra:dynamic:max_nodes=32", "hydra:dynamic max_nodes=32",
          {"method": "hydra", "tree": "dynamic", "max_nodes": 32}),

@@ -76,6 +76,9 @@ def test_speculative_config(config: str, parts: tuple[str, ...]) -> None:
         (("--max-tokens", "0"), ("--max-tokens", "greater than or equal to 1")),
         (("--seed", "one"), ("--seed",)),
         (("-s", "ngram", "-s", "ngram"), ("takes one --speculative-config",)),
+        (("-s", "ngram", "--spec-type", "ngram,hydra"), ("--spec-type ngram,hydra", "Pass one of them.")),
+        (("--spec-type", "ngram,"), ("--spec-type is 'ngram,'", "Expected names of methods with commas")),
+        (("--spec-type", "ngram,ngrams"), ("'ngrams' does not exist", "Did you mean 'ngram'")),
     ],
 )
 def test_parameters(arguments: tuple[str, ...], parts: tuple[str, ...]) -> None:

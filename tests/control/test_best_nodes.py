@@ -31,8 +31,8 @@ def record(*texts: list[int], draft: float = 0.0) -> StepRecord:
     return StepRecord(sequences=steps, num_tokens=2 * len(texts), seconds=StageSeconds(draft=draft, verify=1.0))
 
 
-def controller(curve: Any, num_drafters: int = 1, max_nodes: int = 64) -> BestNodes:
-    return BestNodes(CostCurve(*curve), num_drafters=num_drafters, max_nodes=max_nodes)
+def controller(curve: Any, max_nodes: int = 64) -> BestNodes:
+    return BestNodes(CostCurve(*curve), max_nodes=max_nodes)
 
 
 def scored(rows: list[TreeRow], scores: list[list[float]]) -> TokenTree:
@@ -49,12 +49,12 @@ VALUES = [0.9, 0.05, 0.7, 0.4, 0.03]
 
 
 def test_where_width_is_free_everything_is_verified() -> None:
-    chosen = controller(FLAT).select([scored([WIDE], [VALUES])])
+    chosen = controller(FLAT).select({0: scored([WIDE], [VALUES])})
     assert chosen.rows() == [WIDE]
 
 
 def test_where_every_token_costs_a_pass_nothing_is() -> None:
-    chosen = controller(STEEP).select([scored([WIDE], [VALUES])])
+    chosen = controller(STEEP).select({0: scored([WIDE], [VALUES])})
     assert chosen.num_nodes.tolist() == [1]
 
 
@@ -63,8 +63,8 @@ def test_the_bought_nodes_are_the_best_of_all_trees(slope: float) -> None:
     """Against a search through every subtree of two sequences, by the same estimates."""
     curve = CostCurve((1, 64), (1.0, 1.0 + 63 * slope))
     rows, values = [WIDE, TreeRow([7, 8, 9], [-1, 0, 0])], [VALUES, [0.6, 0.2]]
-    made = BestNodes(curve, num_drafters=1, max_nodes=64)
-    chosen = made.select([scored(rows, values)])
+    made = BestNodes(curve, max_nodes=64)
+    chosen = made.select({0: scored(rows, values)})
     calibration = Calibration()
 
     def estimate(row: TreeRow, value: list[float]) -> list[float]:
@@ -110,12 +110,12 @@ def test_drawn_nodes_and_probes_are_never_cut() -> None:
     tree = scored([WIDE], [[1e-9] * 5])
     kinds = torch.tensor([[0, 2, 2, 0, 0, 0]])
     drawn = DraftDistributions(kinds=kinds, rows=torch.full((1, 1, 7), 1 / 7), row_of=kinds // 2 - 1, max_siblings=2)
-    assert controller(STEEP).select([replace(tree, distributions=drawn)]).num_nodes.tolist() == [3]
+    assert controller(STEEP).select({0: replace(tree, distributions=drawn)}).num_nodes.tolist() == [3]
     assert int(DrawKind.ONE_HOT) == 0
     probes = torch.tensor([[0, PROBE, 0, PROBE, 0, 0]])
-    assert controller(STEEP).select([replace(tree, source=probes)]).tokens[0].tolist()[:3] == [5, 1, 3]
+    assert controller(STEEP).select({0: replace(tree, source=probes)}).tokens[0].tolist()[:3] == [5, 1, 3]
     deep = torch.tensor([[0, 0, 0, 0, PROBE, 0]])
-    assert controller(STEEP).select([replace(tree, source=deep)]).tokens[0].tolist() == [5, 1, 3, 4], "with its path"
+    assert controller(STEEP).select({0: replace(tree, source=deep)}).tokens[0].tolist() == [5, 1, 3, 4], "with its path"
 
 
 def test_what_was_accepted_changes_what_is_bought() -> None:
@@ -124,7 +124,7 @@ def test_what_was_accepted_changes_what_is_bought() -> None:
     chain = TokenTree.from_rows([TreeRow([5, 1, 2, 3], [-1, 0, 1, 2])])
     for _ in range(30):
         made.allot(1)
-        chosen = made.select([chain])
+        chosen = made.select({0: chain})
         made.learn(record([1, 9]))
     assert chosen.rows()[0].tokens == [5, 1]
 
@@ -135,27 +135,13 @@ def test_nodes_that_were_cut_are_learned_from_too() -> None:
     chain = TokenTree.from_rows([TreeRow([5, 1, 2, 3], [-1, 0, 1, 2])])
     for _ in range(30):
         made.allot(1)
-        made.select([chain])
+        made.select({0: chain})
         made.learn(record([1, 9]))
     for _ in range(120):
         made.allot(1)
-        chosen = made.select([chain])
+        chosen = made.select({0: chain})
         made.learn(record([1, 2, 3, 4][: chosen.width + 1]))
     assert chosen.width == 4
-
-
-def test_two_drafters_are_judged_by_themselves() -> None:
-    """The same scores, but one drafter is right and the other never."""
-    made = controller(((1, 64), (1.0, 1.0 + 63 * 0.4)), num_drafters=2)
-    first = scored([TreeRow([5, 1], [-1, 0])], [[0.6]])
-    second = scored([TreeRow([5, 2], [-1, 0])], [[0.6]])
-    for _ in range(40):
-        made.allot(1)
-        chosen = made.select([first, second])
-        made.learn(record([2, 9]))
-    assert chosen.rows()[0].tokens == [5, 2]
-    assert chosen.source is not None
-    assert chosen.source.tolist() == [[0b11, 0b10]]
 
 
 def test_drafts_that_do_not_pay_are_given_up_and_tried_again() -> None:
@@ -166,7 +152,7 @@ def test_drafts_that_do_not_pay_are_given_up_and_tried_again() -> None:
         allotment = made.allot(1)
         asked.append(allotment.allowances[0].depth > 0)
         if asked[-1]:
-            made.select([chain])
+            made.select({0: chain})
         else:
             reasons.append(allotment.declined)
         made.learn(record([9], draft=5.0 if asked[-1] else 0.0))
@@ -180,7 +166,7 @@ def test_drafters_that_find_nothing_are_given_up_too() -> None:
     for _ in range(3000):
         asked.append(made.allot(1).allowances[0].depth > 0)
         if asked[-1]:
-            assert made.select([TokenTree.roots([5])]).width == 1
+            assert made.select({0: TokenTree.roots([5])}).width == 1
         made.learn(record([9], draft=5.0 if asked[-1] else 0.0))
     assert 0 < sum(asked[50:]) * 5.0 <= 0.01 * 3000 + 5.0
 
@@ -194,7 +180,7 @@ def test_drafts_come_back_when_they_pay_again() -> None:
         asked = []
         for _ in range(iterations):
             asked.append(made.allot(1).allowances[0].depth > 0)
-            width = made.select([chain]).width if asked[-1] else 1
+            width = made.select({0: chain}).width if asked[-1] else 1
             made.learn(record(text[:width], draft=draft if asked[-1] else 0.0))
         return asked
 
@@ -206,9 +192,9 @@ def test_a_record_of_another_batch_is_left_out() -> None:
     """As after a batch that failed and was decoded again one by one."""
     made = controller(FLAT)
     made.allot(2)
-    made.select([TokenTree.from_rows([TreeRow([5, 1], [-1, 0])] * 2)])
+    made.select({0: TokenTree.from_rows([TreeRow([5, 1], [-1, 0])] * 2)})
     made.learn(record([1, 9]))
-    assert not made._calibrations[0]._seen.any()
+    assert not made._calibration._seen.any()
 
 
 def test_scores_that_are_no_numbers() -> None:
@@ -216,7 +202,7 @@ def test_scores_that_are_no_numbers() -> None:
     made = controller(FLAT)
     for _ in range(3):
         made.allot(1)
-        assert made.select([tree]).num_nodes.tolist() == [6]
+        assert made.select({0: tree}).num_nodes.tolist() == [6]
         made.learn(record([1, 3, 9]))
 
 

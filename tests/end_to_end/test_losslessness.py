@@ -20,8 +20,8 @@ from foretoken.decoder.lean.head_kernels import HeadKernels
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 NAMES = list(DRAFTERS["generic"])
 # Every drafter meets the full batch and one of the small ones. Dynamic and pruned trees, heads with a decoder block,
-# lookups that came later, and draft models with other vocabularies meet one of all, as they are verified like others. In
-# all of them there are more sequences than slots.
+# later lookups, and draft models with other vocabularies meet one of all, as they are verified like others. In all of
+# them there are more sequences than slots.
 _ONCE = {
     "dynamic", "eagle", "eagle3", "falcon", "intersection", "text", "lookahead", "recycling", "suffix", "early",
     "prediction", "rest", "pruned",

@@ -88,7 +88,7 @@ def test_nodes_that_are_too_deep_were_proposed() -> None:
 
 def test_nodes_that_do_not_pay_were_proposed() -> None:
     dear = CostCurve((1, 64), (1.0, 64.0))
-    made = draft(lambda t: t, controller=BestNodes(dear, num_drafters=1, max_nodes=16))
+    made = draft(lambda t: t, controller=BestNodes(dear, max_nodes=16))
     assert (made.num_proposed, num_verified(made)) == ([3, 1], [0, 0])
 
 

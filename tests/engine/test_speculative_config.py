@@ -296,6 +296,17 @@ def test_a_drafter_beside_the_target_is_found(tmp_path: Path) -> None:
     assert parse_speculative_config({"method": "ngram"}, target=str(tmp_path / "big")).options[0].model is None
 
 
+def test_names_of_methods_stand_for_configurations() -> None:
+    """`"drafters": ["ngram", "eagle3"]`, also beside whole configurations."""
+    named = parse(drafters=["ngram", {"method": "ngram", "tree": "tree"}])
+    assert named == parse(drafters=[{"method": "ngram"}, {"method": "ngram", "tree": "tree"}])
+    with pytest.raises(ConfigError, match=r"method 'ngrams' does not exist. Did you mean 'ngram'"):
+        parse(drafters=["ngrams"])
+    for wrong in ("ngram", [], ["ngram", 3], [["ngram"]], ["ngram"] * 17):
+        with pytest.raises(ConfigError, match="Expected a list of 1 to 16 methods or configurations"):
+            parse(drafters=wrong)
+
+
 def test_drafter_and_config_exclude_each_other() -> None:
     with pytest.raises(ConfigError, match="exclude each other"):
         llm({"speculative_config": {"method": "ngram"}, "drafter": lambda: None})

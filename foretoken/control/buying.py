@@ -1,0 +1,107 @@
+"""Buying nodes: of all drafted nodes of a batch, those that are worth their cost.
+
+No node is worth more than its parent, so the most valuable nodes of all sequences together are trees. With their values
+p_1 ≥ p_2 ≥ …, B sequences, c(T) the seconds of a pass over T tokens, d those of drafting and h those of the host, the
+first k of them bring B + p_1 + … + p_k tokens in c(B + k) + d + h seconds; the best k is taken.
+
+Letters: B sequences, N nodes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from foretoken.control.host_trees import falling, on_host, with_ancestors
+from foretoken.core.token_tree import MAX_NODES, PROBE, DrawKind
+from foretoken.trees.merge import prune
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from foretoken.control.fading_line import FadingLine
+    from foretoken.control.host_trees import HostTree
+    from foretoken.core.token_tree import TokenTree
+    from foretoken.runner.cost_curve import CostCurve
+
+
+class Purchase(NamedTuple):
+    """Nodes that are worth their cost.
+
+    Attributes:
+        host: The trees that they were chosen from.
+        values: (B, N), probability that each node is accepted with its path.
+        kept: (B, N) bool, the nodes that are verified; of the roots it says nothing.
+        is_everything: Whether nothing is left out.
+        width: Tokens of the pass.
+        rate: Tokens a second that are expected.
+    """
+
+    host: HostTree
+    values: NDArray[np.float64]
+    kept: NDArray[np.bool_]
+    is_everything: bool
+    width: int
+    rate: float
+
+    def taken_from(self, tree: TokenTree) -> TokenTree:
+        """What is verified of the tree that was looked at. Synchronises with the host."""
+        if not self.is_everything:
+            tree = prune(tree, torch.from_numpy(self.kept).to(tree.tokens.device))
+        return tree.narrowed()
+
+
+def buy(
+    tree: TokenTree, cost: CostCurve, host_seconds: FadingLine, *, draft_s: float, max_nodes: int = MAX_NODES
+) -> Purchase:
+    """Chooses nodes. Synchronises with the host.
+
+    Args:
+        tree: With calibrated `scores`.
+        cost: Seconds of passes.
+        host_seconds: Of the host, by the tokens generated.
+        draft_s: Seconds that drafting took.
+        max_nodes: Most nodes of each tree, root included; drawn nodes and probes are kept beyond.
+    """
+    host = on_host(tree)
+    assert host.scores is not None, "the trees are valued"
+    batch = len(host.tokens)
+    is_fixed = np.zeros_like(host.is_drafted)
+    if tree.distributions is not None:  # a cut that looks at what was drawn would bias the output
+        is_fixed |= (tree.distributions.kinds != DrawKind.ONE_HOT).cpu().numpy() & host.is_drafted
+    if tree.source is not None:  # the drafter wants the target's answer there, whatever it costs
+        is_fixed |= (host.sources & PROBE).astype(bool) & (host.depths > 0)
+    is_fixed = with_ancestors(is_fixed, host)
+    values = np.exp(falling(host.scores.astype(np.float64), host))
+    candidates = np.where(host.is_drafted & ~is_fixed, values, -1.0)
+    num_candidates = int((candidates > 0).sum())
+    if host.tokens.shape[1] > max_nodes:
+        candidates = _best_of_rows(candidates, max_nodes - 1 - is_fixed.sum(1))
+    candidates = candidates.ravel()
+    order = np.argsort(-candidates, kind="stable")
+    worth = candidates[order]
+    worth = worth[worth > 0]
+    num_fixed = batch + int(is_fixed.sum())
+    tokens = batch + float(values[is_fixed & host.is_drafted].sum()) + np.concatenate([[0.0], worth.cumsum()])
+    seconds = cost.seconds(num_fixed + np.arange(len(tokens))) + draft_s + host_seconds(tokens)
+    best = int((tokens / seconds).argmax())
+    kept = is_fixed.ravel()
+    kept[order[:best]] = True
+    return Purchase(
+        host=host,
+        values=values,
+        kept=kept.reshape(host.tokens.shape),
+        is_everything=best == num_candidates,
+        width=num_fixed + best,
+        rate=float(tokens[best] / seconds[best]),
+    )
+
+
+def _best_of_rows(values: NDArray[np.float64], most: NDArray[np.int64]) -> NDArray[np.float64]:
+    """(B, N) values, of which all but the first `most` of each row, in falling order, are -1."""
+    order = np.argsort(-values, axis=1, kind="stable")
+    ranks = np.empty_like(order)
+    np.put_along_axis(ranks, order, np.arange(values.shape[1])[None], axis=1)
+    return np.where(ranks < most[:, None], values, -1.0)

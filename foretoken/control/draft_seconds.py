@@ -1,0 +1,56 @@
+"""What a drafter's proposals take, by how deep they are."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from foretoken.control.fading_line import FadingLine
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_LARGEST_RATIO = 2.0  # of a proposal to what is known: one that also reads a prompt says nothing of the next
+_SMALLEST_RATIO = 0.5  # below it what is known is wrong: no proposal is faster by chance
+
+
+class DraftSeconds:
+    """Seconds of one drafter's proposals."""
+
+    def __init__(self, deepest: int, level_seconds: tuple[int, float] | None = None) -> None:
+        """What is known beforehand.
+
+        Args:
+            deepest: Levels that are drafted at most.
+            level_seconds: The depth of proposals that were timed, and seconds a level of the fastest; None where none
+                were.
+        """
+        self._deepest, self._line, self._num = deepest, FadingLine(), 0
+        if level_seconds is not None:
+            depth, seconds = level_seconds
+            self._line.learn(depth, depth * seconds)
+            self._num = 1
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any proposal was timed."""
+        return self._num > 0
+
+    def __call__(self, depths: np.ndarray | float) -> np.ndarray | float:
+        """Seconds of proposals of some depths; 0 before any was timed."""
+        return self._line(depths)
+
+    @property
+    def of_deepest(self) -> float:
+        """Seconds of a proposal of the greatest depth."""
+        return float(self._line(float(self._deepest)))
+
+    def learn(self, depth: int, seconds: float) -> None:
+        """Takes in a proposal; depth: that it reached."""
+        if self._num:
+            known = float(self._line(float(depth)))
+            if seconds < _SMALLEST_RATIO * known:
+                self._line = FadingLine()
+            elif known > 0:
+                seconds = min(seconds, _LARGEST_RATIO * known)
+        self._num += 1
+        self._line.learn(depth, seconds)

@@ -1,0 +1,132 @@
+"""What controllers read of a batch of trees, on the host, and what follows from it.
+
+Letters: B sequences, N nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from foretoken.core.token_tree import PROBE
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from foretoken.control.calibration import Calibration
+    from foretoken.core.records import SequenceStep
+    from foretoken.core.token_tree import TokenTree
+
+
+class HostTree(NamedTuple):
+    """A batch of trees; all (B, N).
+
+    Attributes:
+        tokens: See `TokenTree`, as the next three.
+        parents: Of each node.
+        depths: Of each node.
+        scores: None where the drafter gives none.
+        is_drafted: Neither the root nor padding, nor what was cut off, nor a probe.
+        sources: See `TokenTree`; 0 without any.
+    """
+
+    tokens: NDArray[np.int64]
+    parents: NDArray[np.int64]
+    depths: NDArray[np.int64]
+    scores: NDArray[np.float32] | None
+    is_drafted: NDArray[np.bool_]
+    sources: NDArray[np.int64]
+
+
+def on_host(tree: TokenTree) -> HostTree:
+    """A tree's values. Synchronises with the host."""
+    source = torch.zeros_like(tree.tokens) if tree.source is None else tree.source
+    tokens, parents, depths, sources = torch.stack([tree.tokens, tree.parents, tree.depths, source]).cpu().numpy()
+    is_drafted = (parents >= 0) & (sources & PROBE == 0)
+    scores = None if tree.scores is None else tree.scores.cpu().numpy()
+    return HostTree(tokens, parents, depths, scores, is_drafted, sources)
+
+
+def falling(values: NDArray[np.float64], host: HostTree) -> NDArray[np.float64]:
+    """(B, N) values, none above its parent's."""
+    rows = np.arange(len(values))[:, None]
+    parents = np.maximum(host.parents, 0)
+    result = values.copy()
+    for depth in range(2, int(host.depths.max(initial=0)) + 1):
+        result = np.where(host.depths == depth, np.minimum(result, result[rows, parents]), result)
+    return result
+
+
+def values_of(host: HostTree, calibration: Calibration) -> NDArray[np.float64]:
+    """(B, N), the calibrated probability that each node of one drafter is accepted with its path."""
+    return falling(calibration.probabilities(host.depths, host.scores), host)
+
+
+def with_values(tree: TokenTree, values: NDArray[np.float64]) -> TokenTree:
+    """A tree with (B, N) probabilities of its nodes as scores."""
+    logarithms = torch.from_numpy(np.log(np.maximum(values, 1e-30)).astype(np.float32))
+    return replace(tree, scores=logarithms.to(tree.tokens.device))
+
+
+def with_ancestors(nodes: NDArray[np.bool_], host: HostTree) -> NDArray[np.bool_]:
+    """(B, N), some nodes and all on the paths to them, the roots left out."""
+    result = nodes.copy()
+    for row, node in zip(*np.nonzero(nodes), strict=True):
+        above = host.parents[row, node]
+        while above > 0 and not result[row, above]:
+            result[row, above] = True
+            above = host.parents[row, above]
+    return result
+
+
+def followed(host: HostTree, row: int, tokens: Sequence[int]) -> list[bool | None]:
+    """Which nodes of a tree the generated tokens followed, verified or not.
+
+    Args:
+        host: The trees.
+        row: Which of them.
+        tokens: What was generated after its root.
+
+    Returns:
+        An entry a node. None deeper than what was generated, where all that was generated agrees: nobody knows.
+    """
+    parents, depths, ids = host.parents[row].tolist(), host.depths[row].tolist(), host.tokens[row].tolist()
+    follows: list[bool | None] = [True]
+    for node in range(1, len(ids)):
+        depth, above = depths[node], follows[max(parents[node], 0)]
+        does: bool | None = False
+        if above is not False and depth > 0:
+            is_known = above is True and depth <= len(tokens)
+            does = ids[node] == tokens[depth - 1] if is_known else None
+        follows.append(does)
+    return follows
+
+
+def count_followed(host: HostTree, calibration: Calibration, steps: Sequence[SequenceStep]) -> list[int]:
+    """Tells one drafter's calibration which of its nodes the generated tokens followed.
+
+    Returns:
+        How deep they followed each tree.
+    """
+    depths: list[int] = []
+    scores: list[float] = []
+    accepted: list[bool] = []
+    deepest = [0] * len(steps)
+    for row, step in enumerate(steps):
+        for node, does in enumerate(followed(host, row, step.tokens)):
+            if does is None or not host.is_drafted[row, node]:
+                continue
+            depth = int(host.depths[row, node])
+            deepest[row] = max(deepest[row], depth if does else 0)
+            depths.append(depth)
+            accepted.append(does)
+            if host.scores is not None:
+                scores.append(float(host.scores[row, node]))
+    if depths:
+        calibration.learn(depths, scores if host.scores is not None else None, accepted)
+    return deepest

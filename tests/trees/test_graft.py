@@ -1,0 +1,67 @@
+"""Chains below leaves: where they hang, what they leave alone, and how many fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from foretoken.core.token_tree import DraftDistributions, TokenTree, TreeRow
+from foretoken.trees.graft import Graft, grafted
+
+ROWS = [TreeRow([5, 1, 2, 3], [-1, 0, 0, 1]), TreeRow([9, 4], [-1, 0])]
+
+
+def valued(rows: list[TreeRow]) -> TokenTree:
+    """Trees with scores and sources."""
+    tree = TokenTree.from_rows(rows)
+    source = torch.where((tree.parents >= 0) | (tree.depths.cumsum(1) == 0), 2, 0)
+    return replace(tree, scores=-tree.depths.float(), source=source)
+
+
+def graft(row: int, leaf: int, depth: int, *tokens: int) -> Graft:
+    scores = [-depth - 1.0 - k for k in range(len(tokens))]
+    return Graft(row, leaf, depth, tokens, scores, 1)
+
+
+def test_chains_hang_below_their_leaves() -> None:
+    tree = grafted(valued(ROWS), [graft(0, 3, 2, 6, 7), graft(1, 1, 1, 8), graft(0, 2, 1, 6)], max_nodes=64)
+    replace(tree, scores=None).validate()
+    assert tree.rows() == [
+        TreeRow([5, 1, 2, 3, 6, 7, 6], [-1, 0, 0, 1, 3, 4, 2]), TreeRow([9, 4, 8], [-1, 0, 1]),
+    ]  # fmt: skip
+    assert tree.max_depth == 4
+    assert tree.source is not None
+    assert tree.source.tolist() == [[2, 2, 2, 2, 1, 1, 1], [2, 2, 1, 0, 0, 0, 0]]
+    assert tree.scores is not None
+    assert tree.scores[0].tolist() == [0, -1, -1, -2, -3, -4, -2]
+
+
+@pytest.mark.parametrize(("max_nodes", "left"), [(4, 4), (5, 5), (6, 6), (7, 7), (8, 7)])
+def test_no_tree_becomes_wider_than_allowed(max_nodes: int, left: int) -> None:
+    """The most valuable chain comes first, and is cut from its end."""
+    tree = grafted(valued(ROWS), [graft(0, 3, 2, 6, 7), graft(0, 2, 1, 6)], max_nodes=max_nodes)
+    replace(tree, scores=None).validate()
+    assert tree.width == left
+    assert tree.tokens[0].tolist() == [5, 1, 2, 3, 6, 7, 6][:left]
+
+
+def test_drawn_nodes_stay_drawn_and_chains_are_chosen() -> None:
+    tree = valued(ROWS)
+    kinds = torch.tensor([[0, 2, 2, 1], [0, 1, 0, 0]])
+    drafts = DraftDistributions(
+        kinds=kinds, rows=torch.full((2, 2, 10), 0.1), row_of=torch.tensor([[-1, 0, 0, 1], [-1, 0, -1, -1]]),
+        max_siblings=2,
+    )  # fmt: skip
+    result = grafted(replace(tree, distributions=drafts), [graft(0, 3, 2, 6), graft(1, 1, 1, 8)], max_nodes=64)
+    replace(result, scores=None).validate()
+    found = result.distributions
+    assert found is not None
+    assert found.kinds.tolist() == [[0, 2, 2, 1, 0], [0, 1, 0, 0, 0]]
+    assert found.row_of.tolist() == [[-1, 0, 0, 1, -1], [-1, 0, -1, -1, -1]]
+
+
+def test_nothing_to_graft_changes_nothing() -> None:
+    tree = valued(ROWS)
+    assert grafted(tree, [graft(0, 3, 2)], max_nodes=64) is tree
