@@ -53,7 +53,7 @@
         const below = element("div", "kids");
         for (const kid of kids[node]) below.append(boxes[kid]);
         if (node === tree.end && tree.next !== null) {
-          const last = element("div", "branch accepted"), leaf = element("div", "leaf next");
+          const last = element("div", "branch accepted"), leaf = element("div", "leaf own");
           leaf.append(element("b", "", tree.next));
           const bonus = kids[node].length === 0;
           leaf.append(element("small", "", bonus ? "the target's own: bonus" : "the target's own: correction"));
@@ -100,8 +100,8 @@
       slider.value = number + 1;
       previous.disabled = number === 0;
       next.disabled = number === data.iterations.length - 1;
-      const cut = it.proposed !== null && it.proposed !== it.drafted ? " of " + it.proposed + " proposed" : "";
-      find(".facts").textContent = it.drafted + cut + " nodes verified, " + it.accepted + " accepted, " + it.ms + " ms"
+      const cut = it.proposed !== null && it.proposed !== it.drafted ? it.proposed + " proposed, " : "";
+      find(".facts").textContent = "Drafted nodes: " + cut + it.drafted + " verified, " + it.accepted + " accepted; " + it.ms + " ms"
         + (tree ? ", rule " + tree.rule + ", root at position " + tree.position : "") + (it.note ? ". " + it.note : "");
       const written = find(".written");
       written.replaceChildren("Written: ");
