@@ -76,7 +76,7 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     )),
     (report.report, ending(
         "foretoken report runs/queue.jsonl",
-        "foretoken report runs --out runs.html --force",
+        "foretoken report runs/queue.jsonl --out runs/page.html",
     )),
     (verify.verify, ending(
         "foretoken verify models/tinycode -s ngram -s draft_model:tree",

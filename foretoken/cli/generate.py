@@ -53,13 +53,8 @@ def generate(
         bool,
         typer.Option("--show", help="Colour every accepted token by the drafter that it came from, as the text comes."),
     ] = False,
-    color: Annotated[
-        bool | None,
-        typer.Option(
-            "--color/--no-color",
-            help="Colours of --show: always or never. Default: on a terminal, unless NO_COLOR is set.",
-        ),
-    ] = None,
+    color: Annotated[bool, typer.Option("--color", help="Colour --show also in a pipe.")] = False,
+    no_color: Annotated[bool, typer.Option("--no-color", help="Leave colours out, as NO_COLOR does.")] = False,
     trace: Annotated[
         Path | None,
         typer.Option(
@@ -99,7 +94,15 @@ def generate(
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
     options.check_max_tokens(max_tokens, loaded)
     clock.mark("weights and tokenizer")
-    watch = _Watch(loaded, tokenizer, text, show=show, color=color, raw=raw, trace=trace)
+    watch = _Watch(
+        loaded,
+        tokenizer,
+        text,
+        show=show,
+        color=(color and not no_color) if color or no_color else None,
+        raw=raw,
+        trace=trace,
+    )
     llm = LLM(
         loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=runner, on_step=watch.add,
         trace=trace is not None,

@@ -100,8 +100,6 @@ def check_new_file(path: Path, what: str, *, force: bool) -> None:
     """
     if path.is_dir():
         raise ConfigError(f"{what} is '{path}', a directory. Expected the name of a file.")
-    if not path.parent.is_dir():
-        raise ConfigError(f"{what} is '{path}', but there is no directory '{path.parent}'. Make it first.")
     if path.exists() and not force:
         raise ConfigError(f"'{path}' exists. Expected the name of a new file. Pass --force to replace it.")
 
