@@ -155,7 +155,7 @@
       event.preventDefault();
     });
     const drafted = data.iterations.findIndex((it) => it.accepted > 0);
-    choose(Math.max(drafted, 0), false);
+    choose(Math.max(drafted, 0), true);
   }
   document.querySelectorAll("section.trace").forEach(show);
 })();
