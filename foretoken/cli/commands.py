@@ -8,7 +8,21 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from foretoken.cli import bench, convert, data, doctor, generate, index, inspect, train, tune, twin, verify, vocab
+from foretoken.cli import (
+    bench,
+    convert,
+    data,
+    doctor,
+    generate,
+    index,
+    inspect,
+    report,
+    train,
+    tune,
+    twin,
+    verify,
+    vocab,
+)  # fmt: skip
 from foretoken.cli.help import Command, ending, without_flags
 from foretoken.core.errors import ForetokenError
 
@@ -71,6 +85,12 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
         "foretoken generate models/tinycode -f prompt.txt -s ngram --temperature 0.8",
         "foretoken generate models/tinycode -p 'class Queue:' \\",
         "    -s ngram:num_speculative_tokens=8",
+        "foretoken generate models/tinycode -p 'class Queue:' -s ngram+hydra --show \\",
+        "    --trace runs/queue.jsonl",
+    )),
+    (report.report, ending(
+        "foretoken report runs/queue.jsonl",
+        "foretoken report runs/queue.jsonl --out runs/page.html",
     )),
     (verify.verify, ending(
         "foretoken verify models/tinycode -s ngram -s draft_model:tree",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,10 +14,13 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.results import DrafterShares
 
 if TYPE_CHECKING:
+    from foretoken.cli.shown_tokens import ShownTokens
     from foretoken.core.records import Declined, StepRecord
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.engine.llm import LLM
     from foretoken.engine.prompts import Prompt
+    from foretoken.hf.loading import LoadedModel
+    from foretoken.report.trace_file import TraceRecorder
 
 
 def generate(
@@ -54,6 +57,20 @@ def generate(
             "each drafter brought.",
         ),
     ] = False,
+    show: Annotated[
+        bool,
+        typer.Option("--show", help="Colour every accepted token by the drafter that it came from, as the text comes."),
+    ] = False,
+    color: Annotated[bool, typer.Option("--color", help="Colour --show also in a pipe.")] = False,
+    no_color: Annotated[bool, typer.Option("--no-color", help="Leave colours out, as NO_COLOR does.")] = False,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Write what became of every drafted token, one JSON line an iteration, for `foretoken report`.",
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file of --trace.")] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Complete a prompt (--prompt, --file or standard input) and print the text as it comes.
@@ -66,6 +83,10 @@ def generate(
     speculative_config = options.drafter_texts(speculative_config, spec_type)
     if speculative_config is not None and len(speculative_config) > 1:
         raise ConfigError("generate takes one --speculative-config. To compare several, use `foretoken bench`.")
+    if show and as_json:
+        raise ConfigError("--show and --json exclude each other. Pass one of them.")
+    if trace is not None:
+        options.check_new_file(trace, "--trace", force=force)
     clock = _LoadClock()
     from foretoken.bench.setups import parse_setup
     from foretoken.core.sampling_params import SamplingParams
@@ -83,19 +104,33 @@ def generate(
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
     options.check_max_tokens(max_tokens, loaded)
     clock.mark("weights and tokenizer")
-    drafts = _Drafts()
-    llm = LLM(
-        loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=runner, on_step=drafts.add
+    watch = _Watch(
+        loaded,
+        tokenizer,
+        text,
+        show=show,
+        color=(color and not no_color) if color or no_color else None,
+        raw=raw,
+        trace=trace,
     )
+    llm = LLM(
+        loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=runner, on_step=watch.add,
+        trace=trace is not None,
+    )  # fmt: skip
+    drafts = watch.drafts
     clock.mark("runner and drafter")
     if verbose:
         terminal.note(clock.line())
         terminal.note(f"[{llm.target.choice}]")
+    header = options.run_header(loaded, runner=llm.target.name, setup=setup.name)
+    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    conditions = {**header, "drafters": [each.name for each in llm.drafters], "max_tokens": max_tokens, **sampling}
     if as_json:
         output = llm.generate(request, params)[0]
         completion = output.outputs[0]
+        watch.write_trace(conditions, completion.text, completion.finish_reason)
         options.print_json({
-            **options.run_header(loaded, runner=llm.target.name, setup=setup.name),
+            **header,
             "runner_choice": llm.target.choice,
             "load_seconds": clock.seconds,
             "prompt_token_ids": output.prompt_token_ids,
@@ -107,7 +142,12 @@ def generate(
             "not_drafted": drafts.as_dict() if setup.config is not None else None,
         })  # fmt: skip
         return
-    _stream(llm, request, text, params, raw=raw)
+    try:
+        written, ending = _stream(llm, request, text, params, watch)
+    except KeyboardInterrupt:
+        watch.write_trace(conditions, None, None)
+        raise
+    watch.write_trace(conditions, written, ending)
     if drafts.declined is not None:
         terminal.note(f"[{drafts.declined_line()}]")
     if verbose and setup.config is not None:
@@ -115,34 +155,108 @@ def generate(
         terminal.note(f"[{drafts.shares_line()}]")
 
 
-def _stream(llm: LLM, request: Prompt, text: str, params: SamplingParams, *, raw: bool) -> None:
-    """Prints a prompt's text and what follows as it becomes certain, then a line of statistics, after Ctrl-C too."""
+def _stream(llm: LLM, request: Prompt, text: str, params: SamplingParams, watch: _Watch) -> tuple[str, str | None]:
+    """Prints a prompt and what follows as it becomes certain, then a line of statistics, after Ctrl-C too.
+
+    Returns:
+        What was generated, and why it ended.
+    """
     begin = time.perf_counter()
     num_tokens = passes = 0
+    parts: list[str] = []
     ending: str | None = None
     chunks = llm.stream(request, params)  # refuses the prompt before anything is printed
-    terminal.write(text, raw=raw)
+    watch.print_prompt(text)
     try:
         for chunk in chunks:
             num_tokens += len(chunk.token_ids)
             passes += 1
-            terminal.write(chunk.text, raw=raw)
+            parts.append(chunk.text)
+            watch.print(chunk.text)
             ending = chunk.finish_reason
     except KeyboardInterrupt:
-        _end(num_tokens, passes, time.perf_counter() - begin, ", interrupted")
+        watch.end(num_tokens, passes, time.perf_counter() - begin, ", interrupted")
         raise
     is_cut = ending == "length" and num_tokens < (params.max_tokens or 0)
     limit = f", ended by the context of {llm.target.context_len} tokens" if is_cut else ""
-    _end(num_tokens, passes, time.perf_counter() - begin, limit)
+    watch.end(num_tokens, passes, time.perf_counter() - begin, limit)
+    return "".join(parts), ending
 
 
-def _end(num_tokens: int, passes: int, seconds: float, ending: str) -> None:
-    """Ends the text and says what it took."""
-    terminal.write("\n")
-    terminal.note(
-        f"[{num_tokens} tokens in {passes} target passes, {num_tokens / max(passes, 1):.2f} a pass, "
-        f"{num_tokens / seconds:.1f} tokens/s, prefill included{ending}]"
-    )
+class _Watch:
+    """All that follows a generation: what is printed of it, what is counted, and its trace.
+
+    Attributes:
+        drafts: Passes without drafts.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        tokenizer: Any,
+        prompt: str,
+        *,
+        show: bool,
+        color: bool | None,
+        raw: bool,
+        trace: Path | None,
+    ) -> None:
+        self.drafts = _Drafts()
+        self._raw, self._trace, self._prompt = raw, trace, prompt
+        self._shown: ShownTokens | None = None
+        self._recorder: TraceRecorder | None = None
+        if not show and trace is None:
+            return
+        from foretoken.cli.shown_tokens import ShownTokens
+        from foretoken.engine.codec import Codec
+        from foretoken.engine.prompts import PromptReader
+        from foretoken.report.trace_file import TraceRecorder
+
+        codec = Codec(tokenizer, loaded.vocab_size)
+        prompt_ids = PromptReader(codec, loaded.vocab_size, loaded.context_len).read(prompt).token_ids
+        if show:
+            self._shown = ShownTokens(codec, prompt_ids, colour=color, raw=raw)
+        if trace is not None:
+            self._recorder = TraceRecorder(codec, prompt_ids)
+
+    def add(self, record: StepRecord) -> None:
+        """Takes in an iteration, which is one of a single sequence."""
+        self.drafts.add(record)
+        if self._shown is not None:
+            self._shown.add(record)
+        if self._recorder is not None:
+            self._recorder.add(record)
+
+    def print_prompt(self, text: str) -> None:
+        """Prints what comes before the generated text."""
+        if self._shown is None:
+            terminal.write(text, raw=self._raw)
+        else:
+            self._shown.write_prompt(text)
+
+    def print(self, text: str) -> None:
+        """Prints what was generated."""
+        if self._shown is None:
+            terminal.write(text, raw=self._raw)
+        else:
+            self._shown.write(text)
+
+    def end(self, num_tokens: int, passes: int, seconds: float, ending: str) -> None:
+        """Ends the text and says what it took."""
+        terminal.write("\n")
+        terminal.note(
+            f"[{num_tokens} tokens in {passes} target passes, {num_tokens / max(passes, 1):.2f} a pass, "
+            f"{num_tokens / seconds:.1f} tokens/s, prefill included{ending}]"
+        )
+        if self._shown is not None:
+            self._shown.note_summary()
+
+    def write_trace(self, conditions: dict[str, Any], text: str | None, finish_reason: str | None) -> None:
+        """Writes the trace where one is asked for; text: None for as much as is certain of one that was interrupted."""
+        if self._recorder is not None and self._trace is not None:
+            self._recorder.write(
+                self._trace, conditions=conditions, prompt=self._prompt, text=text, finish_reason=finish_reason
+            )
 
 
 class _LoadClock:

@@ -120,6 +120,20 @@ def check_max_tokens(max_tokens: int, loaded: LoadedModel) -> None:
         )
 
 
+def check_new_file(path: Path, what: str, *, force: bool) -> None:
+    """Raises `ConfigError` where a file that is to be written would replace something that nobody said may go.
+
+    Args:
+        path: Of the file.
+        what: The option or argument that names it.
+        force: Whether a file may be replaced.
+    """
+    if path.is_dir():
+        raise ConfigError(f"{what} is '{path}', a directory. Expected the name of a file.")
+    if path.exists() and not force:
+        raise ConfigError(f"'{path}' exists. Expected the name of a new file. Pass --force to replace it.")
+
+
 def run_header(loaded: LoadedModel, **more: Any) -> dict[str, Any]:
     """The conditions of a run, printed with every figure; of a cost twin they say what it is of."""
     from importlib.metadata import version

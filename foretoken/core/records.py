@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from foretoken.core.tree_trace import TreeTrace
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageSeconds:
@@ -49,6 +51,8 @@ class SequenceStep:
             any, trees were merged, and the controller selected: a node proposed by two drafters counts twice, a tree
             that was dropped not at all. None where no drafter was asked for this sequence, and where a trusted
             drafter's tree has both `host_facts` and `source`: only the device knows then how many are probes.
+        accepted_from: Of each of the `num_accepted` tokens, the names of the drafters that proposed it.
+        trace: What became of every node of its tree; None unless `LLM(trace=True)` asked for it.
     """
 
     request_id: str
@@ -60,6 +64,8 @@ class SequenceStep:
     accepted_by: dict[str, int]
     drafted_by: dict[str, int] = field(default_factory=dict)
     num_proposed: int | None = None
+    accepted_from: Sequence[tuple[str, ...]] = ()
+    trace: TreeTrace | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,6 +87,7 @@ class LLM:
         runner: str = "auto",
         on_step: Callable[[StepRecord], None] | None = None,
         allow_unknown_ids: bool = False,
+        trace: bool = False,
         **others: Any,
     ) -> None:
         """Loads models and allocates the cache.
@@ -119,6 +120,8 @@ class LLM:
                 is called no more.
             allow_unknown_ids: Whether token ids that the tokenizer does not have, as the rows by which some models pad
                 their vocabulary, may be generated.
+            trace: Puts what became of every drafted node, and why, into the records that `on_step` gets
+                (`SequenceStep.trace`). Changes no text, and slows every iteration down.
             others: Further arguments of vLLM's, as long as they ask for nothing that is missing here.
 
         Raises:
@@ -143,6 +146,11 @@ class LLM:
             raise ConfigError(f"on_step is {shown(on_step)}. Expected a function that takes a StepRecord.")
         check_boolean("trust_drafter", trust_drafter, error=ConfigError)
         check_boolean("allow_unknown_ids", allow_unknown_ids, error=ConfigError)
+        check_boolean("trace", trace, error=ConfigError)
+        if trace and on_step is None:
+            raise ConfigError(
+                "trace is True but there is no on_step to get the traces. Pass on_step, or leave trace out."
+            )
         loaded = target_model(model, dtype, device)
         if max_model_len is not None and max_model_len > loaded.context_len:
             raise ConfigError(
@@ -203,6 +211,7 @@ class LLM:
             on_step=on_step,
             max_num_batched_tokens=max_num_batched_tokens,
             impossible_ids=None if allow_unknown_ids else ids_without_token(self.tokenizer, self.target),
+            has_traces=trace,
         )
         self._requests = RequestReader(self.target, self.tokenizer, seed)
         self._lock = FairLock()

@@ -35,16 +35,19 @@ from foretoken.engine.outcomes import (
 from foretoken.engine.prefill import Chunk, Prefill
 from foretoken.engine.stage_clock import StageClock
 from foretoken.engine.torch_state import restored_torch_state
+from foretoken.engine.tracing import traced
 from foretoken.sampling.batch import SamplingBatch
 from foretoken.sampling.history import History, HistoryTable
 from foretoken.sampling.node_scores import NodeScores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
+    from collections.abc import Sequence as Seq
 
     from torch import Tensor
 
     from foretoken.core.token_tree import TokenTree
+    from foretoken.core.tree_trace import TreeTrace
     from foretoken.decoder.base import PassOutput
     from foretoken.engine.drafting import Draft, Drafting
     from foretoken.engine.sequence import Sequence
@@ -64,6 +67,7 @@ class Verified(NamedTuple):
         output: Of the whole pass.
         outcomes: What survived.
         lossy_tv: See `StepRecord`.
+        traces: See `SequenceStep`; one a sequence.
     """
 
     trees: Pass
@@ -72,12 +76,11 @@ class Verified(NamedTuple):
     output: PassOutput
     outcomes: list[Outcome]
     lossy_tv: float
+    traces: Seq[TreeTrace | None]
 
     def logits_of(self, row: int) -> Tensor:
         """(N, V) logits of one sequence's tree."""
-        if self.output.logits is None:
-            raise RuntimeError("a verification has logits")
-        return self.output.logits[self.trees.offsets[row] : self.trees.offsets[row + 1]]
+        return _logits(self.output)[self.trees.offsets[row] : self.trees.offsets[row + 1]]
 
 
 class Engine:
@@ -98,6 +101,7 @@ class Engine:
         on_step: Callable[[StepRecord], None] | None = None,
         impossible_ids: Tensor | None = None,
         max_num_batched_tokens: int | None = None,
+        has_traces: bool = False,
     ) -> None:
         """An idle engine.
 
@@ -109,9 +113,10 @@ class Engine:
             on_step: Called with every iteration's record.
             impossible_ids: (U,) int64, token ids that are never generated; None for none.
             max_num_batched_tokens: See `PrefillBudget`.
+            has_traces: Whether step records say what became of every node; see `SequenceStep`.
         """
         self.target, self.policy, self._impossible_ids = target, policy, impossible_ids
-        self._drafting, self._on_step = drafting, on_step
+        self._drafting, self._on_step, self._has_traces = drafting, on_step, has_traces
         self._prefill = Prefill(target, drafting, max_num_batched_tokens)
         self._history = HistoryTable(max_num_seqs, target.vocab_size, target.device)
         self._free_slots = list(range(max_num_seqs))[::-1]
@@ -228,8 +233,12 @@ class Engine:
         clock.mark()
         outcomes, lossy_tv = self._accept(sequences, batch, tree, trees, output)
         clock.mark()
+        traces: Seq[TreeTrace | None] = [None] * len(sequences)
+        if self._has_traces:
+            with clock.paused():
+                traces = self._traces(sequences, batch, draft.tree, trees, output, outcomes)
         self.target.commit(slots, lengths, [outcome.path for outcome in outcomes])
-        return Verified(trees, chunks, draft, output, outcomes, lossy_tv)
+        return Verified(trees, chunks, draft, output, outcomes, lossy_tv, traces)
 
     def _run(self, work: Pass) -> PassOutput:
         """A pass with logits in which impossible tokens have none."""
@@ -268,33 +277,66 @@ class Engine:
             trees: The pass without its chunks of prompts.
             output: Of the whole pass.
         """
-        device, logits = tree.tokens.device, output.logits
-        if logits is None:
-            raise RuntimeError("a verification has logits")
-        has_kernels = output.chosen is not None or has_triton_kernels(device)
-        rules = [
+        device, logits = tree.tokens.device, _logits(output)
+        rules = self._rules(sequences, tree, output)
+        if not batch.processors and reads_are_free(device) and {"greedy", "drawn"}.issuperset(rules):
+            chosen = greatest_on_host(logits) if output.chosen is None else output.chosen.tolist()
+            return outcomes_of_choices(tree, chosen, trees.offsets), 0.0
+        scores, roots = self._node_scores(sequences, batch, tree, trees, output)
+        acceptance = accept(scores, rules, self.policy, roots)
+        lossy_tv = float(acceptance.lossy_tv.mean()) if self.policy.is_lossy else 0.0
+        return outcomes_on_host(scores, acceptance), lossy_tv
+
+    def _rules(self, sequences: list[Sequence], tree: TokenTree, output: PassOutput) -> list[str]:
+        """The acceptance rule of each sequence; tree: without probes."""
+        has_kernels = output.chosen is not None or has_triton_kernels(tree.tokens.device)
+        return [
             self.policy.rule_for(
                 tree, is_greedy=s.params.is_greedy, is_seeded=s.is_seeded, row=row,
                 is_plain=s.params.is_plain and has_kernels,
             )
             for row, s in enumerate(sequences)
         ]  # fmt: skip
-        if not batch.processors and reads_are_free(device) and {"greedy", "drawn"}.issuperset(rules):
-            chosen = greatest_on_host(logits) if output.chosen is None else output.chosen.tolist()
-            return outcomes_of_choices(tree, chosen, trees.offsets), 0.0
-        starts, roots = integers_on([trees.offsets[:-1], trees.prefix_lens], device).unbind()
+
+    def _node_scores(
+        self, sequences: list[Sequence], batch: SamplingBatch, tree: TokenTree, trees: Pass, output: PassOutput
+    ) -> tuple[NodeScores, Tensor]:
+        """The target's answer to some trees, and (B,) int64 the positions of their roots; arguments as `_accept`'s."""
+        starts, roots = integers_on([trees.offsets[:-1], trees.prefix_lens], tree.tokens.device).unbind()
         scores = NodeScores(
             tree=tree,
-            logits=logits,
+            logits=_logits(output),
             starts=starts,
             has_row_for_each=trees.num_tokens == tree.tokens.numel(),
             batch=batch,
             history=self._histories(sequences, batch),
             chosen=output.chosen,
         )
-        acceptance = accept(scores, rules, self.policy, roots)
-        lossy_tv = float(acceptance.lossy_tv.mean()) if self.policy.is_lossy else 0.0
-        return outcomes_on_host(scores, acceptance), lossy_tv
+        return scores, roots
+
+    def _traces(
+        self,
+        sequences: list[Sequence],
+        batch: SamplingBatch,
+        tree: TokenTree,
+        trees: Pass,
+        output: PassOutput,
+        outcomes: list[Outcome],
+    ) -> Seq[TreeTrace | None]:
+        """What became of every node, before anything is committed; tree: with its probes.
+
+        None for all where that cannot be found out, which is logged: a request never fails for its trace.
+        """
+        try:
+            with torch.no_grad():
+                scores, roots = self._node_scores(sequences, batch, tree, trees, output)
+                rules = self._rules(sequences, tree.without_probes(), output)
+                unmasked = None if output.chosen is None else self._impossible_ids
+                return traced(scores, rules, roots, outcomes, self._drafting.credit, unmasked)
+        except Exception as err:  # noqa: BLE001 - as in `_call_back`
+            _log.warning("an iteration could not be traced: %s", described(err))
+            _log.debug("where the trace failed", exc_info=err)
+            return [None] * len(sequences)
 
     def _commit(self, sequences: list[Sequence], verified: Verified, clock: StageClock) -> StepRecord:
         """Appends tokens to the sequences, tells the drafter, and records the iteration."""
@@ -317,7 +359,9 @@ class Engine:
         record = StepRecord(
             sequences=[
                 sequence_step(self._drafting, *each)
-                for each in zip(sequences, verified.outcomes, generated, verified.draft.num_proposed, strict=True)
+                for each in zip(
+                    sequences, verified.outcomes, generated, verified.draft.num_proposed, verified.traces, strict=True
+                )
             ],
             num_tokens=num_decoding,
             num_prompt_tokens=sum(len(chunk.tokens) for chunk in verified.chunks),
@@ -412,6 +456,13 @@ class Engine:
             sequence.fail(_NO_TOKEN)
         if sequence.finish_reason is None:
             sequence.num_cached = len(sequence.tokens) - 1
+
+
+def _logits(output: PassOutput) -> Tensor:
+    """The logits of a verification, which every decoder gives, also where it chooses tokens besides."""
+    if output.logits is None:
+        raise RuntimeError("a verification has logits")
+    return output.logits
 
 
 def _fail(sequence: Sequence, error: Exception) -> None:

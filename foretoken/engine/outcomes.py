@@ -6,6 +6,7 @@ Letters: B sequences, N nodes, V vocabulary, K tokens of one sequence.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from foretoken.acceptance.decisions import Acceptance
     from foretoken.core.passes import Pass
     from foretoken.core.token_tree import HostFacts, TokenTree
+    from foretoken.core.tree_trace import TreeTrace
     from foretoken.engine.drafting import Drafting
     from foretoken.engine.sequence import Sequence
     from foretoken.sampling.node_scores import NodeScores
@@ -205,7 +207,12 @@ def newly_committed(
 
 
 def sequence_step(
-    drafting: Drafting, sequence: Sequence, outcome: Outcome, generated: list[int], num_proposed: int | None
+    drafting: Drafting,
+    sequence: Sequence,
+    outcome: Outcome,
+    generated: list[int],
+    num_proposed: int | None,
+    trace: TreeTrace | None = None,
 ) -> SequenceStep:
     """The record of one sequence's iteration.
 
@@ -215,9 +222,12 @@ def sequence_step(
         outcome: What was accepted.
         generated: Tokens added to its output.
         num_proposed: See `SequenceStep`.
+        trace: As if all that was accepted entered the text.
     """
     accepted = min(len(outcome.path), len(generated))
-    credit = Counter(name for source in outcome.sources[:accepted] for name in drafting.credit(source))
+    accepted_from = [tuple(drafting.credit(source)) for source in outcome.sources[:accepted]]
+    if trace is not None and len(generated) <= len(outcome.path):
+        trace = replace(trace, path=outcome.path[:accepted], next_token=None)
     drafted = Counter[str]()
     for source, count in Counter(outcome.drafted).items():
         drafted.update(dict.fromkeys(drafting.credit(source), count))
@@ -228,7 +238,9 @@ def sequence_step(
         num_accepted=accepted,
         num_emitted=len(generated),
         tokens=generated,
-        accepted_by=dict(credit),
+        accepted_by=dict(Counter(name for names in accepted_from for name in names)),
         drafted_by=dict(drafted),
         num_proposed=num_proposed,
+        accepted_from=accepted_from,
+        trace=trace,
     )

@@ -7,12 +7,17 @@ long as starting it. Events stand between the stages instead and are read once t
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 
 from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.records import StageSeconds
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 class Laps:
@@ -46,15 +51,23 @@ class StageClock:
         self._is_gpu = has_cuda_runtime(device)
         self._marks: list[float] = []
         self._events: list[torch.cuda.Event] = []
+        self._paused_for = 0.0
         self.mark()
 
     def mark(self) -> None:
         """A stage is over: draft, verify, accept, which waits for the device, then commit."""
-        self._marks.append(time.perf_counter())
+        self._marks.append(time.perf_counter() - self._paused_for)
         if self._is_gpu and len(self._marks) <= 3:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self._events.append(event)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done in this block, between acceptance and commit, belongs to no stage."""
+        begin = time.perf_counter()
+        yield
+        self._paused_for += time.perf_counter() - begin
 
     def seconds(self) -> StageSeconds:
         """What each of the four stages took, seconds; they add up to the host's time."""

@@ -14,6 +14,7 @@ from end_to_end.tiny_llms import RUNNERS, drafters, llm
 from tiny_models import tiny_model
 
 from foretoken import SamplingParams
+from foretoken.core.records import StepRecord
 from foretoken.core.results import GenerationMetrics
 from foretoken.decoder.lean.head_kernels import HeadKernels
 
@@ -26,6 +27,7 @@ _ONCE = {
     "dynamic", "eagle", "eagle3", "falcon", "intersection", "text", "lookahead", "recycling", "suffix", "early",
     "prediction", "rest", "pruned",
 }  # fmt: skip
+TRACED = {"none", "draft tree", "draft itself dynamic", "heads", "hydra", "two lookups"}  # what traces cost, no more
 PAIRS = [
     (name, batch)
     for index, name in enumerate(NAMES)
@@ -50,12 +52,15 @@ AT_LEAST = {
 @pytest.mark.parametrize(("drafter", "batch"), PAIRS)
 def test_text_is_plain_decodings(drafter: str, batch: int, runner: str) -> None:
     mix, plain = request_mix(), plain_mix(runner)
+    records: list[StepRecord] = []
     engine = llm(
-        DRAFTERS[runner][drafter](references(plain)), max_num_seqs=batch, max_model_len=CONTEXT_LEN, runner=runner
-    )
+        DRAFTERS[runner][drafter](references(plain)), max_num_seqs=batch, max_model_len=CONTEXT_LEN, runner=runner,
+        trace=drafter in TRACED, on_step=records.append,
+    )  # fmt: skip
     with mock.patch.object(HeadKernels, "fill", autospec=True, side_effect=HeadKernels.fill) as native_call:
         got = engine.generate(with_predictions(plain), [r.params for r in mix])
     assert_same_text(got, plain, [r.name for r in mix])
+    assert all((step.trace is not None) == (drafter in TRACED) for record in records for step in record.sequences)
     assert native_call.called or drafter not in STEP_HEADS or RUNNERS[runner] == torch.float64
     metrics = GenerationMetrics.total(output.metrics for output in got)
     assert metrics.mean_acceptance_length >= (AT_LEAST.get(drafter, 1.0) if runner == "generic" else 1.0)

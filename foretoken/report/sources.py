@@ -1,0 +1,159 @@
+"""What a report is made of: traces, results of sweeps and their pictures, found in a file or a directory."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from foretoken.core.bounded_reads import MIB, read_named
+from foretoken.core.errors import ConfigError
+from foretoken.report.trace_file import MOST_TRACE_BYTES, is_trace, read_trace
+from foretoken.report.views import TraceView, view_of
+from foretoken.report.visible import visible
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+RESULTS = "results.jsonl"
+_DARK = "-dark"
+_MOST_PICTURE_BYTES = 16 * MIB
+# Columns of a table of a sweep's points: heading, place in a line's `result`, and how it is written.
+_COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("point", ("name",), ""),
+    ("batch", ("serving", "batch_size"), ""),
+    ("temperature", ("serving", "temperature"), "g"),
+    ("dtype", ("serving", "dtype"), ""),
+    ("tau", ("tau",), ".2f"),
+    ("nodes", ("nodes",), ".1f"),
+    ("tokens/s", ("tokens_per_s", "median"), ".1f"),
+    ("speed-up", ("speed_up", "median"), ".2f"),
+    ("same text", ("num_identical",), ""),
+    ("texts", ("num_texts",), ""),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """A picture that the page holds.
+
+    Attributes:
+        name: Of its file, without the ending.
+        light: As a data URL.
+        dark: For a dark page, where there is one.
+    """
+
+    name: str
+    light: str
+    dark: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SweepView:
+    """Results of a sweep as a table.
+
+    Attributes:
+        name: Of the directory.
+        headings: Those for which any point has a value.
+        rows: Cells as text, the fastest point first.
+    """
+
+    name: str
+    headings: list[str]
+    rows: list[list[str]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunView:
+    """All that one page shows."""
+
+    title: str
+    traces: list[TraceView]
+    sweeps: list[SweepView]
+    pictures: list[Picture]
+
+
+def read_run(run: Path) -> RunView:
+    """Reads a trace, or every trace, `results.jsonl` and SVG picture that lies in a directory.
+
+    Raises:
+        ConfigError: When there is nothing of these, or something is damaged.
+        OSError: When the system refuses.
+    """
+    if not run.exists():
+        raise ConfigError(f"there is no '{run}'. Expected a file of `foretoken generate --trace`, or a directory.")
+    files = sorted(path for path in run.rglob("*") if path.is_file()) if run.is_dir() else [run]
+    lines = [path for path in files if path.suffix == ".jsonl"] if run.is_dir() else files
+    base = run if run.is_dir() else run.parent
+    traces = [
+        view_of(str(path.relative_to(base)), read_trace(path)) for path in lines if not run.is_dir() or is_trace(path)
+    ]
+    sweeps = [
+        _sweep(path, str(path.parent.relative_to(base))) for path in lines if path.name == RESULTS and run.is_dir()
+    ]
+    pictures = _pictures([path for path in files if path.suffix == ".svg"], base)
+    if not (traces or sweeps or pictures):
+        raise ConfigError(
+            f"'{run}' holds no trace of `foretoken generate --trace`, no results of `foretoken sweep` and no SVG "
+            "picture. Name a directory that does."
+        )
+    title = run.resolve().name
+    return RunView(title=visible(title), traces=traces, sweeps=sweeps, pictures=pictures)
+
+
+def _pictures(files: Iterable[Path], base: Path) -> list[Picture]:
+    """Pictures, one for light and dark pages together where there are both."""
+    by_name = {str(path.relative_to(base).with_suffix("")): path for path in files}
+    return [
+        Picture(
+            name=visible(name),
+            light=_data_url(path),
+            dark=_data_url(by_name[name + _DARK]) if name + _DARK in by_name else None,
+        )
+        for name, path in by_name.items()
+        if not (name.endswith(_DARK) and name.removesuffix(_DARK) in by_name)
+    ]
+
+
+def _data_url(path: Path) -> str:
+    """A picture as a browser takes it for an image, in which no script runs and nothing is fetched."""
+    data = read_named(path, limit=_MOST_PICTURE_BYTES, error=ConfigError)
+    return f"data:image/svg+xml;base64,{base64.b64encode(data).decode()}"
+
+
+def _sweep(path: Path, name: str) -> SweepView:
+    """The points of a sweep as a table."""
+    points = []
+    for number, line in enumerate(read_named(path, limit=MOST_TRACE_BYTES, error=ConfigError).split(b"\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError) as err:
+            raise ConfigError(f"line {number} of '{path}' is no JSON. Expected results of `foretoken sweep`.") from err
+        if isinstance(value, dict) and isinstance(value.get("result"), dict):
+            points.append(value["result"])
+    points.sort(key=lambda point: -_number(_at(point, ("tokens_per_s", "median"))))
+    used = [column for column in _COLUMNS if any(_at(point, column[1]) is not None for point in points)]
+    rows = [[_cell(_at(point, keys), form) for _, keys, form in used] for point in points]
+    return SweepView(name=visible(name), headings=[heading for heading, _, _ in used], rows=rows)
+
+
+def _at(value: Any, keys: tuple[str, ...]) -> Any:
+    """What stands at a place of nested mappings, or None."""
+    for key in keys:
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _number(value: Any) -> float:
+    return float(value) if isinstance(value, int | float) else 0.0
+
+
+def _cell(value: Any, form: str) -> str:
+    """A value of a table as text."""
+    if isinstance(value, int | float) and form:
+        return format(value, form)
+    return "" if value is None else visible(str(value))

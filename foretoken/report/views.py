@@ -1,0 +1,218 @@
+"""What a page shows of one trace: figures, tokens with their origin, and trees as compact lists for its script.
+
+Letters: N nodes of a tree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from foretoken.core.tree_trace import Fate
+from foretoken.report.reasons import BY_FATE, reason
+from foretoken.report.trace_file import tree_of
+from foretoken.report.visible import label, visible
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from foretoken.report.trace_file import Iteration, Trace
+
+NUM_COLOURS = 8
+_FATES = list(Fate)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenView:
+    """One output token.
+
+    Attributes:
+        lines: Its text, cut at newlines, which stand between the parts.
+        iteration: Which one wrote it, from 0.
+        origin: Index of who proposed it; 0 for the target itself.
+        is_shown: Whether it brought any text; else `lines` says what it is.
+    """
+
+    lines: list[str]
+    iteration: int
+    origin: int
+    is_shown: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OriginView:
+    """Who proposed tokens: the target's own, a drafter, or several at once."""
+
+    name: str
+    colour: int
+    count: int
+    share: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceView:
+    """One trace on a page; all text in it is safe to look at, none of it is markup.
+
+    Attributes:
+        name: Of the file.
+        conditions: By name.
+        figures: Name and value of what is worth a large number.
+        prompt: As text.
+        tokens: Of the output, in order.
+        origins: Who proposed them; the target's own first.
+        acceptance: By depth, from 1.
+        stages: Name and share of the time.
+        finish_reason: Why the text ended.
+        data: For the script.
+    """
+
+    name: str
+    conditions: dict[str, str]
+    figures: list[tuple[str, str]]
+    prompt: str
+    tokens: list[TokenView]
+    origins: list[OriginView]
+    acceptance: list[float]
+    stages: list[tuple[str, float]]
+    finish_reason: str
+    data: dict[str, Any]
+
+
+def view_of(name: str, trace: Trace) -> TraceView:
+    """What is shown of a trace; name: of its file."""
+    origins: dict[tuple[str, ...], int] = {(): 0}
+    counts: Counter[tuple[str, ...]] = Counter()
+    tokens: list[TokenView] = []
+    iterations = []
+    parts = iter(trace.end.parts)
+    for number, iteration in enumerate(trace.iterations):
+        own = len(iteration.tokens) - len(iteration.accepted_from)
+        for token, origin in zip(iteration.tokens, [*iteration.accepted_from, *[()] * own], strict=True):
+            origins.setdefault(origin, len(origins))
+            counts[origin] += 1
+            tokens.append(_token(next(parts), iteration.texts.get(token, ""), number, origins[origin]))
+        iterations.append(_iteration(iteration, origins))
+    total = max(len(tokens), 1)
+    metrics = trace.end.metrics
+    return TraceView(
+        name=visible(name),
+        conditions={key: visible(str(value)) for key, value in trace.header.conditions.items()},
+        figures=_figures(trace, len(tokens), counts),
+        prompt=visible(trace.header.prompt),
+        tokens=tokens,
+        origins=[
+            OriginView(name=_name(origin), colour=_colour(index), count=counts[origin], share=counts[origin] / total)
+            for origin, index in origins.items()
+            if counts[origin] or not index
+        ],
+        acceptance=[_share(value) for value in metrics.get("acceptance_by_depth", [])],
+        stages=_stages(trace.iterations),
+        finish_reason=visible(trace.end.finish_reason or "interrupted"),
+        data={
+            "iterations": iterations,
+            "origins": [[_name(origin), _colour(index)] for origin, index in origins.items()],
+            "fates": [[str(fate), BY_FATE.get(fate, "")] for fate in _FATES],
+        },
+    )
+
+
+def _token(part: str, alone: str, iteration: int, origin: int) -> TokenView:
+    """A token by the text that it brought, or, where it brought none, by its own."""
+    lines = visible(part).split("\n") if part else [label(alone)]
+    return TokenView(lines=lines, iteration=iteration, origin=_colour(origin), is_shown=bool(part))
+
+
+def _iteration(iteration: Iteration, origins: dict[tuple[str, ...], int]) -> dict[str, Any]:
+    """What the script draws of an iteration; changes `origins`."""
+    texts = {token: label(text) for token, text in iteration.texts.items()}
+    view: dict[str, Any] = {
+        "written": [texts.get(token, str(token)) for token in iteration.tokens],
+        "accepted": len(iteration.accepted_from),
+        "drafted": iteration.num_drafted,
+        "proposed": iteration.num_proposed,
+        "ms": round(1000 * sum(iteration.seconds.values()), 2),
+        "note": visible(iteration.draft_error or iteration.declined or ""),
+    }
+    if iteration.tree is None:
+        return view
+    trace, shown = tree_of(iteration.tree), lambda token: f"“{texts.get(token, str(token))}”"
+    for origin in trace.drafters:
+        origins.setdefault(origin, len(origins))
+    fates = trace.fates()
+    view["tree"] = {
+        "rule": visible(trace.rule),
+        "position": trace.position,
+        "text": [texts.get(token, str(token)) for token in trace.tokens],
+        "id": list(trace.tokens),
+        "parent": list(trace.parents),
+        "origin": [origins[origin] for origin in trace.drafters],
+        "fate": [_FATES.index(fate) for fate in fates],
+        "target": [_rounded(prob) for prob in trace.token_probs],
+        "draft": _draft_probs(trace.parents, trace.scores, trace.draft_probs),
+        "own": [texts.get(token, str(token)) for token in trace.target_tokens],
+        "own_prob": [_rounded(prob) for prob in trace.target_probs],
+        "why": {node: reason(trace, node, shown) for node, fate in enumerate(fates) if fate is Fate.REJECTED},
+        "end": [0, *trace.path][-1],
+        "next": None if trace.next_token is None else texts.get(trace.next_token, str(trace.next_token)),
+    }
+    return view
+
+
+def _draft_probs(
+    parents: Sequence[int], scores: Sequence[float] | None, drawn: Sequence[float | None] | None
+) -> list[float | None] | None:
+    """N draft probabilities under the parent: those of draws, else what the estimates of paths say."""
+    if scores is None and drawn is None:
+        return None
+    found: list[float | None] = []
+    for node, parent in enumerate(parents):
+        value = None if drawn is None else drawn[node]
+        if value is None and scores is not None and node and math.isfinite(scores[node]):
+            value = min(math.exp(scores[node] - (scores[parent] if math.isfinite(scores[parent]) else 0.0)), 1.0)
+        found.append(_rounded(value))
+    return found
+
+
+def _figures(trace: Trace, num_tokens: int, counts: Mapping[tuple[str, ...], int]) -> list[tuple[str, str]]:
+    """Names and values of the summary's large numbers."""
+    passes = max(len(trace.iterations), 1)
+    seconds = sum(sum(iteration.seconds.values()) for iteration in trace.iterations)
+    drafted = sum(iteration.num_drafted for iteration in trace.iterations)
+    accepted = num_tokens - counts[()]
+    return [
+        ("tokens a target pass (tau)", f"{num_tokens / passes:.2f}"),
+        ("tokens", f"{num_tokens}"),
+        ("target passes", f"{len(trace.iterations)}"),
+        ("drafted nodes a pass", f"{drafted / passes:.1f}"),
+        ("of the text drafted", f"{accepted / max(num_tokens, 1):.0%}"),
+        ("ms a token, prefill left out", f"{1000 * seconds / max(num_tokens, 1):.1f}"),
+    ]
+
+
+def _stages(iterations: Sequence[Iteration]) -> list[tuple[str, float]]:
+    """Name and share of the time of each stage."""
+    totals: Counter[str] = Counter()
+    for iteration in iterations:
+        for stage in ("draft", "verify", "accept", "commit"):
+            totals[stage] += iteration.seconds.get(stage, 0.0)  # type: ignore[assignment]
+    whole = sum(totals.values())
+    return [(stage, seconds / whole) for stage, seconds in totals.items()] if whole > 0 else []
+
+
+def _name(origin: tuple[str, ...]) -> str:
+    return visible(" and ".join(origin)) if origin else "the target's own"
+
+
+def _colour(index: int) -> int:
+    """Number of a colour on the page, 0 for the target's own tokens."""
+    return 0 if not index else (index - 1) % NUM_COLOURS + 1
+
+
+def _share(value: Any) -> float:
+    return min(max(float(value), 0.0), 1.0)
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.3g}")

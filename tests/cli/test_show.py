@@ -1,0 +1,138 @@
+"""`generate --show` and `--trace`, and `report`: colours that match tokens, files that are not lost, the same text."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import MODEL, ROOT, run
+from end_to_end.tiny_llms import tokenizer
+
+from foretoken.cli.colours import has_colours, runs, safe_and_painted
+from foretoken.cli.shown_tokens import ShownTokens
+from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
+from foretoken.engine.codec import Codec
+from foretoken.engine.token_spans import TokenSpans
+
+GENERATE = ("generate", MODEL, "-p", "class Queue:\n", "-s", "ngram+hydra", "--max-tokens", "24")
+ESCAPE = re.compile(r"\x1b\[[\d;]*m")
+
+
+def test_show_trace_and_report(tmp_path: Path) -> None:
+    plain = run(*GENERATE[:4], *GENERATE[6:]).stdout
+    trace, page = str(tmp_path / "a.jsonl"), str(tmp_path / "a.html")
+    shown = run(*GENERATE, "--show", "--color", "--trace", trace)
+    assert shown.returncode == 0, shown.stderr
+    assert "\x1b[32m" in shown.stdout
+    assert ESCAPE.sub("", shown.stdout) == plain
+    summary = ESCAPE.sub("", shown.stderr.strip().splitlines()[-1])
+    assert re.fullmatch(r"\[tokens: the target's own \d+ \(\d+%\)(, [a-z ]+ \d+ \(\d+%\))+; tau \d\.\d\d\]", summary)
+    assert sum(map(int, re.findall(r"(\d+) \(", summary))) == 24
+    for arguments in ((*GENERATE, "--trace", trace), ("report", trace), ("report", trace)):
+        again = run(*arguments)
+        if "report" in arguments and again.returncode == 0:
+            assert again.stdout == f"{page}\n"
+            continue
+        assert again.returncode == 2
+        assert "exists. Expected the name of a new file. Pass --force to replace it." in again.stderr
+    assert "<!doctype html>" in Path(page).read_text()
+    assert run("report", trace, "--force").returncode == 0
+    assert "exclude each other" in run(*GENERATE, "--show", "--json").stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "environment", "is_coloured"),
+    [
+        ((), {}, True),
+        ((), {"NO_COLOR": "1"}, False),
+        (("--color",), {"NO_COLOR": "1"}, True),
+        (("--no-color",), {}, False),
+    ],
+)
+def test_on_a_terminal(options: tuple[str, ...], environment: dict[str, str], is_coloured: bool) -> None:
+    parent, child = pty.openpty()
+    settings = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
+    code = (
+        "import sys; from foretoken.cli.colours import has_colours; "
+        "print(has_colours(sys.stdout, {'--color': True, '--no-color': False}.get((sys.argv + [''])[1])))"
+    )
+    subprocess.run(
+        [sys.executable, "-c", code, *options], stdout=child, cwd=ROOT, check=True, timeout=60,
+        env={**settings, "TERM": "xterm", **environment},
+    )  # fmt: skip
+    os.close(child)
+    assert os.read(parent, 100).decode().strip() == str(is_coloured)
+    os.close(parent)
+
+
+def test_no_colours_in_a_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        assert not has_colours(pipe, None)
+        assert has_colours(pipe, wish=True)
+
+
+def record(tokens: list[int], accepted_from: list[tuple[str, ...]]) -> StepRecord:
+    step = SequenceStep(
+        request_id="0", num_drafted=len(accepted_from), tree_depth=1, num_accepted=len(accepted_from),
+        num_emitted=len(tokens), tokens=tokens, accepted_by={}, accepted_from=accepted_from,
+    )  # fmt: skip
+    return StepRecord(sequences=[step], num_tokens=1, seconds=StageSeconds())
+
+
+def tokens_of(text: str) -> list[int]:
+    ids: list[int] = tokenizer()(text)["input_ids"]
+    return ids
+
+
+def test_characters_of_several_tokens_and_text_that_is_held_back(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each of the characters takes the colour of the token that completed it, however text and tokens are cut."""
+    codec = Codec(tokenizer(), len(tokenizer()))
+    tokens = tokens_of("a€b")
+    assert len(tokens) == 5  # the middle one has three bytes
+    shown = ShownTokens(codec, tokens_of("x"), colour=True, raw=False)
+    shown.add(record(tokens[:3], [("one",), ("one",)]))
+    shown.write("a")
+    shown.add(record(tokens[3:], [("two",)]))
+    shown.write("€")
+    shown.write("b")
+    shown.note_summary()
+    out, err = capsys.readouterr()
+    assert out == "\x1b[32ma\x1b[0m\x1b[36m€\x1b[0mb"
+    assert (
+        err == "[tokens: the target's own 2 (40%), \x1b[32mone\x1b[0m 2 (40%), \x1b[36mtwo\x1b[0m 1 (20%); tau 2.50]\n"
+    )
+
+
+def test_spans_are_the_text() -> None:
+    codec = Codec(tokenizer(), len(tokenizer()))
+    text = "the ab€ß😀 thing\n😀"
+    spans = TokenSpans(codec, tokens_of("x"))
+    spans.push(tokens_of(text))
+    assert "".join(spans.parts(text)) == text
+    assert "".join(spans.parts(text[:7])) == text[:7]
+    assert len(spans.parts(text)) == len(tokens_of(text))
+    assert [spans.parts(text)[spans.token_of(place)].count(char) > 0 for place, char in enumerate(text)] == [
+        True
+    ] * len(text)
+
+
+@pytest.mark.parametrize(
+    ("characters", "painted"),
+    [
+        ([("e", "32"), ("\u0301", "36"), ("x", None)], "\x1b[32me\u0301\x1b[0mx"),
+        ([("👩", None), ("\u200d", "32"), ("💻", "32"), ("!", "32")], "👩\u200d💻\x1b[32m!\x1b[0m"),
+        ([("漢", "32"), ("字", "32"), ("\x1b", "32")], "\x1b[32m漢字\\x1b\x1b[0m"),
+        ([], ""),
+    ],
+)
+def test_what_is_drawn_together_has_one_colour(characters: list[Any], painted: str) -> None:
+    assert safe_and_painted(characters, is_visible=True) == painted
+    assert "".join(text for text, _ in runs(characters)) == "".join(char for char, _ in characters)

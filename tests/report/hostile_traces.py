@@ -1,0 +1,67 @@
+"""Traces of made-up generations whose tokens are as hostile as text can be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
+from foretoken.core.tree_trace import TreeTrace
+from foretoken.engine.codec import Codec
+from foretoken.report.trace_file import TraceRecorder
+
+TEXTS = [
+    "</script><script>document.title='broken'</script>",
+    "<img src=x onerror=\"document.title='broken'\">",
+    "]]><!--<svg onload=document.title='broken'>",
+    "\x1b[31m\x00\x07",
+    "\u202eesrever\u2066",
+    "{{ 7 * 7 }}{% raw %}",
+    "\u2028\u2029\ud83d\ude00"[:2] + "é漢\n\t",
+    "&amp;\"'`",
+    "plain",
+]
+
+
+class Tokenizer:
+    """Token i is the i-th of the texts."""
+
+    def decode(self, tokens: list[int], **_: Any) -> str:
+        return "".join(TEXTS[token] for token in tokens)
+
+
+def step_record(number: int, width: int = 3) -> StepRecord:
+    """Iteration `number`: node 1 is accepted, the others are not; every text comes up in turn."""
+    tokens = [(number + node) % len(TEXTS) for node in range(width)]
+    own = (number + width) % len(TEXTS)
+    trace = TreeTrace(
+        rule="greedy",
+        position=number,
+        tokens=tokens,
+        parents=[-1, 0, *[0] * (width - 2)],
+        depths=[0, *[1] * (width - 1)],
+        drafters=[(), *[("<b>drafter</b>",)] * (width - 1)],
+        probes=frozenset(),
+        scores=[0.0, *[-0.5] * (width - 1)],
+        draft_probs=None,
+        token_probs=[None, 0.5, *[0.02] * (width - 2)],
+        target_tokens=[tokens[1], *[own] * (width - 1)],
+        target_probs=[0.5] * width,
+        path=[1],
+        next_token=own,
+    )
+    step = SequenceStep(
+        request_id="0", num_drafted=width - 1, tree_depth=1, num_accepted=1, num_emitted=2, tokens=[tokens[1], own],
+        accepted_by={"<b>drafter</b>": 1}, accepted_from=[("<b>drafter</b>",)], trace=trace,
+    )  # fmt: skip
+    seconds = StageSeconds(draft=0.001, verify=0.004, accept=0.0005, commit=0.0005)
+    return StepRecord(sequences=[step], num_tokens=width, seconds=seconds)
+
+
+def write_hostile_trace(path: Path, num_iterations: int = 12, width: int = 3) -> None:
+    """A whole file."""
+    recorder = TraceRecorder(Codec(Tokenizer(), len(TEXTS)), [0])
+    for number in range(num_iterations):
+        recorder.add(step_record(number, width))
+    conditions = {"model": TEXTS[0], TEXTS[1]: TEXTS[4]}
+    recorder.write(path, conditions=conditions, prompt=TEXTS[0], text=None, finish_reason="length")
