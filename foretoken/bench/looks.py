@@ -63,6 +63,12 @@ def look_of(method: str, methods: list[str]) -> Look:
     return Look(method, *_OTHERS[others.index(method) % len(_OTHERS)])
 
 
+def distinct_look(number: int) -> Look:
+    """One of several looks where lines differ by something else than their method."""
+    looks = [look for method, look in _LOOKS.items() if method != "plain"]
+    return looks[number % len(looks)]
+
+
 def page_style(theme: Theme, salt: str) -> dict[str, Any]:
     """Settings of matplotlib for a page.
 

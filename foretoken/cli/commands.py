@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from foretoken.cli import bench, convert, data, doctor, generate, inspect, train, twin, verify, vocab
+from foretoken.cli import bench, convert, data, doctor, generate, inspect, sweep, train, twin, verify, vocab
 from foretoken.cli.help import Command, ending, without_flags
 from foretoken.core.errors import ForetokenError
 
@@ -80,6 +80,13 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (bench.bench, ending(
         "foretoken bench models/tinycode -s ngram -s draft_model --temperature 0.8",
         "foretoken bench models/tinycode -s ngram:num_speculative_tokens=8 --wide",
+    )),
+    (sweep.sweep, ending(
+        "foretoken sweep models/tinycode --sweep method=medusa,hydra \\",
+        "    --sweep num_speculative_tokens=2,3,4 --out runs/sweep",
+        "foretoken sweep models/tinycode -s hydra:dynamic --batch-size 1 --batch-size 4 \\",
+        "    --sweep max_nodes=8,16,32 --temperature 0 --out runs/nodes",
+        "foretoken sweep runs/sweep --wide",
     )),
     (twin.twin, ending(
         "foretoken twin models/tinycode runs/twin --layers 24 --hidden-size 1024",

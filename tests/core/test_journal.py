@@ -49,7 +49,9 @@ def test_other_conditions_are_refused(tmp_path: Path, changes: dict[str, object]
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("text", ["[1]\n", '{"a": 1}\n', "no JSON\n", '{"conditions": {}, "date": "d"}\n{"a\n', "\xff\n"])
+@pytest.mark.parametrize(
+    "text", ["[1]\n", '{"a": 1}\n', "no JSON\n", '{"conditions": {}, "date": "d"}\n{"a\n', "\xff\n"]
+)
 def test_other_files_are_refused_and_stay(tmp_path: Path, text: str) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_bytes(text.encode("latin-1"))
