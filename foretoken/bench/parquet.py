@@ -13,14 +13,17 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
-def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path, facts: Mapping[str, Any]) -> None:
-    """Writes or replaces a table.
+def write_parquet(rows: Sequence[Mapping[str, Any]], directory: Path, facts: Mapping[str, Any]) -> list[Path]:
+    """Writes or replaces the table of a directory, results.parquet.
 
     Args:
         rows: Values by column: numbers, text, booleans, None, or lists of numbers. A column is null in rows that lack
             it. A column of several types, such as trees given by name and by shape, is written as JSON text.
-        path: The file.
+        directory: Where it goes.
         facts: JSON-ready conditions of all rows, kept as JSON text in the metadata of the file under "foretoken".
+
+    Returns:
+        The file.
 
     Raises:
         ConfigError: When pyarrow is not installed, or the file cannot be written.
@@ -33,11 +36,13 @@ def write_parquet(rows: Sequence[Mapping[str, Any]], path: Path, facts: Mapping[
             "a parquet table needs the package 'pyarrow', which is not installed. Install it: pip install \"foretoken"
             '[report]".'
         ) from err
+    path = directory / "results.parquet"
     names = dict.fromkeys(name for row in rows for name in row)
     table = pa.table({name: _column([row.get(name) for row in rows]) for name in names})
     table = table.replace_schema_metadata({"foretoken": json.dumps(facts)})
     with told_as(ConfigError, f"'{path}'", "Expected room for the table. Make some."), new_file(path) as new:
         pq.write_table(table, new)
+    return [path]
 
 
 def _column(values: list[Any]) -> list[Any]:

@@ -5,6 +5,7 @@ Each picture is drawn for pages with a light and with a dark background. matplot
 
 from __future__ import annotations
 
+from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.bench.grid import short_name, spelled
@@ -20,11 +21,14 @@ if TYPE_CHECKING:
     from foretoken.bench.looks import Theme
     from foretoken.bench.sweep_results import PointResult
 
-# Keys by which a method's trees grow: values of these are points of one line, values of others begin lines of their own.
+# Keys that size a method's trees: their values are points along a line, those of other keys begin another one.
 _SIZE_KEYS = frozenset({"num_speculative_tokens", "max_nodes", "tree_top_k"})
 _LINE_STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (7, 3)))
 _PANEL = (4.6, 3.7)  # inches
 _MOST_COLUMNS = 3
+_LEGEND_LINE, _LEGEND_CHARACTER = 0.19, 0.075  # inches
+_WIDE_RANGE = 8  # times as many nodes in the largest tree as in the smallest, from which on the axis is logarithmic
+_FRONT, _PLAIN = "Pareto front", "plain decoding"
 
 
 class Chart(NamedTuple):
@@ -35,12 +39,14 @@ class Chart(NamedTuple):
         title: Shown above.
         axis: What stands on the vertical axis, with its unit.
         value: Of a point.
+        is_beside_plain: Whether plain decoding has such a value too.
     """
 
     name: str
     title: str
     axis: str
     value: Callable[[PointResult], float]
+    is_beside_plain: bool = False
 
 
 CHARTS = (
@@ -50,16 +56,17 @@ CHARTS = (
         "What drafted nodes bring: tokens a second",
         "output tokens/s, median over rounds",
         lambda r: r.tokens_per_s.median,
+        is_beside_plain=True,
     ),
 )
 
 
 class Series(NamedTuple):
-    """Points that are joined by one line.
+    """Points that look alike.
 
     Attributes:
         method: Of drafting.
-        variant: What else tells it from other lines of that method, in words; empty where there is one line only.
+        variant: What else tells them from other points of that method, in words; empty where nothing does.
     """
 
     method: str
@@ -113,10 +120,14 @@ def draw(chart: Chart, panels: dict[Serving, list[PointResult]], theme: Theme, w
     columns = min(len(panels), _MOST_COLUMNS)
     rows = -(-len(panels) // columns)
     height = _PANEL[1] * rows + 0.9
-    series = series_of([result for results in panels.values() for result in results])
+    lines = lines_of([result for results in panels.values() for result in results])
+    num_entries = len(set(lines)) + 2
+    legend_columns = -(-num_entries // int(height / _LEGEND_LINE))
+    longest = max(len(series.title) for series, _ in lines)
+    legend_width = legend_columns * (0.8 + _LEGEND_CHARACTER * max(longest, 14))
     figure: Any = Figure(
-        figsize=(_PANEL[0] * columns + 2.6, height), layout="constrained", facecolor=theme.page
-    )  # the legend takes some of it
+        figsize=(_PANEL[0] * columns + legend_width, height), layout="constrained", facecolor=theme.page
+    )
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
     figure.suptitle(f"{chart.title}\n", fontsize=12.5, fontweight="bold", x=0.012, ha="left")
     figure.text(0.012, 1 - 0.46 / height, what, fontsize=9, alpha=0.8, va="center")
@@ -124,83 +135,106 @@ def draw(chart: Chart, panels: dict[Serving, list[PointResult]], theme: Theme, w
     for number, (serving, results) in enumerate(panels.items()):
         axes = grid[number // columns][number % columns]
         axes.set_title(_spelled(serving, list(panels)), loc="left", fontsize=10)
-        _draw_panel(axes, chart, results, series, theme)
+        _draw_panel(axes, chart, results, lines, theme)
     for number in range(len(panels), rows * columns):
         grid[number // columns][number % columns].set_visible(False)
-    figure.supxlabel("drafted nodes a target pass, mean", fontsize=9.5)
-    handles = dict(zip(*reversed(_legend(figure)), strict=True))
+    entries = _legend(figure)
     figure.legend(
-        handles.values(), handles.keys(), loc="outside right upper", frameon=False, fontsize=8.5, handlelength=3.2
-    )
+        entries.values(), entries.keys(), loc="outside right upper", frameon=False, fontsize=8.5, handlelength=3.2,
+        ncols=legend_columns,
+    )  # fmt: skip
     return figure
 
 
-def series_of(results: Sequence[PointResult]) -> dict[str, Series]:
-    """The line that each point belongs to, by the point's name."""
+def lines_of(results: Sequence[PointResult]) -> dict[tuple[Series, str], list[str]]:
+    """The lines of a chart: names of points by the look that they have and by what else they have in common.
+
+    A line goes along one key that sizes trees, the one with the most values; points with other values of further such
+    keys lie on lines of the same look.
+    """
     values: dict[str, set[str]] = {}
     for result in results:
         for key, value in result.changes.items():
             values.setdefault(key, set()).add(spelled(value))
-    telling = [key for key, each in values.items() if len(each) > 1 and key not in (*_SIZE_KEYS, "method")]
-    found = {}
+    telling = [key for key, each in values.items() if len(each) > 1 and key != "method"]
+    sizes = sorted((key for key in telling if key in _SIZE_KEYS), key=lambda key: len(values[key]))[:-1]
+
+    def said(result: PointResult, keys: Sequence[str]) -> str:
+        own = [key for key in keys if key in result.changes]
+        return " ".join(f"{short_name(key, values)}={spelled(result.changes[key])}" for key in own)
+
+    lines: dict[tuple[Series, str], list[str]] = {}
     for result in results:
-        parts = [
-            f"{short_name(key, values)}={spelled(result.changes[key])}" for key in telling if key in result.changes
-        ]
         # "medusa:chain" is a variant of medusa; several drafters merged are a method of their own.
         method, _, rest = (result.method, "", "") if "+" in result.method else result.method.partition(":")
-        found[result.name] = Series(method, " ".join([*([rest] if rest else []), *parts]))
-    return found
+        variant = " ".join(filter(None, (rest, said(result, [key for key in telling if key not in _SIZE_KEYS]))))
+        names = lines.setdefault((Series(method, variant), said(result, sizes)), [])
+        if result.name not in names:  # it has a point in every panel
+            names.append(result.name)
+    return dict(sorted(lines.items()))
 
 
 def _draw_panel(
-    axes: Any, chart: Chart, results: Sequence[PointResult], series: dict[str, Series], theme: Theme
+    axes: Any,
+    chart: Chart,
+    results: Sequence[PointResult],
+    lines: dict[tuple[Series, str], list[str]],
+    theme: Theme,
 ) -> None:
-    """The points of one serving: every line along the best of its points, and the front of all."""
-    every = list(dict.fromkeys(series.values()))
-    methods = list(dict.fromkeys(each.method for each in every))
+    """The points of one serving joined to lines, the front of all, and plain decoding."""
+    every = list(dict.fromkeys(series for series, _ in lines))
+    methods = list(dict.fromkeys(series.method for series in every))
     places = {result.name: (result.nodes, chart.value(result)) for result in results}
-    front = [list(places.values())[index] for index in pareto_front(list(places.values()))]
+    found = list(places.values())
     axes.plot(
-        *zip(*front, strict=True), color=theme.text, lw=7, alpha=0.14, solid_capstyle="round", zorder=1,
-        label="Pareto front", marker="o", ms=13, mec="none",
+        *zip(*dict.fromkeys(found[index] for index in pareto_front(found)), strict=True), color=theme.text, lw=7,
+        alpha=0.14, solid_capstyle="round", zorder=1, label=_FRONT, marker="o", ms=13, mec="none",
     )  # fmt: skip
-    for number, line in enumerate(every):
-        own = [places[name] for name, its in series.items() if its == line and name in places]
+    for (series, _), names in lines.items():
+        own = sorted(places[name] for name in names if name in places)
         if not own:
             continue
-        variants = [each for each in every if each.method == line.method]
-        look = look_of(line.method, methods) if len(methods) > 1 else distinct_look(number)
-        style = _LINE_STYLES[variants.index(line) % len(_LINE_STYLES)] if len(methods) > 1 else "-"
+        variants = [each for each in every if each.method == series.method]
+        is_one_method = len(methods) == 1
+        look = distinct_look(every.index(series)) if is_one_method else look_of(series.method, methods)
+        style = "-" if is_one_method else _LINE_STYLES[variants.index(series) % len(_LINE_STYLES)]
         colour = look.light if theme is LIGHT else look.dark
-        best = [own[index] for index in pareto_front(own)]
         axes.plot(
-            *zip(*best, strict=True), color=colour, ls=style, marker=look.marker, ms=5.5, lw=1.6, zorder=3,
-            label=line.title,
+            *zip(*own, strict=True), color=colour, ls=style, marker=look.marker, ms=5.5, lw=1.6, zorder=3,
+            label=series.title,
         )  # fmt: skip
-        others = [place for place in own if place not in best]
-        if others:
-            axes.plot(*zip(*others, strict=True), look.marker, color=colour, ms=4, alpha=0.4, zorder=2)
-    if chart.name == "nodes-tokens":
-        plain = sum(result.plain_tokens_per_s.median for result in results) / len(results)
-        axes.axhline(plain, color=theme.text, lw=1.1, ls=(0, (2, 2)), zorder=1, label="plain decoding")
+    if chart.is_beside_plain:
+        plain = median(result.plain_tokens_per_s.median for result in results)
+        axes.axhline(plain, color=theme.text, lw=1.1, ls=(0, (2, 2)), zorder=1, label=_PLAIN)
     axes.set_ylabel(chart.axis)
-    axes.set_xlim(left=0)
-    axes.margins(x=0.06, y=0.1)
+    axes.set_xlabel("drafted nodes a target pass, mean")
+    _scale_nodes(axes, [nodes for nodes, _ in found])
+    axes.margins(y=0.1)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(visible=True, color=theme.grid, lw=0.6, zorder=0)
     axes.set_axisbelow(True)
 
 
-def _legend(figure: Any) -> tuple[list[Any], list[str]]:
-    """Handles and labels of all panels, each label once: methods first, then the front and plain decoding."""
+def _scale_nodes(axes: Any, nodes: Sequence[float]) -> None:
+    """The horizontal axis: from 0, or by powers of two where trees differ that much."""
+    least, most = min(nodes), max(nodes)
+    if least < 0.5 or most < _WIDE_RANGE * least:
+        axes.set_xlim(0, max(most * 1.08, 1.0))
+        return
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(least / 1.25, most * 1.25)
+    ticks = [2**power for power in range(-1, 12) if least / 1.25 <= 2**power <= most * 1.25]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+
+
+def _legend(figure: Any) -> dict[str, Any]:
+    """Handles by label over all panels: methods first, then the front and plain decoding."""
     found: dict[str, Any] = {}
     for axes in figure.axes:
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
-    last = [label for label in ("Pareto front", "plain decoding") if label in found]
-    ordered = [*(label for label in found if label not in last), *last]
-    return [found[label] for label in ordered], ordered
+    return {label: found[label] for label in sorted(found, key=lambda label: (label == _PLAIN, label == _FRONT))}
 
 
 def _spelled(serving: Serving, all_servings: Sequence[Serving]) -> str:

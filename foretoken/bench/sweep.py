@@ -63,7 +63,7 @@ def run_sweep(
     load: Callable[[str], tuple[LoadedModel, Any]],
     *,
     on_progress: Callable[[int, int], None] = no_progress,
-    on_result: Callable[[PointResult], None] | None = None,
+    on_results: Callable[[Sequence[PointResult]], None] | None = None,
     on_refused: Callable[[Refused], None] | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
 ) -> None:
@@ -79,7 +79,7 @@ def run_sweep(
         results: Gets every point as soon as it is measured.
         load: Gives target and tokenizer of a dtype; asked once for points with the same dtype in a row.
         on_progress: Called with batches done and batches in all, plain decoding's among them.
-        on_result: Called with each point that was measured.
+        on_results: Called with the points that were measured together.
         on_refused: Called with each point whose drafter or runner does not fit the target.
         is_stopped: Asked between points; when it says yes, the rest is left for the next time.
     """
@@ -106,10 +106,11 @@ def run_sweep(
                 if is_stopped():
                     return
                 after = done + plan.num_batches(group)
-                for point, result in measuring.measure(group, on_measured=count, on_refused=refuse):
+                measured = measuring.measure(group, on_measured=count, on_refused=refuse)
+                for point, result in measured:
                     results.add(point, result)
-                    if on_result is not None:
-                        on_result(result)
+                if on_results is not None and measured:
+                    on_results([result for _, result in measured])
                 done = after  # refused points take no time
                 on_progress(done, total)
         del model, tokenizer, measuring

@@ -110,7 +110,7 @@ class PointResult:
     def from_dict(cls, values: Mapping[str, Any]) -> PointResult:
         """From a line of the journal; raises `TypeError` for any other."""
         quartiles = ("tokens_per_s", "plain_tokens_per_s", "speed_up", "tau_by_round")
-        read = {key: Quartiles(**values[key]) for key in quartiles if key in values}
+        read: dict[str, Any] = {key: Quartiles(**values[key]) for key in quartiles if key in values}
         if "serving" in values:
             read["serving"] = Serving(**values["serving"])
         return cls(**{**values, **read})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -28,7 +30,7 @@ def sweep(
         str,
         typer.Argument(help="Target, as `foretoken bench` takes it; or the directory of a sweep, to show it again."),
     ],
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Where results go; the same command goes on.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Directory of the results; the same command goes on.")] = None,
     axes: Annotated[
         list[str] | None,
         typer.Option(
@@ -77,7 +79,7 @@ def sweep(
     plain decoding, batch of prompts by batch: speed-up and tokens/s are medians over these rounds between their
     quartiles.
 
-    Each point is a line of DIR/results.jsonl as soon as it is measured; the same command goes on where it stopped. At
+    Each point is a line of results.jsonl as soon as it is measured; the same command goes on where it stopped. At
     the end there are a table, results.parquet and pictures, which need foretoken[report]. In the table, `front` marks
     the points that no other one of the same dtype, runner, batch size and temperature beats: those that reach their tau
     (or their tokens/s) with the fewest drafted nodes a pass.
@@ -184,7 +186,8 @@ def _measure(
         results = SweepResults(out, conditions)
         for each in refused:
             results.refuse(each)
-            _say_refused(each)
+        for reason, number in Counter(each.reason for each in refused).items():
+            terminal.note(f"{number} combination{'s' * (number > 1)} left out: {reason}")
         already = sum(map(results.holds, points))
         if already:
             terminal.note(f"{already} of {len(points)} points are measured; going on")
@@ -198,7 +201,7 @@ def _measure(
                     terminal.note("stopping once the points in work are measured")
 
             run_sweep(
-                points, plan, results, run.load, on_progress=advance, on_result=_reporter(already, len(points)),
+                points, plan, results, run.load, on_progress=advance, on_results=_reporter(already, len(points)),
                 on_refused=_say_refused, is_stopped=lambda: bool(received),
             )  # fmt: skip
         left = sum(not results.holds(point) for point in points)
@@ -207,19 +210,22 @@ def _measure(
             raise typer.Exit(128 + received[0])
 
 
-def _reporter(already: int, total: int) -> Callable[[PointResult], None]:
-    """Says each point as it is measured, with rate and time left; already: points measured by earlier runs."""
+def _reporter(already: int, total: int) -> Callable[[Sequence[PointResult]], None]:
+    """Says what was measured, with rate and time left; already: points measured by earlier runs."""
     begin, done = time.monotonic(), 0
 
-    def report(result: PointResult) -> None:
+    def report(measured: Sequence[PointResult]) -> None:
         nonlocal done
-        done += 1
+        for result in measured:
+            terminal.note(
+                f"{result.name}: {result.tokens_per_s.median:.1f} tokens/s, {result.speed_up.median:.2f}x, tau "
+                f"{result.tau:.2f}, {result.nodes:.1f} nodes ({_spelled(result.serving)})"
+            )
+        done += len(measured)
         seconds = (time.monotonic() - begin) / done
         minutes, rest = divmod(round(seconds * (total - already - done)), 60)
         terminal.note(
-            f"{already + done}/{total} {result.name}, {_spelled(result.serving)}: {result.tokens_per_s.median:.1f} "
-            f"tokens/s, {result.speed_up.median:.2f}x, tau {result.tau:.2f}; {60 / seconds:.1f} points/min, about "
-            f"{minutes}:{rest:02d} left"
+            f"{already + done} of {total} points, {60 / seconds:.1f} a minute, about {minutes}:{rest:02d} left"
         )
 
     return report
@@ -249,12 +255,11 @@ def _show(results: SweepResults, directory: Path, *, wide: bool, as_json: bool) 
         for index, result in enumerate(points)
     ]
     facts = {"date": results.date, **results.conditions}
-    what = ", ".join([str(facts["model"]), str(facts["processor"]), f"{facts['threads']} threads"])
-    files = []
-    for make in (
-        lambda: [write_parquet(rows, directory / "results.parquet", facts) or directory / "results.parquet"],
-        lambda: write_plots(panels, directory, what),
-    ):
+    what = ", ".join(
+        [str(facts["model"]), str(facts["processor"]), f"{facts['threads']} CPU thread{'s' * (facts['threads'] > 1)}"]
+    )
+    files: list[Path] = []
+    for make in (partial(write_parquet, rows, directory, facts), partial(write_plots, panels, directory, what)):
         try:
             files += make()
         except ConfigError as err:  # the table is worth as much without
@@ -269,8 +274,10 @@ def _show(results: SweepResults, directory: Path, *, wide: bool, as_json: bool) 
     terminal.say(" ".join(f"{key}={value}" for key, value in facts.items() if key not in ("target", "axes")))
     for serving, points in panels.items():
         _print_table(serving, points, marks[serving], wide=wide)
-    for name, reason in results.refused.items():
-        terminal.say(f"left out: {name}: {reason}")
+    for reason in dict.fromkeys(results.refused.values()):
+        terminal.say(f"left out: {reason}")
+        for name in (name for name, its in results.refused.items() if its == reason):
+            terminal.say(f"  {name}")
     if files:
         terminal.say("written: " + ", ".join(str(file) for file in files))
 
@@ -295,7 +302,7 @@ def _print_table(serving: Serving, results: Sequence[PointResult], marks: dict[s
             f"{speed_up.low:.2f}-{speed_up.high:.2f}",
             *(more if wide else ()),
             f"{result.num_identical}/{result.num_texts}",
-            " ".join(name for name, front in marks.items() if index in front),
+            ", ".join(name for name, front in marks.items() if index in front),
         ])  # fmt: skip
     more_columns = ["used", "not drafted", "effic.", "draft", "verify", "host", "% at depth 1, 2, ..."] if wide else []
     columns = ["point", "nodes", "tau", "tokens/s", "quartiles", "speed-up", "quartiles", *more_columns, "same text"]

@@ -57,12 +57,8 @@ class JournalFile:
                 write_file(path, json.dumps(head) + "\n")
         self.conditions: dict[str, Any] = head["conditions"]
         self.date = str(head["date"])
-        for name in () if ours is None else dict.fromkeys([*ours, *self.conditions]):
-            if ours.get(name) != self.conditions.get(name):
-                raise ConfigError(
-                    f"'{path}' was measured with {name} {shown(self.conditions.get(name))}, and {name} is "
-                    f"{shown(ours.get(name))} now. Expected the same, as all its figures go into one table. {advice}"
-                )
+        if ours is not None:
+            self._check(ours)
 
     def add(self, line: Mapping[str, Any]) -> None:
         """Appends a line and brings it to disk.
@@ -76,6 +72,16 @@ class JournalFile:
             file.flush()
             os.fsync(file.fileno())
         self.lines.append(json.loads(json.dumps(line)))
+
+    def _check(self, ours: Mapping[str, Any]) -> None:
+        """Raises `ConfigError` with the first condition that differs."""
+        for name in dict.fromkeys([*ours, *self.conditions]):
+            theirs, now = self.conditions.get(name), ours.get(name)
+            if theirs != now:
+                raise ConfigError(
+                    f"'{self._path}' was measured with {name} {shown(theirs)}, and {name} is {shown(now)} now. Expected "
+                    f"the same, as all its figures go into one table. {self._advice}"
+                )
 
     def _read(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
         """Head and lines of the file, of which an unfinished last line is removed; None where there is none."""

@@ -16,7 +16,7 @@ from command_line import ROOT, run
 from foretoken.bench.setups import parse_setup
 from foretoken.cli.commands import app
 
-COMMANDS = ["generate", "verify", "bench", "inspect", "convert", "data", "data vocab", "train", "doctor"]
+COMMANDS = ["generate", "verify", "bench", "sweep", "inspect", "convert", "data", "data vocab", "train", "doctor"]
 VALUE = r"(N|X|TEXT|PATH|NAME|DRAFTER|KEY=\w+)"
 
 
