@@ -85,7 +85,7 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
         "foretoken sweep models/tinycode --sweep method=medusa,hydra \\",
         "    --sweep num_speculative_tokens=2,3,4 --out runs/sweep",
         "foretoken sweep models/tinycode -s hydra:dynamic --batch-size 1 \\",
-        "    --batch-size 4 --sweep max_nodes=8,16,32 --temperature 0 --out runs/nodes",
+        "    --batch-size 4 --sweep max_nodes=8,16,32 --out runs/nodes",
         "foretoken sweep runs/sweep --wide",
     )),
     (twin.twin, ending(

@@ -79,8 +79,8 @@ class JournalFile:
             theirs, now = self.conditions.get(name), ours.get(name)
             if theirs != now:
                 raise ConfigError(
-                    f"'{self._path}' was measured with {name} {shown(theirs)}, and {name} is {shown(now)} now. Expected "
-                    f"the same, as all its figures go into one table. {self._advice}"
+                    f"'{self._path}' was measured with {name} {shown(theirs)}, and {name} is {shown(now)} now. "
+                    f"Expected the same, as all its figures go into one table. {self._advice}"
                 )
 
     def _read(self) -> tuple[dict[str, Any] | None, list[dict[str, Any]]]:
