@@ -18,10 +18,10 @@ import torch
 
 from benchmarks.gpu_suite.successor_model import read_bytes
 from benchmarks.speedup.sizes import methods_of
-from benchmarks.speedup.titles import in_order
 from foretoken.bench.compare import measure_rounds
 from foretoken.bench.cost_twin.in_memory import make_twin_in_memory
 from foretoken.bench.cost_twin.make import TwinPlan
+from foretoken.bench.looks import in_order
 from foretoken.bench.prompt_sets import load_prompts
 from foretoken.bench.setup_engines import SetupEngines
 from foretoken.bench.setups import Setup, parse_setup

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from foretoken.bench.processor import processor_facts, processor_name
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -22,10 +24,9 @@ _BUSY_FIELDS = (0, 1, 2, 5, 6, 7)  # user, nice, system, irq, softirq, steal of 
 
 def describe_machine() -> dict[str, Any]:
     """CPU, memory, system and Python, JSON-ready."""
-    info = {line.partition(":")[0].strip(): line.partition(":")[2].strip() for line in _lines("/proc/cpuinfo")}
-    flags = set(info.get("flags", "").split())
+    flags = set(processor_facts().get("flags", "").split())
     return {
-        "cpu": info.get("model name") or platform.processor() or platform.machine(),
+        "cpu": processor_name(),
         "cores": os.cpu_count(),
         "instruction_sets": [flag for flag in _FLAGS if flag in flags],
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),

@@ -6,12 +6,10 @@ speed-ups relate decodings that followed each other, so half a round is measured
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
-from datetime import date
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.errors import ConfigError
+from foretoken.core.journal import JournalFile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -101,29 +99,15 @@ class Journal:
         Raises:
             ConfigError: When the lines that are there were measured under other conditions.
         """
-        self._path = path
-        self.conditions, self.date = dict(conditions), date.today().isoformat()
+        self._file = JournalFile(path, conditions, advice="Give another --runs, or remove that file.")
+        self.conditions, self.date = self._file.conditions, self._file.date
         self._lines: dict[tuple[str, float, int], dict[str, Line]] = {}
-        text = path.read_text(encoding="utf-8") if path.exists() else ""
-        whole = text[: text.rfind("\n") + 1]
-        if not whole:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            head = {"conditions": self.conditions, "date": self.date}
-            path.write_text(json.dumps(head) + "\n", encoding="utf-8")
-            return
-        first, *others = whole.splitlines()
-        head = json.loads(first)
-        _check_conditions(path, head["conditions"], conditions)
-        self.date = head["date"]
-        if whole != text:
-            path.write_text(whole, encoding="utf-8")
-        for other in others:
-            self._keep(Line(**json.loads(other)))
+        for line in self._file.lines:
+            self._keep(Line(**line))
 
     def add(self, line: Line) -> None:
         """Keeps a line, in place of an older one of the same method and prompt."""
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(asdict(line)) + "\n")
+        self._file.add(asdict(line))
         self._keep(line)
 
     def holds(self, key: tuple[str, float, int], methods: Iterable[str]) -> bool:
@@ -138,13 +122,3 @@ class Journal:
 
     def _keep(self, line: Line) -> None:
         self._lines.setdefault(line.key, {})[line.method] = line
-
-
-def _check_conditions(path: Path, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
-    """Raises `ConfigError` with the first condition that differs."""
-    for name in [*ours, *theirs]:
-        if theirs.get(name) != ours.get(name):
-            raise ConfigError(
-                f"'{path}' was measured with {name} {theirs.get(name)}, and {name} is {ours.get(name)} now. Expected "
-                "the same, as all its figures go into one table. Give another --runs, or remove that file."
-            )

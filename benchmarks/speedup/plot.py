@@ -6,9 +6,9 @@ Each picture is drawn for pages with a light and with a dark background.
 from __future__ import annotations
 
 from math import log
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.speedup.titles import look_of
+from foretoken.bench.looks import DARK, LIGHT, look_of, page_style
 from foretoken.bench.setups import PLAIN
 
 if TYPE_CHECKING:
@@ -16,20 +16,9 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.speedup.rows import Row
+    from foretoken.bench.looks import Theme
 
 
-class Theme(NamedTuple):
-    """Colours of a page: background, text, lines of the grid, and the area of slow-downs."""
-
-    name: str
-    page: str
-    text: str
-    grid: str
-    slower: str
-
-
-LIGHT = Theme("", "#ffffff", "#1f2328", "#d8dee4", "#f3f4f6")
-DARK = Theme("-dark", "#0d1117", "#d1d7e0", "#30363d", "#161b22")
 _TICKS = (0.25, 0.35, 0.5, 0.7, 1, 1.4, 2, 3, 4, 6, 8, 12, 16)
 _LEAST_GAP = 0.062  # between labels at the ends of lines, in heights of a panel
 _LEAST_TICK_GAP = 0.1  # between labels of sizes, in widths of a panel
@@ -57,7 +46,7 @@ def write_pictures(rows: Sequence[Row], out: Path, what: str) -> dict[str, str]:
     }
     for key, (title, draw) in drawings.items():
         for theme in (LIGHT, DARK):
-            with mpl.rc_context(_style(theme)):
+            with mpl.rc_context(page_style(theme, "speedup")):
                 figure = draw(rows, theme, what)
                 place = out.with_name(f"{out.name}-{key}{theme.name}")
                 figure.savefig(place.with_suffix(".svg"), metadata={"Date": None})
@@ -207,12 +196,3 @@ def _colour(method: str, methods: list[str], theme: Theme) -> str:
     """Of a method, on a page."""
     look = look_of(method, methods)
     return look.light if theme is LIGHT else look.dark
-
-
-def _style(theme: Theme) -> dict[str, Any]:
-    """Settings of matplotlib for a page."""
-    colours = dict.fromkeys(
-        ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.titlecolor"), theme.text
-    )
-    pages = dict.fromkeys(("axes.facecolor", "figure.facecolor", "savefig.facecolor"), theme.page)
-    return {"svg.hashsalt": "speedup", "font.size": 9.5, "axes.edgecolor": theme.grid, **colours, **pages}

@@ -4,33 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import exp, log
-from statistics import median, quantiles
+from statistics import median
 from typing import TYPE_CHECKING
 
+from foretoken.bench.quartiles import Quartiles
 from foretoken.bench.setups import PLAIN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from benchmarks.speedup.journal import Journal, Line
-
-
-@dataclass(frozen=True, slots=True)
-class Quartiles:
-    """A median between the first and the third quartile."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Quartiles:
-        """Of at least one value; between two values of the sample, quartiles lie on the line that joins them."""
-        known = list(values)
-        if len(known) == 1:
-            return cls(known[0], known[0], known[0])
-        low, middle, high = quantiles(known, n=4, method="inclusive")
-        return cls(middle, low, high)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from foretoken.runner.costs import measure_costs, pass_costs
 from foretoken.runner.pass_widths import PassWidths
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from foretoken.bench.measurement import Measurement
     from foretoken.bench.setups import Setup
@@ -62,8 +62,7 @@ def compare_setups(
         on_progress: Called with batches done and batches in all.
     """
     engines = SetupEngines(model, tokenizer, setups, workload, batch_size=batch_size, runner=runner)
-    prompts, temperatures = workload.prompts, workload.temperatures
-    batches = [list(range(i, min(i + batch_size, len(prompts)))) for i in range(0, len(prompts), batch_size)]
+    temperatures, batches = workload.temperatures, workload.batches(batch_size)
     total = len(temperatures) * repeats * len(batches) * len(engines.names)
     done = 0
 
@@ -76,8 +75,7 @@ def compare_setups(
     for temperature in temperatures:
         rows = measure_rounds(engines, temperature, batches, repeats=repeats, on_measured=count)
         if engines.is_lossy:
-            for row in rows:
-                row.nats_per_token = _surprise(model, tokenizer, prompts, row.texts)
+            note_surprise(model, tokenizer, workload, rows)
         measurements.extend(rows)
     return measurements
 
@@ -144,6 +142,12 @@ def verify_costs(model: LoadedModel, decoder: str) -> list[tuple[int, float]]:
     return measure_costs(model, decoder, limit_s=60.0).tree.points
 
 
+def note_surprise(model: LoadedModel, tokenizer: Any, workload: Workload, rows: Iterable[Measurement]) -> None:
+    """Fills in `nats_per_token`, in place."""
+    for row in rows:
+        row.nats_per_token = _surprise(model, tokenizer, workload.prompts, row.texts)
+
+
 def _surprise(model: LoadedModel, tokenizer: Any, prompts: Sequence[str], texts: list[list[int]]) -> float:
     """Nats a token of outputs under the target at temperature 1; texts come prompt by prompt, once a repeat."""
     total, count = 0.0, 0
@@ -161,8 +165,7 @@ def _relate(rows: list[Measurement]) -> None:
     """Fills in speed-up and identity against the first row, plain decoding, in place."""
     plain = rows[0]
     for row in rows[1:]:
-        rates = [tokens / seconds for tokens, seconds in zip(row.tokens, row.seconds, strict=True)]
-        plain_rates = [tokens / seconds for tokens, seconds in zip(plain.tokens, plain.seconds, strict=True)]
-        ratios = [rate / plain_rate for rate, plain_rate in zip(rates, plain_rates, strict=True)]
-        row.speed_up, row.speed_up_spread = median(ratios), (min(ratios), max(ratios))
+        row.speed_ups = [rate / plain_rate for rate, plain_rate in zip(row.rates, plain.rates, strict=True)]
+        row.speed_up = median(row.speed_ups)
+        row.speed_up_spread = (min(row.speed_ups), max(row.speed_ups))
         row.num_identical = sum(a == b for a, b in zip(row.texts, plain.texts, strict=True))

@@ -25,9 +25,12 @@ class Measurement:
         metrics: Added up over all rounds.
         iterations: Of the engine, over all rounds.
         verify_seconds: Seconds of these iterations spent in target passes.
+        draft_seconds: Seconds of these iterations spent in the drafter.
+        taus: Acceptance length of each round.
         texts: Output token ids, one entry a prompt and repeat.
         num_identical: Entries of `texts` that equal plain decoding's; None for plain itself.
-        speed_up: Median over rounds of this setup's tokens per second over plain's in the same round.
+        speed_ups: This setup's tokens per second over plain's in the same round; empty for plain itself.
+        speed_up: Their median.
         speed_up_spread: Smallest and largest of these ratios.
         nats_per_token: Mean surprise of the target at temperature 1 over the output, in nats; what a lossy rule costs
             shows against plain decoding's. None where all setups are lossless.
@@ -42,8 +45,11 @@ class Measurement:
     metrics: GenerationMetrics = field(default_factory=GenerationMetrics)
     iterations: int = 0
     verify_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    taus: list[float] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)
     num_identical: int | None = None
+    speed_ups: list[float] = field(default_factory=list)
     speed_up: float = 1.0
     speed_up_spread: tuple[float, float] = (1.0, 1.0)
     nats_per_token: float | None = None
@@ -82,6 +88,7 @@ class Measurement:
         """Counts an iteration."""
         self.iterations += 1
         self.verify_seconds += record.seconds.verify
+        self.draft_seconds += record.seconds.draft
 
     def add(self, other: Measurement) -> None:
         """Adds further rounds of the same setup at the same temperature; what relates it to plain decoding stays."""
@@ -90,6 +97,8 @@ class Measurement:
         self.metrics = GenerationMetrics.total([self.metrics, other.metrics])
         self.iterations += other.iterations
         self.verify_seconds += other.verify_seconds
+        self.draft_seconds += other.draft_seconds
+        self.taus += other.taus
         self.texts += other.texts
 
     @property
@@ -98,6 +107,18 @@ class Measurement:
         seconds = self.metrics.seconds
         total = seconds.total or 1.0
         return {name: getattr(seconds, name) / total for name in ("draft", "verify", "accept", "commit")}
+
+    @property
+    def wall_shares(self) -> dict[str, float]:
+        """Parts of the wall-clock time of decoding in the drafter, in target passes, and in everything else."""
+        total = sum(self.seconds) or 1.0
+        draft, verify = self.draft_seconds / total, self.verify_seconds / total
+        return {"draft": draft, "verify": verify, "host": 1.0 - draft - verify}
+
+    @property
+    def rates(self) -> list[float]:
+        """Output tokens per second of decoding, round by round."""
+        return [tokens / seconds for tokens, seconds in zip(self.tokens, self.seconds, strict=True)]
 
     def as_dict(self) -> dict[str, Any]:
         """JSON-ready."""

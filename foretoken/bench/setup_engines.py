@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.measurement import Measurement
@@ -27,7 +28,6 @@ class SetupEngines:
 
     Attributes:
         workload: What batches are taken from.
-        names: Of the setups, in order.
     """
 
     def __init__(
@@ -51,19 +51,31 @@ class SetupEngines:
             runner: Of the target and of draft models, see `LLM`.
         """
         self.workload = workload
-        ordered = [Setup(PLAIN, None), *(setup for setup in setups if setup.config is not None)]
-        self.names = [setup.name for setup in ordered]
         self._engines: dict[str, LLM] = {}
         self._on_step: Callable[[StepRecord], None] = _ignore  # one engine works at a time
-        for setup in ordered:
-            self._engines[setup.name] = LLM(
-                model,
-                speculative_config=setup.with_references(self._plain_texts() if setup.needs_references else ()),
-                tokenizer=tokenizer,
-                max_num_seqs=batch_size,
-                runner=runner,
-                on_step=self._note_step,
-            )
+        self._create = partial(
+            LLM, model, tokenizer=tokenizer, max_num_seqs=batch_size, runner=runner, on_step=self._note_step
+        )
+        for setup in [Setup(PLAIN, None), *(setup for setup in setups if setup.config is not None)]:
+            self.add(setup)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the setups, in order."""
+        return list(self._engines)
+
+    def add(self, setup: Setup) -> None:
+        """Makes the engine of one more setup, in place of an older one of its name.
+
+        Raises:
+            ForetokenError: When the drafter does not fit the target.
+        """
+        config = setup.with_references(self._plain_texts() if setup.needs_references else ())
+        self._engines[setup.name] = self._create(speculative_config=config)
+
+    def remove(self, name: str) -> None:
+        """Gives up the engine of a setup, and its memory."""
+        del self._engines[name]
 
     @property
     def is_lossy(self) -> bool:
@@ -103,6 +115,7 @@ class SetupEngines:
         row.metrics = GenerationMetrics.total(result.metrics for result in results)
         row.seconds.append(seconds - row.metrics.prefill_seconds)
         row.tokens.append(row.metrics.num_emitted)
+        row.taus.append(row.tau)
         row.texts.extend(list(result.outputs[0].token_ids) for result in results)
         return row
 

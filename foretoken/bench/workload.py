@@ -36,6 +36,11 @@ class Workload:
             for index in range(len(self.prompts))
         ]
 
+    def batches(self, batch_size: int) -> list[list[int]]:
+        """Indices of the prompts that are decoded at once; the last batch may be smaller."""
+        indices = list(range(len(self.prompts)))
+        return [indices[begin : begin + batch_size] for begin in range(0, len(indices), batch_size)]
+
 
 @dataclass(slots=True)
 class TokenProgress:

@@ -17,12 +17,13 @@ from foretoken.cli import (
     index,
     inspect,
     report,
+    sweep,
     train,
     tune,
     twin,
     verify,
     vocab,
-)  # fmt: skip
+)
 from foretoken.cli.help import Command, ending, without_flags
 from foretoken.core.errors import ForetokenError
 
@@ -100,6 +101,13 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (bench.bench, ending(
         "foretoken bench models/tinycode -s ngram -s draft_model --temperature 0.8",
         "foretoken bench models/tinycode -s ngram:num_speculative_tokens=8 --wide",
+    )),
+    (sweep.sweep, ending(
+        "foretoken sweep models/tinycode --sweep method=medusa,hydra \\",
+        "    --sweep num_speculative_tokens=2,3,4 --out runs/sweep",
+        "foretoken sweep models/tinycode -s hydra:dynamic --batch-size 1 \\",
+        "    --batch-size 4 --sweep max_nodes=8,16,32 --out runs/nodes",
+        "foretoken sweep runs/sweep --wide",
     )),
     (twin.twin, ending(
         "foretoken twin models/tinycode runs/twin --layers 24 --hidden-size 1024",

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-import signal
 import time
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from filelock import FileLock, Timeout
 
 from foretoken.core.atomic_files import told_as, write_file
 from foretoken.core.errors import ConfigError
 from foretoken.core.json_files import read_json_object
+from foretoken.core.run_lock import run_lock
+from foretoken.core.stop_signals import STOP_SIGNALS, stop_signals
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
 from foretoken.hf.loading import wrap_model
@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from foretoken.training.objectives.base import Objective
     from foretoken.training.trainer import Batches, Processes
 
-_SETTINGS, _LOCK = "settings.json", "run.lock"
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SETTINGS = "settings.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,7 +190,7 @@ def _run(
     log = MetricsLog(settings.directory, trainer.progress.step) if processes.process_index == 0 else None
     saved = time.monotonic()
     try:
-        with _signals() as received:
+        with stop_signals() as received:
             for report in trainer.steps():
                 if log is not None:
                     report = _evaluated(report, trainer, evaluation, settings.train.compute_dtype)  # noqa: PLW2901
@@ -265,20 +264,9 @@ def _claimed(
             _compare(settings.directory, ours)
         yield
         return
-    settings.directory.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(settings.directory / _LOCK)
-    try:
-        lock.acquire(blocking=False)
-    except Timeout as err:
-        raise ConfigError(
-            f"another run is at work in '{settings.directory}'. Expected one at a time. Wait for it, or choose another "
-            "--run-dir."
-        ) from err
-    try:
+    with run_lock(settings.directory, option="--run-dir"):
         _compare(settings.directory, ours)
         yield
-    finally:
-        lock.release()
 
 
 def _compare(directory: Path, ours: dict[str, Any]) -> None:
@@ -352,21 +340,6 @@ def _features(target: LoadedModel, settings: RunSettings, rank: int, world: int)
 
 def _told_to_stop(received: list[int], processes: Processes, device: torch.device) -> int | None:
     """The signal that any process got: all stop after the same step, or the others would wait for those that did."""
-    told = torch.tensor([float(number in received) for number in _SIGNALS], device=device)
+    told = torch.tensor([float(number in received) for number in STOP_SIGNALS], device=device)
     counts = processes.sum(told).tolist()
-    return next((number for number, count in zip(_SIGNALS, counts, strict=True) if count), None)
-
-
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collects SIGTERM and SIGINT instead of dying of them, in the main thread."""
-    received: list[int] = []
-    try:
-        before = {number: signal.signal(number, lambda got, _: received.append(got)) for number in _SIGNALS}
-    except ValueError:  # not the main thread: the program that started it handles signals
-        before = {}
-    try:
-        yield received
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    return next((number for number, count in zip(STOP_SIGNALS, counts, strict=True) if count), None)

@@ -19,9 +19,10 @@ from benchmarks.speedup.journal import Journal, Line
 from benchmarks.speedup.measure import TimeLeft
 from benchmarks.speedup.plot import write_pictures
 from benchmarks.speedup.report import as_markdown
-from benchmarks.speedup.rows import Quartiles, Row, pays_from, rows_of
+from benchmarks.speedup.rows import Row, pays_from, rows_of
 from benchmarks.speedup.sizes import Size, methods_of
-from benchmarks.speedup.titles import in_order
+from foretoken.bench.looks import in_order
+from foretoken.bench.quartiles import Quartiles
 from foretoken.core.errors import ConfigError
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint

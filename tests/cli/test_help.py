@@ -17,8 +17,8 @@ from foretoken.bench.setups import parse_setup
 from foretoken.cli.commands import app
 
 COMMANDS = [
-    "generate", "verify", "bench", "inspect", "convert", "data", "data vocab", "data index", "train", "tune tree",
-    "doctor",
+    "generate", "verify", "bench", "sweep", "inspect", "convert", "data", "data vocab", "data index", "train",
+    "tune tree", "doctor", "report",
 ]  # fmt: skip
 VALUE = r"(N|X|TEXT|PATH|NAME|DRAFTER|KEY=\w+)"
 

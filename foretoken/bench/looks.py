@@ -1,8 +1,22 @@
-"""Names and colours of the methods, the same in every table and picture; one that is not listed goes by its name."""
+"""Colours of pages, and names and colours of the methods: the same in every table and picture."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+
+class Theme(NamedTuple):
+    """Colours of a page: background, text, lines of the grid, and the area of slow-downs."""
+
+    name: str
+    page: str
+    text: str
+    grid: str
+    slower: str
+
+
+LIGHT = Theme("", "#ffffff", "#1f2328", "#d8dee4", "#f3f4f6")
+DARK = Theme("-dark", "#0d1117", "#d1d7e0", "#30363d", "#161b22")
 
 
 class Look(NamedTuple):
@@ -47,3 +61,23 @@ def look_of(method: str, methods: list[str]) -> Look:
         return _LOOKS[method]
     others = [name for name in methods if name not in _LOOKS]
     return Look(method, *_OTHERS[others.index(method) % len(_OTHERS)])
+
+
+def distinct_look(number: int) -> Look:
+    """One of several looks where lines differ by something else than their method."""
+    looks = [look for method, look in _LOOKS.items() if method != "plain"]
+    return looks[number % len(looks)]
+
+
+def page_style(theme: Theme, salt: str) -> dict[str, Any]:
+    """Settings of matplotlib for a page.
+
+    Args:
+        theme: Of the page.
+        salt: Of the ids in an SVG file, which are the same each time it is drawn.
+    """
+    colours = dict.fromkeys(
+        ("text.color", "axes.labelcolor", "xtick.color", "ytick.color", "axes.titlecolor"), theme.text
+    )
+    pages = dict.fromkeys(("axes.facecolor", "figure.facecolor", "savefig.facecolor"), theme.page)
+    return {"svg.hashsalt": salt, "font.size": 9.5, "axes.edgecolor": theme.grid, **colours, **pages}

@@ -1,0 +1,278 @@
+"""What a sweep measures: axes of a grid, and the points of their product that the methods' options allow."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from foretoken.bench.setup_checks import check_model_of
+from foretoken.bench.setups import PLAIN, Setup, parse_setup
+from foretoken.core.bounded_reads import MIB, read_named
+from foretoken.core.checks import check_integer, check_number, check_text, shown
+from foretoken.core.errors import ConfigError, ForetokenError, one_line
+from foretoken.engine.config import parse_speculative_config
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+SETUP_AXIS = "setup"  # whole drafters, as -s takes them
+_MOST_BYTES = 16 * MIB
+_OPENING, _CLOSING = "[{", "]}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """How points are decoded that may be compared with each other; the names of its fields are axes of a grid.
+
+    Attributes:
+        dtype: See `load_model`.
+        runner: See `LLM`.
+        batch_size: Sequences decoded at once.
+        temperature: Of all requests.
+    """
+
+    dtype: str = "auto"
+    runner: str = "auto"
+    batch_size: int = 1
+    temperature: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Raises `ConfigError` for a value that no run can have."""
+        check_text("dtype", self.dtype, error=ConfigError)
+        check_text("runner", self.runner, error=ConfigError)
+        check_integer("batch_size", self.batch_size, 1, error=ConfigError)
+        check_number("temperature", self.temperature, 0.0, 1e6, error=ConfigError)
+
+
+SERVING_AXES = tuple(Serving.__dataclass_fields__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One combination.
+
+    Attributes:
+        serving: How it is decoded.
+        setup: The drafter; its name tells it from all others of the grid.
+        method: The drafter as it was before the axes changed it, as "medusa" or "eagle3:dynamic".
+        changes: What the axes set in it, by dotted key.
+    """
+
+    serving: Serving
+    setup: Setup
+    method: str
+    changes: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """What is measured, JSON-ready; equal for equal points only."""
+        return {"serving": asdict(self.serving), "speculative_config": self.setup.config}
+
+    @property
+    def key(self) -> str:
+        """The same as text."""
+        return json.dumps(self.as_dict(), sort_keys=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A point that cannot be measured, and why, in a sentence."""
+
+    point: Point
+    reason: str
+
+
+def parse_axis(text: str) -> tuple[str, list[Any]]:
+    """Reads one axis from the command line.
+
+    Args:
+        text: `KEY=VALUE,VALUE`. Values are JSON, or text where they are not; commas inside brackets, braces and
+            quotation marks separate none.
+
+    Raises:
+        ConfigError: When it is not of that form.
+    """
+    key, equals, values = text.partition("=")
+    if not equals or not key.strip() or not values.strip():
+        raise ConfigError(f"--sweep {shown(text)} is not of the form KEY=VALUE,VALUE, as num_speculative_tokens=2,4,8.")
+    return key.strip(), [_value(part) for part in _split(values)]
+
+
+def read_grid(path: Path) -> dict[str, list[Any]]:
+    """Reads axes from a file.
+
+    Args:
+        path: `.toml`, or else JSON: an object of axes. A list holds the values of an axis, anything else is its only
+            value; an object holds axes of the keys inside it, as `{"pruning": {"path_probability": [0, 0.05]}}`.
+
+    Raises:
+        ConfigError: When it cannot be read or is not of that form.
+    """
+    try:
+        text = read_named(path, limit=_MOST_BYTES, error=ConfigError).decode("utf-8")
+        found = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+    except OSError as err:
+        raise ConfigError(f"'{path}' cannot be read: {err.strerror}. Expected a grid as JSON or TOML.") from err
+    except (ValueError, RecursionError) as err:
+        raise ConfigError(f"'{path}' is no valid JSON or TOML: {one_line(err)}. Expected a grid.") from err
+    if not isinstance(found, dict) or not found:
+        raise ConfigError(f"'{path}' holds no axes. Expected for example {{\"num_speculative_tokens\": [2, 4]}}.")
+    return dict(_axes(found, ""))
+
+
+def joined_axes(*parts: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """Axes from several places in one mapping.
+
+    Raises:
+        ConfigError: When two of them have the same key, or one has no value.
+    """
+    axes: dict[str, list[Any]] = {}
+    for part in parts:
+        for key, values in part.items():
+            if key in axes:
+                raise ConfigError(f"'{key}' is swept twice. Expected each axis once: give all its values together.")
+            if not values:
+                raise ConfigError(f"'{key}' has no values. Expected one at least.")
+            axes[key] = list(values)
+    return axes
+
+
+def expand(axes: Mapping[str, Sequence[Any]], target: str) -> tuple[list[Point], list[Refused]]:
+    """The points of a grid, in the order of its axes; equal ones once.
+
+    Args:
+        axes: Values by key: of `Serving`, "setup" for whole drafters, and dotted keys of `speculative_config`, which
+            change the drafters. Without "setup" there must be a "method".
+        target: The target's directory, beside which drafters without a `model` lie.
+
+    Returns:
+        Points that can be measured, and those whose options the method refuses.
+
+    Raises:
+        ConfigError: When an axis can hold for no point: its value is no dtype, it is also set by a drafter, or there is
+            no drafter.
+    """
+    servings = [_serving(values) for values in _product({k: v for k, v in axes.items() if k in SERVING_AXES})]
+    changes = {key: values for key, values in axes.items() if key not in (*SERVING_AXES, SETUP_AXIS)}
+    bases = [_base(setup, target) for setup in axes.get(SETUP_AXIS, [])]
+    if not bases and "method" not in changes:
+        raise ConfigError("no drafter is swept. Expected --sweep method=NAME,NAME or a drafter with -s.")
+    named = [key for key, values in changes.items() if len(values) > 1 and key != "method"]
+    setups: dict[str, tuple[Setup, str, dict[str, Any], str | None]] = {}
+    names: Counter[str] = Counter()
+    for base in bases or [Setup("", {})]:
+        for change in _product(changes):
+            config = dict(base.config or {})
+            for key, value in change.items():
+                config = _with(config, key.split("."), value, key)
+            method = base.name or str(change["method"])
+            key = json.dumps(config, sort_keys=True)
+            if key in setups:
+                continue
+            name = " ".join([method, *(f"{short_name(key, changes)}={spelled(change[key])}" for key in named)])
+            names[name] += 1
+            setup = Setup(name if names[name] == 1 else f"{name} ({names[name]})", config)
+            setups[key] = setup, method, change, _refusal(setup, target)
+    points, refused = [], []
+    for serving in dict.fromkeys(servings):
+        for setup, method, change, reason in setups.values():
+            point = Point(serving=serving, setup=setup, method=method, changes=change)
+            if reason is None:
+                points.append(point)
+            elif serving == servings[0]:  # once, though it holds for every serving
+                refused.append(Refused(point, reason))
+    return points, refused
+
+
+def short_name(key: str, keys: Iterable[str]) -> str:
+    """The last part of a dotted key, or all of it where another key ends likewise."""
+    last = key.rpartition(".")[2]
+    return last if sum(each.rpartition(".")[2] == last for each in keys) == 1 else key
+
+
+def spelled(value: Any) -> str:
+    """A value as it is written after a key: text as it is, else JSON."""
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _serving(values: Mapping[str, Any]) -> Serving:
+    """From values of axes; 0 and 0.0 are the same temperature."""
+    serving = Serving(**values)
+    return replace(serving, temperature=float(serving.temperature))
+
+
+def _base(setup: Any, target: str) -> Setup:
+    """A drafter that axes change: as -s takes it, or an object of a file."""
+    parsed = parse_setup(setup if isinstance(setup, str) else json.dumps(setup), target=target)
+    if parsed.config is None:
+        raise ConfigError(f"'{PLAIN}' drafts nothing to sweep. Leave it out: it is measured beside every point.")
+    return parsed
+
+
+def _refusal(setup: Setup, target: str) -> str | None:
+    """Why a drafter's options cannot be, or None."""
+    config = dict(setup.config or {})
+    if setup.needs_references:  # they are known only once the target has run
+        config["references"] = []
+    try:
+        if isinstance(config.get("method"), str):
+            check_model_of(config, target)
+        parse_speculative_config(config, target=target)
+    except ForetokenError as err:
+        return str(err)
+    return None
+
+
+def _with(config: Mapping[str, Any], path: Sequence[str], value: Any, key: str) -> dict[str, Any]:
+    """A copy of a configuration with one value set; path: the parts of `key`, the last ones still to follow."""
+    name, *rest = path
+    if not rest:
+        if name in config:
+            raise ConfigError(f"'{key}' is set by a drafter and swept too. Leave it out of one of them.")
+        return {**config, name: value}
+    inner = config.get(name, {})
+    if not isinstance(inner, Mapping):
+        raise ConfigError(f"'{key}' is swept, but '{name}' is {shown(inner)}. Expected keys and values there.")
+    return {**config, name: _with(inner, rest, value, key)}
+
+
+def _product(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
+    """Every choice of one value an axis, the last axis changing fastest."""
+    for values in product(*axes.values()):
+        yield dict(zip(axes, values, strict=True))
+
+
+def _axes(value: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, list[Any]]]:
+    """Axes of a file's object, keys of inner objects dotted."""
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            yield from _axes(inner, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", inner if isinstance(inner, list) else [inner]
+
+
+def _split(text: str) -> list[str]:
+    """Parts between commas that stand in no brackets and no quotation marks."""
+    parts, depth, is_quoted = [""], 0, False
+    for before, character in zip(f" {text}", text, strict=False):
+        if character == '"' and before != "\\":
+            is_quoted = not is_quoted
+        depth += 0 if is_quoted else (character in _OPENING) - (character in _CLOSING)
+        if character == "," and not depth and not is_quoted:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def _value(text: str) -> Any:
+    """JSON, or text where it is none."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text.strip()

@@ -1,0 +1,247 @@
+"""Draws a sweep: drafted nodes a pass against tau and against tokens/s, one line a method, with the Pareto fronts.
+
+Each picture is drawn for pages with a light and with a dark background. matplotlib is imported here only.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from foretoken.bench.grid import short_name, spelled
+from foretoken.bench.looks import DARK, LIGHT, distinct_look, look_of, page_style
+from foretoken.bench.pareto import pareto_front
+from foretoken.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from foretoken.bench.grid import Serving
+    from foretoken.bench.looks import Theme
+    from foretoken.bench.sweep_results import PointResult
+
+# Keys that size a method's trees: their values are points along a line, those of other keys begin another one.
+_SIZE_KEYS = frozenset({"num_speculative_tokens", "max_nodes", "tree_top_k"})
+_LINE_STYLES = ("-", "--", "-.", ":", (0, (5, 1)), (0, (1, 1)), (0, (3, 1, 1, 1)), (0, (7, 3)))
+_PANEL = (4.6, 3.7)  # inches
+_MOST_COLUMNS = 3
+_LEGEND_LINE, _LEGEND_CHARACTER = 0.19, 0.075  # inches
+_WIDE_RANGE = 8  # times as many nodes in the largest tree as in the smallest, from which on the axis is logarithmic
+_FRONT, _PLAIN = "Pareto front", "plain decoding"
+
+
+class Chart(NamedTuple):
+    """One picture.
+
+    Attributes:
+        name: Of its files, without suffix.
+        title: Shown above.
+        axis: What stands on the vertical axis, with its unit.
+        value: Of a point.
+        is_beside_plain: Whether plain decoding has such a value too.
+    """
+
+    name: str
+    title: str
+    axis: str
+    value: Callable[[PointResult], float]
+    is_beside_plain: bool = False
+
+
+CHARTS = (
+    Chart("nodes-tau", "What drafted nodes bring: tokens a target pass", "tau, tokens a target pass", lambda r: r.tau),
+    Chart(
+        "nodes-tokens",
+        "What drafted nodes bring: tokens a second",
+        "output tokens/s, median over rounds",
+        lambda r: r.tokens_per_s.median,
+        is_beside_plain=True,
+    ),
+)
+
+
+class Series(NamedTuple):
+    """Points that look alike.
+
+    Attributes:
+        method: Of drafting.
+        variant: What else tells them from other points of that method, in words; empty where nothing does.
+    """
+
+    method: str
+    variant: str
+
+    @property
+    def title(self) -> str:
+        """In the legend."""
+        return " ".join(filter(None, (look_of(self.method, [self.method]).title, self.variant)))
+
+
+def write_plots(panels: dict[Serving, list[PointResult]], directory: Path, what: str) -> list[Path]:
+    """Draws every chart as `.svg` for both backgrounds and as `.png` for a light one.
+
+    Args:
+        panels: Points of each serving.
+        directory: Where the files go; older ones are replaced.
+        what: The model and the machine, shown below the title.
+
+    Returns:
+        The files.
+
+    Raises:
+        ConfigError: When matplotlib is not installed.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError as err:
+        raise ConfigError(
+            "pictures need the package 'matplotlib', which is not installed. Install it: pip install \"foretoken"
+            '[report]".'
+        ) from err
+    files = []
+    for chart in CHARTS:
+        for theme in (LIGHT, DARK):
+            with mpl.rc_context(page_style(theme, "sweep")):
+                figure = draw(chart, panels, theme, what)
+                place = directory / f"{chart.name}{theme.name}.svg"
+                figure.savefig(place, metadata={"Date": None})
+                files.append(place)
+                if theme is LIGHT:
+                    files.append(place.with_suffix(".png"))
+                    figure.savefig(files[-1], dpi=160)
+    return files
+
+
+def draw(chart: Chart, panels: dict[Serving, list[PointResult]], theme: Theme, what: str) -> Any:
+    """One panel a serving, the legend on the right of all; returns the figure."""
+    from matplotlib.figure import Figure
+
+    columns = min(len(panels), _MOST_COLUMNS)
+    rows = -(-len(panels) // columns)
+    height = _PANEL[1] * rows + 0.9
+    lines = lines_of([result for results in panels.values() for result in results])
+    num_entries = len(set(lines)) + 2
+    legend_columns = -(-num_entries // int(height / _LEGEND_LINE))
+    longest = max(len(series.title) for series, _ in lines)
+    legend_width = legend_columns * (0.8 + _LEGEND_CHARACTER * max(longest, 14))
+    figure: Any = Figure(
+        figsize=(_PANEL[0] * columns + legend_width, height), layout="constrained", facecolor=theme.page
+    )
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
+    figure.suptitle(f"{chart.title}\n", fontsize=12.5, fontweight="bold", x=0.012, ha="left")
+    figure.text(0.012, 1 - 0.46 / height, what, fontsize=9, alpha=0.8, va="center")
+    grid = figure.subplots(rows, columns, squeeze=False)
+    for number, (serving, results) in enumerate(panels.items()):
+        axes = grid[number // columns][number % columns]
+        axes.set_title(_spelled(serving, list(panels)), loc="left", fontsize=10)
+        _draw_panel(axes, chart, results, lines, theme)
+    for number in range(len(panels), rows * columns):
+        grid[number // columns][number % columns].set_visible(False)
+    entries = _legend(figure)
+    figure.legend(
+        entries.values(), entries.keys(), loc="outside right upper", frameon=False, fontsize=8.5, handlelength=3.2,
+        ncols=legend_columns,
+    )  # fmt: skip
+    return figure
+
+
+def lines_of(results: Sequence[PointResult]) -> dict[tuple[Series, str], list[str]]:
+    """The lines of a chart: names of points by the look that they have and by what else they have in common.
+
+    A line goes along one key that sizes trees, the one with the most values; points with other values of further such
+    keys lie on lines of the same look.
+    """
+    values: dict[str, set[str]] = {}
+    for result in results:
+        for key, value in result.changes.items():
+            values.setdefault(key, set()).add(spelled(value))
+    telling = [key for key, each in values.items() if len(each) > 1 and key != "method"]
+    sizes = sorted((key for key in telling if key in _SIZE_KEYS), key=lambda key: len(values[key]))[:-1]
+
+    def said(result: PointResult, keys: Sequence[str]) -> str:
+        own = [key for key in keys if key in result.changes]
+        return " ".join(f"{short_name(key, values)}={spelled(result.changes[key])}" for key in own)
+
+    lines: dict[tuple[Series, str], list[str]] = {}
+    for result in results:
+        # "medusa:chain" is a variant of medusa; several drafters merged are a method of their own.
+        method, _, rest = (result.method, "", "") if "+" in result.method else result.method.partition(":")
+        variant = " ".join(filter(None, (rest, said(result, [key for key in telling if key not in _SIZE_KEYS]))))
+        names = lines.setdefault((Series(method, variant), said(result, sizes)), [])
+        if result.name not in names:  # it has a point in every panel
+            names.append(result.name)
+    return dict(sorted(lines.items()))
+
+
+def _draw_panel(
+    axes: Any,
+    chart: Chart,
+    results: Sequence[PointResult],
+    lines: dict[tuple[Series, str], list[str]],
+    theme: Theme,
+) -> None:
+    """The points of one serving joined to lines, the front of all, and plain decoding."""
+    every = list(dict.fromkeys(series for series, _ in lines))
+    methods = list(dict.fromkeys(series.method for series in every))
+    places = {result.name: (result.nodes, chart.value(result)) for result in results}
+    found = list(places.values())
+    axes.plot(
+        *zip(*dict.fromkeys(found[index] for index in pareto_front(found)), strict=True), color=theme.text, lw=7,
+        alpha=0.14, solid_capstyle="round", zorder=1, label=_FRONT, marker="o", ms=13, mec="none",
+    )  # fmt: skip
+    for (series, _), names in lines.items():
+        own = sorted(places[name] for name in names if name in places)
+        if not own:
+            continue
+        variants = [each for each in every if each.method == series.method]
+        is_one_method = len(methods) == 1
+        look = distinct_look(every.index(series)) if is_one_method else look_of(series.method, methods)
+        style = "-" if is_one_method else _LINE_STYLES[variants.index(series) % len(_LINE_STYLES)]
+        colour = look.light if theme is LIGHT else look.dark
+        axes.plot(
+            *zip(*own, strict=True), color=colour, ls=style, marker=look.marker, ms=5.5, lw=1.6, zorder=3,
+            label=series.title,
+        )  # fmt: skip
+    if chart.is_beside_plain:
+        plain = median(result.plain_tokens_per_s.median for result in results)
+        axes.axhline(plain, color=theme.text, lw=1.1, ls=(0, (2, 2)), zorder=1, label=_PLAIN)
+    axes.set_ylabel(chart.axis)
+    axes.set_xlabel("drafted nodes a target pass, mean")
+    _scale_nodes(axes, [nodes for nodes, _ in found])
+    axes.margins(y=0.1)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(visible=True, color=theme.grid, lw=0.6, zorder=0)
+    axes.set_axisbelow(True)
+
+
+def _scale_nodes(axes: Any, nodes: Sequence[float]) -> None:
+    """The horizontal axis: from 0, or by powers of two where trees differ that much."""
+    least, most = min(nodes), max(nodes)
+    if least < 0.5 or most < _WIDE_RANGE * least:
+        axes.set_xlim(0, max(most * 1.08, 1.0))
+        return
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(least / 1.25, most * 1.25)
+    ticks = [2**power for power in range(-1, 12) if least / 1.25 <= 2**power <= most * 1.25]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.set_xticks([], minor=True)
+
+
+def _legend(figure: Any) -> dict[str, Any]:
+    """Handles by label over all panels: methods first, then the front and plain decoding."""
+    found: dict[str, Any] = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    return {label: found[label] for label in sorted(found, key=lambda label: (label == _PLAIN, label == _FRONT))}
+
+
+def _spelled(serving: Serving, all_servings: Sequence[Serving]) -> str:
+    """A panel's title: batch size and temperature, and what else is not the same in all panels."""
+    temperature = "greedy" if serving.temperature == 0 else f"sampled, T {serving.temperature:g}"
+    parts = [f"batch size {serving.batch_size}", temperature]
+    parts += [
+        getattr(serving, key) for key in ("dtype", "runner") if len({getattr(s, key) for s in all_servings}) > 1
+    ]  # fmt: skip
+    return ", ".join(parts)

@@ -1,0 +1,324 @@
+"""`foretoken sweep`: every combination of drafters' options and ways of serving, measured, tabled and drawn."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli import options, terminal
+from foretoken.cli.progress import progress
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from foretoken.bench.grid import Point, Refused, Serving
+    from foretoken.bench.sweep import SweepPlan
+    from foretoken.bench.sweep_results import PointResult, SweepResults
+
+_NAMES = "Name; may be repeated."
+
+
+def sweep(
+    model: Annotated[
+        str,
+        typer.Argument(help="Target, as `foretoken bench` takes it; or the directory of a sweep, to show it again."),
+    ],
+    out: Annotated[Path | None, typer.Option(help="Directory of the results; the same command goes on.")] = None,
+    axes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--sweep",
+            metavar="KEY=VALUES",
+            help="An axis: a key of speculative_config, dotted where it lies deeper, and values with commas between "
+            "them. May be repeated.",
+        ),
+    ] = None,
+    grid: Annotated[Path | None, typer.Option(help="Axes as a JSON or TOML file.")] = None,
+    speculative_config: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--speculative-config",
+            "-s",
+            metavar="DRAFTER",
+            help="A drafter that the axes change, as `foretoken bench` takes it. May be repeated.",
+        ),
+    ] = None,
+    prompts: options.Prompts = "heldout",
+    num_prompts: options.NumPrompts = 8,
+    max_tokens: options.MaxTokens = 128,
+    temperature: options.Temperatures = None,
+    batch_size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Sequences decoded at once; may be repeated. Default: 1.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="How often every point is measured.")] = 1,
+    together: Annotated[
+        int,
+        typer.Option(min=1, help="Points measured in turn with plain decoding; each holds a drafter and a KV cache."),
+    ] = 4,
+    seed: options.Seed = 0,
+    dtype: Annotated[list[str] | None, typer.Option(metavar="NAME", help=f"{_NAMES} See `foretoken bench`.")] = None,
+    device: options.Device = "auto",
+    runner: Annotated[
+        list[str] | None, typer.Option("--runner", metavar="NAME", help=f"{_NAMES} See `foretoken bench`.")
+    ] = None,
+    threads: options.Threads = None,
+    wide: options.Wide = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Measure every combination of drafters' options and ways of serving; show what tree nodes bring.
+
+    Axes are given with --sweep, in a file, or by repeating --dtype, --runner, --batch-size and --temperature. A
+    combination that a method's options refuse is named and left out. A few points at a time are measured in turn with
+    plain decoding, batch of prompts by batch: speed-up and tokens/s are medians over these rounds between their
+    quartiles.
+
+    Each point is a line of results.jsonl as soon as it is measured; the same command goes on where it stopped. At
+    the end there are a table, results.parquet and pictures, which need foretoken[report]. In the table, `front` marks
+    the points that no other one of the same dtype, runner, batch size and temperature beats: those that reach their tau
+    (or their tokens/s) with the fewest drafted nodes a pass.
+    """
+    from foretoken.bench.sweep_results import RESULTS, SweepResults
+
+    if (Path(model) / RESULTS).is_file():
+        _check_alone(out, axes, grid, speculative_config)
+        _show(SweepResults(Path(model)), Path(model), wide=wide, as_json=as_json)
+        return
+    from foretoken.bench.grid import SETUP_AXIS, expand, joined_axes, parse_axis, read_grid
+    from foretoken.bench.prompt_sets import load_prompts
+    from foretoken.bench.sweep import SweepPlan
+    from foretoken.core.errors import ConfigError
+
+    if out is None:
+        raise ConfigError("the results need a place. Expected a directory. Pass --out DIR.")
+    from_options = {
+        "dtype": dtype, "runner": runner, "batch_size": batch_size, "temperature": temperature,
+        SETUP_AXIS: speculative_config,
+    }  # fmt: skip
+    given = joined_axes(
+        read_grid(grid) if grid is not None else {},
+        {key: values for key, values in from_options.items() if values},
+        *(dict([parse_axis(text)]) for text in axes or ()),
+    )
+    given.setdefault("temperature", [0.0, 0.8])
+    points, refused = expand(given, model)
+    if not points:
+        reasons = dict.fromkeys(each.reason for each in refused)
+        raise ConfigError(f"every combination is refused: {' '.join(reasons)}")
+    plan = SweepPlan(
+        prompts=load_prompts(prompts, limit=num_prompts),
+        max_tokens=max_tokens,
+        seed=seed,
+        repeats=repeats,
+        together=together,
+    )
+    run = _Run(model=model, device=device, threads=threads, prompts=prompts)
+    _measure(run, out, given, points, refused, plan)
+    _show(SweepResults(out), out, wide=wide, as_json=as_json)
+
+
+class _Run:
+    """Loads targets for a sweep, and knows the conditions of it."""
+
+    def __init__(self, *, model: str, device: str, threads: int | None, prompts: str) -> None:
+        self._model, self._device, self._threads, self._prompts = model, device, threads, prompts
+        self._loaded: tuple[str, Any] = ("", None)
+
+    def load(self, dtype: str) -> Any:
+        """Target and tokenizer in a dtype; the last ones are kept."""
+        if self._loaded[0] != dtype:
+            self._loaded = ("", None)  # their weights go before others come
+            self._loaded = (dtype, options.load_target(self._model, dtype, self._device, self._threads))
+        return self._loaded[1]
+
+    def conditions(self, axes: dict[str, list[Any]], plan: SweepPlan, dtype: str) -> dict[str, Any]:
+        """What all points have in common, JSON-ready; dtype: of the first of them."""
+        import hashlib
+
+        from foretoken.bench.processor import processor_name
+        from foretoken.formats.checkpoint import TargetFingerprint
+
+        loaded, _ = self.load(dtype)
+        options.check_max_tokens(plan.max_tokens, loaded)
+        header = options.run_header(
+            loaded, processor=processor_name(), prompts=self._prompts, num_prompts=len(plan.prompts),
+            max_tokens=plan.max_tokens, repeats=plan.repeats, seed=plan.seed,
+        )  # fmt: skip
+        del header["dtype"]  # an axis
+        texts = hashlib.sha256("\0".join(plan.prompts).encode()).hexdigest()[:16]
+        target = TargetFingerprint.of(loaded).model_dump(mode="json", exclude={"name"})
+        return {**header, "prompts_sha256": texts, "target": target, "axes": axes}
+
+
+def _check_alone(*others: object) -> None:
+    """Raises `ConfigError` when a sweep is shown again and options for measuring are given too."""
+    from foretoken.core.errors import ConfigError
+
+    if any(other is not None for other in others):
+        raise ConfigError(
+            "MODEL is the directory of a sweep, which is shown without measuring. Expected none of --out, --sweep, "
+            "--grid and -s with it. To measure, pass the target as MODEL."
+        )
+
+
+def _measure(
+    run: _Run, out: Path, axes: dict[str, list[Any]], points: Sequence[Point], refused: Sequence[Refused],
+    plan: SweepPlan,
+) -> None:  # fmt: skip
+    """Measures what the results in a directory lack.
+
+    Raises:
+        typer.Exit: After SIGINT or SIGTERM; what was measured is kept.
+    """
+    from foretoken.bench.sweep import run_sweep
+    from foretoken.bench.sweep_results import SweepResults
+    from foretoken.core.run_lock import run_lock
+    from foretoken.core.stop_signals import stop_signals
+
+    conditions = run.conditions(axes, plan, points[0].serving.dtype)
+    with run_lock(out, option="--out"), stop_signals() as received:
+        results = SweepResults(out, conditions)
+        for each in refused:
+            results.refuse(each)
+        for reason, number in Counter(each.reason for each in refused).items():
+            terminal.note(f"{number} combination{'s' * (number > 1)} left out: {reason}")
+        already = sum(map(results.holds, points))
+        if already:
+            terminal.note(f"{already} of {len(points)} points are measured; going on")
+        told = [False]
+        with progress("batches") as on_progress:
+
+            def advance(done: int, total: int) -> None:
+                on_progress(done, total)
+                if received and not told[0]:
+                    told[0] = True
+                    terminal.note("stopping once the points in work are measured")
+
+            run_sweep(
+                points, plan, results, run.load, on_progress=advance, on_results=_reporter(already, len(points)),
+                on_refused=_say_refused, is_stopped=lambda: bool(received),
+            )  # fmt: skip
+        left = sum(not results.holds(point) for point in points)
+        if received and left:
+            terminal.note(f"stopped with {left} of {len(points)} points left; the same command goes on from '{out}'")
+            raise typer.Exit(128 + received[0])
+
+
+def _reporter(already: int, total: int) -> Callable[[Sequence[PointResult]], None]:
+    """Says what was measured, with rate and time left; already: points measured by earlier runs."""
+    begin, done = time.monotonic(), 0
+
+    def report(measured: Sequence[PointResult]) -> None:
+        nonlocal done
+        for result in measured:
+            terminal.note(
+                f"{result.name}: {result.tokens_per_s.median:.1f} tokens/s, {result.speed_up.median:.2f}x, tau "
+                f"{result.tau:.2f}, {result.nodes:.1f} nodes ({_spelled(result.serving)})"
+            )
+        done += len(measured)
+        seconds = (time.monotonic() - begin) / done
+        minutes, rest = divmod(round(seconds * (total - already - done)), 60)
+        terminal.note(
+            f"{already + done} of {total} points, {60 / seconds:.1f} a minute, about {minutes}:{rest:02d} left"
+        )
+
+    return report
+
+
+def _say_refused(refused: Refused) -> None:
+    """Names a point that is left out."""
+    terminal.note(f"left out: {refused.point.setup.name}: {refused.reason}")
+
+
+def _show(results: SweepResults, directory: Path, *, wide: bool, as_json: bool) -> None:
+    """Tables or JSON on standard output; parquet and pictures into the directory where they can be made."""
+    from foretoken.bench.parquet import write_parquet
+    from foretoken.bench.plots import write_plots
+    from foretoken.bench.sweep_results import fronts
+    from foretoken.core.errors import ConfigError
+
+    panels = results.by_serving()
+    if not panels:
+        raise ConfigError(f"'{directory}' holds no measured point yet. Expected one at least. Run the sweep again.")
+    marks = {
+        serving: {name: set(front) for name, front in fronts(points).items()} for serving, points in panels.items()
+    }
+    rows = [
+        {**result.as_columns(), **{f"on_{_column(name)}_front": index in front for name, front in own.items()}}
+        for (serving, points), own in zip(panels.items(), marks.values(), strict=True)
+        for index, result in enumerate(points)
+    ]
+    facts = {"date": results.date, **results.conditions}
+    what = ", ".join(
+        [str(facts["model"]), str(facts["processor"]), f"{facts['threads']} CPU thread{'s' * (facts['threads'] > 1)}"]
+    )
+    files: list[Path] = []
+    for make in (partial(write_parquet, rows, directory, facts), partial(write_plots, panels, directory, what)):
+        try:
+            files += make()
+        except ConfigError as err:  # the table is worth as much without
+            terminal.note(str(err))
+    if as_json:
+        refused = [{"name": name, "reason": reason} for name, reason in results.refused.items()]
+        command = shlex.join(["foretoken", *sys.argv[1:]])
+        options.print_json(
+            {**facts, "command": command, "points": rows, "refused": refused, "files": [str(file) for file in files]}
+        )
+        return
+    terminal.say(" ".join(f"{key}={value}" for key, value in facts.items() if key not in ("target", "axes")))
+    for serving, points in panels.items():
+        _print_table(serving, points, marks[serving], wide=wide)
+    for reason in dict.fromkeys(results.refused.values()):
+        terminal.say(f"left out: {reason}")
+        for name in (name for name, its in results.refused.items() if its == reason):
+            terminal.say(f"  {name}")
+    if files:
+        terminal.say("written: " + ", ".join(str(file) for file in files))
+
+
+def _print_table(serving: Serving, results: Sequence[PointResult], marks: dict[str, set[int]], *, wide: bool) -> None:
+    """One line a point, the fastest first."""
+    rows = []
+    for index, result in enumerate(results):
+        rate, speed_up = result.tokens_per_s, result.speed_up
+        accepted = " ".join(f"{share * 100:3.0f}" for share in result.acceptance_by_depth[:8])
+        more = [
+            f"{result.tree_utilisation:.0%}", f"{result.declined:.0%}", f"{result.efficiency:.2f}",
+            *(f"{result.shares[name]:.0%}" for name in ("draft", "verify", "host")), accepted,
+        ]  # fmt: skip
+        rows.append([
+            result.name,
+            f"{result.nodes:.1f}",
+            f"{result.tau:.2f}",
+            f"{rate.median:.1f}",
+            f"{rate.low:.1f}-{rate.high:.1f}",
+            f"{speed_up.median:.2f}",
+            f"{speed_up.low:.2f}-{speed_up.high:.2f}",
+            *(more if wide else ()),
+            f"{result.num_identical}/{result.num_texts}",
+            ", ".join(name for name, front in marks.items() if index in front),
+        ])  # fmt: skip
+    more_columns = ["used", "not drafted", "effic.", "draft", "verify", "host", "% at depth 1, 2, ..."] if wide else []
+    columns = ["point", "nodes", "tau", "tokens/s", "quartiles", "speed-up", "quartiles", *more_columns, "same text"]
+    plain = sum(result.plain_tokens_per_s.median for result in results) / len(results)
+    title = f"{_spelled(serving)}; plain decoding {plain:.1f} tokens/s"
+    terminal.print_table([*columns, "front"], rows, title=title)
+
+
+def _spelled(serving: Serving) -> str:
+    """A serving in a line."""
+    return (
+        f"dtype {serving.dtype}, runner {serving.runner}, batch size {serving.batch_size}, "
+        f"temperature {serving.temperature:g}"
+    )
+
+
+def _column(front: str) -> str:
+    """The name of a front in a table of data."""
+    return front.replace("/", "_per_")

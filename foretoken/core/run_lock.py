@@ -1,0 +1,41 @@
+"""Holds a directory for one long run at a time; the system gives it back when the process ends, however it ends."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from filelock import FileLock, Timeout
+
+from foretoken.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+_LOCK = "run.lock"
+
+
+@contextmanager
+def run_lock(directory: Path, *, option: str) -> Iterator[None]:
+    """The directory for this run alone while the block lasts; it is made where it is missing.
+
+    Args:
+        directory: Of the run.
+        option: That named it, for the message.
+
+    Raises:
+        ConfigError: When another run is at work there.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(directory / _LOCK)
+    try:
+        lock.acquire(blocking=False)
+    except Timeout as err:
+        raise ConfigError(
+            f"another run is at work in '{directory}'. Expected one at a time. Wait for it, or choose another {option}."
+        ) from err
+    try:
+        yield
+    finally:
+        lock.release()

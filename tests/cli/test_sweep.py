@@ -1,0 +1,160 @@
+"""`foretoken sweep` on a tiny model: killed, stopped and gone on with, shown again, and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from command_line import ROOT, Finished, run
+from end_to_end.tiny_llms import target, tokenizer
+
+from foretoken.bench import plots
+from foretoken.bench.sweep_results import RESULTS, SweepResults
+
+AXES = ("-s", "ngram:prompt_lookup_min=1", "--sweep", "num_speculative_tokens=1,2", "--temperature", "0",
+        "--temperature", "0.8", "--together", "1", "--max-tokens", "4", "--threads", "1")  # fmt: skip
+NUM_POINTS = 4
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny target and prompts for it."""
+    place = tmp_path_factory.mktemp("sweep") / "small"
+    target().save_pretrained(place)
+    tokenizer().save_pretrained(place)
+    prompts = [json.dumps({"prompt": text}) for text in ("the thing the thing", "ab ab ab ab ab")]
+    place.with_name("prompts.jsonl").write_text("\n".join(prompts))
+    return place
+
+
+@pytest.fixture
+def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Draws nothing: that takes longer than measuring, and has tests of its own."""
+    monkeypatch.setattr(plots, "write_plots", lambda panels, directory, what: [])
+
+
+def command(small: Path, out: Path, *more: str) -> list[str]:
+    prompts = str(small.with_name("prompts.jsonl"))
+    return ["sweep", str(small), *AXES, "--prompts", prompts, "--out", str(out), *more]
+
+
+def shown(result: Finished) -> dict[str, Any]:
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_a_killed_sweep_goes_on_where_it_was(small: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    results = out / RESULTS
+    child = subprocess.Popen(
+        [sys.executable, "-m", "foretoken", *command(small, out)], cwd=ROOT, stderr=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    while not results.is_file() or results.read_bytes().count(b"\n") < 2:  # the conditions and one point
+        assert child.poll() is None, "it ended before it could be killed"
+        time.sleep(0.001)
+    child.kill()
+    assert child.wait(30) == -signal.SIGKILL
+    before = results.read_bytes()
+    whole = before[: before.rfind(b"\n") + 1]
+    measured = whole.count(b"\n") - 1
+    assert 1 <= measured < NUM_POINTS
+    results.write_bytes(whole + b'{"key": "{\\"serving')  # killed in the middle of writing
+
+    done = run(*command(small, out, "--json"))
+    points = shown(done)["points"]
+    assert results.read_bytes().startswith(whole), "a point that was measured stays as it is"
+    assert results.read_bytes().count(b"\n") == 1 + NUM_POINTS
+    assert f"{measured} of {NUM_POINTS} points are measured; going on" in done.stderr
+    assert {(point["serving.temperature"], point["changes.num_speculative_tokens"]) for point in points} == {
+        (temperature, depth) for temperature in (0.0, 0.8) for depth in (1, 2)
+    }
+    for point in points:
+        assert point["num_identical"] == point["num_texts"] == point["num_rounds"] == 2
+        assert point["tau"] > 1.0, "the prompts repeat themselves"
+        assert sum(point[f"shares.{part}"] for part in ("draft", "verify", "host")) == pytest.approx(1.0)
+        assert point["tokens_per_s.low"] <= point["tokens_per_s.median"] <= point["tokens_per_s.high"]
+    kept = SweepResults(out).points
+    assert {(result.nodes, result.tau) for result in kept} == {(point["nodes"], point["tau"]) for point in points}
+
+
+@pytest.mark.usefixtures("no_pictures")
+def test_one_that_is_told_to_stop_ends_after_the_points_in_work(
+    small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, added, real = tmp_path / "out", list[str](), SweepResults.add
+
+    def add(self: SweepResults, point: Any, result: Any) -> None:
+        if not added:
+            signal.raise_signal(signal.SIGINT)
+        real(self, point, result)
+        added.append(result.name)
+
+    monkeypatch.setattr(SweepResults, "add", add)
+    stopped = run(*command(small, out, "--together", "2"))
+    assert stopped.returncode == 130
+    assert stopped.stdout == ""
+    assert "stopping once the points in work are measured" in stopped.stderr
+    assert f"stopped with 2 of {NUM_POINTS} points left; the same command goes on from '{out}'" in stopped.stderr
+    assert len(added) == 2, "both of those that were measured together are kept"
+    done = shown(run(*command(small, out, "--json")))
+    assert len(added) == len(done["points"]) == NUM_POINTS
+    again = shown(run("sweep", str(out), "--json"))
+    assert again["points"] == done["points"]
+    assert again["target"]["vocab_size"] == 67
+
+    other = run(*command(small, out, "--seed", "5"))
+    assert other.returncode == 2
+    assert "was measured with seed 0, and seed is 5 now" in other.stderr
+    assert len(added) == NUM_POINTS
+
+
+def test_the_table_marks_fronts_and_names_what_was_left_out(small: Path, tmp_path: Path) -> None:
+    (tmp_path / "grid.toml").write_text('method = ["ngram", "medusa"]\nprompt_lookup_min = [1, 9]\n')
+    arguments = ["sweep", str(small), "--grid", str(tmp_path / "grid.toml"), "--temperature", "0", "--max-tokens", "4"]
+    arguments += ["--prompts", str(small.with_name("prompts.jsonl")), "--batch-size", "2", "--runner", "generic"]
+    done = run(*arguments, "--sweep", "prompt_lookup_max=3,9", "--out", str(tmp_path / "out"), "--wide")
+    assert done.returncode == 0, done.stderr
+    assert "dtype auto, runner generic, batch size 2, temperature 0; plain decoding" in done.stdout
+    rows = [line for line in done.stdout.splitlines() if line.startswith(" ngram") and "/2" in line]
+    assert len(rows) == 3
+    assert sum("tokens/s" in row for row in rows) >= 1
+    assert "points, " in done.stderr
+    assert "a minute, about 0:00 left" in done.stderr
+    assert "ngram prompt_lookup_min=9 prompt_lookup_max=3" in done.stdout.partition("left out: ")[2]
+    assert "there is no" in done.stdout, "the tiny model has no heads beside it"
+
+
+@pytest.mark.parametrize(
+    ("more", "part"),
+    [
+        (("--sweep", "max_nodes=1"), "every combination is refused: "),
+        (("--sweep", "num_speculative_tokens=3"), "'num_speculative_tokens' is swept twice"),
+        (("--sweep", "max_nodes"), "not of the form KEY=VALUE,VALUE"),
+        (("--grid", "no-such-file.json"), "'no-such-file.json' cannot be read"),
+        (("--runner", "fastst"), "fastst"),
+    ],
+)
+def test_what_cannot_be_swept(small: Path, tmp_path: Path, more: tuple[str, ...], part: str) -> None:
+    done = run(*command(small, tmp_path / "out", *more))
+    assert done.returncode == 2
+    assert part in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_where_results_go_and_come_from(small: Path, tmp_path: Path) -> None:
+    missing = run("sweep", str(small), "-s", "ngram")
+    assert missing.returncode == 2
+    assert "Pass --out DIR" in missing.stderr
+    SweepResults(tmp_path, {})
+    assert "holds no measured point yet" in run("sweep", str(tmp_path)).stderr
+    assert "is shown without measuring" in run("sweep", str(tmp_path), "--sweep", "max_nodes=2").stderr
