@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [
     "README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md", "docs/architecture.md", "docs/drafters.md",
-    "docs/heads.md", "docs/map.md", "docs/runners.md",
+    "docs/heads.md", "docs/map.md", "docs/methods.md", "docs/runners.md",
 ]  # fmt: skip
 
 
