@@ -209,7 +209,9 @@ class SeveralDrafters:
     def select(self, trees: Mapping[int, TokenTree], continued: Continue | None = None) -> TokenTree:
         """The nodes worth their cost, grafted ones among them. Synchronises with the host."""
         self._take(trees)
-        answers = {i: answer for i, answer in sorted(self._answers.items()) if answer.tree.width > 1}
+        # In the order in which they were asked: whether another one was may depend on what the ones before it drew, and
+        # their draws then have to be tested before its own.
+        answers = {i: answer for i, answer in self._answers.items() if answer.tree.width > 1}
         if not answers:
             return next(iter(trees.values()))
         valued = [with_values(answer.tree, answer.values) for answer in answers.values()]

@@ -11,7 +11,7 @@ import torch
 from foretoken.control.base import Leaf
 from foretoken.control.several_drafters import SeveralDrafters
 from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
-from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree, TreeRow
 from foretoken.runner.cost_curve import CostCurve
 
 FLAT, STEEP = ((1, 64), (1.0, 1.2)), ((1, 64), (1.0, 1.0 + 63 * 0.4))
@@ -258,3 +258,21 @@ def test_lookups_go_on_below_the_leaves_of_others() -> None:
     assert good.source[0, 1:].tolist() == [2, 2, 1, 1, 1, 1], "credited to the lookup"
     assert leaves[0] == Leaf(0, [1, 2])
     assert live([1, 2, 9]).rows()[0].tokens == [5, 1, 2]
+
+
+def drawn(token: int) -> TokenTree:
+    """A token drawn from a draft distribution over ten."""
+    rows = torch.full((1, 1, 10), 0.1)
+    kinds = torch.tensor([[DrawKind.ONE_HOT.value, DrawKind.INDEPENDENT.value]])
+    drafts = DraftDistributions(kinds=kinds, rows=rows, row_of=torch.tensor([[-1, 0]]), max_siblings=1)
+    return replace(TokenTree.from_rows([TreeRow([0, token], [-1, 0])]), distributions=drafts)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_draws_are_tested_in_the_order_in_which_drafters_were_asked(order: tuple[int, int]) -> None:
+    """Whether the second is asked may depend on what the first drew: tested before the first, that is biased."""
+    made = SeveralDrafters(CostCurve(*FLAT), nodes_by_depth=[range(1, 3)] * 2, max_nodes=8)
+    trees = {i: drawn(3 + i) for i in order}
+    made.allot(1)
+    made.further({order[0]: trees[order[0]]})
+    assert made.select(trees).tokens[0, 1:].tolist() == [3 + i for i in order]
