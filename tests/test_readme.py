@@ -179,6 +179,7 @@ def test_quick_start_commands_run(tmp_path: Path) -> None:
         "verify": ["--max-tokens", "8", "--num-prompts", "1"],
         "bench": ["--max-tokens", "8", "--num-prompts", "1"],
         "inspect": [],
+        "report": [],
         "twin": ["--layers", "13", "--hidden-size", "256", "--heads", "models/tinycode-medusa", "--draft-model=none"],
     }
     found = commands(section.replace("runs/", f"{tmp_path}/"))

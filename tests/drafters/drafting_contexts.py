@@ -9,10 +9,16 @@ import torch
 from tiny_models import VOCAB_SIZE
 
 from foretoken import SamplingParams
+from foretoken.core.errors import PassError
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import DraftContext, DraftRequest, TargetHandle, Verified
 from foretoken.runner.cost_curve import CostCurve
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
+
+
+def _not_run(work: Any) -> Any:
+    raise PassError("there is no target to run")
+
 
 GREEDY = SamplingParams(temperature=0.0)
 
@@ -21,7 +27,7 @@ def handle(**changes: Any) -> TargetHandle:
     """A target of the tiny models' size with eight slots; 16 tokens take twice as long as one."""
     values: dict[str, Any] = {
         "name": "target", "vocab_size": VOCAB_SIZE, "context_len": 96, "num_slots": 8, "device": torch.device("cpu"),
-        "dtype": torch.float32, "runner": "auto", "tokenizer": None, "model": None, "run": None,
+        "dtype": torch.float32, "runner": "auto", "tokenizer": None, "model": None, "run": _not_run,
         "draft_trees": None,
         "measured_costs": lambda: CostCurve((1, 16), (1.0, 2.0)),
     }  # fmt: skip

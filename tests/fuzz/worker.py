@@ -169,7 +169,7 @@ class _Child:
             os.kill(self._process.pid, signal.SIGABRT)  # makes it write where it is
         self._process.join(5)
         what = f"no answer within {self._settings.limit_s:g} s" if self._is_stuck else self._cause()
-        words = self._output.read_text(errors="replace")[-_SHOWN:]
+        words = self._output.read_text(errors="replace").partition("\nExtension modules:")[0][-_SHOWN:]
         self.stop()
         return Report(number, f"{what}\n{words}".rstrip(), self._doing, 1, {})
 
