@@ -209,9 +209,10 @@ class SeveralDrafters:
     def select(self, trees: Mapping[int, TokenTree], continued: Continue | None = None) -> TokenTree:
         """The nodes worth their cost, grafted ones among them. Synchronises with the host."""
         self._take(trees)
-        answers = {i: answer for i, answer in sorted(self._answers.items()) if answer.tree.width > 1}
+        answers = {i: answer for i, answer in self._answers.items() if answer.tree.width > 1}
         if not answers:
             return next(iter(trees.values()))
+        # In the order in which they were asked: whether the later ones were may depend on what the earlier ones drew.
         valued = [with_values(answer.tree, answer.values) for answer in answers.values()]
         merged = merge_trees(valued, max_nodes=MAX_NODES, drafters=list(answers))
         if continued is not None:
