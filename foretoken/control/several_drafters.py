@@ -214,6 +214,7 @@ class SeveralDrafters:
         answers = {i: answer for i, answer in self._answers.items() if answer.tree.width > 1}
         if not answers:
             return next(iter(trees.values()))
+        # In the order in which they were asked: whether the later ones were may depend on what the earlier ones drew.
         valued = [with_values(answer.tree, answer.values) for answer in answers.values()]
         merged = merge_trees(valued, max_nodes=MAX_NODES, drafters=list(answers))
         if continued is not None:

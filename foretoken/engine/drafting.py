@@ -15,6 +15,7 @@ from foretoken.core.records import AskedDrafter
 from foretoken.core.token_tree import PROBE, TokenTree
 from foretoken.drafters.base import TargetReads
 from foretoken.engine.draft_guard import DraftGuard, SafeDraft
+from foretoken.engine.draft_noise import DraftNoise
 from foretoken.engine.draft_timing import TIMED_DEPTH, time_drafts
 from foretoken.engine.stage_clock import Laps
 
@@ -148,6 +149,7 @@ class Drafting:
             DraftGuard(drafter, vocab_size=vocab_size, max_nodes=max_nodes, device=device) for drafter in drafters
         ]
         self._controller, self._device = controller, device
+        self._noise = DraftNoise()
         self.names = [guard.name for guard in self._guards]
         self._lookups = [index for index, guard in enumerate(self._guards) if guard.can_continue]
         self.reads = joint_reads(drafters)
@@ -188,7 +190,7 @@ class Drafting:
         while ask is not None:
             bounded = _no_deeper(context, ask.depth)
             for index in ask.drafters:
-                drafts[index] = self._guards[index].propose(bounded)
+                drafts[index] = self._guards[index].propose(self._noise.of(bounded, index))
                 laps.mark()
             ask = self._controller.further({index: draft.tree for index, draft in drafts.items()})
         trees = {index: draft.tree for index, draft in drafts.items()}

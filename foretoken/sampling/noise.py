@@ -43,6 +43,7 @@ _WORD = (1 << 64) - 1
 _GAMMA = _signed(0x9E3779B97F4A7C15)
 _MIX_1 = _signed(0xBF58476D1CE4E5B9)
 _MIX_2 = _signed(0x94D049BB133111EB)
+_DRAFTER = 0xD6E8FEB86659FD93  # tells drafters' seeds from those of a request's completions
 
 
 _U11, _U27, _U30, _U31 = (np.uint64(bits) for bits in (11, 27, 30, 31))
@@ -118,6 +119,15 @@ class KeyedNoise:
     def select(self, rows: Tensor) -> KeyedNoise:
         """The noise of some sequences of the batch; rows: (R,) int64."""
         return KeyedNoise(self.seeds[rows])
+
+    def of_drafter(self, drafter: int, rows: Tensor) -> KeyedNoise:
+        """Noise that is independent of this one's, and of that of any other drafter.
+
+        Args:
+            drafter: Above 0.
+            rows: (B,) bool, whose noise is meant; the other sequences keep theirs.
+        """
+        return KeyedNoise(torch.where(rows, mix(self.seeds ^ _signed(_DRAFTER * drafter & _WORD)), self.seeds))
 
     def uniform(self, positions: Tensor, purpose: Purpose, lane: int = 0) -> Tensor:
         """Numbers in [0, 1).

@@ -30,9 +30,10 @@ def merge_trees(
 
     Args:
         trees: Trees of the same batch, each with at most `max_nodes` nodes; those that were drawn from come first in
-            the result, wherever they stand.
+            the result, wherever they stand. A tree that was drawn only because of what others drew stands after them:
+            siblings are tested in this order, and a draw stays one only if nothing tested before depends on it.
         max_nodes: Most nodes a merged tree may have, root included.
-        drafters: Whose each tree is, ascending places among the engine's drafters; 0, 1, … when None.
+        drafters: Whose each tree is, places among the engine's drafters; 0, 1, … when None.
 
     Returns:
         A tree whose `source` holds bit i where drafter i proposed the node, and `PROBE` where all who did meant a

@@ -25,8 +25,10 @@ from tiny_models import tiny_model
 import foretoken.acceptance.block
 import foretoken.acceptance.sequential
 from foretoken import LLM, SamplingParams
+from foretoken.control.fixed import Fixed
 from foretoken.core.results import GenerationMetrics
 from foretoken.decoder.lean.head_kernels import HeadKernels
+from foretoken.engine.draft_noise import DraftNoise
 from foretoken.engine.loop import Engine
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
@@ -82,7 +84,12 @@ def options(setting: str) -> dict[str, Any]:
 
 
 def sample(
-    setting: str, monkeypatch: pytest.MonkeyPatch, *, is_native: bool = False, head: str | None = None
+    setting: str,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    is_native: bool = False,
+    head: str | None = None,
+    drafters: Sequence[dict[str, Any]] = (),
 ) -> tuple[Counter[tuple[int, ...]], GenerationMetrics]:
     """Draws `SAMPLES` texts from the engine under a setting's rule; natively in float32, which rounds to that.
 
@@ -95,12 +102,14 @@ def sample(
         original(self, *args, policy=type(policy)(rule=rule), **more)
 
     monkeypatch.setattr(Engine, "__init__", with_rule)
-    prompt = PROMPT if head is None else LONGER_PROMPT
+    prompt = PROMPT if head is None and not drafters else LONGER_PROMPT
     target, draft = (copy.deepcopy(small(seed)).float() if is_native else small(seed) for seed in (0, 1))
     drafter: dict[str, Any] = {"drafter": draft_model(draft, **SETTINGS_OF_ALL[setting]), "trust_drafter": True}
     if head is not None:
         config = {"method": head, "model": str(head_directory(head)), "tree": "chain", **SETTINGS_OF_ALL[setting]}
         drafter = {"speculative_config": config}
+    if drafters:
+        drafter = {"speculative_config": {"drafters": list(drafters)}}
     llm = LLM(target, **drafter, max_num_seqs=250, max_model_len=16, runner="lean-native" if is_native else "auto")
     params = [
         SamplingParams(**options(setting), n=COPIES, seed=seed, max_tokens=LENGTH, ignore_eos=True)
@@ -161,6 +170,20 @@ def test_trees_that_a_head_drafts_natively(setting: str, head: str, monkeypatch:
     assert metrics.drafted_at_depth[2], "more than one level was drafted"
     assert chi_square_level(texts, exact_distribution(setting, LONGER_PROMPT)) > LEVEL
     assert 0.1 < metrics.num_accepted / metrics.num_emitted < 0.66, "both acceptances and residuals are exercised"
+
+
+@pytest.mark.parametrize("is_broken", [False, True])
+def test_two_drafters_that_draw(is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of one distribution beside lookups, all in one tree; noise that both share is found."""
+    monkeypatch.setattr("foretoken.engine.llm.choose_controller", lambda options, drafters, target: Fixed(64))
+    if is_broken:
+        monkeypatch.setattr(DraftNoise, "of", lambda self, context, drafter: context)
+    heads = {"method": "medusa", "model": str(head_directory("medusa")), "tree": {"widths": [1, 1]}}
+    texts, metrics = sample(
+        "sequential", monkeypatch, drafters=[{"method": "ngram"}, heads, {"method": "suffix"}, heads]
+    )
+    assert (chi_square_level(texts, exact_distribution("sequential", LONGER_PROMPT)) > LEVEL) is not is_broken
+    assert metrics.num_drafted > 2 * metrics.steps, "both drew"
 
 
 @pytest.mark.parametrize("is_broken", [False, True])
