@@ -69,8 +69,8 @@ def distinct_look(number: int) -> Look:
     return looks[number % len(looks)]
 
 
-def page_style(theme: Theme, salt: str) -> dict[str, Any]:
-    """Settings of matplotlib for a page.
+def page_style(theme: Theme, salt: str) -> Any:
+    """Settings of matplotlib for a page, as its `rc_context` takes them: names and values of many types.
 
     Args:
         theme: Of the page.

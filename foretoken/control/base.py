@@ -52,8 +52,8 @@ class Leaf(NamedTuple):
     path: Sequence[int]
 
 
-# Which lookup (its place among the engine's drafters) says what of the text after a leaf; no tokens where none does.
-Continue = Callable[[Leaf], tuple[int, Sequence[int]]]
+# What lookups, by their places among the engine's drafters, say of the text after a leaf: those that say something.
+Continue = Callable[[Leaf], Sequence[tuple[int, Sequence[int]]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

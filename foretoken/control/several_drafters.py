@@ -318,7 +318,10 @@ class SeveralDrafters:
         )
 
     def _with_grafts(self, merged: TokenTree, continued: Continue) -> TokenTree:
-        """A merged tree with what lookups say after its best leaves that they did not propose themselves."""
+        """A merged tree with what lookups say after its best leaves that they did not propose themselves.
+
+        Of several answers the one stays of which most tokens are expected to be accepted; all are learned from.
+        """
         host = on_host(merged)
         assert host.scores is not None, "the trees are valued"
         rows = np.arange(len(host.tokens))[:, None]
@@ -332,14 +335,23 @@ class SeveralDrafters:
                 break
             row, node = divmod(int(place), host.tokens.shape[1])
             leaf = Leaf(row, _path(host, row, node))
-            drafter, tokens = continued(leaf)
-            if not tokens or host.sources[row, node] >> drafter & 1:  # it has said itself what follows
-                continue
-            self._grafts.append(_Grafted(drafter, leaf, tokens))
-            chain = self._known[drafter].grafts.probabilities(np.arange(1, len(tokens) + 1), None)
-            scores = values[place] + np.log(np.minimum.accumulate(chain))
-            grafts.append(Graft(row, node, len(leaf.path), tokens, scores.tolist(), 1 << drafter))
+            answers = [
+                _Grafted(drafter, leaf, tokens)
+                for drafter, tokens in continued(leaf)
+                if not host.sources[row, node] >> drafter & 1  # else it has said itself what follows
+            ]
+            if answers:
+                self._grafts += answers
+                best = max(answers, key=lambda each: float(self._graft_values(each).sum()))
+                scores = (values[place] + np.log(self._graft_values(best))).tolist()
+                grafts.append(Graft(row, node, len(leaf.path), best.tokens, scores, 1 << best.drafter))
         return grafted(merged, grafts, max_nodes=MAX_NODES) if grafts else merged
+
+    def _graft_values(self, graft: _Grafted) -> NDArray[np.float64]:
+        """Probability that each token of a chain is accepted with those before it, where its leaf is."""
+        known = self._known[graft.drafter].grafts
+        values: NDArray[np.float64] = np.minimum.accumulate(known.probabilities(np.arange(len(graft.tokens)) + 1, None))
+        return values
 
     def _note_widths(self, bought: Purchase) -> None:
         """Remembers how many nodes of each level were bought of drafters that cost something."""

@@ -3,10 +3,14 @@
 Source: Saxena 2023, "Prompt Lookup Decoding"; the longest match wins, the most recent one among equals. With
 `tree="tree"` the continuations of several earlier occurrences share one tree: the four most recent ones of the longest
 match, then the four most recent ones of each shorter length, as far as nodes allow.
+
+A continuation that reaches the end of the text goes on by repeating itself, as a text with that match did so far: a run
+of one token is continued by as many as are asked for, although its last match ends one token before its end.
 """
 
 from __future__ import annotations
 
+from itertools import cycle, islice
 from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import Field, model_validator
@@ -86,8 +90,10 @@ class NgramDrafter:
         """What followed the end of a drafted path earlier in the sequence; see `Lookup`."""
         index, longest = self._indices[slot], self._options.prompt_lookup_max
         index.extend(tokens)
-        end = index.last_end([*tokens[-longest:], *path])
-        return [] if end is None else [*tokens[end : end + depth], *path][:depth]
+        end = index.last_end([*tokens[-longest:], *path], len(path))
+        if end is None:
+            return []
+        return _repeated([*tokens[end : end + depth], *path[max(end - len(tokens), 0) :]], depth)
 
     def commit(self, committed: Committed) -> None:
         """Nothing to learn: the index follows the committed tokens when it proposes."""
@@ -103,10 +109,15 @@ class NgramDrafter:
         trie = Trie(tokens[-1])
         if depth > 0:
             for end in index.matches():
-                trie.add_path(tokens[end : end + depth], max_nodes)
+                trie.add_path(_repeated(tokens[end : end + depth], depth), max_nodes)
                 if self._is_chain or len(trie.tokens) >= max_nodes:
                     break
         return trie.row()
+
+
+def _repeated(following: Sequence[int], depth: int) -> list[int]:
+    """A continuation with `depth` tokens, repeated from its beginning where it has fewer; it has one at least."""
+    return list(islice(cycle(following), depth))
 
 
 def create(options: Options) -> Drafter:

@@ -105,6 +105,20 @@ class PredictionDrafter:
         ]
         return TokenTree.from_rows(rows, device=self._device)
 
+    def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> Sequence[int]:
+        """What follows in the prediction if a path is generated; see `Lookup`."""
+        predicted = self._predicted.get(slot)
+        if predicted is None:
+            return ()
+        prediction, followed, begin = predicted
+        followed.follow(tokens, begin)
+        first = max(len(tokens) - self._options.prediction_max_match, 0)  # of the tokens that matches look at
+        text, begin = [*tokens[first:], *path], begin - first
+        ahead = followed.branch()
+        ahead.follow(text, begin)
+        place = next(ahead.places(text, begin), None)
+        return () if place is None else prediction[place : place + depth]
+
     def commit(self, committed: Committed) -> None:
         """Nothing to learn: the place follows the committed tokens when it proposes."""
 

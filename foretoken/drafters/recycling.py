@@ -232,6 +232,14 @@ class RecyclingDrafter:
         )
         return tree if self._options.pruning is None else pruned(tree, self._options.pruning)
 
+    def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> list[int]:
+        """The most probable successor of the path's last token, its most probable one, and so on; see `Lookup`."""
+        del tokens
+        matrix, token, found = self._matrices[slot], path[-1], list[int]()
+        while len(found) < depth and (token := matrix.of(token)[0]) >= 0:
+            found.append(token)
+        return found
+
     def commit(self, committed: Committed) -> None:
         """Counts which ranks were right, and writes the successors of every verified node. Syncs.
 

@@ -35,6 +35,9 @@ from foretoken.trees.pruning import pruned
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import numpy as np
+    from numpy.typing import NDArray
+
 
 class Options(DrafterOptions):
     """Options of retrieval from a datastore.
@@ -124,6 +127,12 @@ class RestDrafter:
         tree = replace(tree, scores=torch.tensor(scores, dtype=torch.float32, device=self._device))
         return tree if self._options.pruning is None else pruned(tree, self._options.pruning)
 
+    def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> list[int]:
+        """The most frequent continuation of the end of a path; see `Lookup`."""
+        del slot
+        rows = self._following([*tokens[-self._options.rest_max_match :], *path], depth)
+        return [] if rows is None else likeliest_path(rows).tokens
+
     def commit(self, committed: Committed) -> None:
         """Nothing to learn."""
 
@@ -132,13 +141,10 @@ class RestDrafter:
 
     def _draft(self, tokens: Sequence[int], depth: int, max_nodes: int) -> _Draft:
         """One sequence's tree, scored by the share of continuations that begin with each path."""
-        options, trie, scores = self._options, Trie(tokens[-1]), [0.0]
-        if depth <= 0 or max_nodes < 2:
+        trie, scores = Trie(tokens[-1]), [0.0]
+        rows = self._following(tokens, depth) if depth > 0 and max_nodes > 1 else None
+        if rows is None:
             return _Draft(trie.row(), scores)
-        found = self._store.longest_match(tokens, shortest=options.rest_min_match, longest=options.rest_max_match)
-        if found is None:
-            return _Draft(trie.row(), scores)
-        rows = self._store.continuations(found, depth, options.rest_max_matches)
         paths = likeliest_path(rows[:, : max_nodes - 1]) if self._is_chain else most_frequent(rows, max_nodes - 1)
         nodes: list[int] = []
         for token, parent, count in zip(*paths, strict=True):
@@ -147,6 +153,12 @@ class RestDrafter:
             if node == len(scores):
                 scores.append(math.log(count / len(rows)))
         return _Draft(trie.row(), scores)
+
+    def _following(self, tokens: Sequence[int], depth: int) -> NDArray[np.int64] | None:
+        """What followed the longest match, see `Datastore.continuations`; None where there is no match."""
+        options = self._options
+        found = self._store.longest_match(tokens, shortest=options.rest_min_match, longest=options.rest_max_match)
+        return None if found is None else self._store.continuations(found, depth, options.rest_max_matches)
 
 
 def create(options: Options) -> Drafter:

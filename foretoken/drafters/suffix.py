@@ -10,6 +10,7 @@ Source: Oliaro et al. 2024 (arXiv 2411.04975); options and choices as in ArcticI
 from __future__ import annotations
 
 import math
+from array import array
 from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, Self
@@ -149,6 +150,13 @@ class SuffixDrafter:
         tree = replace(tree, scores=floats_on(scores, self._device))
         return tree if self._options.pruning is None else pruned(tree, self._options.pruning)
 
+    def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> list[int]:
+        """The best chain after a path; see `Lookup`. What the path adds to the pool's counts is left out."""
+        sequence = self._known(slot, tokens)
+        text = sequence.text.tokens + array("i", path)
+        limits = self._limits(depth, depth + 1)._replace(is_path=True)
+        return best_draft(self._sources(sequence, text), self._depth, limits).tokens
+
     def commit(self, committed: Committed) -> None:
         """Adds what entered the KV cache, so that the end of an output is known although no draft follows it."""
         for slot, start, tokens in zip(committed.slots, committed.starts, committed.tokens, strict=True):
@@ -163,22 +171,33 @@ class SuffixDrafter:
 
     def _draft(self, slot: int, tokens: Sequence[int], depth: int, max_nodes: int) -> Draft:
         """One sequence's draft."""
+        sequence = self._known(slot, tokens)
+        limits = self._limits(depth, min(max_nodes, self.nodes_by_depth[-1]))
+        return best_draft(self._sources(sequence, sequence.text.tokens), self._depth, limits)
+
+    def _known(self, slot: int, tokens: Sequence[int]) -> _Sequence:
+        """A sequence with all its committed tokens."""
         sequence = self._sequences[slot]
-        known = sequence.text.tokens
-        if len(tokens) > len(known):
-            self._extend(sequence, list(islice(tokens, len(known), None)))
-        sources = [SuffixMatches(sequence.tree, known, sequence.text.num_counted)]
+        num_known = len(sequence.text.tokens)
+        if len(tokens) > num_known:
+            self._extend(sequence, list(islice(tokens, num_known, None)))
+        return sequence
+
+    def _sources(self, sequence: _Sequence, text: array[int]) -> list[SuffixMatches]:
+        """Matches of the end of a text that begins with all of the sequence: in the text, and in what is shared."""
+        sources = [SuffixMatches(sequence.tree, text, sequence.text.num_counted)]
         shared = None if self._pool is None else self._pool.tree(sequence.salt)
-        if shared is not None:
-            sources.append(SuffixMatches(shared, known))
-        limits = DraftLimits(
-            most_nodes=min(max_nodes, self.nodes_by_depth[-1]) - 1,
+        return sources if shared is None else [*sources, SuffixMatches(shared, text)]
+
+    def _limits(self, depth: int, max_nodes: int) -> DraftLimits:
+        """Of a draft of this depth, with so many nodes at most, the root included."""
+        return DraftLimits(
+            most_nodes=max_nodes - 1,
             most_depth=min(depth, self._most_depth),
             spec_factor=self._options.suffix_decoding_max_spec_factor,
             least_prob=self._options.suffix_decoding_min_token_prob,
             is_path=self._is_chain,
         )
-        return best_draft(sources, self._depth, limits)
 
     def _extend(self, sequence: _Sequence, tokens: Sequence[int]) -> None:
         """Adds tokens that the sequence does not have yet; those behind the prompt are shared."""

@@ -12,7 +12,7 @@ from foretoken.control.calibration_file import KeptAcceptance, pair_key
 from foretoken.control.fixed import Fixed
 from foretoken.control.several_drafters import SeveralDrafters
 from foretoken.core.records import AskedDrafter
-from foretoken.core.token_tree import PROBE, TokenTree
+from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree
 from foretoken.drafters.base import TargetReads
 from foretoken.engine.draft_guard import DraftGuard, SafeDraft
 from foretoken.engine.draft_noise import DraftNoise
@@ -85,7 +85,7 @@ def choose_controller(
         several = SeveralDrafters(
             target.costs,
             nodes_by_depth=[drafter.nodes_by_depth for drafter in drafters],
-            max_nodes=most_nodes(options, drafters),
+            max_nodes=max(widest, min(most_nodes(drafters), _MOST_BOUGHT)),
             level_seconds=[_timed(drafter, target) for drafter in drafters],
         )
         key = pair_key(target.model, options)
@@ -93,7 +93,7 @@ def choose_controller(
             several.keep_learned(KeptAcceptance(several.learners, key))
         return several
     if not options or not all(each.is_adaptive for each in options):
-        return Fixed(widest)
+        return Fixed(most_nodes(drafters))
     is_dynamic = len(options) == 1 and options[0].tree == "dynamic"
     if len(options) == 1 and not is_dynamic and not (options[0].can_prune_tree and options[0].tree == "tree"):
         return AdaptiveDepth(target.costs, drafters[0].nodes_by_depth, level_seconds=time_drafts(drafters[0], target))
@@ -101,17 +101,13 @@ def choose_controller(
     return BestNodes(target.costs, max_nodes=widest, deepest=deepest)
 
 
-def most_nodes(options: Sequence[DrafterOptions], drafters: Sequence[Drafter]) -> int:
+def most_nodes(drafters: Sequence[Drafter]) -> int:
     """Nodes of the widest tree that is verified, root included.
 
-    Where nodes of several drafters are bought, there is room for all that they propose, up to a bound; what callers fix
-    is no wider than the widest of them.
+    There is room for all that the drafters propose together, as far as trees may have nodes: whole drafts are verified
+    as they are, and where nodes are bought, drawn nodes and probes are never left out.
     """
-    widest = max((drafter.nodes_by_depth[-1] for drafter in drafters), default=1)
-    if len(options) < 2 or not all(each.is_adaptive for each in options):
-        return widest
-    together = 1 + sum(drafter.nodes_by_depth[-1] - 1 for drafter in drafters)
-    return max(widest, min(together, _MOST_BOUGHT))
+    return min(1 + sum(drafter.nodes_by_depth[-1] - 1 for drafter in drafters), MAX_NODES)
 
 
 def _timed(drafter: Drafter, target: TargetHandle) -> tuple[int, float] | None:
@@ -204,17 +200,17 @@ class Drafting:
         return Draft(tree, num_proposed, next(errors, None), asked=asked, laps=laps)
 
     def _continuation(self, context: DraftContext) -> Continue:
-        """What the lookups among the drafters say after drafted paths: the longest answer, the first among equals."""
+        """What the lookups among the drafters say after drafted paths."""
 
-        def continued(leaf: Leaf) -> tuple[int, Sequence[int]]:
+        def continued(leaf: Leaf) -> list[tuple[int, Sequence[int]]]:
             row, path = leaf
             depth = min(context.max_depth[row] - len(path), _LONGEST_GRAFT)
-            best: tuple[int, Sequence[int]] = (self._lookups[0], ())
+            found: list[tuple[int, Sequence[int]]] = []
             for index in self._lookups if depth > 0 else ():
                 tokens = self._guards[index].continue_from(context.slots[row], context.tokens[row], path, depth)
-                if len(tokens) > len(best[1]):
-                    best = (index, tokens)
-            return best
+                if tokens:
+                    found.append((index, tokens))
+            return found
 
         return continued
 

@@ -167,7 +167,7 @@ class LLM:
             loaded,
             num_slots=max_num_seqs,
             context_len=context_len,
-            max_nodes=most_nodes(setup.options, self.drafters),
+            max_nodes=most_nodes(self.drafters),
             taps=reads.taps,
             runner=runner,
             costs=costs,

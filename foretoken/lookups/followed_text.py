@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import defaultdict
+from copy import copy
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -39,12 +40,20 @@ class FollowedText:
         self._num_lost = 0  # output tokens since the place was lost; 0 while the text is followed
         self._num_seen = 0
 
+    def branch(self) -> Self:
+        """One that stands at the same place and may follow another output from here on; both share what is known."""
+        if self._ends is None:
+            self._ends = _ends_of_runs(self._text, self._shortest)
+        return copy(self)
+
     def follow(self, output: Sequence[int], begin: int = 0) -> None:
         """Moves on by the tokens not seen yet.
 
         Args:
-            output: The whole output so far, perhaps with a prompt before it.
-            begin: Where the output begins in it; what is before is matched with nothing.
+            output: The whole output so far, perhaps with a prompt before it; or its end, from `longest` tokens before
+                those not seen yet on.
+            begin: Where the output begins in it; what is before is matched with nothing. Below 0 where its first
+                tokens are missing.
         """
         for size in range(begin + self._num_seen + 1, len(output) + 1):
             expected = self._expected()

@@ -39,15 +39,26 @@ class NgramIndex:
                 self._before[length].append(before)
         self._num_tokens = len(tokens)
 
-    def last_end(self, run: Sequence[int]) -> int | None:
-        """Where the longest of the runs that end some tokens occurred last; None where none did.
+    def last_end(self, tail: Sequence[int], num_added: int) -> int | None:
+        """Where the end of a text occurred last before: the sequence with some tokens added that the index lacks.
 
         Args:
-            run: Tokens, the last of which count; they need not be the sequence's.
+            tail: The added tokens, and before them the sequence's last ones: as many as the longest run has, or all.
+            num_added: How many are added, at least one.
+
+        Returns:
+            End in the text of the first of `matches` that the index would have with the tokens added; None for none.
         """
+        size, first = self._num_tokens + num_added, len(tail) - num_added
         for length in self._lengths:
-            if length <= len(run) and (end := self._last.get(tuple(run[-length:]))):
-                return end
+            if length > len(tail):
+                continue
+            run = list(tail[len(tail) - length :])
+            for end in range(len(tail) - 1, max(first, length - 1), -1):
+                if list(tail[end - length : end]) == run:
+                    return size - len(tail) + end
+            if found := self._last.get(tuple(run)):
+                return found
         return None
 
     def matches(self) -> Iterator[int]:

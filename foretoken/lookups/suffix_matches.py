@@ -51,8 +51,8 @@ class SuffixMatches:
         Args:
             tree: Where to look.
             text: Any text.
-            num_counted: Suffixes of the text that the tree counts, where it is one of the tree's open sequences; else
-                None.
+            num_counted: Suffixes of the text that the tree counts, where it is one of the tree's open sequences, or
+                begins with one; else None.
         """
         self._tree, self._text, self._first = tree, text, num_counted
         self._ends: list[int] = []  # where the last token occurs among the suffixes that are not counted
@@ -129,7 +129,12 @@ class SuffixMatches:
         return ((tokens[start + depth], branch),) if depth < end else ()
 
     def _ends_in_text(self, match: Match) -> list[int]:
-        """Where a match goes on in the end of the text, whose suffixes are all shorter than the tree is deep."""
+        """Where a match goes on in the end of the text, no deeper than the tree is.
+
+        Suffixes that are not counted yet are shorter than that, unless the text goes on behind the tree's sequence.
+        """
+        if match.depth >= self._tree.max_depth:
+            return []
         return [end for end in match.ends if end < len(self._text)]
 
     def _with_ends(

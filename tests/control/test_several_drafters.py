@@ -234,9 +234,9 @@ def test_lookups_go_on_below_the_leaves_of_others() -> None:
     tree = replace(TokenTree.from_rows([TreeRow([5, 1, 2], [-1, 0, 1])]), scores=torch.tensor([[0.9, 0.9, 0.8]]).log())
     leaves: list[Leaf] = []
 
-    def continued(leaf: Leaf) -> tuple[int, list[int]]:
+    def continued(leaf: Leaf) -> list[tuple[int, list[int]]]:
         leaves.append(leaf)
-        return 0, [3, 4, 5, 6]
+        return [(0, [3, 4, 5, 6])]
 
     def live(tokens: list[int]) -> TokenTree:
         made = SeveralDrafters(CostCurve(*curve), nodes_by_depth=[chain, chain], max_nodes=16)
@@ -276,3 +276,24 @@ def test_draws_are_tested_in_the_order_in_which_drafters_were_asked(order: tuple
     made.allot(1)
     made.further({order[0]: trees[order[0]]})
     assert made.select(trees).tokens[0, 1:].tolist() == [3 + i for i in order]
+
+
+def test_of_several_lookups_the_one_that_is_right_goes_on() -> None:
+    """The longer answer, and the one listed first, is chosen only until it is known to be wrong."""
+    tree = replace(TokenTree.from_rows([TreeRow([5, 1, 2], [-1, 0, 1])]), scores=torch.tensor([[0.9, 0.9, 0.8]]).log())
+    made = SeveralDrafters(CostCurve((1, 64), (1.0, 1.1)), nodes_by_depth=[range(1, 9)] * 3, max_nodes=16)
+    chosen = []
+    for _ in range(30):
+        made.allot(1)
+        trees = {0: TokenTree.roots([5]), 1: TokenTree.roots([5]), 2: tree}
+        made.further(trees)
+        chosen.append(made.select(trees, lambda leaf: [(0, [9, 9, 9, 9, 9]), (1, [3, 4, 5])]))
+        step = SequenceStep(
+            request_id="", num_drafted=2, tree_depth=2, num_accepted=5, num_emitted=6, tokens=[1, 2, 3, 4, 5, 6],
+            accepted_by={},
+        )  # fmt: skip
+        made.learn(StepRecord(sequences=[step], num_tokens=3, seconds=StageSeconds(verify=1.0)))
+    assert chosen[0].rows()[0].tokens == [5, 1, 2, 9, 9, 9, 9, 9]
+    assert chosen[-1].rows()[0].tokens == [5, 1, 2, 3, 4, 5]
+    assert chosen[-1].source is not None
+    assert chosen[-1].source[0, 1:].tolist() == [4, 4, 2, 2, 2], "credited to the second lookup"

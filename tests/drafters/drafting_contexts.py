@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,6 +52,25 @@ def begin(drafter: Any, slot: int, prompt: Sequence[int] = ()) -> None:
 def verified() -> Verified:
     """What a drafter is told of a pass over roots."""
     return Verified(tree=TokenTree.roots([5]), paths=[[]], offsets=[0, 1], top_ids=None)
+
+
+def continued(lookup: Any, tokens: list[int], path: list[int], depth: int, *, is_kept: bool = True) -> list[int]:
+    """What a lookup says of a path after a text in slot 0; nothing that it keeps may change, nor what it proposes.
+
+    Args:
+        lookup: An attached drafter.
+        tokens: Committed ones.
+        path: After them.
+        depth: Tokens wanted.
+        is_kept: Whether it keeps anything.
+    """
+    drafted = lookup.propose(context([tokens])).rows()
+    first = list(lookup.continue_from(0, tokens, path, depth))
+    kept = pickle.dumps(vars(lookup)) if is_kept else b""
+    assert list(lookup.continue_from(0, tokens, path, depth)) == first
+    assert not is_kept or pickle.dumps(vars(lookup)) == kept
+    assert lookup.propose(context([tokens])).rows() == drafted
+    return first
 
 
 def context(

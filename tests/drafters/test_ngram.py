@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from drafting_contexts import attached, begin, context
+from drafting_contexts import attached, begin, context, continued
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +35,14 @@ def brute_force(tokens: list[int], shortest: int, longest: int) -> list[int]:
     return found
 
 
+def following(tokens: list[int], end: int, depth: int) -> list[int]:
+    """What follows a match, the text's end being followed by what followed its last occurrence."""
+    text = list(tokens)
+    for _ in range(end + depth - len(tokens)):
+        text.append(text[end - len(tokens)])
+    return text[end : end + depth]
+
+
 @given(tokens=TOKENS, shortest=st.integers(1, 3), more=st.integers(0, 3), steps=st.lists(st.integers(1, 5)))
 def test_matches_are_those_of_a_search(tokens: list[int], shortest: int, more: int, steps: list[int]) -> None:
     """However the sequence grew: all at once, or by accepted paths of any length."""
@@ -62,10 +70,28 @@ def test_a_chain_is_what_followed_the_first_match(tokens: list[int], depth: int)
     tree = drafter(prompt_lookup_min=1, prompt_lookup_max=3).propose(context([tokens], max_depth=depth))
     tree.validate()
     ends = brute_force(tokens, 1, 3)
-    following = tokens[ends[0] : ends[0] + depth] if ends else []
+    wanted = following(tokens, ends[0], depth) if ends else []
     ids, parents = tree.rows()[0]
-    assert ids == [tokens[-1], *following]
-    assert parents == list(range(-1, len(following)))
+    assert ids == [tokens[-1], *wanted]
+    assert parents == list(range(-1, len(wanted)))
+
+
+@pytest.mark.parametrize("tree", ["chain", "tree"])
+@pytest.mark.parametrize("period", [[7], [7, 8, 9]])
+def test_what_repeats_itself_is_drafted_as_long_as_may_be(tree: str, period: list[int]) -> None:
+    tokens = [1, 2, *period * 9]
+    drafted = drafter(tree=tree).propose(context([tokens], max_depth=12)).rows()[0]
+    assert drafted.tokens[1:13] == (period * 12)[:12]
+    assert drafted.parents[1:13] == list(range(12))
+
+
+@given(tokens=TOKENS, path=TOKENS, depth=st.integers(1, 6), shortest=st.integers(1, 3), more=st.integers(0, 3))
+def test_a_path_is_continued_as_if_it_were_committed(
+    tokens: list[int], path: list[int], depth: int, shortest: int, more: int
+) -> None:
+    sizes = {"prompt_lookup_min": shortest, "prompt_lookup_max": shortest + more}
+    found = continued(drafter(**sizes), tokens, path, depth)
+    assert found == drafter(**sizes).propose(context([[*tokens, *path]], max_depth=depth)).rows()[0].tokens[1:]
 
 
 @given(tokens=TOKENS, depth=st.integers(0, 6), max_nodes=st.integers(2, 20))
@@ -78,10 +104,10 @@ def test_a_tree_holds_what_followed_every_match(tokens: list[int], depth: int, m
     assert tree.max_depth <= depth
     assert len(set(zip(parents[1:], ids[1:], strict=True))) == len(ids) - 1
     paths = {tuple(path_of(node, ids, parents)) for node in range(1, len(ids))}
-    wanted = [tokens[end : end + depth] for end in brute_force(tokens, 1, 4)]
+    wanted = [following(tokens, end, depth) for end in brute_force(tokens, 1, 4)]
     prefixes = {tuple(path[:length]) for path in wanted for length in range(1, len(path) + 1)}
     assert paths <= prefixes
-    assert len(paths) == min(len(prefixes), min(max_nodes, 16) - 1)
+    assert len(paths) == min(len(prefixes), max_nodes - 1)
     assert not wanted or tuple(wanted[0][: max_nodes - 1]) in {*paths, ()}
 
 

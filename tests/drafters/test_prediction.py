@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from drafting_contexts import GREEDY, attached, context
+from drafting_contexts import GREEDY, attached, context, continued
 from end_to_end.tiny_llms import llm
 from hypothesis import given
 from hypothesis import strategies as st
@@ -45,6 +45,24 @@ def test_the_prediction_is_drafted_from_its_beginning() -> None:
     assert drafted(lookup, [*prompt, *text[:9], 50], prompt) == [text[10:14], []]
     assert drafted(lookup, [*prompt, *text[:9], 50, 51, *text[3:5]], prompt) == [text[5:9], []]
     assert drafted(lookup, [*prompt, *text[:9], 50, 51, *text[3:19]], prompt) == [[39], []]
+
+
+FEW = st.lists(st.integers(0, 2), max_size=30)
+
+
+@given(
+    text=FEW, prompt=st.lists(st.integers(0, 2), min_size=1, max_size=5), output=FEW,
+    path=st.lists(st.integers(0, 2), min_size=1, max_size=12), is_repeated=st.integers(0, 20),
+    depth=st.integers(1, 6), longest=st.integers(2, 5),
+)  # fmt: skip
+def test_a_path_is_continued_as_if_it_were_committed(
+    text: list[int], prompt: list[int], output: list[int], path: list[int], is_repeated: int, depth: int, longest: int
+) -> None:
+    """Whether the output repeats the prediction, as its first tokens do here, or not."""
+    tokens, keys = [*prompt, *text[:is_repeated], *output], {"prediction_max_match": longest}
+    found = continued(drafter(text, prompt=prompt, **keys), tokens, path, depth)
+    assert [found] == drafted(drafter(text, prompt=prompt, **keys), [*tokens, *path], max_depth=depth)
+    assert continued(drafter(None, prompt=prompt), tokens, path, depth) == []
 
 
 def test_a_released_slot_starts_anew() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafting_contexts import GREEDY, attached, context
+from drafting_contexts import GREEDY, attached, context, continued
 from end_to_end.tiny_llms import config, llm
 from greedy_steps import step, texts_of
 from tiny_models import VOCAB_SIZE, tiny_model
@@ -113,6 +113,18 @@ def choices_of(made: RecyclingDrafter) -> list[list[int]]:
     for parent, rank in zip(made._template.parents[1:], made._template.ranks[1:], strict=True):
         choices.append([*(choices[parent - 1] if parent else []), int(rank)])
     return choices
+
+
+def test_a_path_is_continued_as_a_chain_after_its_last_token() -> None:
+    made, text = drafter(tree="chain", num_speculative_tokens=5), [5, 6, 7]
+    for _ in range(12):
+        step(made, [text], lambda text: [(text[-1] + 1 + rank) % VOCAB_SIZE for rank in range(40)])
+    lengths = set()
+    for token in range(VOCAB_SIZE):
+        found = continued(made, text, [3, token], 5)
+        assert found == list(made.propose(context([[*text, 3, token]])).rows()[0].tokens[1:])
+        lengths.add(len(found))
+    assert {0, 1, 5} <= lengths
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from drafting_contexts import attached, context
+from drafting_contexts import attached, context, continued
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -76,6 +76,16 @@ def counted(tokens: list[int], text: list[int], depth: int) -> tuple[Counter[tup
 def path_of(node: int, ids: Any, parents: Any) -> tuple[int, ...]:
     """Tokens from below the root to a node."""
     return (*path_of(parents[node], ids, parents), ids[node]) if node else ()
+
+
+@settings(max_examples=30)
+@given(tokens=TOKENS, text=TOKENS, path=TOKENS, depth=st.integers(1, 6))
+def test_a_path_is_continued_as_if_it_were_committed(
+    place: Path, tokens: list[int], text: list[int], path: list[int], depth: int
+) -> None:
+    lookup = drafter(datastore(place, tokens))
+    committed = lookup.propose(context([[*text, *path]], max_depth=depth)).rows()[0].tokens[1:]
+    assert continued(lookup, text, path, depth, is_kept=False) == committed
 
 
 def test_continuations_end_with_their_document(tmp_path: Path) -> None:

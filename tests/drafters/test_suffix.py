@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 import pytest
-from drafting_contexts import GREEDY, attached, context
+from drafting_contexts import GREEDY, attached, context, continued
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -69,6 +69,39 @@ def test_a_longer_match_is_trusted_with_more_tokens(factor: float, expected: int
     write(lookup, [0], [5, 6, 7, 8, 9, 10, 11, 12])
     request(lookup, [1, 5])
     assert drafted(lookup, [1, 5, 6]) == [7, 8, 9, 10, 11, 12][:expected]
+
+
+@given(
+    tokens=TOKENS, path=TOKENS, depth=st.integers(1, 8), factor=st.sampled_from([0.5, 1.0, 4.0]),
+    tree_depth=st.sampled_from([3, 4, 10]),
+)  # fmt: skip
+def test_a_path_is_continued_as_if_it_were_committed(
+    tokens: list[int], path: list[int], depth: int, factor: float, tree_depth: int
+) -> None:
+    """By the own text, whether or not the tree is as deep as the path is long."""
+    options = {"max_spec_factor": factor, "max_cached_requests": 0, "max_tree_depth": tree_depth}
+    lookup, other = drafter(**options), drafter(**options)
+    request(lookup, [])
+    request(other, [])
+    found = continued(lookup, tokens, path, depth)
+    assert found == drafted(other, [*tokens, *path], max_depth=depth)
+
+
+def test_a_path_is_continued_by_what_others_wrote() -> None:
+    lookup = drafter(max_spec_factor=2.0)
+    write(lookup, [0], [5, 6, 7, 8, 9, 10, 11, 12])
+    request(lookup, [1, 2])
+    assert continued(lookup, [1, 2], [6, 7], 9) == [8, 9, 10, 11]
+    assert continued(lookup, [1, 2], [6, 7], 2) == [8, 9]
+    assert continued(lookup, [1, 2], [7, 6], 2) == [7, 8]
+    assert continued(lookup, [1, 2], [3], 2) == []
+
+
+@pytest.mark.parametrize("tree", ["chain", "tree"])
+def test_a_run_of_one_token_is_drafted_on(tree: str) -> None:
+    lookup = drafter(tree=tree)
+    request(lookup, [])
+    assert drafted(lookup, [1, *[7] * 16]) == [7] * 7
 
 
 def test_a_tree_holds_the_frequent_continuations_and_no_rare_ones() -> None:

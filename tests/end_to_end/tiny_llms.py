@@ -192,6 +192,12 @@ def sampled_and_lookups(architecture: str, dtype: torch.dtype) -> dict[str, Any]
     return {"speculative_config": {"drafters": parts}}
 
 
+def draft_and_lookups(architecture: str, dtype: torch.dtype) -> dict[str, Any]:
+    """A draft model's drawn tokens with what lookups say, beside and below them."""
+    model = {"method": "draft_model", "model": noisy_directory(architecture, dtype)}
+    return {"speculative_config": {"drafters": [model, {"method": "suffix"}, {"method": "recycling"}]}}
+
+
 def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) -> dict[str, Callable[[Any], Any]]:
     """Every drafter and tree under a short name: references (prompt and plain output) to arguments of `LLM`."""
 
@@ -224,6 +230,7 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "lookahead": config("lookahead", num_speculative_tokens=4, lookahead_window=4),
         "recycling": config("recycling", num_speculative_tokens=8, max_nodes=24),
         "lookahead and recycling adaptive": merged({"method": "lookahead"}, {"method": "recycling"}),
+        "draft, suffix and recycling": lambda references: draft_and_lookups(architecture, dtype),
         "sampled draft and lookahead": lambda references: sampled_and_lookups(architecture, dtype),
         "draft": draft(num_speculative_tokens=4),
         "draft adaptive": draft(),

@@ -8,16 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from drafters.drafting_contexts import context
+from drafters.drafting_contexts import context, handle
 from tiny_models import VOCAB_SIZE
 
 from foretoken.control.base import Allotment, Allowance, Controller
 from foretoken.control.best_nodes import BestNodes
 from foretoken.control.fixed import Fixed
 from foretoken.core.records import Declined
-from foretoken.core.token_tree import PROBE, TokenTree, TreeRow
+from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree, TreeRow
 from foretoken.drafters.base import DraftContext, TargetReads
-from foretoken.engine.drafting import Draft, Drafting
+from foretoken.drafters.registry import drafter_options
+from foretoken.engine.drafting import Draft, Drafting, choose_controller, most_nodes
 from foretoken.runner.cost_curve import CostCurve
 
 TREE = TokenTree.from_rows([TreeRow([7, 1, 2, 3], [-1, 0, 0, 1]), TreeRow([9, 4], [-1, 0])])
@@ -104,3 +105,34 @@ def test_who_was_not_asked_proposed_nothing_that_is_known(controller: Controller
     made = draft(lambda t: t, controller=controller, max_depth=max_depth)
     assert made.num_proposed == [None, None]
     assert (made.declined is not None) == isinstance(controller, Declining)
+
+
+@pytest.mark.parametrize("fixed", [{"num_speculative_tokens": 2}, {"tree": [[0], [0, 0]]}])
+def test_no_drafter_of_fixed_size_crowds_out_another(fixed: dict[str, Any]) -> None:
+    """Whole drafts are verified, probes of the one listed last among them."""
+    changes: list[Change] = [
+        lambda t: t,
+        lambda t: replace(UNKNOWN, tokens=t.tokens + 20 * (t.depths > 0)),
+        lambda t: replace(UNKNOWN, tokens=t.tokens + 40 * (t.depths > 0), source=PROBES + 1),
+    ]
+    drafters: list[Any] = [Proposer(change) for change in changes]
+    options = [drafter_options({"method": "ngram", **keys}) for keys in (fixed, {}, {})]
+    most = most_nodes(drafters)
+    drafting = Drafting(
+        drafters, choose_controller(options, drafters, handle()), vocab_size=VOCAB_SIZE, max_nodes=most,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    tree = drafting.propose(context([[5, 7], [5, 9]])).tree
+    assert (tree.parents >= 0).sum(1).tolist() == [9, 3]
+    assert tree.width <= most == 1 + 3 * 3
+
+
+def test_there_is_room_for_what_is_never_left_out() -> None:
+    """Drawn nodes and probes are verified whatever else is bought, so that rows of the cache must not run short."""
+    drafters: list[Any] = [Proposer(lambda t: t) for _ in range(3)]
+    for drafter, nodes in zip(drafters, (100, 64, 20), strict=True):
+        drafter.nodes_by_depth = (1, nodes)
+    assert most_nodes(drafters) == 182
+    drafters[0].nodes_by_depth = (1, 512)
+    assert most_nodes(drafters) == MAX_NODES
+    assert most_nodes([]) == 1
