@@ -44,6 +44,9 @@ def validated(
     end = f" {advice}" if advice else ""
     if not isinstance(values, Mapping):
         raise error(f"{what} is {shown(values)}. Expected keys and values.{end}")
+    nameless = [key for key in values if not isinstance(key, str)]
+    if nameless:
+        raise error(f"{what} has a key {shown(nameless[0])}. Expected names.{end}")
     if kind.model_config.get("extra") == "forbid":
         unknown = sorted(key for key in values if key not in kind.model_fields)
         if unknown:

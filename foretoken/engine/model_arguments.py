@@ -67,10 +67,12 @@ def checked_path(what: str, path: str | os.PathLike[Any]) -> str:
         path: What was given.
 
     Raises:
-        ConfigError: When it is bytes, no valid text, or longer than any path.
+        ConfigError: When it is bytes, no valid text, several lines, or longer than any path.
     """
     name = os.fspath(path)
     check_text(what, name, error=ConfigError)
+    if name and name.splitlines() != [name]:
+        raise ConfigError(f"{what} is {shown(name)}, which has a line break. Expected a path, or a hub id.")
     try:
         os.stat(name)  # noqa: PTH116 - pathlib hides some of what is wrong with a name
     except (FileNotFoundError, NotADirectoryError, PermissionError):

@@ -36,6 +36,8 @@ class Outer(BaseModel):
     [
         ({"size": 0}, "'size' of a thing is 0. Input should be greater than or equal to 1."),
         ({}, "'size' of a thing is missing. Expected a value."),
+        ({3: 1}, "a thing has a key 3. Expected names."),
+        ({"sixe": 2, None: 1, ("a",): 1}, "a thing has a key None. Expected names."),
         ({"size": 7}, "a thing: size must not be 7."),
         ({"size": 1, "sixe": 2}, r"a thing has no key 'sixe'. Did you mean 'size'\? Known: inner, many, pair, size."),
         (

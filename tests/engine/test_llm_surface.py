@@ -292,6 +292,7 @@ class BytesPath:
     [
         ("a" * 5000, r"model is 'a{50,}… \(str\), which no file can be called: File name too long"),
         ("a/" * 5000, "which no file can be called: File name too long"),
+        ("a\nb", r"model is 'a\\nb', which has a line break\. Expected a path, or a hub id\."),
         ("a\0b", r"model is 'a\\x00b', which no file can be called: embedded null byte"),
         ("a\ud800", "model holds a lone surrogate"),
         (b"/models/x", "model is b'/models/x'. Expected a directory"),
