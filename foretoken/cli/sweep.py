@@ -80,7 +80,7 @@ def sweep(
     quartiles.
 
     Each point is a line of results.jsonl as soon as it is measured; the same command goes on where it stopped. At
-    the end there are a table, results.parquet and pictures, which need foretoken[report]. In the table, `front` marks
+    the end there are a table, results.parquet and pictures, which need the extra `report`. In the table, `front` marks
     the points that no other one of the same dtype, runner, batch size and temperature beats: those that reach their tau
     (or their tokens/s) with the fewest drafted nodes a pass.
     """

@@ -8,7 +8,7 @@ from foretoken.control.base import UNBOUNDED, Allotment, Allowance
 from foretoken.trees.merge import merge_trees
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from foretoken.control.base import Continue
     from foretoken.core.records import StepRecord
@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 class Fixed:
     """Asks for whole drafts in every iteration."""
 
-    def __init__(self, max_nodes: int) -> None:
+    def __init__(self, max_nodes: int, most_nodes: Sequence[int] | None = None) -> None:
         """A controller without state.
 
         Args:
             max_nodes: Most nodes of a verified tree, root included.
+            most_nodes: Of each drafter's own tree, see `merge_trees`.
         """
         self._allowance, self._max_nodes = Allowance(depth=UNBOUNDED, nodes=max_nodes), max_nodes
+        self._most_nodes = most_nodes
 
     def allot(self, batch_size: int) -> Allotment:
         """As much as there is, for everyone."""
@@ -38,7 +40,8 @@ class Fixed:
         del continued
         if len(trees) == 1:
             return next(iter(trees.values()))
-        return merge_trees(list(trees.values()), max_nodes=self._max_nodes).narrowed()
+        most = None if self._most_nodes is None else [self._most_nodes[i] for i in trees]
+        return merge_trees(list(trees.values()), max_nodes=self._max_nodes, most_nodes=most).narrowed()
 
     def learn(self, record: StepRecord) -> None:
         """Nothing to learn."""

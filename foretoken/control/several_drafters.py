@@ -25,7 +25,7 @@ from foretoken.control.host_trees import count_followed, on_host, values_of, wit
 from foretoken.control.probing import WEIGHT_AT_PROBE, ProbeSchedule
 from foretoken.control.reach import Reach
 from foretoken.core.records import Declined
-from foretoken.core.token_tree import MAX_NODES
+from foretoken.core.token_tree import MAX_NODES, PROBE
 from foretoken.trees.graft import Graft, grafted
 from foretoken.trees.merge import merge_trees
 
@@ -54,7 +54,7 @@ class _Known:
     """What is known of one drafter."""
 
     def __init__(self, nodes_by_depth: Sequence[int], level_seconds: tuple[int, float] | None) -> None:
-        self.deepest = min(len(nodes_by_depth) - 1, _DEEPEST)
+        self.deepest, self.nodes_by_depth = min(len(nodes_by_depth) - 1, _DEEPEST), nodes_by_depth
         self.calibration, self.grafts = Calibration(), Calibration()
         self.seconds = DraftSeconds(self.deepest, level_seconds)
         self.probes = ProbeSchedule()
@@ -209,9 +209,7 @@ class SeveralDrafters:
     def select(self, trees: Mapping[int, TokenTree], continued: Continue | None = None) -> TokenTree:
         """The nodes worth their cost, grafted ones among them. Synchronises with the host."""
         self._take(trees)
-        # In the order in which they were asked: whether another one was may depend on what the ones before it drew, and
-        # their draws then have to be tested before its own.
-        answers = {i: answer for i, answer in self._answers.items() if answer.tree.width > 1}
+        answers = self._fitting()
         if not answers:
             return next(iter(trees.values()))
         # In the order in which they were asked: whether the later ones were may depend on what the earlier ones drew.
@@ -223,6 +221,25 @@ class SeveralDrafters:
         bought = self._bought = buy(merged, self._cost, self._host, draft_s=draft_s, max_nodes=self._max_nodes)
         self._note_widths(bought)
         return bought.taken_from(merged)
+
+    def _fitting(self) -> dict[int, _Answer]:
+        """The trees that are merged, in the order in which they came.
+
+        Drawn nodes and probes are verified whatever they cost, so a tree with such nodes takes part as a whole or not
+        at all. Its drafter's greatest tree tells whether it fits: what came may depend on what was drawn.
+        """
+        room, result = self._max_nodes - 1, dict[int, _Answer]()
+        for i, answer in self._answers.items():
+            if answer.tree.width < 2:
+                continue
+            if answer.tree.distributions is not None or (answer.host.sources[:, 1:] & PROBE).any():
+                known = self._known[i]
+                most = known.nodes_by_depth[self._asked[i] if self._asked[i] < known.deepest else -1] - 1
+                if most > room:
+                    continue
+                room -= most
+            result[i] = answer
+        return result
 
     def learn(self, record: StepRecord) -> None:
         """Counts what was accepted of whom, and what everything took; without drafts, now and then."""

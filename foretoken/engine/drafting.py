@@ -93,7 +93,7 @@ def choose_controller(
             several.keep_learned(KeptAcceptance(several.learners, key))
         return several
     if not options or not all(each.is_adaptive for each in options):
-        return Fixed(most_nodes(drafters))
+        return Fixed(most_nodes(drafters), [drafter.nodes_by_depth[-1] for drafter in drafters])
     is_dynamic = len(options) == 1 and options[0].tree == "dynamic"
     if len(options) == 1 and not is_dynamic and not (options[0].can_prune_tree and options[0].tree == "tree"):
         return AdaptiveDepth(target.costs, drafters[0].nodes_by_depth, level_seconds=time_drafts(drafters[0], target))

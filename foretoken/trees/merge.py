@@ -19,7 +19,11 @@ if TYPE_CHECKING:
 
 
 def merge_trees(
-    trees: Sequence[TokenTree], *, max_nodes: int = MAX_NODES, drafters: Sequence[int] | None = None
+    trees: Sequence[TokenTree],
+    *,
+    max_nodes: int = MAX_NODES,
+    drafters: Sequence[int] | None = None,
+    most_nodes: Sequence[int] | None = None,
 ) -> TokenTree:
     """Unites trees over the same roots; equal tokens under one parent become one node. No synchronisation.
 
@@ -34,6 +38,9 @@ def merge_trees(
             siblings are tested in this order, and a draw stays one only if nothing tested before depends on it.
         max_nodes: Most nodes a merged tree may have, root included.
         drafters: Whose each tree is, places among the engine's drafters; 0, 1, … when None.
+        most_nodes: How many nodes each tree could have had, root included, whatever was drawn: by this it is told
+            whether a tree that was drawn from fits. When None, the trees' own widths, which of pruned trees depend on
+            what was drawn.
 
     Returns:
         A tree whose `source` holds bit i where drafter i proposed the node, and `PROBE` where all who did meant a
@@ -50,11 +57,13 @@ def merge_trees(
             )
     order = sorted(range(len(trees)), key=lambda index: trees[index].distributions is None)
     bits = range(len(trees)) if drafters is None else drafters
-    merged = _marked(trees[order[0]], bits[order[0]])
+    widths = [tree.width for tree in trees] if most_nodes is None else most_nodes
+    merged, room = _marked(trees[order[0]], bits[order[0]]), max_nodes - widths[order[0]]
     for index in order[1:]:
         tree = trees[index]
-        if tree.distributions is not None and merged.width + tree.width - 1 > max_nodes:
+        if tree.distributions is not None and widths[index] - 1 > room:
             continue
+        room -= widths[index] - 1
         merged = _united(merged, _marked(tree, bits[index])).first_nodes(max_nodes)
     source = merged.source
     assert source is not None, "every merged tree has one"

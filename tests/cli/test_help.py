@@ -47,6 +47,14 @@ def test_values_have_plain_names_and_nothing_is_cut(command: str, width: int, mo
         assert is_flag == (names.split()[0] in flags(command)), row
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_no_word_is_taken_for_markup(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `[report]` after a package's name, which markup swallows."""
+    group: Any = typer.main.get_command(app)
+    said = group.commands[command].callback.__doc__ if command in group.commands else ""
+    assert not set((said or "").split()) - {"\b"} - set(" ".join(shown(command, 120, monkeypatch)).split())
+
+
 def flags(command: str) -> set[str]:
     """Options of a command that take no value."""
     group: Any = typer.main.get_command(app)

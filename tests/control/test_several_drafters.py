@@ -11,7 +11,7 @@ import torch
 from foretoken.control.base import Leaf
 from foretoken.control.several_drafters import SeveralDrafters
 from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
-from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree, TreeRow
+from foretoken.core.token_tree import PROBE, DraftDistributions, DrawKind, TokenTree, TreeRow
 from foretoken.runner.cost_curve import CostCurve
 
 FLAT, STEEP = ((1, 64), (1.0, 1.2)), ((1, 64), (1.0, 1.0 + 63 * 0.4))
@@ -297,3 +297,25 @@ def test_of_several_lookups_the_one_that_is_right_goes_on() -> None:
     assert chosen[-1].rows()[0].tokens == [5, 1, 2, 3, 4, 5]
     assert chosen[-1].source is not None
     assert chosen[-1].source[0, 1:].tolist() == [4, 4, 2, 2, 2], "credited to the second lookup"
+
+
+@pytest.mark.parametrize("kind", ["drawn", "probes"])
+def test_trees_that_are_verified_whole_fit_the_cache(kind: str) -> None:
+    """Of three such trees those asked last are left out, by how large they could have been."""
+    row = TreeRow([0, *range(1, 11)], range(-1, 10))
+    tree = TokenTree.from_rows([row] * 2)
+    if kind == "drawn":
+        rows = torch.full((2, 1, 64), 1 / 64)
+        kinds = torch.full_like(tree.tokens, DrawKind.INDEPENDENT.value)
+        drafts = DraftDistributions(kinds=kinds, rows=rows, row_of=torch.zeros_like(kinds), max_siblings=1)
+        trees = [replace(tree, distributions=drafts)] * 3
+    else:  # of other tokens each, so that none joins another's
+        source = torch.full_like(tree.tokens, PROBE)
+        trees = [replace(tree, tokens=tree.tokens + 11 * (tree.depths > 0) * i, source=source) for i in range(3)]
+    made = SeveralDrafters(CostCurve((1,), (1.0,)), nodes_by_depth=[(1, *[16] * 10)] * 3, max_nodes=32)
+    made.allot(2)
+    made.further({2: trees[2]})
+    merged = made.select({2: trees[2], 0: trees[0], 1: trees[1]})
+    assert merged.source is not None
+    assert int(merged.num_nodes.max()) == 21
+    assert (merged.source & ~PROBE)[0, 1:].unique().tolist() == [0b001, 0b100]

@@ -149,6 +149,14 @@ def test_a_drawn_tree_is_never_cut() -> None:
         assert int(merge_trees([first, second], max_nodes=max_nodes).num_nodes) == count
 
 
+def test_what_pruned_trees_could_have_had_tells_whether_they_fit() -> None:
+    """How much pruning left of a tree depends on what was drawn."""
+    first, second, third = (drawn([5, 1, 2], [-1, 0, 0], seed=seed) for seed in (0, 1, 2))
+    merged = merge_trees([first, second, third], max_nodes=8, most_nodes=[3, 7, 3])
+    assert merged.source is not None
+    assert merged.source[0, : int(merged.num_nodes)].tolist() == [0b111, 0b001, 0b001, 0b100, 0b100]
+
+
 @given(row=rows(), seed=st.integers(0, 9))
 def test_pruned_trees_are_what_is_kept_of_them(row: TreeRow, seed: int) -> None:
     tree = TokenTree.from_rows([row, TreeRow([50, 1], [-1, 0])])
