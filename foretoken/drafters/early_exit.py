@@ -57,7 +57,7 @@ class Options(DrafterOptions):
     has_dynamic_trees: ClassVar[bool] = True
     prunable_by: ClassVar[frozenset[str]] = frozenset(Pruning.model_fields)
 
-    exit_layer: int | None = Field(default=None, ge=1)
+    exit_layer: int | None = Field(default=None, ge=1, le=1000)
     draft_sample_method: Literal["greedy", "probabilistic"] = "probabilistic"
 
 

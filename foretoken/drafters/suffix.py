@@ -57,9 +57,9 @@ class Options(DrafterOptions):
     prunable_by: ClassVar[frozenset[str]] = frozenset({"token_probability", "path_probability"})
 
     suffix_decoding_max_tree_depth: int = Field(default=24, ge=2, le=256)
-    suffix_decoding_max_cached_requests: int = Field(default=10_000, ge=0)
-    suffix_decoding_max_cached_bytes: int = Field(default=256 << 20, ge=1)
-    suffix_decoding_max_spec_factor: float = Field(default=1.0, ge=0.0)
+    suffix_decoding_max_cached_requests: int = Field(default=10_000, ge=0, le=10**9)
+    suffix_decoding_max_cached_bytes: int = Field(default=256 << 20, ge=1, le=1 << 50)
+    suffix_decoding_max_spec_factor: float = Field(default=1.0, ge=0.0, le=1000.0)
     suffix_decoding_min_token_prob: float = Field(default=0.1, ge=0.0, le=1.0)
 
     @model_validator(mode="after")
