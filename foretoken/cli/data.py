@@ -88,9 +88,9 @@ def data(
     from foretoken.training.data.corpus import CorpusPlan, build_corpus
     from foretoken.training.data.hub_datasets import dataset_source
     from foretoken.training.data.sources import file_source, json_source, text_source
-    from foretoken.training.data.writer import check_place
+    from foretoken.training.data.writer import PACKED_TOKENS
 
-    check_place(out, force=force)
+    PACKED_TOKENS.check(out, force=force)
     speculative_config = options.drafter_texts(speculative_config, spec_type)
     if speculative_config is not None and (len(speculative_config) > 1 or not self_distill):
         raise ConfigError("data takes one --speculative-config, together with --self-distill. Leave the others out.")

@@ -20,14 +20,15 @@ def index(
     """Sort the suffixes of packed tokens, so that what followed any run of them is found at once.
 
     Sorting takes 60 bytes of memory a token, the files 6 (8 where the vocabulary has more than 65536 tokens). Drafts
-    come from the corpus as long as it was made with the target's tokenizer; they never change the text.
+    come from the corpus as long as it was made with the target's tokenizer; they never change the text. The files are
+    mapped into memory where they are drafted from: do not change them meanwhile.
     """
     from foretoken.cli.data import ending_cleanly
     from foretoken.core.errors import RequestError
-    from foretoken.lookups.datastore_files import SORTED_DEPTH, check_place, write_datastore
+    from foretoken.lookups.datastore_files import DATASTORE, SORTED_DEPTH, write_datastore
     from foretoken.training.data.packed import PackedTokens
 
-    check_place(out, force=force)
+    DATASTORE.check(out, force=force)
     packed = PackedTokens.open(data)
     missing = {"vocab_size", "eos_id", "tokenizer_sha", "tokens_sha256"} - packed.meta.keys()
     if missing:

@@ -171,18 +171,18 @@ class SeveralDrafters:
     def further(self, trees: Mapping[int, TokenTree]) -> Ask | None:
         """The drafter that adds most to what is there, or one that is to be tried; None where neither is there."""
         self._take(trees)
-        dear = [i for i in range(len(self._known)) if i not in self._asked and i not in self._free]
-        if not dear:
+        costly = [i for i in range(len(self._known)) if i not in self._asked and i not in self._free]
+        if not costly:
             return None
         at_hand, costs = self._at_hand(), self._costs()
-        candidates = {i: self._candidate(i) for i in dear}
+        candidates = {i: self._candidate(i) for i in costly}
         paying = {i: each for i, each in candidates.items() if not self._known[i].probes.is_spent}
         choice = choose(at_hand, paying, costs)
         if choice.drafter is not None:
             self._judged.add(choice.drafter)
             self._known[choice.drafter].probes.reset()
             return self._asking(Ask((choice.drafter,), choice.depth))
-        for i in dear:
+        for i in costly:
             if i in self._judged:
                 continue
             self._judged.add(i)
@@ -300,9 +300,9 @@ class SeveralDrafters:
         depths = np.arange(1.0, known.deepest + 1)
         seconds = np.asarray(known.seconds(depths), dtype=np.float64)
         widths = np.maximum(known.widths, 1.0)  # what is not bought brings nothing: a level takes a node at least
-        return Candidate(known.reach(self._dear_before()).probabilities(), widths, seconds)
+        return Candidate(known.reach(self._costly_before()).probabilities(), widths, seconds)
 
-    def _dear_before(self) -> frozenset[int]:
+    def _costly_before(self) -> frozenset[int]:
         """Those who have answered and cost something."""
         return frozenset(self._answers) - self._free
 
@@ -393,16 +393,16 @@ class SeveralDrafters:
         """Counts which nodes the generated tokens followed, of each drafter after those that were asked before."""
         steps = record.sequences
         right: dict[int, list[int]] = {}
-        before, dear = [0] * self._batch, frozenset[int]()
+        before, costly = [0] * self._batch, frozenset[int]()
         for i, answer in self._answers.items():
             known = self._known[i]
             right[i] = count_followed(answer.host, known.calibration, steps)
             for row, step in enumerate(steps):
-                known.reach(dear).learn(
+                known.reach(costly).learn(
                     before=before[row], right=right[i][row], asked=self._asked[i], generated=len(step.tokens)
                 )
             before = [max(pair) for pair in zip(before, right[i], strict=True)]
-            dear |= {i} - self._free
+            costly |= {i} - self._free
         for each in self._grafts:
             _learn_graft(self._known[each.drafter].grafts, each, steps[each.leaf.row].tokens)
         if record.num_prompt_tokens:

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationInfo, f
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.core.validation import validated
-from foretoken.trees.choices import TreeShape
+from foretoken.trees.choices import OF_LANGUAGE_MODELS, TreeShape
 from foretoken.trees.dynamic import DynamicShape
 from foretoken.trees.pruning import Pruning
 from foretoken.trees.published import PUBLISHED
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from foretoken.hf.loading import LoadedModel
     from foretoken.runner.cost_curve import CostCurve
     from foretoken.sampling.batch import SamplingBatch
+    from foretoken.trees.dynamic import AnyShape
 
 LONGEST_CHAIN = 16  # drafted tokens a pass when nothing else sets a bound
 
@@ -377,6 +378,13 @@ class DrafterOptions(BaseModel):
         return DynamicShape(
             top_k=self.tree_top_k, depth=min(self.chain_len, greatest_depth), max_nodes=self.max_nodes
         )  # fmt: skip
+
+    @property
+    def language_model_shape(self) -> AnyShape:
+        """The trees asked for, dynamic or static, of drafters that are language models."""
+        if self.tree == "dynamic":
+            return self.dynamic_shape(LONGEST_CHAIN)
+        return self.shape(lambda: TreeShape.from_choices(OF_LANGUAGE_MODELS))
 
     def shape(self, branching: Callable[[], TreeShape]) -> TreeShape:
         """The static shape asked for.

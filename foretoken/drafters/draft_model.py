@@ -16,7 +16,6 @@ from pydantic import model_validator
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import (
-    LONGEST_CHAIN,
     Committed,
     DraftContext,
     Drafter,
@@ -32,7 +31,7 @@ from foretoken.drafters.quantization import QuantizationOption, with_quantizatio
 from foretoken.drafters.text_draft import TextDraftDrafter
 from foretoken.drafters.vocab_map import Translation, VocabularyMap
 from foretoken.runner.runner import Runner
-from foretoken.trees.choices import OF_LANGUAGE_MODELS, TreeShape
+from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import begin_expansion
 from foretoken.trees.pruning import Pruning
 
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.hf.loading import LoadedModel
-    from foretoken.trees.dynamic import AnyShape
 
 
 class Options(DrafterOptions):
@@ -125,11 +123,7 @@ class DraftModelDrafter:
             match: Compares the vocabularies of both; None where they are known to be the same.
         """
         self._options, self._load, self._match = options, load, match
-        self._shape: AnyShape = (
-            options.dynamic_shape(LONGEST_CHAIN)
-            if options.tree == "dynamic"
-            else options.shape(lambda: TreeShape.from_choices(OF_LANGUAGE_MODELS))
-        )
+        self._shape = options.language_model_shape
         self._shapes = [self._shape.truncated(depth) for depth in range(self._shape.depth + 1)]
         self.nodes_by_depth: Sequence[int] = [shape.num_nodes for shape in self._shapes]
         self._texts: dict[int, Translation] = {}  # of slots, where vocabularies differ

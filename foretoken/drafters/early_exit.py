@@ -20,7 +20,6 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import (
-    LONGEST_CHAIN,
     Committed,
     DraftContext,
     Drafter,
@@ -31,7 +30,6 @@ from foretoken.drafters.base import (
 )
 from foretoken.drafters.kept_draws import KeptDraws
 from foretoken.drafters.level_passes import LevelPasses
-from foretoken.trees.choices import OF_LANGUAGE_MODELS, TreeShape
 from foretoken.trees.dynamic import begin_expansion
 from foretoken.trees.expansion import TreeExpansion
 from foretoken.trees.pruning import Pruning
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.trees.dynamic import AnyShape
     from foretoken.trees.expansion import Expansion
 
 
@@ -69,11 +66,7 @@ class EarlyExitDrafter:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._shape: AnyShape = (
-            options.dynamic_shape(LONGEST_CHAIN)
-            if options.tree == "dynamic"
-            else options.shape(lambda: TreeShape.from_choices(OF_LANGUAGE_MODELS))
-        )
+        self._shape = options.language_model_shape
         self._shapes = [self._shape.truncated(depth) for depth in range(self._shape.depth + 1)]
         self.nodes_by_depth: Sequence[int] = [shape.num_nodes for shape in self._shapes]
         self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy", pruning=options.pruning)

@@ -11,23 +11,21 @@ from __future__ import annotations
 
 import json
 import mmap
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from foretoken.core import atomic_files
-from foretoken.core.atomic_files import told_as
 from foretoken.core.bounded_reads import check_regular
 from foretoken.core.checks import check_integer
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.core.json_files import read_json_object
+from foretoken.core.output_directory import OutputDirectory
 from foretoken.core.validation import validated
 from foretoken.lookups.suffix_array import BYTES_A_TOKEN, MOST_TOKENS, sorted_suffixes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from pathlib import Path
 
     from numpy.typing import NDArray
@@ -37,6 +35,7 @@ FORMAT: Literal["foretoken-datastore"] = "foretoken-datastore"
 SORTED_DEPTH = 64  # tokens by which suffixes are sorted: the longest match and what is drafted after it
 ADVICE = "Make it with `foretoken data index`."
 _READ_AT_ONCE = 1 << 22
+DATASTORE = OutputDirectory("a datastore", lambda place: (place / INDEX).is_file() and (place / SUFFIXES).is_file())
 
 
 class DatastoreIndex(BaseModel):
@@ -107,7 +106,7 @@ def write_datastore(
     index = validated(
         DatastoreIndex, facts, "the data", error=RequestError, advice="It is damaged: make it again."
     )  # fmt: skip
-    with _new_directory(directory, force=force) as new:
+    with DATASTORE.new(directory, force=force) as new:
         np.asarray(tokens).astype(f">u{np.dtype(dtype).itemsize}").tofile(new / TOKENS)
         _sorted(tokens, on_round).astype("<u4").tofile(new / SUFFIXES)
         (new / INDEX).write_text(json.dumps(index.model_dump(mode="json"), indent=2) + "\n", encoding="utf-8")
@@ -123,36 +122,6 @@ def _sorted(tokens: NDArray[Any], on_round: Callable[[int], None] | None) -> NDA
             f"sorting {len(tokens)} tokens takes {len(tokens) * BYTES_A_TOKEN / 2**30:.1f} GiB of memory, and there is "
             "less. Expected fewer tokens, or more memory."
         ) from err
-
-
-def check_place(directory: Path, *, force: bool) -> None:
-    """Whether a datastore may be written to a directory.
-
-    Raises:
-        RequestError: When something is there, unless it is a datastore and `force` allows to replace it.
-    """
-    if not directory.exists():
-        return
-    if not directory.is_dir():
-        raise RequestError(f"'{directory}' is not a directory. Expected a new name.")
-    if not any(directory.iterdir()):
-        return
-    if not (directory / INDEX).is_file() or not (directory / SUFFIXES).is_file():
-        raise RequestError(f"'{directory}' holds other files. Expected a new or empty directory.")
-    if not force:
-        raise RequestError(f"'{directory}' holds a datastore already. Expected a new directory. Pass --force.")
-
-
-@contextmanager
-def _new_directory(directory: Path, *, force: bool) -> Iterator[Path]:
-    """A directory to write into that takes its place at the end; see `check_place`."""
-    check_place(directory, force=force)
-    with (
-        told_as(RequestError, f"'{directory}'", "Mend that or choose another place."),
-        atomic_files.new_directory(directory, existing="replace") as building,
-    ):
-        yield building
-        check_place(directory, force=force)
 
 
 def read_index(directory: Path) -> DatastoreIndex:

@@ -16,8 +16,6 @@ Letters: B sequences, N nodes of the shape, P nodes of one frontier, C children 
 from __future__ import annotations
 
 from bisect import bisect_right
-from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -27,6 +25,7 @@ from foretoken.core.backend import integers_on, reads_are_free
 from foretoken.core.token_tree import DraftDistributions, DrawKind, HostFacts, TokenTree
 from foretoken.trees.merge import compacted
 from foretoken.trees.pruning import normalised_entropy
+from foretoken.trees.shape_levels import Level, relations_of, whole_places
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -151,7 +150,7 @@ class TreeExpansion:
             draws: How tokens are chosen.
         """
         self.shape, self.draws = shape, draws
-        self._relations = _relations(shape, roots.device)
+        self._relations = relations_of(shape, roots.device)
         batch = roots.shape[0]
         self.tokens = torch.zeros(batch, shape.num_nodes, dtype=torch.int64, device=roots.device)
         self.tokens.select(1, 0).copy_(roots)
@@ -165,7 +164,7 @@ class TreeExpansion:
         if draws.pruning is not None:
             is_root = torch.arange(shape.num_nodes, device=roots.device) == 0
             self._is_kept, self._goes_on = is_root.repeat(batch, 1), is_root.repeat(batch, 1)
-            self._narrowed: list[tuple[Tensor, _Level]] = []  # of each depth, which nodes of the level go on, and these
+            self._narrowed: list[tuple[Tensor, Level]] = []  # of each depth, which nodes of the level go on, and these
 
     @property
     def parents(self) -> Tensor:
@@ -315,7 +314,7 @@ class TreeExpansion:
             host_facts=HostFacts(roots=roots, depths=deepest, num_nodes=counts, num_tokens=bound),
         )
 
-    def _level(self, depth: int) -> _Level:
+    def _level(self, depth: int) -> Level:
         """The nodes of one depth whose children are chosen; those above are final."""
         level = self._relations.levels[depth]
         if self._pruning is None or not reads_are_free(self.tokens.device):
@@ -326,7 +325,7 @@ class TreeExpansion:
             self._narrowed.append((places, level.narrowed(places, above)))
         return self._narrowed[depth][1]
 
-    def _prune(self, level: _Level, log_probs: Tensor, gains: Tensor) -> None:
+    def _prune(self, level: Level, log_probs: Tensor, gains: Tensor) -> None:
         """Tells which children of a level stay, as long as they are chosen, and which of them go on.
 
         Args:
@@ -343,7 +342,7 @@ class TreeExpansion:
         passes = pruning.token_passes(gains, entropies) & pruning.path_passes(self._scores[:, children])
         self._is_kept[:, children] = self._goes_on[:, children] = self._goes_on[:, level.parents] & passes
 
-    def _keep_drawn(self, level: _Level, is_drawn: Tensor) -> None:
+    def _keep_drawn(self, level: Level, is_drawn: Tensor) -> None:
         """Keeps the draws of a level, (B, C) bool, whatever their probability: see `foretoken.trees.pruning`."""
         if self._pruning is not None:
             self._is_kept[:, level.children] |= is_drawn & self._goes_on[:, level.parents]
@@ -354,7 +353,7 @@ class TreeExpansion:
 
     def _whole(self, facts: HostFacts) -> TokenTree:
         """The trees as they are, where every sequence has one."""
-        parents, depths, num_nodes = _whole_places(self._relations, len(self.tokens))
+        parents, depths, num_nodes = whole_places(self._relations, len(self.tokens))
         distributions = None
         if self._rows:
             distributions = DraftDistributions(
@@ -371,159 +370,6 @@ class TreeExpansion:
             distributions=distributions,
             host_facts=facts,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Relations:
-    """Who descends from whom in a shape.
-
-    Attributes:
-        depths: Depth of every node.
-        levels: Of each depth, the nodes that have children.
-        places: (3, N) int64, parents, depths and ranks.
-        max_siblings: Most children of a node.
-        num_inner: Nodes that have children.
-        widest_level: Most of them of one depth.
-        num_candidates: The largest rank and one.
-    """
-
-    depths: list[int]
-    levels: list[_Level]
-    places: Tensor
-    max_siblings: int
-    num_inner: int
-    widest_level: int
-    num_candidates: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Level:
-    """The P nodes of one depth that have children, and these C children.
-
-    Attributes:
-        indices: P nodes.
-        nodes: Picks them from (B, N): a slice where they follow each other, else (P,) int64.
-        origins: See `Frontier`.
-        children: (C,) int64, nodes.
-        parents: (C,) int64, the parent of each.
-        place: (C,) int64, where that parent stands among the P nodes.
-        rank: (C,) int64, of each among the candidates after its parent.
-        order: (C,) int64, of each among its siblings.
-        kind: (C,) int64, the `DrawKind` of each where it is drawn.
-        num_candidates: Candidates after a node that have to be known: the largest rank and one.
-    """
-
-    indices: list[int]
-    nodes: slice | Tensor
-    origins: Tensor | None
-    children: Tensor
-    parents: Tensor
-    place: Tensor
-    rank: Tensor
-    order: Tensor
-    kind: Tensor
-    num_candidates: int
-
-    def narrowed(self, places: Tensor, above: Tensor | None) -> _Level:
-        """A part of the level.
-
-        Args:
-            places: (P',) int64, which of the P nodes, ascending.
-            above: Likewise of the level above; None at the root.
-        """
-        device = places.device
-        new_place = torch.full((len(self.indices),), -1, device=device)
-        new_place[places] = torch.arange(len(places), device=device)
-        stays = new_place[self.place] >= 0
-        origins = None
-        if above is not None:
-            all_origins = torch.arange(len(self.indices), device=device) if self.origins is None else self.origins[0]
-            origins = torch.searchsorted(above, all_origins[places]).unsqueeze(0)
-        indices = [self.indices[place] for place in places.tolist()]
-        return _Level(
-            indices=indices,
-            nodes=torch.tensor(indices, dtype=torch.int64, device=device),
-            origins=origins,
-            children=self.children[stays],
-            parents=self.parents[stays],
-            place=new_place[self.place[stays]],
-            rank=self.rank[stays],
-            order=self.order[stays],
-            kind=self.kind[stays],
-            num_candidates=self.num_candidates,
-        )
-
-
-class _Table(NamedTuple):
-    """Parent, children and rank of every node of a shape."""
-
-    parents: list[int]
-    children: list[list[int]]
-    ranks: list[int]
-
-
-@lru_cache(maxsize=64)  # a drafter has one shape, cut off at as many depths as it has levels
-def _relations(shape: TreeShape, device: torch.device) -> _Relations:
-    """What is to know of a shape."""
-    parents, depths, ranks = shape.parents, shape.depths, shape.ranks
-    children: list[list[int]] = [[] for _ in parents]
-    for node, parent in enumerate(parents):
-        if node:
-            children[parent].append(node)
-    inner: list[list[int]] = [[] for _ in range(shape.depth)]
-    for node, own in enumerate(children):
-        if own:
-            inner[depths[node]].append(node)
-    return _Relations(
-        depths=depths,
-        levels=[
-            _level(nodes, inner[depth - 1] if depth else [-1], _Table(parents, children, ranks), device)
-            for depth, nodes in enumerate(inner)
-        ],
-        places=torch.tensor([parents, depths, ranks], device=device),
-        max_siblings=max(map(len, children)),
-        num_inner=sum(map(len, inner)),
-        widest_level=max(map(len, inner), default=0),
-        num_candidates=max(ranks) + 1,
-    )
-
-
-@lru_cache(maxsize=64)
-def _whole_places(relations: _Relations, batch: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Parents, depths and numbers of nodes of trees that nothing is cut off: (B, N) twice, and (B,)."""
-    parents, depths, _ = relations.places.unsqueeze(1).expand(-1, batch, -1).unbind()
-    return parents, depths, torch.full((batch,), len(relations.depths), device=parents.device)
-
-
-def _level(nodes: list[int], above: list[int], relations: _Table, device: torch.device) -> _Level:
-    """The nodes of one depth that have children, as those of the depth above are."""
-    parents, children, ranks = relations
-    columns = [
-        (child, node, place, ranks[child], order, _kind(len(children[node])))
-        for place, node in enumerate(nodes)
-        for order, child in enumerate(children[node])
-    ]
-    origins = [above.index(parents[node]) for node in nodes]
-    first, last = nodes[0], nodes[-1]
-    is_run = last - first + 1 == len(nodes)
-    child, parent, place, rank, order, kind = torch.tensor(columns, device=device).T.contiguous()
-    return _Level(
-        indices=nodes,
-        nodes=slice(first, last + 1) if is_run else torch.tensor(nodes, device=device),
-        origins=None if origins == list(range(len(above))) else torch.tensor([origins], device=device),
-        children=child,
-        parents=parent,
-        place=place,
-        rank=rank,
-        order=order,
-        kind=kind,
-        num_candidates=max(column[3] for column in columns) + 1,
-    )
-
-
-def _kind(siblings: int) -> int:
-    """How one of so many children is drawn."""
-    return (DrawKind.INDEPENDENT if siblings == 1 else DrawKind.WITHOUT_REPLACEMENT).value
 
 
 def _entries(table: Tensor, place: Tensor, column: Tensor) -> Tensor:

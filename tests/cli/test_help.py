@@ -113,9 +113,9 @@ def test_examples_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for arguments in examples(command, monkeypatch):
             prompt = tmp_path / "prompt.txt"
             prompt.write_text("import os\n")
-            places = {"prompt.txt": str(prompt), "runs/hydra": str(tmp_path / "h"), "runs/trt": str(tmp_path / "t")}
             more = ("--max-tokens", "4") if command == "generate" else ()
-            result = run(*(places.get(argument, argument) for argument in arguments), *more)
+            placed = [argument.replace("runs/", f"{tmp_path}/") for argument in arguments]  # nothing is left behind
+            result = run(*(str(prompt) if argument == "prompt.txt" else argument for argument in placed), *more)
             assert result.returncode == 0, result.stderr
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.training.data.packed import DataProgress, PackedTokens
-from foretoken.training.data.writer import PackedWriter, new_directory
+from foretoken.training.data.writer import PACKED_TOKENS, PackedWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -127,7 +127,7 @@ def build_corpus(
     """
     parts = [TRAIN] if not plan.held_out_fraction and not plan.held_out_sources else [TRAIN, HELD_OUT]
     used = [makers(TRAIN), *([makers(HELD_OUT)] if plan.held_out_sources else [])]
-    with new_directory(directory, force=force) as building, ExitStack() as files:
+    with PACKED_TOKENS.new(directory, force=force) as building, ExitStack() as files:
         writers = {part: files.enter_context(PackedWriter(building / part, tokenizer, vocab_size)) for part in parts}
         clock = _Clock(plan, on_progress)
         for record, document in _limited(used[0], plan.sources, plan.num_documents, clock):

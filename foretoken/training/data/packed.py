@@ -19,7 +19,7 @@ from foretoken.core.errors import RequestError
 from foretoken.core.json_files import read_json_object
 from foretoken.sampling.noise import derive_seed
 from foretoken.training.data.shuffle import shuffled
-from foretoken.training.data.writer import FORMAT, META, SUPERVISED, TOKENS, VERSION, PackedWriter, new_directory
+from foretoken.training.data.writer import FORMAT, META, PACKED_TOKENS, SUPERVISED, TOKENS, VERSION, PackedWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -157,7 +157,7 @@ def write_packed(
             Whatever fails, `documents` included, nothing is written and what was there stays.
     """
     begin = time.perf_counter()
-    with new_directory(directory, force=force) as building, PackedWriter(building, tokenizer, vocab_size) as writer:
+    with PACKED_TOKENS.new(directory, force=force) as building, PackedWriter(building, tokenizer, vocab_size) as writer:
         for document in documents:
             writer.add(document)
             if on_progress is not None:

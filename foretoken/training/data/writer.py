@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from foretoken.core import atomic_files
-from foretoken.core.atomic_files import told_as
 from foretoken.core.errors import RequestError
+from foretoken.core.output_directory import OutputDirectory
 from foretoken.core.tokenizer_sha import tokenizer_sha
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
     from types import TracebackType
 
@@ -24,6 +21,9 @@ if TYPE_CHECKING:
 FORMAT, VERSION = "foretoken-packed-tokens", 1
 META, TOKENS, SUPERVISED = "meta.json", "tokens.bin", "supervised.bin"
 _BUFFER_BYTES = 1 << 20
+PACKED_TOKENS = OutputDirectory(
+    "packed tokens", lambda place: any((place / part / META).is_file() for part in ("", "train"))
+)
 
 
 def largest_id(tokenizer: Any) -> int:
@@ -128,44 +128,3 @@ class PackedWriter:
         }
         (self._directory / META).write_text(json.dumps(facts, indent=2), encoding="utf-8")
         return facts
-
-
-def check_place(directory: Path, *, force: bool) -> None:
-    """Whether packed tokens may be written to a directory.
-
-    Raises:
-        RequestError: When something is there, unless it is packed tokens and `force` allows to replace them.
-    """
-    if not directory.exists():
-        return
-    if not directory.is_dir():
-        raise RequestError(f"'{directory}' is not a directory. Expected a new name.")
-    if not any(directory.iterdir()):
-        return
-    if not any((directory / part / META).is_file() for part in ("", "train")):
-        raise RequestError(f"'{directory}' holds other files. Expected a new or empty directory.")
-    if not force:
-        raise RequestError(f"'{directory}' holds packed tokens already. Expected a new directory. Pass --force.")
-
-
-@contextmanager
-def new_directory(directory: Path, *, force: bool) -> Iterator[Path]:
-    """Builds a directory beside its place and moves it there at the end.
-
-    Args:
-        directory: The place.
-        force: Replaces packed tokens that are there.
-
-    Yields:
-        The directory to write into; see `core.atomic_files`.
-
-    Raises:
-        RequestError: When the place is taken or cannot be written to.
-    """
-    check_place(directory, force=force)
-    with (
-        told_as(RequestError, f"'{directory}'", "Mend that or choose another place."),
-        atomic_files.new_directory(directory, existing="replace") as building,
-    ):
-        yield building
-        check_place(directory, force=force)
