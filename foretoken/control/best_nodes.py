@@ -110,7 +110,7 @@ class BestNodes:
         (tree,) = trees.values()
         self._tree = on_host(tree)
         valued = with_values(tree, values_of(self._tree, self._calibration))
-        bought = buy(valued, self._cost, self._host, draft_s=self._draft_s, max_nodes=self._max_nodes)
+        bought = buy(valued, on_host(valued), self._cost, self._host, draft_s=self._draft_s, max_nodes=self._max_nodes)
         self._note(bought)
         return bought.taken_from(valued)
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from foretoken.control.host_trees import falling, on_host, with_ancestors
+from foretoken.control.host_trees import falling, with_ancestors
 from foretoken.core.token_tree import MAX_NODES, PROBE, DrawKind
 from foretoken.trees.merge import prune
 
@@ -54,18 +54,24 @@ class Purchase(NamedTuple):
 
 
 def buy(
-    tree: TokenTree, cost: CostCurve, host_seconds: FadingLine, *, draft_s: float, max_nodes: int = MAX_NODES
+    tree: TokenTree,
+    host: HostTree,
+    cost: CostCurve,
+    host_seconds: FadingLine,
+    *,
+    draft_s: float,
+    max_nodes: int = MAX_NODES,
 ) -> Purchase:
-    """Chooses nodes. Synchronises with the host.
+    """Chooses nodes.
 
     Args:
         tree: With calibrated `scores`.
+        host: The same on the host.
         cost: Seconds of passes.
         host_seconds: Of the host, by the tokens generated.
         draft_s: Seconds that drafting took.
         max_nodes: Most nodes of each tree, root included; drawn nodes and probes are kept beyond.
     """
-    host = on_host(tree)
     assert host.scores is not None, "the trees are valued"
     batch = len(host.tokens)
     is_fixed = np.zeros_like(host.is_drafted)

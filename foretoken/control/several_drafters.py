@@ -215,10 +215,13 @@ class SeveralDrafters:
         # In the order in which they were asked: whether the later ones were may depend on what the earlier ones drew.
         valued = [with_values(answer.tree, answer.values) for answer in answers.values()]
         merged = merge_trees(valued, max_nodes=MAX_NODES, drafters=list(answers))
-        if continued is not None:
-            merged = self._with_grafts(merged, continued)
+        host = on_host(merged)
+        grafts = [] if continued is None else self._grafts_on(host, continued)
+        if grafts:
+            merged = grafted(merged, grafts, max_nodes=MAX_NODES)
+            host = on_host(merged)
         draft_s = self._draft_s() + float(self._merging(len(answers)))
-        bought = self._bought = buy(merged, self._cost, self._host, draft_s=draft_s, max_nodes=self._max_nodes)
+        bought = self._bought = buy(merged, host, self._cost, self._host, draft_s=draft_s, max_nodes=self._max_nodes)
         self._note_widths(bought)
         return bought.taken_from(merged)
 
@@ -334,12 +337,11 @@ class SeveralDrafters:
             hit_rate=1.0,
         )
 
-    def _with_grafts(self, merged: TokenTree, continued: Continue) -> TokenTree:
-        """A merged tree with what lookups say after its best leaves that they did not propose themselves.
+    def _grafts_on(self, host: HostTree, continued: Continue) -> list[Graft]:
+        """What lookups say after the best leaves of merged trees that they did not propose themselves.
 
         Of several answers the one stays of which most tokens are expected to be accepted; all are learned from.
         """
-        host = on_host(merged)
         assert host.scores is not None, "the trees are valued"
         rows = np.arange(len(host.tokens))[:, None]
         is_parent = np.zeros_like(host.is_drafted)
@@ -362,7 +364,7 @@ class SeveralDrafters:
                 best = max(answers, key=lambda each: float(self._graft_values(each).sum()))
                 scores = (values[place] + np.log(self._graft_values(best))).tolist()
                 grafts.append(Graft(row, node, len(leaf.path), best.tokens, scores, 1 << best.drafter))
-        return grafted(merged, grafts, max_nodes=MAX_NODES) if grafts else merged
+        return grafts
 
     def _graft_values(self, graft: _Grafted) -> NDArray[np.float64]:
         """Probability that each token of a chain is accepted with those before it, where its leaf is."""
