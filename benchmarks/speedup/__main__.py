@@ -60,7 +60,6 @@ def _run(options: argparse.Namespace, arguments: list[str]) -> int:
         dtype=options.dtype,
         device=options.device,
         runner=options.runner,
-        is_refreshed=options.refresh_costs,
     )
     conditions = conditions_of(settings, target, options.prompts)
     journal = Journal(options.runs / f"{options.out.name}.jsonl", conditions)
@@ -161,7 +160,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", default="cpu", help="cpu, or cuda (default: %(default)s)")
     parser.add_argument("--runner", default="auto", help="as `foretoken bench` takes it (default: %(default)s)")
     parser.add_argument("--threads", type=int, help="CPU threads; torch's own choice when left out")
-    parser.add_argument("--refresh-costs", action="store_true", help="measure anew what passes cost")
     return parser
 
 

@@ -41,7 +41,6 @@ class Settings:
         dtype: Of target and drafters.
         device: "cpu", or another torch device.
         runner: See `LLM`.
-        is_refreshed: Whether the costs of passes, which decide how much is drafted, are measured anew.
     """
 
     methods: Sequence[str]
@@ -52,7 +51,6 @@ class Settings:
     dtype: str
     device: str
     runner: str
-    is_refreshed: bool = False
 
     @property
     def names(self) -> list[str]:
@@ -118,8 +116,7 @@ def _measure_size(
     loaded, tokenizer = load_model(str(place), dtype=settings.dtype, device=settings.device), load_tokenizer(str(place))
     if tokenizer is None:
         raise RequestError(f"'{place}' has no tokenizer. Expected tokenizer files beside the weights.")
-    if settings.is_refreshed:
-        measure_anew(loaded, settings.runner, 1)
+    measure_anew(loaded, settings.runner, 1)  # what is kept may be of a busier hour
     workload = Workload(
         prompts=settings.prompts[: size.num_prompts],
         temperatures=settings.temperatures,

@@ -21,7 +21,8 @@ _DRIFT_RATE = 0.05  # and in that of the other widths: machines slow down and sp
 class CostCurve:
     """Seconds of a pass by its width, piecewise linear between measured widths.
 
-    Never less than for a narrower one, and linear past the last measured width.
+    Never more than for a wider one, as whatever disturbs a measurement only adds to it; linear past the last measured
+    width.
     """
 
     def __init__(self, widths: Sequence[int], seconds: Sequence[float]) -> None:
@@ -75,7 +76,7 @@ class CostCurve:
 
     def seconds(self, widths: Any) -> Any:
         """Seconds of passes; widths: an array of numbers of tokens, gives an array of the same shape."""
-        rising = np.maximum.accumulate(self._seconds)
+        rising = np.minimum.accumulate(self._seconds[::-1])[::-1]
         inside = np.interp(widths, self._widths, rising)
         if len(rising) == 1:
             return inside

@@ -38,11 +38,17 @@ def test_curve_interpolates_and_goes_on_along_its_last_slope() -> None:
 
 @given(points=st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=8))
 def test_curve_never_falls(points: list[float]) -> None:
-    """A wider pass that was measured faster is noise."""
+    """A wider pass that was measured faster says that the narrower one was disturbed."""
     curve = CostCurve(range(1, 2 * len(points), 2), points)
     values = [curve(width) for width in range(1, 3 * len(points) + 2)]
     assert all(later >= earlier * (1 - 1e-12) for earlier, later in itertools.pairwise(values))
-    assert values[0] == points[0]
+    assert values[0] == min(points)
+    assert curve(2 * len(points) - 1) == points[-1]
+
+
+def test_one_disturbed_width_leaves_the_others_as_measured() -> None:
+    curve = CostCurve((1, 4, 8, 16), (1.0, 9.0, 3.0, 4.0))
+    assert [curve(width) for width in (1, 4, 8, 16)] == [1.0, 3.0, 3.0, 4.0]
 
 
 def test_curve_follows_the_passes_that_are_made() -> None:
