@@ -30,6 +30,7 @@ _HALF_LIFE = 40.0  # drafts after which an observation counts half
 _DRAFTS_KEPT = 9
 _REFRESH_EVERY = 8  # iterations for which costs are taken from the table
 _DECIDE_EVERY = 32  # iterations without drafts after which the decision is made anew
+_LARGEST_RATIO = 2.0  # of what an iteration took to what it is known to take: one that was interrupted says little
 _NUM_FREE = 2  # drafts whose seconds are not held against the next ones: the first reads the prompt
 _FADE = 0.5 ** (1.0 / _HALF_LIFE)
 
@@ -130,9 +131,11 @@ class AdaptiveDepth:
         tokens = 1.0 + self._conditional().cumprod().cumsum()
         seconds = hit * (passes[1:] + drafts + self._host(batch_size * tokens)) + (1 - hit) * (plain + miss)
         rates = (hit * tokens + 1 - hit) / seconds
-        best = int(rates.argmax())
-        if rates[best] > 1.0 / plain and not self._probes.is_spent:
+        losses = (passes[1:] - passes[0] + drafts) / plain  # of a draft of which nothing is accepted
+        best = int(np.where(losses <= self._probes.stake, rates, 0.0).argmax())
+        if rates[best] > 1.0 / plain and losses[best] <= self._probes.stake and not self._probes.is_spent:
             return best + 1
+        best = int(rates.argmax())
         self._reason = Declined(
             width=batch_size * int(self._nodes[best + 1]),
             pass_cost=float(passes[best + 1] / passes[0]),
@@ -174,12 +177,15 @@ class AdaptiveDepth:
     def _spend(self, record: StepRecord, deepest: int, tokens: float) -> None:
         """Accounts for an iteration with a draft against plain decoding.
 
-        A draft that is made because it pays counts as fast as recent ones: reading a prompt is no reason to give up.
+        A draft that is made because it pays counts as fast as recent ones, and the rest as at most twice what it is
+        known to take: reading a prompt, or another program on the machine, is no reason to give up.
         """
         seconds = record.seconds.total
-        if not self._probes.num_idle:
-            seconds += min(deepest * _fastest(self._levels), record.seconds.draft) - record.seconds.draft
         batch_size = len(record.sequences)
+        if not self._probes.num_idle:
+            known = self._cost(record.num_tokens) + self._host(batch_size * tokens)
+            rest = min(seconds - record.seconds.draft, _LARGEST_RATIO * float(known))
+            seconds = rest + min(deepest * _fastest(self._levels), record.seconds.draft)
         plain = float(self._pass_seconds(batch_size)[0] + self._host(batch_size))
         self._probes.spend(seconds / plain - tokens, tokens)
 

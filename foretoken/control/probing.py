@@ -9,6 +9,7 @@ _FIRST, _LAST = 32, 512  # iterations between two probes, at least
 _SHARE = 0.01  # of an iteration without drafts, which drafts may lose
 _CREDIT = 8.0  # iterations that drafts that are expected to pay may lose at the beginning
 _ENOUGH = 2.0  # savings with which drafting goes on after they were spent
+_STAKE = 0.5  # of the savings, for one draft
 _MOST = 20.0  # savings beyond which nothing is added, but for dear probes
 WEIGHT_AT_PROBE = 8.0  # drafts that all earlier ones count as when probes begin: they are old
 
@@ -40,6 +41,11 @@ class ProbeSchedule:
     def is_spent(self) -> bool:
         """Whether drafts lost more than was saved: they do not pay, whatever is expected of them."""
         return self._is_spent
+
+    @property
+    def stake(self) -> float:
+        """The most that one draft should be able to lose, so that a few bad ones in a row do not end drafting."""
+        return _STAKE * self._saved
 
     @property
     def is_near(self) -> bool:

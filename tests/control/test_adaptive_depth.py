@@ -255,3 +255,24 @@ def test_iterations_that_emit_nothing_leave_the_budget_working() -> None:
     failed = record(0, [0], level=0.01)
     budget.learn(replace(failed, sequences=[replace(failed.sequences[0], num_emitted=0)]))
     assert budget.depth(1) > 0
+
+
+def test_a_draft_stakes_at_most_half_of_what_was_saved() -> None:
+    """Thirty tokens would pay as long as all are accepted; a few drafts that fail must not end all drafting."""
+    budget = AdaptiveDepth(CostCurve((1, 31), (1.0, 16.0)), chain(30))
+    depths = []
+    for is_accepted in (*[True] * 100, *[False] * 3):
+        depth = budget.depth(1)
+        depths.append(depth)
+        budget.learn(record(depth, [depth * is_accepted], level=0.0, verify=1.0 + depth / 2))
+    assert depths[99] == 20, "loses 10 iterations, half of the most that is saved"
+    assert depths[102] < depths[101] < depths[100]
+    assert budget.depth(1)
+
+
+def test_a_disturbed_iteration_does_not_end_drafting() -> None:
+    budget = AdaptiveDepth(CostCurve((1, 4), (1.0, 1.5)), chain(3))
+    live(budget, 0.8, 0.01, 60)
+    depth = budget.depth(1)
+    budget.learn(record(depth, [depth], level=0.01, verify=500.0))
+    assert all(live(budget, 0.8, 0.01, 20))
