@@ -129,6 +129,11 @@ class Engine:
         """Whether any sequence is waiting or running."""
         return bool(self._waiting or self._running)
 
+    @property
+    def num_free_slots(self) -> int:
+        """Sequences that can join at once."""
+        return len(self._free_slots)
+
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence."""
         self._waiting.append(sequence)

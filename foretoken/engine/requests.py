@@ -27,7 +27,7 @@ class Request:
     """One prompt on its way through the engine.
 
     Attributes:
-        request_id: Unique in the life of an `LLM`.
+        request_id: Unique in the life of an `LLM`, unless the caller chose it.
         prompt_text: As text, or None where it came as token ids.
         sequences: Its n completions.
     """
@@ -35,6 +35,21 @@ class Request:
     request_id: str
     prompt_text: str | None
     sequences: Seq[Sequence]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all its completions are."""
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any of its completions has, or had, a slot."""
+        return any(s.slot is not None or s.finish_reason is not None for s in self.sequences)
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of its prompt."""
+        return self.sequences[0].num_prompt
 
     def output(self) -> RequestOutput:
         """What it brought so far."""
@@ -77,7 +92,28 @@ class RequestReader:
         items = split_prompts(prompts)
         each = _params_for_each(sampling_params, len(items))
         checked = [self._checked_prompt(i, item) for i, item in enumerate(items)]
-        return [self._request(*parts) for parts in zip(checked, each, strict=True)]
+        return [self._request(*parts, self.new_id()) for parts in zip(checked, each, strict=True)]
+
+    def read_one(self, prompt: Any, sampling_params: Any, request_id: str) -> Request:
+        """Checks one request.
+
+        Args:
+            prompt: In any of the forms of `split_prompts`.
+            sampling_params: `SamplingParams`, or None for the defaults.
+            request_id: Its name.
+
+        Raises:
+            RequestError: As `read` does, and when there are several prompts.
+        """
+        items = split_prompts(prompt)
+        if len(items) != 1:
+            raise RequestError(f"there are {len(items)} prompts. Expected one. Submit a request for each.")
+        (params,) = _params_for_each(sampling_params, 1)
+        return self._request(self._checked_prompt(0, items[0]), params, request_id)
+
+    def new_id(self) -> str:
+        """A name for a request that it has not given before."""
+        return str(next(self._ids))
 
     def _checked_prompt(self, index: int, prompt: Any) -> ReadPrompt:
         """A prompt that leaves room for an answer."""
@@ -89,7 +125,7 @@ class RequestReader:
             )
         return read
 
-    def _request(self, prompt: ReadPrompt, params: SamplingParams) -> Request:
+    def _request(self, prompt: ReadPrompt, params: SamplingParams, request_id: str) -> Request:
         """The n sequences of one prompt."""
         vocab_size, limit = self._target.vocab_size, self._target.context_len
         if params.stop_strings and self._codec is None:
@@ -99,7 +135,6 @@ class RequestReader:
         )
         eos_ids = list(self._target.model.eos_ids)
         bad_words = self._bad_words(params)
-        request_id = str(next(self._ids))
         seed = self._seeds.getrandbits(63) if params.seed is None else int(params.seed)
         sequences = [
             Sequence(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.core.errors import described
-from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob
+from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob, StreamChunk
 from foretoken.engine.detokenizer import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
@@ -160,6 +160,27 @@ class Sequence:
             logprobs=None if scores is None else [self._logprobs(score) for score in scores],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            error=self.error,
+        )
+
+    def chunk(self, prompt_index: int, given: int) -> StreamChunk:
+        """What it has that was not given yet; text of which nothing can be taken back.
+
+        Args:
+            prompt_index: See `StreamChunk`.
+            given: Output tokens that were given.
+        """
+        token_ids = self.output_ids[given:]
+        scores = None if self.params.logprobs is None else self.scores[given : given + len(token_ids)]
+        return StreamChunk(
+            request_id=self.request_id,
+            prompt_index=prompt_index,
+            index=self.index,
+            text=self.take_new_text(),
+            token_ids=token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=None if scores is None else [self._logprobs(score) for score in scores],
             error=self.error,
         )
 
