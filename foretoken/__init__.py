@@ -6,12 +6,13 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "ForetokenError", "RequestOutput", "SamplingParams", "StreamChunk"]
+__all__ = ["LLM", "ForetokenError", "RequestOutput", "SamplingParams", "StreamChunk", "StructuredOutputsParams"]
 
 if TYPE_CHECKING:
     from foretoken.core.errors import ForetokenError
     from foretoken.core.results import RequestOutput, StreamChunk
     from foretoken.core.sampling_params import SamplingParams
+    from foretoken.core.structured_outputs import StructuredOutputsParams
     from foretoken.engine.llm import LLM
 
 _HOMES = {
@@ -20,6 +21,7 @@ _HOMES = {
     "StreamChunk": "foretoken.core.results",
     "SamplingParams": "foretoken.core.sampling_params",
     "RequestOutput": "foretoken.core.results",
+    "StructuredOutputsParams": "foretoken.core.structured_outputs",
 }
 
 
