@@ -17,6 +17,7 @@ from foretoken.drafters.base import TargetReads
 from foretoken.engine.draft_guard import DraftGuard, SafeDraft
 from foretoken.engine.draft_noise import DraftNoise
 from foretoken.engine.draft_timing import TIMED_DEPTH, time_drafts
+from foretoken.engine.grammar_drafts import FORCED, constrained_tree
 from foretoken.engine.stage_clock import Laps
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from foretoken.core.records import Declined, StepRecord
     from foretoken.core.taps import Tap
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, DraftRequest, TargetHandle
+    from foretoken.engine.grammar_drafts import GrammarBounds
 
 _MOST_BOUGHT = 128  # nodes of a tree that several drafters' nodes are bought for, unless one drafter's are more
 _LONGEST_GRAFT = 10  # tokens
@@ -44,6 +46,7 @@ class Draft(NamedTuple):
         is_committed: Whether drafters are to hear what becomes of it.
         asked: The places of those that were asked, in that order, and how deep each one's tree is at most.
         laps: What each of these took; None where nobody was asked.
+        has_forced: Whether the tree holds tokens that nobody but a grammar proposed.
     """
 
     tree: TokenTree
@@ -53,6 +56,7 @@ class Draft(NamedTuple):
     is_committed: bool = True
     asked: Sequence[tuple[int, int]] = ()
     laps: Laps | None = None
+    has_forced: bool = False
 
 
 def joint_reads(drafters: Sequence[Drafter]) -> TargetReads:
@@ -199,6 +203,18 @@ class Drafting:
         num_proposed = _num_proposed(list(drafts.values()), context.max_depth)
         return Draft(tree, num_proposed, next(errors, None), asked=asked, laps=laps)
 
+    def constrained(self, draft: Draft, bounds: Sequence[GrammarBounds | None]) -> Draft:
+        """A draft as the sequences' grammars let it be, see `engine.grammar_drafts`.
+
+        Args:
+            draft: Of B trees.
+            bounds: Of B sequences; None for those without a grammar.
+        """
+        if not any(bounds):
+            return draft
+        found = constrained_tree(draft.tree, bounds, source=1 << len(self.names))
+        return draft._replace(tree=found.tree, has_forced=found.num_forced > 0)
+
     def _continuation(self, context: DraftContext) -> Continue:
         """What the lookups among the drafters say after drafted paths."""
 
@@ -247,8 +263,8 @@ class Drafting:
             self._controller.learn(record)
 
     def credit(self, source: int) -> list[str]:
-        """Names of the drafters in a bit set of `TokenTree.source`."""
-        return [name for bit, name in enumerate(self.names) if source >> bit & 1]
+        """Names of the drafters in a bit set of `TokenTree.source`, a grammar's forced tokens after them all."""
+        return [name for bit, name in enumerate((*self.names, FORCED)) if source >> bit & 1]
 
 
 def _num_proposed(drafts: Sequence[SafeDraft], max_depth: Sequence[int]) -> list[int | None]:
