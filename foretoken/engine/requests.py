@@ -153,6 +153,7 @@ class RequestReader:
                 codec=self._codec,
                 prediction=prompt.prediction,
                 cache_salt=prompt.cache_salt,
+                max_nodes=prompt.max_nodes,
             )
             for index in range(params.n)
         ]
