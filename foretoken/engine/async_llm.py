@@ -68,12 +68,12 @@ class AsyncLLM:
     @property
     def num_running(self) -> int:
         """Requests that have a slot."""
-        return len(self._queue.running)
+        return self._queue.counts()[0]
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait for a slot."""
-        return self._queue.num_waiting
+        return self._queue.counts()[1]
 
     @property
     def is_alive(self) -> bool:

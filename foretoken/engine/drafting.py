@@ -18,6 +18,7 @@ from foretoken.engine.draft_guard import DraftGuard, SafeDraft
 from foretoken.engine.draft_noise import DraftNoise
 from foretoken.engine.draft_timing import TIMED_DEPTH, time_drafts
 from foretoken.engine.grammar_drafts import FORCED, constrained_tree
+from foretoken.engine.node_limits import within_node_limits
 from foretoken.engine.stage_clock import Laps
 
 if TYPE_CHECKING:
@@ -181,7 +182,7 @@ class Drafting:
         if allotment.declined is not None:
             is_committed = allotment.may_draft_next or not self.reads.is_last_enough
             return self._no_draft(context, allotment.declined, is_committed=is_committed)
-        context = _within(context, allotment)
+        limits, context = context.max_nodes, _within(context, allotment)
         if max(context.max_depth) <= 0:
             return self._no_draft(context)
         drafts: dict[int, SafeDraft] = {}
@@ -195,6 +196,7 @@ class Drafting:
             ask = self._controller.further({index: draft.tree for index, draft in drafts.items()})
         trees = {index: draft.tree for index, draft in drafts.items()}
         tree = self._controller.select(trees, self._continuation(context) if self._lookups else None)
+        tree = within_node_limits(tree, limits)
         if len(self._guards) == 1 and tree.source is not None:
             # What it says there tells probes only: all nodes are its own.
             tree = replace(tree, source=(tree.source & PROBE) | 1)
@@ -258,8 +260,8 @@ class Drafting:
             guard.release(slot)
 
     def learn(self, record: StepRecord) -> None:
-        """Tells the controller what an iteration brought."""
-        if self._controller is not None and self.is_active:
+        """Tells the controller what an iteration brought, unless requests left it nothing to ask for."""
+        if self._controller is not None and self.is_active and (record.asked or record.declined is not None):
             self._controller.learn(record)
 
     def credit(self, source: int) -> list[str]:

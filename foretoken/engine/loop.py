@@ -436,11 +436,12 @@ class Engine:
 
     def _draft_context(self, sequences: list[Sequence], batch: SamplingBatch) -> DraftContext:
         """What the drafter is told. A pass always emits one token of the target's own, so drafts leave room for it."""
+        widest = self.target.max_nodes
         return DraftContext(
             slots=[_slot(s) for s in sequences],
             tokens=[s.tokens for s in sequences],
-            max_depth=[s.remaining - 1 for s in sequences],
-            max_nodes=[self.target.max_nodes] * len(sequences),
+            max_depth=[min(s.remaining, s.max_nodes or s.remaining) - 1 for s in sequences],
+            max_nodes=[min(s.max_nodes or widest, widest) for s in sequences],
             sampling=batch,
             is_coupled=[self.policy.is_coupled(is_seeded=s.is_seeded) for s in sequences],
         )
@@ -451,6 +452,7 @@ class Engine:
             return None
         room = self.target.cache.capacity - (len(sequence.tokens) - 1)
         most = max(self.target.max_nodes, min(room, MAX_NODES))
+        most = min(most, sequence.max_nodes or most)
         return GrammarBounds(state=sequence.grammar, max_depth=sequence.remaining - 1, max_nodes=most)
 
     def _sampling_batch(self, sequences: list[Sequence]) -> SamplingBatch:

@@ -43,8 +43,14 @@ class ServedRequest:
         """Output tokens so far, over all completions."""
         return sum(len(s.tokens) - s.num_prompt for s in self.request.sequences)
 
-    def make_chunks(self) -> None:
-        """Puts what is new into the mailbox, unless its reader has not read the last chunks; the end always."""
+    def fill_mailbox(self) -> None:
+        """Puts what is new into the mailbox, and the whole result once the request is over."""
+        self._make_chunks()
+        if self.request.is_over:
+            self.mailbox.output = self.request.output()
+
+    def _make_chunks(self) -> None:
+        """Chunks of what is new, unless the reader has not read the last ones; the end always."""
         is_open = self.mailbox.is_read and not self.mailbox.chunks
         for sequence, made in zip(self.request.sequences, self.num_made, strict=True):
             index, is_over = sequence.index, sequence.finish_reason is not None
@@ -87,7 +93,7 @@ class RequestQueue:
     """The requests of an `AsyncLLM`, for its thread and those that submit.
 
     Attributes:
-        running: Requests that have begun, by id; changed by the engine's thread alone.
+        running: Requests that are known to have begun, by id; changed by the engine's thread alone.
         throughput: What the engine achieves; likewise.
     """
 
@@ -106,9 +112,15 @@ class RequestQueue:
         self._lock = ForkLock()
 
     @property
-    def num_waiting(self) -> int:
-        """Requests that have not begun."""
-        return len(self._waiting)
+    def is_empty(self) -> bool:
+        """Whether no request is alive."""
+        return not self.running and not self._waiting
+
+    def counts(self) -> tuple[int, int]:
+        """Requests that have begun, and those that wait."""
+        with self._lock:
+            begun = sum(served.request.has_begun for served in self._waiting.values())
+            return len(self.running) + begun, len(self._waiting) - begun
 
     def get(self, request_id: str) -> ServedRequest | None:
         """A request that is alive, or None."""
@@ -173,6 +185,8 @@ class RequestQueue:
         """Raises `QueueFull` when a prompt of so many tokens cannot wait, and cannot begin either."""
         free, queued = self._num_free_slots(), list[ServedRequest]()
         for served in self._waiting.values():
+            if served.request.has_begun:
+                continue
             if free > 0:
                 free -= len(served.request.sequences)
             else:

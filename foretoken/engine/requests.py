@@ -156,6 +156,7 @@ class RequestReader:
                 prediction=prompt.prediction,
                 cache_salt=prompt.cache_salt,
                 grammar=grammar,
+                max_nodes=prompt.max_nodes,
             )
             for index in range(params.n)
         ]

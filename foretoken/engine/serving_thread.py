@@ -131,7 +131,7 @@ class ServingThread:
     def _orders(self) -> list[ServedRequest | _Order]:
         """What came since the last iteration; waits for something while no request is alive."""
         orders = []
-        if not self._queue.running and not self._queue.num_waiting:
+        if self._queue.is_empty:
             orders.append(self._inbox.get())
         try:
             while True:
@@ -144,18 +144,25 @@ class ServingThread:
         for served in requests:
             box, request = served.mailbox, served.request
             try:
-                served.make_chunks()
-                if request.is_over:
-                    box.output = request.output()
+                served.fill_mailbox()
             except Exception as err:  # noqa: BLE001 - a tokenizer that fails must cost its request alone
-                self._shared.engine.abort(request.sequences)
-                box.error = ForetokenError(f"request '{request.request_id}' cannot be shown: {described(err)}.")
+                self._shared.engine.abort(request.sequences, error=f"decoding failed: {described(err)}.")
+                self._fill_at_last(served)
             if box.is_complete:
                 self._queue.remove(request.request_id)
                 for sequence in request.sequences:
                     self._queue.throughput.add_output(len(sequence.tokens) - sequence.num_prompt)
             if box.chunks or box.is_complete:
                 box.wake()
+
+    @staticmethod
+    def _fill_at_last(served: ServedRequest) -> None:
+        """Gives a reader the result of a request that is over, or why there is none."""
+        try:
+            served.fill_mailbox()
+        except Exception as err:  # noqa: BLE001 - as in `_hand_out`
+            name = served.request.request_id
+            served.mailbox.error = ForetokenError(f"the result of request '{name}' cannot be made: {described(err)}.")
 
     def _stop(self, reason: str, *, error: str | None) -> None:
         """Ends all requests; nothing is served from now on.
@@ -170,9 +177,8 @@ class ServingThread:
             with self._shared.turn():
                 self._shared.engine.abort([s for served in requests for s in served.request.sequences], error=error)
                 for served in requests:
-                    served.make_chunks()
-                    served.mailbox.output = served.request.output()
-        except Exception as err:  # noqa: BLE001 - what ended the thread may go on failing
+                    self._fill_at_last(served)
+        except BaseException as err:  # noqa: BLE001 - what ended the thread may go on failing
             _log.error("requests could not be brought to an end: %s", described(err))
         for served in requests:
             if not served.mailbox.is_complete:
