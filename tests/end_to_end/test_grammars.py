@@ -1,4 +1,4 @@
-"""Requests with a grammar: the text with speculation is the text without it, has its form, and is drawn as it should be.
+"""Requests with a grammar: the text with speculation is the text without it, has its form, and is drawn rightly.
 
 Forms come over the bundled model, whose tokens hold several characters and whose heads are trained; the exact
 distribution over a tiny random one.
@@ -20,7 +20,7 @@ import torch
 from end_to_end.chi_square import chi_square_level
 from end_to_end.same_text import assert_same_text
 from end_to_end.tiny_llms import PIECES, draft_model, tokenizer
-from tiny_models import EOS_ID, VOCAB_SIZE, tiny_model
+from tiny_models import EOS_ID, tiny_model
 
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.errors import RequestError
@@ -158,10 +158,10 @@ def test_a_form_that_grows_too_large_ends_its_request_alone() -> None:
         assert re.fullmatch("[ab]{4}", other.text)
 
 
-# The distribution: all texts of "(a|b|t)(h|e)?|the" or so are written out, with the masks of that language.
+# The distribution: all texts of this language are written out, in all ways to split them.
 PATTERN, PROMPT, TEMPERATURE = "[abt](h|e|he)?|k", [5, 6, 7], 1.5
 LANGUAGE = {first + rest for first in "abt" for rest in ("", "h", "e", "he")} | {"k"}
-SAMPLES, COPIES, LEVEL = 8_000, 100, 1e-6
+SAMPLES, COPIES, LEVEL = 3_000, 100, 1e-6
 SHAPES: dict[str, dict[str, Any]] = {
     "block": {"num_speculative_tokens": 2},
     "sequential": {"tree": {"widths": [2, 2]}},
@@ -232,7 +232,7 @@ def sampled_texts(rule: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[t
 def test_distribution_is_the_targets_under_the_grammar(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     distribution = exact_distribution()
     assert sum(distribution.values()) == pytest.approx(1.0)
-    assert len(distribution) > 20
+    assert len(distribution) == 18
     texts, accepted = sampled_texts(rule, monkeypatch)
     assert sum(texts.values()) == SAMPLES
     assert chi_square_level(texts, distribution) > LEVEL
@@ -251,7 +251,3 @@ def test_pruned_draws_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_drafts, "prune", all_left_out)
     texts, _ = sampled_texts("sequential", monkeypatch)
     assert chi_square_level(texts, exact_distribution()) < LEVEL
-
-
-def test_the_vocabulary_of_the_law_has_all_it_needs() -> None:
-    assert len(PIECES) == VOCAB_SIZE

@@ -1,4 +1,4 @@
-"""Masks of grammars against languages that are written out: what may follow is what some text of the language has there.
+"""Masks of grammars against languages that are written out: what may follow is what some text of the language has.
 
 The vocabulary has all single bytes that the languages use, so that every text can be written.
 """
