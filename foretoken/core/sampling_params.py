@@ -17,6 +17,7 @@ from foretoken.core.checks import (
     shown,
 )
 from foretoken.core.errors import RequestError
+from foretoken.core.structured_outputs import StructuredOutputsParams
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy decoding
 LARGEST_SEED = 2**1000  # of either sign: longer ones cannot be printed
@@ -38,6 +39,8 @@ def _takes_any_numbers(cls: _Class) -> _Class:
         given = {name: as_python(value) for name, value in values.items() if value is not None or name not in optional}
         if type(given.get("seed")) is int and given["seed"] == _NO_SEED:
             del given["seed"]
+        if "structured_outputs" in given:
+            given["structured_outputs"] = StructuredOutputsParams.read(values["structured_outputs"])
         construct(self, **given)
 
     cls.__init__ = construct_from_any_numbers  # type: ignore[misc]
@@ -70,6 +73,9 @@ class SamplingParams:
             is no seed, as for vLLM.
         logprobs: Return the log-probability of each output token and of this many most probable ones.
         skip_special_tokens: Leaves special tokens out of the text.
+        structured_outputs: What the text must match, see `StructuredOutputsParams`, which may also come as a mapping.
+            End-of-sequence tokens are possible where it is complete, with `ignore_eos` nowhere. Where nothing can
+            follow the text ends with "stop", also before `min_tokens`.
 
     Raises:
         RequestError: When a value is of another type (booleans are no numbers) or outside its range.
@@ -94,6 +100,7 @@ class SamplingParams:
     seed: int | None = None
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         """Checks types and ranges."""
@@ -172,7 +179,7 @@ class SamplingParams:
         """Whether temperature is all that changes the target distribution."""
         return not (
             self.has_penalties or self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.logit_bias
-            or self.bad_words or self.min_tokens
+            or self.bad_words or self.min_tokens or self.structured_outputs
         )  # fmt: skip
 
     @property

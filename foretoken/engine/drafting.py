@@ -17,6 +17,7 @@ from foretoken.drafters.base import TargetReads
 from foretoken.engine.draft_guard import DraftGuard, SafeDraft
 from foretoken.engine.draft_noise import DraftNoise
 from foretoken.engine.draft_timing import TIMED_DEPTH, time_drafts
+from foretoken.engine.grammar_drafts import FORCED, constrained_tree
 from foretoken.engine.node_limits import within_node_limits
 from foretoken.engine.stage_clock import Laps
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from foretoken.core.records import Declined, StepRecord
     from foretoken.core.taps import Tap
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, DraftRequest, TargetHandle
+    from foretoken.engine.grammar_drafts import GrammarBounds
 
 _MOST_BOUGHT = 128  # nodes of a tree that several drafters' nodes are bought for, unless one drafter's are more
 _LONGEST_GRAFT = 10  # tokens
@@ -45,6 +47,7 @@ class Draft(NamedTuple):
         is_committed: Whether drafters are to hear what becomes of it.
         asked: The places of those that were asked, in that order, and how deep each one's tree is at most.
         laps: What each of these took; None where nobody was asked.
+        has_forced: Whether the tree holds tokens that nobody but a grammar proposed.
     """
 
     tree: TokenTree
@@ -54,6 +57,7 @@ class Draft(NamedTuple):
     is_committed: bool = True
     asked: Sequence[tuple[int, int]] = ()
     laps: Laps | None = None
+    has_forced: bool = False
 
 
 def joint_reads(drafters: Sequence[Drafter]) -> TargetReads:
@@ -149,6 +153,7 @@ class Drafting:
         self._noise = DraftNoise()
         self.names = [guard.name for guard in self._guards]
         self._lookups = [index for index, guard in enumerate(self._guards) if guard.can_continue]
+        self._nodes_by_depth = [list(drafter.nodes_by_depth) for drafter in drafters]
         self.reads = joint_reads(drafters)
         # Which of the features each drafter reads; None for all of them in this order.
         self._columns: list[list[int] | None] = []
@@ -192,7 +197,7 @@ class Drafting:
             ask = self._controller.further({index: draft.tree for index, draft in drafts.items()})
         trees = {index: draft.tree for index, draft in drafts.items()}
         tree = self._controller.select(trees, self._continuation(context) if self._lookups else None)
-        tree = within_node_limits(tree, limits)
+        tree = within_node_limits(tree, [self._limit(most) for most in limits])
         if len(self._guards) == 1 and tree.source is not None:
             # What it says there tells probes only: all nodes are its own.
             tree = replace(tree, source=(tree.source & PROBE) | 1)
@@ -200,6 +205,23 @@ class Drafting:
         asked = [(index, draft.tree.max_depth) for index, draft in drafts.items()]
         num_proposed = _num_proposed(list(drafts.values()), context.max_depth)
         return Draft(tree, num_proposed, next(errors, None), asked=asked, laps=laps)
+
+    def _limit(self, most: int) -> int | None:
+        """The bound of a request, where drafts that are no deeper than it allows may have more nodes; else None."""
+        possible = 1 + sum(nodes[min(most, len(nodes)) - 1] - 1 for nodes in self._nodes_by_depth)
+        return None if possible <= most else most
+
+    def constrained(self, draft: Draft, bounds: Sequence[GrammarBounds | None]) -> Draft:
+        """A draft as the sequences' grammars let it be, see `engine.grammar_drafts`.
+
+        Args:
+            draft: Of B trees.
+            bounds: Of B sequences; None for those without a grammar.
+        """
+        if not any(bounds):
+            return draft
+        found = constrained_tree(draft.tree, bounds, source=1 << len(self.names))
+        return draft._replace(tree=found.tree, has_forced=found.num_forced > 0)
 
     def _continuation(self, context: DraftContext) -> Continue:
         """What the lookups among the drafters say after drafted paths."""
@@ -249,8 +271,8 @@ class Drafting:
             self._controller.learn(record)
 
     def credit(self, source: int) -> list[str]:
-        """Names of the drafters in a bit set of `TokenTree.source`."""
-        return [name for bit, name in enumerate(self.names) if source >> bit & 1]
+        """Names of the drafters in a bit set of `TokenTree.source`, a grammar's forced tokens after them all."""
+        return [name for bit, name in enumerate((*self.names, FORCED)) if source >> bit & 1]
 
 
 def _num_proposed(drafts: Sequence[SafeDraft], max_depth: Sequence[int]) -> list[int | None]:

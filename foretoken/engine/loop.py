@@ -22,7 +22,9 @@ from foretoken.core.backend import has_triton_kernels, integers_on, reads_are_fr
 from foretoken.core.errors import described
 from foretoken.core.passes import Pass, TokenChoice
 from foretoken.core.records import StepRecord
+from foretoken.core.token_tree import MAX_NODES
 from foretoken.drafters.base import DraftContext, DraftRequest
+from foretoken.engine.grammar_drafts import GrammarBounds
 from foretoken.engine.outcomes import (
     Outcome,
     greatest_on_host,
@@ -37,6 +39,7 @@ from foretoken.engine.stage_clock import StageClock
 from foretoken.engine.torch_state import restored_torch_state
 from foretoken.engine.tracing import traced
 from foretoken.sampling.batch import SamplingBatch
+from foretoken.sampling.grammar import GrammarMask
 from foretoken.sampling.history import History, HistoryTable
 from foretoken.sampling.node_scores import NodeScores
 
@@ -207,7 +210,8 @@ class Engine:
                 self._feed(self._prefill.next_chunks([sequence], 0))
             return
         record = self._commit(sequences, verified, clock)
-        self._drafting.learn(record)
+        if not verified.draft.has_forced:  # whose acceptance and cost say nothing of the drafters'
+            self._drafting.learn(record)
         self._call_back(record)
 
     def _call_back(self, record: StepRecord) -> None:
@@ -226,6 +230,10 @@ class Engine:
         """Propose, verify, accept, and move accepted KV rows into place. The sequences themselves stay as they are."""
         batch = self._sampling_batch(sequences)
         draft = self._drafting.propose(self._draft_context(sequences, batch))
+        if any(s.grammar is not None for s in sequences):
+            draft = self._drafting.constrained(draft, [self._grammar_bounds(s) for s in sequences])
+            mask = GrammarMask([s.grammar for s in sequences])
+            batch = replace(batch, processors=(mask, *batch.processors))
         tree = draft.tree.without_probes()
         clock.mark()
         slots, lengths = [_slot(s) for s in sequences], [len(s.tokens) - 1 for s in sequences]
@@ -295,13 +303,18 @@ class Engine:
     def _rules(self, sequences: list[Sequence], tree: TokenTree, output: PassOutput) -> list[str]:
         """The acceptance rule of each sequence; tree: without probes."""
         has_kernels = output.chosen is not None or has_triton_kernels(tree.tokens.device)
-        return [
+        rules = [
             self.policy.rule_for(
                 tree, is_greedy=s.params.is_greedy, is_seeded=s.is_seeded, row=row,
                 is_plain=s.params.is_plain and has_kernels,
             )
             for row, s in enumerate(sequences)
         ]  # fmt: skip
+        # Whether forced tokens make a drawn chain a tree depends on what was drawn, which a choice of rule must not.
+        return [
+            "sequential" if rule == "block" and s.grammar is not None else rule
+            for rule, s in zip(rules, sequences, strict=True)
+        ]
 
     def _node_scores(
         self, sequences: list[Sequence], batch: SamplingBatch, tree: TokenTree, trees: Pass, output: PassOutput
@@ -427,10 +440,20 @@ class Engine:
         return DraftContext(
             slots=[_slot(s) for s in sequences],
             tokens=[s.tokens for s in sequences],
-            max_depth=[min(s.remaining, s.max_nodes or s.remaining) - 1 for s in sequences],
+            max_depth=[_most_depth(s) for s in sequences],
             max_nodes=[min(s.max_nodes or widest, widest) for s in sequences],
             sampling=batch,
             is_coupled=[self.policy.is_coupled(is_seeded=s.is_seeded) for s in sequences],
+        )
+
+    def _grammar_bounds(self, sequence: Sequence) -> GrammarBounds | None:
+        """What of a sequence's draft its grammar lets be, and how much may be added: the cache has room for chains."""
+        if sequence.grammar is None:
+            return None
+        room = self.target.cache.capacity - (len(sequence.tokens) - 1)
+        most = max(self.target.max_nodes, min(room, MAX_NODES))
+        return GrammarBounds(
+            state=sequence.grammar, max_depth=_most_depth(sequence), max_nodes=min(sequence.max_nodes or most, most)
         )
 
     def _sampling_batch(self, sequences: list[Sequence]) -> SamplingBatch:
@@ -476,6 +499,11 @@ def _fail(sequence: Sequence, error: Exception) -> None:
     sequence.fail(f"decoding failed: {described(error)}.")
     _log.warning("request %s failed and was ended; others go on: %s", sequence.request_id, sequence.error)
     _log.debug("where request %s failed", sequence.request_id, exc_info=error)
+
+
+def _most_depth(sequence: Sequence) -> int:
+    """How deep a sequence's draft may be: a pass emits a token of the target's own besides, and trees have bounds."""
+    return min(sequence.remaining, sequence.max_nodes or sequence.remaining) - 1
 
 
 def _slot(sequence: Sequence) -> int:

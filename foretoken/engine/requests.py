@@ -13,6 +13,7 @@ from foretoken.core.errors import RequestError
 from foretoken.core.results import GenerationMetrics, RequestOutput
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.engine.codec import Codec
+from foretoken.engine.grammars import Grammars
 from foretoken.engine.prompts import PromptReader, ReadPrompt, split_prompts
 from foretoken.engine.sequence import Sequence
 from foretoken.sampling.batch import SamplingRequest
@@ -75,6 +76,7 @@ class RequestReader:
             seed: Makes requests without a seed of their own reproducible, in the order in which they come.
         """
         self._target, self._codec = target, None if tokenizer is None else Codec(tokenizer, target.vocab_size)
+        self._grammars = Grammars(tokenizer, target.vocab_size, target.model.eos_ids)
         self._prompts = PromptReader(self._codec, target.vocab_size, target.context_len)
         self._is_seeded, self._seeds = seed is not None, random.Random(seed)
         self._ids = itertools.count()
@@ -134,7 +136,7 @@ class RequestReader:
             [*params.logit_bias, *params.stop_token_ids], vocab_size, "logit_bias or stop_token_ids"
         )
         eos_ids = list(self._target.model.eos_ids)
-        bad_words = self._bad_words(params)
+        bad_words, grammar = self._bad_words(params), self._grammars.state_of(params)
         seed = self._seeds.getrandbits(63) if params.seed is None else int(params.seed)
         sequences = [
             Sequence(
@@ -154,6 +156,7 @@ class RequestReader:
                 prediction=prompt.prediction,
                 cache_salt=prompt.cache_salt,
                 max_nodes=prompt.max_nodes,
+                grammar=grammar,
             )
             for index in range(params.n)
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from foretoken.core.errors import described
+from foretoken.core.errors import described, one_line
 from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob, StreamChunk
 from foretoken.engine.detokenizer import Detokenizer, StopStrings
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.engine.codec import Codec
     from foretoken.sampling.batch import SamplingRequest
+    from foretoken.sampling.grammar import GrammarState
 
 
 class TokenScores(NamedTuple):
@@ -51,6 +52,7 @@ class Sequence:
         prediction: Token ids that the output probably repeats in part, for drafters; None without any.
         cache_salt: Likewise for drafters, see `foretoken.drafters.base.DraftRequest`.
         max_nodes: Most nodes of its trees, root included; None for no bound of its own.
+        grammar: What may follow its output; None without a grammar.
     """
 
     def __init__(  # noqa: PLR0913 - facts of a completion, each by its name
@@ -67,10 +69,12 @@ class Sequence:
         prediction: Seq[int] | None = None,
         cache_salt: str | None = None,
         max_nodes: int | None = None,
+        grammar: GrammarState | None = None,
     ) -> None:
         """Begins a sequence that may grow to `max_len` tokens, prompt included."""
         params = sampling.params
-        self.prediction, self.cache_salt, self.max_nodes = prediction, cache_salt, max_nodes
+        self.prediction, self.cache_salt = prediction, cache_salt
+        self.max_nodes, self.grammar = max_nodes, grammar
         self.request_id, self.index, self.sampling, self.is_seeded = request_id, index, sampling, is_seeded
         self.tokens, self.num_prompt, self.num_cached = list(prompt), len(prompt), 0
         self.slot: int | None = None
@@ -216,8 +220,20 @@ class Sequence:
             return
         if new_text and self._cut_at_stop_string(len(new_text)):
             return
-        if self.remaining <= 0:
+        if self.grammar is not None:
+            self._follow_grammar(self.grammar, token)
+        if self.finish_reason is None and self.remaining <= 0:
             self._finish("length", None)
+
+    def _follow_grammar(self, grammar: GrammarState, token: int) -> None:
+        """Goes on in the grammar, and ends the sequence where nothing can follow."""
+        following = self.grammar = grammar.after(token)
+        if following is None:
+            raise RuntimeError(f"token {token} was generated against the grammar")
+        if following.error is not None:
+            self.fail(f"the grammar cannot be followed any further: {one_line(ValueError(following.error))}.")
+        elif following.is_over:
+            self._finish("stop", None)
 
     def _read(self) -> None:
         """Turns tokens into text that were not looked at so far."""
