@@ -153,7 +153,7 @@ class Drafting:
         self._noise = DraftNoise()
         self.names = [guard.name for guard in self._guards]
         self._lookups = [index for index, guard in enumerate(self._guards) if guard.can_continue]
-        self._nodes_by_depth = [list(drafter.nodes_by_depth) for drafter in drafters]
+        self._max_nodes, self._nodes_by_depth = max_nodes, [list(drafter.nodes_by_depth) for drafter in drafters]
         self.reads = joint_reads(drafters)
         # Which of the features each drafter reads; None for all of them in this order.
         self._columns: list[list[int] | None] = []
@@ -208,6 +208,10 @@ class Drafting:
 
     def _limit(self, most: int) -> int | None:
         """The bound of a request, where drafts that are no deeper than it allows may have more nodes; else None."""
+        if most >= self._max_nodes:
+            return None
+        if self._lookups and len(self._guards) > 1:  # what is grafted comes on top
+            return most
         possible = 1 + sum(nodes[min(most, len(nodes)) - 1] - 1 for nodes in self._nodes_by_depth)
         return None if possible <= most else most
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def within_node_limits(tree: TokenTree, limits: Sequence[int | None]) -> TokenTree:
     """The first nodes of each tree, which are a tree too.
 
-    The tokens of trees with a limit count as chosen, not as drawn, be anything cut or not: which nodes there are may
-    depend on what was drawn, and one-hot is true of any token. Other trees of the batch stay what they are.
+    The tokens of a tree with a limit count as chosen, not as drawn, whether any is cut or not, because how many there
+    are may depend on what was drawn; one-hot is true of any token. Other trees of the batch stay what they are.
 
     Args:
         tree: Of B sequences.

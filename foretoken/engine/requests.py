@@ -155,8 +155,8 @@ class RequestReader:
                 codec=self._codec,
                 prediction=prompt.prediction,
                 cache_salt=prompt.cache_salt,
-                max_nodes=prompt.max_nodes,
                 grammar=grammar,
+                max_nodes=prompt.max_nodes,
             )
             for index in range(params.n)
         ]

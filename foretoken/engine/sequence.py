@@ -51,8 +51,8 @@ class Sequence:
         metrics: What it took.
         prediction: Token ids that the output probably repeats in part, for drafters; None without any.
         cache_salt: Likewise for drafters, see `foretoken.drafters.base.DraftRequest`.
-        max_nodes: Most nodes of its trees, root included; None for no bound of its own.
         grammar: What may follow its output; None without a grammar.
+        max_nodes: Most nodes of its trees, root included; None for no bound of its own.
     """
 
     def __init__(  # noqa: PLR0913 - facts of a completion, each by its name
@@ -68,13 +68,13 @@ class Sequence:
         codec: Codec | None = None,
         prediction: Seq[int] | None = None,
         cache_salt: str | None = None,
-        max_nodes: int | None = None,
         grammar: GrammarState | None = None,
+        max_nodes: int | None = None,
     ) -> None:
         """Begins a sequence that may grow to `max_len` tokens, prompt included."""
         params = sampling.params
         self.prediction, self.cache_salt = prediction, cache_salt
-        self.max_nodes, self.grammar = max_nodes, grammar
+        self.grammar, self.max_nodes = grammar, max_nodes
         self.request_id, self.index, self.sampling, self.is_seeded = request_id, index, sampling, is_seeded
         self.tokens, self.num_prompt, self.num_cached = list(prompt), len(prompt), 0
         self.slot: int | None = None
