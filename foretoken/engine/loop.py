@@ -310,9 +310,11 @@ class Engine:
             )
             for row, s in enumerate(sequences)
         ]  # fmt: skip
-        # Whether forced tokens make a drawn chain a tree depends on what was drawn, which a choice of rule must not.
+        # Whether a drawn chain is a tree, by forced tokens or those of other drafters that are not its own, depends on
+        # what was drawn, which the choice of a rule must not.
+        are_merged = len(self._drafting.names) > 1
         return [
-            "sequential" if rule == "block" and s.grammar is not None else rule
+            "sequential" if rule == "block" and (are_merged or s.grammar is not None) else rule
             for rule, s in zip(rules, sequences, strict=True)
         ]
 
