@@ -19,6 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
+from end_to_end.chi_square import chi_square_level
 from end_to_end.tiny_llms import draft_model
 from tiny_models import tiny_model
 
@@ -137,19 +138,6 @@ def exact_distribution(setting: str, prompt: Sequence[int] = PROMPT) -> dict[tup
         logits = logits.masked_fill(logits < logits.topk(top_k).values[..., -1:], float("-inf"))
     chosen = logits.log_softmax(2).gather(2, torch.tensor(texts).unsqueeze(2))
     return dict(zip(texts, chosen.sum((1, 2)).exp().tolist(), strict=True))
-
-
-def chi_square_level(texts: Counter[tuple[int, ...]], distribution: dict[tuple[int, ...], float]) -> float:
-    """P(a chi-square as large or larger), cells below 5 expected pooled."""
-    total = sum(texts.values())
-    assert all(distribution[text] > 0 for text in texts), "a text the target cannot write"
-    cells = [(texts[text], p * total) for text, p in distribution.items() if p * total >= 5]
-    pooled_count, pooled_mean = total - sum(n for n, _ in cells), total - sum(mean for _, mean in cells)
-    if pooled_mean >= 5:
-        cells.append((pooled_count, pooled_mean))
-    statistic = sum((count - mean) ** 2 / mean for count, mean in cells)
-    freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
 
 
 @pytest.mark.parametrize("is_native", [False, True], ids=["torch", "native"])
