@@ -6,20 +6,29 @@
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "ForetokenError", "RequestOutput", "SamplingParams", "StreamChunk"]
+__all__ = [
+    "LLM", "AsyncLLM", "EngineStopped", "ForetokenError", "QueueFull", "RequestOutput", "SamplingParams", "StreamChunk",
+    "StructuredOutputsParams",
+]  # fmt: skip
 
 if TYPE_CHECKING:
-    from foretoken.core.errors import ForetokenError
+    from foretoken.core.errors import EngineStopped, ForetokenError, QueueFull
     from foretoken.core.results import RequestOutput, StreamChunk
     from foretoken.core.sampling_params import SamplingParams
+    from foretoken.core.structured_outputs import StructuredOutputsParams
+    from foretoken.engine.async_llm import AsyncLLM
     from foretoken.engine.llm import LLM
 
 _HOMES = {
     "LLM": "foretoken.engine.llm",
+    "AsyncLLM": "foretoken.engine.async_llm",
+    "EngineStopped": "foretoken.core.errors",
     "ForetokenError": "foretoken.core.errors",
+    "QueueFull": "foretoken.core.errors",
     "StreamChunk": "foretoken.core.results",
     "SamplingParams": "foretoken.core.sampling_params",
     "RequestOutput": "foretoken.core.results",
+    "StructuredOutputsParams": "foretoken.core.structured_outputs",
 }
 
 

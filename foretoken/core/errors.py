@@ -27,6 +27,22 @@ class RequestError(ForetokenError):
     """A prompt or a sampling parameter that cannot be served."""
 
 
+class QueueFull(ForetokenError):  # noqa: N818 - what it says, as `queue.Full`
+    """As many requests are waiting as may wait; nothing is wrong with the one that came.
+
+    Attributes:
+        retry_after_s: Seconds after which those that are waiting have probably been served.
+    """
+
+    def __init__(self, message: str, *, retry_after_s: float) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineStopped(ForetokenError):  # noqa: N818 - a state of the engine
+    """An `AsyncLLM` that serves no requests any more: it was closed, its thread failed, or the process was forked."""
+
+
 class TreeError(ForetokenError):
     """A token tree that breaks the invariants of `TokenTree`."""
 

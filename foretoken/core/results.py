@@ -225,7 +225,10 @@ class StreamChunk:
         index: Which of its n completions.
         text: Text that became certain since the last chunk.
         token_ids: Tokens generated since the last chunk.
-        finish_reason: Set in the last chunk.
+        finish_reason: Set in the last chunk, as are the next and the last; see `CompletionOutput`.
+        stop_reason: What ended the text, or None.
+        logprobs: Of each of its tokens, see `CompletionOutput`; None when not asked for.
+        error: Why it ended with "error", or None.
     """
 
     request_id: str
@@ -234,6 +237,9 @@ class StreamChunk:
     text: str
     token_ids: list[int]
     finish_reason: str | None
+    stop_reason: int | str | None = None
+    logprobs: list[dict[int, Logprob]] | None = None
+    error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

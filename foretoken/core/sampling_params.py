@@ -17,6 +17,7 @@ from foretoken.core.checks import (
     shown,
 )
 from foretoken.core.errors import RequestError
+from foretoken.core.structured_outputs import StructuredOutputsParams
 from foretoken.core.vllm_sampling import without_other_fields
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy decoding
@@ -40,6 +41,8 @@ def _takes_any_numbers(cls: _Class) -> _Class:
         given = {name: as_python(value) for name, value in values.items() if value is not None or name not in optional}
         if type(given.get("seed")) is int and given["seed"] == _NO_SEED:
             del given["seed"]
+        if "structured_outputs" in given:
+            given["structured_outputs"] = StructuredOutputsParams.read(values["structured_outputs"])
         construct(self, **given)
 
     cls.__init__ = construct_from_any_numbers  # type: ignore[misc]
@@ -74,6 +77,9 @@ class SamplingParams:
         logprobs: Return the log-probability of each output token and of this many most probable ones.
         prompt_logprobs: Return the same of each prompt token but the first.
         skip_special_tokens: Leaves special tokens out of the text.
+        structured_outputs: What the text must match, see `StructuredOutputsParams`, which may also come as a mapping.
+            End-of-sequence tokens are possible where it is complete, with `ignore_eos` nowhere. Where nothing can
+            follow the text ends with "stop", also before `min_tokens`.
 
     Raises:
         RequestError: When a value is of another type (booleans are no numbers) or outside its range.
@@ -100,6 +106,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         """Checks types and ranges."""
@@ -190,7 +197,7 @@ class SamplingParams:
         """Whether temperature is all that changes the target distribution."""
         return not (
             self.has_penalties or self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.logit_bias
-            or self.bad_words or self.min_tokens or self.allowed_token_ids is not None
+            or self.bad_words or self.min_tokens or self.allowed_token_ids is not None or self.structured_outputs
         )  # fmt: skip
 
     @property

@@ -1,5 +1,7 @@
 """A tokenizer with what it gives checked: one that a caller brings may be any object with `__call__` and `decode`.
 
+Any number of threads may use it: the tokenizer, which may keep state of its own, is called by one at a time.
+
 Knows, besides, what text each token adds to others, so that most text is decoded many tokens at once.
 """
 
@@ -10,6 +12,7 @@ from typing import Any
 
 from foretoken.core.checks import checked_token_ids, shown
 from foretoken.core.errors import RequestError, one_line
+from foretoken.engine.fork_lock import ForkLock
 
 REPLACEMENT = "\ufffd"  # what decoding shows for bytes that do not make a character
 
@@ -20,6 +23,7 @@ class Codec:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         """Takes the tokenizer; vocab_size: V of the target."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._lock = ForkLock()
         self._alone: dict[tuple[int, bool], str] = {}
         self._added: dict[tuple[int, bool], str | None] = {}
 
@@ -35,8 +39,9 @@ class Codec:
             RequestError: When the tokenizer fails or gives anything but ids of the target's vocabulary.
         """
         try:
-            encoding = self._tokenizer(text, **options)
-            ids = encoding["input_ids"]
+            with self._lock:
+                encoding = self._tokenizer(text, **options)
+                ids = encoding["input_ids"]
         except Exception as err:  # a tokenizer may raise anything
             raise RequestError(
                 f"the tokenizer cannot encode {where}: {type(err).__name__}: {one_line(err)}. Expected a call that "
@@ -56,9 +61,10 @@ class Codec:
             RequestError: When the tokenizer fails or gives no text.
         """
         try:
-            text = self._tokenizer.decode(
-                tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-            )
+            with self._lock:
+                text = self._tokenizer.decode(
+                    tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+                )
         except Exception as err:  # as in `encode`
             raise RequestError(
                 f"the tokenizer cannot decode token ids: {type(err).__name__}: {one_line(err)}. Expected what "

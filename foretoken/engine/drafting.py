@@ -17,6 +17,8 @@ from foretoken.drafters.base import TargetReads
 from foretoken.engine.draft_guard import DraftGuard, SafeDraft
 from foretoken.engine.draft_noise import DraftNoise
 from foretoken.engine.draft_timing import TIMED_DEPTH, time_drafts
+from foretoken.engine.grammar_drafts import FORCED, constrained_tree
+from foretoken.engine.node_limits import within_node_limits
 from foretoken.engine.stage_clock import Laps
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from foretoken.core.records import Declined, StepRecord
     from foretoken.core.taps import Tap
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, DraftRequest, TargetHandle
+    from foretoken.engine.grammar_drafts import GrammarBounds
 
 _MOST_BOUGHT = 128  # nodes of a tree that several drafters' nodes are bought for, unless one drafter's are more
 _LONGEST_GRAFT = 10  # tokens
@@ -44,6 +47,7 @@ class Draft(NamedTuple):
         is_committed: Whether drafters are to hear what becomes of it.
         asked: The places of those that were asked, in that order, and how deep each one's tree is at most.
         laps: What each of these took; None where nobody was asked.
+        has_forced: Whether the tree holds tokens that nobody but a grammar proposed.
     """
 
     tree: TokenTree
@@ -53,6 +57,7 @@ class Draft(NamedTuple):
     is_committed: bool = True
     asked: Sequence[tuple[int, int]] = ()
     laps: Laps | None = None
+    has_forced: bool = False
 
 
 def joint_reads(drafters: Sequence[Drafter]) -> TargetReads:
@@ -177,7 +182,7 @@ class Drafting:
         if allotment.declined is not None:
             is_committed = allotment.may_draft_next or not self.reads.is_last_enough
             return self._no_draft(context, allotment.declined, is_committed=is_committed)
-        context = _within(context, allotment)
+        limits, context = context.max_nodes, _within(context, allotment)
         if max(context.max_depth) <= 0:
             return self._no_draft(context)
         drafts: dict[int, SafeDraft] = {}
@@ -191,6 +196,7 @@ class Drafting:
             ask = self._controller.further({index: draft.tree for index, draft in drafts.items()})
         trees = {index: draft.tree for index, draft in drafts.items()}
         tree = self._controller.select(trees, self._continuation(context) if self._lookups else None)
+        tree = within_node_limits(tree, limits)
         if len(self._guards) == 1 and tree.source is not None:
             # What it says there tells probes only: all nodes are its own.
             tree = replace(tree, source=(tree.source & PROBE) | 1)
@@ -198,6 +204,18 @@ class Drafting:
         asked = [(index, draft.tree.max_depth) for index, draft in drafts.items()]
         num_proposed = _num_proposed(list(drafts.values()), context.max_depth)
         return Draft(tree, num_proposed, next(errors, None), asked=asked, laps=laps)
+
+    def constrained(self, draft: Draft, bounds: Sequence[GrammarBounds | None]) -> Draft:
+        """A draft as the sequences' grammars let it be, see `engine.grammar_drafts`.
+
+        Args:
+            draft: Of B trees.
+            bounds: Of B sequences; None for those without a grammar.
+        """
+        if not any(bounds):
+            return draft
+        found = constrained_tree(draft.tree, bounds, source=1 << len(self.names))
+        return draft._replace(tree=found.tree, has_forced=found.num_forced > 0)
 
     def _continuation(self, context: DraftContext) -> Continue:
         """What the lookups among the drafters say after drafted paths."""
@@ -242,13 +260,13 @@ class Drafting:
             guard.release(slot)
 
     def learn(self, record: StepRecord) -> None:
-        """Tells the controller what an iteration brought."""
-        if self._controller is not None and self.is_active:
+        """Tells the controller what an iteration brought, unless requests left it nothing to ask for."""
+        if self._controller is not None and self.is_active and (record.asked or record.declined is not None):
             self._controller.learn(record)
 
     def credit(self, source: int) -> list[str]:
-        """Names of the drafters in a bit set of `TokenTree.source`."""
-        return [name for bit, name in enumerate(self.names) if source >> bit & 1]
+        """Names of the drafters in a bit set of `TokenTree.source`, a grammar's forced tokens after them all."""
+        return [name for bit, name in enumerate((*self.names, FORCED)) if source >> bit & 1]
 
 
 def _num_proposed(drafts: Sequence[SafeDraft], max_depth: Sequence[int]) -> list[int | None]:

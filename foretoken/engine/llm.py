@@ -5,12 +5,8 @@ Any number of threads may call one `LLM`: iterations are made one at a time, in 
 
 from __future__ import annotations
 
-import os
-import sys
 import warnings
-import weakref
-from collections import deque
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, nullcontext
 from functools import cache, partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,17 +16,16 @@ from tqdm.auto import tqdm
 from foretoken.acceptance.select import AcceptancePolicy
 from foretoken.core.checks import check_boolean, check_integer, check_text, shown
 from foretoken.core.errors import ConfigError, RequestError
-from foretoken.core.results import StreamChunk
 from foretoken.drafters.base import TargetHandle
 from foretoken.drafters.registry import create_drafter
 from foretoken.engine.chats import chat_format
 from foretoken.engine.config import parse_speculative_config
 from foretoken.engine.drafter_creation import attach_drafter, make_drafter
 from foretoken.engine.drafting import Drafting, choose_controller, joint_reads, most_nodes
-from foretoken.engine.fair_lock import FairLock
 from foretoken.engine.loop import Engine
 from foretoken.engine.model_arguments import target_model, target_tokenizer
 from foretoken.engine.requests import Request, RequestReader
+from foretoken.engine.shared_engine import SharedEngine
 from foretoken.engine.torch_state import own_torch_state
 from foretoken.engine.vllm_arguments import check_other_arguments
 from foretoken.engine.vocabulary import ids_without_token
@@ -38,29 +33,24 @@ from foretoken.runner.costs import pass_costs
 from foretoken.runner.runner import Runner
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Iterator, Mapping
+    import os
+    from collections.abc import Callable, Generator, Mapping
     from collections.abc import Sequence as Seq
 
     import torch
 
     from foretoken.core.metrics import Metric
     from foretoken.core.records import StepRecord
-    from foretoken.core.results import RequestOutput
+    from foretoken.core.results import RequestOutput, StreamChunk
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.drafters.base import Drafter, DrafterOptions
     from foretoken.engine.chats import Message
     from foretoken.engine.prompts import Prompt
-    from foretoken.engine.sequence import Sequence
     from foretoken.hf.loading import LoadedModel
     from foretoken.runner.cost_curve import CostCurve
 
 _SHORTEST_CONTEXT = 8  # tokens that the proof at load needs
 _MOST_SEQUENCES = 1 << 16
-_INTERRUPTED = (
-    "another call of this LLM was interrupted by {error} in the middle of an iteration, which serves the requests of "
-    "all calls. Send the request again."
-)
-_alive: weakref.WeakSet[LLM] = weakref.WeakSet()
 
 
 class LLM:
@@ -70,6 +60,7 @@ class LLM:
         target: The runner.
         tokenizer: The target's tokenizer, or None.
         drafters: Attached to the target, in the order of the bits of `TokenTree.source`.
+        shared: The engine behind it, which an `AsyncLLM` over it uses too.
     """
 
     @own_torch_state()
@@ -221,10 +212,7 @@ class LLM:
             has_traces=trace,
         )
         self._requests = RequestReader(self.target, self.tokenizer, seed)
-        self._lock = FairLock()
-        self._given_up: deque[Sequence] = deque()  # of streams that were closed while another thread had the lock
-        self._is_inherited = False  # whether this is the copy of a forked process, with its parent's requests in it
-        _alive.add(self)
+        self.shared = SharedEngine(self._engine, self._requests)
 
     @property
     def is_lossy(self) -> bool:
@@ -243,10 +231,11 @@ class LLM:
 
         Args:
             prompts: A string, a list of token ids, a mapping with `prompt` or `prompt_token_ids`, several of these, or
-                what a tokenizer returns. A mapping may also hold `prediction`, text or token ids that the output
-                probably repeats in part (drafted from by the method "prediction"), and `cache_salt`, text: drafters
-                that learn from outputs draft what this request wrote only for requests with the same salt. Neither
-                changes what is written.
+                what a tokenizer returns. A mapping may also hold what changes speed and nothing that is written:
+                `prediction`, text or token ids that the output probably repeats in part (drafted from by the method
+                "prediction"); `cache_salt`, text: drafters that learn from outputs draft what this request wrote only
+                for requests with the same salt; and `speculative`, a mapping with `enabled`, False for no drafts, or
+                `max_nodes`, most nodes of its trees, root included.
             sampling_params: One for all prompts, or one each; None for the defaults.
             use_tqdm: Shows a progress bar on standard error; a callable takes the place of `tqdm`.
             params: Former name of `sampling_params`.
@@ -262,10 +251,10 @@ class LLM:
         requests = self._read(prompts, sampling_params, params)
         sequences = [sequence for request in requests for sequence in request.sequences]
         with _progress(use_tqdm, len(sequences)) as bar:
-            for _ in self._run(sequences):
+            for _ in self.shared.run(sequences):
                 if bar is not None:
                     bar.update(sum(s.finish_reason is not None for s in sequences) - bar.n)
-        with self._turn():
+        with self.shared.turn():
             return [request.output() for request in requests]
 
     def stream(
@@ -305,7 +294,7 @@ class LLM:
 
     def chat_prompts(self, messages: Seq[Message] | Seq[Seq[Message]], **form: Any) -> list[dict[str, Any]]:
         """The prompts of conversations, for `generate` and `stream`; takes and raises what `chat` does."""
-        with self._turn():
+        with self.shared.turn():
             return self._requests.chats(messages, chat_format(form))
 
     def get_metrics(self) -> list[Metric]:
@@ -313,7 +302,7 @@ class LLM:
 
         Names are vLLM's ("vllm:spec_decode_num_accepted_tokens") where it has one.
         """
-        with self._turn():
+        with self.shared.turn():
             return self._engine.metrics()
 
     def get_tokenizer(self) -> Any:
@@ -327,7 +316,7 @@ class LLM:
                 raise RequestError("sampling_params came twice, once as params. Pass sampling_params alone.")
             warnings.warn("params is now called sampling_params, as in vLLM", DeprecationWarning, stacklevel=3)
             sampling_params = params
-        with self._turn():
+        with self.shared.turn():
             return self._requests.read(prompts, sampling_params)
 
     def _chunks(self, requests: list[Request]) -> Generator[StreamChunk]:
@@ -335,72 +324,14 @@ class LLM:
         place = {id(sequence): index for index, request in enumerate(requests) for sequence in request.sequences}
         unfinished = [sequence for request in requests for sequence in request.sequences]
         given = dict.fromkeys(place, 0)
-        with closing(self._run(unfinished)) as iterations:
+        with closing(self.shared.run(unfinished)) as iterations:
             for _ in iterations:
-                with self._turn():
+                with self.shared.turn():
                     changed = [s for s in unfinished if s.finish_reason is not None or len(s.output_ids) > given[id(s)]]
                     unfinished = [s for s in unfinished if s.finish_reason is None]
-                    chunks = [_chunk(s, place[id(s)], given[id(s)]) for s in changed]
+                    chunks = [s.chunk(place[id(s)], given[id(s)]) for s in changed]
                     given.update((id(s), len(s.output_ids)) for s in changed)
                 yield from chunks
-
-    def _run(self, sequences: list[Sequence]) -> Generator[None]:
-        """Runs sequences to their end, pausing after every iteration, and once more for what other calls brought."""
-        waiting_for = sequences[::-1]
-        try:
-            with self._turn():
-                for sequence in sequences:
-                    self._engine.add(sequence)
-            while waiting_for:
-                if waiting_for[-1].finish_reason is not None:
-                    waiting_for.pop()
-                    continue
-                with self._turn():
-                    self._step()
-                yield
-            yield
-        finally:
-            self._give_up(sequences)
-
-    def _step(self) -> None:
-        """One iteration; one that is broken off, as by Ctrl-C, may leave any sequence half committed and ends all."""
-        try:
-            self._engine.step()
-        except BaseException as err:
-            self._engine.abort(error=_INTERRUPTED.format(error=type(err).__name__))
-            raise
-
-    def _give_up(self, sequences: list[Sequence], *, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
-        """Ends what is left of some sequences: at once, or at the next turn when another thread is at work.
-
-        Does not wait: the garbage collector closes forgotten streams wherever a thread happens to be.
-        """
-        if is_exiting():  # the interpreter: modules may be gone, which is why the default is bound early
-            return
-        self._given_up.extend(s for s in sequences if s.finish_reason is None)
-        if self._given_up and self._lock.try_enter():
-            try:
-                self._end_given_up()
-            finally:
-                self._lock.leave()
-
-    def _end_given_up(self) -> None:
-        """Frees the slots of sequences that nobody waits for any more."""
-        given_up = []
-        while self._given_up:
-            given_up.append(self._given_up.popleft())
-        if given_up:
-            self._engine.abort(given_up)
-
-    @contextmanager
-    def _turn(self) -> Iterator[None]:
-        """The calling thread's turn with engine, sequences and tokenizer."""
-        with self._lock, own_torch_state():
-            if self._is_inherited:
-                self._is_inherited = False
-                self._engine.abort()
-            self._end_given_up()
-            yield
 
 
 class _DrafterSetup(NamedTuple):
@@ -437,28 +368,6 @@ def _drafter_setup(
         for options in parsed.options
     ]  # fmt: skip
     return _DrafterSetup(drafters, parsed.options, parsed.policy)
-
-
-def _after_fork() -> None:
-    """In a forked child: the parent's threads, which may have held locks, are gone, and its requests are not ours."""
-    for llm in _alive:
-        llm._lock, llm._is_inherited = FairLock(), True
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-def _chunk(sequence: Sequence, prompt_index: int, given: int) -> StreamChunk:
-    """What a sequence has that was not given yet; given: output tokens that were."""
-    return StreamChunk(
-        request_id=sequence.request_id,
-        prompt_index=prompt_index,
-        index=sequence.index,
-        text=sequence.take_new_text(),
-        token_ids=sequence.output_ids[given:],
-        finish_reason=sequence.finish_reason,
-    )
 
 
 def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Any:

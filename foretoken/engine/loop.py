@@ -22,8 +22,10 @@ from foretoken.core.backend import has_triton_kernels, integers_on, reads_are_fr
 from foretoken.core.errors import described
 from foretoken.core.passes import Pass, TokenChoice
 from foretoken.core.records import StepRecord
+from foretoken.core.token_tree import MAX_NODES
 from foretoken.drafters.base import DraftContext, DraftRequest
 from foretoken.engine.engine_counts import EngineCounts
+from foretoken.engine.grammar_drafts import GrammarBounds
 from foretoken.engine.outcomes import (
     Outcome,
     greatest_on_host,
@@ -38,6 +40,7 @@ from foretoken.engine.stage_clock import StageClock
 from foretoken.engine.torch_state import restored_torch_state
 from foretoken.engine.tracing import traced
 from foretoken.sampling.batch import SamplingBatch
+from foretoken.sampling.grammar import GrammarMask
 from foretoken.sampling.history import History, HistoryTable
 from foretoken.sampling.node_scores import NodeScores
 
@@ -139,6 +142,11 @@ class Engine:
             model_name=self.target.model.name, num_running=len(self._running), num_waiting=len(self._waiting)
         )
 
+    @property
+    def num_free_slots(self) -> int:
+        """Sequences that can join at once."""
+        return len(self._free_slots)
+
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence."""
         self._waiting.append(sequence)
@@ -232,7 +240,8 @@ class Engine:
                 self._feed(self._prefill.next_chunks([sequence], 0))
             return
         record = self._commit(sequences, verified, clock)
-        self._drafting.learn(record)
+        if not verified.draft.has_forced:  # whose acceptance and cost say nothing of the drafters'
+            self._drafting.learn(record)
         self._call_back(record)
 
     def _call_back(self, record: StepRecord) -> None:
@@ -251,6 +260,10 @@ class Engine:
         """Propose, verify, accept, and move accepted KV rows into place. The sequences themselves stay as they are."""
         batch = self._sampling_batch(sequences)
         draft = self._drafting.propose(self._draft_context(sequences, batch))
+        if any(s.grammar is not None for s in sequences):
+            draft = self._drafting.constrained(draft, [self._grammar_bounds(s) for s in sequences])
+            mask = GrammarMask([s.grammar for s in sequences])
+            batch = replace(batch, processors=(mask, *batch.processors))
         tree = draft.tree.without_probes()
         clock.mark()
         slots, lengths = [_slot(s) for s in sequences], [len(s.tokens) - 1 for s in sequences]
@@ -320,13 +333,18 @@ class Engine:
     def _rules(self, sequences: list[Sequence], tree: TokenTree, output: PassOutput) -> list[str]:
         """The acceptance rule of each sequence; tree: without probes."""
         has_kernels = output.chosen is not None or has_triton_kernels(tree.tokens.device)
-        return [
+        rules = [
             self.policy.rule_for(
                 tree, is_greedy=s.params.is_greedy, is_seeded=s.is_seeded, row=row,
                 is_plain=s.params.is_plain and has_kernels,
             )
             for row, s in enumerate(sequences)
         ]  # fmt: skip
+        # Whether forced tokens make a drawn chain a tree depends on what was drawn, which a choice of rule must not.
+        return [
+            "sequential" if rule == "block" and s.grammar is not None else rule
+            for rule, s in zip(rules, sequences, strict=True)
+        ]
 
     def _node_scores(
         self, sequences: list[Sequence], batch: SamplingBatch, tree: TokenTree, trees: Pass, output: PassOutput
@@ -451,14 +469,24 @@ class Engine:
 
     def _draft_context(self, sequences: list[Sequence], batch: SamplingBatch) -> DraftContext:
         """What the drafter is told. A pass always emits one token of the target's own, so drafts leave room for it."""
+        widest = self.target.max_nodes
         return DraftContext(
             slots=[_slot(s) for s in sequences],
             tokens=[s.tokens for s in sequences],
-            max_depth=[s.remaining - 1 for s in sequences],
-            max_nodes=[self.target.max_nodes] * len(sequences),
+            max_depth=[min(s.remaining, s.max_nodes or s.remaining) - 1 for s in sequences],
+            max_nodes=[min(s.max_nodes or widest, widest) for s in sequences],
             sampling=batch,
             is_coupled=[self.policy.is_coupled(is_seeded=s.is_seeded) for s in sequences],
         )
+
+    def _grammar_bounds(self, sequence: Sequence) -> GrammarBounds | None:
+        """What of a sequence's draft its grammar lets be, and how much may be added: the cache has room for chains."""
+        if sequence.grammar is None:
+            return None
+        room = self.target.cache.capacity - (len(sequence.tokens) - 1)
+        most = max(self.target.max_nodes, min(room, MAX_NODES))
+        most = min(most, sequence.max_nodes or most)
+        return GrammarBounds(state=sequence.grammar, max_depth=sequence.remaining - 1, max_nodes=most)
 
     def _sampling_batch(self, sequences: list[Sequence]) -> SamplingBatch:
         """Parameters as tensors, built anew only when the batch changes."""

@@ -8,17 +8,19 @@ from itertools import islice
 from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.checks import check_text, checked_token_ids, shown
+from foretoken.core.checks import check_boolean, check_integer, check_text, checked_token_ids, shown
 from foretoken.core.errors import RequestError
 
 if TYPE_CHECKING:
     from foretoken.engine.codec import Codec
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps `prediction` and `cache_salt`."""
+"""Text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps some of `prediction`, `cache_salt` and
+`speculative`."""
 
 _KEYS = ("prompt", "prompt_token_ids")
-_MORE_KEYS = ("prediction", "cache_salt")
+_MORE_KEYS = ("prediction", "cache_salt", "speculative")
+_SPECULATIVE_KEYS = ("enabled", "max_nodes")
 _KEYS_SHOWN = 4
 _LONGEST_SALT = 1024  # characters
 
@@ -32,12 +34,14 @@ class ReadPrompt:
         token_ids: At least one.
         prediction: Token ids that the output probably repeats in part; None without any.
         cache_salt: See `foretoken.drafters.base.DraftRequest`.
+        max_nodes: Most nodes of its trees, root included, so 1 for no drafts; None for no bound of its own.
     """
 
     text: str | None
     token_ids: list[int]
     prediction: list[int] | None
     cache_salt: str | None
+    max_nodes: int | None = None
 
 
 def split_prompts(prompts: Any) -> list[Any]:
@@ -88,6 +92,7 @@ class PromptReader:
             token_ids=ids,
             prediction=None if prediction is None else self._prediction(prediction),
             cache_salt=None if salt is None else _salt(salt),
+            max_nodes=_max_nodes(more.get("speculative")),
         )
 
     def _prediction(self, given: Any) -> list[int]:
@@ -137,6 +142,23 @@ def _salt(given: Any) -> str:
     return str(given)
 
 
+def _max_nodes(speculative: Any) -> int | None:
+    """Most nodes of a request's trees by its `speculative`, checked; None for no bound."""
+    if speculative is None:
+        return None
+    if not isinstance(speculative, Mapping) or not set(speculative) <= set(_SPECULATIVE_KEYS):
+        raise RequestError(
+            f"speculative is {shown(speculative)}. Expected a mapping with 'enabled', True or False, or 'max_nodes', "
+            "most nodes of a tree, or both."
+        )
+    enabled, most = speculative.get("enabled"), speculative.get("max_nodes")
+    if enabled is not None:
+        check_boolean("speculative['enabled']", enabled)
+    if most is not None:
+        check_integer("speculative['max_nodes']", most, 1)
+    return 1 if enabled is not None and not enabled else None if most is None else int(most)
+
+
 def _is_list(value: Any) -> bool:
     """Whether a value is a list, tuple or range, and not text or bytes."""
     return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray | memoryview)
@@ -149,7 +171,7 @@ def _value(prompt: Mapping[str, Any]) -> Any:
     if unknown or not given:
         raise RequestError(
             f"the prompt has the keys {_names(prompt)}. Expected 'prompt' or 'prompt_token_ids', and perhaps "
-            "'prediction' and 'cache_salt'."
+            "'prediction', 'cache_salt' and 'speculative'."
         )
     return given.get("prompt_token_ids", given.get("prompt"))
 

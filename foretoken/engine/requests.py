@@ -14,6 +14,7 @@ from foretoken.core.results import GenerationMetrics, RequestOutput
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.engine.chats import ChatFormat, chat_prompts
 from foretoken.engine.codec import Codec
+from foretoken.engine.grammars import Grammars
 from foretoken.engine.prompts import PromptReader, ReadPrompt, split_prompts
 from foretoken.engine.sequence import Sequence
 from foretoken.sampling.batch import SamplingRequest
@@ -28,7 +29,7 @@ class Request:
     """One prompt on its way through the engine.
 
     Attributes:
-        request_id: Unique in the life of an `LLM`.
+        request_id: Unique in the life of an `LLM`, unless the caller chose it.
         prompt_text: As text, or None where it came as token ids.
         sequences: Its n completions.
     """
@@ -36,6 +37,21 @@ class Request:
     request_id: str
     prompt_text: str | None
     sequences: Seq[Sequence]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all its completions are."""
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any of its completions has, or had, a slot."""
+        return any(s.slot is not None or s.finish_reason is not None for s in self.sequences)
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of its prompt."""
+        return self.sequences[0].num_prompt
 
     def output(self) -> RequestOutput:
         """What it brought so far."""
@@ -63,6 +79,7 @@ class RequestReader:
         """
         self._tokenizer = tokenizer
         self._target, self._codec = target, None if tokenizer is None else Codec(tokenizer, target.vocab_size)
+        self._grammars = Grammars(tokenizer, target.vocab_size, target.model.eos_ids)
         self._prompts = PromptReader(self._codec, target.vocab_size, target.context_len)
         self._is_seeded, self._seeds = seed is not None, random.Random(seed)
         self._ids = itertools.count()
@@ -84,7 +101,28 @@ class RequestReader:
         items = split_prompts(prompts)
         each = _params_for_each(sampling_params, len(items))
         checked = [self._checked_prompt(i, item) for i, item in enumerate(items)]
-        return [self._request(*parts) for parts in zip(checked, each, strict=True)]
+        return [self._request(*parts, self.new_id()) for parts in zip(checked, each, strict=True)]
+
+    def read_one(self, prompt: Any, sampling_params: Any, request_id: str) -> Request:
+        """Checks one request.
+
+        Args:
+            prompt: In any of the forms of `split_prompts`.
+            sampling_params: `SamplingParams`, or None for the defaults.
+            request_id: Its name.
+
+        Raises:
+            RequestError: As `read` does, and when there are several prompts.
+        """
+        items = split_prompts(prompt)
+        if len(items) != 1:
+            raise RequestError(f"there are {len(items)} prompts. Expected one. Submit a request for each.")
+        (params,) = _params_for_each(sampling_params, 1)
+        return self._request(self._checked_prompt(0, items[0]), params, request_id)
+
+    def new_id(self) -> str:
+        """A name for a request that it has not given before."""
+        return str(next(self._ids))
 
     def _checked_prompt(self, index: int, prompt: Any) -> ReadPrompt:
         """A prompt that leaves room for an answer."""
@@ -96,7 +134,7 @@ class RequestReader:
             )
         return read
 
-    def _request(self, prompt: ReadPrompt, params: SamplingParams) -> Request:
+    def _request(self, prompt: ReadPrompt, params: SamplingParams, request_id: str) -> Request:
         """The n sequences of one prompt."""
         vocab_size, limit = self._target.vocab_size, self._target.context_len
         if params.stop_strings and self._codec is None:
@@ -105,9 +143,8 @@ class RequestReader:
             [*params.logit_bias, *params.stop_token_ids], vocab_size, "logit_bias or stop_token_ids"
         )
         eos_ids = list(self._target.model.eos_ids)
-        bad_words = self._bad_words(params)
+        bad_words, grammar = self._bad_words(params), self._grammars.state_of(params)
         checked_token_ids(params.allowed_token_ids or (), vocab_size, "allowed_token_ids")
-        request_id = str(next(self._ids))
         seed = self._seeds.getrandbits(63) if params.seed is None else int(params.seed)
         sequences = [
             Sequence(
@@ -126,6 +163,8 @@ class RequestReader:
                 codec=self._codec,
                 prediction=prompt.prediction,
                 cache_salt=prompt.cache_salt,
+                grammar=grammar,
+                max_nodes=prompt.max_nodes,
             )
             for index in range(params.n)
         ]

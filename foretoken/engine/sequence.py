@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from foretoken.core.errors import described
-from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob
+from foretoken.core.errors import described, one_line
+from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob, StreamChunk
 from foretoken.engine.detokenizer import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.engine.codec import Codec
     from foretoken.sampling.batch import SamplingRequest
+    from foretoken.sampling.grammar import GrammarState
 
 
 class TokenScores(NamedTuple):
@@ -52,6 +53,8 @@ class Sequence:
         prompt_scores: Likewise of prompt tokens but the first, as far as the prompt is in the cache.
         prediction: Token ids that the output probably repeats in part, for drafters; None without any.
         cache_salt: Likewise for drafters, see `foretoken.drafters.base.DraftRequest`.
+        grammar: What may follow its output; None without a grammar.
+        max_nodes: Most nodes of its trees, root included; None for no bound of its own.
     """
 
     def __init__(  # noqa: PLR0913 - facts of a completion, each by its name
@@ -67,10 +70,13 @@ class Sequence:
         codec: Codec | None = None,
         prediction: Seq[int] | None = None,
         cache_salt: str | None = None,
+        grammar: GrammarState | None = None,
+        max_nodes: int | None = None,
     ) -> None:
         """Begins a sequence that may grow to `max_len` tokens, prompt included."""
         params = sampling.params
         self.prediction, self.cache_salt = prediction, cache_salt
+        self.grammar, self.max_nodes = grammar, max_nodes
         self.request_id, self.index, self.sampling, self.is_seeded = request_id, index, sampling, is_seeded
         self.tokens, self.num_prompt, self.num_cached = list(prompt), len(prompt), 0
         self.slot: int | None = None
@@ -177,6 +183,27 @@ class Sequence:
             return None
         return [None, *(self._logprobs(scores) for scores in self.prompt_scores)]
 
+    def chunk(self, prompt_index: int, given: int) -> StreamChunk:
+        """What it has that was not given yet; text of which nothing can be taken back.
+
+        Args:
+            prompt_index: See `StreamChunk`.
+            given: Output tokens that were given.
+        """
+        token_ids = self.output_ids[given:]
+        scores = None if self.params.logprobs is None else self.scores[given : given + len(token_ids)]
+        return StreamChunk(
+            request_id=self.request_id,
+            prompt_index=prompt_index,
+            index=self.index,
+            text=self.take_new_text(),
+            token_ids=token_ids,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            logprobs=None if scores is None else [self._logprobs(score) for score in scores],
+            error=self.error,
+        )
+
     def _logprobs(self, scores: TokenScores) -> dict[int, Logprob]:
         """What a caller gets of one token's scores: the token itself, then the most probable ones."""
         ranked = {token: (value, rank) for rank, (token, value) in enumerate(scores.top.items(), start=1)}
@@ -207,8 +234,20 @@ class Sequence:
             return
         if new_text and self._cut_at_stop_string(len(new_text)):
             return
-        if self.remaining <= 0:
+        if self.grammar is not None:
+            self._follow_grammar(self.grammar, token)
+        if self.finish_reason is None and self.remaining <= 0:
             self._finish("length", None)
+
+    def _follow_grammar(self, grammar: GrammarState, token: int) -> None:
+        """Goes on in the grammar, and ends the sequence where nothing can follow."""
+        following = self.grammar = grammar.after(token)
+        if following is None:
+            raise RuntimeError(f"token {token} was generated against the grammar")
+        if following.error is not None:
+            self.fail(f"the grammar cannot be followed any further: {one_line(ValueError(following.error))}.")
+        elif following.is_over:
+            self._finish("stop", None)
 
     def _read(self) -> None:
         """Turns tokens into text that were not looked at so far."""

@@ -68,8 +68,9 @@ def _take(chunks: Iterator[StreamChunk], waiting: list[deque[int]]) -> None:
     """Adds what an engine generated next to what waits to be handed out."""
     chunk = next(chunks, None)
     if chunk is None or chunk.finish_reason in ("error", "abort"):
+        reason = "it was ended." if chunk is None or chunk.error is None else chunk.error
         raise RequestError(
-            "the engine could not go on with a row of generate(); the log says why. Call foretoken.hf.release(model) "
-            "for transformers' own decoding."
+            f"the engine could not go on with a row of generate(): {reason} Expected tokens. Call "
+            "foretoken.hf.release(model) for transformers' own decoding."
         )
     waiting[chunk.prompt_index].extend(chunk.token_ids)

@@ -1,4 +1,4 @@
-"""Grafting: chains that a lookup proposes after a path that is drafted and not committed, below the path's last node.
+"""Grafting: chains that a lookup or a grammar proposes after a path that is not committed, below its last node.
 
 Letters: B sequences, N nodes, K grafted nodes of one sequence at most.
 """
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class Graft(NamedTuple):
-    """A chain below a leaf.
+    """A chain below a node.
 
     Attributes:
         row: Of the tree in the batch.
-        leaf: A node without children.
+        leaf: A node without a child that holds the chain's first token.
         depth: Of the leaf.
         tokens: Of the chain, the one below the leaf first.
         scores: Log-probabilities that the whole path down to each of them is accepted.
@@ -41,11 +41,11 @@ class Graft(NamedTuple):
 
 
 def grafted(tree: TokenTree, grafts: Sequence[Graft], *, max_nodes: int) -> TokenTree:
-    """A tree with chains below some of its leaves, each of which is a chosen (one-hot) node. No synchronisation.
+    """A tree with chains of chosen (one-hot) nodes below some of its nodes. No synchronisation.
 
     Args:
         tree: With scores and sources.
-        grafts: The most valuable first; at most one a leaf.
+        grafts: The most valuable first; at most one a node.
         max_nodes: Most nodes of a tree and its chains, root included: what is beyond is left out from the chains' ends.
 
     Returns:

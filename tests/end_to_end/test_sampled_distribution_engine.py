@@ -90,10 +90,12 @@ def sample(
     is_native: bool = False,
     head: str | None = None,
     drafters: Sequence[dict[str, Any]] = (),
+    max_nodes: Sequence[int | None] = (None,),
 ) -> tuple[Counter[tuple[int, ...]], GenerationMetrics]:
     """Draws `SAMPLES` texts from the engine under a setting's rule; natively in float32, which rounds to that.
 
-    The draft model, or the head, is a random one: most drafts are rejected, so residuals decide most tokens.
+    The draft model, or the head, is a random one: most drafts are rejected, so residuals decide most tokens. Requests
+    have the bounds `max_nodes` in turn.
     """
     rule = setting.split(",")[0]
     original = Engine.__init__
@@ -115,7 +117,8 @@ def sample(
         SamplingParams(**options(setting), n=COPIES, seed=seed, max_tokens=LENGTH, ignore_eos=True)
         for seed in range(SAMPLES // COPIES)
     ]
-    outputs = llm.generate([prompt] * len(params), params)
+    bounds = [{"max_nodes": max_nodes[i % len(max_nodes)]} for i in range(len(params))]
+    outputs = llm.generate([{"prompt_token_ids": prompt, "speculative": each} for each in bounds], params)
     texts = Counter(tuple(c.token_ids) for output in outputs for c in output.outputs)
     return texts, GenerationMetrics.total(output.metrics for output in outputs)
 
@@ -194,6 +197,14 @@ def test_draws_that_fall_short_stay(is_broken: bool, monkeypatch: pytest.MonkeyP
     texts, metrics = sample(PRUNED, monkeypatch, is_native=True)
     assert (chi_square_level(texts, exact_distribution(PRUNED)) > LEVEL) is not is_broken
     assert metrics.num_drafted < 5.5 * metrics.steps, "of six nodes some were pruned"
+
+
+@pytest.mark.parametrize("setting", ["block", "sequential, tree", "sequential, dynamic tree"])
+def test_trees_that_requests_bound(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is left of a drawn tree whose end was cut, beside trees that are whole."""
+    texts, metrics = sample(setting, monkeypatch, max_nodes=[None, 2, 3, 4])
+    assert chi_square_level(texts, exact_distribution(setting)) > LEVEL
+    assert 0.1 < metrics.num_accepted / metrics.num_emitted < 0.66, "both acceptances and residuals are exercised"
 
 
 @pytest.mark.parametrize("setting", ["block", "sequential, tree"])

@@ -1,0 +1,142 @@
+"""The form that a text must have, with vLLM's field names; knows types and sizes, not how grammars are compiled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from foretoken.core.checks import check_boolean, check_sequence, check_text, shown
+from foretoken.core.errors import RequestError, nearest_name_hint, one_line
+
+_LONGEST_GRAMMAR = 65_536  # characters of a schema, a grammar, or all choices together
+_LONGEST_REGEX = 2_048
+_MOST_CHOICES = 2_000  # also values of one "enum"
+_DEEPEST_SCHEMA = 32  # containers within each other
+_KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StructuredOutputsParams:
+    """What the whole output must match: exactly one of the first five fields is given.
+
+    Attributes:
+        json: A JSON schema, as a mapping or as text.
+        regex: A regular expression, in the syntax of Rust's `regex`.
+        choice: Texts, one of which is written.
+        grammar: A context-free grammar, in Lark's syntax or llama.cpp's GBNF.
+        json_object: Whether any JSON object is.
+        disable_any_whitespace: Of `json` and `json_object`: no white space but in strings.
+        whitespace_pattern: Of the same: a regular expression of the white space between tokens.
+
+    Raises:
+        RequestError: When a value is of another type, too large or nested too deeply. Whether it compiles is found out
+            when the request is read.
+    """
+
+    json: str | Mapping[str, Any] | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        """Checks types and sizes."""
+        if self.json_object is not None:
+            check_boolean("json_object", self.json_object)
+        check_boolean("disable_any_whitespace", self.disable_any_whitespace)
+        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            found = " and ".join(given) or "none of its fields"
+            raise RequestError(f"structured_outputs has {found}. Expected exactly one of {', '.join(_KINDS)}.")
+        for name, longest in (
+            ("regex", _LONGEST_REGEX), ("grammar", _LONGEST_GRAMMAR), ("whitespace_pattern", _LONGEST_REGEX),
+        ):  # fmt: skip
+            if getattr(self, name) is not None:
+                _check_size(name, getattr(self, name), longest)
+        if self.choice is not None:
+            self._check_choice(self.choice)
+        if self.json is not None:
+            _check_schema(self.schema)
+
+    @classmethod
+    def read(cls, value: Any) -> Self:
+        """The parameters, which may also be given as a mapping.
+
+        Raises:
+            RequestError: For anything else, unknown fields among it.
+        """
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise RequestError(f"structured_outputs is {shown(value)}. Expected StructuredOutputsParams or a mapping.")
+        known = [field.name for field in fields(cls)]
+        for name in value:
+            if name not in known:
+                raise RequestError(
+                    f"structured_outputs has no field {shown(name)}. {nearest_name_hint(str(name), known)}"
+                )
+        return cls(**{name: item for name, item in value.items() if item is not None})
+
+    @property
+    def schema(self) -> str:
+        """The JSON schema as text.
+
+        Raises:
+            RequestError: When there is no such text.
+        """
+        if self.json_object:
+            return '{"type": "object"}'
+        if isinstance(self.json, str):
+            return self.json
+        if not isinstance(self.json, Mapping):
+            raise RequestError(f"json is {shown(self.json)}. Expected a JSON schema, as a mapping or as text.")
+        try:
+            return json.dumps(self.json, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as err:
+            raise RequestError(f"json cannot be written as JSON: {one_line(err)}. Expected a JSON schema.") from err
+
+    @staticmethod
+    def _check_choice(choice: Any) -> None:
+        """Checks the texts of which one is written."""
+        check_sequence("choice", choice, "a list of texts")
+        if not 0 < len(choice) <= _MOST_CHOICES:
+            raise RequestError(f"choice has {len(choice)} texts. Expected 1 to {_MOST_CHOICES}.")
+        for text in choice:
+            check_text("a text of choice", text)
+        if not all(choice) or sum(map(len, choice)) > _LONGEST_GRAMMAR:
+            raise RequestError(
+                f"choice holds an empty text, or more than {_LONGEST_GRAMMAR} characters. Expected shorter texts."
+            )
+
+
+def _check_size(name: str, text: Any, longest: int) -> None:
+    """Raises `RequestError` unless a text has 1 to `longest` characters."""
+    check_text(name, text)
+    if not 0 < len(text) <= longest:
+        raise RequestError(f"{name} has {len(text)} characters. Expected 1 to {longest}.")
+
+
+def _check_schema(text: str) -> None:
+    """Raises `RequestError` unless a text is a JSON schema of a moderate size; does not read its keywords."""
+    _check_size("json", text, _LONGEST_GRAMMAR)
+    try:
+        level: list[Any] = [json.loads(text)]
+    except (ValueError, RecursionError) as err:
+        raise RequestError(f"json is no JSON: {one_line(err)}. Expected a JSON schema.") from err
+    if not isinstance(level[0], dict):
+        raise RequestError(f"json is {shown(level[0])}. Expected a JSON schema: an object.")
+    for _ in range(_DEEPEST_SCHEMA):
+        level = [item for each in level for item in (each.values() if isinstance(each, dict) else each)]
+        level = [item for item in level if isinstance(item, dict | list)]
+        for item in level:
+            if isinstance(item, list) and len(item) > _MOST_CHOICES:
+                raise RequestError(f"json holds a list of {len(item)} values. Expected at most {_MOST_CHOICES}.")
+    if level:
+        raise RequestError(
+            f"json nests more than {_DEEPEST_SCHEMA} objects and lists in each other. Expected at most that. Name "
+            'inner schemas in "$defs".'
+        )

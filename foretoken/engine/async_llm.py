@@ -1,0 +1,141 @@
+"""The asynchronous face of an `LLM`: requests are submitted, streamed and aborted one by one, from any thread or task.
+
+One thread makes the iterations. Submitting waits for none of them, and reading waits in the reader's event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from functools import partial
+from typing import TYPE_CHECKING
+
+from foretoken.core.checks import check_integer, check_text, shown
+from foretoken.core.errors import ConfigError, RequestError
+from foretoken.engine.llm import LLM
+from foretoken.engine.request_queue import RequestQueue
+from foretoken.engine.request_stream import RequestStream
+from foretoken.engine.serving_thread import ServingThread
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from foretoken.core.results import RequestOutput
+    from foretoken.core.sampling_params import SamplingParams
+    from foretoken.engine.prompts import Prompt
+
+_LONGEST_ID = 256  # characters
+
+
+class AsyncLLM:
+    """Serves requests on an `LLM`, beside which the `LLM`'s own calls go on working.
+
+    Requests join in the order in which they came, as soon as a slot is free. Those that cannot join wait; when too many
+    wait, further ones are refused.
+
+    ```python
+    async with AsyncLLM(LLM("models/tinycode")) as engine:
+        async for chunk in engine.submit("def main():", SamplingParams(max_tokens=32)):
+            print(chunk.text, end="")
+    ```
+
+    Attributes:
+        llm: What it serves requests on.
+    """
+
+    def __init__(self, llm: LLM, *, max_waiting_requests: int = 256, max_waiting_tokens: int | None = None) -> None:
+        """Starts the engine's thread.
+
+        Args:
+            llm: May be used by others meanwhile, another `AsyncLLM` too.
+            max_waiting_requests: Requests that may wait for a slot, 0 or more.
+            max_waiting_tokens: Prompt tokens that may wait, over all requests; None for as many as the requests have.
+
+        Raises:
+            ConfigError: When an argument is none of these.
+        """
+        if not isinstance(llm, LLM):
+            raise ConfigError(f"llm is {shown(llm)}. Expected an LLM: AsyncLLM(LLM(model, ...)).")
+        check_integer("max_waiting_requests", max_waiting_requests, 0, error=ConfigError)
+        if max_waiting_tokens is not None:
+            check_integer("max_waiting_tokens", max_waiting_tokens, 0, error=ConfigError)
+        self.llm = llm
+        engine = llm.shared.engine
+        self._queue = RequestQueue(max_waiting_requests, max_waiting_tokens, lambda: engine.num_free_slots)
+        self._thread = ServingThread(llm.shared, self._queue)
+        weakref.finalize(self, self._thread.close).atexit = False  # the thread sees to that
+
+    @property
+    def num_running(self) -> int:
+        """Requests that have a slot."""
+        return self._queue.counts()[0]
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests that wait for a slot."""
+        return self._queue.counts()[1]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it takes requests; not once it was closed, its thread failed, or in a forked child."""
+        return self._thread.is_alive
+
+    def submit(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> RequestStream:
+        """Has a request served. Returns at once, in any thread, with or without an event loop.
+
+        Args:
+            prompt: One prompt, in any of the forms of `LLM.generate`.
+            sampling_params: None for the defaults.
+            request_id: Its name in results; of no other request that is alive. None gives it one.
+
+        Returns:
+            What it brings.
+
+        Raises:
+            RequestError: When it cannot be served.
+            QueueFull: When too many requests wait.
+            EngineStopped: When no requests are served any more.
+        """
+        if request_id is not None:
+            check_text("request_id", request_id)
+            if not 0 < len(request_id) <= _LONGEST_ID:
+                raise RequestError(f"request_id has {len(request_id)} characters. Expected 1 to {_LONGEST_ID}.")
+        self._thread.check_alive()
+        self._queue.check_room()  # before the prompt is read, which takes longer
+        request_id = self._new_id() if request_id is None else str(request_id)
+        request = self.llm.shared.requests.read_one(prompt, sampling_params, request_id)
+        served = self._queue.add(request, self._thread.hand_over)
+        return RequestStream(self, request_id, served.mailbox, partial(self._thread.give_up, served))
+
+    async def generate(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> RequestOutput:
+        """The whole result of a request. Takes and raises what `submit` does; being cancelled ends the request."""
+        return await self.submit(prompt, sampling_params, request_id=request_id).output()
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request before the next iteration; its finish reason is "abort". No error when there is none."""
+        served = self._queue.get(request_id)
+        if served is not None:
+            self._thread.give_up(served)
+
+    def close(self) -> None:
+        """Ends all requests, whose finish reason is "abort", and the thread. The `LLM` can still be used."""
+        self._thread.close()
+        self._thread.join()
+
+    def _new_id(self) -> str:
+        """A name that no request has."""
+        names = iter(self.llm.shared.requests.new_id, None)
+        return next(name for name in names if self._queue.get(name) is None)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Closes it, without holding up the event loop."""
+        await asyncio.to_thread(self.close)

@@ -1,0 +1,120 @@
+"""Drafts under a grammar: what it forbids is left out before the target sees it, what it forces is drafted.
+
+Neither changes what is generated: tokens that a grammar forbids have no probability, and forced ones are drafts like
+others, which the target may still split into other tokens. Tokens that were drawn from a draft distribution stay, as to
+leave them out would bias what is generated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from foretoken.core.token_tree import MAX_NODES, PROBE
+from foretoken.trees.graft import Graft, grafted
+from foretoken.trees.merge import prune
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.core.token_tree import TokenTree, TreeRow
+    from foretoken.sampling.grammar import GrammarState
+
+FORCED = "grammar"  # who proposed forced tokens, in records
+_MOST_FORCED = 16  # nodes a tree
+
+
+class GrammarBounds(NamedTuple):
+    """What one sequence's grammar may do to its draft.
+
+    Attributes:
+        state: After the root.
+        max_depth: Deepest node that the request still needs.
+        max_nodes: Most nodes that the cache has room for, root included.
+    """
+
+    state: GrammarState
+    max_depth: int
+    max_nodes: int
+
+
+class Constrained(NamedTuple):
+    """Trees as grammars let them be, and how many nodes nobody else proposed."""
+
+    tree: TokenTree
+    num_forced: int
+
+
+def constrained_tree(tree: TokenTree, bounds: Sequence[GrammarBounds | None], *, source: int) -> Constrained:
+    """Leaves forbidden nodes out and adds forced ones. Synchronises with the host.
+
+    Args:
+        tree: Of B sequences, probes among its nodes.
+        bounds: Of each; None where there is no grammar.
+        source: Of forced nodes, see `TokenTree`.
+
+    Returns:
+        The tree itself where nothing is to be changed.
+    """
+    rows = tree.rows()
+    probes = [[False] * len(row.tokens) for row in rows]
+    if tree.source is not None:
+        probes = ((tree.source & PROBE) != 0).tolist()
+    scores = None if tree.scores is None else tree.scores.tolist()
+    grafts: list[Graft] = []
+    kept = [[True] * tree.width for _ in rows]
+    for index, (row, bound) in enumerate(zip(rows, bounds, strict=True)):
+        if bound is None:
+            continue
+        states = _states(bound.state, row, probes[index])
+        for node in range(len(row.tokens)):
+            kept[index][node] = probes[index][node] or states[node] is not None
+        grafts += _forced(index, row, states, bound, source, None if scores is None else scores[index])
+    if not grafts and all(map(all, kept)):
+        return Constrained(tree, 0)
+    marked = replace(
+        tree,
+        source=torch.ones_like(tree.tokens) if tree.source is None else tree.source,
+        scores=torch.zeros_like(tree.tokens, dtype=torch.float32) if tree.scores is None else tree.scores,
+    )
+    if grafts:
+        marked = grafted(marked, grafts, max_nodes=MAX_NODES)
+    stays = torch.ones_like(marked.tokens, dtype=torch.bool)
+    stays[:, : tree.width] = torch.tensor(kept, device=stays.device)
+    return Constrained(prune(marked, stays).narrowed(), sum(len(graft.tokens) for graft in grafts))
+
+
+def _states(root: GrammarState, row: TreeRow, probes: Sequence[bool]) -> list[GrammarState | None]:
+    """The grammar's state after each node of a tree; None where it forbids the node, and at probes."""
+    states: list[GrammarState | None] = [root]
+    for node in range(1, len(row.tokens)):
+        above = states[row.parents[node]]
+        states.append(None if above is None or probes[node] else above.after(row.tokens[node]))
+    return states
+
+
+def _forced(
+    index: int,
+    row: TreeRow,
+    states: Sequence[GrammarState | None],
+    bound: GrammarBounds,
+    source: int,
+    scores: Sequence[float] | None,
+) -> list[Graft]:
+    """Chains of forced tokens below the nodes of one tree that have no such child, as far as there is room."""
+    children = set(zip(row.parents, row.tokens, strict=True))
+    depths = [0] * len(row.tokens)
+    room = min(_MOST_FORCED, bound.max_nodes - len(row.tokens))
+    grafts = []
+    for node, state in enumerate(states):
+        depths[node] = 0 if node == 0 else depths[row.parents[node]] + 1
+        longest = min(room, bound.max_depth - depths[node])
+        chain = [] if state is None or longest <= 0 else state.forced[:longest]
+        if not chain or (node, chain[0]) in children:
+            continue
+        room -= len(chain)
+        score = 0.0 if scores is None else scores[node]
+        grafts.append(Graft(index, node, depths[node], chain, [score] * len(chain), source))
+    return grafts

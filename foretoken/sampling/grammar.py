@@ -1,0 +1,143 @@
+"""Grammars on token trees: which tokens may follow a text, where it may end, and what can only follow.
+
+A state belongs to one text and never changes; the state after one more token is another one. A tree's nodes thus share
+the states of the paths that they share, however often acceptance, drafts and traces ask for them.
+
+What parses is a matcher of llguidance. This file calls its methods and imports nothing of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.sampling.history import NodeView
+
+
+class Ends(NamedTuple):
+    """Tokens that end a text, as far as a request lets them.
+
+    Attributes:
+        token_ids: End-of-sequence tokens.
+        unwanted: Those among them that are impossible while the text can go on.
+    """
+
+    token_ids: Sequence[int]
+    unwanted: Sequence[int] = ()
+
+
+class GrammarState:
+    """What a grammar says of the continuation of one text."""
+
+    def __init__(self, matcher: Any, *, vocab_size: int, ends: Ends) -> None:
+        """The state of a matcher, which nobody else moves from now on.
+
+        Args:
+            matcher: A `llguidance.LLMatcher` after the text.
+            vocab_size: V of the target.
+            ends: What ends texts.
+        """
+        self._matcher, self._vocab_size, self._ends = matcher, vocab_size, ends
+        self._after: dict[int, GrammarState | None] = {}
+
+    def after(self, token: int) -> GrammarState | None:
+        """The state after one more token; None where it is impossible."""
+        if token not in self._after:
+            self._after[token] = self._next(token)
+        return self._after[token]
+
+    def after_all(self, tokens: Sequence[int]) -> GrammarState | None:
+        """The state after some tokens, of which those from the first negative one on are padding; None likewise."""
+        state: GrammarState | None = self
+        for token in tokens:
+            if token < 0 or state is None:
+                break
+            state = state.after(token)
+        return state
+
+    @cached_property
+    def allowed(self) -> Tensor:
+        """(V,) bool on the CPU, the tokens that may follow."""
+        allowed = self._possible.copy()
+        if not self.is_over:
+            allowed[list(self._ends.unwanted)] = False
+        return torch.from_numpy(allowed)
+
+    @cached_property
+    def forced(self) -> list[int]:
+        """Tokens of the text that can only follow, as a tokenizer splits it: the target may split it otherwise."""
+        tokens = [] if self.error is not None or self.is_over else self._matcher.compute_ff_tokens()
+        return [token for token in tokens if token < self._vocab_size]
+
+    @cached_property
+    def is_over(self) -> bool:
+        """Whether the text is complete and nothing can follow."""
+        return self.error is None and not self._goes_on
+
+    @cached_property
+    def error(self) -> str | None:
+        """Why nothing can follow though the text is not complete; None in all other states."""
+        ends = self._possible[list(self._ends.token_ids)]
+        if self._matcher.is_error():
+            return str(self._matcher.get_error() or self._matcher.stop_reason())
+        return None if self._goes_on or ends.any() else "no token of the vocabulary continues the text"
+
+    @cached_property
+    def _possible(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """(V,) the tokens that the grammar allows; none after an error."""
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        possible = np.zeros(self._vocab_size, dtype=bool)
+        if not self._matcher.is_error():
+            possible[: len(bits)] = bits[: self._vocab_size]
+        return possible
+
+    @cached_property
+    def _goes_on(self) -> bool:
+        """Whether a token may follow that does not end the text."""
+        others = self._possible.copy()
+        others[list(self._ends.token_ids)] = False
+        return bool(others.any())
+
+    def _next(self, token: int) -> GrammarState | None:
+        """`after`, found out."""
+        if not bool(self.allowed[token]):
+            return None
+        matcher = self._matcher.deep_copy()
+        if not matcher.consume_token(token):
+            return None
+        return GrammarState(matcher, vocab_size=self._vocab_size, ends=self._ends)
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarMask:
+    """A processor: forbids what each request's grammar does after the path down to a node.
+
+    Attributes:
+        states: After the committed text of each of R requests; None for those without a grammar.
+    """
+
+    states: Sequence[GrammarState | None]
+    reads_counts = False
+    tail_len = 0
+
+    def select(self, rows: Tensor) -> GrammarMask:
+        """The same for some of its requests, which may repeat; rows: (R,) int64. Synchronises with the host."""
+        return GrammarMask([self.states[row] for row in rows.tolist()])
+
+    def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:
+        """Forbids all that is not allowed. Synchronises with the host."""
+        allowed = torch.ones(logits.shape, dtype=torch.bool)
+        for row, (root, path) in enumerate(zip(self.states, nodes.path.tolist(), strict=True)):
+            if root is not None:
+                state = root.after_all(path)
+                allowed[row] = False if state is None else state.allowed
+        return logits.masked_fill(~allowed.to(logits.device), -inf)
