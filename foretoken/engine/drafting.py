@@ -153,6 +153,7 @@ class Drafting:
         self._noise = DraftNoise()
         self.names = [guard.name for guard in self._guards]
         self._lookups = [index for index, guard in enumerate(self._guards) if guard.can_continue]
+        self._max_nodes, self._nodes_by_depth = max_nodes, [list(drafter.nodes_by_depth) for drafter in drafters]
         self.reads = joint_reads(drafters)
         # Which of the features each drafter reads; None for all of them in this order.
         self._columns: list[list[int] | None] = []
@@ -196,7 +197,7 @@ class Drafting:
             ask = self._controller.further({index: draft.tree for index, draft in drafts.items()})
         trees = {index: draft.tree for index, draft in drafts.items()}
         tree = self._controller.select(trees, self._continuation(context) if self._lookups else None)
-        tree = within_node_limits(tree, limits)
+        tree = within_node_limits(tree, [self._limit(most) for most in limits])
         if len(self._guards) == 1 and tree.source is not None:
             # What it says there tells probes only: all nodes are its own.
             tree = replace(tree, source=(tree.source & PROBE) | 1)
@@ -204,6 +205,15 @@ class Drafting:
         asked = [(index, draft.tree.max_depth) for index, draft in drafts.items()]
         num_proposed = _num_proposed(list(drafts.values()), context.max_depth)
         return Draft(tree, num_proposed, next(errors, None), asked=asked, laps=laps)
+
+    def _limit(self, most: int) -> int | None:
+        """The bound of a request, where drafts that are no deeper than it allows may have more nodes; else None."""
+        if most >= self._max_nodes:
+            return None
+        if self._lookups and len(self._guards) > 1:  # what is grafted comes on top
+            return most
+        possible = 1 + sum(nodes[min(most, len(nodes)) - 1] - 1 for nodes in self._nodes_by_depth)
+        return None if possible <= most else most
 
     def constrained(self, draft: Draft, bounds: Sequence[GrammarBounds | None]) -> Draft:
         """A draft as the sequences' grammars let it be, see `engine.grammar_drafts`.

@@ -1,8 +1,7 @@
 """Drafts under a grammar: what it forbids is left out before the target sees it, what it forces is drafted.
 
 Neither changes what is generated: tokens that a grammar forbids have no probability, and forced ones are drafts like
-others, which the target may still split into other tokens. Tokens that were drawn from a draft distribution stay, as to
-leave them out would bias what is generated.
+others. Tokens that were drawn from a draft distribution stay, as to leave them out would bias what is generated.
 """
 
 from __future__ import annotations

@@ -473,7 +473,7 @@ class Engine:
         return DraftContext(
             slots=[_slot(s) for s in sequences],
             tokens=[s.tokens for s in sequences],
-            max_depth=[min(s.remaining, s.max_nodes or s.remaining) - 1 for s in sequences],
+            max_depth=[_most_depth(s) for s in sequences],
             max_nodes=[min(s.max_nodes or widest, widest) for s in sequences],
             sampling=batch,
             is_coupled=[self.policy.is_coupled(is_seeded=s.is_seeded) for s in sequences],
@@ -485,8 +485,9 @@ class Engine:
             return None
         room = self.target.cache.capacity - (len(sequence.tokens) - 1)
         most = max(self.target.max_nodes, min(room, MAX_NODES))
-        most = min(most, sequence.max_nodes or most)
-        return GrammarBounds(state=sequence.grammar, max_depth=sequence.remaining - 1, max_nodes=most)
+        return GrammarBounds(
+            state=sequence.grammar, max_depth=_most_depth(sequence), max_nodes=min(sequence.max_nodes or most, most)
+        )
 
     def _sampling_batch(self, sequences: list[Sequence]) -> SamplingBatch:
         """Parameters as tensors, built anew only when the batch changes."""
@@ -531,6 +532,11 @@ def _fail(sequence: Sequence, error: Exception) -> None:
     sequence.fail(f"decoding failed: {described(error)}.")
     _log.warning("request %s failed and was ended; others go on: %s", sequence.request_id, sequence.error)
     _log.debug("where request %s failed", sequence.request_id, exc_info=error)
+
+
+def _most_depth(sequence: Sequence) -> int:
+    """How deep a sequence's draft may be: a pass emits a token of the target's own besides, and trees have bounds."""
+    return min(sequence.remaining, sequence.max_nodes or sequence.remaining) - 1
 
 
 def _slot(sequence: Sequence) -> int:

@@ -1,7 +1,8 @@
 """Grammars on token trees: which tokens may follow a text, where it may end, and what can only follow.
 
-A state belongs to one text and never changes; the state after one more token is another one. A tree's nodes thus share
-the states of the paths that they share, however often acceptance, drafts and traces ask for them.
+Where text can only go on in one way, it does so in the tokens into which the tokenizer splits it. A state belongs to
+one text and never changes; the state after one more token is another one. A tree's nodes thus share the states of the
+paths that they share, however often acceptance, drafts and traces ask for them.
 
 What parses is a matcher of llguidance. This file calls its methods and imports nothing of it.
 """
@@ -74,8 +75,11 @@ class GrammarState:
 
     @cached_property
     def forced(self) -> list[int]:
-        """Tokens of the text that can only follow, as a tokenizer splits it: the target may split it otherwise."""
-        tokens = [] if self.error is not None or self.is_over else self._matcher.compute_ff_tokens()
+        """Tokens of the text that can only follow, as the tokenizer splits it."""
+        if self.error is not None or self.is_over:
+            return []
+        # On a copy: what the matcher looks up for this must not count towards its limits, which may end requests.
+        tokens = self._matcher.deep_copy().compute_ff_tokens()
         return [token for token in tokens if token < self._vocab_size]
 
     @cached_property
@@ -112,8 +116,7 @@ class GrammarState:
         if not bool(self.allowed[token]):
             return None
         matcher = self._matcher.deep_copy()
-        if not matcher.consume_token(token):
-            return None
+        matcher.consume_token(token)  # may reach a limit, which `error` tells
         return GrammarState(matcher, vocab_size=self._vocab_size, ends=self._ends)
 
 
