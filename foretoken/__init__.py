@@ -34,8 +34,10 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Imports the public names when they are first used, so that the command line starts without torch."""
-    if name not in _HOMES:
-        raise AttributeError(f"module 'foretoken' has no attribute {name!r}")
     from importlib import import_module
 
+    if name == "hf":  # so that `foretoken.hf.accelerate` needs no import of its own
+        return import_module("foretoken.hf")
+    if name not in _HOMES:
+        raise AttributeError(f"module 'foretoken' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

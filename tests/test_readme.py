@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [
     "README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md", "docs/architecture.md", "docs/drafters.md",
-    "docs/heads.md", "docs/map.md", "docs/methods.md", "docs/runners.md",
+    "docs/dropins.md", "docs/heads.md", "docs/map.md", "docs/methods.md", "docs/runners.md",
 ]  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def run_python(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 
 
 def test_quick_start_runs(run_python: Callable[[str], str]) -> None:
-    vllm_style, transformers_style = python_blocks("README.md")
+    vllm_style, transformers_style, *_ = python_blocks("README.md")
     assert "tokens per target pass" in run_python(vllm_style)
     code, _, claim = transformers_style.partition("  # what ")
     assert claim.startswith("model.generate(**inputs, do_sample=False) writes")
@@ -56,6 +56,19 @@ def test_quick_start_runs(run_python: Callable[[str], str]) -> None:
     printed = run_python(f"{code}print('=' * 8)\nprint(tokenizer.decode(written))").split("=" * 8 + "\n")
     assert printed[0] == printed[1]
     assert len(printed[0]) > 64
+
+
+def test_drop_ins_of_the_quick_start_run(run_python: Callable[[str], str]) -> None:
+    """An accelerated model writes what it writes by itself, and a chat what its rendered text is completed to."""
+    *_, accelerated, chat = python_blocks("README.md")
+    alone = re.sub(r"^with .*:  #.*$", "if True:", accelerated, flags=re.MULTILINE)
+    assert "accelerate" not in alone
+    written = run_python(accelerated)
+    assert written == run_python(alone)
+    assert len(written) > 64
+    llm = LLM(str(ROOT / "models/tinycode"))
+    completed = llm.generate("# user:\nclass Queue:\n", SamplingParams(temperature=0, max_tokens=32))[0].outputs[0].text
+    assert run_python(chat) == f"{completed}\n"
 
 
 def test_quick_start_text_does_not_depend_on_the_drafter() -> None:

@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from foretoken.cli import (
     bench,
+    chat,
     convert,
     data,
     doctor,
@@ -88,6 +89,10 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
         "    -s ngram:num_speculative_tokens=8",
         "foretoken generate models/tinycode -p 'class Queue:' -s ngram+hydra --show \\",
         "    --trace runs/queue.jsonl",
+    )),
+    (chat.chat, ending(
+        "foretoken chat Qwen/Qwen3-0.6B -s ngram",
+        "foretoken chat Qwen/Qwen3-0.6B -s ngram --system 'Answer in one sentence.'",
     )),
     (report.report, ending(
         "foretoken report runs/queue.jsonl",

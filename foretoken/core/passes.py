@@ -10,7 +10,7 @@ Letters: S sequences, M new tokens, W nodes (M and those computed earlier), R ro
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
@@ -196,6 +196,10 @@ class Pass:
             logit_rows=integers_on([end - 1 for end in offsets[1:]], device) if has_last_logits else None,
             is_causal=True,
         )  # fmt: skip
+
+    def with_all_logits(self) -> Pass:
+        """This pass with the logits of all its tokens."""
+        return replace(self, logit_rows=torch.arange(self.num_tokens, device=self.tokens.device))
 
     def with_chains(self, chains: Pass) -> Pass:
         """This pass followed by another one of other sequences, which has no logits and no earlier nodes."""

@@ -252,6 +252,8 @@ class RequestOutput:
         prompt_token_ids: The prompt as token ids.
         outputs: n completions.
         metrics: What generating them took, over all n.
+        prompt_logprobs: For each prompt token a mapping as in `CompletionOutput.logprobs`; None for the first, which
+            nothing comes before. None when not asked for.
     """
 
     request_id: str
@@ -259,6 +261,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: Sequence[CompletionOutput]
     metrics: GenerationMetrics
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
     @property
     def finished(self) -> bool:

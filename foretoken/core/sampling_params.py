@@ -18,6 +18,7 @@ from foretoken.core.checks import (
 )
 from foretoken.core.errors import RequestError
 from foretoken.core.structured_outputs import StructuredOutputsParams
+from foretoken.core.vllm_sampling import without_other_fields
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy decoding
 LARGEST_SEED = 2**1000  # of either sign: longer ones cannot be printed
@@ -36,6 +37,7 @@ def _takes_any_numbers(cls: _Class) -> _Class:
 
     @wraps(construct)
     def construct_from_any_numbers(self: Any, **values: Any) -> None:
+        values = without_other_fields(values)
         given = {name: as_python(value) for name, value in values.items() if value is not None or name not in optional}
         if type(given.get("seed")) is int and given["seed"] == _NO_SEED:
             del given["seed"]
@@ -63,6 +65,7 @@ class SamplingParams:
         frequency_penalty: Subtracted once per occurrence in the output.
         logit_bias: Token id to the number, -100..100, added to its logit.
         bad_words: Token sequences, or strings, that must not appear.
+        allowed_token_ids: The only token ids that may be generated, those that end the text among them; None for all.
         min_tokens: End-of-sequence and stop token ids are impossible before this many output tokens.
         max_tokens: Most output tokens; None means up to the context limit.
         stop: Strings that end the text.
@@ -72,6 +75,7 @@ class SamplingParams:
         seed: Makes sampled text reproducible: the same seed gives the same text for every drafter, tree and batch. -1
             is no seed, as for vLLM.
         logprobs: Return the log-probability of each output token and of this many most probable ones.
+        prompt_logprobs: Return the same of each prompt token but the first.
         skip_special_tokens: Leaves special tokens out of the text.
         structured_outputs: What the text must match, see `StructuredOutputsParams`, which may also come as a mapping.
             End-of-sequence tokens are possible where it is complete, with `ignore_eos` nowhere. Where nothing can
@@ -91,6 +95,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: Sequence[str | Sequence[int]] = ()
+    allowed_token_ids: Sequence[int] | None = None
     min_tokens: int = 0
     max_tokens: int | None = 16
     stop: str | Sequence[str] = ()
@@ -99,6 +104,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     seed: int | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
 
@@ -117,8 +123,9 @@ class SamplingParams:
             check_boolean(name, getattr(self, name))
         if self.seed is not None:
             check_integer("seed", self.seed, -LARGEST_SEED, LARGEST_SEED)
-        if self.logprobs is not None:
-            check_integer("logprobs", self.logprobs, 0, 1024)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                check_integer(name, getattr(self, name), 0, 1024)
         if self.max_tokens is not None:
             check_integer("max_tokens", self.max_tokens, 1, MOST_TOKENS)
             if self.min_tokens > self.max_tokens:
@@ -128,6 +135,7 @@ class SamplingParams:
         self._check_stops()
         self._check_bias()
         self._check_bad_words()
+        self._check_allowed()
 
     def _check_stops(self) -> None:
         """Checks what ends the text."""
@@ -164,6 +172,16 @@ class SamplingParams:
             if len(word) == 0:
                 raise RequestError("bad_words holds an empty word. Expected at least one token each. Leave it out.")
 
+    def _check_allowed(self) -> None:
+        """Checks what alone may appear."""
+        if self.allowed_token_ids is None:
+            return
+        check_sequence("allowed_token_ids", self.allowed_token_ids, "a list of token ids")
+        if len(self.allowed_token_ids) == 0:
+            raise RequestError("allowed_token_ids is empty. Expected at least one token id. Leave it out to allow all.")
+        for token in self.allowed_token_ids:
+            check_integer("a token id of allowed_token_ids", token, 0)
+
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """`stop` as a tuple."""
@@ -179,7 +197,7 @@ class SamplingParams:
         """Whether temperature is all that changes the target distribution."""
         return not (
             self.has_penalties or self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.logit_bias
-            or self.bad_words or self.min_tokens or self.structured_outputs
+            or self.bad_words or self.min_tokens or self.allowed_token_ids is not None or self.structured_outputs
         )  # fmt: skip
 
     @property

@@ -18,6 +18,7 @@ from foretoken.core.checks import check_boolean, check_integer, check_text, show
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.drafters.base import TargetHandle
 from foretoken.drafters.registry import create_drafter
+from foretoken.engine.chats import chat_format
 from foretoken.engine.config import parse_speculative_config
 from foretoken.engine.drafter_creation import attach_drafter, make_drafter
 from foretoken.engine.drafting import Drafting, choose_controller, joint_reads, most_nodes
@@ -33,15 +34,17 @@ from foretoken.runner.runner import Runner
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Generator, Mapping
     from collections.abc import Sequence as Seq
 
     import torch
 
+    from foretoken.core.metrics import Metric
     from foretoken.core.records import StepRecord
     from foretoken.core.results import RequestOutput, StreamChunk
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.drafters.base import Drafter, DrafterOptions
+    from foretoken.engine.chats import Message
     from foretoken.engine.prompts import Prompt
     from foretoken.hf.loading import LoadedModel
     from foretoken.runner.cost_curve import CostCurve
@@ -75,6 +78,8 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         seed: int | None = None,
         tokenizer: Any = None,
+        revision: str | None = None,
+        tokenizer_revision: str | None = None,
         runner: str = "auto",
         on_step: Callable[[StepRecord], None] | None = None,
         allow_unknown_ids: bool = False,
@@ -102,6 +107,8 @@ class LLM:
                 without prompts, by what passes take here.
             seed: Makes requests without a seed of their own reproducible, in the order in which they come.
             tokenizer: A tokenizer, or the directory or hub id of one; None takes the model's own.
+            revision: Branch, tag or commit of a hub id in `model`; None for its main branch.
+            tokenizer_revision: Likewise of `tokenizer`; None for `revision`, where both are one.
             runner: "auto" takes the runner that is exact (a token gets the same bits in every pass) where one fits,
                 else the fastest; "fastest" takes the one whose passes cost least here, exact or not, so that plain and
                 speculative decoding may write different text where two tokens score nearly the same, which `foretoken
@@ -142,13 +149,13 @@ class LLM:
             raise ConfigError(
                 "trace is True but there is no on_step to get the traces. Pass on_step, or leave trace out."
             )
-        loaded = target_model(model, dtype, device)
+        loaded = target_model(model, dtype, device, revision)
         if max_model_len is not None and max_model_len > loaded.context_len:
             raise ConfigError(
                 f"max_model_len is {shown(max_model_len)}, but '{loaded.name}' has a context of {loaded.context_len} "
                 "tokens. Expected at most that. Leave it out for the model's limit."
             )
-        self.tokenizer = target_tokenizer(tokenizer, model)
+        self.tokenizer = target_tokenizer(tokenizer, model, revision, tokenizer_revision)
 
         costs = cache(partial(pass_costs, loaded))  # by decoder
         setup = _drafter_setup(drafter, speculative_config, target=loaded, is_trusted=trust_drafter)
@@ -256,13 +263,51 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams | None] | None = None,
         *,
         params: SamplingParams | Seq[SamplingParams] | None = None,
-    ) -> Iterator[StreamChunk]:
+    ) -> Generator[StreamChunk]:
         """Completes prompts, giving text as it becomes certain. Takes and raises what `generate` does.
 
         Closing the iterator ends its requests. Other calls may be made while it is open, from any thread; iterations
         serve all of them.
         """
         return self._chunks(self._read(prompts, sampling_params, params))
+
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | Seq[SamplingParams | None] | None = None,
+        use_tqdm: bool | Callable[..., Any] = False,
+        **form: Any,
+    ) -> list[RequestOutput]:
+        """Answers conversations, rendered by the tokenizer's chat template; the rendered text is `output.prompt`.
+
+        Args:
+            messages: A conversation, `[{"role": "user", "content": "text"}, ...]`, or several.
+            sampling_params: As `generate` takes them.
+            use_tqdm: Likewise.
+            form: Fields of `foretoken.engine.chats.ChatFormat`: `chat_template`, `add_generation_prompt`,
+                `continue_final_message`, `tools`, `chat_template_kwargs`.
+
+        Raises:
+            RequestError: When a conversation cannot be rendered or served; nothing is generated then.
+        """
+        return self.generate(self.chat_prompts(messages, **form), sampling_params, use_tqdm=use_tqdm)
+
+    def chat_prompts(self, messages: Seq[Message] | Seq[Seq[Message]], **form: Any) -> list[dict[str, Any]]:
+        """The prompts of conversations, for `generate` and `stream`; takes and raises what `chat` does."""
+        with self.shared.turn():
+            return self._requests.chats(messages, chat_format(form))
+
+    def get_metrics(self) -> list[Metric]:
+        """What the engine has done so far, over all calls: `Counter`, `Gauge` and `Vector` of `foretoken.core.metrics`.
+
+        Names are vLLM's ("vllm:spec_decode_num_accepted_tokens") where it has one.
+        """
+        with self.shared.turn():
+            return self._engine.metrics()
+
+    def get_tokenizer(self) -> Any:
+        """The target's tokenizer, or None."""
+        return self.tokenizer
 
     def _read(self, prompts: Any, sampling_params: Any, params: Any) -> list[Request]:
         """Checked requests."""
@@ -274,7 +319,7 @@ class LLM:
         with self.shared.turn():
             return self._requests.read(prompts, sampling_params)
 
-    def _chunks(self, requests: list[Request]) -> Iterator[StreamChunk]:
+    def _chunks(self, requests: list[Request]) -> Generator[StreamChunk]:
         """What every iteration brought to each sequence of some requests."""
         place = {id(sequence): index for index, request in enumerate(requests) for sequence in request.sequences}
         unfinished = [sequence for request in requests for sequence in request.sequences]

@@ -24,6 +24,7 @@ from foretoken.core.passes import Pass, TokenChoice
 from foretoken.core.records import StepRecord
 from foretoken.core.token_tree import MAX_NODES
 from foretoken.drafters.base import DraftContext, DraftRequest
+from foretoken.engine.engine_counts import EngineCounts
 from foretoken.engine.grammar_drafts import GrammarBounds
 from foretoken.engine.outcomes import (
     Outcome,
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from foretoken.core.metrics import Metric
     from foretoken.core.token_tree import TokenTree
     from foretoken.core.tree_trace import TreeTrace
     from foretoken.decoder.base import PassOutput
@@ -92,6 +94,7 @@ class Engine:
     Attributes:
         target: The runner.
         policy: How sampled requests are verified.
+        counts: What it has done so far.
     """
 
     def __init__(
@@ -122,6 +125,7 @@ class Engine:
         self._drafting, self._on_step, self._has_traces = drafting, on_step, has_traces
         self._prefill = Prefill(target, drafting, max_num_batched_tokens)
         self._history = HistoryTable(max_num_seqs, target.vocab_size, target.device)
+        self.counts = EngineCounts()
         self._free_slots = list(range(max_num_seqs))[::-1]
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
@@ -131,6 +135,12 @@ class Engine:
     def has_work(self) -> bool:
         """Whether any sequence is waiting or running."""
         return bool(self._waiting or self._running)
+
+    def metrics(self) -> list[Metric]:
+        """Figures over all requests so far."""
+        return self.counts.metrics(
+            model_name=self.target.model.name, num_running=len(self._running), num_waiting=len(self._waiting)
+        )
 
     @property
     def num_free_slots(self) -> int:
@@ -165,12 +175,16 @@ class Engine:
             The sequences that took part in a verified pass, with new tokens or over.
         """
         self._join()
-        running = [s for s in self._running if s.finish_reason is None]
-        ready = [s for s in running if self._prefill.is_over(s)]
+        joining = [s for s in self._running if s.finish_reason is None and not self._prefill.is_over(s)]
+        for sequence in joining:
+            if sequence.wants_prompt_scores:
+                self._feed_scored(self._prefill.next_chunks([sequence], 0))
+        ready = [s for s in self._running if s.finish_reason is None and self._prefill.is_over(s)]
+        joining = [s for s in joining if not s.wants_prompt_scores]
         if ready:
-            self._decode(ready, [s for s in running if not self._prefill.is_over(s)])
+            self._decode(ready, joining)
         else:
-            self._feed(self._prefill.next_chunks(running, 0))
+            self._feed(self._prefill.next_chunks(joining, 0))
         self._leave()
         return ready
 
@@ -187,6 +201,22 @@ class Engine:
                 return
             for chunk in chunks:
                 self._feed([chunk])
+            return
+        self._prefill.learn(chunks, output.features, time.perf_counter() - begin, 0)
+
+    def _feed_scored(self, chunks: list[Chunk]) -> None:
+        """A pass over one chunk of a prompt, with the log-probabilities of the tokens that follow its own."""
+        chunk, begin = chunks[0], time.perf_counter()
+        sequence, end = chunk.sequence, chunk.start + len(chunk.tokens) + 1
+        try:
+            output = self.target.run(self._prefill.as_pass(chunks).with_all_logits())
+            logits = _logits(output)
+            if self._impossible_ids is not None:
+                logits = logits.index_fill(1, self._impossible_ids, float("-inf"))
+            count = sequence.params.prompt_logprobs or 0
+            sequence.prompt_scores += token_scores(logits, sequence.tokens[chunk.start + 1 : end], count)
+        except Exception as err:  # noqa: BLE001 - as in `_decode`
+            _fail(sequence, err)
             return
         self._prefill.learn(chunks, output.features, time.perf_counter() - begin, 0)
 
@@ -393,6 +423,7 @@ class Engine:
         )
         for sequence, step in zip(sequences, record.sequences, strict=True):
             sequence.metrics.add_step(step, record)
+        self.counts.add(record)
         return record
 
     def _top_ids(self, verified: Verified) -> Tensor | None:
@@ -415,6 +446,7 @@ class Engine:
             sequence = self._waiting.popleft()
             sequence.slot = self._free_slots.pop()
             self._running.append(sequence)
+            self.counts.begin(sequence)
             self._contained(sequence, self._begin)
 
     def _begin(self, sequence: Sequence) -> None:
@@ -433,6 +465,7 @@ class Engine:
             if sequence.finish_reason is not None and sequence.slot is not None:
                 self._drafting.release(sequence.slot)
                 self._free_slots.append(sequence.slot)
+                self.counts.end(sequence)
                 sequence.slot = None
         self._running = [s for s in self._running if s.finish_reason is None]
 

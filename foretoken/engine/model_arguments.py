@@ -16,43 +16,49 @@ from foretoken.hf.placement import check_placement
 _DTYPE_NAMES = {"half": "float16", "float": "float32", "double": "float64"}  # vLLM's and torch's other names
 
 
-def target_model(model: Any, dtype: Any, device: Any) -> LoadedModel:
+def target_model(model: Any, dtype: Any, device: Any, revision: Any = None) -> LoadedModel:
     """The target, loaded where it is not yet.
 
     Args:
         model: Directory or hub id, a model loaded before, or a transformers causal LM in memory.
         dtype: A name, or a torch dtype.
         device: A name, or a torch device.
+        revision: Branch, tag or commit of a hub id; None for its main branch.
 
     Raises:
         ConfigError: When one of them is of another form.
         ModelError: When the model cannot be loaded or is in memory otherwise than asked for.
     """
     kind, place = _dtype_name(dtype), _device_name(device)
+    _check_revision("revision", revision, "model", model)
     if isinstance(model, LoadedModel):
         check_placement(model, dtype=kind, device=place)
         return model
     if isinstance(model, torch.nn.Module):
         return wrap_model(model, name=type(model).__name__, dtype=kind, device=place)
     if isinstance(model, str | os.PathLike):
-        return load_model(checked_path("model", model), dtype=kind, device=place)
+        return load_model(checked_path("model", model), dtype=kind, device=place, revision=revision)
     raise ConfigError(f"model is {shown(model)}. Expected a directory, a hub id, or a transformers causal LM.")
 
 
-def target_tokenizer(given: Any, model: Any) -> Any:
+def target_tokenizer(given: Any, model: Any, revision: Any = None, tokenizer_revision: Any = None) -> Any:
     """The tokenizer to use: as given, or loaded by path; else the model's own, which a model in memory has none of.
 
     Args:
         given: A tokenizer, or the directory or hub id of one; None for the model's own.
         model: As `target_model` takes it.
+        revision: Likewise.
+        tokenizer_revision: Of the tokenizer; None for `revision` where the tokenizer is the model's own.
 
     Raises:
         ConfigError: When it is none of these.
         ModelError: When it cannot be loaded.
     """
     name = model if given is None else given
+    _check_revision("tokenizer_revision", tokenizer_revision, "tokenizer", name)
     if isinstance(name, str | os.PathLike):
-        return load_tokenizer(checked_path("tokenizer", name))
+        is_own = given is None or given == model
+        return load_tokenizer(checked_path("tokenizer", name), tokenizer_revision or (revision if is_own else None))
     if given is not None and not (callable(given) and callable(getattr(given, "decode", None))):
         raise ConfigError(f"tokenizer is {shown(given)}. Expected a transformers tokenizer, or a directory or hub id.")
     check_vocabulary(given)
@@ -81,6 +87,15 @@ def checked_path(what: str, path: str | os.PathLike[Any]) -> str:
         reason = err.strerror if isinstance(err, OSError) else str(err)
         raise ConfigError(f"{what} is {shown(name)}, which no file can be called: {reason}. Expected a path.") from err
     return name
+
+
+def _check_revision(what: str, revision: Any, owner: str, name: Any) -> None:
+    """Raises `ConfigError` where a revision is no text, or what it is of is in memory; what, owner: the arguments."""
+    if revision is None:
+        return
+    check_text(what, revision, error=ConfigError)
+    if not isinstance(name, str | os.PathLike):
+        raise ConfigError(f"{what} is {shown(revision)}, but {owner} is in memory. Expected a hub id. Leave it out.")
 
 
 def _dtype_name(dtype: Any) -> str:

@@ -12,6 +12,7 @@ from foretoken.core.checks import check_text, checked_token_ids, shown
 from foretoken.core.errors import RequestError
 from foretoken.core.results import GenerationMetrics, RequestOutput
 from foretoken.core.sampling_params import SamplingParams
+from foretoken.engine.chats import ChatFormat, chat_prompts
 from foretoken.engine.codec import Codec
 from foretoken.engine.grammars import Grammars
 from foretoken.engine.prompts import PromptReader, ReadPrompt, split_prompts
@@ -61,6 +62,7 @@ class Request:
             prompt_token_ids=first.tokens[: first.num_prompt],
             outputs=[sequence.output() for sequence in self.sequences],
             metrics=GenerationMetrics.total(sequence.metrics for sequence in self.sequences),
+            prompt_logprobs=first.prompt_logprobs(),
         )
 
 
@@ -75,11 +77,16 @@ class RequestReader:
             tokenizer: Its tokenizer, or None.
             seed: Makes requests without a seed of their own reproducible, in the order in which they come.
         """
+        self._tokenizer = tokenizer
         self._target, self._codec = target, None if tokenizer is None else Codec(tokenizer, target.vocab_size)
         self._grammars = Grammars(tokenizer, target.vocab_size, target.model.eos_ids)
         self._prompts = PromptReader(self._codec, target.vocab_size, target.context_len)
         self._is_seeded, self._seeds = seed is not None, random.Random(seed)
         self._ids = itertools.count()
+
+    def chats(self, messages: Any, form: ChatFormat) -> list[dict[str, Any]]:
+        """Conversations as prompts, see `chat_prompts`; raises `RequestError` where they are none."""
+        return chat_prompts(messages, self._tokenizer, self._codec, form)
 
     def read(self, prompts: Any, sampling_params: Any) -> list[Request]:
         """Checks everything before anything is run.
@@ -137,6 +144,7 @@ class RequestReader:
         )
         eos_ids = list(self._target.model.eos_ids)
         bad_words, grammar = self._bad_words(params), self._grammars.state_of(params)
+        checked_token_ids(params.allowed_token_ids or (), vocab_size, "allowed_token_ids")
         seed = self._seeds.getrandbits(63) if params.seed is None else int(params.seed)
         sequences = [
             Sequence(

@@ -49,6 +49,8 @@ class Sequence:
         stop_reason: What ended it, where something did.
         error: Why it failed, where it did.
         metrics: What it took.
+        scores: Of output tokens, where they are asked for.
+        prompt_scores: Likewise of prompt tokens but the first, as far as the prompt is in the cache.
         prediction: Token ids that the output probably repeats in part, for drafters; None without any.
         cache_salt: Likewise for drafters, see `foretoken.drafters.base.DraftRequest`.
         grammar: What may follow its output; None without a grammar.
@@ -83,6 +85,7 @@ class Sequence:
         self.error: str | None = None
         self.metrics = GenerationMetrics()
         self.scores: list[TokenScores] = []
+        self.prompt_scores: list[TokenScores] = []
         self._max_len, self._codec = max_len, codec
         self._eos_ids = set() if params.ignore_eos else set(eos_ids)
         self._stop_ids = self._eos_ids | set(params.stop_token_ids)
@@ -102,6 +105,11 @@ class Sequence:
     def output_ids(self) -> list[int]:
         """Output tokens."""
         return self.tokens[self.num_prompt :]
+
+    @property
+    def wants_prompt_scores(self) -> bool:
+        """Whether prompt tokens are scored; of several completions of a prompt the first one is enough."""
+        return self.params.prompt_logprobs is not None and self.index == 0
 
     @property
     def remaining(self) -> int:
@@ -168,6 +176,12 @@ class Sequence:
             stop_reason=self.stop_reason,
             error=self.error,
         )
+
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """What a caller gets of the prompt's scores so far; None where it did not ask."""
+        if self.params.prompt_logprobs is None:
+            return None
+        return [None, *(self._logprobs(scores) for scores in self.prompt_scores)]
 
     def chunk(self, prompt_index: int, given: int) -> StreamChunk:
         """What it has that was not given yet; text of which nothing can be taken back.

@@ -83,6 +83,19 @@ class MinTokens(_PerRequest):
 
 
 @dataclass(frozen=True, slots=True)
+class AllowedTokens(_PerRequest):
+    """Rules out all tokens but some; is_allowed: (R, V) bool."""
+
+    is_allowed: Tensor
+    reads_counts = False
+    tail_len = 0
+
+    def apply(self, logits: Tensor, nodes: NodeView) -> Tensor:  # noqa: ARG002 - the protocol's
+        """Forbids all others."""
+        return logits.masked_fill(~self.is_allowed, -inf)
+
+
+@dataclass(frozen=True, slots=True)
 class BadWords(_PerRequest):
     """Rules out the last token of every forbidden sequence whose beginning was just generated.
 
@@ -175,6 +188,8 @@ def build_processors(
     if any(p.min_tokens for p in params):
         least = torch.tensor([p.min_tokens for p in params], dtype=torch.int64, device=device)
         found.append(MinTokens(_terminators(requests, vocab_size).to(device), least))
+    if any(p.allowed_token_ids is not None for p in params):
+        found.append(AllowedTokens(_allowed(params, vocab_size).to(device)))
     if any(request.bad_words for request in requests):
         found.append(BadWords(_bad_words(requests).to(device)))
     if any(p.logit_bias for p in params):
@@ -201,6 +216,16 @@ def _bias(params: Sequence[SamplingParams], vocab_size: int) -> Tensor:
         for token, value in p.logit_bias.items():
             bias[row, token] = value
     return bias
+
+
+def _allowed(params: Sequence[SamplingParams], vocab_size: int) -> Tensor:
+    """(B, V) bool of tokens that may be generated."""
+    allowed = torch.ones(len(params), vocab_size, dtype=torch.bool)
+    for row, p in enumerate(params):
+        if p.allowed_token_ids is not None:
+            allowed[row] = False
+            allowed[row, list(p.allowed_token_ids)] = True
+    return allowed
 
 
 def _terminators(requests: Sequence[SamplingRequest], vocab_size: int) -> Tensor:

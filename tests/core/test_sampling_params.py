@@ -10,6 +10,7 @@ import torch
 
 from foretoken.core.errors import ForetokenError, RequestError
 from foretoken.core.sampling_params import SamplingParams
+from foretoken.core.vllm_sampling import OTHER_FIELDS
 
 NAN, INF = math.nan, math.inf
 
@@ -28,6 +29,7 @@ NAN, INF = math.nan, math.inf
         ("min_tokens", [-1, 2**31], "at least 0 and at most 2147483647."),
         ("max_tokens", [0, -5, 2**40], "at least 1 and at most 2147483647."),
         ("logprobs", [-1, 1025], "at least 0 and at most 1024."),
+        ("prompt_logprobs", [-1, 1025], "at least 0 and at most 1024."),
     ],
 )
 def test_ranges(name: str, values: list[float], expected: str) -> None:
@@ -91,7 +93,7 @@ NOT_INTEGERS = [*NOT_NUMBERS, 1.5, 1.0, INF]
 @pytest.mark.parametrize(
     ("names", "values", "expected"),
     [
-        (["n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs"], NOT_INTEGERS, "an integer"),
+        (["n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs"], NOT_INTEGERS, "an integer"),
         (
             ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"],
             [*NOT_NUMBERS, 1j],
@@ -166,9 +168,9 @@ def test_a_field_that_does_not_exist_is_refused_also_without_a_value() -> None:
 
 # Fields that are one number or boolean, by what they take.
 BOOLEANS = ["ignore_eos", "include_stop_str_in_output", "skip_special_tokens"]
-INTEGERS = ["n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs"]
+INTEGERS = ["n", "top_k", "min_tokens", "max_tokens", "seed", "logprobs", "prompt_logprobs"]
 FLOATS = ["temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"]
-OTHERS = ["logit_bias", "bad_words", "stop", "stop_token_ids"]
+OTHERS = ["logit_bias", "bad_words", "stop", "stop_token_ids", "allowed_token_ids"]
 NUMPY: dict[type, list[object]] = {
     bool: [np.True_, np.False_, np.ones(2, bool)[0]],
     int: [kind(1) for kind in (np.int8, np.uint8, np.int16, np.int32, np.int64, np.uint64, np.longlong)],
@@ -207,16 +209,35 @@ def test_scalars_of_numpy_in_lists_and_mappings(name: str) -> None:
         "bad_words": [[np.int64(3)], np.array([4, 5]), np.str_("word")],
         "stop": [np.str_("end")],
         "stop_token_ids": np.array([4, 5]),
+        "allowed_token_ids": np.array([4, 5]),
     }
     plain: dict[str, object] = {
         "logit_bias": {3: 1.0}, "bad_words": [[3], [4, 5], "word"], "stop": ["end"], "stop_token_ids": [4, 5],
+        "allowed_token_ids": [4, 5],
     }  # fmt: skip
     assert getattr(SamplingParams(**{name: good[name]}), name) == plain[name]
     bad: dict[str, object] = {
         "logit_bias": {np.True_: 1.0}, "bad_words": [[np.False_]], "stop": [np.True_], "stop_token_ids": [np.True_],
+        "allowed_token_ids": [np.True_],
     }  # fmt: skip
     with pytest.raises(RequestError, match=f"{name} is (True|False)"):
         SamplingParams(**{name: bad[name]})
+
+
+def test_no_allowed_token_is_refused() -> None:
+    with pytest.raises(RequestError, match=r"allowed_token_ids is empty\. Expected at least one token id"):
+        SamplingParams(allowed_token_ids=[])
+    assert not SamplingParams(allowed_token_ids=[3]).is_plain
+
+
+def test_other_fields_of_vllm_ask_for_nothing_or_are_refused() -> None:
+    for name, other in OTHER_FIELDS.items():
+        for value in (None, *other.neutral):
+            assert SamplingParams(**{name: value, "top_k": 5}) == SamplingParams(top_k=5)
+        with pytest.raises(RequestError, match=rf"^{name} = 7 is not supported\. \w.*\.$"):
+            SamplingParams(**{name: 7})
+    with pytest.raises(RequestError, match="best_of = True is not supported"):
+        SamplingParams(best_of=True)
 
 
 def test_errors_are_the_projects() -> None:

@@ -55,6 +55,9 @@ def request_mix() -> tuple[Request, ...]:
         "stop id": {"temperature": 0.8, "seed": 13, "stop_token_ids": "from the text"},
         "three completions": {"temperature": 0.8, "seed": 14, "n": 3, "logprobs": 0},
         "three greedy ones": {"temperature": 0.0, "n": 3, "max_tokens": 9},
+        "allowed tokens": {"temperature": 0.0, "allowed_token_ids": "from the text"},
+        "sampled, allowed tokens": {"temperature": 0.8, "seed": 15, "allowed_token_ids": "from the text"},
+        "prompt logprobs": {"temperature": 0.0, "prompt_logprobs": 2, "logprobs": 0, "n": 2},
     }  # fmt: skip
     return tuple(_request(index, name, keys) for index, (name, keys) in enumerate(options.items()))
 
@@ -74,6 +77,7 @@ def _request(index: int, name: str, keys: dict[str, Any]) -> Request:
             "bad_words": [[ids[3]], ids[6:8], ids[9:12], "th"],
             "stop": ["never there", text[9:13]],
             "stop_token_ids": [ids[11]],
+            "allowed_token_ids": sorted({*range(VOCAB_SIZE)} - {ids[3], *ids[6:9]}),
         }
         params = replace(params, **{key: found[key] for key in open_keys})
     return Request(name, prompt, params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 
@@ -22,17 +23,21 @@ def assert_same_text(
             do the other way; float32 models differ by their own rounding.
     """
     for name, ours, theirs in zip(names, got, want, strict=True):
+        assert_same_scores(ours.prompt_logprobs, theirs.prompt_logprobs, f"{name}, prompt", tolerance)
         for a, b in zip(ours.outputs, theirs.outputs, strict=True):
             where = f"{name}, completion {b.index}"
             assert a.token_ids == b.token_ids, where
             assert (a.text, a.finish_reason, a.stop_reason) == (b.text, b.finish_reason, b.stop_reason), where
-            if b.logprobs is None:
-                assert a.logprobs is None, where
-                continue
-            assert a.logprobs is not None, where
-            assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, rel=tolerance, abs=tolerance), where
-            for ours_at, theirs_at in zip(a.logprobs, b.logprobs, strict=True):
-                assert list(ours_at) == list(theirs_at), where
-                for p, q in zip(ours_at.values(), theirs_at.values(), strict=True):
-                    assert (p.rank, p.decoded_token) == (q.rank, q.decoded_token), where
-                    assert p.logprob == pytest.approx(q.logprob, rel=tolerance, abs=tolerance), where
+            assert_same_scores(a.logprobs, b.logprobs, where, tolerance)
+            if b.logprobs is not None:
+                assert a.cumulative_logprob == pytest.approx(b.cumulative_logprob, rel=tolerance, abs=tolerance), where
+
+
+def assert_same_scores(ours: Any, theirs: Any, where: str, tolerance: float) -> None:
+    """Log-probabilities at some tokens agree, or there are none on either side."""
+    assert (ours is None) == (theirs is None), where
+    for ours_at, theirs_at in zip(ours or (), theirs or (), strict=True):
+        assert list(ours_at or ()) == list(theirs_at or ()), where
+        for p, q in zip((ours_at or {}).values(), (theirs_at or {}).values(), strict=True):
+            assert (p.rank, p.decoded_token) == (q.rank, q.decoded_token), where
+            assert p.logprob == pytest.approx(q.logprob, rel=tolerance, abs=tolerance), where

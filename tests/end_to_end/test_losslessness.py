@@ -101,8 +101,11 @@ def test_prompts_in_chunks_change_nothing(drafter: str, runner: str) -> None:
 def test_the_mix_stops_in_every_way() -> None:
     """The comparison above is worth what the plain texts contain."""
     completions = [c for output in plain_mix() for c in output.outputs]
+    named = {request.name: output for request, output in zip(request_mix(), plain_mix(), strict=True)}
     reasons = {(c.finish_reason, type(c.stop_reason)) for c in completions}
     assert reasons == {("length", type(None)), ("stop", type(None)), ("stop", str), ("stop", int)}
     assert any(len(o.prompt_token_ids) + len(o.outputs[0].token_ids) == CONTEXT_LEN for o in plain_mix())
     assert any("\ufffd" in c.text for c in completions)
-    assert len({tuple(c.token_ids) for c in plain_mix()[-2].outputs}) == 3, "seeded completions of one prompt differ"
+    assert len({tuple(c.token_ids) for c in named["three completions"].outputs}) == 3, (
+        "seeded completions of one prompt differ"
+    )

@@ -72,6 +72,9 @@ def _processed(logits: torch.Tensor, params: SamplingParams, prompt: list[int], 
     logits = logits.clone()
     if len(output) < params.min_tokens:
         logits[[EOS_ID, *params.stop_token_ids]] = float("-inf")
+    if params.allowed_token_ids is not None:
+        kept = torch.tensor(params.allowed_token_ids)
+        logits = torch.full_like(logits, float("-inf")).index_copy(0, kept, logits[kept])
     for word in params.bad_words:
         ids = [tokenizer().convert_tokens_to_ids(word)] if isinstance(word, str) else list(word)
         if (prompt + output)[len(prompt + output) - len(ids) + 1 :] == ids[:-1]:

@@ -139,6 +139,8 @@ def check_valid(got: CompletionOutput, prompt: list[int], params: SamplingParams
         total = sum(each[token].logprob for each, token in zip(got.logprobs, got.token_ids, strict=True))
         if got.cumulative_logprob is None or not math.isclose(total, got.cumulative_logprob, abs_tol=1e-6):
             raise FindingError(f"cumulative_logprob {got.cumulative_logprob} instead of {total}")
+    if params.allowed_token_ids is not None and not set(got.token_ids) <= set(params.allowed_token_ids):
+        raise FindingError(f"tokens in {got.token_ids} that are not among {params.allowed_token_ids}")
     for word in params.bad_words:
         if not isinstance(word, str) and _holds(prompt[1 - len(word) or len(prompt) :] + got.token_ids, list(word)):
             raise FindingError(f"bad word {word!r} in {got.token_ids}")

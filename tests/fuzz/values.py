@@ -120,6 +120,7 @@ FIELDS: dict[str, Make] = {
     "frequency_penalty": _number(0, 0.3, -0.3, 100.0, -100),
     "logit_bias": _bias,
     "bad_words": _bad_words,
+    "allowed_token_ids": lambda rng: rng.choice([None, tokens(rng, 1, 6), set(tokens(rng, 9, 40)), np.array([EOS_ID])]),
     "min_tokens": _integer(0, 1, 5),
     "max_tokens": lambda rng: rng.choice([None, 5, 6, 12, 24, 24, 1000, 2**31 - 1, np.int32(9)]),
     "stop": lambda rng: rng.choice([text(rng, 1, 2), [text(rng, 1, 3) for _ in range(3)], (), ("é", "th"), {"a"}]),
@@ -128,6 +129,7 @@ FIELDS: dict[str, Make] = {
     "include_stop_str_in_output": lambda rng: rng.choice([True, False]),
     "seed": _integer(0, 1, -1, 7, 2**31, 2**63, 2**64 - 1, 1 << 70, -(1 << 64), 10**40),
     "logprobs": lambda rng: rng.choice([None, 0, 1, 3, VOCAB_SIZE, 1024, np.int64(2)]),
+    "prompt_logprobs": lambda rng: rng.choice([None, 0, 1, VOCAB_SIZE, np.int64(2)]),
     "skip_special_tokens": lambda rng: rng.choice([True, False]),
 }  # fmt: skip
 
@@ -167,4 +169,4 @@ def odd_key(rng: random.Random) -> Any:
     return value
 
 
-_CONTAINERS = ("bad_words", "stop", "stop_token_ids")
+_CONTAINERS = ("bad_words", "stop", "stop_token_ids", "allowed_token_ids")

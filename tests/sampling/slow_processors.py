@@ -35,6 +35,8 @@ def processed(logits: Sequence[float], now: Situation) -> list[float]:
     if len(now.output) < params.min_tokens:
         for token in now.request.terminators:
             z[token] = NEVER
+    if params.allowed_token_ids is not None:
+        z = [value if token in params.allowed_token_ids else NEVER for token, value in enumerate(z)]
     for *beginning, last in now.request.bad_words:
         if text[len(text) - len(beginning) :] == beginning and len(text) >= len(beginning):
             z[last] = NEVER
@@ -115,6 +117,7 @@ def situations(draw: st.DrawFn) -> Situation:
         frequency_penalty=draw(maybe(st.sampled_from([-0.25, 0.5]), 0.0)),
         logit_bias=draw(maybe(st.dictionaries(tokens, st.sampled_from([-100.0, -1.0, 2.5, 100.0]), max_size=3), {})),
         min_tokens=draw(maybe(st.integers(0, 8), 0)),
+        allowed_token_ids=draw(maybe(st.lists(tokens, max_size=5).map(lambda few: [*few, VOCAB - 1]), None)),
     )
     # One token at least stays free, as no sane request forbids them all.
     words = st.lists(st.tuples(st.lists(tokens, max_size=3), st.integers(0, VOCAB - 3)), max_size=4)

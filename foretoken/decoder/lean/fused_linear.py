@@ -93,9 +93,9 @@ def fuse(*parts: Matrix, moves_weights: bool = False) -> FusedLinear:
 
 
 def _key(parts: Sequence[Matrix]) -> tuple[tuple[int, ...], ...]:
-    """Tells layers from all others whose weights and biases are in memory."""
+    """Tells layers from all others whose weights and biases are in memory, and from themselves before a change."""
     return tuple(
-        (t.untyped_storage()._cdata, t.storage_offset(), *t.shape, *t.stride())
+        (t.untyped_storage()._cdata, 0 if t.is_inference() else t._version, t.storage_offset(), *t.shape, *t.stride())
         for part in parts
         for t in (part.weight, *(() if part.bias is None else (part.bias,)))
     )

@@ -1,0 +1,191 @@
+"""`foretoken chat`: a conversation in the terminal, accepted tokens in the colour of the drafter they came from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli import options, terminal
+from foretoken.core.bounded_reads import MOST_TEXT_BYTES
+from foretoken.core.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from foretoken.cli.shown_tokens import ShownTokens
+    from foretoken.core.records import StepRecord
+    from foretoken.core.sampling_params import SamplingParams
+    from foretoken.engine.codec import Codec
+    from foretoken.engine.llm import LLM
+
+_PROMPT = "> "
+_HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends an answer."
+
+
+def chat(
+    model: options.Model,
+    speculative_config: options.Drafter = None,
+    spec_type: options.SpecType = None,
+    system: Annotated[str | None, typer.Option(help="What the model is told before the conversation.")] = None,
+    chat_template: Annotated[
+        Path | None, typer.Option(help="File with a Jinja template, for a tokenizer without one or instead of its own.")
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of an answer; as many as the context holds when left out.")
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="0 for greedy decoding.")] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Keep the smallest set that reaches this probability.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(help="Makes sampled answers reproducible.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="String that ends an answer; may be repeated.")] = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    runner: options.RunnerName = "auto",
+    threads: options.Threads = None,
+    color: Annotated[bool, typer.Option("--color", help="Colour answers also in a pipe.")] = False,
+    no_color: Annotated[bool, typer.Option("--no-color", help="Leave colours out, as NO_COLOR does.")] = False,
+) -> None:
+    """Talk with a model: a message a line, answered as the text comes, every accepted token in its drafter's colour.
+
+    /reset forgets the conversation, /exit or Ctrl-D ends it, and Ctrl-C ends an answer.
+    """
+    from foretoken.bench.setups import parse_setup
+    from foretoken.core.sampling_params import SamplingParams
+
+    texts = options.drafter_texts(speculative_config, spec_type)
+    if texts is not None and len(texts) > 1:
+        raise ConfigError("chat takes one --speculative-config. To compare several, use `foretoken bench`.")
+    setup = parse_setup(texts[0], target=model) if texts else parse_setup("plain")
+    if setup.needs_references:
+        raise ConfigError("the drafter 'oracle' has to know the text beforehand. Use it with `foretoken bench`.")
+    params = SamplingParams(
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens,
+        stop=[options.checked(one, "--stop") for one in stop or ()],
+    )  # fmt: skip
+    template = None if chat_template is None else options.read_text(chat_template)
+    told = None if system is None else options.checked(system, "--system")
+    from foretoken.engine.codec import Codec
+    from foretoken.engine.llm import LLM
+
+    loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    answers = _Answers((color and not no_color) if color or no_color else None)
+    llm = LLM(
+        loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=runner,
+        on_step=answers.add,
+    )  # fmt: skip
+    answers.use(llm, Codec(tokenizer, loaded.vocab_size), params, template)
+    _talk(answers, [] if told is None else [{"role": "system", "content": told}])
+
+
+def _talk(answers: _Answers, beginning: list[dict[str, str]]) -> None:
+    """Reads messages and answers them until there are no more; beginning: what stands before the first one.
+
+    Raises:
+        RequestError: When conversations cannot be rendered at all.
+    """
+    answers.check(beginning)
+    terminal.note(_HELP)
+    messages = list(beginning)
+    while (line := _next_line()) is not None:
+        text = line.strip()
+        if text == "/exit":
+            return
+        if text == "/reset":
+            messages = list(beginning)
+            continue
+        if not text:
+            continue
+        try:
+            answer = answers.give([*messages, {"role": "user", "content": text}])
+        except RequestError as err:
+            terminal.note(f"error: {err} /reset forgets the conversation.")
+            continue
+        messages += [{"role": "user", "content": text}, {"role": "assistant", "content": answer}]
+
+
+def _next_line() -> str | None:
+    """What the user writes next; None at the end. Ctrl-C gives up the line.
+
+    Raises:
+        RequestError: When it is longer than any text that is read.
+    """
+    if not sys.stdin.isatty():
+        line = sys.stdin.readline(MOST_TEXT_BYTES + 1)
+        if len(line) > MOST_TEXT_BYTES:
+            raise RequestError(f"a line of standard input is longer than {MOST_TEXT_BYTES} characters. Shorten it.")
+        return options.checked(line, "standard input") or None
+    try:
+        return options.checked(input(_PROMPT), "the message")
+    except EOFError:
+        terminal.write("\n")
+        return None
+    except KeyboardInterrupt:
+        terminal.note(f"\n{_HELP}")
+        return ""
+
+
+class _Answers:
+    """Generates answers and prints them as they come."""
+
+    def __init__(self, colour: bool | None) -> None:
+        """colour: What the command line says about colours; None leaves it to the streams."""
+        self._colour = colour
+        self._shown: ShownTokens | None = None
+
+    def use(self, llm: LLM, codec: Codec, params: SamplingParams, template: str | None) -> None:
+        """Takes what generates, with a chat template or None for the tokenizer's own."""
+        self._llm, self._codec, self._params, self._template = llm, codec, params, template
+
+    def add(self, record: StepRecord) -> None:
+        """Takes in an iteration, which is one of a single sequence."""
+        if self._shown is not None:
+            self._shown.add(record)
+
+    def check(self, beginning: list[dict[str, str]]) -> None:
+        """Raises `RequestError` where conversations cannot be rendered; beginning: what stands before each."""
+        self._prompt([*beginning, {"role": "user", "content": "?"}])
+
+    def give(self, messages: list[dict[str, str]]) -> str:
+        """Prints the next answer, as far as it comes before Ctrl-C, and returns it.
+
+        Raises:
+            RequestError: When the conversation cannot be served.
+        """
+        from foretoken.cli.shown_tokens import ShownTokens
+
+        prompt = self._prompt(messages)
+        chunks = self._llm.stream(prompt, self._params)  # refuses the prompt before anything is printed
+        self._shown = ShownTokens(self._codec, prompt["prompt_token_ids"], colour=self._colour, raw=False)
+        parts: list[str] = []
+        ending: str | None = "interrupted"
+        try:
+            for chunk in chunks:
+                self._shown.write(chunk.text)
+                parts.append(chunk.text)
+                ending = chunk.finish_reason
+        except KeyboardInterrupt:
+            ending = "interrupted"
+        finally:
+            chunks.close()
+        terminal.write("\n")
+        if ending != "stop":
+            terminal.note(f"[ended: {ending}]")
+        self._shown.note_summary()
+        return "".join(parts)
+
+    def _prompt(self, messages: list[dict[str, str]]) -> dict[str, Any]:
+        """A conversation as a prompt.
+
+        Raises:
+            RequestError: When it cannot be rendered.
+        """
+        try:
+            return self._llm.chat_prompts(messages, chat_template=self._template)[0]
+        except RequestError as err:
+            if self._template is None and "no chat template" in str(err):
+                raise RequestError(
+                    "the tokenizer has no chat template: the model was not trained for conversations. Expected a "
+                    "template. Pass --chat-template FILE, or use `foretoken generate`."
+                ) from err
+            raise

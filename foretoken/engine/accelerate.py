@@ -1,0 +1,158 @@
+"""`foretoken.hf.accelerate`: makes a transformers model's own `generate` speculative, and puts it back."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+
+from foretoken.core.checks import shown
+from foretoken.core.errors import ConfigError
+from foretoken.drafters.draft_model import DraftModelDrafter, Options
+from foretoken.drafters.registry import known_methods
+from foretoken.engine.llm import LLM
+from foretoken.hf.accelerated_generate import NAME, AcceleratedGenerate
+from foretoken.hf.generate_request import EngineLimits
+from foretoken.hf.loading import wrap_model
+from foretoken.hf.weight_versions import weight_versions
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from foretoken.core.results import StreamChunk
+    from foretoken.drafters.base import Drafter, TargetHandle
+    from foretoken.hf.generate_request import GenerateRequest
+    from foretoken.hf.loading import LoadedModel
+
+
+class Acceleration:
+    """What `accelerate` did to a model; as a context manager it undoes that at the end of the block.
+
+    Attributes:
+        model: The accelerated model.
+    """
+
+    def __init__(self, model: Any, make: Callable[[], LLM]) -> None:
+        """Makes the engine; make: over the model as it is when it is called."""
+        self.model, self._make, self._lock = model, make, threading.Lock()
+        self._llm, self._versions = make(), weight_versions(model)
+
+    @property
+    def llm(self) -> LLM:
+        """The engine; another one after the model's weights were changed."""
+        with self._lock:
+            versions = weight_versions(self.model)
+            if versions != self._versions:
+                self._llm, self._versions = self._make(), versions
+            return self._llm
+
+    def limits(self) -> EngineLimits:
+        """What the engine can take."""
+        target = self.llm.target
+        return EngineLimits(context_len=target.context_len, eos_ids=target.model.eos_ids)
+
+    def stream(self, request: GenerateRequest) -> Generator[StreamChunk]:
+        """Tokens as they come; raises `RequestError` when the request cannot be served."""
+        return self.llm.stream(request.prompts, request.params)
+
+    def release(self) -> None:
+        """Gives the model its own `generate` back. Does nothing where that has happened before."""
+        release(self.model)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def accelerate(
+    model: Any,
+    drafter: str | os.PathLike[str] | Mapping[str, Any] | torch.nn.Module | Callable[[], Drafter] = "ngram",
+    tokenizer: Any = None,
+    **arguments: Any,
+) -> Acceleration:
+    """Makes `model.generate(...)` speculative: the same arguments, results, streamers and stopping criteria.
+
+    Greedy output is what transformers writes, token for token, as far as both compute the same logits: where two
+    tokens score nearly the same, their rounding decides, as it does between any two ways to compute one model. Sampled
+    output has the distribution of transformers' warpers. Its random numbers are the engine's own, which
+    `torch.manual_seed` and `transformers.set_seed` do not touch: pass `seed=N` here for calls that repeat themselves
+    in their order.
+
+    Calls that ask for something else (beam search, logits processors, scores, `inputs_embeds`, docs/dropins.md names
+    all) are served by transformers as before, and the log says why, once for each reason. So are calls in training
+    mode or under autocast.
+
+    The model keeps its weights, which the engine shares, and everything else; `copy.deepcopy`, pickling, `state_dict`
+    and `save_pretrained` are what they were, and copies have their own `generate`. After weights were written to,
+    replaced or moved, the next call makes the engine anew; what is written through `.data` is not noticed.
+
+    Args:
+        model: A transformers causal LM in memory.
+        drafter: The name of a method ("ngram"), the directory or hub id of a draft model or head, a
+            `speculative_config`, a smaller transformers causal LM with the same vocabulary, or a function that makes a
+            drafter of your own.
+        tokenizer: For stop strings, and for drafters that read text.
+        arguments: Further arguments of `LLM`: `seed`, `max_num_seqs`, `max_model_len`, `runner`, ...
+
+    Returns:
+        A context manager; `release(model)`, or its own `release()`, undoes what was done as well. Its `llm` is the
+        engine, with `llm.get_metrics()`.
+
+    Raises:
+        ConfigError: When drafter or arguments do not fit.
+        ModelError: When the model cannot be served.
+    """
+    if not isinstance(model, torch.nn.Module) or not hasattr(model, NAME):
+        raise ConfigError(f"model is {shown(model)}. Expected a transformers causal LM in memory.")
+    release(model)
+    given = {"allow_unknown_ids": True, "tokenizer": tokenizer, **_drafter_arguments(drafter), **arguments}
+    acceleration = Acceleration(model, lambda: LLM(model, **given))
+    setattr(model, NAME, AcceleratedGenerate(model, acceleration, tokenizer))
+    return acceleration
+
+
+def release(model: Any) -> None:
+    """Gives a model that `accelerate` changed its own `generate` back; does nothing to others."""
+    standing = vars(model).get(NAME)
+    if isinstance(standing, AcceleratedGenerate):
+        delattr(model, NAME)
+        if getattr(model, NAME) != standing.original:  # it had one of its own before
+            setattr(model, NAME, standing.original)
+
+
+def _drafter_arguments(drafter: Any) -> dict[str, Any]:
+    """Arguments of `LLM` for any form of a drafter."""
+    if isinstance(drafter, Mapping):
+        return {"speculative_config": drafter}
+    if isinstance(drafter, torch.nn.Module):
+        return {"drafter": _drafts_with(drafter), "trust_drafter": True}
+    if isinstance(drafter, str) and drafter in known_methods():
+        return {"speculative_config": {"method": drafter}}
+    if isinstance(drafter, str | os.PathLike):
+        return {"speculative_config": {"model": os.fspath(drafter)}}
+    if callable(drafter):
+        return {"drafter": drafter}
+    raise ConfigError(
+        f"drafter is {shown(drafter)}. Expected the name of a method, a directory or hub id, a speculative_config, a "
+        "transformers causal LM, or a function that makes a drafter."
+    )
+
+
+def _drafts_with(module: torch.nn.Module) -> Callable[[], Drafter]:
+    """Makes a drafter of a smaller model in memory."""
+
+    def load(target: TargetHandle) -> LoadedModel:
+        draft = wrap_model(module, name=type(module).__name__)
+        if draft.vocab_size != target.vocab_size:
+            raise ConfigError(
+                f"the drafter has {draft.vocab_size} tokens and the model {target.vocab_size}. Expected the same "
+                "vocabulary. Pass the draft model's directory with vocab_match in a speculative_config."
+            )
+        return draft
+
+    return lambda: DraftModelDrafter(Options(method="draft_model"), load)

@@ -1,0 +1,145 @@
+"""Conversations as prompts: checked, rendered by the tokenizer's chat template, and encoded without further tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from foretoken.core.checks import check_boolean, check_text, shown
+from foretoken.core.errors import RequestError, nearest_name_hint, one_line
+
+if TYPE_CHECKING:
+    from foretoken.engine.codec import Codec
+
+Message = Mapping[str, Any]
+"""`{"role": ..., "content": ...}`, and whatever else a template reads, as `tool_calls`."""
+
+OTHER_KEYWORDS: dict[str, tuple[Any, ...]] = {  # vLLM's, with values that ask for nothing
+    "chat_template_content_format": ("auto", "string"),
+    "lora_request": (),
+    "mm_processor_kwargs": (),
+    "tokenization_kwargs": (),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatFormat:
+    """How conversations are rendered.
+
+    Attributes:
+        chat_template: A template in Jinja; None for the tokenizer's own.
+        add_generation_prompt: Ends with what begins an answer.
+        continue_final_message: Ends within the last message, for the model to go on with it.
+        tools: Descriptions of functions, for templates that show them.
+        chat_template_kwargs: Further variables of the template.
+    """
+
+    chat_template: str | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    tools: Sequence[Mapping[str, Any]] | None = None
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Checks types, and that only one of the two endings is asked for."""
+        for name in ("add_generation_prompt", "continue_final_message"):
+            check_boolean(name, getattr(self, name))
+        if self.chat_template is not None:
+            check_text("chat_template", self.chat_template)
+        if self.add_generation_prompt and self.continue_final_message:
+            raise RequestError(
+                "add_generation_prompt and continue_final_message exclude each other: one begins an answer, the other "
+                "goes on with the last message. Set one of them to False."
+            )
+
+
+def chat_format(given: Mapping[str, Any]) -> ChatFormat:
+    """How the keywords of `LLM.chat` say that conversations are rendered; vLLM's others may ask for nothing.
+
+    Raises:
+        RequestError: For unknown keywords, and values that do not fit.
+    """
+    names = [each.name for each in fields(ChatFormat)]
+    for name, value in given.items():
+        if name in names:
+            continue
+        if name not in OTHER_KEYWORDS:
+            raise RequestError(f"chat has no argument {shown(name)}. {nearest_name_hint(name, names)}")
+        if value is not None and value not in OTHER_KEYWORDS[name]:
+            raise RequestError(f"{name} = {shown(value)} is not supported. Leave it out.")
+    return ChatFormat(**{name: value for name, value in given.items() if name in names and value is not None})
+
+
+def chat_prompts(messages: Any, tokenizer: Any, codec: Codec | None, form: ChatFormat) -> list[dict[str, Any]]:
+    """Prompts with text and token ids.
+
+    Args:
+        messages: A conversation, a list of messages, or several of them.
+        tokenizer: Renders them.
+        codec: The same tokenizer, which encodes the text; None without one.
+        form: How they are rendered.
+
+    Raises:
+        RequestError: When there is no template, or a conversation is not one, or the template refuses it.
+    """
+    if codec is None or not callable(getattr(tokenizer, "apply_chat_template", None)):
+        raise RequestError("the model has no tokenizer that knows chat templates. Pass one as LLM(tokenizer=...).")
+    if form.chat_template is None and not getattr(tokenizer, "chat_template", None):
+        raise RequestError(
+            "the tokenizer has no chat template: the model was not trained for conversations. Expected a template. "
+            "Pass chat_template=TEXT, or use generate."
+        )
+    return [_prompt(each, tokenizer, codec, form) for each in _conversations(messages)]
+
+
+def _prompt(conversation: list[dict[str, Any]], tokenizer: Any, codec: Codec, form: ChatFormat) -> dict[str, Any]:
+    """One conversation as text and token ids."""
+    try:
+        text = tokenizer.apply_chat_template(
+            conversation, chat_template=form.chat_template, add_generation_prompt=form.add_generation_prompt,
+            continue_final_message=form.continue_final_message, tools=form.tools, tokenize=False,
+            **form.chat_template_kwargs,
+        )  # fmt: skip
+    except Exception as err:  # templates raise what they like
+        raise RequestError(f"the chat template refuses the conversation: {one_line(err)}.") from err
+    check_text("what the chat template makes", text)
+    return {"prompt": text, "prompt_token_ids": codec.encode(text, "the conversation", add_special_tokens=False)}
+
+
+def _conversations(messages: Any) -> list[list[dict[str, Any]]]:
+    """Checked conversations, also where one was given."""
+    if not _is_list(messages) or not messages:
+        raise RequestError(f"messages are {shown(messages)}. Expected a list of messages with a role and content.")
+    several = messages if _is_list(messages[0]) else [messages]
+    if not all(_is_list(each) and each for each in several):
+        raise RequestError("a conversation is empty or no list of messages. Expected a list of messages for each.")
+    return [[_message(message) for message in conversation] for conversation in several]
+
+
+def _message(message: Any) -> dict[str, Any]:
+    """A message whose content is text."""
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise RequestError(f"a message is {shown(message)}. Expected {{'role': 'user', 'content': 'text'}}.")
+    content = message.get("content")
+    return dict(message) if content is None else {**message, "content": _text(content)}
+
+
+def _text(content: Any) -> str:
+    """Content as text; of several parts, each on its own line, as vLLM joins them."""
+    if isinstance(content, str):
+        return content
+    parts = content if _is_list(content) else [content]
+    for part in parts:
+        is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        if not is_text:
+            raise RequestError(
+                f"the content of a message is {shown(part)}. Expected text, or parts {{'type': 'text', 'text': ...}}: "
+                "the models that are served read nothing else."
+            )
+    return "\n".join(part["text"] for part in parts)
+
+
+def _is_list(value: Any) -> bool:
+    """Whether a value is a list or tuple."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)

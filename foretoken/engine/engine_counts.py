@@ -1,0 +1,69 @@
+"""What an engine has done so far, over all requests."""
+
+from __future__ import annotations
+
+from collections import Counter as Counts
+from typing import TYPE_CHECKING
+
+from foretoken.core.metrics import Counter, Gauge, Metric, Vector
+
+if TYPE_CHECKING:
+    from foretoken.core.records import StepRecord
+    from foretoken.engine.sequence import Sequence
+
+
+class EngineCounts:
+    """Counts of one engine.
+
+    `num_drafts` counts trees, one a sequence and pass; `num_draft_tokens` their verified nodes, not depths;
+    `num_accepted_tokens` leaves the target's own token of every pass out, as vLLM does.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counts[str] = Counts()
+        self._ended: Counts[str] = Counts()
+        self._accepted_at: list[int] = []  # by position from 0
+
+    def begin(self, sequence: Sequence) -> None:
+        """Counts a sequence that begins to run."""
+        self._counts["vllm:prompt_tokens"] += sequence.num_prompt
+
+    def add(self, record: StepRecord) -> None:
+        """Counts an iteration."""
+        self._counts["foretoken:target_passes"] += 1
+        for step in record.sequences:
+            self._counts["vllm:generation_tokens"] += step.num_emitted
+            self._counts["vllm:spec_decode_num_drafts"] += step.num_drafted > 0
+            self._counts["vllm:spec_decode_num_draft_tokens"] += step.num_drafted
+            self._counts["vllm:spec_decode_num_accepted_tokens"] += step.num_accepted
+            self._accepted_at += [0] * (step.tree_depth - len(self._accepted_at))
+            for position in range(step.num_accepted):
+                self._accepted_at[position] += 1
+
+    def end(self, sequence: Sequence) -> None:
+        """Counts a sequence that ran and is over."""
+        self._ended[sequence.finish_reason or ""] += 1
+
+    def metrics(self, *, model_name: str, num_running: int, num_waiting: int) -> list[Metric]:
+        """All figures.
+
+        Args:
+            model_name: The target's name.
+            num_running: Sequences that have a slot.
+            num_waiting: Sequences that have none yet.
+        """
+        labels = {"model_name": model_name, "engine": "0"}
+        names = (
+            "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:spec_decode_num_drafts",
+            "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens", "foretoken:target_passes",
+        )  # fmt: skip
+        return [
+            Gauge(name="vllm:num_requests_running", labels=labels, value=num_running),
+            Gauge(name="vllm:num_requests_waiting", labels=labels, value=num_waiting),
+            *(Counter(name=name, labels=labels, value=self._counts[name]) for name in names),
+            Vector(name="vllm:spec_decode_num_accepted_tokens_per_pos", labels=labels, values=list(self._accepted_at)),
+            *(
+                Counter(name="vllm:request_success", labels={**labels, "finished_reason": reason}, value=count)
+                for reason, count in sorted(self._ended.items())
+            ),
+        ]

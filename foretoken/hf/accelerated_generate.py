@@ -1,0 +1,183 @@
+"""The `generate` of an accelerated model: transformers' own, whose decoding loop is replaced where an engine can serve.
+
+transformers still reads the arguments, fills in defaults, checks, pads and warns; `custom_generate` is its hook for the
+loop. Knows nothing of the engine but how to ask it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from contextlib import closing
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
+
+from foretoken.core.errors import RequestError
+from foretoken.hf.generate_fields import set_argument, set_field
+from foretoken.hf.generate_replay import replay
+from foretoken.hf.generate_request import EngineLimits, GenerateRequest, Unserved, read_request
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+
+    from torch import Tensor, nn
+    from transformers import GenerationConfig
+
+    from foretoken.core.results import StreamChunk
+
+_log = logging.getLogger(__name__)
+NAME = "generate"
+
+
+class GenerateEngine(Protocol):
+    """What serves the calls."""
+
+    def limits(self) -> EngineLimits:
+        """What it can take, of the model as it is now."""
+        ...
+
+    def stream(self, request: GenerateRequest) -> Generator[StreamChunk]:
+        """Tokens as they come; raises `RequestError` before any of them where it cannot serve the request."""
+        ...
+
+
+class AcceleratedGenerate:
+    """Stands on a model in the place of its `generate`; a copied or unpickled model has the original one again.
+
+    Attributes:
+        original: The bound method that it stands for.
+    """
+
+    def __init__(self, model: Any, engine: GenerateEngine, tokenizer: Any) -> None:
+        """Prepares to stand on a model; does not change it.
+
+        Args:
+            model: A transformers causal LM.
+            engine: Serves it.
+            tokenizer: For stop strings of calls that bring none, or None.
+        """
+        self.original: Callable[..., Any] = getattr(model, NAME)
+        self._model, self._engine, self._tokenizer = model, engine, tokenizer
+        self._told: set[str] = set()
+        functools.update_wrapper(self, self.original)
+
+    def __reduce__(self) -> Any:
+        """A copy is the original method of the model's copy."""
+        return getattr, (self._model, NAME)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See transformers' `generate`."""
+        try:
+            given = inspect.signature(self.original).bind(*args, **kwargs).arguments
+        except TypeError:
+            return self.original(*args, **kwargs)  # says itself what is wrong
+        more = given.pop("kwargs", {})
+        try:
+            changes = self._changes(given, more)
+        except Unserved as reason:
+            self._tell(str(reason))
+            return self.original(*args, **kwargs)
+        return self.original(**{**given, **more, **changes, "custom_generate": self._decoder(given.get("streamer"))})
+
+    def _changes(self, given: dict[str, Any], more: dict[str, Any]) -> dict[str, Any]:
+        """How the arguments have to be changed for the hook.
+
+        Args:
+            given: Arguments by their names.
+            more: What came as further keywords: fields of the configuration, and inputs of the model.
+
+        Raises:
+            Unserved: When transformers has to serve the call.
+        """
+        _check_state(self._model)
+        tokenizer = more.get("tokenizer") or self._tokenizer
+        config, others = self._prepared(given.get("generation_config"), more)
+        argument = set_argument({**given, **others})
+        if argument is not None:
+            raise Unserved(f"the argument {argument} is transformers' own")
+        field = set_field(config)
+        if field is not None:
+            raise Unserved(f"{field} is transformers' own")
+        if config.stop_strings is None or tokenizer is None:
+            return {}
+        # The hook would lose the tokenizer, so the criterion that transformers makes with it is made here.
+        criteria = StoppingCriteriaList(given.get("stopping_criteria") or ())
+        if not any(type(each) is StopStringCriteria for each in criteria):
+            criteria.append(StopStringCriteria(tokenizer=tokenizer, stop_strings=config.stop_strings))
+        return {"stopping_criteria": criteria, "stop_strings": None}
+
+    def _prepared(
+        self, config: GenerationConfig | None, more: dict[str, Any]
+    ) -> tuple[GenerationConfig, dict[str, Any]]:
+        """The configuration with defaults and keywords, and the keywords that are none of its fields.
+
+        Raises:
+            Unserved: When transformers refuses them; it will say why.
+        """
+        inputs = {name: value for name, value in more.items() if name not in ("tokenizer", "trust_remote_code")}
+        try:
+            prepared: tuple[GenerationConfig, dict[str, Any]] = self._model._prepare_generation_config(config, **inputs)
+        except Exception as err:  # whatever its checks raise
+            raise Unserved("transformers refuses its arguments") from err
+        return prepared
+
+    def _decoder(self, streamer: Any) -> Callable[..., Any]:
+        """What takes the place of the decoding loop; transformers calls it with everything prepared."""
+
+        def decode(
+            model: Any,
+            input_ids: Tensor,
+            logits_processor: Any,
+            stopping_criteria: StoppingCriteriaList,
+            generation_config: GenerationConfig,
+            **model_kwargs: Any,
+        ) -> Any:
+            try:
+                request = read_request(
+                    input_ids, model_kwargs.get("attention_mask"), stopping_criteria, generation_config,
+                    self._engine.limits(),
+                )  # fmt: skip
+                chunks = self._stream(request)
+            except Unserved as reason:
+                self._tell(str(reason))
+                return type(model)._sample(
+                    model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
+                    generation_config=generation_config, streamer=streamer, **model_kwargs,
+                )  # fmt: skip
+            with closing(chunks):
+                return replay(chunks, input_ids, stopping_criteria, generation_config, streamer)
+
+        return decode
+
+    def _stream(self, request: GenerateRequest) -> Generator[StreamChunk]:
+        """The engine's tokens.
+
+        Raises:
+            Unserved: When it cannot serve the request.
+        """
+        try:
+            return self._engine.stream(request)
+        except RequestError as err:
+            raise Unserved(str(err)) from err
+
+    def _tell(self, reason: str) -> None:
+        """Logs why transformers serves a call, each reason once."""
+        if reason not in self._told:
+            self._told.add(reason)
+            _log.warning("generate() is served by transformers, without speculation: %s", reason.rstrip("."))
+
+
+def _check_state(model: nn.Module) -> None:
+    """Looks at what is switched on around a call.
+
+    Raises:
+        Unserved: When it would change what the model computes, and not what the engine does.
+    """
+    if model.training:
+        raise Unserved("the model is in training mode; model.eval() ends it")
+    device = next(model.parameters()).device.type
+    if torch.is_autocast_enabled(device):
+        raise Unserved("autocast is on")

@@ -1,0 +1,188 @@
+"""What vLLM's `LLM` has besides `generate`: chat, metrics, prompt log-probabilities, allowed tokens, its scripts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from end_to_end.tiny_llms import drafters, llm, tokenizer
+from tiny_models import EOS_ID, VOCAB_SIZE
+
+from foretoken import LLM, SamplingParams
+from foretoken.core.errors import RequestError
+from foretoken.core.metrics import Counter, Gauge, Vector
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
+TEMPLATE = (
+    "{% for m in messages %}<s>{{ m['role'] }} {{ m['content'] }}\n{% endfor %}"
+    "{% if tools %}{{ tools[0]['name'] }}{% endif %}{% if add_generation_prompt %}bot {% endif %}"
+)
+TALK = [{"role": "user", "content": "hi there"}, {"role": "bot", "content": "a"}, {"role": "user", "content": "go on"}]
+
+
+@pytest.fixture(scope="module")
+def engine() -> LLM:
+    return llm(drafters()["draft tree"](None), max_num_seqs=3)
+
+
+def test_offline_inference_script(capsys: pytest.CaptureFixture[str]) -> None:
+    """examples/offline_inference/basic and spec_decode of vLLM, with the bundled model and another import."""
+    llm = LLM(
+        model="models/tinycode",
+        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
+        tensor_parallel_size=1, enable_chunked_prefill=True, disable_log_stats=False, trust_remote_code=False,
+    )  # fmt: skip
+    prompts = ["def read_config(path):\n", "class Queue:", "for index in range("]
+    sampling_params = SamplingParams(temperature=0, max_tokens=32)
+    outputs = llm.generate(prompts, sampling_params=sampling_params)
+    for output in outputs:
+        prompt = output.prompt
+        generated_text = output.outputs[0].text
+        print(f"Prompt: {prompt!r}\nOutput: {generated_text!r}")  # noqa: T201 - their script
+    total_num_output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    num_drafts = num_draft_tokens = num_accepted_tokens = 0
+    acceptance_counts = [0] * 3
+    for metric in llm.get_metrics():
+        if metric.name == "vllm:spec_decode_num_drafts":
+            assert isinstance(metric, Counter)
+            num_drafts += metric.value
+        elif metric.name == "vllm:spec_decode_num_draft_tokens":
+            assert isinstance(metric, Counter)
+            num_draft_tokens += metric.value
+        elif metric.name == "vllm:spec_decode_num_accepted_tokens":
+            assert isinstance(metric, Counter)
+            num_accepted_tokens += metric.value
+        elif metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+            assert isinstance(metric, Vector)
+            for pos in range(len(metric.values)):
+                acceptance_counts[pos] += metric.values[pos]
+    assert capsys.readouterr().out.count("Prompt: ") == 3
+    own = [output.metrics for output in outputs]
+    assert total_num_output_tokens == sum(each.num_emitted for each in own)
+    assert num_draft_tokens == sum(each.num_drafted for each in own) > 0
+    assert num_accepted_tokens == sum(each.num_accepted for each in own) == sum(acceptance_counts) > 0
+    assert acceptance_counts == [sum(each.accepted_at_depth[depth] for each in own) for depth in (1, 2, 3)]
+    assert acceptance_counts[0] <= num_drafts <= sum(each.steps for each in own)
+
+
+def test_metrics_count_requests_and_tokens() -> None:
+    engine = llm({})
+    engine.generate([[5, 6, 7], [8]], replace(GREEDY, n=2, ignore_eos=True))
+    found = {(each.name, each.labels.get("finished_reason")): each for each in engine.get_metrics()}
+    names = ("vllm:prompt_tokens", "vllm:generation_tokens", "vllm:spec_decode_num_drafts")
+    assert [found[name, None].value for name in names] == [8, 32, 0]
+    assert found["vllm:request_success", "length"].value == 4
+    running = found["vllm:num_requests_running", None]
+    assert isinstance(running, Gauge)
+    assert (running.value, running.labels["model_name"]) == (0, "LlamaForCausalLM")
+    chunks = engine.stream([[5, 6]] * 9, GREEDY)
+    next(chunks)
+    busy = {each.name: each for each in engine.get_metrics()}
+    assert [busy[f"vllm:num_requests_{what}"].value for what in ("running", "waiting")] == [8, 1]
+    chunks.close()
+
+
+def test_chat_is_generate_of_the_rendered_text(engine: LLM) -> None:
+    (output,) = engine.chat(TALK, GREEDY, chat_template=TEMPLATE)
+    assert output.prompt == "<s>user hi there\n<s>bot a\n<s>user go on\nbot "
+    assert output.prompt_token_ids == tokenizer()(output.prompt, add_special_tokens=False)["input_ids"]
+    same = engine.generate({"prompt_token_ids": output.prompt_token_ids}, GREEDY)[0]
+    assert output.outputs[0].token_ids == same.outputs[0].token_ids
+    several = engine.chat([TALK[:1], TALK], [GREEDY, GREEDY], use_tqdm=False, chat_template=TEMPLATE)
+    assert several[0].prompt == "<s>user hi there\nbot "
+    assert several[1].outputs[0].text == output.outputs[0].text
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}, {"type": "text", "text": "there"}]}]
+    (joined,) = engine.chat(
+        parts, GREEDY, chat_template=TEMPLATE, add_generation_prompt=False, tools=[{"name": "find"}],
+        chat_template_content_format="auto", lora_request=None, chat_template_kwargs={"unused": 1},
+    )  # fmt: skip
+    assert joined.prompt == "<s>user hi\nthere\nfind"
+    (going_on,) = engine.chat(
+        TALK[:2], GREEDY, chat_template=TEMPLATE, add_generation_prompt=False, continue_final_message=True
+    )
+    assert going_on.prompt == "<s>user hi there\n<s>bot a"
+
+
+def test_the_tokenizers_own_template(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine.get_tokenizer(), "chat_template", TEMPLATE)
+    assert engine.chat(TALK[:1], GREEDY)[0].prompt == "<s>user hi there\nbot "
+
+
+@pytest.mark.parametrize(
+    ("messages", "form", "sentence"),
+    [
+        (TALK, {"chat_template": None}, "the tokenizer has no chat template: .* Pass chat_template=TEXT"),
+        (TALK, {"chat_template": "{{ 1 / 0 }}"}, "the chat template refuses the conversation: division by zero"),
+        (TALK, {"chat_template": "{% for"}, "the chat template refuses the conversation: "),
+        (TALK, {"chat_template": 5}, "chat_template is 5. Expected text"),
+        (TALK, {"continue_final_message": True}, "exclude each other"),
+        (TALK, {"add_generation_promt": True}, "chat has no argument .* Did you mean 'add_generation_prompt'"),
+        (TALK, {"lora_request": 1}, "lora_request = 1 is not supported"),
+        ("hello", {}, "messages are 'hello'. Expected a list of messages"),
+        ([], {}, "Expected a list of messages"),
+        ([TALK, []], {}, "a conversation is empty"),
+        ([{"content": "hi"}], {}, "a message is .*Expected .'role'"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], {}, "the content of a message is .*Expected text"),
+        ([{"role": "user", "content": 7}], {}, "the content of a message is 7"),
+    ],
+)
+def test_what_is_no_conversation_is_refused(engine: LLM, messages: Any, form: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RequestError, match=sentence):
+        engine.chat(messages, GREEDY, **{"chat_template": TEMPLATE, **form})
+
+
+def test_chat_without_a_tokenizer() -> None:
+    with pytest.raises(RequestError, match=r"no tokenizer that knows chat templates\. Pass one"):
+        LLM(llm({}).target.model).chat(TALK, GREEDY, chat_template=TEMPLATE)
+
+
+@pytest.mark.parametrize("length", [1, 2, 40])
+def test_prompt_logprobs_are_those_of_the_same_tokens_as_output(engine: LLM, length: int) -> None:
+    """Of a prompt and what followed it, in one pass or in several, beside requests that ask for none."""
+    prompt = [3 + (7 * i) % (VOCAB_SIZE - 3) for i in range(length)]
+    first = engine.generate(prompt, replace(GREEDY, logprobs=3))[0].outputs[0]
+    longer = [*prompt, *first.token_ids]
+    scored = replace(GREEDY, max_tokens=2, prompt_logprobs=3, n=2)
+    for chunk in (512, 3):
+        engine.target.prefill_chunk = chunk
+        output, other = engine.generate([longer, longer[::-1]], [scored, GREEDY])
+        assert other.prompt_logprobs is None
+        assert output.prompt_logprobs is not None
+        assert output.prompt_logprobs[0] is None
+        assert [next(iter(each or {}), None) for each in output.prompt_logprobs[1:]] == longer[1:]
+        for ours, theirs in zip(output.prompt_logprobs[length:], first.logprobs or (), strict=True):
+            assert ours is not None
+            assert list(ours) == list(theirs)
+            assert [(p.rank, p.decoded_token) for p in ours.values()] == [
+                (p.rank, p.decoded_token) for p in theirs.values()
+            ]
+            assert [p.logprob for p in ours.values()] == pytest.approx([p.logprob for p in theirs.values()], abs=1e-6)
+        assert (
+            output.outputs[0].token_ids
+            == engine.generate(longer, replace(scored, prompt_logprobs=None))[0].outputs[0].token_ids
+        )
+
+
+@pytest.mark.parametrize("params", [GREEDY, SamplingParams(temperature=1.0, seed=3, max_tokens=30)])
+def test_only_allowed_tokens_are_generated(engine: LLM, params: SamplingParams) -> None:
+    allowed = [EOS_ID, 9, 12, 30, 41]
+    (output,) = engine.generate([5, 9, 3], replace(params, allowed_token_ids=allowed))
+    assert set(output.outputs[0].token_ids) <= set(allowed)
+    assert len(output.outputs[0].token_ids) > 2
+    other = engine.generate([5, 9, 3], params)[0].outputs[0].token_ids
+    assert not set(other) <= set(allowed)
+
+
+def test_a_single_allowed_token_has_probability_one() -> None:
+    (output,) = llm({}).generate([5], SamplingParams(temperature=1.0, allowed_token_ids=[7], max_tokens=4, logprobs=0))
+    assert output.outputs[0].token_ids == [7] * 4
+    value = (output.outputs[0].logprobs or [{}])[0][7].logprob
+    assert math.isfinite(value)
+    assert value < 0, "log-probabilities are the model's, before processors"
+
+
+def test_allowed_tokens_beyond_the_vocabulary_are_refused(engine: LLM) -> None:
+    with pytest.raises(RequestError, match="allowed_token_ids"):
+        engine.generate([5], SamplingParams(allowed_token_ids=[VOCAB_SIZE]))
