@@ -44,7 +44,8 @@ def replay(
     """
     num_rows, device = input_ids.shape[0], input_ids.device
     pads_what_is_over = any(hasattr(each, "eos_token_id") for each in criteria)
-    pad = int(config._pad_token_tensor) if pads_what_is_over else 0
+    padding = config._pad_token_tensor
+    pad = int(padding) if pads_what_is_over and padding is not None else 0
     waiting = [deque[int]() for _ in range(num_rows)]
     unfinished = torch.ones(num_rows, dtype=torch.bool, device=device)
     while bool(unfinished.any()):
