@@ -64,12 +64,20 @@ class PairLstm(nn.Module):
 
     def forward(self, pairs: Tensor) -> Tensor:
         """(B, T, W) of whole texts, (B, T, 2 W); before `split`."""
-        assert self.weights is not None, "only what drafts is split"
         if self._mode == "recurrent":
+            return self._layers(pairs)
+        return self._layers(pairs.flatten(0, 1).unsqueeze(1)).view(*pairs.shape[:2], self._width)
+
+    def _layers(self, pairs: Tensor) -> Tensor:
+        """(B, T, W) of torch's layers; in their own dtype where autocast asks the processor for one that it lacks."""
+        assert self.weights is not None, "only what drafts is split"
+        is_cast = pairs.device.type == "cpu" and torch.is_autocast_enabled("cpu")
+        if not is_cast or torch.ops.mkldnn._is_mkldnn_bf16_supported():
             result: Tensor = self.weights(pairs)[0]
             return result
-        alone: Tensor = self.weights(pairs.flatten(0, 1).unsqueeze(1))[0]
-        return alone.view(*pairs.shape[:2], self._width)
+        with torch.autocast("cpu", enabled=False):
+            result = self.weights(pairs.to(next(self.weights.parameters()).dtype))[0]
+        return result
 
     def run(self, pairs: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Goes on over some positions from a state; without dropout.
