@@ -71,8 +71,7 @@ class PairLstm(nn.Module):
     def _layers(self, pairs: Tensor) -> Tensor:
         """(B, T, W) of torch's layers; in their own dtype where autocast asks the processor for one that it lacks."""
         assert self.weights is not None, "only what drafts is split"
-        is_cast = pairs.device.type == "cpu" and torch.is_autocast_enabled("cpu")
-        if not is_cast or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        if not torch.is_autocast_enabled("cpu") or torch.ops.mkldnn._is_mkldnn_bf16_supported():
             result: Tensor = self.weights(pairs)[0]
             return result
         with torch.autocast("cpu", enabled=False):
