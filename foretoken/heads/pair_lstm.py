@@ -12,6 +12,7 @@ Letters: B texts, T positions, W width, L layers.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Literal
 
 import torch
@@ -71,11 +72,10 @@ class PairLstm(nn.Module):
     def _layers(self, pairs: Tensor) -> Tensor:
         """(B, T, W) of torch's layers; in their own dtype where autocast asks the processor for one that it lacks."""
         assert self.weights is not None, "only what drafts is split"
-        if not torch.is_autocast_enabled("cpu") or torch.ops.mkldnn._is_mkldnn_bf16_supported():
-            result: Tensor = self.weights(pairs)[0]
-            return result
-        with torch.autocast("cpu", enabled=False):
-            result = self.weights(pairs.to(next(self.weights.parameters()).dtype))[0]
+        keeps_dtype = torch.is_autocast_enabled("cpu") and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        with torch.autocast("cpu", enabled=False) if keeps_dtype else nullcontext():
+            dtype = next(self.weights.parameters()).dtype if keeps_dtype else pairs.dtype
+            result: Tensor = self.weights(pairs.to(dtype))[0]
         return result
 
     def run(self, pairs: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
