@@ -70,8 +70,9 @@ class AcceptancePolicy:
         return self.rule == "coupled" or (self.rule == "auto" and is_seeded)
 
     def rule_for(
-        self, tree: TokenTree, *, is_greedy: bool, is_seeded: bool, row: int | None = None, is_plain: bool = False
-    ) -> str:
+        self, tree: TokenTree, *, is_greedy: bool, is_seeded: bool, row: int | None = None, is_plain: bool = False,
+        is_mixed: bool = False,
+    ) -> str:  # fmt: skip
         """The rule for one request.
 
         Args:
@@ -82,6 +83,9 @@ class AcceptancePolicy:
                 fits all rows.
             is_plain: Whether temperature is all that changes its distribution, on a device with kernels for that: what
                 would be "coupled" is then "drawn", the same with the tokens after all nodes drawn at once.
+            is_mixed: Whether tokens that nobody drew may join those that were drawn, of other drafters or of a grammar.
+                Whether such a tree is a chain depends on what was drawn, which the choice of a rule must not: it is
+                never verified as a block.
 
         Seeded requests are coupled, so that their text depends on nothing but the seed. Without a seed, a chain with
         draft distributions is verified as a block, a tree with them by the sequential test, and one-hot drafts by
@@ -95,7 +99,8 @@ class AcceptancePolicy:
             return "greedy"
         if self.is_coupled(is_seeded=is_seeded) or (self.rule == "auto" and tree.distributions is None):
             return "drawn" if is_plain else "coupled"
-        return "block" if self.rule in ("auto", "block") and _is_sampled_chain(tree, rows) else "sequential"
+        is_block = not is_mixed and self.rule in ("auto", "block") and _is_sampled_chain(tree, rows)
+        return "block" if is_block else "sequential"
 
 
 def accept(scores: NodeScores, rules: Sequence[str], policy: AcceptancePolicy, root_positions: Tensor) -> Acceptance:

@@ -3,7 +3,8 @@
 With c(T) the seconds of a target pass over T tokens, d(K) those of drafting K levels, h(n) those of the host for n
 tokens, w(K) the nodes of a draft of depth K, q the probability that the drafter has anything to say and A_k the
 probability that at least k of its tokens survive, asking for a draft of depth K earns n = 1 + A_1 + … + A_K tokens in
-c(w(K)) + d(K) + h(n) seconds with probability q, and else one token in c(1) + d(0) + h(1).
+c(w(K)) + d(K) + h(n) seconds with probability q, and else one token in c(1) + d(0) + h(1). Of these depths the best is
+taken among those whose draft, were nothing of it accepted, would lose at most half of what earlier drafts gained.
 """
 
 from __future__ import annotations

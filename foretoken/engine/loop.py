@@ -12,15 +12,13 @@ import logging
 import time
 from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from foretoken.acceptance.select import AcceptancePolicy, accept
 from foretoken.core.backend import has_triton_kernels, integers_on, reads_are_free
 from foretoken.core.errors import described
-from foretoken.core.passes import Pass, TokenChoice
 from foretoken.core.records import StepRecord
 from foretoken.core.token_tree import MAX_NODES
 from foretoken.drafters.base import DraftContext, DraftRequest
@@ -39,6 +37,7 @@ from foretoken.engine.prefill import Chunk, Prefill
 from foretoken.engine.stage_clock import StageClock
 from foretoken.engine.torch_state import restored_torch_state
 from foretoken.engine.tracing import traced
+from foretoken.engine.verification import Verified, logits_of, token_choice
 from foretoken.sampling.batch import SamplingBatch
 from foretoken.sampling.grammar import GrammarMask
 from foretoken.sampling.history import History, HistoryTable
@@ -51,41 +50,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.core.metrics import Metric
+    from foretoken.core.passes import Pass
     from foretoken.core.token_tree import TokenTree
     from foretoken.core.tree_trace import TreeTrace
     from foretoken.decoder.base import PassOutput
-    from foretoken.engine.drafting import Draft, Drafting
+    from foretoken.engine.drafting import Drafting
     from foretoken.engine.sequence import Sequence
     from foretoken.runner.runner import Runner
 
 _NO_TOKEN = "no token is possible: the target's logits, or what the request's parameters make of them, are not finite."
 _log = logging.getLogger(__name__)
-
-
-class Verified(NamedTuple):
-    """One iteration of some sequences up to acceptance, nothing committed yet.
-
-    Attributes:
-        trees: The pass without its chunks of prompts, which follow.
-        chunks: Of sequences that join.
-        draft: What was verified.
-        output: Of the whole pass.
-        outcomes: What survived.
-        lossy_tv: See `StepRecord`.
-        traces: See `SequenceStep`; one a sequence.
-    """
-
-    trees: Pass
-    chunks: list[Chunk]
-    draft: Draft
-    output: PassOutput
-    outcomes: list[Outcome]
-    lossy_tv: float
-    traces: Seq[TreeTrace | None]
-
-    def logits_of(self, row: int) -> Tensor:
-        """(N, V) logits of one sequence's tree."""
-        return _logits(self.output)[self.trees.offsets[row] : self.trees.offsets[row + 1]]
 
 
 class Engine:
@@ -210,7 +184,7 @@ class Engine:
         sequence, end = chunk.sequence, chunk.start + len(chunk.tokens) + 1
         try:
             output = self.target.run(self._prefill.as_pass(chunks).with_all_logits())
-            logits = _logits(output)
+            logits = logits_of(output)
             if self._impossible_ids is not None:
                 logits = logits.index_fill(1, self._impossible_ids, float("-inf"))
             count = sequence.params.prompt_logprobs or 0
@@ -272,7 +246,8 @@ class Engine:
         if chunks:
             work = trees.with_chains(self._prefill.as_pass(chunks))
         has_features = draft.is_committed or bool(chunks)
-        output = self._run(replace(work, choice=self._choice(sequences, trees), has_features=has_features))
+        choice = token_choice(sequences, trees, self._impossible_ids, self.target.device)
+        output = self._run(replace(work, choice=choice, has_features=has_features))
         clock.mark()
         outcomes, lossy_tv = self._accept(sequences, batch, tree, trees, output)
         clock.mark()
@@ -291,23 +266,6 @@ class Engine:
                 output.logits[..., self._impossible_ids] = float("-inf")
         return output
 
-    def _choice(self, sequences: list[Sequence], trees: Pass) -> TokenChoice | None:
-        """How a decoder may choose tokens of requests whose distribution nothing but temperature changes.
-
-        What it chooses for others is not looked at. None where the greatest logits are all that is wanted.
-        """
-        params = [s.params for s in sequences]
-        scales = [0.0 if p.is_greedy or not p.is_plain else 1 / p.temperature for p in params]
-        if not reads_are_free(self.target.device) or (self._impossible_ids is None and not any(scales)):
-            return None
-        counts = np.diff(trees.offsets)
-        seeds = np.array([s.sampling.seed for s in sequences], dtype=np.int64)
-        return TokenChoice(
-            inverse_temperature=torch.from_numpy(np.repeat(np.array(scales, dtype=np.float32), counts)),
-            seeds=torch.from_numpy(np.repeat(seeds, counts)),
-            impossible_ids=self._impossible_ids,
-        )
-
     def _accept(
         self, sequences: list[Sequence], batch: SamplingBatch, tree: TokenTree, trees: Pass, output: PassOutput
     ) -> tuple[list[Outcome], float]:
@@ -320,7 +278,7 @@ class Engine:
             trees: The pass without its chunks of prompts.
             output: Of the whole pass.
         """
-        device, logits = tree.tokens.device, _logits(output)
+        device, logits = tree.tokens.device, logits_of(output)
         rules = self._rules(sequences, tree, output)
         if not batch.processors and reads_are_free(device) and {"greedy", "drawn"}.issuperset(rules):
             chosen = greatest_on_host(logits) if output.chosen is None else output.chosen.tolist()
@@ -333,20 +291,14 @@ class Engine:
     def _rules(self, sequences: list[Sequence], tree: TokenTree, output: PassOutput) -> list[str]:
         """The acceptance rule of each sequence; tree: without probes."""
         has_kernels = output.chosen is not None or has_triton_kernels(tree.tokens.device)
-        rules = [
+        are_merged = len(self._drafting.names) > 1
+        return [
             self.policy.rule_for(
                 tree, is_greedy=s.params.is_greedy, is_seeded=s.is_seeded, row=row,
-                is_plain=s.params.is_plain and has_kernels,
+                is_plain=s.params.is_plain and has_kernels, is_mixed=are_merged or s.grammar is not None,
             )
             for row, s in enumerate(sequences)
         ]  # fmt: skip
-        # Whether a drawn chain is a tree, by forced tokens or those of other drafters that are not its own, depends on
-        # what was drawn, which the choice of a rule must not.
-        are_merged = len(self._drafting.names) > 1
-        return [
-            "sequential" if rule == "block" and (are_merged or s.grammar is not None) else rule
-            for rule, s in zip(rules, sequences, strict=True)
-        ]
 
     def _node_scores(
         self, sequences: list[Sequence], batch: SamplingBatch, tree: TokenTree, trees: Pass, output: PassOutput
@@ -355,7 +307,7 @@ class Engine:
         starts, roots = integers_on([trees.offsets[:-1], trees.prefix_lens], tree.tokens.device).unbind()
         scores = NodeScores(
             tree=tree,
-            logits=_logits(output),
+            logits=logits_of(output),
             starts=starts,
             has_row_for_each=trees.num_tokens == tree.tokens.numel(),
             batch=batch,
@@ -520,13 +472,6 @@ class Engine:
             sequence.fail(_NO_TOKEN)
         if sequence.finish_reason is None:
             sequence.num_cached = len(sequence.tokens) - 1
-
-
-def _logits(output: PassOutput) -> Tensor:
-    """The logits of a verification, which every decoder gives, also where it chooses tokens besides."""
-    if output.logits is None:
-        raise RuntimeError("a verification has logits")
-    return output.logits
 
 
 def _fail(sequence: Sequence, error: Exception) -> None:

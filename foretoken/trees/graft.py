@@ -25,15 +25,15 @@ class Graft(NamedTuple):
 
     Attributes:
         row: Of the tree in the batch.
-        leaf: A node without a child that holds the chain's first token.
-        depth: Of the leaf.
-        tokens: Of the chain, the one below the leaf first.
+        node: One without a child that holds the chain's first token.
+        depth: Of the node.
+        tokens: Of the chain, the one below the node first.
         scores: Log-probabilities that the whole path down to each of them is accepted.
         source: Of its nodes, see `TokenTree`.
     """
 
     row: int
-    leaf: int
+    node: int
     depth: int
     tokens: Sequence[int]
     scores: Sequence[float]
@@ -57,7 +57,7 @@ def grafted(tree: TokenTree, grafts: Sequence[Graft], *, max_nodes: int) -> Toke
     scores: list[list[float]] = [[] for _ in room]
     deepest = tree.max_depth
     for graft in grafts:
-        nodes, parent = new[graft.row], graft.leaf
+        nodes, parent = new[graft.row], graft.node
         for index, (token, score) in enumerate(zip(graft.tokens, graft.scores, strict=True)):
             if len(nodes) >= room[graft.row]:
                 break

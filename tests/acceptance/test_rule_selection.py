@@ -67,6 +67,13 @@ def test_rule_for(rule: str, tree: TokenTree, is_greedy: bool, is_seeded: bool, 
     assert policy.is_lossy == (rule in ("lenient", "typical"))
 
 
+@pytest.mark.parametrize("rule", ["auto", "block"])
+def test_drawn_chains_that_others_may_join_are_no_blocks(rule: str) -> None:
+    policy = AcceptancePolicy(rule=rule)
+    assert policy.rule_for(CHAIN, is_greedy=False, is_seeded=False) == "block"
+    assert policy.rule_for(CHAIN, is_greedy=False, is_seeded=False, is_mixed=True) == "sequential"
+
+
 @pytest.mark.parametrize("rule", ["auto", "coupled", "sequential", "block", "lenient", "typical"])
 @pytest.mark.parametrize("is_seeded", [True, False])
 def test_drafts_share_the_targets_noise_only_under_coupling(rule: str, is_seeded: bool) -> None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -168,20 +168,19 @@ async def _first_chunk(stream: RequestStream) -> None:
 
 
 async def _cancel(stream: RequestStream, gate: Gate) -> None:
-    waiting = asyncio.create_task(stream.output())
-    await asyncio.sleep(0)
-    waiting.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await waiting
-    gate.open(1)
+    await _cancelled(stream.output(), gate)
 
 
 async def _cancel_reader(stream: RequestStream, gate: Gate) -> None:
-    reading = asyncio.create_task(anext(stream))
+    await _cancelled(anext(stream), gate)
+
+
+async def _cancelled(waited_for: Awaitable[Any], gate: Gate) -> None:
+    task = asyncio.ensure_future(waited_for)
     await asyncio.sleep(0)
-    reading.cancel()
+    task.cancel()
     with pytest.raises(asyncio.CancelledError):
-        await reading
+        await task
     gate.open(1)
 
 
