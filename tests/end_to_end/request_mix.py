@@ -55,9 +55,11 @@ def request_mix() -> tuple[Request, ...]:
         "stop id": {"temperature": 0.8, "seed": 13, "stop_token_ids": "from the text"},
         "three completions": {"temperature": 0.8, "seed": 14, "n": 3, "logprobs": 0},
         "three greedy ones": {"temperature": 0.0, "n": 3, "max_tokens": 9},
-        "allowed tokens": {"temperature": 0.0, "allowed_token_ids": "from the text"},
-        "sampled, allowed tokens": {"temperature": 0.8, "seed": 15, "allowed_token_ids": "from the text"},
-        "prompt logprobs": {"temperature": 0.0, "prompt_logprobs": 2, "logprobs": 0, "n": 2},
+        "allowed tokens": {"temperature": 0.0, "max_tokens": 12, "allowed_token_ids": "from the text"},
+        "sampled, allowed tokens": {
+            "temperature": 0.8, "seed": 15, "max_tokens": 12, "allowed_token_ids": "from the text",
+        },
+        "prompt logprobs": {"temperature": 0.0, "prompt_logprobs": 2, "logprobs": 0, "n": 2, "max_tokens": 9},
     }  # fmt: skip
     return tuple(_request(index, name, keys) for index, (name, keys) in enumerate(options.items()))
 
