@@ -14,7 +14,7 @@ from torch import Tensor
 from recipes.tinycode import checkpoint as checkpoints
 from recipes.tinycode.data import LONG_EVERY, held_out_windows
 from recipes.tinycode.model import CONFIGS, TinyLlama
-from recipes.tinycode.train import cross_entropy
+from recipes.tinycode.train import cross_entropy, teacher_path
 
 CARD_TOKENS = 32_768
 
@@ -48,10 +48,10 @@ def agreement(target: TinyLlama, draft: TinyLlama, windows: Tensor) -> tuple[flo
     return overlap / count, same / count
 
 
-def load_rounded(run_dir: Path, checkpoint: str, model: str) -> TinyLlama:
-    """Load a checkpoint with its weights rounded to bfloat16, as shipped, in float32 arithmetic."""
+def load_rounded(path: Path, model: str) -> TinyLlama:
+    """Load a checkpoint or an export with its weights rounded to bfloat16, as shipped, in float32 arithmetic."""
     net = TinyLlama(CONFIGS[model])
-    checkpoints.load(run_dir / f"{checkpoint}.pt", net)
+    checkpoints.load_weights(path, net)
     net.load_state_dict({k: v.bfloat16().float() for k, v in net.state_dict().items()})
     return net
 
@@ -108,7 +108,7 @@ def bytes_per_token(run_dir: Path) -> float:
 def write_card(run_dir: Path, checkpoint: str, model: str, out: Path, progress: dict[str, Any]) -> None:
     """Write `README.md` and `loss.svg` into `out`, and print the figures that go into the card."""
     config = CONFIGS[model]
-    net = load_rounded(run_dir, checkpoint, model)
+    net = load_rounded(run_dir / f"{checkpoint}.pt", model)
     stream = np.load(run_dir / "held_out.npy")
     losses = {n: held_out_loss(net, held_out_windows(stream, CARD_TOKENS // n, n)) for n in (256, 512, 1024)}
     loss = losses[512]
@@ -150,7 +150,7 @@ def write_card(run_dir: Path, checkpoint: str, model: str, out: Path, progress: 
         "stable_steps": progress["decay_start"] or progress["step"],
     }
     if model == "draft" and meta.get("teacher"):
-        target = load_rounded(run_dir, meta["teacher"], "target")
+        target = load_rounded(teacher_path(run_dir, meta["teacher"]), "target")
         alpha, same = agreement(target, net, held_out_windows(stream, 32, 512))
         values["agreement"] = f"sum min(p, q) {alpha:.3f} a position at temperature 1; same argmax {same:.3f} |"
     template = (Path(__file__).parent / f"card_{model}.md").read_text(encoding="utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -26,3 +27,10 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None =
     if optimizer is not None:
         optimizer.load_state_dict(state["optimizer"])
     return state["progress"]
+
+
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Restore the weights alone (strictly), from a checkpoint or from an exported model's directory."""
+    exported = path.is_dir()
+    state = load_file(path / "model.safetensors") if exported else torch.load(path, weights_only=True)["model"]
+    model.load_state_dict(state)

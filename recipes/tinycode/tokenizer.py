@@ -6,6 +6,7 @@ prompts are encoded raw. `<|endoftext|>` (bos, eos and pad) separates documents,
 one; training windows begin anywhere, so a prompt may begin with or without it.
 
     python -m recipes.tinycode.tokenizer --run-dir DIR
+    python -m recipes.tinycode.tokenizer --tokenizer models/tinycode    # encode with a tokenizer there is already
 """
 
 from __future__ import annotations
@@ -102,11 +103,15 @@ def encode(tokenizer: Tokenizer, texts: Iterator[str]) -> np.ndarray:
 
 
 def main() -> None:
-    """Train on a sample of the training files, save the tokenizer, encode both corpus files."""
+    """Train on a sample of the training files or read a tokenizer, save it, and encode both corpus files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--run-dir", type=Path, default=default_run_dir())
+    parser.add_argument("--tokenizer", type=Path, help="model directory whose tokenizer encodes, instead of a new one")
     args = parser.parse_args()
-    tokenizer = train_tokenizer(limited(read_texts(args.run_dir / "train.jsonl"), SAMPLE_BYTES))
+    if args.tokenizer:
+        tokenizer = Tokenizer.from_file(str(args.tokenizer / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer(limited(read_texts(args.run_dir / "train.jsonl"), SAMPLE_BYTES))
     wrap(tokenizer).save_pretrained(args.run_dir / "tokenizer")
     for name in ("train", "held_out"):
         stream = encode(tokenizer, read_texts(args.run_dir / f"{name}.jsonl"))

@@ -3,6 +3,7 @@
     python -m recipes.tinycode.train --run-dir DIR                     # target, stable phase, runs until stopped
     python -m recipes.tinycode.train --run-dir DIR --decay-steps 1500  # decay branch from the last stable checkpoint
     python -m recipes.tinycode.train --run-dir DIR --model draft --teacher target-decay --steps 3000 --decay-steps 3000
+    python -m recipes.tinycode.train --model draft --init models/tinycode-draft --teacher models/tinycode --steps 3000
 
 The same command continues a stopped run. SIGTERM and SIGINT save a checkpoint and end it.
 """
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
 
 CLIP_NORM = 1.0
 WEIGHT_DECAY = 0.1
-KL_WEIGHT = 0.7
 
 
 @dataclass(slots=True)
@@ -63,6 +63,7 @@ class Trainer:
         self.schedule = schedule
         self.progress = Progress()
         self.teacher: TinyLlama | None = None
+        self.kl_weight = 0.7
         self.autocast = False
         self.loss_fn = self._loss
 
@@ -78,11 +79,11 @@ class Trainer:
         log_target = functional.log_softmax(teacher_BTV.float(), dim=-1)
         kl = (log_target.exp() * (log_target - log_draft)).sum(-1).mean()
         nll = functional.nll_loss(log_draft.flatten(0, 1), labels_BT.flatten())
-        return KL_WEIGHT * kl + (1 - KL_WEIGHT) * nll
+        return self.kl_weight * kl + (1 - self.kl_weight) * nll
 
     def compile(self) -> None:
-        """Turn on bfloat16 autocast and compile the loss (one graph per window length)."""
-        self.autocast = True
+        """Compile the loss (one graph per window length); bfloat16 autocast where the processor multiplies bfloat16."""
+        self.autocast = torch.ops.mkldnn._is_mkldnn_bf16_supported()
         self.loss_fn = torch.compile(self._distil_loss if self.teacher else self._loss, dynamic=False)
         if self.teacher:
             self.teacher_fn = torch.compile(self._teach, dynamic=False)
@@ -127,7 +128,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, default=default_run_dir())
     parser.add_argument("--model", choices=sorted(CONFIGS), default="target")
     parser.add_argument("--name", help="checkpoint name; default: the model, plus `-decay` on a decay branch")
-    parser.add_argument("--teacher", help="checkpoint name of a target to distil from")
+    parser.add_argument("--init", type=Path, help="begin from this exported model's weights")
+    parser.add_argument("--teacher", help="target to distil from: a checkpoint name, or an exported model's directory")
+    parser.add_argument(
+        "--kl-weight", type=float, default=0.7, help="of KL(target || draft); the rest is cross-entropy"
+    )
     parser.add_argument("--lr", type=float, default=2.5e-3)
     parser.add_argument("--warmup-steps", type=int, default=150)
     parser.add_argument("--tokens-per-step", type=int, default=2048)
@@ -138,6 +143,11 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     return parser.parse_args()
+
+
+def teacher_path(run_dir: Path, teacher: str) -> Path:
+    """Return where a teacher's weights lie: an exported model's directory, or a checkpoint of the run directory."""
+    return Path(teacher) if Path(teacher).is_dir() else run_dir / f"{teacher}.pt"
 
 
 def build(args: argparse.Namespace) -> tuple[Trainer, Path]:
@@ -153,6 +163,8 @@ def build(args: argparse.Namespace) -> tuple[Trainer, Path]:
     )
     if path.exists():
         trainer.progress = Progress(**checkpoint.load(path, trainer.model, trainer.optimizer))
+    elif args.init:
+        checkpoint.load_weights(args.init, trainer.model)
     elif args.decay_steps:
         trainer.progress = Progress(**checkpoint.load(stable, trainer.model, trainer.optimizer))
         trainer.progress.decay_start = trainer.progress.step
@@ -164,8 +176,9 @@ def build(args: argparse.Namespace) -> tuple[Trainer, Path]:
             decay_steps=args.decay_steps,
         )
     if args.teacher:
+        trainer.kl_weight = args.kl_weight
         trainer.teacher = TinyLlama(CONFIGS["target"])
-        checkpoint.load(args.run_dir / f"{args.teacher}.pt", trainer.teacher)
+        checkpoint.load_weights(teacher_path(args.run_dir, args.teacher), trainer.teacher)
     return trainer, path
 
 
@@ -173,13 +186,16 @@ def write_meta(path: Path, args: argparse.Namespace) -> None:
     """Record beside the checkpoint what the card must state and the checkpoint does not hold."""
     objective = "cross-entropy"
     if args.teacher:
-        objective = f"{KL_WEIGHT} KL(target || draft) + {1 - KL_WEIGHT:.1f} cross-entropy, target = `{args.teacher}`"
+        objective = (
+            f"{args.kl_weight} KL(target || draft) + {1 - args.kl_weight:.1f} cross-entropy, target = `{args.teacher}`"
+        )
     meta = {"objective": objective, "seed": args.seed, "torch": torch.__version__, "threads": args.threads}
     meta |= {
         "lr": args.lr,
         "tokens_per_step": args.tokens_per_step,
         "decay_steps": args.decay_steps,
         "teacher": args.teacher,
+        "init": str(args.init) if args.init else None,
     }
     path.with_suffix(".meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
 

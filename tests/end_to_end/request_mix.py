@@ -98,7 +98,10 @@ def plain_mix(runner: str = "generic") -> tuple[RequestOutput, ...]:
 
 
 def references(outputs: tuple[RequestOutput, ...]) -> list[list[int]]:
-    """Prompt and first completion of each request, for oracles."""
+    """Prompt and first completion of each request, for oracles, and for heads to be trained on.
+
+    Tests that compare runners hand every one of them the generic runner's, so that all have the same heads.
+    """
     return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
 
 

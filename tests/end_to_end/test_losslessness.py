@@ -51,10 +51,10 @@ AT_LEAST = {
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize(("drafter", "batch"), PAIRS)
 def test_text_is_plain_decodings(drafter: str, batch: int, runner: str) -> None:
-    mix, plain = request_mix(), plain_mix(runner)
+    mix, plain, known = request_mix(), plain_mix(runner), references(plain_mix())
     records: list[StepRecord] = []
     engine = llm(
-        DRAFTERS[runner][drafter](references(plain)), max_num_seqs=batch, max_model_len=CONTEXT_LEN, runner=runner,
+        DRAFTERS[runner][drafter](known), max_num_seqs=batch, max_model_len=CONTEXT_LEN, runner=runner,
         trace=drafter in TRACED, on_step=records.append,
     )  # fmt: skip
     with mock.patch.object(HeadKernels, "fill", autospec=True, side_effect=HeadKernels.fill) as native_call:

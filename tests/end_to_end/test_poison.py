@@ -102,7 +102,7 @@ def poisoned_llm(arguments: dict[str, Any], runner: str, **more: Any) -> LLM:
 @pytest.mark.parametrize("drafter", DRAFTERS["generic"])
 def test_uncommitted_rows_are_never_read(drafter: str, runner: str) -> None:
     mix, plain = request_mix()[::2], plain_mix(runner)[::2]
-    engine = poisoned_llm(DRAFTERS[runner][drafter](references(plain)), runner)
+    engine = poisoned_llm(DRAFTERS[runner][drafter](references(plain_mix()[::2])), runner)
     got = engine.generate([r.prompt for r in mix], [r.params for r in mix])
     assert_same_text(got, plain, [r.name for r in mix])
     # A drafter that read NaN would cost acceptance, not text.

@@ -33,9 +33,6 @@ HEADS: dict[str, tuple[str, dict[str, Any]]] = {
 STEP_HEADS = ("medusa", "hydra", "hydra++", "mlp_speculator")
 _STEPS = 150
 _Text = tuple[int, ...]
-_texts: dict[
-    tuple[str, tuple[_Text, ...]], list[_Text]
-] = {}  # the first ones of some prompts that heads were asked for
 
 
 def depth(name: str) -> int:
@@ -57,9 +54,7 @@ def head(
     """
 
     def arguments(references: Sequence[Sequence[int]]) -> dict[str, Any]:
-        begins = tuple(tuple(text[:2]) for text in references)  # the same for every runner
-        texts = _texts.setdefault((architecture, begins), [tuple(text) for text in references])
-        directory = _trained(name, architecture, steps, tuple(texts))
+        directory = _trained(name, architecture, steps, tuple(tuple(text) for text in references))
         return {"speculative_config": {"method": HEADS[name][0], "model": str(directory), **options}}
 
     return arguments
