@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 
-class Fate(StrEnum):
+class NodeOutcome(StrEnum):
     """What became of a node."""
 
     ROOT = "root"
@@ -74,24 +74,24 @@ class TreeTrace:
         accepted = set(self.path)
         return [node in accepted for node in range(len(self.tokens))]
 
-    def fates(self) -> list[Fate]:
+    def outcomes(self) -> list[NodeOutcome]:
         """What became of each of the N nodes."""
         reached, end = {0, *self.path}, [0, *self.path][-1]
-        fates: list[Fate] = []
+        outcomes: list[NodeOutcome] = []
         for node, parent in enumerate(self.parents):
             if not node:
-                fates.append(Fate.ROOT)
-            elif node in self.probes or fates[parent] is Fate.PROBE:
-                fates.append(Fate.PROBE)
+                outcomes.append(NodeOutcome.ROOT)
+            elif node in self.probes or outcomes[parent] is NodeOutcome.PROBE:
+                outcomes.append(NodeOutcome.PROBE)
             elif node in reached:
-                fates.append(Fate.ACCEPTED)
+                outcomes.append(NodeOutcome.ACCEPTED)
             elif parent not in reached:
-                fates.append(Fate.UNREACHED)
+                outcomes.append(NodeOutcome.UNREACHED)
             elif parent == end and self.next_token is None:
-                fates.append(Fate.ENDED)
+                outcomes.append(NodeOutcome.ENDED)
             else:
-                fates.append(Fate.REJECTED)
-        return fates
+                outcomes.append(NodeOutcome.REJECTED)
+        return outcomes
 
     def written_after(self, node: int) -> int | None:
         """The token of the text after the root or an accepted node; None after others, and where the text ended."""

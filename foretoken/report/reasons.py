@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from foretoken.core.tree_trace import Fate
+from foretoken.core.tree_trace import NodeOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from foretoken.core.tree_trace import TreeTrace
 
-BY_FATE = {
-    Fate.ROOT: "the last token of the text so far",
-    Fate.ACCEPTED: "accepted",
-    Fate.UNREACHED: "not tested: its parent was not accepted",
-    Fate.ENDED: "not taken: the text ended before it",
-    Fate.PROBE: "verified only to read the target's answer there",
+BY_OUTCOME = {
+    NodeOutcome.ROOT: "the last token of the text so far",
+    NodeOutcome.ACCEPTED: "accepted",
+    NodeOutcome.UNREACHED: "not tested: its parent was not accepted",
+    NodeOutcome.ENDED: "not taken: the text ended before it",
+    NodeOutcome.PROBE: "verified only to read the target's answer there",
 }
 
 
@@ -25,7 +25,7 @@ def reason(trace: TreeTrace, node: int, shown: Callable[[int], str]) -> str:
 
     Args:
         trace: Of its tree.
-        node: Whose fate is `REJECTED`.
+        node: Whose outcome is `REJECTED`.
         shown: A token as it is shown.
     """
     parent = trace.parents[node]

@@ -10,8 +10,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.tree_trace import Fate
-from foretoken.report.reasons import BY_FATE, reason
+from foretoken.core.tree_trace import NodeOutcome
+from foretoken.report.reasons import BY_OUTCOME, reason
 from foretoken.report.trace_file import tree_of
 from foretoken.report.visible import label, visible
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from foretoken.report.trace_file import Iteration, Trace
 
 NUM_COLOURS = 8
-_FATES = list(Fate)
+_OUTCOMES = list(NodeOutcome)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ def view_of(name: str, trace: Trace) -> TraceView:
         data={
             "iterations": iterations,
             "origins": [[_name(origin), _colour(index)] for origin, index in origins.items()],
-            "fates": [[str(fate), BY_FATE.get(fate, "")] for fate in _FATES],
+            "outcomes": [[str(outcome), BY_OUTCOME.get(outcome, "")] for outcome in _OUTCOMES],
         },
     )
 
@@ -140,7 +140,7 @@ def _iteration(iteration: Iteration, origins: dict[tuple[str, ...], int]) -> dic
     trace, shown = tree_of(iteration.tree), lambda token: f"“{texts.get(token, str(token))}”"
     for origin in trace.drafters:
         origins.setdefault(origin, len(origins))
-    fates = trace.fates()
+    outcomes = trace.outcomes()
     view["tree"] = {
         "rule": visible(trace.rule),
         "position": trace.position,
@@ -148,12 +148,14 @@ def _iteration(iteration: Iteration, origins: dict[tuple[str, ...], int]) -> dic
         "id": list(trace.tokens),
         "parent": list(trace.parents),
         "origin": [origins[origin] for origin in trace.drafters],
-        "fate": [_FATES.index(fate) for fate in fates],
+        "outcome": [_OUTCOMES.index(outcome) for outcome in outcomes],
         "target": [_rounded(prob) for prob in trace.token_probs],
         "draft": _draft_probs(trace.parents, trace.scores, trace.draft_probs),
         "own": [texts.get(token, str(token)) for token in trace.target_tokens],
         "own_prob": [_rounded(prob) for prob in trace.target_probs],
-        "why": {node: reason(trace, node, shown) for node, fate in enumerate(fates) if fate is Fate.REJECTED},
+        "why": {
+            node: reason(trace, node, shown) for node, outcome in enumerate(outcomes) if outcome is NodeOutcome.REJECTED
+        },
         "end": [0, *trace.path][-1],
         "next": None if trace.next_token is None else texts.get(trace.next_token, str(trace.next_token)),
     }

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from foretoken.core.tree_trace import Fate, TreeTrace
+from foretoken.core.tree_trace import NodeOutcome, TreeTrace
 
 #   0 ─┬─ 1 ─┬─ 3 ─── 6
 #      │     └─ 4
@@ -28,11 +28,18 @@ TRACE = TreeTrace(
     path=[1, 4],
     next_token=30,
 )
-ROOT, TAKEN, OUT, FAR, ENDED, PROBE = Fate.ROOT, Fate.ACCEPTED, Fate.REJECTED, Fate.UNREACHED, Fate.ENDED, Fate.PROBE
+ROOT, TAKEN, OUT, FAR, ENDED, PROBE = (
+    NodeOutcome.ROOT,
+    NodeOutcome.ACCEPTED,
+    NodeOutcome.REJECTED,
+    NodeOutcome.UNREACHED,
+    NodeOutcome.ENDED,
+    NodeOutcome.PROBE,
+)
 
 
 @pytest.mark.parametrize(
-    ("path", "next_token", "fates"),
+    ("path", "next_token", "outcomes"),
     [
         ([1, 4], 30, [ROOT, TAKEN, OUT, OUT, TAKEN, FAR, FAR, PROBE, PROBE]),
         ([], 30, [ROOT, OUT, OUT, FAR, FAR, FAR, FAR, PROBE, PROBE]),
@@ -41,10 +48,10 @@ ROOT, TAKEN, OUT, FAR, ENDED, PROBE = Fate.ROOT, Fate.ACCEPTED, Fate.REJECTED, F
         ([1, 3, 6], 5, [ROOT, TAKEN, OUT, TAKEN, OUT, FAR, TAKEN, PROBE, PROBE]),
     ],
 )
-def test_fates(path: list[int], next_token: int | None, fates: list[Fate]) -> None:
+def test_outcomes(path: list[int], next_token: int | None, outcomes: list[NodeOutcome]) -> None:
     trace = replace(TRACE, path=path, next_token=next_token)
-    assert trace.fates() == fates
-    assert trace.is_accepted == [fate is TAKEN for fate in fates]
+    assert trace.outcomes() == outcomes
+    assert trace.is_accepted == [outcome is TAKEN for outcome in outcomes]
 
 
 def test_what_was_written_after_a_node() -> None:

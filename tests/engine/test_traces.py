@@ -1,7 +1,7 @@
 """Traces against plain decoding, which computes every node's prefix anew, and against the transformers model itself.
 
 What is checked of every node of every tree: the text leads to its root, the target's own token is what plain decoding
-writes after its path, probabilities are those of a full forward, and its fate follows from these.
+writes after its path, probabilities are those of a full forward, and its outcome follows from these.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from foretoken.acceptance.select import AcceptancePolicy
 from foretoken.core.errors import ConfigError
 from foretoken.core.records import SequenceStep
 from foretoken.core.token_tree import PROBE, TokenTree, TreeRow
-from foretoken.core.tree_trace import Fate, TreeTrace
+from foretoken.core.tree_trace import NodeOutcome, TreeTrace
 from foretoken.drafters.base import TargetReads
 from foretoken.engine import loop
 
@@ -73,7 +73,10 @@ def assert_accounts_for_text(output: Any, steps: list[SequenceStep]) -> list[tup
         assert len(trace.path) == step.num_accepted
         assert [trace.drafters[node] for node in trace.path] == list(step.accepted_from)
         assert all(trace.drafters[node] for node in range(1, len(trace.tokens)))
-        assert sum(fate not in (Fate.ROOT, Fate.PROBE) for fate in trace.fates()) == step.num_drafted
+        assert (
+            sum(outcome not in (NodeOutcome.ROOT, NodeOutcome.PROBE) for outcome in trace.outcomes())
+            == step.num_drafted
+        )
         traced.append((text[:-1], trace))
         text += step.tokens
     assert text == [*output.prompt_token_ids, *output.outputs[0].token_ids]
@@ -126,7 +129,7 @@ def test_traces_say_what_plain_decoding_says(drafter: str, runner: str) -> None:
     for _, _, trace, node in nodes:  # a node is accepted exactly where the target's own tokens lead
         if node and trace.parents[node] in (0, *trace.path) and trace.next_token is not None:
             is_next = trace.target_tokens[trace.parents[node]] == trace.tokens[node]
-            assert (trace.fates()[node] is Fate.ACCEPTED) == is_next
+            assert (trace.outcomes()[node] is NodeOutcome.ACCEPTED) == is_next
     if runner == "generic":
         for prefix, params, trace, node in nodes[::4]:
             assert_probabilities(target_probs(prefix, params), trace, node)
@@ -179,7 +182,7 @@ class Probing:
 def test_probes_are_told_apart() -> None:
     step = steps_of({"drafter": Probing}, [[5, 9]], [SamplingParams(temperature=0.0, max_tokens=6)])[1][0][0]
     assert step.trace is not None
-    assert [fate is Fate.PROBE for fate in step.trace.fates()] == [False, False, True, True]
+    assert [outcome is NodeOutcome.PROBE for outcome in step.trace.outcomes()] == [False, False, True, True]
     assert step.trace.parents == [-1, 0, 0, 2]
     assert step.trace.drafters[1:] == [("probing",)] * 3
 

@@ -24,12 +24,12 @@
     let current = -1, hovered = -1;
 
     function reasonOf(tree, node) {
-      return tree.why[node] || data.fates[tree.fate[node]][1];
+      return tree.why[node] || data.outcomes[tree.outcome[node]][1];
     }
 
     function leafOf(tree, node) {
-      const origin = data.origins[tree.origin[node]], fate = data.fates[tree.fate[node]][0];
-      const leaf = element("button", "leaf o" + (node ? origin[1] : 0) + " " + fate);
+      const origin = data.origins[tree.origin[node]], outcome = data.outcomes[tree.outcome[node]][0];
+      const leaf = element("button", "leaf o" + (node ? origin[1] : 0) + " " + outcome);
       leaf.type = "button";
       leaf.dataset.node = node;
       leaf.append(element("b", "", tree.text[node]));
@@ -48,7 +48,7 @@
       tree.parent.forEach((parent, node) => { if (node) kids[parent].push(node); });
       const boxes = tree.parent.map(() => null);
       for (let node = tree.parent.length - 1; node >= 0; node--) { // children stand behind their parents
-        const box = element("div", "branch " + data.fates[tree.fate[node]][0]);
+        const box = element("div", "branch " + data.outcomes[tree.outcome[node]][0]);
         box.append(leafOf(tree, node));
         const below = element("div", "kids");
         for (const kid of kids[node]) below.append(boxes[kid]);
