@@ -177,7 +177,7 @@ def gather(prefixes: list[Path]) -> tuple[dict[str, str], dict[str, str], dict[s
 
 
 def main() -> None:
-    """Write the corpus to the run directory and the held-out list beside this file."""
+    """Write the corpus and the list of held-out files to the run directory."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--run-dir", type=Path, default=default_run_dir())
     parser.add_argument("--extra-root", type=Path, action="append", default=[], help="another installation prefix")
@@ -188,7 +188,7 @@ def main() -> None:
         with (args.run_dir / f"{name}.jsonl").open("w", encoding="utf-8") as out:
             out.writelines(json.dumps({"path": p, "text": t}) + "\n" for p, t in part.items())
     (args.run_dir / "corpus_stats.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-    (Path(__file__).parent / "held_out.txt").write_text("\n".join(sorted(held)) + "\n", encoding="utf-8")
+    (args.run_dir / "held_out.txt").write_text("\n".join(sorted(held)) + "\n", encoding="utf-8")
     print(json.dumps(summary, indent=1))
 
 

@@ -85,7 +85,7 @@ def check(out: Path, prompt: str) -> str:
 
 
 def main() -> None:
-    """Export, check, and write the card."""
+    """Export, check, write the card, and for a target the list of files that it was not trained on."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--run-dir", type=Path, default=default_run_dir())
     parser.add_argument("--model", choices=sorted(CONFIGS), default="target")
@@ -97,6 +97,8 @@ def main() -> None:
     prompt = text[: text.index("\n", 500)]
     print(f"{prompt[-300:]}\n----- continues -----\n{check(args.out, prompt)}")
     write_card(args.run_dir, args.checkpoint, args.model, args.out, progress)
+    if args.model == "target":  # whose held-out files the repository lists
+        shutil.copyfile(args.run_dir / "held_out.txt", Path(__file__).parent / "held_out.txt")
 
 
 if __name__ == "__main__":

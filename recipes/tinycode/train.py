@@ -163,11 +163,11 @@ def build(args: argparse.Namespace) -> tuple[Trainer, Path]:
     )
     if path.exists():
         trainer.progress = Progress(**checkpoint.load(path, trainer.model, trainer.optimizer))
-    elif args.init:
-        checkpoint.load_weights(args.init, trainer.model)
     elif args.decay_steps:
         trainer.progress = Progress(**checkpoint.load(stable, trainer.model, trainer.optimizer))
         trainer.progress.decay_start = trainer.progress.step
+    elif args.init:
+        checkpoint.load_weights(args.init, trainer.model)
     if args.decay_steps:
         trainer.schedule = Schedule(
             peak=args.lr,

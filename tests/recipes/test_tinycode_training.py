@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
 from recipes.tinycode import checkpoint
@@ -47,6 +48,21 @@ def test_matches_hugging_face_llama(length: int) -> None:
     ids = torch.randint(64, (2, length), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(model(ids), reference(ids).logits, rtol=1e-4, atol=1e-5)  # float32 summation order
+
+
+def test_weights_come_from_a_checkpoint_and_from_an_export(tmp_path: Path) -> None:
+    trained = toy_trainer()
+    trained.train_step()
+    checkpoint.save(tmp_path / "run.pt", trained.model, trained.optimizer, {"step": 1})
+    save_file(trained.model.state_dict(), tmp_path / "model.safetensors")
+    for path in (tmp_path / "run.pt", tmp_path):
+        other = TinyLlama(TOY)
+        checkpoint.load_weights(path, other)
+        assert all(torch.equal(p, other.state_dict()[name]) for name, p in trained.model.state_dict().items())
+    (tmp_path / "model.safetensors").unlink()
+    save_file({"unknown.weight": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(RuntimeError, match="Missing key"):
+        checkpoint.load_weights(tmp_path, other)
 
 
 def test_resume_is_bit_equal(tmp_path: Path) -> None:
