@@ -34,7 +34,7 @@ PAIRS = [
     for batch in ([(8, 1, 3)[index % 3]] if _ONCE & set(name.split()) else (8, (1, 3)[index % 2]))
 ]
 # Tokens a pass that a drafter must reach on the mix, so that commits and bonus tokens are known to have been tested.
-# Measured on the generic runner: 10 % above these.
+# Measured on the generic runner: 10 % above these. A third of the mix must bring half of what is above one token.
 AT_LEAST = {
     "draft": 1.75, "draft itself": 2.9, "draft tree": 2.1, "draft itself tree": 4.0, "draft choices": 2.0,
     "draft widths": 2.1, "draft intersection": 1.4, "draft intersection dynamic": 1.7, "draft text": 1.1,
@@ -51,7 +51,8 @@ AT_LEAST = {
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize(("drafter", "batch"), PAIRS)
 def test_text_is_plain_decodings(drafter: str, batch: int, runner: str) -> None:
-    mix, plain, known = request_mix(), plain_mix(runner), references(plain_mix())
+    part = slice(NAMES.index(drafter) % 3, None, 3) if batch == 1 else slice(None)  # one by one: a third, each another
+    mix, plain, known = request_mix()[part], plain_mix(runner)[part], references(plain_mix())
     records: list[StepRecord] = []
     engine = llm(
         DRAFTERS[runner][drafter](known), max_num_seqs=batch, max_model_len=CONTEXT_LEN, runner=runner,
@@ -63,7 +64,8 @@ def test_text_is_plain_decodings(drafter: str, batch: int, runner: str) -> None:
     assert all((step.trace is not None) == (drafter in TRACED) for record in records for step in record.sequences)
     assert native_call.called or drafter not in STEP_HEADS or RUNNERS[runner] == torch.float64
     metrics = GenerationMetrics.total(output.metrics for output in got)
-    assert metrics.mean_acceptance_length >= (AT_LEAST.get(drafter, 1.0) if runner == "generic" else 1.0)
+    at_least = AT_LEAST.get(drafter, 1.0) if runner == "generic" else 1.0
+    assert metrics.mean_acceptance_length >= (1 + (at_least - 1) / 2 if batch == 1 else at_least)
 
 
 @pytest.mark.parametrize(
