@@ -18,6 +18,7 @@ from foretoken.cli import (
     index,
     inspect,
     report,
+    serve,
     sweep,
     train,
     tune,
@@ -93,6 +94,10 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (chat.chat, ending(
         "foretoken chat Qwen/Qwen3-0.6B -s ngram",
         "foretoken chat Qwen/Qwen3-0.6B -s ngram --system 'Answer in one sentence.'",
+    )),
+    (serve.serve, ending(
+        "foretoken serve models/tinycode -s ngram",
+        "foretoken serve Qwen/Qwen3-0.6B -s ngram --host 0.0.0.0 --api-key-file keys",
     )),
     (report.report, ending(
         "foretoken report runs/queue.jsonl",

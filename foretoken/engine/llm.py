@@ -309,6 +309,14 @@ class LLM:
         """The target's tokenizer, or None."""
         return self.tokenizer
 
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of text, as a prompt has them; raises `RequestError` where it is no text or nothing reads it."""
+        return self._requests.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Seq[int]) -> str:
+        """Text of token ids, special tokens included; raises `RequestError` where there is none."""
+        return self._requests.decode(token_ids)
+
     def _read(self, prompts: Any, sampling_params: Any, params: Any) -> list[Request]:
         """Checked requests."""
         if params is not None:

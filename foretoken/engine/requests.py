@@ -88,6 +88,19 @@ class RequestReader:
         """Conversations as prompts, see `chat_prompts`; raises `RequestError` where they are none."""
         return chat_prompts(messages, self._tokenizer, self._codec, form)
 
+    def encode(self, text: Any, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of text, as a prompt has them; raises `RequestError` where there are none."""
+        if self._codec is None:
+            raise RequestError("the model has no tokenizer. Pass token ids.")
+        check_text("the text", text)
+        return self._codec.encode(text, "the text", add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Any) -> str:
+        """Text of token ids, special tokens included; raises `RequestError` where there is none."""
+        if self._codec is None:
+            raise RequestError("the model has no tokenizer to decode token ids.")
+        return self._codec.decode(checked_token_ids(token_ids, self._target.vocab_size, "the token ids"))
+
     def read(self, prompts: Any, sampling_params: Any) -> list[Request]:
         """Checks everything before anything is run.
 

@@ -1,0 +1,172 @@
+"""`foretoken serve`: an OpenAI-compatible HTTP server."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from foretoken.cli import options, terminal
+from foretoken.core.errors import ConfigError, ForetokenError
+
+if TYPE_CHECKING:
+    from foretoken.engine.async_llm import AsyncLLM
+
+_KEY_VARIABLE = "FORETOKEN_API_KEY"
+_DRAIN_SECONDS = 30
+
+
+def serve(
+    model: options.Model,
+    speculative_config: options.Drafter = None,
+    spec_type: options.SpecType = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8000,
+    served_model_name: Annotated[
+        list[str] | None, typer.Option(help="Name of the model in requests; may be repeated. Default: MODEL.")
+    ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help="Jinja template of conversations, instead of the tokenizer's own."),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(metavar="PATH", help=f"File with API keys, one a line. {_KEY_VARIABLE} may hold one too."),
+    ] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 8,
+    max_model_len: Annotated[int | None, typer.Option(min=2, help="Most tokens of a sequence.")] = None,
+    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of a pass.")] = None,
+    max_waiting_requests: Annotated[int, typer.Option(min=0, help="More are answered with 429.")] = 256,
+    max_waiting_tokens: Annotated[int | None, typer.Option(min=0, help="Likewise, in tokens of prompts.")] = None,
+    metrics_compat: Annotated[
+        str | None, typer.Option(metavar="vllm", help="Show figures at /metrics under vLLM's names too.")
+    ] = None,
+    per_request_spec_decode_metrics: Annotated[
+        str, typer.Option(metavar="none|summary", help="Whether answers say how drafting went.")
+    ] = "none",
+    seed: Annotated[
+        int | None, typer.Option(help="Makes requests without a seed reproducible, in their order.")
+    ] = None,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    runner: options.RunnerName = "auto",
+    threads: options.Threads = None,
+) -> None:
+    """Serve a model over HTTP with OpenAI's API: completions, chat, streaming, structured outputs, metrics.
+
+    Answers are what the target alone would have written. SIGTERM and Ctrl-C let running requests end for 30 seconds.
+    """
+    from foretoken.bench.setups import parse_setup
+
+    texts = options.drafter_texts(speculative_config, spec_type)
+    if texts is not None and len(texts) > 1:
+        raise ConfigError("serve takes one --speculative-config. Merge several with +, as ngram+hydra.")
+    setup = parse_setup(texts[0], target=model) if texts else parse_setup("plain")
+    if setup.needs_references:
+        raise ConfigError("the drafter 'oracle' has to know the text beforehand. Use it with `foretoken bench`.")
+    if metrics_compat not in (None, "vllm"):
+        raise ConfigError(f"--metrics-compat is '{metrics_compat}'. Expected vllm.")
+    if per_request_spec_decode_metrics not in ("none", "summary"):
+        raise ConfigError(
+            f"--per-request-spec-decode-metrics is '{per_request_spec_decode_metrics}'. Expected none or summary."
+        )
+    keys, template = _api_keys(api_key_file), None if chat_template is None else options.read_text(chat_template)
+    try:
+        from foretoken.server.app import ServerConfig, make_app
+    except ImportError as err:
+        raise ConfigError("the server's libraries are not installed. Run: pip install 'foretoken[serve]'.") from err
+    config = ServerConfig(
+        names=served_model_name or [model], api_keys=keys, has_vllm_metrics=metrics_compat == "vllm",
+        has_draft_metrics=per_request_spec_decode_metrics == "summary", chat_template=template,
+    )  # fmt: skip
+    listening = _listen(host, port)  # before the model is loaded, which takes long
+    from foretoken.engine.async_llm import AsyncLLM
+    from foretoken.engine.llm import LLM
+
+    loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    llm = LLM(
+        loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens, seed=seed, runner=runner,
+    )  # fmt: skip
+    engine = AsyncLLM(llm, max_waiting_requests=max_waiting_requests, max_waiting_tokens=max_waiting_tokens)
+    drafters = " + ".join(drafter.name for drafter in llm.drafters) or "no drafter"
+    address = listening.getsockname()
+    terminal.note(f"serving {config.names[0]} with {drafters} on http://{address[0]}:{address[1]}")
+    _run(make_app(engine, config), engine, listening)
+
+
+def _run(app: Any, engine: AsyncLLM, listening: socket.socket) -> None:
+    """Serves until a signal comes, or the engine fails.
+
+    Raises:
+        ForetokenError: When the engine failed: whatever watches over the process may start it again.
+    """
+    import asyncio
+
+    import uvicorn
+
+    logging.basicConfig(level=os.environ.get("FORETOKEN_LOG_LEVEL", "WARNING").upper())
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app, access_log=False, log_config=None, timeout_graceful_shutdown=_DRAIN_SECONDS, timeout_keep_alive=30,
+            server_header=False,
+        )
+    )  # fmt: skip
+
+    async def serve_while_alive() -> bool:
+        task = asyncio.ensure_future(server.serve(sockets=[listening]))
+        has_failed = False
+        while not task.done():
+            await asyncio.wait((task,), timeout=0.5)
+            if not engine.is_alive and not server.should_exit:
+                server.should_exit = has_failed = True
+        await task
+        return has_failed
+
+    if asyncio.run(serve_while_alive()):
+        raise ForetokenError("the engine failed and serves no requests any more; the log says why. Start it again.")
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens.
+
+    Raises:
+        ConfigError: When the address is none of this machine's, or in use.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listening = socket.socket(family, kind, protocol)
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(1024)
+    except OSError as err:
+        raise ConfigError(
+            f"cannot listen on {host}, port {port}: {err.strerror or err}. Choose another with --host or --port."
+        ) from err
+    return listening
+
+
+def _api_keys(path: Path | None) -> list[str]:
+    """Keys from the environment and a file, never from the command line, which all users of a machine can read.
+
+    Raises:
+        ConfigError: When a key is empty or no plain ASCII, or the file has none.
+    """
+    given = [os.environ[_KEY_VARIABLE]] if _KEY_VARIABLE in os.environ else []
+    if path is not None:
+        lines = [line.strip() for line in options.read_text(path).splitlines() if line.strip()]
+        if not lines:
+            raise ConfigError(f"'{path}' has no API key. Expected one a line.")
+        given += lines
+    for key in given:
+        if not key or not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError(
+                f"an API key of {_KEY_VARIABLE} or --api-key-file is empty or has other than ASCII characters."
+            )
+    return given

@@ -1,0 +1,221 @@
+"""Bodies of answers in OpenAI's shapes: choices, log-probabilities, usage, and how drafting went."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob, RequestOutput, StreamChunk
+    from foretoken.server.request_fields import ServedRequest
+
+_LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Envelope:
+    """What all parts of one answer share.
+
+    Attributes:
+        request: What was asked.
+        model: The name under which the model is served.
+        id: The answer's name.
+        created: Seconds since 1970.
+        has_draft_metrics: Whether it says how drafting went.
+    """
+
+    request: ServedRequest
+    model: str
+    has_draft_metrics: bool = False
+    id: str = ""
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def __post_init__(self) -> None:
+        """Gives it a name."""
+        if not self.id:
+            prefix = "chatcmpl" if self.request.is_chat else "cmpl"
+            object.__setattr__(self, "id", f"{prefix}-{uuid.uuid4().hex}")
+
+    def _body(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """A body with these choices."""
+        body = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
+        return {**body, "system_fingerprint": None, **more}
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer of a request that was not streamed; outputs: of each prompt."""
+        n = self.request.params.n
+        choices = [
+            self._choice(at * n + completion.index, output, completion)
+            for at, output in enumerate(outputs)
+            for completion in output.outputs
+        ]
+        kind = "chat.completion" if self.request.is_chat else "text_completion"
+        more: dict[str, Any] = {"usage": usage(outputs)}
+        if self.has_draft_metrics:
+            more["metrics"] = {"speculative_decoding": draft_metrics(outputs)}
+        if self.request.has_token_ids and self.request.is_chat:
+            more["prompt_token_ids"] = outputs[0].prompt_token_ids
+        return self._body(kind, choices, **more)
+
+    def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
+        """One whole completion."""
+        choice: dict[str, Any] = {
+            "index": index, "finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason,
+            "logprobs": self._logprobs(completion.logprobs, 0),
+        }  # fmt: skip
+        if self.request.is_chat:
+            choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
+        else:
+            choice["text"] = (output.prompt or "" if self.request.is_echoed else "") + completion.text
+        if output.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = [entry and _by_id(entry) for entry in output.prompt_logprobs]
+        if self.request.has_token_ids:
+            choice["token_ids"] = completion.token_ids
+            if not self.request.is_chat:
+                choice["prompt_token_ids"] = output.prompt_token_ids
+        return choice
+
+    def _logprobs(self, entries: Sequence[dict[int, Logprob]] | None, offset: int) -> dict[str, Any] | None:
+        """Log-probabilities of tokens, one entry each; None where they were not asked for."""
+        num_top = self.request.num_top_logprobs
+        if entries is None or num_top is None:
+            return None
+        if self.request.is_chat:
+            return {"content": [_chat_entry(entry, num_top) for entry in entries], "refusal": None}
+        return _completion_entries(entries, num_top, offset)
+
+    def role(self, index: int) -> dict[str, Any]:
+        """The first chunk of a message."""
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return self._body("chat.completion.chunk", [choice])
+
+    def part(self, index: int, chunk: StreamChunk, text: str, offset: int, **more: Any) -> dict[str, Any]:
+        """A chunk of a stream.
+
+        Args:
+            index: Of the choice.
+            chunk: What came.
+            text: Its text, the prompt before it where that is echoed.
+            offset: Characters of the choice's tokens that came before, for `text_offset`.
+            more: Further parts of the body.
+        """
+        choice: dict[str, Any] = {
+            "index": index, "finish_reason": chunk.finish_reason, "stop_reason": chunk.stop_reason,
+            "logprobs": self._logprobs(chunk.logprobs, offset),
+        }  # fmt: skip
+        if self.request.is_chat:
+            choice["delta"] = {"content": text}
+        else:
+            choice["text"] = text
+        if self.request.has_token_ids:
+            choice["token_ids"] = chunk.token_ids
+        return self._body("chat.completion.chunk" if self.request.is_chat else "text_completion", [choice], **more)
+
+    def end(self, outputs: Sequence[RequestOutput]) -> dict[str, Any] | None:
+        """The last chunk of a stream, without choices; None where nothing is left to say."""
+        more: dict[str, Any] = {}
+        if self.request.has_usage:
+            more["usage"] = usage(outputs)
+        if self.has_draft_metrics:
+            more["metrics"] = {"speculative_decoding": draft_metrics(outputs)}
+        kind = "chat.completion.chunk" if self.request.is_chat else "text_completion"
+        return self._body(kind, [], **more) if more else None
+
+
+def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+    """Tokens used, and of a predicted output those that came true and those that were drafted in vain."""
+    prompt = sum(len(output.prompt_token_ids) for output in outputs)
+    completion = sum(len(each.token_ids) for output in outputs for each in output.outputs)
+    shares = [output.metrics.by_drafter.get("prediction") for output in outputs]
+    accepted = sum(share.num_accepted for share in shares if share)
+    rejected = sum(share.num_drafted - share.num_accepted for share in shares if share)
+    return {
+        "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected, "reasoning_tokens": 0,
+        },
+    }  # fmt: skip
+
+
+def running_usage(num_prompt: int, num_completion: int) -> dict[str, int]:
+    """Tokens used so far."""
+    total = num_prompt + num_completion
+    return {"prompt_tokens": num_prompt, "completion_tokens": num_completion, "total_tokens": total}
+
+
+def draft_metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any] | None:
+    """What vLLM tells about speculative decoding; None for several completions, as there.
+
+    Draft tokens are nodes of trees. Entry k of the histogram counts the passes that accepted k drafted tokens.
+    """
+    if len(outputs) != 1 or len(outputs[0].outputs) != 1:
+        return None
+    metrics: GenerationMetrics = outputs[0].metrics
+    deepest = max(metrics.drafted_at_depth, default=0)
+    at_least = [metrics.steps, *(metrics.accepted_at_depth[depth] for depth in range(1, deepest + 1)), 0]
+    return {
+        "mean_acceptance_length": metrics.mean_acceptance_length,
+        "draft_acceptance_rate": metrics.tree_utilisation,
+        "acceptance_histogram": [more - fewer for more, fewer in pairwise(at_least)],
+        "num_spec_steps": metrics.drafted_at_depth[1],
+        "num_accepted_draft_tokens": metrics.num_accepted,
+        "num_draft_tokens": metrics.num_drafted,
+        "num_spec_tokens": deepest,
+    }
+
+
+def _chat_entry(entry: dict[int, Logprob], num_top: int) -> dict[str, Any]:
+    """A token of a message with its alternatives."""
+    first, *_ = entry.values()
+    return {**_named(first), "top_logprobs": [_named(each) for each in _best(entry, num_top)]}
+
+
+def _named(logprob: Logprob) -> dict[str, Any]:
+    """A token as text and bytes with its log-probability."""
+    text = logprob.decoded_token or ""
+    return {"token": text, "logprob": _finite(logprob.logprob), "bytes": list(text.encode())}
+
+
+def _completion_entries(entries: Sequence[dict[int, Logprob]], num_top: int, offset: int) -> dict[str, Any]:
+    """Tokens of a completion, in lists of equal length."""
+    tokens, offsets = [], []
+    for entry in entries:
+        first, *_ = entry.values()
+        tokens.append(first.decoded_token or "")
+        offsets.append(offset)
+        offset += len(tokens[-1])
+    firsts = [next(iter(entry.values())) for entry in entries]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [_finite(first.logprob) for first in firsts],
+        "top_logprobs": [
+            {(each.decoded_token or ""): _finite(each.logprob) for each in (*_best(entry, num_top), first)}
+            for entry, first in zip(entries, firsts, strict=True)
+        ],
+        "text_offset": offsets,
+    }
+
+
+def _best(entry: dict[int, Logprob], num_top: int) -> list[Logprob]:
+    """The most probable tokens of an entry, which begins with the one that was taken."""
+    ranked = sorted(entry.values(), key=lambda each: each.rank)
+    return ranked[:num_top]
+
+
+def _by_id(entry: dict[int, Logprob]) -> dict[str, Any]:
+    """Log-probabilities of a prompt token in vLLM's form."""
+    return {
+        str(token): {"logprob": _finite(each.logprob), "rank": each.rank, "decoded_token": each.decoded_token}
+        for token, each in entry.items()
+    }
+
+
+def _finite(logprob: float) -> float:
+    """A log-probability that JSON can hold."""
+    return max(logprob, _LOWEST)

@@ -1,0 +1,233 @@
+"""The routes of the server: an ASGI application over an `AsyncLLM`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+import foretoken
+from foretoken.core.errors import ForetokenError
+from foretoken.server.answers import Envelope
+from foretoken.server.errors import ApiError, api_error
+from foretoken.server.guards import Guards
+from foretoken.server.json_body import parse_object
+from foretoken.server.live_request import LiveRequest
+from foretoken.server.metrics import ServerMetrics
+from foretoken.server.replies import EventStream, JsonResponse, disconnect
+from foretoken.server.request_fields import UnknownFields, chat_form, chat_request, completion_request, token_request
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+    from foretoken.engine.async_llm import AsyncLLM
+    from foretoken.server.request_fields import ServedRequest
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """How a server behaves.
+
+    Attributes:
+        names: Under which the model is served; answers carry the first.
+        api_keys: Any of them is asked for; none for an open server.
+        has_vllm_metrics: Whether /metrics shows figures under vLLM's names too.
+        has_draft_metrics: Whether answers say how drafting went, unless a request says otherwise.
+        chat_template: How conversations are rendered, in Jinja; None for the tokenizer's own way.
+    """
+
+    names: Sequence[str]
+    api_keys: Sequence[str] = ()
+    has_vllm_metrics: bool = False
+    has_draft_metrics: bool = False
+    chat_template: str | None = None
+
+
+def make_app(engine: AsyncLLM, config: ServerConfig) -> Guards:
+    """The application; closing it, as uvicorn does at the end, closes the engine's thread.
+
+    Args:
+        engine: Serves requests.
+        config: How the server behaves.
+    """
+    server = _Server(engine, config)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(engine.close)
+
+    app = FastAPI(
+        title="foretoken", version=foretoken.__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
+        redirect_slashes=False,
+    )  # fmt: skip
+    for path, method, handler in server.routes():
+        app.add_api_route(path, handler, methods=[method], response_model=None)
+    app.add_exception_handler(HTTPException, server.not_routed)
+    return Guards(app, api_keys=config.api_keys, refused=server.metrics.refused)
+
+
+class _Server:
+    """What the routes share."""
+
+    def __init__(self, engine: AsyncLLM, config: ServerConfig) -> None:
+        self._engine, self._config, self._unknown = engine, config, UnknownFields()
+        self.metrics = ServerMetrics(engine, config.names[0], has_vllm_names=config.has_vllm_metrics)
+
+    def routes(self) -> list[tuple[str, str, Callable[[Request], Awaitable[Response]]]]:
+        """Path, method and handler of each."""
+        return [
+            ("/v1/completions", "POST", self._answering(self.completions)),
+            ("/v1/chat/completions", "POST", self._answering(self.chat)),
+            ("/v1/models", "GET", self._answering(self.models)),
+            ("/v1/models/{name:path}", "GET", self._answering(self.model)),
+            ("/tokenize", "POST", self._answering(self.tokenize)),
+            ("/detokenize", "POST", self._answering(self.detokenize)),
+            ("/health", "GET", self._answering(self.health)),
+            ("/health/live", "GET", self._answering(self.health)),
+            ("/health/ready", "GET", self._answering(self.health)),
+            ("/metrics", "GET", self._answering(self.show_metrics)),
+            ("/version", "GET", self._answering(self.version)),
+        ]
+
+    def _answering(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """A handler whose exceptions become answers."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except (ApiError, ForetokenError) as err:
+                return self._error(api_error(err))
+            except Exception as err:  # noqa: BLE001 - whatever it is, others are served on
+                _log.exception("a request to %s failed", request.scope["path"])
+                return self._error(api_error(err))
+
+        answer.__name__ = handler.__name__
+        return answer
+
+    async def not_routed(self, request: Request, error: Exception) -> Response:
+        """What is said where there is no route, or none with that method."""
+        status = getattr(error, "status_code", 404)
+        paths = sorted({path for path, *_ in self.routes()})
+        message = (
+            f"{request.method} is not answered here. Look at the methods of the Allow header."
+            if status == 405
+            else f"There is no such path. Known: {', '.join(paths)}."
+        )
+        return self._error(ApiError(message, status=status, headers=getattr(error, "headers", None)))
+
+    def _error(self, error: ApiError) -> Response:
+        """An error as an answer."""
+        self.metrics.refused(error.status)
+        return JsonResponse(error.body, error.status, error.headers)
+
+    async def completions(self, request: Request) -> Response:
+        """POST /v1/completions."""
+        body = await self._body(request)
+        return await self._served(request, completion_request(body, self._unknown))
+
+    async def chat(self, request: Request) -> Response:
+        """POST /v1/chat/completions."""
+        body = await self._body(request)
+        prompt = await self._conversation(body)
+        return await self._served(request, chat_request(body, self._unknown, prompt))
+
+    async def _conversation(self, body: dict[str, Any]) -> dict[str, Any]:
+        """The prompt that a conversation is rendered to."""
+        messages, form = chat_form(body)
+        template = self._config.chat_template
+        (prompt,) = await asyncio.to_thread(self._engine.llm.chat_prompts, messages, chat_template=template, **form)
+        return prompt
+
+    async def _served(self, request: Request, asked: ServedRequest) -> Response:
+        """The answer to a request."""
+        has_metrics = self._config.has_draft_metrics if asked.has_draft_metrics is None else asked.has_draft_metrics
+        envelope = Envelope(request=asked, model=self._config.names[0], has_draft_metrics=has_metrics)
+        live = await LiveRequest.submit(self._engine, envelope, self.metrics)
+        if asked.is_streamed:
+            return EventStream(live.parts(), self.metrics.disconnected)
+        answer, gone = asyncio.ensure_future(live.whole()), asyncio.ensure_future(disconnect(request.receive))
+        try:
+            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                return JsonResponse(answer.result())
+            self.metrics.disconnected()
+            return Response(status_code=499)  # nobody reads it
+        finally:
+            answer.cancel()
+            gone.cancel()
+            live.abort()
+
+    async def models(self, _: Request) -> Response:
+        """GET /v1/models."""
+        return JsonResponse({"object": "list", "data": [self._card(name) for name in self._config.names]})
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/NAME."""
+        self._check_model(request.path_params["name"])
+        return JsonResponse(self._card(request.path_params["name"]))
+
+    def _card(self, name: str) -> dict[str, Any]:
+        """What is told about the model."""
+        llm = self._engine.llm
+        return {
+            "id": name, "object": "model", "created": 0, "owned_by": "foretoken", "root": self._config.names[0],
+            "parent": None, "max_model_len": llm.target.context_len,
+            "drafters": [drafter.name for drafter in llm.drafters], "is_lossless": not llm.is_lossy,
+        }  # fmt: skip
+
+    async def tokenize(self, request: Request) -> Response:
+        """POST /tokenize: of `prompt`, or of `messages`."""
+        body = await self._body(request)
+        llm = self._engine.llm
+        if body.get("messages") is not None:
+            tokens: list[int] = (await self._conversation(body))["prompt_token_ids"]
+        else:
+            has_special = body.get("add_special_tokens", True) is not False
+            tokens = await asyncio.to_thread(llm.encode, body.get("prompt", ""), add_special_tokens=has_special)
+        return JsonResponse({"count": len(tokens), "max_model_len": llm.target.context_len, "tokens": tokens})
+
+    async def detokenize(self, request: Request) -> Response:
+        """POST /detokenize."""
+        tokens = token_request(await self._body(request))
+        return JsonResponse({"prompt": await asyncio.to_thread(self._engine.llm.decode, tokens)})
+
+    async def health(self, _: Request) -> Response:
+        """GET /health: 200 as long as requests are served."""
+        if not self._engine.is_alive:
+            raise ApiError("The engine serves no requests any more.", status=503)
+        return JsonResponse({"status": "ok"})
+
+    async def show_metrics(self, _: Request) -> Response:
+        """GET /metrics."""
+        page = await asyncio.to_thread(self.metrics.page)
+        return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def version(self, _: Request) -> Response:
+        """GET /version."""
+        return JsonResponse({"version": foretoken.__version__})
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The object in a request's body, for the model that is served."""
+        body = parse_object(await request.body())
+        if body.get("model") is not None:
+            self._check_model(body["model"])
+        return body
+
+    def _check_model(self, name: Any) -> None:
+        """Raises `ApiError` for a name that no model is served under."""
+        if name not in self._config.names:
+            shown = ascii(str(name)[:80])
+            known = ", ".join(self._config.names)
+            raise ApiError(
+                f"The model {shown} does not exist here. Known: {known}.", status=404, param="model",
+                code="model_not_found",
+            )  # fmt: skip

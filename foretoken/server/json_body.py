@@ -1,0 +1,79 @@
+"""Reads the JSON object of a request's body, refusing what is no plain JSON before anything looks into it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any, NoReturn
+
+from foretoken.core.checks import lone_surrogate
+from foretoken.server.errors import ApiError
+
+DEEPEST = 64  # containers within each other
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """The object that a body holds.
+
+    Args:
+        body: UTF-8, without a byte order mark.
+
+    Raises:
+        ApiError: With status 400, when it is not one JSON object, nested at most `DEEPEST` deep, with no key twice, no
+            number that JSON does not have, and no text that is not Unicode.
+    """
+    try:
+        text = body.decode("utf-8")
+        value = json.loads(text, parse_constant=_no_number, object_pairs_hook=_without_repeats)
+    except UnicodeDecodeError as err:
+        raise ApiError(f"The body is not UTF-8: byte {err.start} does not fit. Expected a JSON object.") from err
+    except RecursionError as err:
+        raise _too_deep() from err
+    except json.JSONDecodeError as err:
+        raise ApiError(
+            f"The body is not JSON: {err.msg} at line {err.lineno}, column {err.colno}. Expected a JSON object."
+        ) from err
+    except ValueError as err:  # an integer of thousands of digits
+        raise ApiError("The body holds a number that is too long. Expected a JSON object.") from err
+    if not isinstance(value, dict):
+        raise ApiError("The body is no JSON object. Expected {...} with the fields of the request.")
+    _check(value)
+    return value
+
+
+def _no_number(name: str) -> NoReturn:
+    """Refuses NaN and the infinities, which are not JSON."""
+    raise ApiError(f"The body holds {name}, which is not JSON. Expected finite numbers.")
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; of two values for one key nobody could say which is meant."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = max(counts, key=counts.__getitem__)
+        raise ApiError(f"The body has the key {twice[:80]!a} twice. Expected every key once.")
+    return made
+
+
+def _check(value: Any) -> None:
+    """Raises `ApiError` where containers are nested too deeply, or a text holds half a character."""
+    level = [value]
+    for _ in range(DEEPEST):
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, str) and lone_surrogate(item) is not None:
+                raise ApiError("The body holds text with a lone surrogate, which is no character. Expected Unicode.")
+            if isinstance(item, dict):
+                inner += [*item, *item.values()]
+            elif isinstance(item, list):
+                inner += item
+        if not inner:
+            return
+        level = inner
+    raise _too_deep()
+
+
+def _too_deep() -> ApiError:
+    """What is said of a body that is nested too deeply."""
+    return ApiError(f"The body is nested too deeply. Expected at most {DEEPEST} objects or lists within each other.")

@@ -1,0 +1,148 @@
+"""A request while it is served: all its prompts submitted at once, and read as a whole or as parts."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+from foretoken.core.errors import ForetokenError
+from foretoken.server.answers import running_usage
+from foretoken.server.errors import ApiError, api_error
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, AsyncIterator
+
+    from foretoken.core.results import RequestOutput, StreamChunk
+    from foretoken.engine.async_llm import AsyncLLM
+    from foretoken.engine.request_stream import RequestStream
+    from foretoken.server.answers import Envelope
+    from foretoken.server.metrics import ServerMetrics
+
+
+class LiveRequest:
+    """The streams of a request's prompts.
+
+    Attributes:
+        envelope: What all parts of the answer share.
+    """
+
+    def __init__(self, envelope: Envelope, streams: list[RequestStream], metrics: ServerMetrics) -> None:
+        """See `submit`."""
+        self.envelope, self._streams, self._metrics = envelope, streams, metrics
+        self._begin = time.monotonic()
+
+    @classmethod
+    async def submit(cls, engine: AsyncLLM, envelope: Envelope, metrics: ServerMetrics) -> LiveRequest:
+        """Submits every prompt, or none.
+
+        Raises:
+            ForetokenError: What `AsyncLLM.submit` raises; what was submitted before is ended.
+        """
+        streams: list[RequestStream] = []
+        request = envelope.request
+        try:
+            for prompt in request.prompts:  # reading a long prompt would hold up other requests' parts
+                streams.append(await asyncio.to_thread(engine.submit, prompt, request.params))
+        except BaseException:
+            for stream in streams:
+                stream.abort()
+            raise
+        return cls(envelope, streams, metrics)
+
+    def abort(self) -> None:
+        """Ends what is left of it within one iteration."""
+        for stream in self._streams:
+            stream.abort()
+
+    async def whole(self) -> dict[str, Any]:
+        """The answer's body.
+
+        Raises:
+            ApiError: When a completion could not be brought to an end.
+        """
+        try:
+            outputs = [await stream.output() for stream in self._streams]
+        finally:
+            self.abort()
+        self._count(outputs)
+        for output in outputs:
+            for completion in output.outputs:
+                _check(completion.finish_reason, completion.error)
+        return self.envelope.whole(outputs)
+
+    async def parts(self) -> AsyncGenerator[dict[str, Any]]:
+        """Bodies of a stream's chunks, the last one perhaps an error's."""
+        try:
+            async for body in self._parts():
+                yield body
+        except (ForetokenError, ApiError) as err:
+            yield api_error(err).body
+        finally:
+            self.abort()
+
+    async def _parts(self) -> AsyncIterator[dict[str, Any]]:
+        """The chunks of all prompts as they come."""
+        request, n = self.envelope.request, self.envelope.request.params.n
+        if request.is_chat:
+            for index in range(n):
+                yield self.envelope.role(index)
+        echoed = [prompt.get("prompt", "") if request.is_echoed else "" for prompt in request.prompts for _ in range(n)]
+        offsets, num_tokens = [len(text) for text in echoed], 0
+        last = self._begin
+        async for at, chunk in _merged(self._streams):
+            index, now = at * n + chunk.index, time.monotonic()
+            if chunk.token_ids:
+                self._metrics.saw_tokens(len(chunk.token_ids), now - last, is_first=not num_tokens)
+                last = now
+            num_tokens += len(chunk.token_ids)
+            more = {"usage": running_usage(0, num_tokens)} if request.has_running_usage else {}
+            yield self.envelope.part(index, chunk, echoed[index] + chunk.text, offsets[index], **more)
+            echoed[index] = ""
+            offsets[index] += sum(len(next(iter(entry.values())).decoded_token or "") for entry in chunk.logprobs or ())
+            _check(chunk.finish_reason, chunk.error)
+        outputs = [await stream.output() for stream in self._streams]
+        self._count(outputs)
+        end = self.envelope.end(outputs)
+        if end is not None:
+            yield end
+
+    def _count(self, outputs: list[RequestOutput]) -> None:
+        """Counts a request that is over."""
+        self._metrics.ended(outputs, time.monotonic() - self._begin)
+
+
+async def _merged(streams: list[RequestStream]) -> AsyncIterator[tuple[int, StreamChunk]]:
+    """Chunks of several streams in the order in which they come, each with the stream's place."""
+    if len(streams) == 1:
+        async for chunk in streams[0]:
+            yield 0, chunk
+        return
+    waiting = {asyncio.ensure_future(_next(stream)): at for at, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                at, came = waiting.pop(task), task.result()
+                if came is not None:
+                    waiting[asyncio.ensure_future(_next(streams[at]))] = at
+                    yield at, came
+    finally:
+        for task in waiting:
+            task.cancel()
+
+
+async def _next(stream: RequestStream) -> StreamChunk | None:
+    """The next chunk of a stream; None after the last one."""
+    try:
+        return await stream.__anext__()
+    except StopAsyncIteration:
+        return None
+
+
+def _check(finish_reason: str | None, error: str | None) -> None:
+    """Raises `ApiError` where a completion was not brought to an end."""
+    if finish_reason == "error":
+        raise ApiError(f"The completion failed: {error}", status=500)
+    if finish_reason == "abort":
+        raise ApiError("The server ended the request. Send it again.", status=503, headers={"Retry-After": "1"})

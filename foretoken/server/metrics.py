@@ -1,0 +1,176 @@
+"""Figures of a running server for Prometheus, under our names and, where they are asked for, under vLLM's as well."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from foretoken.core import metrics as engine_metrics
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from prometheus_client.metrics_core import Metric
+
+    from foretoken.core.results import RequestOutput
+    from foretoken.engine.async_llm import AsyncLLM
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+_TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 50_000)
+_PASSES = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16)
+_HELP = {
+    "num_requests_running": "Sequences that have a slot.",
+    "num_requests_waiting": "Requests that wait for a slot.",
+    "prompt_tokens": "Prompt tokens of sequences that ran.",
+    "generation_tokens": "Tokens written.",
+    "spec_decode_num_drafts": "Trees that were verified, one a sequence and pass.",
+    "spec_decode_num_draft_tokens": "Nodes of these trees.",
+    "spec_decode_num_accepted_tokens": "Drafted tokens that were accepted, without the target's own one of every pass.",
+    "spec_decode_num_accepted_tokens_per_pos": "Accepted drafted tokens by depth in the tree, from 0.",
+    "target_passes": "Passes of the target after prompts were read.",
+    "request_success": "Sequences that ended, by how.",
+}
+
+
+class ServerMetrics:
+    """Counts requests, and asks the engine for what it counts itself."""
+
+    def __init__(self, engine: AsyncLLM, model: str, *, has_vllm_names: bool = False) -> None:
+        """Nothing has happened.
+
+        Args:
+            engine: What serves requests.
+            model: The name under which the model is served.
+            has_vllm_names: Whether figures that vLLM has too come under its names as well.
+        """
+        self._registry = CollectorRegistry()
+        self._labels = {"model_name": model, "engine": "0"}
+        self._prefixes = ("foretoken:", "vllm:") if has_vllm_names else ("foretoken:",)
+        self._registry.register(_EngineFigures(engine, self._labels, self._prefixes))
+        self._to_first = self._histograms("time_to_first_token_seconds", "Seconds to the first token.", _SECONDS)
+        self._between = self._histograms("inter_token_latency_seconds", "Seconds between tokens.", _BETWEEN_TOKENS)
+        self._latency = self._histograms("e2e_request_latency_seconds", "Seconds of a request.", _SECONDS)
+        self._prompt = self._histograms("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
+        self._generated = self._histograms("request_generation_tokens", "Tokens written for a request.", _TOKENS)
+        self._accepted_length = Histogram(
+            "foretoken:request_acceptance_length", "Tokens a target pass of a request.", self._labels,
+            buckets=_PASSES, registry=self._registry,
+        ).labels(**self._labels)  # fmt: skip
+        names = [*self._labels, "drafter"]
+        self._drafted = Counter(
+            "foretoken:drafter_draft_tokens", "Nodes verified, by drafter.", names, registry=self._registry
+        )
+        self._accepted = Counter(
+            "foretoken:drafter_accepted_tokens", "Tokens accepted, by drafter.", names, registry=self._registry
+        )
+        self._errors = Counter(
+            "foretoken:draft_errors", "Passes whose draft was dropped because the drafter failed.", [*self._labels],
+            registry=self._registry,
+        ).labels(**self._labels)  # fmt: skip
+        self._refused = Counter(
+            "foretoken:http_errors", "Answers that were errors, by status.", [*self._labels, "status"],
+            registry=self._registry,
+        )  # fmt: skip
+        self._disconnects = Counter(
+            "foretoken:client_disconnects", "Requests that were ended because the client went away.", [*self._labels],
+            registry=self._registry,
+        ).labels(**self._labels)  # fmt: skip
+
+    def _histograms(self, name: str, text: str, buckets: Sequence[float]) -> list[Histogram]:
+        """A histogram under each of its names."""
+        return [
+            Histogram(prefix + name, text, self._labels, buckets=buckets, registry=self._registry).labels(
+                **self._labels
+            )
+            for prefix in self._prefixes
+        ]
+
+    def saw_tokens(self, count: int, seconds: float, *, is_first: bool) -> None:
+        """Counts tokens of a stream that came together; seconds: since the request or the tokens before."""
+        for histogram in self._to_first if is_first else ():
+            histogram.observe(seconds)
+        for histogram in () if is_first else self._between:
+            for _ in range(count):
+                histogram.observe(seconds / count)
+
+    def ended(self, outputs: Sequence[RequestOutput], seconds: float) -> None:
+        """Counts a request that is over; outputs: of all its prompts."""
+        counts = (
+            (self._latency, seconds),
+            (self._prompt, sum(len(output.prompt_token_ids) for output in outputs)),
+            (self._generated, sum(len(each.token_ids) for output in outputs for each in output.outputs)),
+        )
+        for histograms, value in counts:
+            for histogram in histograms:
+                histogram.observe(value)
+        for output in outputs:
+            if output.metrics.steps:
+                self._accepted_length.observe(output.metrics.mean_acceptance_length)
+            self._errors.inc(output.metrics.draft_errors)
+            for name, share in output.metrics.by_drafter.items():
+                self._drafted.labels(**self._labels, drafter=name).inc(share.num_drafted)
+                self._accepted.labels(**self._labels, drafter=name).inc(share.num_accepted)
+
+    def refused(self, status: int) -> None:
+        """Counts an answer that is an error."""
+        self._refused.labels(**self._labels, status=str(status)).inc()
+
+    def disconnected(self) -> None:
+        """Counts a client that went away before its answer was complete."""
+        self._disconnects.inc()
+
+    def page(self) -> bytes:
+        """All figures as text; waits for the end of an iteration."""
+        return generate_latest(self._registry)
+
+
+_Families = dict[str, GaugeMetricFamily | CounterMetricFamily]
+
+
+class _EngineFigures:
+    """What the engine counts, asked for whenever somebody looks."""
+
+    def __init__(self, engine: AsyncLLM, labels: dict[str, str], prefixes: tuple[str, ...]) -> None:
+        self._engine, self._labels, self._prefixes = engine, labels, prefixes
+
+    def describe(self) -> Iterator[Metric]:
+        """Names are not known before the first look."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each name, under each prefix."""
+        families: _Families = {}
+        for figure in self._engine.llm.get_metrics():
+            origin, name = figure.name.split(":", 1)
+            for prefix in self._prefixes if origin == "vllm" else ("foretoken:",):
+                self._add(families, prefix + name, figure)
+        waiting = self._engine.num_waiting
+        for prefix in self._prefixes:
+            families[f"{prefix}num_requests_waiting"] = GaugeMetricFamily(
+                f"{prefix}num_requests_waiting", _HELP["num_requests_waiting"], labels=list(self._labels)
+            )
+            families[f"{prefix}num_requests_waiting"].add_metric(list(self._labels.values()), waiting)
+        yield from families.values()
+
+    def _add(self, families: _Families, name: str, figure: engine_metrics.Metric) -> None:
+        """Adds a figure to the family of its name."""
+        more = {key: value for key, value in figure.labels.items() if key not in self._labels}
+        text = _HELP.get(name.split(":", 1)[1], name)
+        if isinstance(figure, engine_metrics.Vector):
+            for position, value in enumerate(figure.values):
+                self._counter(families, name, text, {**more, "position": str(position)}, value)
+        elif isinstance(figure, engine_metrics.Counter):
+            self._counter(families, name, text, more, figure.value)
+        elif isinstance(figure, engine_metrics.Gauge):
+            gauge = GaugeMetricFamily(name, text, labels=list(self._labels))
+            gauge.add_metric(list(self._labels.values()), figure.value)
+            families[name] = gauge
+
+    def _counter(self, families: _Families, name: str, text: str, more: dict[str, str], value: float) -> None:
+        """Adds one value of a counter."""
+        if name not in families:
+            families[name] = CounterMetricFamily(name, text, labels=[*self._labels, *more])
+        families[name].add_metric([*self._labels.values(), *more.values()], value)

@@ -1,0 +1,93 @@
+"""Answers on their way to the client: JSON at once, or server-sent events as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import aclosing, suppress
+from typing import TYPE_CHECKING, Any
+
+from starlette.responses import Response
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
+
+    Message = MutableMapping[str, Any]
+    Receive = Callable[[], Awaitable[Message]]
+    Send = Callable[[Message], Awaitable[None]]
+
+_SEND_SECONDS = 30.0  # for a reader to take a part
+
+
+def dumped(body: Mapping[str, Any]) -> bytes:
+    """A body as JSON."""
+    return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+async def send_json(send: Send, body: Mapping[str, Any], status: int, headers: Mapping[str, str] | None = None) -> None:
+    """Sends a whole answer, without an application around it."""
+    content = dumped(body)
+    named = {"Content-Type": "application/json", "Content-Length": str(len(content)), **(headers or {})}
+    raw = [(name.lower().encode(), value.encode()) for name, value in named.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": content})
+
+
+class JsonResponse(Response):
+    """A body as JSON."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        """The bytes of it."""
+        return dumped(content)
+
+
+class EventStream(Response):
+    """Bodies as server-sent events, ended by `[DONE]`; a reader that goes away, or takes nothing, ends them."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, bodies: AsyncGenerator[dict[str, Any]], disconnected: Callable[[], None]) -> None:
+        """Sends nothing yet.
+
+        Args:
+            bodies: What is sent; closed at the end, however that comes.
+            disconnected: Called when the reader is gone before the end.
+        """
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._bodies, self._disconnected = bodies, disconnected
+
+    async def __call__(self, _: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Sends all of it."""
+        sender = asyncio.ensure_future(self._send(send))
+        watcher = asyncio.ensure_future(disconnect(receive))
+        try:
+            await asyncio.wait((sender, watcher), return_when=asyncio.FIRST_COMPLETED)
+            if not sender.done():
+                self._disconnected()
+        finally:
+            for task in (sender, watcher):
+                task.cancel()
+            with suppress(asyncio.CancelledError, TimeoutError, OSError):
+                await sender
+
+    async def _send(self, send: Send) -> None:
+        """Sends every body as it comes."""
+        async with aclosing(self._bodies) as bodies:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async for body in bodies:
+                await self._send_part(send, b"data: " + dumped(body) + b"\n\n")
+            await self._send_part(send, b"data: [DONE]\n\n", more=False)
+
+    async def _send_part(self, send: Send, part: bytes, *, more: bool = True) -> None:
+        """Sends a part; raises `TimeoutError` when nobody takes it."""
+        async with asyncio.timeout(_SEND_SECONDS):
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+
+
+async def disconnect(receive: Receive) -> None:
+    """Waits until the client has gone away."""
+    while (await receive())["type"] != "http.disconnect":
+        pass

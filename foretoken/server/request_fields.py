@@ -1,0 +1,338 @@
+"""From the fields of an OpenAI request to prompts and `SamplingParams`: known ones checked, others named once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from foretoken.core.checks import check_boolean, check_integer, check_sequence, shown
+from foretoken.core.errors import RequestError
+from foretoken.core.sampling_params import SamplingParams
+from foretoken.core.vllm_sampling import OTHER_FIELDS
+from foretoken.server.errors import ApiError
+
+_log = logging.getLogger(__name__)
+
+MOST_CHOICES = 128  # completions of one request, over all its prompts
+_MOST_LOGPROBS = 20
+_MOST_ITEMS = {
+    "stop": 64, "stop_token_ids": 1024, "logit_bias": 4096, "bad_words": 256, "allowed_token_ids": 262_144,
+    "tools": 128, "messages": 4096,
+}  # fmt: skip
+_SAMPLING = frozenset({field.name for field in fields(SamplingParams)} | OTHER_FIELDS.keys()) - {"logprobs", "n"}
+_OF_THE_PROMPT = ("cache_salt", "speculative", "prediction")
+_SHARED = frozenset({
+    "model", "stream", "stream_options", "n", "logprobs", "response_format", "best_of", "return_token_ids",
+    "add_special_tokens", "spec_decode_metrics", *_OF_THE_PROMPT,
+})  # fmt: skip
+# What asks for nothing that would change an answer.
+_IGNORED = frozenset({
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "priority", "request_id",
+    "parallel_tool_calls", "reasoning_effort", "verbosity", "return_tokens_as_token_ids",
+})  # fmt: skip
+# Values, besides null, with which a field asks for nothing, and what to do instead of the others.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "suffix": (("",), "Text is only continued at its end. Leave it out."),
+    "functions": (([],), "Pass tools, which the chat template shows to the model."),
+    "function_call": (("none", "auto"), "Pass tools, which the chat template shows to the model."),
+    "tool_choice": (("none", "auto"), "The model decides about calls by itself. Expected 'none' or 'auto'."),
+    "modalities": ((["text"],), "Only text is generated. Leave it out."),
+    "audio": ((), "Only text is generated. Leave it out."),
+    "web_search_options": ((), "Nothing is fetched for a request. Leave it out."),
+    "documents": (([],), "Put them into the messages."),
+    "chat_template": ((), "The server renders conversations with its own template. Leave it out."),
+    "prompt_embeds": ((), "Pass text or token ids as prompt."),
+    "echo": ((False,), "Only completions repeat their prompt. Leave it out."),
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedRequest:
+    """What a request asks for, checked as far as that goes without the model.
+
+    Attributes:
+        prompts: In the forms that the engine takes; one of a chat.
+        params: For each of them.
+        is_chat: Whether it asks for a message.
+        is_streamed: Whether parts are sent as they come.
+        has_usage: Whether a stream ends with a chunk that tells the tokens used.
+        has_running_usage: Whether every chunk of a stream tells them.
+        num_top_logprobs: Alternatives of each token whose log-probabilities are sent; None for no log-probabilities.
+        is_echoed: Whether completions begin with the prompt.
+        has_token_ids: Whether token ids are sent beside the text.
+        has_draft_metrics: Whether the answer says how drafting went; None leaves that to the server.
+    """
+
+    prompts: list[Any]
+    params: SamplingParams
+    is_chat: bool
+    is_streamed: bool = False
+    has_usage: bool = False
+    has_running_usage: bool = False
+    num_top_logprobs: int | None = None
+    is_echoed: bool = False
+    has_token_ids: bool = False
+    has_draft_metrics: bool | None = None
+
+
+class UnknownFields:
+    """Fields that nobody knows, each logged when it first comes."""
+
+    def __init__(self) -> None:
+        self._seen: set[str] = set()
+
+    def note(self, names: set[str]) -> None:
+        """Logs names that did not come before; at most a thousand in all."""
+        for name in sorted(names - self._seen):
+            if len(self._seen) >= 1000:
+                return
+            self._seen.add(name)
+            _log.warning("requests have a field %s, which is not known and ignored", ascii(name[:80]))
+
+
+def completion_request(body: Mapping[str, Any], unknown: UnknownFields) -> ServedRequest:
+    """What a body of /v1/completions asks for.
+
+    Args:
+        body: Its fields.
+        unknown: Takes those that are not known.
+
+    Raises:
+        ApiError: When a field does not fit.
+    """
+    given = _known(body, unknown, own={"prompt", "echo"}, refused=_REFUSED.keys() - {"echo"})
+    is_echoed = _boolean(given, "echo")
+    num_logprobs = _integer(given, "logprobs", 0, _MOST_LOGPROBS)
+    if is_echoed and num_logprobs is not None:
+        raise ApiError("echo with logprobs is not supported. Pass prompt_logprobs, or leave one out.", param="echo")
+    prompts = [_with_extras(prompt, given) for prompt in _prompts(given.get("prompt"))]
+    if is_echoed and any("prompt" not in prompt for prompt in prompts):
+        raise ApiError("echo needs prompts of text. Leave it out for token ids.", param="echo")
+    return _request(given, prompts, is_chat=False, num_top_logprobs=num_logprobs, is_echoed=is_echoed)
+
+
+def chat_request(body: Mapping[str, Any], unknown: UnknownFields, prompt: Mapping[str, Any]) -> ServedRequest:
+    """What a body of /v1/chat/completions asks for.
+
+    Args:
+        body: Its fields.
+        unknown: Takes those that are not known.
+        prompt: The conversation, rendered; see `chat_form`.
+
+    Raises:
+        ApiError: When a field does not fit.
+    """
+    own = {"messages", "max_completion_tokens", "top_logprobs", "tools", *_FORM}
+    given = _known(body, unknown, own=own, refused=_REFUSED.keys())
+    num_top = _integer(given, "top_logprobs", 0, _MOST_LOGPROBS)
+    has_logprobs = _boolean(given, "logprobs")
+    if num_top and not has_logprobs:
+        raise ApiError("top_logprobs needs logprobs. Set logprobs to true.", param="top_logprobs")
+    limit = given.pop("max_completion_tokens", None)
+    given["max_tokens"] = given.get("max_tokens") if limit is None else limit
+    prompts = [_with_extras(prompt, given)]
+    return _request(given, prompts, is_chat=True, num_top_logprobs=(num_top or 0) if has_logprobs else None)
+
+
+_FORM = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+
+
+def chat_form(body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The messages of a chat request and how they are rendered, as `LLM.chat_prompts` takes them.
+
+    Raises:
+        ApiError: When there are no messages, or too many, or a variable of the template is none.
+    """
+    if body.get("messages") is None:
+        raise ApiError("messages is missing. Expected a list of messages with role and content.", param="messages")
+    for name in ("messages", "tools"):
+        _check_size(name, body.get(name))
+    form = {name: body[name] for name in (*_FORM, "tools") if body.get(name) is not None}
+    if form.get("continue_final_message") is True:
+        form.setdefault("add_generation_prompt", False)
+    variables = form.get("chat_template_kwargs", {})
+    # Values that templates test, never arguments of the function that renders, nor anything to loop over.
+    if not isinstance(variables, Mapping) or any(
+        name in _RENDERING or not (value is None or isinstance(value, str | bool | int | float))
+        for name, value in variables.items()
+    ):
+        raise ApiError(
+            f"chat_template_kwargs is {shown(variables)}. Expected variables of the template with text, numbers or "
+            "booleans.",
+            param="chat_template_kwargs",
+        )
+    return body["messages"], form
+
+
+_RENDERING = frozenset({
+    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "continue_final_message",
+    "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
+    "tokenizer_kwargs", "tokenizer", "load_audio_from_video",
+})  # fmt: skip
+
+
+def _known(body: Mapping[str, Any], unknown: UnknownFields, *, own: set[str], refused: Any) -> dict[str, Any]:
+    """The fields that mean something here and are not null; raises `ApiError` where one asks for what is missing."""
+    given = {name: value for name, value in body.items() if value is not None}
+    for name in refused & given.keys():
+        neutral, instead = _REFUSED[name]
+        if given.pop(name) not in neutral:
+            raise ApiError(f"{name} = {shown(body[name])} is not supported. {instead}", param=name)
+    known = _SAMPLING | _SHARED | own
+    unknown.note(given.keys() - known - _IGNORED)
+    return {name: value for name, value in given.items() if name in known}
+
+
+def _request(given: Mapping[str, Any], prompts: list[Any], *, is_chat: bool, **more: Any) -> ServedRequest:
+    """A checked request."""
+    options = given.get("stream_options", {})
+    if not isinstance(options, Mapping):
+        raise ApiError(f"stream_options is {shown(options)}. Expected an object.", param="stream_options")
+    n = 1 if given.get("n") is None else _integer(given, "n", 1, MOST_CHOICES)
+    assert n is not None, "there is a default"
+    if n * len(prompts) > MOST_CHOICES:
+        raise ApiError(
+            f"{len(prompts)} prompts with n = {n} are too many. Expected at most {MOST_CHOICES} completions."
+        )
+    if given.get("best_of", n) != n:
+        raise ApiError("best_of is not supported. Ask for n completions and choose among them.", param="best_of")
+    metrics = given.get("spec_decode_metrics")
+    if metrics not in (None, "none", "summary"):
+        message = f"spec_decode_metrics is {shown(metrics)}. Expected 'none' or 'summary'."
+        raise ApiError(message, param="spec_decode_metrics")
+    is_streamed = _boolean(given, "stream")
+    return ServedRequest(
+        prompts=prompts,
+        params=_params(given, n, more["num_top_logprobs"], max_tokens=None if is_chat else 16),
+        is_chat=is_chat,
+        is_streamed=is_streamed,
+        has_usage=is_streamed and _boolean(options, "include_usage"),
+        has_running_usage=is_streamed and _boolean(options, "continuous_usage_stats"),
+        has_token_ids=_boolean(given, "return_token_ids"),
+        has_draft_metrics=None if metrics is None else metrics == "summary",
+        **more,
+    )
+
+
+def _params(given: Mapping[str, Any], n: int, num_logprobs: int | None, *, max_tokens: int | None) -> SamplingParams:
+    """How completions are sampled; the engine's own checks find what does not fit."""
+    for name in _MOST_ITEMS:
+        _check_size(name, given.get(name))
+    values = {name: value for name, value in given.items() if name in _SAMPLING and name != "best_of"}
+    values |= {"n": n, "logprobs": num_logprobs, "max_tokens": given.get("max_tokens", max_tokens)}
+    if "prompt_logprobs" in given:
+        _integer(given, "prompt_logprobs", 0, _MOST_LOGPROBS)
+    if isinstance(values.get("logit_bias"), Mapping):
+        values["logit_bias"] = {_token_id(key): bias for key, bias in values["logit_bias"].items()}
+    form = _response_format(given.get("response_format"))
+    if form is not None:
+        if "structured_outputs" in values:
+            raise ApiError("response_format and structured_outputs exclude each other. Pass one of them.")
+        values["structured_outputs"] = form
+    try:
+        return SamplingParams(**values)
+    except RequestError as err:
+        raise ApiError(str(err), param=next((name for name in values if str(err).startswith(name)), None)) from err
+
+
+def _response_format(form: Any) -> dict[str, Any] | None:
+    """What OpenAI's `response_format` asks for, as `structured_outputs`; None for any text."""
+    kind = form.get("type") if isinstance(form, Mapping) else None
+    if form is None or kind == "text":
+        return None
+    if kind == "json_object":
+        return {"json_object": True}
+    if kind == "json_schema" and isinstance(form.get("json_schema"), Mapping):
+        schema = form["json_schema"].get("schema")
+        if isinstance(schema, Mapping):
+            return {"json": schema}
+    raise ApiError(
+        f"response_format is {shown(form)}. Expected a type 'text', 'json_object', or 'json_schema' with "
+        "json_schema.schema. For other forms pass structured_outputs.",
+        param="response_format",
+    )
+
+
+def _prompts(prompt: Any) -> list[Any]:
+    """The prompts of a completion request: text, token ids, or a list of either."""
+    if prompt is None:
+        raise ApiError("prompt is missing. Expected text, token ids, or a list of these.", param="prompt")
+    if isinstance(prompt, str):
+        return [prompt]
+    if not isinstance(prompt, list) or not prompt:
+        raise ApiError(f"prompt is {shown(prompt)}. Expected text, token ids, or a list of these.", param="prompt")
+    if all(type(item) is int for item in prompt):
+        return [prompt]
+    if not all(isinstance(item, str | list) for item in prompt):
+        raise ApiError("a prompt of the list is neither text nor a list of token ids.", param="prompt")
+    return list(prompt)
+
+
+def _with_extras(prompt: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """A prompt with what changes speed and no text."""
+    made = dict(prompt) if isinstance(prompt, Mapping) else {
+        "prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt
+    }  # fmt: skip
+    for name in _OF_THE_PROMPT:
+        if name in given:
+            made[name] = _predicted(given[name]) if name == "prediction" else given[name]
+    return made
+
+
+def _predicted(prediction: Any) -> Any:
+    """OpenAI's predicted output as text; other forms are the engine's."""
+    if not isinstance(prediction, Mapping):
+        return prediction
+    content = prediction.get("content")
+    if isinstance(content, list) and all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in content):
+        content = "".join(part["text"] for part in content)
+    if prediction.get("type") != "content" or not isinstance(content, str):
+        expected = "Expected {'type': 'content', 'content': text}."
+        raise ApiError(f"prediction is {shown(prediction)}. {expected}", param="prediction")
+    return content
+
+
+def _check_size(name: str, value: Any) -> None:
+    """Raises `ApiError` where a list has more items than anybody needs."""
+    if isinstance(value, list | dict) and len(value) > _MOST_ITEMS[name]:
+        raise ApiError(f"{name} has {len(value)} items. Expected at most {_MOST_ITEMS[name]}.", param=name)
+
+
+def _token_id(key: str) -> int:
+    """A token id that is a key of an object, and so text."""
+    if not (key.isascii() and key.isdigit() and len(key) < 10):
+        raise ApiError(f"logit_bias has the key {shown(key)}. Expected token ids.", param="logit_bias")
+    return int(key)
+
+
+def _boolean(given: Mapping[str, Any], name: str) -> bool:
+    """A switch, off unless it is given."""
+    value = given.get(name)
+    try:
+        check_boolean(name, False if value is None else value)
+    except RequestError as err:
+        raise ApiError(str(err), param=name) from err
+    return bool(value)
+
+
+def _integer(given: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
+    """A bounded number, None unless it is given."""
+    value = given.get(name)
+    try:
+        if value is not None:
+            check_integer(name, value, low, high)
+    except RequestError as err:
+        raise ApiError(str(err), param=name) from err
+    return value
+
+
+def token_request(body: Mapping[str, Any]) -> list[int]:
+    """The token ids of a body of /detokenize; raises `ApiError` where there are none."""
+    try:
+        check_sequence("tokens", body.get("tokens"), "a list of token ids")
+    except RequestError as err:
+        raise ApiError(str(err), param="tokens") from err
+    return list(body["tokens"])
