@@ -34,7 +34,8 @@ _FIELDS = (
 _ODD: list[Any] = [
     None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, 10**30, 0.5, -1.5, 1e308, "", "x", "1", "\x00", "é" * 300,
     "a\nb", [], {}, [None], [[]], [[[1]]], ["a", 1], {"a": 1}, {"": {}}, {"type": "json_object"},
-    {"type": "json_schema"}, {"regex": "[a-z]{1,4}"}, {"regex": "("}, {"choice": ["a", "b"]}, {"enabled": False}, {"max_nodes": 3},
+    {"type": "json_schema"}, {"regex": "[a-z]{1,4}"}, {"regex": "("}, {"choice": ["a", "b"]}, {"enabled": False},
+    {"max_nodes": 3},
     {"type": "content", "content": "abc"}, {"role": "user", "content": "a"}, [{"role": "user", "content": []}],
     [{"role": "user", "content": "abc"}], "none", "auto", "required", "summary", VOCAB_SIZE, [VOCAB_SIZE], [-1],
     ["a"] * 99,
