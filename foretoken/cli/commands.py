@@ -10,6 +10,7 @@ from typer.core import TyperGroup
 
 from foretoken.cli import (
     bench,
+    bench_serve,
     chat,
     convert,
     data,
@@ -45,7 +46,7 @@ class Ended(Exception):  # noqa: N818 - not an error: the user or a reader of th
 class _Commands(TyperGroup):
     """Runs a command; an interruption becomes an exit code of ours before typer makes another one of it.
 
-    A command's name may be two words, as `data vocab` beside `data`, and `tune tree`.
+    A command's name may be two words, as `data vocab` beside `data`, `bench serve` beside `bench`, and `tune tree`.
     """
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -112,6 +113,12 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
         "foretoken bench models/tinycode -s ngram -s draft_model --temperature 0.8",
         "foretoken bench models/tinycode -s ngram:num_speculative_tokens=8 --wide",
     )),
+    (bench_serve.serve, ending(
+        "foretoken bench serve --base-url http://127.0.0.1:8000 --max-concurrency 16",
+        "foretoken bench serve --endpoint chat --request-rate 4 --num-prompts 200 \\",
+        "    --save-result runs/load.json",
+        found="no request was answered",
+    )),
     (sweep.sweep, ending(
         "foretoken sweep models/tinycode --sweep method=medusa,hydra \\",
         "    --sweep num_speculative_tokens=2,3,4 --out runs/sweep",
@@ -166,9 +173,12 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
         found="some check found a fault",
     )),
 )  # fmt: skip
+_TWO_WORDS: dict[Callable[..., None], str] = {
+    bench_serve.serve: "bench serve", vocab.vocab: "data vocab", index.index: "data index", tune.tree: "tune tree",
+}  # fmt: skip
 for _function, _ending in _COMMANDS:
     _settings = {"token_normalize_func": convert.option_name} if _function is convert.convert else None
-    _name = {vocab.vocab: "data vocab", index.index: "data index", tune.tree: "tune tree"}.get(_function)
+    _name = _TWO_WORDS.get(_function)
     app.command(_name, cls=Command, epilog=_ending, context_settings=_settings)(_function)
 
 
