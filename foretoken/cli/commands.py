@@ -9,6 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from foretoken.cli import (
+    batch,
     bench,
     bench_serve,
     chat,
@@ -99,6 +100,9 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (serve.serve, ending(
         "foretoken serve models/tinycode -s ngram",
         "foretoken serve Qwen/Qwen3-0.6B -s ngram --host 0.0.0.0 --api-key-file keys",
+    )),
+    (batch.batch, ending(
+        "foretoken batch in.jsonl out.jsonl --model models/tinycode -s ngram",
     )),
     (report.report, ending(
         "foretoken report runs/queue.jsonl",
