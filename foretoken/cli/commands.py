@@ -103,6 +103,7 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     )),
     (batch.batch, ending(
         "foretoken batch in.jsonl out.jsonl --model models/tinycode -s ngram",
+        "foretoken batch in.jsonl out.jsonl --model Qwen/Qwen3-0.6B --max-num-seqs 16",
     )),
     (report.report, ending(
         "foretoken report runs/queue.jsonl",
