@@ -9,7 +9,9 @@ import typer
 from typer.core import TyperGroup
 
 from foretoken.cli import (
+    batch,
     bench,
+    bench_serve,
     chat,
     convert,
     data,
@@ -45,7 +47,7 @@ class Ended(Exception):  # noqa: N818 - not an error: the user or a reader of th
 class _Commands(TyperGroup):
     """Runs a command; an interruption becomes an exit code of ours before typer makes another one of it.
 
-    A command's name may be two words, as `data vocab` beside `data`, and `tune tree`.
+    A command's name may be two words, as `data vocab` beside `data`, `bench serve` beside `bench`, and `tune tree`.
     """
 
     def get_params(self, ctx: Any) -> list[Any]:
@@ -99,6 +101,10 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
         "foretoken serve models/tinycode -s ngram",
         "foretoken serve Qwen/Qwen3-0.6B -s ngram --host 0.0.0.0 --api-key-file keys",
     )),
+    (batch.batch, ending(
+        "foretoken batch in.jsonl out.jsonl --model models/tinycode -s ngram",
+        "foretoken batch in.jsonl out.jsonl --model Qwen/Qwen3-0.6B --max-num-seqs 16",
+    )),
     (report.report, ending(
         "foretoken report runs/queue.jsonl",
         "foretoken report runs/queue.jsonl --out runs/page.html",
@@ -111,6 +117,12 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (bench.bench, ending(
         "foretoken bench models/tinycode -s ngram -s draft_model --temperature 0.8",
         "foretoken bench models/tinycode -s ngram:num_speculative_tokens=8 --wide",
+    )),
+    (bench_serve.serve, ending(
+        "foretoken bench serve --base-url http://127.0.0.1:8000 --max-concurrency 16",
+        "foretoken bench serve --endpoint chat --request-rate 4 --num-prompts 200 \\",
+        "    --save-result runs/load.json",
+        found="no request was answered",
     )),
     (sweep.sweep, ending(
         "foretoken sweep models/tinycode --sweep method=medusa,hydra \\",
@@ -166,9 +178,12 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
         found="some check found a fault",
     )),
 )  # fmt: skip
+_TWO_WORDS: dict[Callable[..., None], str] = {
+    bench_serve.serve: "bench serve", vocab.vocab: "data vocab", index.index: "data index", tune.tree: "tune tree",
+}  # fmt: skip
 for _function, _ending in _COMMANDS:
     _settings = {"token_normalize_func": convert.option_name} if _function is convert.convert else None
-    _name = {vocab.vocab: "data vocab", index.index: "data index", tune.tree: "tune tree"}.get(_function)
+    _name = _TWO_WORDS.get(_function)
     app.command(_name, cls=Command, epilog=_ending, context_settings=_settings)(_function)
 
 

@@ -27,13 +27,13 @@ class LiveRequest:
         envelope: What all parts of the answer share.
     """
 
-    def __init__(self, envelope: Envelope, streams: list[RequestStream], metrics: ServerMetrics) -> None:
+    def __init__(self, envelope: Envelope, streams: list[RequestStream], metrics: ServerMetrics | None) -> None:
         """See `submit`."""
         self.envelope, self._streams, self._metrics = envelope, streams, metrics
         self._begin = time.monotonic()
 
     @classmethod
-    async def submit(cls, engine: AsyncLLM, envelope: Envelope, metrics: ServerMetrics) -> LiveRequest:
+    async def submit(cls, engine: AsyncLLM, envelope: Envelope, metrics: ServerMetrics | None) -> LiveRequest:
         """Submits every prompt, or none.
 
         Raises:
@@ -92,7 +92,7 @@ class LiveRequest:
         last = self._begin
         async for at, chunk in _merged(self._streams):
             index, now = at * n + chunk.index, time.monotonic()
-            if chunk.token_ids:
+            if chunk.token_ids and self._metrics is not None:
                 self._metrics.saw_tokens(len(chunk.token_ids), now - last, is_first=not num_tokens)
                 last = now
             num_tokens += len(chunk.token_ids)
@@ -109,7 +109,8 @@ class LiveRequest:
 
     def _count(self, outputs: list[RequestOutput]) -> None:
         """Counts a request that is over."""
-        self._metrics.ended(outputs, time.monotonic() - self._begin)
+        if self._metrics is not None:
+            self._metrics.ended(outputs, time.monotonic() - self._begin)
 
 
 async def _merged(streams: list[RequestStream]) -> AsyncIterator[tuple[int, StreamChunk]]:

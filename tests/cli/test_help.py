@@ -17,10 +17,10 @@ from foretoken.bench.setups import parse_setup
 from foretoken.cli.commands import app
 
 COMMANDS = [
-    "generate", "verify", "bench", "sweep", "inspect", "convert", "data", "data vocab", "data index", "train",
-    "tune tree", "doctor", "report",
+    "generate", "verify", "bench", "bench serve", "batch", "sweep", "inspect", "convert", "data", "data vocab",
+    "data index", "train", "tune tree", "doctor", "report",
 ]  # fmt: skip
-VALUE = r"(N|X|TEXT|PATH|NAME|DRAFTER|KEY=\w+)"
+VALUE = r"(N|X|TEXT|PATH|NAME|URL|MODEL|DRAFTER|KEY=\w+)"
 
 
 def shown(command: str, width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -1,0 +1,122 @@
+"""Figures of a load in the keys of vLLM's `bench serve --save-result`, so that its readers take ours too.
+
+TTFT is the time to the first text, TPOT the time after that by token, ITL the time between parts of a stream, which
+hold several tokens where drafts were accepted, and E2EL the time of a whole request. All are over whole answers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.bench.serving.load import Load, LoadRun
+    from foretoken.bench.serving.streamed_request import Answer
+
+PERCENTILES = (50, 90, 99)
+LATENCIES = ("ttft", "tpot", "itl", "e2el")
+
+
+def load_results(load: Load, run: LoadRun) -> dict[str, Any]:
+    """All figures, JSON-ready.
+
+    Besides vLLM's keys: `foretoken_schema`; `errors_by_status`, by HTTP status, "stream", "connection" or "timeout";
+    `rejected`, the requests answered with 429; and `output_len_source`, what tokens were counted by: "usage", "chunks"
+    (of servers that tell no usage), or "mixed". Prompt tokens are null where the server does not tell them.
+    """
+    answers, whole = run.answers, [answer for answer in run.answers if answer.is_whole]
+    errors = Counter(answer.status for answer in answers if answer.status is not None)
+    num_output = sum(answer.output_len for answer in whole)
+    inputs = [answer.num_input for answer in whole if answer.num_input is not None]
+    num_input = sum(inputs) if len(inputs) == len(whole) else None
+    return {
+        "foretoken_schema": 1,
+        "date": datetime.now().astimezone().isoformat(timespec="seconds"),
+        "backend": "openai-chat" if load.endpoint == "chat" else "openai",
+        "model_id": run.model,
+        "num_prompts": len(answers),
+        "max_tokens": load.max_tokens,
+        "temperature": load.temperature,
+        "seed": load.seed,
+        "request_rate": load.request_rate if load.request_rate < float("inf") else "inf",
+        "burstiness": load.burstiness,
+        "max_concurrency": load.max_concurrency,
+        "duration": run.duration,
+        "completed": len(whole),
+        "failed": len(answers) - len(whole),
+        "rejected": errors["429"],
+        "errors_by_status": dict(errors),
+        "output_len_source": _source(whole),
+        "total_input_tokens": num_input,
+        "total_output_tokens": num_output,
+        "request_throughput": len(whole) / run.duration,
+        "request_goodput": None,
+        "output_throughput": num_output / run.duration,
+        "total_token_throughput": None if num_input is None else (num_input + num_output) / run.duration,
+        "max_output_tokens_per_s": _busiest_second(whole),
+        "max_concurrent_requests": _most_at_once(answers),
+        **_latencies(whole),
+        **({} if run.drafting is None else run.drafting.as_results()),
+        "input_lens": [answer.num_input for answer in answers],
+        "output_lens": [answer.output_len for answer in answers],
+        "ttfts": [answer.ttft if answer.is_whole else 0.0 for answer in answers],
+        "itls": [answer.itls for answer in answers],
+        "latencies": [answer.latency for answer in answers],
+        "start_times": [answer.start for answer in answers],
+        "errors": [answer.error for answer in answers],
+    }
+
+
+def _latencies(whole: Sequence[Answer]) -> dict[str, float | None]:
+    """Mean, median, standard deviation and percentiles in milliseconds; None where there is nothing to measure."""
+    samples = {
+        "ttft": [answer.ttft for answer in whole],
+        "tpot": [(a.latency - a.ttft) / (a.output_len - 1) for a in whole if a.output_len > 1],
+        "itl": [itl for answer in whole for itl in answer.itls],
+        "e2el": [answer.latency for answer in whole],
+    }
+    made: dict[str, float | None] = {}
+    for name in LATENCIES:
+        values = np.array(samples[name]) * 1e3
+        made |= {
+            f"mean_{name}_ms": float(values.mean()) if len(values) else None,
+            f"median_{name}_ms": float(np.median(values)) if len(values) else None,
+            f"std_{name}_ms": float(values.std()) if len(values) else None,
+        }
+        for place in PERCENTILES:
+            made[f"p{place}_{name}_ms"] = float(np.percentile(values, place)) if len(values) else None
+    return made
+
+
+def _source(whole: Sequence[Answer]) -> str | None:
+    """What output tokens were counted by; None without any answer."""
+    kinds = {"chunks" if answer.num_output is None else "usage" for answer in whole}
+    return "mixed" if len(kinds) > 1 else next(iter(kinds), None)
+
+
+def _busiest_second(whole: Sequence[Answer]) -> float:
+    """Most tokens of a second counted from the first request; those of an answer are spread evenly over its parts."""
+    tokens: dict[int, float] = {}
+    begin = min((answer.start for answer in whole), default=0.0)
+    for answer in whole:
+        for came in answer.times:
+            second = int(answer.start + came - begin)
+            tokens[second] = tokens.get(second, 0.0) + answer.output_len / len(answer.times)
+    return max(tokens.values(), default=0.0)
+
+
+def _most_at_once(answers: Sequence[Answer]) -> int:
+    """Most requests that were under way at one time."""
+    changes = sorted(
+        [(answer.start, 1) for answer in answers] + [(answer.start + answer.latency, -1) for answer in answers]
+    )
+    running = most = 0
+    for _, change in changes:
+        running += change
+        most = max(most, running)
+    return most

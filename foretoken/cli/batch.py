@@ -1,0 +1,124 @@
+"""`foretoken batch`: a file of requests in OpenAI's batch format, answered without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from foretoken.cli import options, terminal
+from foretoken.core.errors import ConfigError, RequestError
+
+if TYPE_CHECKING:
+    from foretoken.server.batch import BatchCounts
+
+_LINE_EVERY = 30.0  # seconds between progress lines where there is no terminal
+
+
+def batch(
+    source: Annotated[Path, typer.Argument(help="Requests: a line each, with custom_id, method, url and body.")],
+    out: Annotated[Path, typer.Argument(help="File to make: an answer a line, in the order in which they are ready.")],
+    model: Annotated[str, typer.Option(metavar="MODEL", help="Target: a model directory or a hub id.")],
+    speculative_config: options.Drafter = None,
+    spec_type: options.SpecType = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Name of the model in requests. Default: MODEL.")
+    ] = None,
+    chat_template: Annotated[Path | None, typer.Option(metavar="PATH", help="Jinja template of conversations.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 8,
+    max_in_flight: Annotated[
+        int | None, typer.Option(min=1, help="Lines in memory at once. Default: twice --max-num-seqs.")
+    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(min=2, help="Most tokens of a sequence.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace a complete OUT.")] = False,
+    dtype: options.Dtype = "auto",
+    device: options.Device = "auto",
+    runner: options.RunnerName = "auto",
+    threads: options.Threads = None,
+) -> None:
+    """Answer a file of requests to /v1/completions and /v1/chat/completions, in OpenAI's batch format.
+
+    Answers gather in OUT.part, which becomes OUT when every line has one: what is called OUT is complete. A run that
+    was broken off, however it ended, goes on when the same command is given again; each custom_id is answered once. A
+    line that cannot be served is answered with its status and message, and ends nothing.
+    """
+    from foretoken.bench.setups import parse_setup
+    from foretoken.server.batch import run_batch
+    from foretoken.server.batch_files import AnswerFile, count_lines, held
+    from foretoken.server.request_fields import MOST_CHOICES
+
+    texts = options.drafter_texts(speculative_config, spec_type)
+    if texts is not None and len(texts) > 1:
+        raise ConfigError("batch takes one --speculative-config. Merge several with +, as ngram+hydra.")
+    setup = parse_setup(texts[0], target=model) if texts else parse_setup("plain")
+    if setup.needs_references:
+        raise ConfigError("the drafter 'oracle' has to know the text beforehand. Use it with `foretoken bench`.")
+    template = None if chat_template is None else options.read_text(chat_template)
+    total = count_lines(source)
+    if not total:
+        raise RequestError(f"'{source}' has no lines. Expected a request in each.")
+    name, in_flight = served_model_name or model, max_in_flight or 2 * max_num_seqs
+    with held(out):
+        options.check_new_file(out, "OUT", force=force)
+        answers = AnswerFile(out, name)
+        try:
+            from foretoken.engine.async_llm import AsyncLLM
+            from foretoken.engine.llm import LLM
+
+            loaded, tokenizer = options.load_target(model, dtype, device, threads)
+            llm = LLM(
+                loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=max_num_seqs,
+                max_model_len=max_model_len, runner=runner,
+            )  # fmt: skip
+
+            async def run() -> BatchCounts:
+                async with AsyncLLM(llm, max_waiting_requests=in_flight * MOST_CHOICES) as engine:
+                    with _shown(total) as show:
+                        return await run_batch(
+                            engine, source, answers, model=name, max_in_flight=in_flight, chat_template=template,
+                            on_answer=show,
+                        )  # fmt: skip
+
+            counts = asyncio.run(run())
+            answers.finish()
+        finally:
+            answers.close()
+    kept = f", {counts.kept} of an earlier run" if counts.kept else ""
+    terminal.say(f"{out}: {counts.answered} lines answered, {counts.failed} of them with errors{kept}")
+
+
+@contextmanager
+def _shown(total: int) -> Iterator[Callable[[BatchCounts], None]]:
+    """Shows progress on standard error: a living line on a terminal, else a line every 30 seconds."""
+    begin = last = time.perf_counter()
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status("reading") as status:
+            yield lambda counts: status.update(_line(counts, total, time.perf_counter() - begin))
+        return
+
+    def show(counts: BatchCounts) -> None:
+        nonlocal last
+        if time.perf_counter() - last >= _LINE_EVERY:
+            last = time.perf_counter()
+            terminal.note(_line(counts, total, last - begin))
+
+    yield show
+
+
+def _line(counts: BatchCounts, total: int, seconds: float) -> str:
+    """How far the work is, in words."""
+    done, rate = counts.kept + counts.answered, counts.answered / seconds
+    left = timedelta(seconds=round((total - done) / rate))
+    return (
+        f"{done} of {total} lines, {counts.failed} with errors, {rate:.1f} lines/s, {counts.tokens / seconds:.0f} "
+        f"tokens/s, {left} left"
+    )

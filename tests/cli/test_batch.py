@@ -1,0 +1,121 @@
+"""`foretoken batch`: answers in OpenAI's format, errors as lines, and runs that were killed going on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from command_line import MODEL, ROOT, run
+
+TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+def request(name: str, url: str = "/v1/completions", **body: Any) -> dict[str, Any]:
+    fields = {"max_tokens": 8, "temperature": 0, **body}
+    return {"custom_id": name, "method": "POST", "url": url, "body": fields}
+
+
+def write(path: Path, lines: list[Any]) -> Path:
+    path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+    return path
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def text(answer: dict[str, Any]) -> str:
+    (choice,) = answer["response"]["body"]["choices"]
+    return str(choice["text"])
+
+
+def test_every_line_is_answered_and_bad_ones_end_nothing(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "A queue."}]
+    source = write(tmp_path / "in.jsonl", [
+        request("a", prompt="class Queue:"), "no json", "", request("chat", "/v1/chat/completions", messages=talk),
+        {"custom_id": "no body", "method": "POST", "url": "/v1/completions"}, request("a", prompt="again"),
+        request("url", "/v1/embeddings", input="x"), request("other", prompt="x", model="gpt"),
+        request("stream", prompt="x", stream=True), request("hot", prompt="x", temperature=-1),
+        request("seeded", prompt=["import os", "import sys"], temperature=0.8, seed=3),
+        json.dumps(request("long", prompt="x" * (9 << 20))),
+    ])  # fmt: skip
+    (tmp_path / "template").write_text(TEMPLATE)
+    out, plain = tmp_path / "out.jsonl", tmp_path / "plain.jsonl"
+    template = ("--chat-template", str(tmp_path / "template"))
+    for place, drafter in ((out, ("-s", "ngram:num_speculative_tokens=4")), (plain, ())):
+        finished = run("batch", str(source), str(place), "--model", MODEL, *template, *drafter)
+        assert finished.returncode == 0, finished.stderr
+        assert "11 lines answered, 8 of them with errors" in finished.stdout
+    answers = {answer["custom_id"] or answer["id"]: answer for answer in read(out)}
+    statuses = {name: answer["response"]["status_code"] for name, answer in answers.items()}
+    assert statuses == {
+        "a": 200, "chat": 200, "seeded": 200, "batch_req_2": 400, "no body": 400, "batch_req_6": 400, "url": 404,
+        "other": 404, "stream": 400, "hot": 400, "batch_req_12": 413,
+    }  # fmt: skip
+    assert all(answer["error"] is None and answer["response"]["request_id"] for answer in answers.values())
+    assert "error" in answers["hot"]["response"]["body"]
+    for other in read(plain):  # drafts change no text
+        theirs = other["response"]["body"].get("choices")
+        assert theirs == answers[other["custom_id"] or other["id"]]["response"]["body"].get("choices")
+    refused = run("batch", str(source), str(out), "--model", MODEL)
+    assert refused.returncode == 2
+    assert "exists" in refused.stderr
+
+
+def test_a_killed_run_goes_on(tmp_path: Path) -> None:
+    names = [f"request {number}" for number in range(40)]
+    source = write(tmp_path / "in.jsonl", [request(name, prompt=f"def f_{name[8:]}(", max_tokens=64) for name in names])
+    out, part = tmp_path / "out.jsonl", tmp_path / "out.jsonl.part"
+    command = [sys.executable, "-m", "foretoken", "batch", str(source), str(out), "--model", MODEL]
+    process = subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, stderr=subprocess.PIPE)
+    end = time.monotonic() + 120
+    while not part.exists() or part.read_bytes().count(b"\n") < 3:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < end
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not out.exists()
+    whole = part.read_bytes()[: part.read_bytes().rfind(b"\n") + 1]
+    kept = whole.splitlines()
+    assert 3 <= len(kept) < len(names)
+    part.write_bytes(whole + kept[0][: len(kept[0]) // 2])  # in the middle of a line
+    other = run("batch", str(source), str(out), "--model", MODEL, "--served-model-name", "other")
+    assert (other.returncode, "was begun with the model" in other.stderr) == (2, True)
+    finished = run("batch", str(source), str(out), "--model", MODEL)
+    assert finished.returncode == 0, finished.stderr
+    assert (
+        f"{len(names) - len(kept)} lines answered, 0 of them with errors, {len(kept)} of an earlier" in finished.stdout
+    )
+    assert out.read_bytes().startswith(whole)
+    assert not part.exists()
+    answers = {answer["custom_id"]: text(answer) for answer in read(out)}
+    assert (len(read(out)), sorted(answers)) == (len(names), sorted(names))
+    again = tmp_path / "again.jsonl"
+    assert run("batch", str(source), str(again), "--model", MODEL).returncode == 0
+    assert answers == {answer["custom_id"]: text(answer) for answer in read(again)}
+
+
+def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", [request("a", prompt="x")]), str(tmp_path / "out.jsonl")
+    (tmp_path / "foreign.jsonl.part").write_text('{"x": 1}\n')
+    empty = write(tmp_path / "empty.jsonl", [])
+    for arguments, sentence in (
+        ((str(tmp_path / "none"), out), "cannot be read"),
+        ((str(tmp_path), out), "a directory"),
+        ((str(empty), out), "has no lines"),
+        ((str(source), str(tmp_path)), "a directory"),
+        ((str(source), str(tmp_path / "foreign.jsonl")), "something else than answers"),
+        ((str(source), out, "-s", "oracle"), "has to know the text"),
+    ):
+        finished = run("batch", *arguments, "--model", MODEL)
+        assert finished.returncode == 2, arguments
+        assert sentence in finished.stderr, finished.stderr
+        assert "Traceback" not in finished.stderr
+    assert not Path(out).exists()
