@@ -59,7 +59,7 @@ lint: $(VENV)/.lint
 	$(BIN)/codespell
 	$(BIN)/python .ci/check_repository.py
 
-# `make fuzz FUZZ="threads --count 2000 --seed 7"`; targets: requests, threads, models, checkpoints, caches.
+# `make fuzz FUZZ="threads --count 2000 --seed 7"`; targets: requests, threads, models, checkpoints, caches, bodies.
 fuzz: $(VENV)/.test
 	$(BIN)/python -m tests.fuzz $(FUZZ)
 

@@ -25,6 +25,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [
     "README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md", "docs/architecture.md", "docs/drafters.md",
     "docs/dropins.md", "docs/heads.md", "docs/map.md", "docs/methods.md", "docs/runners.md",
+    "docs/server.md",
 ]  # fmt: skip
 
 

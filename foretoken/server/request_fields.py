@@ -147,6 +147,10 @@ def chat_form(body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
     """
     if body.get("messages") is None:
         raise ApiError("messages is missing. Expected a list of messages with role and content.", param="messages")
+    if not isinstance(body["messages"], list) or not all(isinstance(each, Mapping) for each in body["messages"]):
+        raise ApiError("messages are no list of objects. Expected messages with role and content.", param="messages")
+    if body.get("tools") is not None and not isinstance(body["tools"], list):
+        raise ApiError("tools are no list. Expected descriptions of functions.", param="tools")
     for name in ("messages", "tools"):
         _check_size(name, body.get(name))
     form = {name: body[name] for name in (*_FORM, "tools") if body.get(name) is not None}

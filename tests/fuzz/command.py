@@ -11,7 +11,7 @@ import torch
 
 from fuzz.worker import Report, Settings, run_cases
 
-TARGETS = ("requests", "threads", "models", "checkpoints", "caches")
+TARGETS = ("requests", "threads", "models", "checkpoints", "caches", "bodies")
 
 
 def main() -> int:

@@ -33,6 +33,7 @@ def findings(name: str, numbers: range, settings: Settings) -> list[str]:
         ("models", range(16), Settings(seed=2026)),
         ("checkpoints", range(12), Settings(seed=2026)),
         ("caches", range(4), Settings(seed=4)),
+        ("bodies", range(4), Settings(seed=2026)),
     ],
     ids=lambda value: value.dtype if isinstance(value, Settings) else str(value),
 )

@@ -1,0 +1,79 @@
+"""`foretoken serve` as a process: what it says, how it ends, and what it refuses before it loads anything."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+from cli.command_line import MODEL, run
+
+SERVE = [sys.executable, "-m", "foretoken", "serve", MODEL]
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A process that serves, and its address."""
+    command = [*SERVE, "-s", "ngram", "--port", "0", "--threads", "1", "--served-model-name", "tiny"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
+        assert process.stderr is not None
+        try:
+            line = process.stderr.readline()
+            assert line.startswith("serving tiny with ngram on http://127.0.0.1:"), line
+            url = line.split()[-1]
+            end = time.monotonic() + 60
+            while True:
+                try:
+                    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+                    break
+                except httpx.TransportError:
+                    assert time.monotonic() < end
+                    time.sleep(0.02)
+            yield process, url
+        finally:
+            process.kill()
+
+
+def test_sigterm_lets_running_requests_end(server: tuple[subprocess.Popen[str], str]) -> None:
+    process, url = server
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    stream = client.completions.create(model="tiny", prompt="def main():", max_tokens=60, temperature=0, stream=True)
+    text = next(iter(stream)).choices[0].text
+    process.send_signal(signal.SIGTERM)
+    reasons = [choice.finish_reason for chunk in stream for choice in chunk.choices]
+    assert reasons[-1] == "length"
+    assert text
+    assert process.wait(60) == -signal.SIGTERM, "the signal is passed on once all is done"
+
+
+def test_a_port_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert subprocess.run([*SERVE, "--port", str(port)], check=False).returncode == 2
+    assert f"error: cannot listen on 127.0.0.1, port {port}: Address already in use" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["-s", "ngram", "-s", "hydra"], "serve takes one --speculative-config"),
+        (["-s", "oracle"], "has to know the text beforehand"),
+        (["--metrics-compat", "tgi"], "--metrics-compat is 'tgi'. Expected vllm."),
+        (["--per-request-spec-decode-metrics", "all"], "Expected none or summary."),
+        (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
+        (["--api-key-file", "KEYS"], "'KEYS' has no API key. Expected one a line."),
+    ],
+)
+def test_what_does_not_fit(more: list[str], message: str, tmp_path: Path) -> None:
+    empty = tmp_path / "KEYS"
+    empty.write_text("\n\n", encoding="utf-8")
+    finished = run("serve", MODEL, *(str(empty) if each == "KEYS" else each for each in more))
+    assert finished.returncode == 2
+    assert message.replace("KEYS", str(empty)) in finished.stderr

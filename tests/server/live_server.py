@@ -1,0 +1,75 @@
+"""A server of ours on a free port of the loopback device, under uvicorn in a thread, and clients for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import uvicorn
+
+from foretoken import LLM, AsyncLLM
+from foretoken.server.app import ServerConfig, make_app
+
+TEMPLATE = (
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}def {% endif %}"
+)
+
+
+class LiveServer:
+    """A running server.
+
+    Attributes:
+        url: Where it listens.
+        engine: What it serves requests with.
+    """
+
+    def __init__(self, url: str, engine: AsyncLLM) -> None:
+        self.url, self.engine = url, engine
+
+    def client(self, key: str = "none") -> openai.OpenAI:
+        """OpenAI's own client, which tries nothing twice."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
+        """Sends what OpenAI's client would not; body: as JSON unless `content` is given."""
+        given = more if "content" in more else {"json": body, **more}
+        return httpx.post(self.url + path, timeout=60, **given)
+
+    def get(self, path: str, **more: Any) -> httpx.Response:
+        """Likewise."""
+        return httpx.get(self.url + path, timeout=60, **more)
+
+    def wait_until_idle(self) -> None:
+        """Returns once no request is served; fails after a minute."""
+        end = time.monotonic() + 60
+        while self.engine.num_running or self.engine.num_waiting:
+            assert time.monotonic() < end, "requests are still running"
+            time.sleep(0.01)
+
+
+@contextmanager
+def live_server(llm: LLM, *, max_waiting_requests: int = 256, **config: Any) -> Iterator[LiveServer]:
+    """Serves a model until the end of the block; config: of `ServerConfig`."""
+    engine = AsyncLLM(llm, max_waiting_requests=max_waiting_requests)
+    app = make_app(engine, ServerConfig(**{"names": ["tinycode"], **config}))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=5))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        end = time.monotonic() + 60
+        while not server.started:
+            assert thread.is_alive(), "the server did not start"
+            assert time.monotonic() < end, "the server did not start in time"
+            time.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield LiveServer(f"http://127.0.0.1:{port}", engine)
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive()
+        assert not engine.is_alive, "the engine's thread outlives the server"

@@ -1,0 +1,24 @@
+"""docs/server.md names every field that requests may have, and what becomes of it; its example runs."""
+
+import re
+from pathlib import Path
+
+import pytest
+from server.live_server import LiveServer
+
+from foretoken.server import request_fields
+
+TEXT = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
+
+
+def test_every_field_is_documented() -> None:
+    known = request_fields._SAMPLING | request_fields._SHARED | request_fields._IGNORED | request_fields._REFUSED.keys()
+    missing = [name for name in sorted({*known, *request_fields._FORM}) if f"`{name}`" not in TEXT]
+    assert missing == []
+
+
+def test_the_example_runs(plain: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    code = code.replace("http://127.0.0.1:8000", plain.url).replace("models/tinycode", "tinycode")
+    exec(compile(code, "docs/server.md", "exec"), {})
+    assert len(capsys.readouterr().out) > 20

@@ -1,0 +1,303 @@
+"""Requests that nobody should send: each gets an error in OpenAI's shape, and the server goes on as before."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from server.live_server import TEMPLATE, LiveServer, live_server
+
+from foretoken import LLM
+
+KEYS = ["first-key", "second-key"]
+COMPLETION = {"model": "tinycode", "prompt": "def main():", "max_tokens": 4, "temperature": 0.0}
+CHAT = {"model": "tinycode", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "temperature": 0.0}
+NESTED = {"a": json.loads("[" * 70 + "]" * 70)}
+
+
+@pytest.fixture(autouse=True)
+def _serves_on(speculative: LiveServer) -> Iterator[None]:
+    """After each of these requests others get what they got before, and no slot is lost."""
+    yield
+    answer = speculative.post("/v1/completions", COMPLETION)
+    assert answer.status_code == 200
+    assert answer.json()["choices"][0]["text"] == "\n        self._run"[: len(answer.json()["choices"][0]["text"])]
+    speculative.wait_until_idle()
+
+
+def assert_error(answer: Any, status: int, part: str) -> dict[str, Any]:
+    """An error in OpenAI's shape, whose message tells nothing about the server's inside."""
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/json"
+    body = answer.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    message = body["error"]["message"]
+    assert part in message
+    assert not any(leak in message for leak in ("Traceback", ".py", "0x", "/usr", "/root", "site-packages"))
+    assert len(message) < 1000
+    return dict(body["error"])
+
+
+@pytest.mark.parametrize(
+    ("content", "part"),
+    [
+        (b"", "is not JSON"),
+        (b"{", "is not JSON"),
+        (b"[]", "is no JSON object"),
+        (b"null", "is no JSON object"),
+        (b'"text"', "is no JSON object"),
+        (b'{"prompt": "\xff"}', "is not UTF-8"),
+        (b'\xef\xbb\xbf{"prompt": "a"}', "is not JSON"),
+        (b'{"prompt": "a", "temperature": NaN}', "NaN"),
+        (b'{"prompt": "a", "temperature": -Infinity}', "-Infinity"),
+        (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
+        (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "number that is too long"),
+        (b'{"prompt": "a", "prompt": "b"}', "'prompt' twice"),
+        (b'{"prompt": "\\ud800"}', "lone surrogate"),
+        (b'{"\\ud800": 1}', "lone surrogate"),
+        (b"[" * 100_000, "is nested too deeply"),
+        (b'{"a":' * 100_000, "is nested too deeply"),
+        (json.dumps(NESTED).encode(), "is nested too deeply"),
+    ],
+)
+def test_bodies_that_are_no_plain_json(content: bytes, part: str, speculative: LiveServer) -> None:
+    assert_error(speculative.post("/v1/completions", content=content), 400, part)
+
+
+# Fields of a completion that do not fit, and what the message must name.
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"prompt": None}, "prompt is missing"),
+    ({"prompt": []}, "prompt is []"),
+    ({"prompt": ""}, "the prompt is empty"),
+    ({"prompt": [""]}, "the prompt is empty"),
+    ({"prompt": {"text": "a"}}, "prompt is {"),
+    ({"prompt": [1, "a"]}, "neither text nor a list"),
+    ({"prompt": [-1]}, "-1"),
+    ({"prompt": [10**9]}, "1000000000"),
+    ({"prompt": [[1.5]]}, "1.5"),
+    ({"prompt": [True]}, "neither text nor a list"),
+    ({"prompt": ["a"] * 200}, "200 prompts"),
+    ({"prompt": "a b c d " * 2000}, "context length"),
+    ({"n": 10**9}, "n is 1000000000"),
+    ({"n": 0}, "n is 0"),
+    ({"n": True}, "n is True"),
+    ({"n": "2"}, "n is '2'"),
+    ({"n": 100, "prompt": ["a", "b"]}, "n = 100"),
+    ({"best_of": 3}, "best_of"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": -5}, "max_tokens"),
+    ({"max_tokens": 2**64}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": 1e308}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 2}, "top_p"),
+    ({"logprobs": 10**6}, "logprobs"),
+    ({"logprobs": True}, "logprobs"),
+    ({"prompt_logprobs": 10**6}, "prompt_logprobs"),
+    ({"stop": ["x"] * 10_000}, "stop has 10000 items"),
+    ({"stop": [1]}, "stop"),
+    ({"stop": [""]}, "stop"),
+    ({"stop": {"a": "b"}}, "stop"),
+    ({"logit_bias": {str(i): 1 for i in range(10_000)}}, "logit_bias has 10000 items"),
+    ({"logit_bias": {"one": 1}}, "logit_bias"),
+    ({"logit_bias": {"1": 1e9}}, "logit_bias"),
+    ({"logit_bias": {"999999": 1}}, "999999"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"bad_words": ["x"] * 10_000}, "bad_words has 10000 items"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"allowed_token_ids": []}, "allowed_token_ids"),
+    ({"allowed_token_ids": [10**9]}, "1000000000"),
+    ({"presence_penalty": "x"}, "presence_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"seed": 1.5}, "seed"),
+    ({"seed": "x"}, "seed"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"ignore_eos": "yes"}, "ignore_eos"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream": 1}, "stream"),
+    ({"stream_options": []}, "stream_options"),
+    ({"echo": True, "logprobs": 1}, "echo"),
+    ({"echo": True, "prompt": [300]}, "echo"),
+    ({"suffix": "return"}, "suffix"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"prompt_embeds": "AAAA"}, "prompt_embeds"),
+    ({"logits_processors": ["os.system"]}, "logits_processors"),
+    ({"truncate_prompt_tokens": 5}, "truncate_prompt_tokens"),
+    ({"cache_salt": 5}, "cache_salt"),
+    ({"cache_salt": "x" * 5000}, "cache_salt"),
+    ({"speculative": {"drafter": "ngram"}}, "speculative"),
+    ({"speculative": {"max_nodes": 0}}, "max_nodes"),
+    ({"speculative": True}, "speculative"),
+    ({"prediction": {"type": "image"}}, "prediction"),
+    ({"prediction": ""}, "prediction"),
+    ({"spec_decode_metrics": "detailed"}, "spec_decode_metrics"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": "json"}, "response_format"),
+    ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}}, "exclude each other"),
+    ({"structured_outputs": {"regex": "(" * 50}}, "regex"),
+    ({"structured_outputs": {"regex": "x" * 5000}}, "regex has 5000 characters"),
+    ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "exactly one"),
+    ({"structured_outputs": {"grammar": "start: nothing"}}, "grammar"),
+    ({"structured_outputs": {"json": {"$ref": "http://127.0.0.1:1/schema"}}}, "http"),
+    ({"structured_outputs": {"json": {"type": "nonsense"}}}, "json"),
+    ({"structured_outputs": {"choice": ["x"] * 10_000}}, "choice has 10000 texts"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "part"), REFUSED, ids=[f"{i}-{'+'.join(f)}" for i, (f, _) in enumerate(REFUSED)])
+def test_fields_that_do_not_fit(fields: dict[str, Any], part: str, speculative: LiveServer) -> None:
+    assert_error(speculative.post("/v1/completions", {**COMPLETION, **fields}), 400, part)
+
+
+REFUSED_IN_CHATS: list[tuple[dict[str, Any], str]] = [
+    ({"messages": None}, "messages is missing"),
+    ({"messages": []}, "messages"),
+    ({"messages": "Hi"}, "messages"),
+    ({"messages": [[{"role": "user", "content": "Hi"}]]}, "messages"),
+    ({"messages": [{"role": "user"}] * 5000}, "messages has 5000 items"),
+    ({"messages": [{"content": "Hi"}]}, "role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "content"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}]}]},
+        "Expected text",
+    ),
+    ({"top_logprobs": 3}, "needs logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": 5}, "logprobs"),
+    ({"tool_choice": "required"}, "tool_choice"),
+    ({"tool_choice": {"type": "function", "function": {"name": "f"}}}, "tool_choice"),
+    ({"functions": [{"name": "f"}]}, "functions"),
+    ({"modalities": ["audio"]}, "modalities"),
+    ({"documents": [{"text": "a"}]}, "documents"),
+    ({"chat_template": "{% for i in range(10**9) %}{% endfor %}"}, "chat_template"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"deep": {"a": []}}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+    ({"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
+    ({"tools": "all"}, "tools"),
+    ({"max_completion_tokens": 0}, "max_tokens"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"), REFUSED_IN_CHATS, ids=[f"{i}-{'+'.join(f)}" for i, (f, _) in enumerate(REFUSED_IN_CHATS)]
+)
+def test_fields_of_chats_that_do_not_fit(fields: dict[str, Any], part: str, speculative: LiveServer) -> None:
+    assert_error(speculative.post("/v1/chat/completions", {**CHAT, **fields}), 400, part)
+
+
+def test_models_that_are_not_served(speculative: LiveServer) -> None:
+    for name in ("gpt-5", "../../etc/passwd", "models/tinycode", 5, ["tinycode"], {"a": 1}, "x" * 100_000):
+        error = assert_error(speculative.post("/v1/completions", {**COMPLETION, "model": name}), 404, "does not exist")
+        assert error["code"] == "model_not_found"
+    assert_error(speculative.get("/v1/models/..%2fother"), 404, "does not exist")
+
+
+def test_paths_and_methods_that_there_are_not(speculative: LiveServer) -> None:
+    assert_error(speculative.get("/nothing"), 404, "no such path")
+    assert_error(speculative.get("/docs"), 404, "no such path")
+    answer = speculative.get("/v1/completions")
+    assert_error(answer, 405, "GET is not answered here")
+    assert answer.headers["allow"] == "POST"
+
+
+def test_unknown_fields_are_accepted_and_named_once(speculative: LiveServer, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        answer = speculative.post("/v1/completions", {**COMPLETION, "novelty\n\x1b[31m": 1, "user": "me"})
+        assert answer.status_code == 200
+    assert [record.getMessage() for record in caplog.records if "novelty" in record.getMessage()] == [
+        "requests have a field 'novelty\\n\\x1b[31m', which is not known and ignored"
+    ]
+    assert "main" not in caplog.text, "prompts are never logged"
+
+
+def test_tokens_there_and_back(speculative: LiveServer) -> None:
+    answer = speculative.post("/tokenize", {"prompt": "def größe():"}).json()
+    assert answer["count"] == len(answer["tokens"])
+    assert speculative.post("/detokenize", {"tokens": answer["tokens"]}).json() == {"prompt": "def größe():"}
+    assert speculative.post("/tokenize", CHAT).json()["count"] > 3
+    assert_error(speculative.post("/tokenize", {"prompt": 5}), 400, "the text")
+    assert_error(speculative.post("/detokenize", {"tokens": [10**9]}), 400, "1000000000")
+    assert_error(speculative.post("/detokenize", {"tokens": "abc"}), 400, "tokens")
+
+
+def test_bodies_that_are_too_large_or_encoded(speculative: LiveServer) -> None:
+    assert_error(speculative.post("/v1/completions", content=b" " * (9 << 20)), 413, "8 MiB")
+
+    def parts() -> Iterator[bytes]:  # without a Content-Length
+        for _ in range(10):
+            yield b" " * (1 << 20)
+
+    assert_error(speculative.post("/v1/completions", content=parts()), 413, "8 MiB")
+    packed = gzip.compress(json.dumps(COMPLETION).encode())
+    answer = speculative.post("/v1/completions", content=packed, headers={"Content-Encoding": "gzip"})
+    assert_error(answer, 415, "compressed")
+    answer = speculative.get("/version", headers=[(f"x-{i}", "1") for i in range(300)])
+    assert_error(answer, 431, "Expected at most 256")
+
+
+def test_a_client_that_leaves_within_its_body(speculative: LiveServer) -> None:
+    host, port = speculative.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{")
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(b"\x16\x03\x01 no HTTP at all\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 400")
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[LiveServer]:
+    llm = LLM("models/tinycode", max_num_seqs=1)
+    with live_server(llm, api_keys=KEYS, max_waiting_requests=1, chat_template=TEMPLATE) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    "header", [None, "", "Bearer", "Bearer wrong", "Basic first-key", "first-key", "Bearer first-key2"]
+)
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/version", "/tokenize", "/openapi.json", "//health", "/"])
+def test_wrong_keys_open_nothing(path: str, header: str | None, guarded: LiveServer) -> None:
+    # A Host that reads as another path must not count: the path alone decides.
+    headers = {"Host": "a/health?b"} | ({} if header is None else {"Authorization": header})
+    error = assert_error(guarded.get(path, headers=headers), 401, "API key")
+    assert error["type"] == "authentication_error"
+
+
+def test_right_keys_open_all_and_health_needs_none(guarded: LiveServer) -> None:
+    for key in KEYS:
+        assert guarded.client(key).models.list().data[0].id == "tinycode"
+    for path in ("/health", "/health/live", "/health/ready"):
+        assert guarded.get(path).json() == {"status": "ok"}
+
+
+def test_a_full_queue_says_when_to_come_back(guarded: LiveServer) -> None:
+    client = guarded.client(KEYS[0])
+    long = {"model": "tinycode", "prompt": "def main():", "max_tokens": 900, "temperature": 0.0, "stream": True}
+    running = client.completions.create(**long)  # type: ignore[call-overload]
+    next(iter(running))
+    waiting = client.completions.create(**long)  # type: ignore[call-overload]
+    answer = guarded.post("/v1/completions", COMPLETION, headers={"Authorization": f"Bearer {KEYS[1]}"})
+    error = assert_error(answer, 429, "wait")
+    assert error["type"] == "rate_limit_error"
+    assert int(answer.headers["retry-after"]) >= 1
+    running.close()
+    waiting.close()
+    guarded.wait_until_idle()
+    assert client.completions.create(model="tinycode", prompt="a", max_tokens=2).usage is not None
+
+
+def test_an_engine_that_stopped(speculative: LiveServer) -> None:
+    """`speculative` serves on beside it; only the LLM of this one is its own."""
+    with live_server(LLM("models/tinycode", max_num_seqs=1)) as server:
+        server.engine.close()
+        assert_error(server.get("/health"), 503, "serves no requests")
+        assert_error(server.post("/v1/completions", COMPLETION), 503, "serves no requests")

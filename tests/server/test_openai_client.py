@@ -1,0 +1,191 @@
+"""OpenAI's own client against a live server: all kinds of requests, with drafts and without, alone and together."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import openai
+import pytest
+from server.live_server import LiveServer
+
+CODE = "class Queue:\n    def push(self, item):\n        self.items.append(item)\n\n    def pop(self"
+TALK = [{"role": "system", "content": "Write code."}, {"role": "user", "content": "A queue."}]
+SCHEMA = {
+    "type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"type": "integer"}},
+    "required": ["name", "size"], "additionalProperties": False,
+}  # fmt: skip
+GREEDY = {"temperature": 0.0, "max_tokens": 40}
+SEEDED = {"temperature": 0.8, "seed": 11, "max_tokens": 40}
+# Every kind of request: a name, and the fields of a completion or of a chat.
+REQUESTS: dict[str, dict[str, Any]] = {
+    "greedy": {"prompt": CODE, **GREEDY},
+    "seeded": {"prompt": CODE, **SEEDED, "top_p": 0.9},
+    "n": {"prompt": CODE, **SEEDED, "n": 3},
+    "several prompts": {"prompt": [CODE, "import os\nimport sys\nimport "], **SEEDED},
+    "token ids": {"prompt": [300, 301, 302, 303, 300, 301], **GREEDY},
+    "stop": {"prompt": CODE, **GREEDY, "stop": ["\n    def", "self.items["]},
+    "logprobs": {"prompt": CODE, **GREEDY, "logprobs": 3},
+    "penalties": {"prompt": CODE, **SEEDED, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+    "logit bias": {"prompt": CODE, **GREEDY, "logit_bias": {"300": 5.0, "12": -100.0}},
+    "extra": {"prompt": CODE, **SEEDED, "extra_body": {"top_k": 20, "min_p": 0.02, "min_tokens": 30}},
+    "echo": {"prompt": CODE, **GREEDY, "echo": True},
+    "regex": {"prompt": CODE, **SEEDED, "extra_body": {"structured_outputs": {"regex": "[a-z]{4,8} = [0-9]+"}}},
+    "chat": {"messages": TALK, **GREEDY},
+    "chat, seeded": {"messages": TALK, **SEEDED, "n": 2},
+    "chat, logprobs": {"messages": TALK, **GREEDY, "logprobs": True, "top_logprobs": 2},
+    "chat, schema": {
+        "messages": TALK, **SEEDED, "max_tokens": 80,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "queue", "schema": SCHEMA, "strict": True}},
+    },
+    "chat, prediction": {"messages": TALK, **GREEDY, "prediction": {"type": "content", "content": "def push(self"}},
+}  # fmt: skip
+MIXED = ["greedy", "seeded", "n", "stop", "logprobs", "chat", "chat, schema", "token ids"]
+
+
+def create(client: Any, name: str, **more: Any) -> Any:
+    """Sends one of `REQUESTS`."""
+    fields = {"model": "tinycode", **REQUESTS[name], **more}
+    return (client.chat.completions if "messages" in fields else client.completions).create(**fields)
+
+
+def choices_of(answer: Any) -> list[dict[str, Any]]:
+    """What an answer's choices hold, however the request went."""
+    return [
+        {key: value for key, value in choice.to_dict().items() if key != "index"}
+        for choice in sorted(answer.choices, key=lambda each: each.index)
+    ]
+
+
+def streamed(client: Any, name: str) -> tuple[list[dict[str, Any]], Any]:
+    """The choices of a stream put together, in the shape of a whole answer's, and its last chunk."""
+    made: dict[int, dict[str, Any]] = {}
+    last = None
+    for chunk in create(client, name, stream=True, stream_options={"include_usage": True}):
+        last = chunk
+        for choice in chunk.choices:
+            parts = choice.to_dict()
+            index, told = parts.pop("index"), parts.pop("logprobs", None)
+            at = made.setdefault(index, {"logprobs": None})
+            if "delta" in parts:
+                message = at.setdefault("message", {"role": None, "content": "", "refusal": None})
+                message["role"] = parts["delta"].get("role") or message["role"]
+                message["content"] += parts.pop("delta").get("content") or ""
+            else:
+                at["text"] = at.get("text", "") + parts.pop("text")
+            at.update(parts)
+            if told is not None and at["logprobs"] is None:
+                at["logprobs"] = told
+            elif told is not None:
+                for key, value in told.items():
+                    at["logprobs"][key] = at["logprobs"][key] + value if isinstance(value, list) else value
+    return [made[index] for index in sorted(made)], last
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_speculation_changes_no_answer(name: str, speculative: LiveServer, plain: LiveServer) -> None:
+    answers = [create(server.client(), name) for server in (plain, speculative)]
+    expected, got = (choices_of(answer) for answer in answers)
+    assert got == expected
+    assert answers[0].usage.completion_tokens == answers[1].usage.completion_tokens > 0
+    parts, last = streamed(speculative.client(), name)
+    assert parts == expected
+    assert last.choices == []
+    assert last.usage.to_dict() == answers[1].usage.to_dict()
+
+
+def test_requests_of_all_kinds_at_once_get_their_own_answers(speculative: LiveServer, plain: LiveServer) -> None:
+    alone = {name: choices_of(create(plain.client(), name)) for name in MIXED}
+    client = speculative.client()
+    with ThreadPoolExecutor(16) as pool:
+        whole = {name: pool.submit(create, client, name) for name in MIXED}
+        parts = {name: pool.submit(streamed, client, name) for name in MIXED}
+    assert {name: choices_of(future.result()) for name, future in whole.items()} == alone
+    assert {name: future.result()[0] for name, future in parts.items()} == alone
+
+
+def test_drafts_were_accepted(speculative: LiveServer) -> None:
+    """The comparisons above are worth what was drafted; the request says it wants to know."""
+    answer = create(speculative.client(), "greedy", max_tokens=120, extra_body={"spec_decode_metrics": "summary"})
+    told = answer.to_dict()["metrics"]["speculative_decoding"]
+    assert told["num_accepted_draft_tokens"] > 10
+    assert told["mean_acceptance_length"] > 1.2
+    assert sum(told["acceptance_histogram"]) * told["mean_acceptance_length"] == pytest.approx(120)
+
+
+def test_a_schema_is_kept(speculative: LiveServer) -> None:
+    made = json.loads(create(speculative.client(), "chat, schema").choices[0].message.content)
+    assert set(made) == {"name", "size"}
+    assert isinstance(made["size"], int)
+
+
+def test_every_token_has_one_entry_of_log_probabilities(speculative: LiveServer) -> None:
+    answer = create(speculative.client(), "logprobs", extra_body={"return_token_ids": True})
+    told, choice = answer.choices[0].logprobs, answer.choices[0].to_dict()
+    count = len(choice["token_ids"])
+    assert count == answer.usage.completion_tokens
+    assert [len(part) for part in (told.tokens, told.token_logprobs, told.top_logprobs, told.text_offset)] == [
+        count
+    ] * 4
+    assert "".join(told.tokens) == choice["text"]
+    assert all(choice["text"][at:].startswith(token) for at, token in zip(told.text_offset, told.tokens, strict=True))
+    assert all(max(top.values()) <= 0 and len(top) >= 3 for top in told.top_logprobs)
+    content = create(speculative.client(), "chat, logprobs").choices[0].logprobs.content
+    assert all(len(entry.top_logprobs) == 2 for entry in content)
+    assert all(entry.logprob == entry.top_logprobs[0].logprob for entry in content), "greedy tokens are the best ones"
+
+
+def test_echo_and_stop(speculative: LiveServer) -> None:
+    echoed = create(speculative.client(), "echo").choices[0].text
+    assert echoed == CODE + create(speculative.client(), "greedy").choices[0].text
+    whole = create(speculative.client(), "greedy").choices[0].text
+    stopped = create(speculative.client(), "stop").choices[0]
+    if any(stop in whole for stop in REQUESTS["stop"]["stop"]):
+        assert stopped.finish_reason == "stop"
+    assert whole.startswith(stopped.text)
+
+
+def test_a_request_may_do_without_speculation(speculative: LiveServer) -> None:
+    more = {"speculative": {"enabled": False}, "spec_decode_metrics": "summary"}
+    answer = create(speculative.client(), "greedy", extra_body=more)
+    assert answer.to_dict()["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+    assert choices_of(answer) == choices_of(create(speculative.client(), "greedy"))
+
+
+def test_leaving_a_stream_ends_the_request(speculative: LiveServer) -> None:
+    stream = create(speculative.client(), "greedy", max_tokens=900, stream=True)
+    next(iter(stream))
+    stream.close()
+    speculative.wait_until_idle()
+    written = _figure(speculative, "foretoken:generation_tokens_total")
+    assert "foretoken:client_disconnects_total" in speculative.get("/metrics").text
+    assert _figure(speculative, "foretoken:client_disconnects_total") >= 1
+    assert _figure(speculative, "foretoken:generation_tokens_total") == written
+
+
+def test_cancelling_a_whole_answer_ends_the_request(speculative: LiveServer) -> None:
+    async def run() -> None:
+        client = openai.AsyncOpenAI(base_url=f"{speculative.url}/v1", api_key="none", max_retries=0)
+        task = asyncio.ensure_future(
+            client.completions.create(model="tinycode", prompt=CODE, max_tokens=900, temperature=0.0, n=8)
+        )
+        while not speculative.engine.num_running:
+            assert not task.done()
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await client.close()
+
+    before = _figure(speculative, "foretoken:client_disconnects_total")
+    asyncio.run(run())
+    speculative.wait_until_idle()
+    assert _figure(speculative, "foretoken:client_disconnects_total") == before + 1
+
+
+def _figure(server: LiveServer, name: str) -> float:
+    """A figure of /metrics."""
+    lines = [line for line in server.get("/metrics").text.splitlines() if line.startswith(name)]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
