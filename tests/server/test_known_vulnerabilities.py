@@ -1,0 +1,176 @@
+"""Faults that other servers had, by the number under which they were published: none of them may come back here."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from drafters.adversarial import BEHAVIOURS
+from server.live_server import LiveServer, live_server
+
+from foretoken import LLM
+
+CODE = "class Queue:\n    def push(self, item):\n        self.items.append(item)\n\n    def pop(self"
+ASK = {"prompt": CODE, "max_tokens": 16, "temperature": 0.0}
+TALK = [{"role": "user", "content": "A queue."}]
+
+
+def text_of(server: LiveServer, **more: Any) -> str:
+    """What a request is answered with."""
+    answer = server.post("/v1/completions", {**ASK, **more})
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+@contextmanager
+def others_served(server: LiveServer) -> Iterator[None]:
+    """Another client's requests get the same answer before, during and after what is done in the block."""
+    expected, answers, is_over = text_of(server), list[str](), threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            answers.append(text_of(server))
+
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(ask)
+        try:
+            yield
+        finally:
+            is_over.set()
+            asking.result()
+    assert answers
+    assert {*answers, text_of(server)} == {expected}
+    server.wait_until_idle()
+
+
+@pytest.mark.parametrize("behaviour", BEHAVIOURS)
+def test_cve_2026_44223_a_drafter_that_returns_rubbish_beside_penalties(behaviour: Any, plain: LiveServer) -> None:
+    rubbish = {"method": "drafters.adversarial", "behaviour": behaviour}
+    llm = LLM("models/tinycode", speculative_config=rubbish, max_num_seqs=2)
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2}
+    with live_server(llm) as server:
+        for more in ({}, penalties, {**penalties, "temperature": 0.8, "seed": 3}):
+            assert text_of(server, **more) == text_of(plain, **more)
+        assert server.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("fields", [{"n": 10**9}, {"n": 2**31}, {"prompt": ["a"] * 100_000}])
+def test_cve_2026_34756_more_completions_than_anybody_can_serve(
+    fields: dict[str, Any], speculative: LiveServer
+) -> None:
+    with others_served(speculative):
+        assert speculative.post("/v1/completions", {**ASK, **fields}).status_code == 400
+
+
+@pytest.mark.parametrize("host", ["a/health", "a/health?", "localhost/health#", "[::1]/health", "/health"])
+def test_cve_2026_48746_a_host_header_that_reads_as_an_open_path(host: str) -> None:
+    with live_server(LLM("models/tinycode", max_num_seqs=1), api_keys=["key"]) as server:
+        for path in ("/v1/models", "/metrics"):
+            assert server.get(path, headers={"Host": host}).status_code in (400, 401)
+
+
+@pytest.mark.parametrize(
+    "regex", ["(a+)+$", "(a|a)*b", "(.*)*(.*)*(.*)*x", "((a{1,100}){1,100}){1,100}", "[a-z]{1,9999}" * 9, "(?=a)a"]
+)
+def test_cve_2026_55574_expressions_that_take_long_to_compile(regex: str, speculative: LiveServer) -> None:
+    with others_served(speculative):
+        answer = speculative.post("/v1/completions", {**ASK, "structured_outputs": {"regex": regex}})
+        assert answer.status_code in (200, 400), answer.text
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"tokenize": True}, {"chat_template": "{{ 1 }}"}, {"messages": []}, {"tokenizer_kwargs": 1}, {"x": {"y": [1]}},
+        {"x": [0] * 1000}, [], "x", 5,
+    ],
+)  # fmt: skip
+def test_cve_2025_62426_variables_of_the_template_that_are_arguments(variables: Any, speculative: LiveServer) -> None:
+    body = {"messages": TALK, "max_tokens": 2, "chat_template_kwargs": variables}
+    assert speculative.post("/v1/chat/completions", body).status_code == 400
+
+
+@pytest.mark.parametrize("field", ["prompt_embeds", "chat_template", "logits_processors"])
+def test_cve_2025_62164_tensors_and_code_in_requests(field: str, speculative: LiveServer) -> None:
+    body = {**ASK, "messages": TALK, field: "gASVKQAAAAAAAACMBXBvc2l4lIwGc3lzdGVtlJOUjA5lY2hvIDE="}
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        assert speculative.post(path, body).status_code == 400
+
+
+def test_cve_2026_24779_and_116176_nothing_in_a_request_is_fetched(speculative: LiveServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as trap:
+        trap.settimeout(0.2)
+        url = f"http://127.0.0.1:{trap.getsockname()[1]}/"
+        image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+        schema = {"json": {"$ref": url, "$schema": url, "$id": url}}
+        assert speculative.post("/v1/chat/completions", {"messages": image}).status_code == 400
+        markdown = [{"role": "user", "content": f"![picture]({url})"}]
+        headers = {"X-Request-Id": url, "Referer": url, "X-Forwarded-Host": url}
+        answer = speculative.post("/v1/chat/completions", {"messages": markdown, "max_tokens": 2}, headers=headers)
+        assert answer.status_code == 200
+        assert speculative.post("/v1/completions", {**ASK, "structured_outputs": schema}).status_code == 400
+        with pytest.raises(TimeoutError):
+            trap.accept()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"cache_salt": {}}, {"cache_salt": []}, {"cache_salt": 5}, {"cache_salt": ""}, {"cache_salt": "x" * 10**6},
+        {"logprob_token_ids": list(range(100_000))}, {"allowed_token_ids": list(range(300_000))},
+    ],
+)  # fmt: skip
+def test_cve_2026_105756_fields_that_ended_the_engine_for_all(fields: dict[str, Any], speculative: LiveServer) -> None:
+    with others_served(speculative):
+        assert speculative.post("/v1/completions", {**ASK, **fields}).status_code == 400
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"presence_penalty": 100, "frequency_penalty": -100, "repetition_penalty": 100},
+        {"repetition_penalty": 1e-30, "temperature": 1.5, "seed": 1}, {"logit_bias": {"0": -100, "6143": 100}},
+        {"presence_penalty": -100, "n": 8}, {"prompt": [6143] * 900, "repetition_penalty": 2.0},
+    ],
+)  # fmt: skip
+def test_cve_2026_105922_penalties_at_their_limits(
+    fields: dict[str, Any], speculative: LiveServer, plain: LiveServer
+) -> None:
+    with others_served(speculative):
+        assert text_of(speculative, **fields) == text_of(plain, **fields)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "min_tokens", "n", "logprobs", "top_k", "stop_token_ids", "prompt"])
+def test_cve_2026_21869_negative_numbers(name: str, speculative: LiveServer) -> None:
+    value = [-1] if name in ("stop_token_ids", "prompt") else -7
+    assert speculative.post("/v1/completions", {**ASK, name: value}).status_code == 400
+
+
+def test_cve_2025_62727_ranges(speculative: LiveServer) -> None:
+    headers = {"Range": "bytes=" + ",".join(f"{i}-" for i in range(5000))}
+    with others_served(speculative):
+        assert speculative.get("/metrics", headers=headers).status_code in (200, 400, 431)
+
+
+def test_cve_2025_48956_a_header_of_megabytes(speculative: LiveServer) -> None:
+    host, port = speculative.url.removeprefix("http://").split(":")
+    with others_served(speculative), socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nX: ")
+        try:
+            for _ in range(64):
+                connection.sendall(b"y" * (1 << 16))
+            assert b" 400 " in connection.recv(1000).split(b"\r\n")[0] + b" "
+        except OSError:
+            pass  # it hung up while we were talking
+
+
+def test_cve_2026_22778_errors_tell_nothing_about_memory(speculative: LiveServer) -> None:
+    bodies = [{"prompt": {"a": object.__repr__(1)}}, {"prompt": [[[1]]]}, {"stop": 1.5}, {"logit_bias": "x"}]
+    for body in bodies:
+        error = speculative.post("/v1/completions", {**ASK, **body}).json()["error"]
+        assert " at 0x" not in error["message"].replace(object.__repr__(1), "")
