@@ -83,6 +83,8 @@ class GenerationMetrics:
         num_declined: Passes for which there was a drafter and the engine chose not to ask it.
         seconds: Wall-clock seconds in draft / verify / accept / commit of the passes in which it took part.
         prefill_seconds: Seconds of its prefill.
+        num_prefix_queries: Prompt tokens that were looked for among the prefixes that slots hold.
+        num_cached_tokens: Those of them that were found, and not read again.
         lossy_tv: Sum of `StepRecord.lossy_tv`; 0 for lossless rules, NaN where a lossy rule does not know it.
     """
 
@@ -98,6 +100,8 @@ class GenerationMetrics:
     num_declined: int = 0
     seconds: StageSeconds = field(default_factory=StageSeconds)
     prefill_seconds: float = 0.0
+    num_prefix_queries: int = 0
+    num_cached_tokens: int = 0
     lossy_tv: float = 0.0
 
     @property
@@ -169,6 +173,8 @@ class GenerationMetrics:
             "accept_seconds": self.seconds.accept,
             "commit_seconds": self.seconds.commit,
             "prefill_seconds": self.prefill_seconds,
+            "num_prefix_queries": self.num_prefix_queries,
+            "num_cached_tokens": self.num_cached_tokens,
             "lossy_tv": None if math.isnan(self.lossy_tv) else self.lossy_tv,
         }
 
@@ -254,6 +260,8 @@ class RequestOutput:
         metrics: What generating them took, over all n.
         prompt_logprobs: For each prompt token a mapping as in `CompletionOutput.logprobs`; None for the first, which
             nothing comes before. None when not asked for.
+        num_cached_tokens: Prompt tokens that were not read because a slot held the beginning of the same text, of the
+            first completion; None before it began.
     """
 
     request_id: str
@@ -262,6 +270,7 @@ class RequestOutput:
     outputs: Sequence[CompletionOutput]
     metrics: GenerationMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    num_cached_tokens: int | None = None
 
     @property
     def finished(self) -> bool:

@@ -37,7 +37,7 @@ OTHER_FIELDS: Mapping[str, OtherField] = MappingProxyType({
     "logprob_token_ids": OtherField((), "logprobs holds the most probable tokens. Leave it out."),
     "output_kind": OtherField((0,), "Use LLM.generate for whole outputs and LLM.stream for new parts."),
     "extra_args": OtherField(({},), "No plug-in reads them. Leave it out."),
-    "skip_reading_prefix_cache": OtherField((True, False), "There is no prefix cache. Leave it out."),
+    "skip_reading_prefix_cache": OtherField((True, False), "Set enable_prefix_caching of LLM."),
     "skip_clone": OtherField((True, False), "Leave it out."),
     "thinking_token_budget": OtherField((), "Set max_tokens."),
     "repetition_detection": OtherField((), "Use penalties or stop strings."),

@@ -127,6 +127,11 @@ class SlotCache:
             rows = torch.tensor(source, device=store.device)
             store[:, slot, :, start : start + len(source)] = store[:, slot].index_select(2, rows)
 
+    def copy_rows(self, source: int, slot: int, count: int) -> None:
+        """Copies the first `count` rows of a slot to another one, in every layer at once."""
+        for store in self._stores.values():
+            store[:, slot, :, :count] = store[:, source, :, :count]
+
     def poison(self, slot: int, start: int) -> None:
         """Overwrites the rows of a slot from `start` on with NaN; a correct program never notices."""
         for store in self._stores.values():

@@ -80,7 +80,9 @@ class AutoregressiveDrafter(HeadDrafter):
             head.as_blocks(capacity), num_slots=target.num_slots, capacity=capacity, quantization=loaded.quantization
         )
         self._whole_drafts = whole_drafts(loaded, self._stack)
-        self._pairs = StackFeatures(self._encoded, target, width=2 * head.config.width, dtype=loaded.dtype)
+        self._pairs = StackFeatures(
+            self._encoded, self._stack.cache, target, width=2 * head.config.width, dtype=loaded.dtype
+        )
         return self._pairs
 
     def _most_fed(self) -> int:

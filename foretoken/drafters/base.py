@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationInfo, field_validator, model_validator
 
@@ -92,6 +92,20 @@ class TargetHandle:
         return self.measured_costs()
 
 
+class Prefix(NamedTuple):
+    """First positions of a text that are in the target's KV already, as another text left them.
+
+    Both texts have the same tokens at these positions and at the one after them.
+
+    Attributes:
+        slot: That of the other text, which goes on in it or is over; it may be the very slot of this one.
+        length: Positions.
+    """
+
+    slot: int
+    length: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRequest:
     """A sequence that begins in a slot.
@@ -103,6 +117,7 @@ class DraftRequest:
         prediction: Token ids that the output probably repeats in part, as OpenAI's `prediction`; None without any.
         cache_salt: What this request wrote is proposed only to requests with the same salt; None shares with all that
             have none either.
+        prefix: Of the prompt, what the target does not read again; None where it reads all. See `PrefixKeeper`.
     """
 
     request_id: str
@@ -110,6 +125,7 @@ class DraftRequest:
     params: SamplingParams
     prediction: Sequence[int] | None = None
     cache_salt: str | None = None
+    prefix: Prefix | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +240,7 @@ class Drafter(Protocol):
         """
 
     def begin(self, slot: int, request: DraftRequest) -> None:
-        """A sequence begins in a slot; nothing of it is committed yet."""
+        """A sequence begins in a slot; nothing of it is committed yet, but for a prefix of a `PrefixKeeper`'s."""
 
     def propose(self, context: DraftContext) -> TokenTree:
         """A tree over each sequence's root. May be called and thrown away; an empty proposal is the root alone."""
@@ -234,6 +250,28 @@ class Drafter(Protocol):
 
     def release(self, slot: int) -> None:
         """The slot's sequence is over; its state may be forgotten."""
+
+
+@runtime_checkable
+class PrefixKeeper(Protocol):
+    """What a trusted drafter may have besides: it needs not be told what it knows of another text's first positions.
+
+    A prefix that the target does not read again is not committed to it: `begin` names it, and the drafter goes on from
+    what it kept of that slot, whose sequence may be over. Other drafters get it as one more part of the prompt, without
+    features; where they read features all of the prompt is read again for them.
+    """
+
+    def reusable(self, slot: int, length: int) -> int:
+        """How many positions of a slot a sequence could begin with that has the same first tokens.
+
+        Args:
+            slot: Of a sequence that is running or over.
+            length: Positions whose tokens are the same, as is the one after them.
+
+        Returns:
+            0 … `length`. With several drafters a smaller number may be asked about next, and `begin` names one that all
+            agreed to.
+        """
 
 
 @runtime_checkable

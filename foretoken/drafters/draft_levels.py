@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from foretoken.core.common_prefix import common_prefix_len
 from foretoken.core.passes import Pass
 from foretoken.drafters.level_passes import LevelPasses
 from foretoken.trees.expansion import TreeExpansion
@@ -91,13 +92,19 @@ class DraftLevels:
         self._longest_catch_up = _LONGEST_CATCH_UP if mapping is None else _LONGEST_MAPPED_CATCH_UP
         self._slots: dict[int, _SlotState] = {}
 
-    def begin(self, slot: int) -> None:
-        """Starts a sequence with an empty cache; the prompt is read when the first draft is asked for."""
-        self._slots[slot] = _SlotState([])
+    def begin(self, slot: int, source: int | None = None, tokens: Sequence[int] = ()) -> None:
+        """Starts a sequence; the prompt is read when the first draft is asked for.
 
-    def release(self, slot: int) -> None:
-        """Forgets a sequence."""
-        self._slots.pop(slot, None)
+        Args:
+            slot: Where.
+            source: A slot whose text begins alike, which may be the same slot; None for an empty cache.
+            tokens: The draft model's ids of the prompt, to be compared with those of that text.
+        """
+        known = self._slots[source].tokens if source is not None and source in self._slots else []
+        length = common_prefix_len(known, tokens)
+        if length and source is not None and source != slot:
+            self._runner.copy_prefix(source, slot, length)
+        self._slots[slot] = _SlotState(list(tokens[:length]))
 
     def crop(self, slot: int, length: int) -> None:
         """Forgets a sequence's rows from position `length` on, and what was drafted behind them."""

@@ -160,10 +160,14 @@ class DraftModelDrafter:
             self._runner.quantize(quantization)
 
     def begin(self, slot: int, request: DraftRequest) -> None:
-        """Starts with an empty cache; the prompt is read when the first draft is asked for."""
-        self._levels.begin(slot)
+        """Starts with what another text left that begins alike; the rest is read when the first draft is asked for."""
         if self._mapping is not None:
             self._texts[slot] = Translation(self._mapping, len(request.prompt))
+        if request.prefix is None:
+            self._levels.begin(slot)
+        else:
+            ids = request.prompt if self._mapping is None else self._texts[slot].of(request.prompt)
+            self._levels.begin(slot, request.prefix.slot, ids)
 
     def propose(self, context: DraftContext) -> TokenTree:
         """The shape, expanded level by level."""
@@ -184,8 +188,7 @@ class DraftModelDrafter:
         """Nothing to learn: the next proposal reads the accepted path off the committed tokens."""
 
     def release(self, slot: int) -> None:
-        """Forgets the sequence."""
-        self._levels.release(slot)
+        """Forgets the sequence, but for its rows."""
         self._texts.pop(slot, None)
 
     def _translated(self, context: DraftContext) -> list[list[int]]:

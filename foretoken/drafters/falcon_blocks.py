@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from foretoken.decoder.cuda_graphs import GraphCapture
     from foretoken.decoder.lean.int8 import Quantization
-    from foretoken.drafters.base import Committed, TargetHandle
+    from foretoken.drafters.base import Committed, Prefix, TargetHandle
     from foretoken.heads.falcon import FalconHead
     from foretoken.hf.parts import TargetParts
     from foretoken.trees.expansion import Expansion
@@ -172,14 +172,25 @@ class FalconBlocks:
         parts = committed.features[:, 0].split(committed.lengths)
         for slot, start, features in zip(committed.slots, committed.starts, parts, strict=True):
             if start == 0:
-                self.forget(slot)
+                self.begin(slot, None)
             if start == self._known[slot]:  # else a part is missing: the slot stays behind and is not drafted for
                 self._waiting[slot].append(features)
                 self._known[slot] += len(features)
 
-    def forget(self, slot: int) -> None:
-        """The slot's sequence is over."""
-        self._fed[slot], self._known[slot], self._waiting[slot] = 0, 0, []
+    def reusable(self, slot: int, length: int) -> int:
+        """As `StackFeatures.reusable`, and nothing where more went through the LSTM, whose state is that of its end."""
+        fed = self._fed[slot]
+        return min(length, fed + sum(map(len, self._waiting[slot]))) if fed <= length else 0
+
+    def begin(self, slot: int, prefix: Prefix | None) -> None:
+        """A sequence begins in a slot, with what another one left as far as `reusable` allowed; None for nothing."""
+        source, length = prefix or (slot, 0)
+        fed = min(self._fed[source], length)
+        waiting = torch.cat(self._waiting[source])[: length - fed] if fed < length else None
+        if source != slot and fed:
+            self._last[slot], self._state[slot] = self._last[source], self._state[source]
+            self.stack.cache.copy_rows(source, slot, fed)
+        self._fed[slot], self._known[slot], self._waiting[slot] = fed, length, [] if waiting is None else [waiting]
 
     def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
         """(B, K, W), the features that the last K committed positions estimate as a block; feeds what waits.

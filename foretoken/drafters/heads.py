@@ -88,9 +88,8 @@ class HeadDrafter:
         self.nodes_by_depth = [shape.num_nodes for shape in self._shapes]
 
     def begin(self, slot: int, request: DraftRequest) -> None:
-        """Starts without features."""
-        del request
-        self._features.forget(slot)
+        """Starts without features, but for those of a prefix."""
+        self._features.begin(slot, request.prefix)
 
     @torch.inference_mode()
     def propose(self, context: DraftContext) -> TokenTree:
@@ -110,8 +109,11 @@ class HeadDrafter:
         self._features.learn(committed)
 
     def release(self, slot: int) -> None:
-        """Forgets the features."""
-        self._features.forget(slot)
+        """What is known of the features stays, for texts that begin alike."""
+
+    def reusable(self, slot: int, length: int) -> int:
+        """See `PrefixKeeper`."""
+        return self._features.reusable(slot, length)
 
     def features_for(self, target: TargetHandle) -> KeptFeatures:
         """What is kept of the target's features: the last one of each slot."""

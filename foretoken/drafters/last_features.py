@@ -13,7 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.drafters.base import Committed
+    from foretoken.drafters.base import Committed, Prefix
 
 
 def rows_at(table: Tensor, slots: Sequence[int]) -> Tensor:
@@ -58,8 +58,11 @@ class KeptFeatures(Protocol):
             texts: The committed tokens of each, which reach a token further than features.
         """
 
-    def forget(self, slot: int) -> None:
-        """The slot's sequence is over."""
+    def reusable(self, slot: int, length: int) -> int:
+        """See `foretoken.drafters.base.PrefixKeeper`."""
+
+    def begin(self, slot: int, prefix: Prefix | None) -> None:
+        """A sequence begins in a slot, with what another one left as far as `reusable` allowed; None for nothing."""
 
 
 class LastFeatures:
@@ -85,6 +88,12 @@ class LastFeatures:
         del texts
         return rows_at(self._features, slots)
 
-    def forget(self, slot: int) -> None:
-        """The slot's sequence is over."""
+    def reusable(self, slot: int, length: int) -> int:
+        """All: only the last feature is ever needed, and that comes with the next position."""
+        del slot
+        return length
+
+    def begin(self, slot: int, prefix: Prefix | None) -> None:
+        """A sequence begins in a slot."""
+        del prefix
         self._known[slot] = 0

@@ -51,4 +51,4 @@ class PrefixFeatures(StackFeatures):
             layer.as_blocks(capacity), num_slots=target.num_slots, capacity=capacity, capture=capture,
             quantization=quantization,
         )  # fmt: skip
-        super().__init__(self.stack.run, target, width=layer.norm.shape[0], dtype=dtype)
+        super().__init__(self.stack.run, self.stack.cache, target, width=layer.norm.shape[0], dtype=dtype)

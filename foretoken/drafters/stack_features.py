@@ -22,7 +22,8 @@ from foretoken.drafters.last_features import rows_at, set_last
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from foretoken.drafters.base import Committed, TargetHandle
+    from foretoken.decoder.slot_cache import SlotCache
+    from foretoken.drafters.base import Committed, Prefix, TargetHandle
 
 _TOGETHER = 32  # positions of a sequence that are fed beside others; longer parts are fed alone
 _CHUNK = 512  # positions of a long part fed at once
@@ -44,30 +45,38 @@ class StackFeatures:
     """See the module."""
 
     def __init__(
-        self, encode: Callable[[Tensor, Pass], Tensor], target: TargetHandle, *, width: int, dtype: torch.dtype
+        self,
+        encode: Callable[[Tensor, Pass], Tensor],
+        cache: SlotCache,
+        target: TargetHandle,
+        *,
+        width: int,
+        dtype: torch.dtype,
     ) -> None:
         """Nothing is known yet.
 
         Args:
             encode: Feeds the block (M, F E) features of a pass, whose tokens are those after them; gives the (M, W)
                 that are kept of the last ones.
+            cache: The block's.
             target: Tells slots and device.
             width: W.
             dtype: Of what is fed and kept.
         """
-        self._encode, self._dtype = encode, dtype
+        self._encode, self._cache, self._dtype = encode, cache, dtype
         self._fed = [0] * target.num_slots  # positions in the cache
         # (T, F, E) each, committed after those
         self._waiting: list[list[Tensor]] = [[] for _ in range(target.num_slots)]
         self._has_seen = [False] * target.num_slots  # whether a draft has fed all that waits
         self._known = [0] * target.num_slots  # positions in the cache or waiting
+        self._has_last = [False] * target.num_slots  # whether what follows is that of the last position in the cache
         self._last = torch.zeros(target.num_slots, width, device=target.device, dtype=dtype)
 
     def is_known(self, slot: int, length: int) -> bool:
-        """Whether all features of positions 0 … `length - 1` came in."""
+        """Whether all features of positions 0 … `length - 1` came in, the last of them not only with a prefix."""
         # A feeding that failed leaves fewer: the slot is not drafted for until it begins anew.
         here = self._fed[slot] + sum(map(len, self._waiting[slot]))
-        return length > 0 and self._known[slot] == here == length
+        return self._known[slot] == here == length and (self._has_last[slot] or bool(self._waiting[slot]))
 
     def learn(self, committed: Committed) -> None:
         """Takes what entered the target's KV."""
@@ -76,16 +85,29 @@ class StackFeatures:
         parts = [committed.features] if len(lengths) == 1 else committed.features.split(lengths)
         for slot, start, features in zip(committed.slots, committed.starts, parts, strict=True):
             if start == 0:
-                self.forget(slot)
+                self.begin(slot, None)
             if self._has_seen[slot]:
                 self._fed[slot], self._waiting[slot], self._has_seen[slot] = self._known[slot], [], False
             if start == self._known[slot]:  # else a part is missing: the slot stays behind and is not drafted for
                 self._waiting[slot].append(features)
                 self._known[slot] += len(features)
 
-    def forget(self, slot: int) -> None:
-        """The slot's sequence is over."""
-        self._fed[slot], self._known[slot], self._waiting[slot], self._has_seen[slot] = 0, 0, [], False
+    def reusable(self, slot: int, length: int) -> int:
+        """All positions whose features came in."""
+        return min(length, self._fed[slot] + sum(map(len, self._waiting[slot])))
+
+    def begin(self, slot: int, prefix: Prefix | None) -> None:
+        """A sequence begins in a slot, with what another one left as far as `reusable` allowed; None for nothing."""
+        source, length = prefix or (slot, 0)
+        fed = self._known[source] if self._has_seen[source] else self._fed[source]
+        waiting, self._fed[slot] = list[Tensor](), min(fed, length)
+        for part in self._waiting[source] if fed < length else ():
+            waiting.append(part[: length - fed])
+            fed += len(waiting[-1])
+        if source != slot and self._fed[slot]:
+            self._cache.copy_rows(source, slot, self._fed[slot])
+        self._waiting[slot], self._known[slot] = waiting, length
+        self._has_seen[slot] = self._has_last[slot] = False
 
     def of(self, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> Tensor:
         """(B, W), what the block gave at the last position whose features came in; feeds what waits.
@@ -163,3 +185,4 @@ class StackFeatures:
         set_last(self._last, slots, self._encode(features, work), work.offsets)
         for slot, tokens in zip(slots, following, strict=True):
             self._fed[slot] += len(tokens)
+            self._has_last[slot] = True

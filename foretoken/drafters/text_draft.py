@@ -94,10 +94,13 @@ class TextDraftDrafter:
             self._runner.quantize(quantization)
 
     def begin(self, slot: int, request: DraftRequest) -> None:
-        """Starts with an empty cache; the prompt is read when the first draft is asked for."""
-        del request
-        self._levels.begin(slot)
-        self._texts[slot] = DraftText(self._retokenizer)
+        """Starts with what another text left that begins alike; the rest is read when the first draft is asked for."""
+        text = self._texts[slot] = DraftText(self._retokenizer)
+        if request.prefix is None:
+            self._levels.begin(slot)
+        else:
+            text.read(request.prompt)
+            self._levels.begin(slot, request.prefix.slot, text.ids)
 
     def propose(self, context: DraftContext) -> TokenTree:
         """What the draft model goes on with, in the target's tokens."""
@@ -122,8 +125,7 @@ class TextDraftDrafter:
         """Nothing to learn: the next proposal reads the committed tokens."""
 
     def release(self, slot: int) -> None:
-        """Forgets the sequence."""
-        self._levels.release(slot)
+        """Forgets the sequence, but for its rows."""
         self._texts.pop(slot, None)
 
     def _written(self, context: DraftContext, rows: Sequence[int], slots: Sequence[int], depth: int) -> list[_Written]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.core.errors import described
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.base import Lookup
+from foretoken.drafters.base import Committed, Lookup, PrefixKeeper
 from foretoken.engine.tree_checks import cut_invalid_nodes, find_fault
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest
+    from foretoken.drafters.base import DraftContext, Drafter, DraftRequest
 
 _FAILURES_IN_A_ROW = 5
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class DraftGuard:
     def __init__(self, drafter: Drafter, *, vocab_size: int, max_nodes: int, device: torch.device) -> None:
         self._drafter: Drafter | None = drafter
         self._vocab_size, self._max_nodes, self._device = vocab_size, max_nodes, device
-        self.name = drafter.name
+        self.name, self._has_features = drafter.name, bool(drafter.reads.taps)
         self._failures: Counter[str] = Counter()  # in a row, by call
         self._logged: set[tuple[str, str]] = set()  # calls and kinds of failure
 
@@ -62,7 +62,7 @@ class DraftGuard:
         return self._drafter is not None
 
     def begin(self, slot: int, request: DraftRequest) -> None:
-        """Passes on that a sequence begins."""
+        """Passes on that a sequence begins, and what of it need not be read, see `PrefixKeeper`."""
         if self._drafter is None:
             return
         try:
@@ -70,6 +70,24 @@ class DraftGuard:
             self._count("begin")
         except Exception as err:  # noqa: BLE001 - whatever a drafter raises must not cost text
             self._failed("begin", err)
+        if request.prefix is not None and not isinstance(self._drafter, PrefixKeeper):
+            tokens = request.prompt[: request.prefix.length]
+            self.commit(Committed(slots=[slot], starts=[0], tokens=[tokens], features=None))
+
+    def reusable(self, slot: int, length: int) -> int:
+        """How many of the first positions of a slot need not be read again for the drafter, see `PrefixKeeper`."""
+        drafter = self._drafter
+        if drafter is None:
+            return length
+        if not isinstance(drafter, PrefixKeeper):
+            return 0 if self._has_features else length
+        try:
+            found = drafter.reusable(slot, length)
+            self._count("reusable")
+        except Exception as err:  # noqa: BLE001 - as above
+            self._failed("reusable", err)
+            return 0
+        return min(max(found, 0), length)
 
     def propose(self, context: DraftContext) -> SafeDraft:
         """The drafter's tree without invalid nodes, or roots alone.

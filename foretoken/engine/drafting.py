@@ -171,6 +171,17 @@ class Drafting:
         for guard in self._guards:
             guard.begin(slot, request)
 
+    def reusable(self, slot: int, length: int) -> int:
+        """How many of the first positions of a slot no drafter needs to be read again, see `PrefixKeeper`.
+
+        Args:
+            slot: Of a sequence that is running or over.
+            length: Positions whose tokens are the same, as is the one after them.
+        """
+        while (least := min((guard.reusable(slot, length) for guard in self._guards), default=length)) < length:
+            length = least  # which those have to agree to that would have kept more
+        return length
+
     def propose(self, context: DraftContext) -> Draft:
         """A tree over each root: what drafters propose within the controller's allowances, as far as it pays.
 

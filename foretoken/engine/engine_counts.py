@@ -27,6 +27,8 @@ class EngineCounts:
     def begin(self, sequence: Sequence) -> None:
         """Counts a sequence that begins to run."""
         self._counts["vllm:prompt_tokens"] += sequence.num_prompt
+        self._counts["vllm:prefix_cache_queries"] += sequence.metrics.num_prefix_queries
+        self._counts["vllm:prefix_cache_hits"] += sequence.metrics.num_cached_tokens
 
     def add(self, record: StepRecord) -> None:
         """Counts an iteration."""
@@ -54,8 +56,9 @@ class EngineCounts:
         """
         labels = {"model_name": model_name, "engine": "0"}
         names = (
-            "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:spec_decode_num_drafts",
-            "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens", "foretoken:target_passes",
+            "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
+            "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens",
+            "foretoken:target_passes",
         )  # fmt: skip
         return [
             Gauge(name="vllm:num_requests_running", labels=labels, value=num_running),

@@ -26,6 +26,7 @@ from foretoken.engine.loop import Engine
 from foretoken.engine.model_arguments import target_model, target_tokenizer
 from foretoken.engine.requests import Request, RequestReader
 from foretoken.engine.shared_engine import SharedEngine
+from foretoken.engine.slot_pool import SlotPool
 from foretoken.engine.torch_state import own_torch_state
 from foretoken.engine.vllm_arguments import check_other_arguments
 from foretoken.engine.vocabulary import ids_without_token
@@ -76,6 +77,7 @@ class LLM:
         max_num_seqs: int = 8,
         max_model_len: int | None = None,
         max_num_batched_tokens: int | None = None,
+        enable_prefix_caching: bool | None = None,
         seed: int | None = None,
         tokenizer: Any = None,
         revision: str | None = None,
@@ -105,6 +107,10 @@ class LLM:
             max_num_batched_tokens: Most tokens of a pass, drafted nodes and chunks of joining prompts together; at
                 least one prompt token is always read. None aims at passes that take 2.4 times as long as those
                 without prompts, by what passes take here.
+            enable_prefix_caching: Whether a prompt that begins as a text that a slot holds, of a running sequence or of
+                the last one in it, is read from there on only; None for True. Where a runner is not exact, logits after
+                a prefix can differ in the last bits from those after a prompt that was read at once, as they do between
+                chunks of different sizes. Requests with different `cache_salt` share nothing.
             seed: Makes requests without a seed of their own reproducible, in the order in which they come.
             tokenizer: A tokenizer, or the directory or hub id of one; None takes the model's own.
             revision: Branch, tag or commit of a hub id in `model`; None for its main branch.
@@ -134,6 +140,8 @@ class LLM:
             check_integer("max_model_len", max_model_len, _SHORTEST_CONTEXT, error=ConfigError)
         if max_num_batched_tokens is not None:
             check_integer("max_num_batched_tokens", max_num_batched_tokens, 1, error=ConfigError)
+        keeps_prefixes = True if enable_prefix_caching is None else enable_prefix_caching
+        check_boolean("enable_prefix_caching", keeps_prefixes, error=ConfigError)
         if seed is not None:
             check_integer("seed", seed, error=ConfigError)
             seed = int(seed)
@@ -205,7 +213,7 @@ class LLM:
                 device=loaded.device,
             ),
             policy=setup.policy,
-            max_num_seqs=max_num_seqs,
+            slots=SlotPool(max_num_seqs, keeps_prefixes=keeps_prefixes),
             on_step=on_step,
             max_num_batched_tokens=max_num_batched_tokens,
             impossible_ids=None if allow_unknown_ids else ids_without_token(self.tokenizer, self.target),

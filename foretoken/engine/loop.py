@@ -34,6 +34,7 @@ from foretoken.engine.outcomes import (
     token_scores,
 )
 from foretoken.engine.prefill import Chunk, Prefill
+from foretoken.engine.slot_pool import Held, Taken
 from foretoken.engine.stage_clock import StageClock
 from foretoken.engine.torch_state import restored_torch_state
 from foretoken.engine.tracing import traced
@@ -54,8 +55,10 @@ if TYPE_CHECKING:
     from foretoken.core.token_tree import TokenTree
     from foretoken.core.tree_trace import TreeTrace
     from foretoken.decoder.base import PassOutput
+    from foretoken.drafters.base import Prefix
     from foretoken.engine.drafting import Drafting
     from foretoken.engine.sequence import Sequence
+    from foretoken.engine.slot_pool import SlotPool
     from foretoken.runner.runner import Runner
 
 _NO_TOKEN = "no token is possible: the target's logits, or what the request's parameters make of them, are not finite."
@@ -77,7 +80,7 @@ class Engine:
         drafting: Drafting,
         *,
         policy: AcceptancePolicy,
-        max_num_seqs: int,
+        slots: SlotPool,
         on_step: Callable[[StepRecord], None] | None = None,
         impossible_ids: Tensor | None = None,
         max_num_batched_tokens: int | None = None,
@@ -86,10 +89,10 @@ class Engine:
         """An idle engine.
 
         Args:
-            target: With at least `max_num_seqs` slots.
+            target: With at least as many slots as there are in `slots`.
             drafting: The drafters and their controller.
             policy: How sampled requests are verified.
-            max_num_seqs: Sequences decoded at once.
+            slots: One for each sequence that is decoded at once.
             on_step: Called with every iteration's record.
             impossible_ids: (U,) int64, token ids that are never generated; None for none.
             max_num_batched_tokens: See `PrefillBudget`.
@@ -98,9 +101,9 @@ class Engine:
         self.target, self.policy, self._impossible_ids = target, policy, impossible_ids
         self._drafting, self._on_step, self._has_traces = drafting, on_step, has_traces
         self._prefill = Prefill(target, drafting, max_num_batched_tokens)
-        self._history = HistoryTable(max_num_seqs, target.vocab_size, target.device)
+        self._history = HistoryTable(slots.num_slots, target.vocab_size, target.device)
         self.counts = EngineCounts()
-        self._free_slots = list(range(max_num_seqs))[::-1]
+        self._slots = slots
         self._waiting: deque[Sequence] = deque()
         self._running: list[Sequence] = []
         self._batch: tuple[list[Sequence], SamplingBatch] | None = None
@@ -119,7 +122,7 @@ class Engine:
     @property
     def num_free_slots(self) -> int:
         """Sequences that can join at once."""
-        return len(self._free_slots)
+        return len(self._slots.free)
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence."""
@@ -394,20 +397,40 @@ class Engine:
 
     def _join(self) -> None:
         """Gives free slots to waiting sequences."""
-        while self._waiting and self._free_slots:
+        while self._waiting and self._slots.free:
             sequence = self._waiting.popleft()
-            sequence.slot = self._free_slots.pop()
+            taken = self._taken_slot(sequence)
+            sequence.slot = taken.slot
             self._running.append(sequence)
+            self._contained(sequence, self._begin, taken.prefix)
             self.counts.begin(sequence)
-            self._contained(sequence, self._begin)
 
-    def _begin(self, sequence: Sequence) -> None:
-        """Begins what processors and drafters know of a sequence."""
+    def _taken_slot(self, sequence: Sequence) -> Taken:
+        """The slot that a sequence gets, and what of its prompt need not be read."""
+        if not self._slots.keeps_prefixes or sequence.wants_prompt_scores:  # which take the logits of all positions
+            return Taken(self._slots.take_oldest(), None)
+        sequence.metrics.num_prefix_queries = sequence.num_prompt
+        return self._slots.take(
+            sequence.tokens,
+            most=len(sequence.tokens) - 1,
+            salt=sequence.cache_salt,
+            running=[
+                Held(_slot(s), s.tokens, s.num_cached, s.cache_salt) for s in self._running if s.finish_reason is None
+            ],
+            reusable=self._drafting.reusable,
+        )
+
+    def _begin(self, sequence: Sequence, prefix: Prefix | None) -> None:
+        """Begins what cache, processors and drafters know of a sequence."""
         slot, params = _slot(sequence), sequence.params
+        if prefix is not None:
+            if prefix.slot != slot:
+                self.target.copy_prefix(prefix.slot, slot, prefix.length)
+            sequence.num_cached = sequence.metrics.num_cached_tokens = prefix.length
         self._history.start(slot, sequence.tokens, needs_counts=params.has_penalties)
         request = DraftRequest(
             request_id=sequence.request_id, prompt=list(sequence.tokens), params=params,
-            prediction=sequence.prediction, cache_salt=sequence.cache_salt,
+            prediction=sequence.prediction, cache_salt=sequence.cache_salt, prefix=prefix,
         )  # fmt: skip
         self._drafting.begin(slot, request)
 
@@ -416,7 +439,10 @@ class Engine:
         for sequence in self._running:
             if sequence.finish_reason is not None and sequence.slot is not None:
                 self._drafting.release(sequence.slot)
-                self._free_slots.append(sequence.slot)
+                length = (
+                    0 if sequence.finish_reason == "error" else sequence.num_cached
+                )  # its rows may be why it failed
+                self._slots.give_back(Held(sequence.slot, sequence.tokens, length, sequence.cache_salt))
                 self.counts.end(sequence)
                 sequence.slot = None
         self._running = [s for s in self._running if s.finish_reason is None]
@@ -470,8 +496,7 @@ class Engine:
         self._history.append(_slot(sequence), sequence.tokens[before:])
         if sequence.finish_reason is None and outcome.num_valid < len(outcome.tokens):
             sequence.fail(_NO_TOKEN)
-        if sequence.finish_reason is None:
-            sequence.num_cached = len(sequence.tokens) - 1
+        sequence.num_cached = len(sequence.tokens) - 1
 
 
 def _fail(sequence: Sequence, error: Exception) -> None:

@@ -63,6 +63,7 @@ class Request:
             outputs=[sequence.output() for sequence in self.sequences],
             metrics=GenerationMetrics.total(sequence.metrics for sequence in self.sequences),
             prompt_logprobs=first.prompt_logprobs(),
+            num_cached_tokens=first.metrics.num_cached_tokens if self.has_begun else None,
         )
 
 

@@ -43,7 +43,8 @@ class Sequence:
         is_seeded: Whether the request gave a seed.
         tokens: Prompt and output; the last one is the root.
         num_prompt: Prompt length.
-        num_cached: Target KV rows filled so far; `len(tokens) - 1` once prefill is over.
+        num_cached: Target KV rows filled so far, a prefix that was there included; `len(tokens) - 1` once prefill is
+            over.
         slot: Cache slot while running, else None.
         finish_reason: Set when it is over.
         stop_reason: What ended it, where something did.

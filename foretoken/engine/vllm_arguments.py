@@ -58,7 +58,6 @@ OTHER_ARGUMENTS = {
     "swap_space": OtherArgument(_one_of(0, 0.0, 4, 4.0), _CACHE),
     "cpu_offload_gb": OtherArgument(_one_of(0, 0.0), "Weights stay on the device. Leave it out."),
     "kv_cache_dtype": OtherArgument(_one_of("auto"), "The KV cache has the model's dtype. Set 'dtype'."),
-    "enable_prefix_caching": OtherArgument(_one_of(False), "There is no prefix cache. Leave it out."),
     "enable_chunked_prefill": OtherArgument(_one_of(True), _CHUNKS),
     "quantization": OtherArgument(_one_of(), "A quantised checkpoint is loaded as its config.json says. Leave it out."),
     "load_format": OtherArgument(_one_of("auto", "safetensors"), _SAFETENSORS),

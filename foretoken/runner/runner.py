@@ -234,3 +234,13 @@ class Runner:
             paths: Of each sequence, accepted nodes in order, without the root.
         """
         self.cache.move_paths(slots, lengths, paths)
+
+    def copy_prefix(self, source: int, slot: int, length: int) -> None:
+        """Copies the first rows of a slot to another one, whose text begins with the same tokens.
+
+        Args:
+            source: Whose rows 0 … `length` - 1 are committed.
+            slot: Which sequence gets them.
+            length: How many.
+        """
+        self.cache.copy_rows(source, slot, length)

@@ -153,7 +153,7 @@ def test_ragged_slots_that_come_and_go(seed: int) -> None:
         counts = {}
         for slot in dice.sample(range(3), dice.randint(1, 3)):
             if drafts.length[slot] > 45 or dice.random() < 0.1:
-                drafts.blocks.forget(slot)
+                drafts.blocks.begin(slot, None)
                 drafts.length[slot] = 0
             if not drafts.length[slot]:
                 drafts.begin(slot, seed=1000 * seed + 10 * turn + slot)

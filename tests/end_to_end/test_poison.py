@@ -18,12 +18,14 @@ from foretoken.core.results import GenerationMetrics
 from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.block_stack import BlockStack
 from foretoken.drafters.autoregressive import AutoregressiveDrafter
-from foretoken.drafters.base import DraftContext
+from foretoken.drafters.base import DraftContext, Prefix
 from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.drafters.heads import HeadDrafter
 from foretoken.drafters.prefix_features import PrefixFeatures
 from foretoken.drafters.stack_features import StackFeatures
 from foretoken.drafters.text_draft import TextDraftDrafter
+from foretoken.engine.loop import _slot
+from foretoken.engine.sequence import Sequence
 
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 SLOTS = 4
@@ -35,34 +37,46 @@ WITH_OWN_ROWS = {
 
 
 def poison_target(engine: LLM, *, start: int = 0) -> None:
-    """Overwrites all uncommitted rows of all slots after every iteration; `start` moves the first one."""
-    loop, step = engine._engine, engine._engine.step
+    """Overwrites all rows of all slots that are neither committed nor kept, after every iteration and at every reuse.
+
+    Args:
+        engine: Changed.
+        start: Moves the first row.
+    """
+    loop, step, begin = engine._engine, engine._engine.step, engine._engine._begin
+
+    def poison(committed: dict[int, int]) -> None:
+        for slot, length in committed.items():
+            engine.target.cache.poison(slot, max(0, length + start))
 
     def poisoned_step() -> Any:
         changed = step()
-        committed = {sequence.slot: sequence.num_cached for sequence in loop._running}
-        for slot in range(SLOTS):
-            engine.target.cache.poison(slot, max(0, committed.get(slot, 0) + start))
+        poison({held.slot: held.length for held in loop._slots._free})
+        poison({_slot(sequence): sequence.num_cached for sequence in loop._running})
         return changed
 
-    loop.step = poisoned_step
+    def poisoned_begin(sequence: Sequence, prefix: Prefix | None) -> None:
+        begin(sequence, prefix)
+        poison({_slot(sequence): sequence.num_cached})
+
+    loop.step, loop._begin = poisoned_step, poisoned_begin
 
 
 def poison_draft_model(drafter: DraftModelDrafter | TextDraftDrafter) -> None:
-    """Overwrites what the draft model did not keep, and whole slots when they are released."""
+    """Overwrites what the draft model did not keep, and what a text that begins does not share with the one before."""
     levels, cache = drafter._levels, drafter._runner.cache
-    keep, release = levels._keep_accepted, levels.release
+    keep, begin = levels._keep_accepted, levels.begin
 
     def poisoned_keep(slot: int, tokens: list[int]) -> Any:
         state = keep(slot, tokens)
         cache.poison(slot, len(state.tokens))
         return state
 
-    def poisoned_release(slot: int) -> None:
-        release(slot)
-        cache.poison(slot, 0)
+    def poisoned_begin(slot: int, *arguments: Any) -> None:
+        begin(slot, *arguments)
+        cache.poison(slot, len(levels._slots[slot].tokens))
 
-    levels._keep_accepted, levels.release = poisoned_keep, poisoned_release
+    levels._keep_accepted, levels.begin = poisoned_keep, poisoned_begin
 
 
 def poison_block(drafter: HeadDrafter, stack: BlockStack) -> None:
@@ -86,6 +100,12 @@ def poison_block(drafter: HeadDrafter, stack: BlockStack) -> None:
 def poisoned_llm(arguments: dict[str, Any], runner: str, **more: Any) -> LLM:
     """An engine whose every cache is poisoned."""
     engine = llm(arguments, max_num_seqs=SLOTS, max_model_len=CONTEXT_LEN, runner=runner)
+    poison_caches(engine, **more)
+    return engine
+
+
+def poison_caches(engine: LLM, **more: Any) -> None:
+    """Poisons every cache of an engine, see `poison_target`."""
     for guard in engine._engine._drafting._guards:
         drafter = guard._drafter
         if isinstance(drafter, DraftModelDrafter | TextDraftDrafter):
@@ -95,7 +115,6 @@ def poisoned_llm(arguments: dict[str, Any], runner: str, **more: Any) -> LLM:
         elif isinstance(drafter, HeadDrafter) and isinstance(drafter._features, PrefixFeatures):
             poison_block(drafter, drafter._features.stack)
     poison_target(engine, **more)
-    return engine
 
 
 @pytest.mark.parametrize("runner", RUNNERS)

@@ -248,7 +248,7 @@ def test_without_a_tokenizer_text_is_refused(prompt: Any, params: SamplingParams
         ({"gpu_memory_utilization": 0.2}, r"gpu_memory_utilization = 0\.2 is not supported\. The KV cache takes"),
         ({"trust_remote_code": True}, "trust_remote_code = True is not supported. Code that comes with a model"),
         ({"enable_chunked_prefill": False}, "enable_chunked_prefill = False is not supported. Prompts are always fed"),
-        ({"enable_prefix_caching": True}, "enable_prefix_caching = True is not supported. There is no prefix cache"),
+        ({"enable_prefix_caching": "yes"}, "enable_prefix_caching is 'yes'. Expected True or False"),
         ({"quantization": "awq"}, "quantization = 'awq' is not supported"),
         ({"revision": "v1"}, r"revision is 'v1', but model is in memory\. Expected a hub id\. Leave it out\."),
         ({"tokenizer_revision": "v1"}, "tokenizer_revision is 'v1', but tokenizer is in memory"),
@@ -271,7 +271,7 @@ def test_engines_that_cannot_work_are_refused(arguments: dict[str, Any], sentenc
     [
         {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "gpu_memory_utilization": 0.9, "enforce_eager": True},
         {"trust_remote_code": False, "quantization": None, "code_revision": None, "tokenizer_mode": "auto"},
-        {"swap_space": 4, "cpu_offload_gb": 0, "enable_prefix_caching": False, "load_format": "auto"},
+        {"swap_space": 4, "cpu_offload_gb": 0, "load_format": "auto"},
         {"distributed_executor_backend": None, "enable_chunked_prefill": True, "disable_log_stats": True},
     ],
 )

@@ -133,7 +133,7 @@ def test_ragged_slots_that_come_and_go(seed: int, dtype: torch.dtype) -> None:
         for slot in slots:
             if fed.length[slot] > 60 or dice.random() < 0.1:
                 if dice.random() < 0.5:  # the engine may also begin a slot anew without another word
-                    fed.features.forget(slot)
+                    fed.features.begin(slot, None)
                 fed.begin(slot, seed=1000 * seed + 10 * turn + slot)
             is_prompt = fed.length[slot] == 0
             counts[slot] = dice.randint(1, 50 if is_prompt else 5)
@@ -148,7 +148,7 @@ def test_a_slot_used_again_equals_a_fresh_one(dtype: torch.dtype) -> None:
     used.begin(0, seed=1)
     used.commit({0: 60})
     used.check([0])
-    used.features.forget(0)
+    used.features.begin(0, None)
     assert not used.features.is_known(0, 60)
     for fed in (used, fresh):
         fed.begin(0, seed=2)

@@ -1,0 +1,106 @@
+"""Which slot a sequence gets, and which rows it need not fill: those of a text that begins as its own.
+
+A slot that is given back keeps its rows until another sequence takes it. One whose prompt begins alike goes on behind
+them, in the same slot where nothing else is lost thereby, or else in another one to which they are copied; rows of
+slots that are in use are copied as well. Knows neither caches nor drafters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from foretoken.core.common_prefix import common_prefix_len
+from foretoken.drafters.base import Prefix
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+_LEAST = 8  # positions of a prefix that is used; shorter ones are read as fast as they are copied
+
+
+class Held(NamedTuple):
+    """What a slot holds.
+
+    Attributes:
+        slot: Which.
+        tokens: Of a text whose first ones fill its rows.
+        length: Rows that are filled; 0 where nobody may use them.
+        salt: Of the text's request: only those with the same one use them.
+    """
+
+    slot: int
+    tokens: Sequence[int]
+    length: int
+    salt: str | None
+
+
+class Taken(NamedTuple):
+    """A slot for a sequence, and the prefix that need not be read, where there is one."""
+
+    slot: int
+    prefix: Prefix | None
+
+
+class SlotPool:
+    """Free slots and what they hold.
+
+    Attributes:
+        num_slots: Free and in use.
+        keeps_prefixes: Whether free slots hold anything.
+    """
+
+    def __init__(self, num_slots: int, *, keeps_prefixes: bool = True) -> None:
+        """All slots are free and empty."""
+        self.num_slots, self.keeps_prefixes = num_slots, keeps_prefixes
+        # What was given back first comes first, behind slots that hold nothing.
+        self._free = [Held(slot, (), 0, None) for slot in range(num_slots)]
+
+    @property
+    def free(self) -> list[int]:
+        """The free slots, in the order in which they are taken."""
+        return [held.slot for held in self._free]
+
+    def take_oldest(self) -> int:
+        """The free slot that has been free for longest, an empty one first; there must be one."""
+        return self._free.pop(0).slot
+
+    def take(
+        self,
+        tokens: Sequence[int],
+        *,
+        most: int,
+        salt: str | None,
+        running: Iterable[Held],
+        reusable: Callable[[int, int], int],
+    ) -> Taken:
+        """A free slot for a text, and the longest prefix of it that any slot holds; there must be a free one.
+
+        Args:
+            tokens: Of the text.
+            most: Longest prefix that is of use.
+            salt: Of its request.
+            running: What the slots hold that are in use.
+            reusable: See `Drafting.reusable`.
+        """
+        prefix, loses_nothing = None, False
+        free = self.free
+        for held in (*self._free, *running):
+            if held.salt != salt or min(held.length, most) < _LEAST:
+                continue
+            shared = common_prefix_len(held.tokens, tokens)
+            length = min(shared - 1, held.length, most)  # the token after them is the same, too
+            length = reusable(held.slot, length) if length >= _LEAST else 0
+            if length >= _LEAST and (prefix is None or length > prefix.length):
+                prefix = Prefix(held.slot, length)
+                loses_nothing = shared >= held.length and held.slot in free
+        if prefix is None or not loses_nothing:
+            return Taken(self.take_oldest(), prefix)
+        del self._free[free.index(prefix.slot)]
+        return Taken(prefix.slot, prefix)
+
+    def give_back(self, held: Held) -> None:
+        """A slot is free; its tokens are not to be changed any more."""
+        if self.keeps_prefixes and held.length:
+            self._free.append(held)
+        else:
+            self._free.insert(0, Held(held.slot, (), 0, None))
