@@ -19,7 +19,7 @@ from heads.tiny_falcon import falcon
 from torch import Tensor
 
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.base import Committed
+from foretoken.drafters.base import Committed, Prefix
 from foretoken.drafters.falcon_blocks import FalconBlocks, block_plan
 from foretoken.drafters.kept_draws import KeptDraws
 from foretoken.hf.parts import TargetParts
@@ -143,6 +143,34 @@ def test_native_kernels(mode: str) -> None:
     for _ in range(3):
         drafts.check([0, 1, 2], STATIC)
         drafts.commit({0: 1, 1: 5, 2: 2})
+
+
+@pytest.mark.parametrize("source", [0, 1])
+@pytest.mark.parametrize("waiting", [0, 3, 40])
+def test_a_text_that_goes_on_where_another_one_ended(waiting: int, source: int) -> None:
+    """In the other one's slot or beside it; from within what went through the LSTM no text can go on."""
+    drafts = Drafts(block=2)
+    drafts.begin(source, seed=1)
+    drafts.commit({source: 10})
+    drafts.check([source], STATIC)
+    if waiting:
+        drafts.commit({source: waiting})
+    assert [drafts.blocks.reusable(source, length) for length in (9, 10, 12, 60)] == [
+        0, 10, min(12, 10 + waiting), 10 + waiting
+    ]  # fmt: skip
+    for length in {10, 10 + min(waiting, 2)}:
+        text, features = drafts.texts[source].clone(), drafts.features[source].clone()
+        drafts.begin(2, seed=2)
+        drafts.texts[2][: length + 1], drafts.features[2][:length] = text[: length + 1], features[:length]
+        drafts.blocks.begin(2, Prefix(source, length))
+        drafts.blocks.stack.cache.poison(2, drafts.blocks._fed[2])
+        drafts.length[2] = length
+        drafts.check([2], STATIC)
+        drafts.commit({2: 3})
+        drafts.check([2], STATIC)
+    drafts.blocks.begin(source, Prefix(source, 10))
+    drafts.length[source] = 10
+    drafts.check([source], STATIC)
 
 
 @pytest.mark.parametrize("seed", range(3))

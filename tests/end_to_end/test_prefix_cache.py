@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
-from end_to_end.prefix_mix import CONTEXT_LEN, plain_prefix_mix, prefix_mix
+from end_to_end.prefix_mix import CONTEXT_LEN, TEXTS, plain_prefix_mix, prefix_mix
 from end_to_end.request_mix import references
 from end_to_end.same_text import assert_same_text
 from end_to_end.test_poison import poison_caches
 from end_to_end.tiny_llms import RUNNERS, drafters, llm
 
 from foretoken import LLM, RequestOutput, SamplingParams
+from foretoken.core.common_prefix import common_prefix_len
 from foretoken.core.results import GenerationMetrics
 
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
@@ -47,8 +49,13 @@ def num_cached(outputs: list[RequestOutput]) -> int:
     return sum(output.metrics.num_cached_tokens for output in outputs)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
-@pytest.mark.parametrize("drafter", KINDS)
+CASES = [
+    *((drafter, runner) for drafter in KINDS for runner in ("generic", "lean-native")),
+    *((drafter, "lean-stock") for drafter in ("none", "draft itself tree", "hydra++", "eagle", "falcon", "heads")),
+]
+
+
+@pytest.mark.parametrize(("drafter", "runner"), CASES)
 def test_text_is_plain_decodings(drafter: str, runner: str) -> None:
     engine = engine_with(drafter, runner)
     poison_caches(engine)
@@ -56,8 +63,88 @@ def test_text_is_plain_decodings(drafter: str, runner: str) -> None:
     assert_same_text(got, plain_prefix_mix(runner), [r.name for r in prefix_mix()])
     # An LSTM's state is that of its last position, so that only whole texts can be gone on from.
     assert num_cached(got) > (0 if drafter == "falcon" else 300)
-    if drafter in STEADY and runner != "lean-native":  # whose draft models and heads are quantised
+    if drafter in STEADY and runner == "generic":
         read = generated(engine_with(drafter, runner, enable_prefix_caching=False))
         assert num_cached(read) == 0
         lengths = [GenerationMetrics.total(o.metrics for o in each).mean_acceptance_length for each in (got, read)]
         assert lengths[0] > 0.93 * lengths[1]  # behind a prefix that is the whole prompt, heads draft a pass later
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("drafter", ["none", "draft itself tree"])
+def test_control_one_row_too_many_is_noticed(drafter: str, runner: str) -> None:
+    """The row of one token that is not the prompt's changes what is written."""
+
+    def too_long(first: list[int], second: list[int]) -> int:
+        return common_prefix_len(first, second) + 2  # the token after a prefix is shared as well
+
+    engine = engine_with(drafter, runner)
+    with (
+        mock.patch("foretoken.engine.slot_pool.common_prefix_len", too_long),
+        pytest.raises(AssertionError, match="completion 0|text"),
+    ):
+        assert_same_text(generated(engine), plain_prefix_mix(runner), [r.name for r in prefix_mix()])
+
+
+@pytest.mark.parametrize("drafter", ["none", "draft itself", "eagle", "suffix"])
+def test_prefixes_are_shared_by_requests_of_one_salt(drafter: str) -> None:
+    engine, prompt = engine_with(drafter, "generic"), TEXTS[0]
+
+    def cached(salt: str | None) -> int | None:
+        (output,) = engine.generate({"prompt_token_ids": prompt, "cache_salt": salt}, GREEDY)
+        return output.num_cached_tokens
+
+    assert [cached(salt) for salt in (None, "mine", "yours", "mine", None)] == [0, 0, 0, 39, 39]
+
+
+def test_prompts_whose_tokens_are_scored_are_read_as_a_whole() -> None:
+    engine = engine_with("none", "generic")
+    scored = SamplingParams(temperature=0.0, max_tokens=3, prompt_logprobs=1)
+    first, again, after = (engine.generate([TEXTS[0]], params)[0] for params in (scored, scored, GREEDY))
+    assert (first.num_cached_tokens, again.num_cached_tokens, after.num_cached_tokens) == (0, 0, 39)
+    assert again.prompt_logprobs == first.prompt_logprobs
+    assert len(again.prompt_logprobs or ()) == 40
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("drafter", ["none", "draft itself", "hydra++", "eagle", "falcon"])
+def test_a_conversation_goes_on_where_it_was(drafter: str, runner: str) -> None:
+    """All of a text but its last token is there when the next turn repeats it, and its slot goes on."""
+    engine = engine_with(drafter, runner)
+    plain = llm({}, max_num_seqs=1, max_model_len=CONTEXT_LEN, runner=runner, enable_prefix_caching=False)
+    prompt, params = TEXTS[0][:20], SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    for turn in range(4):
+        (got,), (want,) = engine.generate([prompt], params), plain.generate([prompt], params)
+        assert_same_text([got], [want], [f"turn {turn}"])
+        known = len(prompt) - 5 if turn else 0
+        # A pair of a feature and the token after it is fed with the next proposal only, and a head knows as much.
+        assert got.num_cached_tokens is not None
+        assert known - (drafter not in ("none", "draft itself")) <= got.num_cached_tokens <= known
+        prompt = [*prompt, *got.outputs[0].token_ids, 9, 5 + turn, 7, 11]
+
+
+def test_rows_of_a_sequence_that_failed_are_not_used() -> None:
+    engine = engine_with("none", "generic")
+    engine.generate([TEXTS[0]], GREEDY)
+    engine.target.cache.poison(0, 39)
+    with mock.patch.object(engine.target, "commit", side_effect=RuntimeError("no")):
+        failed = engine.generate([TEXTS[1]], GREEDY)[0]
+    assert failed.outputs[0].finish_reason == "error"
+    assert engine.generate([TEXTS[1]], GREEDY)[0].num_cached_tokens == 0
+
+
+def test_prompts_are_counted() -> None:
+    engine = engine_with("none", "generic")
+    engine.generate([TEXTS[0]] * 2, GREEDY)
+    output = engine.generate([TEXTS[0]], SamplingParams(temperature=0.8, seed=1, n=2, max_tokens=4))[0]
+    values = {metric.name: getattr(metric, "value", None) for metric in engine.get_metrics()}
+    assert (output.num_cached_tokens, output.metrics.num_cached_tokens, output.metrics.num_prefix_queries) == (
+        39,
+        78,
+        80,
+    )
+    assert values["vllm:prefix_cache_queries"] == 160
+    assert values["vllm:prefix_cache_hits"] == 78
+    assert values["vllm:prompt_tokens"] == 160
+    off = engine_with("none", "generic", enable_prefix_caching=False)
+    assert [o.num_cached_tokens for o in off.generate([TEXTS[0]] * 4, GREEDY)] == [0] * 4

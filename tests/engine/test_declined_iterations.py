@@ -11,6 +11,7 @@ from end_to_end.tiny_llms import llm
 
 from foretoken import SamplingParams
 from foretoken.core.records import StepRecord
+from foretoken.drafters.base import DraftRequest
 from foretoken.drafters.prefix_features import PrefixFeatures
 from foretoken.engine import drafting
 from foretoken.engine.draft_timing import time_drafts
@@ -111,5 +112,8 @@ def test_a_timed_draft_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) ->
     assert min(timed[0]) > 0
     features = engine.drafters[0]._features  # type: ignore[attr-defined]
     assert isinstance(features, PrefixFeatures)
+    assert all(held.length == 0 for held in engine._engine._slots._free), "nothing that a request could go on from"
+    request = DraftRequest(request_id="r", prompt=[0] * 9, params=PARAMS)
+    engine.drafters[0].begin(0, request)
     assert (set(features._fed), set(features._known)) == ({0}, {0})
     assert not any(features._waiting)

@@ -11,7 +11,7 @@ from drafters.drafting_contexts import handle
 from heads.head_formulas import SAME, E, numbers
 from torch import Tensor
 
-from foretoken.drafters.base import Committed
+from foretoken.drafters.base import Committed, Prefix
 from foretoken.drafters.prefix_features import PrefixFeatures
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.prefix_layer import PrefixLayer
@@ -53,6 +53,18 @@ class Fed:
         self.texts[slot] = numbers(size, E, seed=seed)
         self.encoded[slot] = self.layer(self.texts[slot][None])[0]
         self.length[slot] = 0
+
+    def begin_alike(self, slot: int, source: int, length: int, seed: int, size: int = 90) -> int:
+        """A text in a slot whose first `length` positions are those of another slot's; gives how many were kept."""
+        kept = self.features.reusable(source, length)
+        shared = self.texts[source][:kept].clone()
+        self.begin(slot, seed, size)
+        self.texts[slot][:kept] = shared
+        self.encoded[slot] = self.layer(self.texts[slot][None])[0]
+        self.length[slot] = kept
+        self.features.begin(slot, Prefix(source, kept))
+        self.features.stack.cache.poison(slot, self.features._fed[slot])
+        return kept
 
     def commit(self, counts: dict[int, int]) -> None:
         """Commits further positions of some slots in one call."""

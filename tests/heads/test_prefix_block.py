@@ -143,6 +143,36 @@ def test_ragged_slots_that_come_and_go(seed: int, dtype: torch.dtype) -> None:
             fed.check(dice.sample(known, dice.randint(1, len(known))))
 
 
+@pytest.mark.parametrize("source", [0, 1])
+@pytest.mark.parametrize("waiting", [0, 3, 40])
+@pytest.mark.parametrize("length", [1, 8, 19, 20, 22, 59, 60])
+def test_a_text_that_begins_as_another_ones(length: int, waiting: int, source: int, dtype: torch.dtype) -> None:
+    """In the other one's slot or beside it, with rows that were fed and features that wait."""
+    fed = Fed(block(), dtype)
+    fed.begin(source, seed=1)
+    fed.commit({source: 20})
+    fed.check([source])
+    if waiting:
+        fed.commit({source: waiting})
+    kept = fed.begin_alike(0, source, length, seed=2)
+    assert kept == min(length, 20 + waiting)
+    fed.commit({0: 4})
+    fed.check([0])
+    fed.commit({0: 1})
+    fed.check([0] if source == 0 else [0, 1])
+
+
+def test_what_follows_a_prefix_that_was_fed_as_a_whole_is_known_with_the_next_position(dtype: torch.dtype) -> None:
+    fed = Fed(block(), dtype)
+    fed.begin(1, seed=1)
+    fed.commit({1: 20})
+    fed.check([1])
+    fed.begin_alike(0, 1, 12, seed=2)
+    assert not fed.features.is_known(0, 12)
+    fed.commit({0: 1})
+    fed.check([0])
+
+
 def test_a_slot_used_again_equals_a_fresh_one(dtype: torch.dtype) -> None:
     used, fresh = Fed(block(), dtype), Fed(block(), dtype)
     used.begin(0, seed=1)
