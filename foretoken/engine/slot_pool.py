@@ -1,8 +1,8 @@
 """Which slot a sequence gets, and which rows it need not fill: those of a text that begins as its own.
 
 A slot that is given back keeps its rows until another sequence takes it. One whose prompt begins alike goes on behind
-them, in the same slot where nothing else is lost thereby, or else in another one to which they are copied; rows of
-slots that are in use are copied as well. Knows neither caches nor drafters.
+them: in the same slot, which loses the rest of its rows, or, where these are more than the slot has that is due, in that
+one, to which they are copied. Rows of slots that are in use are copied as well. Knows neither caches nor drafters.
 """
 
 from __future__ import annotations
@@ -82,8 +82,7 @@ class SlotPool:
             running: What the slots hold that are in use.
             reusable: See `Drafting.reusable`.
         """
-        prefix, loses_nothing = None, False
-        free = self.free
+        prefix, num_lost, free = None, 0, self.free
         for held in (*self._free, *running):
             if held.salt != salt or min(held.length, most) < _LEAST:
                 continue
@@ -91,9 +90,8 @@ class SlotPool:
             length = min(shared - 1, held.length, most)  # the token after them is the same, too
             length = reusable(held.slot, length) if length >= _LEAST else 0
             if length >= _LEAST and (prefix is None or length > prefix.length):
-                prefix = Prefix(held.slot, length)
-                loses_nothing = shared >= held.length and held.slot in free
-        if prefix is None or not loses_nothing:
+                prefix, num_lost = Prefix(held.slot, length), held.length - length
+        if prefix is None or prefix.slot not in free or num_lost > self._free[0].length:
             return Taken(self.take_oldest(), prefix)
         del self._free[free.index(prefix.slot)]
         return Taken(prefix.slot, prefix)

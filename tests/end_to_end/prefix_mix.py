@@ -10,7 +10,7 @@ from tiny_models import VOCAB_SIZE
 
 from foretoken import RequestOutput, SamplingParams
 
-CONTEXT_LEN = 72
+CONTEXT_LEN = 60
 TEXTS = [[3 + (11 * text + 7 * i + text * i * i) % (VOCAB_SIZE - 3) for i in range(40)] for text in range(2)]
 PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
 
@@ -48,13 +48,13 @@ def prefix_mix() -> tuple[Request, ...]:
         Request(
             f"{name}, text {text}, {turn}",
             TEXTS[text][:length] + [5 + index, 9, 5 + turn][: 0 if name == "greedy" else 1 + index % 3],
-            SamplingParams(**{"max_tokens": 14, **keys}),
+            SamplingParams(**{"max_tokens": 9, **keys}),
             "mine" if (index + turn) % 4 == 3 else None,
         )
         for turn in range(2)
         for index, (name, length, keys) in enumerate(options)
         for text in range(2)
-        if turn == 0 or index < 5
+        if (turn == 0 or index < 4) and (text == 0 or index < 5)
     )
 
 

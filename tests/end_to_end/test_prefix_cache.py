@@ -50,8 +50,9 @@ def num_cached(outputs: list[RequestOutput]) -> int:
 
 
 CASES = [
-    *((drafter, runner) for drafter in KINDS for runner in ("generic", "lean-native")),
-    *((drafter, "lean-stock") for drafter in ("none", "draft itself tree", "hydra++", "eagle", "falcon", "heads")),
+    *((drafter, "lean-native") for drafter in KINDS),
+    *((drafter, "generic") for drafter in ("none", *sorted(STEADY))),
+    *((drafter, "lean-stock") for drafter in ("none", "draft itself tree", "hydra++", "eagle")),
 ]
 
 
@@ -62,7 +63,7 @@ def test_text_is_plain_decodings(drafter: str, runner: str) -> None:
     got = generated(engine)
     assert_same_text(got, plain_prefix_mix(runner), [r.name for r in prefix_mix()])
     # An LSTM's state is that of its last position, so that only whole texts can be gone on from.
-    assert num_cached(got) > (0 if drafter == "falcon" else 300)
+    assert num_cached(got) > (0 if drafter == "falcon" else 150)
     if drafter in STEADY and runner == "generic":
         read = generated(engine_with(drafter, runner, enable_prefix_caching=False))
         assert num_cached(read) == 0
@@ -81,7 +82,7 @@ def test_control_one_row_too_many_is_noticed(drafter: str, runner: str) -> None:
     engine = engine_with(drafter, runner)
     with (
         mock.patch("foretoken.engine.slot_pool.common_prefix_len", too_long),
-        pytest.raises(AssertionError, match="completion 0|text"),
+        pytest.raises(AssertionError, match="completion"),
     ):
         assert_same_text(generated(engine), plain_prefix_mix(runner), [r.name for r in prefix_mix()])
 

@@ -46,14 +46,14 @@ def test_common_prefix_is_what_a_loop_counts(first: list[int], second: list[int]
 
 
 @pytest.mark.parametrize("reusable", [everything, even])
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(20))
 def test_the_longest_prefix_is_found_and_the_oldest_slot_taken(seed: int, reusable: object) -> None:
     dice, pool = random.Random(seed), SlotPool(SIZE)
     texts = [[text, *(dice.randrange(2) for _ in range(40))] for text in range(2)]
     free = [Held(slot, [], 0, None) for slot in range(SIZE)]  # in the order in which they are due
     running: list[Held] = []
     num_found = num_kept = num_copied = 0
-    for _ in range(60):
+    for _ in range(300):
         if not free or (running and dice.random() < 0.5):
             held = running.pop(dice.randrange(len(running)))
             if dice.random() < 0.1:  # it failed
@@ -75,21 +75,19 @@ def test_the_longest_prefix_is_found_and_the_oldest_slot_taken(seed: int, reusab
         else:
             num_found += 1
             assert taken.prefix.length == max(lengths.values()) == lengths[taken.prefix.slot] >= LEAST
-        if taken.slot == free[0].slot:
-            num_copied += taken.prefix is not None and taken.prefix.slot != taken.slot
-        else:  # a younger slot is taken only where all that it holds is used
-            num_kept += 1
-            source = next(held for held in free if held.slot == taken.slot)
-            assert taken.prefix is not None
-            assert taken.prefix.slot == taken.slot
-            assert list(source.tokens[: source.length]) == tokens[: source.length]
+        source = next((held for held in free if taken.prefix is not None and held.slot == taken.prefix.slot), None)
+        is_copied = source is None or source.length - taken.prefix.length > free[0].length  # type: ignore[union-attr]
+        assert taken.slot == (free[0].slot if source is None or is_copied else source.slot), "what loses the fewer rows"
+        num_copied += taken.prefix is not None and is_copied
+        num_kept += not is_copied
         free = [held for held in free if held.slot != taken.slot]
         running.append(Held(taken.slot, tokens, dice.randint(0, len(tokens)), salt))
         assert pool.free == [held.slot for held in free]
-    assert num_found + num_copied + num_kept > 0
+    assert num_found == num_copied + num_kept
+    assert min(num_copied, num_kept) > 5
 
 
-def test_a_slot_that_holds_nothing_else_goes_on_in_place() -> None:
+def test_a_slot_goes_on_in_place_where_that_loses_nothing() -> None:
     pool, text = SlotPool(3), list(range(30))
     first = take(pool, text)
     assert first == Taken(0, None)
