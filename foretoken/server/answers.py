@@ -102,7 +102,7 @@ class Envelope:
             for index in range(self.request.params.n)
         ]
 
-    def part(self, index: int, chunk: StreamChunk, text: str, offset: int, **more: Any) -> dict[str, Any]:
+    def part(self, index: int, chunk: StreamChunk, text: str, offset: int, /, **more: Any) -> dict[str, Any]:
         """A chunk of a stream.
 
         Args:

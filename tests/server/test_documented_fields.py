@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from server.live_server import LiveServer
 
-from foretoken.server import request_fields
+from foretoken.server import request_fields, response_fields
 
 TEXT = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
 
@@ -15,6 +15,12 @@ def test_every_field_is_documented() -> None:
     known = request_fields._SAMPLING | request_fields._SHARED | request_fields._IGNORED | request_fields._REFUSED.keys()
     missing = [name for name in sorted({*known, *request_fields._FORM}) if f"`{name}`" not in TEXT]
     assert missing == []
+
+
+def test_every_field_of_responses_is_documented() -> None:
+    (section,) = re.findall(r"## Responses\n(.*?)\n## ", TEXT, flags=re.DOTALL)
+    known = response_fields._OWN | response_fields._IGNORED | response_fields._REFUSED.keys()
+    assert [name for name in sorted(known) if f"`{name}`" not in section] == []
 
 
 def test_the_example_runs(plain: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:

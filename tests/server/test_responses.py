@@ -55,8 +55,10 @@ def respond(server: LiveServer, name: str, **more: Any) -> Any:
 def chat(server: LiveServer, name: str) -> Any:
     """The chat that asks for the same."""
     asked, fields = REQUESTS[name]
-    same = {key: asked[key] for key in ("temperature", "top_p", "top_logprobs", "extra_body") if key in asked}
-    given = {"max_tokens": asked["max_output_tokens"], **same, **fields}
+    same: dict[str, Any] = {
+        key: asked[key] for key in ("temperature", "top_p", "top_logprobs", "extra_body") if key in asked
+    }
+    given: dict[str, Any] = {"max_tokens": asked["max_output_tokens"], **same, **fields}
     return server.client().chat.completions.create(model="tinycode", **given)
 
 
@@ -126,7 +128,7 @@ def test_an_answer_is_sent_back_as_input(speculative: LiveServer) -> None:
     messages = [TALK[0], {"role": "assistant", "content": first.output_text}, {"role": "user", "content": "Go on."}]
     expected = speculative.client().chat.completions.create(
         model="tinycode", messages=messages, temperature=0.0, max_tokens=40
-    )  # type: ignore[call-overload]
+    )
     assert second.output_text == expected.choices[0].message.content != first.output_text
 
 
@@ -137,7 +139,7 @@ def test_a_class_says_the_form(speculative: LiveServer) -> None:
     client = speculative.client().responses
     for _ in range(2):
         parsed = client.parse(model="tinycode", input="A queue.", text_format=Queue, max_output_tokens=60)
-        assert 0 <= parsed.output_parsed.size <= 99  # type: ignore[union-attr]
+        assert 0 <= parsed.output_parsed.size <= 99
 
 
 def test_what_a_response_tells_of_its_request(speculative: LiveServer) -> None:
