@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from server.live_server import LiveServer
@@ -26,5 +27,7 @@ def test_every_field_of_responses_is_documented() -> None:
 def test_the_example_runs(plain: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
     code = code.replace("http://127.0.0.1:8000", plain.url).replace("models/tinycode", "tinycode")
-    exec(compile(code, "docs/server.md", "exec"), {})
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/server.md", "exec"), names)
+    names["client"].close()
     assert len(capsys.readouterr().out) > 20
