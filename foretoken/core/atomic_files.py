@@ -76,6 +76,18 @@ def write_file(path: Path, data: bytes | str, *, mode: int | None = None, follow
         new.write_bytes(data.encode() if isinstance(data, str) else data)
 
 
+def put_file(written: Path, place: Path) -> None:
+    """Moves a file that was written in pieces to its place, on the same file system, where it replaces another one.
+
+    Args:
+        written: Closed by now.
+        place: The place, in a directory that exists.
+    """
+    _sync(written)
+    written.replace(place)
+    _sync_names(place.parent)
+
+
 @contextmanager
 def new_directory(
     path: Path, *, existing: Literal["refuse", "replace", "merge"] = "refuse", last: str = ""

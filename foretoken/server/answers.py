@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob, RequestOutput, StreamChunk
+    from foretoken.server.errors import ApiError
     from foretoken.server.request_fields import ServedRequest
 
 _LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
@@ -86,16 +87,22 @@ class Envelope:
         if entries is None or num_top is None:
             return None
         if self.request.is_chat:
-            return {"content": [_chat_entry(entry, num_top) for entry in entries], "refusal": None}
+            return {"content": token_entries(entries, num_top), "refusal": None}
         return _completion_entries(entries, num_top, offset)
 
-    def role(self, index: int) -> dict[str, Any]:
-        """The first chunk of a message."""
+    def first(self) -> list[dict[str, Any]]:
+        """The first chunk of every message; none of completions."""
+        if not self.request.is_chat:
+            return []
         delta = {"role": "assistant", "content": ""}
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return self._body("chat.completion.chunk", [choice])
+        return [
+            self._body(
+                "chat.completion.chunk", [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
+            )
+            for index in range(self.request.params.n)
+        ]
 
-    def part(self, index: int, chunk: StreamChunk, text: str, offset: int, **more: Any) -> dict[str, Any]:
+    def part(self, index: int, chunk: StreamChunk, text: str, offset: int, /, **more: Any) -> dict[str, Any]:
         """A chunk of a stream.
 
         Args:
@@ -117,15 +124,19 @@ class Envelope:
             choice["token_ids"] = chunk.token_ids
         return self._body("chat.completion.chunk" if self.request.is_chat else "text_completion", [choice], **more)
 
-    def end(self, outputs: Sequence[RequestOutput]) -> dict[str, Any] | None:
-        """The last chunk of a stream, without choices; None where nothing is left to say."""
+    def last(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+        """The last chunk of a stream, without choices; none where nothing is left to say."""
         more: dict[str, Any] = {}
         if self.request.has_usage:
             more["usage"] = usage(outputs)
         if self.has_draft_metrics:
             more["metrics"] = {"speculative_decoding": draft_metrics(outputs)}
         kind = "chat.completion.chunk" if self.request.is_chat else "text_completion"
-        return self._body(kind, [], **more) if more else None
+        return [self._body(kind, [], **more)] if more else []
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The last chunk of a stream that came to no end."""
+        return error.body
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
@@ -170,10 +181,12 @@ def draft_metrics(outputs: Sequence[RequestOutput]) -> dict[str, Any] | None:
     }
 
 
-def _chat_entry(entry: dict[int, Logprob], num_top: int) -> dict[str, Any]:
-    """A token of a message with its alternatives."""
-    first, *_ = entry.values()
-    return {**_named(first), "top_logprobs": [_named(each) for each in _best(entry, num_top)]}
+def token_entries(entries: Sequence[dict[int, Logprob]], num_top: int) -> list[dict[str, Any]]:
+    """Tokens of a message, each with its most probable alternatives."""
+    return [
+        {**_named(next(iter(entry.values()))), "top_logprobs": [_named(each) for each in _best(entry, num_top)]}
+        for entry in entries
+    ]
 
 
 def _named(logprob: Logprob) -> dict[str, Any]:

@@ -22,6 +22,8 @@ from foretoken.server.live_request import LiveRequest
 from foretoken.server.metrics import ServerMetrics
 from foretoken.server.replies import EventStream, JsonResponse, disconnect
 from foretoken.server.request_fields import UnknownFields, chat_form, chat_request, completion_request, token_request
+from foretoken.server.response_answers import ResponseEnvelope, numbered
+from foretoken.server.response_fields import as_chat, told_back
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -87,6 +89,7 @@ class _Server:
         return [
             ("/v1/completions", "POST", self._answering(self.completions)),
             ("/v1/chat/completions", "POST", self._answering(self.chat)),
+            ("/v1/responses", "POST", self._answering(self.responses)),
             ("/v1/models", "GET", self._answering(self.models)),
             ("/v1/models/{name:path}", "GET", self._answering(self.model)),
             ("/tokenize", "POST", self._answering(self.tokenize)),
@@ -147,13 +150,33 @@ class _Server:
         (prompt,) = await asyncio.to_thread(self._engine.llm.chat_prompts, messages, chat_template=template, **form)
         return prompt
 
+    async def responses(self, request: Request) -> Response:
+        """POST /v1/responses."""
+        body = await self._body(request)
+        chat = as_chat(body)
+        asked = chat_request(chat, self._unknown, await self._conversation(chat))
+        envelope = ResponseEnvelope(
+            request=asked, told=told_back(body), model=self._config.names[0], has_draft_metrics=self._has_metrics(asked)
+        )
+        live = await LiveRequest.submit(self._engine, envelope, self.metrics)
+        if asked.is_streamed:
+            return EventStream(numbered(live.parts()), self.metrics.disconnected, has_names=True)
+        return await self._whole(request, live)
+
     async def _served(self, request: Request, asked: ServedRequest) -> Response:
-        """The answer to a request."""
-        has_metrics = self._config.has_draft_metrics if asked.has_draft_metrics is None else asked.has_draft_metrics
-        envelope = Envelope(request=asked, model=self._config.names[0], has_draft_metrics=has_metrics)
+        """The answer to a request for completions or a chat."""
+        envelope = Envelope(request=asked, model=self._config.names[0], has_draft_metrics=self._has_metrics(asked))
         live = await LiveRequest.submit(self._engine, envelope, self.metrics)
         if asked.is_streamed:
             return EventStream(live.parts(), self.metrics.disconnected)
+        return await self._whole(request, live)
+
+    def _has_metrics(self, asked: ServedRequest) -> bool:
+        """Whether the answer says how drafting went."""
+        return self._config.has_draft_metrics if asked.has_draft_metrics is None else asked.has_draft_metrics
+
+    async def _whole(self, request: Request, live: LiveRequest) -> Response:
+        """The answer in one piece; a client that goes away ends it."""
         answer, gone = asyncio.ensure_future(live.whole()), asyncio.ensure_future(disconnect(request.receive))
         try:
             await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)

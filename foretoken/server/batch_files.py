@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from filelock import FileLock, Timeout
 
-from foretoken.core.atomic_files import told_as
+from foretoken.core.atomic_files import put_file, told_as
 from foretoken.core.bounded_reads import MIB, check_regular
 from foretoken.core.errors import ConfigError, RequestError
 
@@ -105,9 +104,8 @@ class AnswerFile:
     def finish(self) -> None:
         """Brings all to disk and gives the file its name."""
         with told_as(ConfigError, f"'{self._out}'", "Run the command again: it goes on."):
-            os.fsync(self._file.fileno())
             self._file.close()
-            self._part.replace(self._out)
+            put_file(self._part, self._out)
 
     def close(self) -> None:
         """Leaves the file as it is, for a later run."""

@@ -4,20 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from foretoken.core.errors import ForetokenError
 from foretoken.server.answers import running_usage
 from foretoken.server.errors import ApiError, api_error
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator
+    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
     from foretoken.core.results import RequestOutput, StreamChunk
     from foretoken.engine.async_llm import AsyncLLM
     from foretoken.engine.request_stream import RequestStream
-    from foretoken.server.answers import Envelope
     from foretoken.server.metrics import ServerMetrics
+    from foretoken.server.request_fields import ServedRequest
+
+
+class AnswerShape(Protocol):
+    """What the bodies of one answer look like."""
+
+    @property
+    def request(self) -> ServedRequest:
+        """What was asked."""
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        """The answer of a request that was not streamed; outputs: of each prompt."""
+
+    def first(self) -> list[dict[str, Any]]:
+        """Parts of a stream before any token."""
+
+    def part(self, index: int, chunk: StreamChunk, text: str, offset: int, /, **more: Any) -> dict[str, Any]:
+        """A part with tokens; see `Envelope.part`."""
+
+    def last(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+        """Parts after all tokens; outputs: of each prompt."""
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The last part of a stream that came to no end."""
 
 
 class LiveRequest:
@@ -27,13 +50,13 @@ class LiveRequest:
         envelope: What all parts of the answer share.
     """
 
-    def __init__(self, envelope: Envelope, streams: list[RequestStream], metrics: ServerMetrics | None) -> None:
+    def __init__(self, envelope: AnswerShape, streams: list[RequestStream], metrics: ServerMetrics | None) -> None:
         """See `submit`."""
         self.envelope, self._streams, self._metrics = envelope, streams, metrics
         self._begin = time.monotonic()
 
     @classmethod
-    async def submit(cls, engine: AsyncLLM, envelope: Envelope, metrics: ServerMetrics | None) -> LiveRequest:
+    async def submit(cls, engine: AsyncLLM, envelope: AnswerShape, metrics: ServerMetrics | None) -> LiveRequest:
         """Submits every prompt, or none.
 
         Raises:
@@ -77,16 +100,15 @@ class LiveRequest:
             async for body in self._parts():
                 yield body
         except (ForetokenError, ApiError) as err:
-            yield api_error(err).body
+            yield self.envelope.failed(api_error(err))
         finally:
             self.abort()
 
     async def _parts(self) -> AsyncIterator[dict[str, Any]]:
         """The chunks of all prompts as they come."""
         request, n = self.envelope.request, self.envelope.request.params.n
-        if request.is_chat:
-            for index in range(n):
-                yield self.envelope.role(index)
+        for body in self.envelope.first():
+            yield body
         echoed = [prompt.get("prompt", "") if request.is_echoed else "" for prompt in request.prompts for _ in range(n)]
         offsets, num_tokens = [len(text) for text in echoed], 0
         last = self._begin
@@ -103,9 +125,8 @@ class LiveRequest:
             _check(chunk.finish_reason, chunk.error)
         outputs = [await stream.output() for stream in self._streams]
         self._count(outputs)
-        end = self.envelope.end(outputs)
-        if end is not None:
-            yield end
+        for body in self.envelope.last(outputs):
+            yield body
 
     def _count(self, outputs: list[RequestOutput]) -> None:
         """Counts a request that is over."""

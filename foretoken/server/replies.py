@@ -44,20 +44,23 @@ class JsonResponse(Response):
 
 
 class EventStream(Response):
-    """Bodies as server-sent events, ended by `[DONE]`; a reader that goes away, or takes nothing, ends them."""
+    """Bodies as server-sent events; a reader that goes away, or takes nothing, ends them."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, bodies: AsyncGenerator[dict[str, Any]], disconnected: Callable[[], None]) -> None:
+    def __init__(
+        self, bodies: AsyncGenerator[dict[str, Any]], disconnected: Callable[[], None], *, has_names: bool = False
+    ) -> None:
         """Sends nothing yet.
 
         Args:
             bodies: What is sent; closed at the end, however that comes.
             disconnected: Called when the reader is gone before the end.
+            has_names: Whether events are named by their bodies' type, which tells the end; else `[DONE]` does.
         """
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._bodies, self._disconnected = bodies, disconnected
+        self._bodies, self._disconnected, self._has_names = bodies, disconnected, has_names
 
     async def __call__(self, _: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Sends all of it."""
@@ -78,8 +81,9 @@ class EventStream(Response):
         async with aclosing(self._bodies) as bodies:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for body in bodies:
-                await self._send_part(send, b"data: " + dumped(body) + b"\n\n")
-            await self._send_part(send, b"data: [DONE]\n\n", more=False)
+                name = f"event: {body['type']}\n".encode() if self._has_names else b""
+                await self._send_part(send, name + b"data: " + dumped(body) + b"\n\n")
+            await self._send_part(send, b"" if self._has_names else b"data: [DONE]\n\n", more=False)
 
     async def _send_part(self, send: Send, part: bytes, *, more: bool = True) -> None:
         """Sends a part; raises `TimeoutError` when nobody takes it."""

@@ -103,8 +103,8 @@ def completion_request(body: Mapping[str, Any], unknown: UnknownFields) -> Serve
         ApiError: When a field does not fit.
     """
     given = _known(body, unknown, own={"prompt", "echo"}, refused=_REFUSED.keys() - {"echo"})
-    is_echoed = _boolean(given, "echo")
-    num_logprobs = _integer(given, "logprobs", 0, _MOST_LOGPROBS)
+    is_echoed = checked_boolean(given, "echo")
+    num_logprobs = checked_integer(given, "logprobs", 0, _MOST_LOGPROBS)
     if is_echoed and num_logprobs is not None:
         raise ApiError("echo with logprobs is not supported. Pass prompt_logprobs, or leave one out.", param="echo")
     prompts = [_with_extras(prompt, given) for prompt in _prompts(given.get("prompt"))]
@@ -126,8 +126,8 @@ def chat_request(body: Mapping[str, Any], unknown: UnknownFields, prompt: Mappin
     """
     own = {"messages", "max_completion_tokens", "top_logprobs", "tools", *_FORM}
     given = _known(body, unknown, own=own, refused=_REFUSED.keys())
-    num_top = _integer(given, "top_logprobs", 0, _MOST_LOGPROBS)
-    has_logprobs = _boolean(given, "logprobs")
+    num_top = checked_integer(given, "top_logprobs", 0, _MOST_LOGPROBS)
+    has_logprobs = checked_boolean(given, "logprobs")
     if num_top and not has_logprobs:
         raise ApiError("top_logprobs needs logprobs. Set logprobs to true.", param="top_logprobs")
     limit = given.pop("max_completion_tokens", None)
@@ -195,7 +195,7 @@ def _request(given: Mapping[str, Any], prompts: list[Any], *, is_chat: bool, **m
     options = given.get("stream_options", {})
     if not isinstance(options, Mapping):
         raise ApiError(f"stream_options is {shown(options)}. Expected an object.", param="stream_options")
-    n = 1 if given.get("n") is None else _integer(given, "n", 1, MOST_CHOICES)
+    n = 1 if given.get("n") is None else checked_integer(given, "n", 1, MOST_CHOICES)
     assert n is not None, "there is a default"
     if n * len(prompts) > MOST_CHOICES:
         raise ApiError(
@@ -207,15 +207,15 @@ def _request(given: Mapping[str, Any], prompts: list[Any], *, is_chat: bool, **m
     if metrics not in (None, "none", "summary"):
         message = f"spec_decode_metrics is {shown(metrics)}. Expected 'none' or 'summary'."
         raise ApiError(message, param="spec_decode_metrics")
-    is_streamed = _boolean(given, "stream")
+    is_streamed = checked_boolean(given, "stream")
     return ServedRequest(
         prompts=prompts,
         params=_params(given, n, more["num_top_logprobs"], max_tokens=None if is_chat else 16),
         is_chat=is_chat,
         is_streamed=is_streamed,
-        has_usage=is_streamed and _boolean(options, "include_usage"),
-        has_running_usage=is_streamed and _boolean(options, "continuous_usage_stats"),
-        has_token_ids=_boolean(given, "return_token_ids"),
+        has_usage=is_streamed and checked_boolean(options, "include_usage"),
+        has_running_usage=is_streamed and checked_boolean(options, "continuous_usage_stats"),
+        has_token_ids=checked_boolean(given, "return_token_ids"),
         has_draft_metrics=None if metrics is None else metrics == "summary",
         **more,
     )
@@ -228,7 +228,7 @@ def _params(given: Mapping[str, Any], n: int, num_logprobs: int | None, *, max_t
     values = {name: value for name, value in given.items() if name in _SAMPLING and name != "best_of"}
     values |= {"n": n, "logprobs": num_logprobs, "max_tokens": given.get("max_tokens", max_tokens)}
     if "prompt_logprobs" in given:
-        _integer(given, "prompt_logprobs", 0, _MOST_LOGPROBS)
+        checked_integer(given, "prompt_logprobs", 0, _MOST_LOGPROBS)
     if isinstance(values.get("logit_bias"), Mapping):
         values["logit_bias"] = {_token_id(key): bias for key, bias in values["logit_bias"].items()}
     form = _response_format(given.get("response_format"))
@@ -312,8 +312,17 @@ def _token_id(key: str) -> int:
     return int(key)
 
 
-def _boolean(given: Mapping[str, Any], name: str) -> bool:
-    """A switch, off unless it is given."""
+def token_request(body: Mapping[str, Any]) -> list[int]:
+    """The token ids of a body of /detokenize; raises `ApiError` where there are none."""
+    try:
+        check_sequence("tokens", body.get("tokens"), "a list of token ids")
+    except RequestError as err:
+        raise ApiError(str(err), param="tokens") from err
+    return list(body["tokens"])
+
+
+def checked_boolean(given: Mapping[str, Any], name: str) -> bool:
+    """A switch, off unless it is given; raises `ApiError` where it is none."""
     value = given.get(name)
     try:
         check_boolean(name, False if value is None else value)
@@ -322,8 +331,8 @@ def _boolean(given: Mapping[str, Any], name: str) -> bool:
     return bool(value)
 
 
-def _integer(given: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
-    """A bounded number, None unless it is given."""
+def checked_integer(given: Mapping[str, Any], name: str, low: int, high: int) -> int | None:
+    """A number from `low` to `high`, None unless it is given; raises `ApiError` where it is none."""
     value = given.get(name)
     try:
         if value is not None:
@@ -331,12 +340,3 @@ def _integer(given: Mapping[str, Any], name: str, low: int, high: int) -> int | 
     except RequestError as err:
         raise ApiError(str(err), param=name) from err
     return value
-
-
-def token_request(body: Mapping[str, Any]) -> list[int]:
-    """The token ids of a body of /detokenize; raises `ApiError` where there are none."""
-    try:
-        check_sequence("tokens", body.get("tokens"), "a list of token ids")
-    except RequestError as err:
-        raise ApiError(str(err), param="tokens") from err
-    return list(body["tokens"])

@@ -43,11 +43,13 @@ def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 def test_sigterm_lets_running_requests_end(server: tuple[subprocess.Popen[str], str]) -> None:
     process, url = server
-    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
-    stream = client.completions.create(model="tiny", prompt="def main():", max_tokens=60, temperature=0, stream=True)
-    text = next(iter(stream)).choices[0].text
-    process.send_signal(signal.SIGTERM)
-    reasons = [choice.finish_reason for chunk in stream for choice in chunk.choices]
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        stream = client.completions.create(
+            model="tiny", prompt="def main():", max_tokens=60, temperature=0, stream=True
+        )
+        text = next(iter(stream)).choices[0].text
+        process.send_signal(signal.SIGTERM)
+        reasons = [choice.finish_reason for chunk in stream for choice in chunk.choices]
     assert reasons[-1] == "length"
     assert text
     assert process.wait(60) == -signal.SIGTERM, "the signal is passed on once all is done"

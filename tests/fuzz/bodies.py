@@ -23,17 +23,20 @@ from fuzz.worker import Case, FindingError
 
 _TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}"
 _PATHS = {
-    "/v1/completions": "prompt", "/v1/chat/completions": "messages", "/tokenize": "prompt", "/detokenize": "tokens",
+    "/v1/completions": "prompt", "/v1/chat/completions": "messages", "/v1/responses": "input", "/tokenize": "prompt",
+    "/detokenize": "tokens",
 }  # fmt: skip
 _FIELDS = (
     *values.FIELDS, "prompt", "messages", "tokens", "model", "stream", "stream_options", "echo", "suffix", "best_of",
     "user", "response_format", "structured_outputs", "cache_salt", "speculative", "prediction", "top_logprobs", "tools",
     "tool_choice", "max_completion_tokens", "chat_template", "chat_template_kwargs", "add_generation_prompt",
-    "continue_final_message", "add_special_tokens", "return_token_ids", "spec_decode_metrics", "unheard_of", "",
+    "continue_final_message", "add_special_tokens", "return_token_ids", "spec_decode_metrics", "input",
+    "instructions", "max_output_tokens", "text", "include", "metadata", "previous_response_id", "unheard_of", "",
 )  # fmt: skip
 _ODD: list[Any] = [
     None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, 10**30, 0.5, -1.5, 1e308, "", "x", "1", "\x00", "é" * 300,
-    "a\nb", [], {}, [None], [[]], [[[1]]], ["a", 1], {"a": 1}, {"": {}}, {"type": "json_object"},
+    "a\nb", [], {}, {"format": {"type": "json_object"}}, ["message.output_text.logprobs"],
+    [None], [[]], [[[1]]], ["a", 1], {"a": 1}, {"": {}}, {"type": "json_object"},
     {"type": "json_schema"}, {"regex": "[a-z]{1,4}"}, {"regex": "("}, {"choice": ["a", "b"]}, {"enabled": False},
     {"max_nodes": 3},
     {"type": "content", "content": "abc"}, {"role": "user", "content": "a"}, [{"role": "user", "content": []}],
@@ -141,13 +144,14 @@ def _post(rng: random.Random, context_len: int | None) -> Post:
     if kind < 0.5:
         return _fine(rng, context_len)
     path = rng.choice(list(_PATHS))
-    body: dict[str, Any] = {"model": "tiny", "max_tokens": 4, _PATHS[path]: rng.choice([[3, 4, 5], "abc"])}
+    limit = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    body: dict[str, Any] = {"model": "tiny", limit: 4, _PATHS[path]: rng.choice([[3, 4, 5], "abc"])}
     if path == "/v1/chat/completions":
         body["messages"] = [{"role": "user", "content": values.text(rng, 1, 9)}]
     for name in rng.sample(_FIELDS, rng.randint(1, 3)):
         body[name] = rng.choice(_ODD)
-    if isinstance(body.get("max_tokens"), int) and rng.random() < 0.9:
-        body["max_tokens"] = min(body["max_tokens"], CONTEXT_LEN)
+    if isinstance(body.get(limit), int) and rng.random() < 0.9:
+        body[limit] = min(body[limit], CONTEXT_LEN)
     content = bytearray(json.dumps(body).encode())
     if kind > 0.8:
         for _ in range(rng.randint(1, 4)):

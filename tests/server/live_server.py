@@ -30,10 +30,18 @@ class LiveServer:
 
     def __init__(self, url: str, engine: AsyncLLM) -> None:
         self.url, self.engine = url, engine
+        self._clients: dict[str, openai.OpenAI] = {}
 
     def client(self, key: str = "none") -> openai.OpenAI:
-        """OpenAI's own client, which tries nothing twice."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+        """OpenAI's own client, one for each key, which tries nothing twice."""
+        if key not in self._clients:
+            self._clients[key] = openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+        return self._clients[key]
+
+    def close_clients(self) -> None:
+        """Closes their connections."""
+        for client in self._clients.values():
+            client.close()
 
     def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
         """Sends what OpenAI's client would not; body: as JSON unless `content` is given."""
@@ -67,7 +75,11 @@ def live_server(llm: LLM, *, max_waiting_requests: int = 256, **config: Any) -> 
             assert time.monotonic() < end, "the server did not start in time"
             time.sleep(0.01)
         port = server.servers[0].sockets[0].getsockname()[1]
-        yield LiveServer(f"http://127.0.0.1:{port}", engine)
+        served = LiveServer(f"http://127.0.0.1:{port}", engine)
+        try:
+            yield served
+        finally:
+            served.close_clients()
     finally:
         server.should_exit = True
         thread.join(60)

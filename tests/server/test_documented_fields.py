@@ -2,11 +2,12 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from server.live_server import LiveServer
 
-from foretoken.server import request_fields
+from foretoken.server import request_fields, response_fields
 
 TEXT = (Path(__file__).parents[2] / "docs" / "server.md").read_text(encoding="utf-8")
 
@@ -17,8 +18,16 @@ def test_every_field_is_documented() -> None:
     assert missing == []
 
 
+def test_every_field_of_responses_is_documented() -> None:
+    (section,) = re.findall(r"## Responses\n(.*?)\n## ", TEXT, flags=re.DOTALL)
+    known = response_fields._OWN | response_fields._IGNORED | response_fields._REFUSED.keys()
+    assert [name for name in sorted(known) if f"`{name}`" not in section] == []
+
+
 def test_the_example_runs(plain: LiveServer, capsys: pytest.CaptureFixture[str]) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
     code = code.replace("http://127.0.0.1:8000", plain.url).replace("models/tinycode", "tinycode")
-    exec(compile(code, "docs/server.md", "exec"), {})
+    names: dict[str, Any] = {}
+    exec(compile(code, "docs/server.md", "exec"), names)
+    names["client"].close()
     assert len(capsys.readouterr().out) > 20

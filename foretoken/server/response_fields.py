@@ -1,0 +1,142 @@
+"""From a body of /v1/responses to that of a chat, which says the same: text alone, and nothing that is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from foretoken.core.checks import shown
+from foretoken.server.errors import ApiError
+from foretoken.server.request_fields import checked_integer
+
+_LOGPROBS = "message.output_text.logprobs"
+_TEXT_PARTS = ("input_text", "output_text", "text")
+# What becomes something else in a chat, and what changes no answer here.
+_OWN = frozenset({"input", "instructions", "max_output_tokens", "text", "include", "metadata"})
+_IGNORED = frozenset(
+    {"reasoning", "max_tool_calls", "prompt_cache_retention", "prompt_cache_options", "stream_options"}
+)
+_NOTHING_STORED = "Responses are not stored. Send the whole conversation as input."
+# Values, besides null, with which a field asks for nothing, and what to do instead of the others.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "previous_response_id": ((), _NOTHING_STORED),
+    "conversation": ((), _NOTHING_STORED),
+    "background": ((False,), "Responses are not stored. Leave it out, and set stream where the answer takes long."),
+    "prompt": ((), "There are no stored prompts. Send instructions and input."),
+    "tools": (([],), "Calls are not parsed. Show tools to the model by a chat."),
+    "truncation": (("disabled",), "A conversation that does not fit is answered with an error. Shorten it."),
+    "context_management": (([],), "Shorten the conversation before sending it."),
+    "moderation": ((), "Texts are not judged. Leave it out."),
+    "messages": ((), "Send them as input."),
+    "max_tokens": ((), "Pass max_output_tokens."),
+    "max_completion_tokens": ((), "Pass max_output_tokens."),
+    "response_format": ((), "Pass text.format."),
+    "logprobs": ((False,), f"Pass include = ['{_LOGPROBS}']."),
+    "n": ((1,), "A response has one message. Ask a chat for several."),
+    "best_of": ((1,), "A response has one message. Ask a chat for several."),
+    "return_token_ids": ((False,), "Ask for them with completions or a chat."),
+    "prompt_logprobs": ((), "Ask for them with completions or a chat."),
+}  # fmt: skip
+
+
+def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a chat that asks for the same; what sampling and speculation know besides is kept.
+
+    Args:
+        body: The fields of the request.
+
+    Raises:
+        ApiError: When a field does not fit, or asks for what there is only in chats, or nowhere here.
+    """
+    given = {name: value for name, value in body.items() if value is not None}
+    for name in _REFUSED.keys() & given.keys():
+        neutral, instead = _REFUSED[name]
+        if given.pop(name) not in neutral:
+            raise ApiError(f"{name} = {shown(body[name])} is not supported. {instead}", param=name)
+    chat = {name: value for name, value in given.items() if name not in _OWN | _IGNORED}
+    chat["messages"] = _instructions(given.get("instructions")) + _messages(given.get("input"))
+    chat["max_completion_tokens"] = checked_integer(given, "max_output_tokens", 1, 1 << 31)
+    chat["response_format"] = _format(given.get("text", {}))
+    chat["logprobs"] = _has_logprobs(given)
+    return chat
+
+
+def told_back(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request that its answer repeats.
+
+    Args:
+        body: The fields, checked by `as_chat`.
+
+    Raises:
+        ApiError: When the metadata are none.
+    """
+    metadata = body.get("metadata")
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise ApiError(f"metadata is {shown(metadata)}. Expected an object.", param="metadata")
+    text = body.get("text") or {}
+    return {
+        "instructions": body.get("instructions"), "max_output_tokens": body.get("max_output_tokens"),
+        "metadata": metadata or {}, "text": {**text, "format": text.get("format") or {"type": "text"}},
+        "top_logprobs": body.get("top_logprobs") or 0,
+    }  # fmt: skip
+
+
+def _instructions(text: Any) -> list[dict[str, Any]]:
+    """What stands before the conversation."""
+    if text is None:
+        return []
+    if not isinstance(text, str):
+        raise ApiError(f"instructions are {shown(text)}. Expected text.", param="instructions")
+    return [{"role": "system", "content": text}]
+
+
+def _messages(asked: Any) -> list[dict[str, Any]]:
+    """The conversation: a text that the user says, or messages, also those of earlier answers."""
+    if isinstance(asked, str):
+        return [{"role": "user", "content": asked}]
+    if not isinstance(asked, list) or not asked:
+        raise ApiError(f"input is {shown(asked)}. Expected text, or a list of messages.", param="input")
+    return [_message(item) for item in asked]
+
+
+def _message(item: Any) -> dict[str, Any]:
+    """One item of a conversation as a message."""
+    if not isinstance(item, Mapping) or item.get("type", "message") != "message":
+        raise ApiError(f"input has the item {shown(item)}. Expected messages with role and content.", param="input")
+    content = item.get("content")
+    if not isinstance(content, str):
+        content = [_part(part) for part in content] if isinstance(content, list) else None
+    if not content and content != "":
+        expected = "Expected text, or a list of parts of type 'input_text'."
+        raise ApiError(f"input has a message with content {shown(item.get('content'))}. {expected}", param="input")
+    return {"role": item.get("role"), "content": content}
+
+
+def _part(part: Any) -> dict[str, Any]:
+    """A part of a message's content."""
+    if not isinstance(part, Mapping) or part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str):
+        expected = "Expected type 'input_text' or 'output_text', and text."
+        raise ApiError(f"input has a message with the part {shown(part)}. {expected}", param="input")
+    return {"type": "text", "text": part["text"]}
+
+
+def _format(text: Any) -> dict[str, Any]:
+    """What `text` asks for as a chat's `response_format`."""
+    form = text.get("format", {"type": "text"}) if isinstance(text, Mapping) else None
+    if isinstance(form, Mapping):
+        if form.get("type") in ("text", "json_object"):
+            return {"type": form["type"]}
+        if form.get("type") == "json_schema" and isinstance(form.get("schema"), Mapping):
+            return {"type": "json_schema", "json_schema": {"schema": form["schema"]}}
+    expected = "Expected text.format with a type 'text', 'json_object', or 'json_schema' with schema."
+    raise ApiError(f"text is {shown(text)}. {expected}", param="text")
+
+
+def _has_logprobs(given: Mapping[str, Any]) -> bool:
+    """Whether the answer holds log-probabilities; other things that may be included do not come about here."""
+    include = given.get("include", [])
+    if not isinstance(include, list) or not all(isinstance(each, str) for each in include):
+        raise ApiError(f"include is {shown(include)}. Expected a list of names.", param="include")
+    if given.get("top_logprobs") and _LOGPROBS not in include:
+        raise ApiError(f"top_logprobs needs include = ['{_LOGPROBS}'].", param="top_logprobs")
+    return _LOGPROBS in include
