@@ -90,7 +90,7 @@ def joining(model: str, options: dict[str, Any]) -> dict[str, float]:
     def keep(record: StepRecord) -> None:
         steps.append((time.perf_counter(), record))
 
-    llm = LLM(model, max_num_seqs=_BATCH, max_model_len=1024, on_step=keep, **options)
+    llm = LLM(model, max_num_seqs=_BATCH, max_model_len=1024, on_step=keep, enable_prefix_caching=False, **options)
     prompts = [{"prompt_token_ids": [(11 * i + row) % 4000 + 5 for i in range(_PROMPT_LEN)]} for row in range(_JOINING)]
     short = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
     llm.generate(prompts, short)  # warms up

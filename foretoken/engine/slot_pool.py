@@ -1,8 +1,8 @@
 """Which slot a sequence gets, and which rows it need not fill: those of a text that begins as its own.
 
 A slot that is given back keeps its rows until another sequence takes it. One whose prompt begins alike goes on behind
-them: in the same slot, which loses the rest of its rows, or, where these are more than the slot has that is due, in that
-one, to which they are copied. Rows of slots that are in use are copied as well. Knows neither caches nor drafters.
+them: in the same slot, which loses the rest of its rows, or, where these are more than the slot holds that is due, in
+that one, to which they are copied. Rows of slots that are in use are copied as well. Knows neither caches nor drafters.
 """
 
 from __future__ import annotations
