@@ -241,8 +241,8 @@ class LLM:
             prompts: A string, a list of token ids, a mapping with `prompt` or `prompt_token_ids`, several of these, or
                 what a tokenizer returns. A mapping may also hold what changes speed and nothing that is written:
                 `prediction`, text or token ids that the output probably repeats in part (drafted from by the method
-                "prediction"); `cache_salt`, text: drafters that learn from outputs draft what this request wrote only
-                for requests with the same salt; and `speculative`, a mapping with `enabled`, False for no drafts, or
+                "prediction"); `cache_salt`, text: only requests with the same salt go on behind its text in the prefix
+                cache, or have drafts from what it wrote; and `speculative`, a mapping with `enabled`, False for no drafts, or
                 `max_nodes`, most nodes of its trees, root included.
             sampling_params: One for all prompts, or one each; None for the defaults.
             use_tqdm: Shows a progress bar on standard error; a callable takes the place of `tqdm`.
