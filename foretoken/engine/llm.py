@@ -242,8 +242,8 @@ class LLM:
                 what a tokenizer returns. A mapping may also hold what changes speed and nothing that is written:
                 `prediction`, text or token ids that the output probably repeats in part (drafted from by the method
                 "prediction"); `cache_salt`, text: only requests with the same salt go on behind its text in the prefix
-                cache, or have drafts from what it wrote; and `speculative`, a mapping with `enabled`, False for no drafts, or
-                `max_nodes`, most nodes of its trees, root included.
+                cache, or have drafts from what it wrote; and `speculative`, a mapping with `enabled`, False for no
+                drafts, or `max_nodes`, most nodes of its trees, root included.
             sampling_params: One for all prompts, or one each; None for the defaults.
             use_tqdm: Shows a progress bar on standard error; a callable takes the place of `tqdm`.
             params: Former name of `sampling_params`.
