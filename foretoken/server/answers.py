@@ -140,7 +140,7 @@ class Envelope:
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Tokens used; prompt tokens that were not read again, and what of a predicted output came true or did not."""
+    """Tokens used, and of a predicted output those that came true and those that were drafted in vain."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(each.token_ids) for output in outputs for each in output.outputs)
     shares = [output.metrics.by_drafter.get("prediction") for output in outputs]
@@ -148,7 +148,6 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     rejected = sum(share.num_drafted - share.num_accepted for share in shares if share)
     return {
         "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs)},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected, "reasoning_tokens": 0,
         },
