@@ -126,8 +126,6 @@ def test_a_conversation_goes_on_where_it_was(drafter: str, runner: str) -> None:
 
 def test_rows_of_a_sequence_that_failed_are_not_used() -> None:
     engine = engine_with("none", "generic")
-    engine.generate([TEXTS[0]], GREEDY)
-    engine.target.cache.poison(0, 39)
     with mock.patch.object(engine.target, "commit", side_effect=RuntimeError("no")):
         failed = engine.generate([TEXTS[1]], GREEDY)[0]
     assert failed.outputs[0].finish_reason == "error"
