@@ -147,7 +147,7 @@ class _EngineFigures:
             origin, name = figure.name.split(":", 1)
             for prefix in self._prefixes if origin == "vllm" else ("foretoken:",):
                 self._add(families, prefix + name, figure)
-        waiting = self._engine.num_waiting
+        waiting = self._engine.num_waiting  # instead of the engine's own: requests wait here, before it has them
         for prefix in self._prefixes:
             families[f"{prefix}num_requests_waiting"] = GaugeMetricFamily(
                 f"{prefix}num_requests_waiting", _HELP["num_requests_waiting"], labels=list(self._labels)
