@@ -124,7 +124,8 @@ class ServerMetrics:
 
     def page(self) -> bytes:
         """All figures as text; waits for the end of an iteration."""
-        return generate_latest(self._registry)
+        page: bytes = generate_latest(self._registry)
+        return page
 
 
 _Families = dict[str, GaugeMetricFamily | CounterMetricFamily]
