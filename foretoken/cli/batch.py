@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from foretoken.cli import options, terminal
-from foretoken.core.errors import ConfigError, RequestError
+from foretoken.core.errors import RequestError
 
 if TYPE_CHECKING:
     from foretoken.server.batch import BatchCounts
@@ -49,17 +49,11 @@ def batch(
     was broken off, however it ended, goes on when the same command is given again; each custom_id is answered once. A
     line that cannot be served is answered with its status and message, and ends nothing.
     """
-    from foretoken.bench.setups import parse_setup
     from foretoken.server.batch import run_batch
     from foretoken.server.batch_files import AnswerFile, count_lines, held
     from foretoken.server.request_fields import MOST_CHOICES
 
-    texts = options.drafter_texts(speculative_config, spec_type)
-    if texts is not None and len(texts) > 1:
-        raise ConfigError("batch takes one --speculative-config. Merge several with +, as ngram+hydra.")
-    setup = parse_setup(texts[0], target=model) if texts else parse_setup("plain")
-    if setup.needs_references:
-        raise ConfigError("the drafter 'oracle' has to know the text beforehand. Use it with `foretoken bench`.")
+    setup = options.one_setup("batch", model, speculative_config, spec_type, "Merge several with +, as ngram+hydra.")
     template = None if chat_template is None else options.read_text(chat_template)
     total = count_lines(source)
     if not total:

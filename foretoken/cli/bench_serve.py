@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import sys
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Annotated, Any
@@ -87,7 +86,7 @@ def serve(
         _print(results)
     if not results["completed"]:
         terminal.note(f"no request was answered: {run.answers[0].error}")
-        sys.exit(1)
+        raise typer.Exit(1)
 
 
 def _api_key(variable: str) -> str | None:

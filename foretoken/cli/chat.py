@@ -10,7 +10,7 @@ import typer
 
 from foretoken.cli import options, terminal
 from foretoken.core.bounded_reads import MOST_TEXT_BYTES
-from foretoken.core.errors import ConfigError, RequestError
+from foretoken.core.errors import RequestError
 
 if TYPE_CHECKING:
     from foretoken.cli.shown_tokens import ShownTokens
@@ -50,15 +50,9 @@ def chat(
 
     /reset forgets the conversation, /exit or Ctrl-D ends it, and Ctrl-C ends an answer.
     """
-    from foretoken.bench.setups import parse_setup
     from foretoken.core.sampling_params import SamplingParams
 
-    texts = options.drafter_texts(speculative_config, spec_type)
-    if texts is not None and len(texts) > 1:
-        raise ConfigError("chat takes one --speculative-config. To compare several, use `foretoken bench`.")
-    setup = parse_setup(texts[0], target=model) if texts else parse_setup("plain")
-    if setup.needs_references:
-        raise ConfigError("the drafter 'oracle' has to know the text beforehand. Use it with `foretoken bench`.")
+    setup = options.one_setup("chat", model, speculative_config, spec_type)
     params = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens,
         stop=[options.checked(one, "--stop") for one in stop or ()],

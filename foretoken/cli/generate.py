@@ -80,20 +80,14 @@ def generate(
     text = options.read_prompt(prompt, file)
     request = text if prediction is None else {"prompt": text, "prediction": options.read_text(prediction)}
     stops = [options.checked(one, "--stop") for one in stop or ()]
-    speculative_config = options.drafter_texts(speculative_config, spec_type)
-    if speculative_config is not None and len(speculative_config) > 1:
-        raise ConfigError("generate takes one --speculative-config. To compare several, use `foretoken bench`.")
     if show and as_json:
         raise ConfigError("--show and --json exclude each other. Pass one of them.")
     if trace is not None:
         options.check_new_file(trace, "--trace", force=force)
     clock = _LoadClock()
-    from foretoken.bench.setups import parse_setup
     from foretoken.core.sampling_params import SamplingParams
 
-    setup = parse_setup(speculative_config[0], target=model) if speculative_config else parse_setup("plain")
-    if setup.needs_references:
-        raise ConfigError("the drafter 'oracle' has to know the text beforehand. Use it with `foretoken bench`.")
+    setup = options.one_setup("generate", model, speculative_config, spec_type)
     params = SamplingParams(
         temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens,
         stop=stops, ignore_eos=ignore_eos,

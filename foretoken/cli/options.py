@@ -14,6 +14,7 @@ from foretoken.core.checks import lone_surrogate
 from foretoken.core.errors import ConfigError, ModelError, RequestError
 
 if TYPE_CHECKING:
+    from foretoken.bench.setups import Setup
     from foretoken.hf.loading import LoadedModel
 
 Model = Annotated[str, typer.Argument(help="Target: a model directory in Hugging Face layout, or a hub id.")]
@@ -84,6 +85,33 @@ def drafter_texts(speculative_config: list[str] | None, spec_type: str | None) -
     if not all(names):
         raise ConfigError(f"--spec-type is '{spec_type}'. Expected names of methods with commas, as ngram,hydra.")
     return names if len(names) == 1 else [json.dumps({"drafters": [{"method": name} for name in names]})]
+
+
+def one_setup(
+    command: str, target: str, speculative_config: list[str] | None, spec_type: str | None, advice: str = ""
+) -> Setup:
+    """What -s or --spec-type ask for, for a command that takes one drafter; plain decoding where they are left out.
+
+    Args:
+        command: Its name.
+        target: The target's directory or hub id.
+        speculative_config: What -s was given.
+        spec_type: What --spec-type was given.
+        advice: What to do with several, as a sentence; by default to compare them.
+
+    Raises:
+        ConfigError: When there are several, or it is no drafter that can decode texts that nobody knows.
+    """
+    from foretoken.bench.setups import parse_setup
+
+    texts = drafter_texts(speculative_config, spec_type) or ["plain"]
+    if len(texts) > 1:
+        advice = advice or "To compare several, use `foretoken bench`."
+        raise ConfigError(f"{command} takes one --speculative-config. {advice}")
+    setup = parse_setup(texts[0], target=target)
+    if setup.needs_references:
+        raise ConfigError("the drafter 'oracle' has to know the text beforehand. Use it with `foretoken bench`.")
+    return setup
 
 
 def load_target(model: str, dtype: str, device: str, threads: int | None) -> tuple[LoadedModel, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli import options, terminal
-from foretoken.core.errors import ConfigError, ForetokenError
+from foretoken.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from foretoken.engine.async_llm import AsyncLLM
@@ -63,14 +62,7 @@ def serve(
 
     Answers are what the target alone would have written. SIGTERM and Ctrl-C let running requests end for 30 seconds.
     """
-    from foretoken.bench.setups import parse_setup
-
-    texts = options.drafter_texts(speculative_config, spec_type)
-    if texts is not None and len(texts) > 1:
-        raise ConfigError("serve takes one --speculative-config. Merge several with +, as ngram+hydra.")
-    setup = parse_setup(texts[0], target=model) if texts else parse_setup("plain")
-    if setup.needs_references:
-        raise ConfigError("the drafter 'oracle' has to know the text beforehand. Use it with `foretoken bench`.")
+    setup = options.one_setup("serve", model, speculative_config, spec_type, "Merge several with +, as ngram+hydra.")
     if metrics_compat not in (None, "vllm"):
         raise ConfigError(f"--metrics-compat is '{metrics_compat}'. Expected vllm.")
     if per_request_spec_decode_metrics not in ("none", "summary"):
@@ -107,13 +99,12 @@ def _run(app: Any, engine: AsyncLLM, listening: socket.socket) -> None:
     """Serves until a signal comes, or the engine fails.
 
     Raises:
-        ForetokenError: When the engine failed: whatever watches over the process may start it again.
+        typer.Exit: With code 1 when the engine failed: whatever watches over the process may start it again.
     """
     import asyncio
 
     import uvicorn
 
-    logging.basicConfig(level=os.environ.get("FORETOKEN_LOG_LEVEL", "WARNING").upper())
     server = uvicorn.Server(
         uvicorn.Config(
             app, access_log=False, log_config=None, timeout_graceful_shutdown=_DRAIN_SECONDS, timeout_keep_alive=30,
@@ -132,7 +123,8 @@ def _run(app: Any, engine: AsyncLLM, listening: socket.socket) -> None:
         return has_failed
 
     if asyncio.run(serve_while_alive()):
-        raise ForetokenError("the engine failed and serves no requests any more; the log says why. Start it again.")
+        terminal.note("error: the engine failed and serves no requests any more; the log says why. Start it again.")
+        raise typer.Exit(1)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -107,7 +107,8 @@ class AsyncLLM:
         request_id = self._new_id() if request_id is None else str(request_id)
         request = self.llm.shared.requests.read_one(prompt, sampling_params, request_id)
         served = self._queue.add(request, self._thread.hand_over)
-        return RequestStream(self, request_id, served.mailbox, partial(self._thread.give_up, served))
+        give_up = partial(self._thread.give_up, served)
+        return RequestStream(self, request_id, request.num_prompt, served.mailbox, give_up)
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None

@@ -77,18 +77,22 @@ class RequestStream:
 
     Attributes:
         request_id: The request's name.
+        num_prompt: Tokens of its prompt.
     """
 
-    def __init__(self, engine: object, request_id: str, mailbox: Mailbox, give_up: Callable[[], None]) -> None:
+    def __init__(
+        self, engine: object, request_id: str, num_prompt: int, mailbox: Mailbox, give_up: Callable[[], None]
+    ) -> None:
         """A stream that nobody has read.
 
         Args:
             engine: What serves the request, kept alive as long as the stream is.
             request_id: The request's name.
+            num_prompt: Tokens of its prompt.
             mailbox: Where chunks come.
             give_up: Ends the request; does nothing when it is over. Takes no lock, and may be called anywhere.
         """
-        self.request_id = request_id
+        self.request_id, self.num_prompt = request_id, num_prompt
         self._engine, self._mailbox, self._give_up = engine, mailbox, give_up
 
     async def __aiter__(self) -> AsyncIterator[StreamChunk]:

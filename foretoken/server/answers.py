@@ -25,27 +25,24 @@ class Envelope:
     Attributes:
         request: What was asked.
         model: The name under which the model is served.
-        id: The answer's name.
-        created: Seconds since 1970.
         has_draft_metrics: Whether it says how drafting went.
+        name: Unique; the answer's id ends with it.
+        created: Seconds since 1970.
     """
 
     request: ServedRequest
     model: str
     has_draft_metrics: bool = False
-    id: str = ""
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
-
-    def __post_init__(self) -> None:
-        """Gives it a name."""
-        if not self.id:
-            prefix = "chatcmpl" if self.request.is_chat else "cmpl"
-            object.__setattr__(self, "id", f"{prefix}-{uuid.uuid4().hex}")
 
     def _body(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """A body with these choices."""
-        body = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
-        return {**body, "system_fingerprint": None, **more}
+        prefix = "chatcmpl" if self.request.is_chat else "cmpl"
+        return {
+            "id": f"{prefix}-{self.name}", "object": kind, "created": self.created, "model": self.model,
+            "choices": choices, "system_fingerprint": None, **more,
+        }  # fmt: skip
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         """The answer of a request that was not streamed; outputs: of each prompt."""

@@ -111,6 +111,7 @@ class LiveRequest:
             yield body
         echoed = [prompt.get("prompt", "") if request.is_echoed else "" for prompt in request.prompts for _ in range(n)]
         offsets, num_tokens = [len(text) for text in echoed], 0
+        num_prompt = sum(stream.num_prompt for stream in self._streams)
         last = self._begin
         async for at, chunk in _merged(self._streams):
             index, now = at * n + chunk.index, time.monotonic()
@@ -118,7 +119,7 @@ class LiveRequest:
                 self._metrics.saw_tokens(len(chunk.token_ids), now - last, is_first=not num_tokens)
                 last = now
             num_tokens += len(chunk.token_ids)
-            more = {"usage": running_usage(0, num_tokens)} if request.has_running_usage else {}
+            more = {"usage": running_usage(num_prompt, num_tokens)} if request.has_running_usage else {}
             yield self.envelope.part(index, chunk, echoed[index] + chunk.text, offsets[index], **more)
             echoed[index] = ""
             offsets[index] += sum(len(next(iter(entry.values())).decoded_token or "") for entry in chunk.logprobs or ())

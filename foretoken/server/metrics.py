@@ -126,7 +126,8 @@ class ServerMetrics:
 
     def page(self) -> bytes:
         """All figures as text; waits for the end of an iteration."""
-        return generate_latest(self._registry)
+        page: bytes = generate_latest(self._registry)
+        return page
 
 
 _Families = dict[str, GaugeMetricFamily | CounterMetricFamily]
@@ -149,7 +150,7 @@ class _EngineFigures:
             origin, name = figure.name.split(":", 1)
             for prefix in self._prefixes if origin == "vllm" else ("foretoken:",):
                 self._add(families, prefix + name, figure)
-        waiting = self._engine.num_waiting
+        waiting = self._engine.num_waiting  # instead of the engine's own: requests wait here, before it has them
         for prefix in self._prefixes:
             families[f"{prefix}num_requests_waiting"] = GaugeMetricFamily(
                 f"{prefix}num_requests_waiting", _HELP["num_requests_waiting"], labels=list(self._labels)

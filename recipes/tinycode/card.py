@@ -144,17 +144,36 @@ def write_card(run_dir: Path, checkpoint: str, model: str, out: Path, progress: 
         "versions": ", ".join(stats["stdlib_versions"]),
         "skipped_licence": stats["counts"].get("packages_skipped_licence", 0),
         "curve": "\n".join(f"| {phase} | {tokens / 1e6:.2f} | {value:.3f} |" for phase, tokens, value in shown),
-        "agreement": "not measured |",
         **meta,
         "long_every": LONG_EVERY,
         "stable_steps": progress["decay_start"] or progress["step"],
     }
-    if model == "draft" and meta.get("teacher"):
-        target = load_rounded(teacher_path(run_dir, meta["teacher"]), "target")
-        alpha, same = agreement(target, net, held_out_windows(stream, 32, 512))
-        values["agreement"] = f"sum min(p, q) {alpha:.3f} a position at temperature 1; same argmax {same:.3f} |"
+    if model == "draft":
+        values |= draft_values(run_dir, meta, net, stream)
     template = (Path(__file__).parent / f"card_{model}.md").read_text(encoding="utf-8")
     (out / "README.md").write_text(template.format(**values), encoding="utf-8")
-    print(
-        json.dumps({k: values[k] for k in ("tokens_m", "steps", "minutes", "loss", "perplexity", "bits", "agreement")})
-    )
+    names = ("tokens_m", "steps", "minutes", "loss", "perplexity", "bits", "agreement")
+    print(json.dumps({name: values[name] for name in names if name in values}))
+
+
+def draft_values(run_dir: Path, meta: dict[str, Any], draft: TinyLlama, stream: np.ndarray) -> dict[str, str]:
+    """What only the card of a draft model says: what it was distilled from, went on from, and agrees with."""
+    windows = held_out_windows(stream, 32, 512)
+    target = load_rounded(teacher_path(run_dir, meta["teacher"]), "target")
+
+    def agrees(model: TinyLlama) -> str:
+        alpha, same = agreement(target, model, windows)
+        return f"sum min(p, q) {alpha:.3f} a position at temperature 1; same argmax {same:.3f}"
+
+    distilled = f"--teacher {meta['teacher']} --kl-weight {meta['kl_weight']} --lr {meta['lr']} --seed {meta['seed']} "
+    if meta["init"] is None:
+        stable, before = "", "none"
+        phases = f"Stable phase on cross-entropy; objective of the\ndecay phase: {meta['objective']}."
+    else:
+        distilled = f"--init {meta['init']} {distilled}"
+        old = load_rounded(Path(meta["init"]), "draft")
+        loss = held_out_loss(old, held_out_windows(stream, CARD_TOKENS // 512, 512))
+        stable, before = distilled, f"{loss:.3f} nats, perplexity {math.exp(loss):.2f}; {agrees(old)}"
+        phases = f"It went on from the version before; objective of\nboth phases: {meta['objective']}."
+    options = {"stable_options": stable, "decay_options": distilled, "phases": phases, "before": before}
+    return {"agreement": agrees(draft), **options}

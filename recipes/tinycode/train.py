@@ -195,6 +195,7 @@ def write_meta(path: Path, args: argparse.Namespace) -> None:
         "tokens_per_step": args.tokens_per_step,
         "decay_steps": args.decay_steps,
         "teacher": args.teacher,
+        "kl_weight": args.kl_weight,
         "init": str(args.init) if args.init else None,
     }
     path.with_suffix(".meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")

@@ -1,16 +1,10 @@
-"""A server with OpenAI's API whose tokens, pauses and errors are known beforehand, under uvicorn in a thread."""
+"""A server with OpenAI's API whose tokens, pauses and errors are known beforehand."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-
-import uvicorn
 
 NUM_INPUT = 7
 COUNTERS = (
@@ -98,22 +92,3 @@ async def whole(send: Any, status: int, body: Any) -> None:
 async def event(send: Any, body: Any) -> None:
     """Sends a part of a stream."""
     await send({"type": "http.response.body", "body": f"data: {json.dumps(body)}\n\n".encode(), "more_body": True})
-
-
-@contextmanager
-def served(app: Any) -> Iterator[str]:
-    """Serves an application until the end of the block; yields its URL."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=5))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        end = time.monotonic() + 60
-        while not server.started:
-            assert thread.is_alive(), "the server did not start"
-            assert time.monotonic() < end, "the server did not start in time"
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(60)
-        assert not thread.is_alive()

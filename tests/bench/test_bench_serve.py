@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-
-sys.path += [str(Path(__file__).parent), str(Path(__file__).parents[1] / "cli")]
-from command_line import MODEL, Finished, run
-from scripted_server import NUM_INPUT, ScriptedServer, served
+from bench.scripted_server import NUM_INPUT, ScriptedServer
+from cli.command_line import MODEL, Finished, run
+from served_app import served
 
 from foretoken.bench.serving.arrivals import arrival_times
 from foretoken.bench.serving.draft_counts import DraftCounts, page_counts

@@ -18,6 +18,19 @@ from cli.command_line import MODEL, run
 SERVE = [sys.executable, "-m", "foretoken", "serve", MODEL]
 
 
+def wait_for(url: str) -> None:
+    """Returns once a server answers; fails after a minute."""
+    end = time.monotonic() + 60
+    while True:
+        try:
+            assert httpx.get(f"{url}/health").json() == {"status": "ok"}
+        except httpx.TransportError:
+            assert time.monotonic() < end
+            time.sleep(0.02)
+        else:
+            return
+
+
 @pytest.fixture
 def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A process that serves, and its address."""
@@ -28,14 +41,7 @@ def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
             line = process.stderr.readline()
             assert line.startswith("serving tiny with ngram on http://127.0.0.1:"), line
             url = line.split()[-1]
-            end = time.monotonic() + 60
-            while True:
-                try:
-                    assert httpx.get(f"{url}/health").json() == {"status": "ok"}
-                    break
-                except httpx.TransportError:
-                    assert time.monotonic() < end
-                    time.sleep(0.02)
+            wait_for(url)
             yield process, url
         finally:
             process.kill()
@@ -53,6 +59,30 @@ def test_sigterm_lets_running_requests_end(server: tuple[subprocess.Popen[str], 
     assert reasons[-1] == "length"
     assert text
     assert process.wait(60) == -signal.SIGTERM, "the signal is passed on once all is done"
+
+
+def test_a_failed_engine_ends_the_process() -> None:
+    """Its thread fails at the first request; whatever watches over the process sees that by the exit code."""
+    code = (
+        "import sys\n"
+        "from foretoken.engine.loop import Engine\n"
+        "from foretoken.cli.main import main\n"
+        "def fail(self): raise KeyboardInterrupt('as a thread may meet it')\n"
+        "Engine.step = fail\n"
+        "sys.argv = ['foretoken', 'serve', 'models/tinycode', '--port', '0', '--threads', '1']\n"
+        "main()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        try:
+            url = process.stderr.readline().split()[-1]
+            wait_for(url)
+            answer = httpx.post(f"{url}/v1/completions", json={"prompt": "def main():"}, timeout=60)
+            assert answer.status_code == 500
+            assert process.wait(60) == 1
+            assert "error: the engine failed and serves no requests any more" in process.stderr.read()
+        finally:
+            process.kill()
 
 
 def test_a_port_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +9,7 @@ from typing import Any
 
 import httpx
 import openai
-import uvicorn
+from served_app import served
 
 from foretoken import LLM, AsyncLLM
 from foretoken.server.app import ServerConfig, make_app
@@ -65,23 +64,12 @@ def live_server(llm: LLM, *, max_waiting_requests: int = 256, **config: Any) -> 
     """Serves a model until the end of the block; config: of `ServerConfig`."""
     engine = AsyncLLM(llm, max_waiting_requests=max_waiting_requests)
     app = make_app(engine, ServerConfig(**{"names": ["tinycode"], **config}))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=5))
-    thread = threading.Thread(target=server.run)
-    thread.start()
     try:
-        end = time.monotonic() + 60
-        while not server.started:
-            assert thread.is_alive(), "the server did not start"
-            assert time.monotonic() < end, "the server did not start in time"
-            time.sleep(0.01)
-        port = server.servers[0].sockets[0].getsockname()[1]
-        served = LiveServer(f"http://127.0.0.1:{port}", engine)
-        try:
-            yield served
-        finally:
-            served.close_clients()
+        with served(app) as url:
+            server = LiveServer(url, engine)
+            try:
+                yield server
+            finally:
+                server.close_clients()
     finally:
-        server.should_exit = True
-        thread.join(60)
-        assert not thread.is_alive()
         assert not engine.is_alive, "the engine's thread outlives the server"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,7 +26,7 @@ def _serves_on(speculative: LiveServer) -> Iterator[None]:
     yield
     answer = speculative.post("/v1/completions", COMPLETION)
     assert answer.status_code == 200
-    assert answer.json()["choices"][0]["text"] == "\n        self._run"[: len(answer.json()["choices"][0]["text"])]
+    assert answer.json()["choices"][0]["text"] == "\n        self._"
     speculative.wait_until_idle()
 
 
@@ -252,6 +253,36 @@ def test_a_client_that_leaves_within_its_body(speculative: LiveServer) -> None:
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(b"\x16\x03\x01 no HTTP at all\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 400")
+
+
+def test_a_body_that_does_not_come(speculative: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.server.guards._BODY_SECONDS", 0.1)
+    host, port = speculative.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 1000\r\n\r\n{")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408 ")
+
+
+def test_a_reader_that_takes_nothing_ends_its_request(speculative: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("foretoken.server.replies._SEND_SECONDS", 0.2)
+    host, port = speculative.url.removeprefix("http://").split(":")
+    ask = {**COMPLETION, "max_tokens": 1000, "n": 8, "logprobs": 20, "stream": True, "ignore_eos": True}
+    body = json.dumps(ask).encode()
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        before = _aborted(speculative)
+        while not speculative.engine.num_running:
+            time.sleep(0.001)
+        speculative.wait_until_idle()
+        assert _aborted(speculative) > before
+
+
+def _aborted(server: LiveServer) -> float:
+    """Sequences that were ended from outside."""
+    lines = [line for line in server.get("/metrics").text.splitlines() if 'finished_reason="abort"' in line]
+    return sum(float(line.rpartition(" ")[2]) for line in lines)
 
 
 @pytest.fixture(scope="module")

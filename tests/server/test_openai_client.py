@@ -141,10 +141,20 @@ def test_echo_and_stop(speculative: LiveServer) -> None:
     echoed = create(speculative.client(), "echo").choices[0].text
     assert echoed == CODE + create(speculative.client(), "greedy").choices[0].text
     whole = create(speculative.client(), "greedy").choices[0].text
-    stopped = create(speculative.client(), "stop").choices[0]
-    if any(stop in whole for stop in REQUESTS["stop"]["stop"]):
-        assert stopped.finish_reason == "stop"
-    assert whole.startswith(stopped.text)
+    stop = whole[20:25]
+    stopped = create(speculative.client(), "greedy", stop=["never there", stop]).choices[0]
+    assert (stopped.text, stopped.finish_reason) == (whole[: whole.index(stop)], "stop")
+    assert stopped.to_dict()["stop_reason"] == stop
+
+
+def test_every_chunk_tells_the_tokens_used(speculative: LiveServer) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    told = [chunk.usage for chunk in create(speculative.client(), "seeded", stream=True, stream_options=options)]
+    alone = create(speculative.client(), "seeded").usage
+    assert {usage.prompt_tokens for usage in told} == {alone.prompt_tokens}
+    counts = [usage.completion_tokens for usage in told]
+    assert counts == sorted(counts)
+    assert counts[-2:] == [alone.completion_tokens] * 2, "of the last chunk with text, and of that for usage"
 
 
 def test_a_request_may_do_without_speculation(speculative: LiveServer) -> None:
