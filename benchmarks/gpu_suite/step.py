@@ -190,7 +190,7 @@ def _decoding(work: Work, model: LoadedModel, sizes: Sizes, runner: str) -> None
             made = {"drafter": scripted(PATTERNS[name].shape, PATTERNS[name].right), "trust_drafter": True}
         engines[name] = LLM(
             model, max_num_seqs=1, max_model_len=sizes.prompt + sizes.tokens + 1, runner=runner, on_step=watch.note,
-            **made,
+            enable_prefix_caching=False, **made,
         )  # fmt: skip
     tried: dict[str, list[tuple[float, float]]] = {name: [] for name in engines}
     texts: dict[str, list[int]] = {}

@@ -54,8 +54,9 @@ class SetupEngines:
         self._engines: dict[str, LLM] = {}
         self._on_step: Callable[[StepRecord], None] = _ignore  # one engine works at a time
         self._create = partial(
-            LLM, model, tokenizer=tokenizer, max_num_seqs=batch_size, runner=runner, on_step=self._note_step
-        )
+            LLM, model, tokenizer=tokenizer, max_num_seqs=batch_size, runner=runner, on_step=self._note_step,
+            enable_prefix_caching=False,  # a repeated prompt is to cost what a new one costs
+        )  # fmt: skip
         for setup in [Setup(PLAIN, None), *(setup for setup in setups if setup.config is not None)]:
             self.add(setup)
 

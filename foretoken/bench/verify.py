@@ -91,7 +91,7 @@ def verify_setups(
     )
     # Over the whole vocabulary, as `generate` of transformers decodes.
     engine = partial(LLM, model, tokenizer=tokenizer, runner=runner, allow_unknown_ids=True, on_step=progress.add)
-    plain = engine(max_num_seqs=1)
+    plain = engine(max_num_seqs=1, enable_prefix_caching=False)
     checks = []
     prompts = list(workload.prompts)
     for temperature in workload.temperatures:

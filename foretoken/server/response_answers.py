@@ -133,7 +133,8 @@ def _usage(output: RequestOutput) -> dict[str, Any]:
     """Tokens used."""
     num_input, num_output = len(output.prompt_token_ids), sum(len(each.token_ids) for each in output.outputs)
     return {
-        "input_tokens": num_input, "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+        "input_tokens": num_input,
+        "input_tokens_details": {"cached_tokens": output.num_cached_tokens or 0, "cache_write_tokens": 0},
         "output_tokens": num_output, "output_tokens_details": {"reasoning_tokens": 0},
         "total_tokens": num_input + num_output,
     }  # fmt: skip

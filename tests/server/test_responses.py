@@ -63,8 +63,9 @@ def chat(server: LiveServer, name: str) -> Any:
 
 
 def told(response: Any) -> dict[str, Any]:
-    """What a response says, without its names and its time."""
+    """What a response says, without its names, its time and what of its prompt was known."""
     body = response.to_dict()
+    body["usage"].pop("input_tokens_details")
     body["output"] = [{key: value for key, value in item.items() if key != "id"} for item in body["output"]]
     return {key: value for key, value in body.items() if key not in ("id", "created_at")}
 
@@ -84,6 +85,11 @@ def test_a_response_is_the_chat_that_asks_for_the_same(name: str, speculative: L
     assert told(got) == told(respond(plain, name))
     if name == "schema":
         assert set(json.loads(got.output_text)) == {"name"}
+
+
+def test_usage_tells_the_prompt_tokens_that_were_not_read(plain: LiveServer) -> None:
+    usage = [respond(plain, "text", extra_body={"cache_salt": "of this test"}).usage for _ in range(2)]
+    assert [each.input_tokens_details.cached_tokens for each in usage] == [0, usage[0].input_tokens - 1]
 
 
 @pytest.mark.parametrize("name", REQUESTS)

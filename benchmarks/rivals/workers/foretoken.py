@@ -70,6 +70,7 @@ class Foretoken:
             "device": "cpu",
             "max_num_seqs": 1,
             "max_model_len": request.max_len,
+            "enable_prefix_caching": False,  # a repeated prompt is to cost what a new one costs
             **options,
         }
         self._clock = ChunkClock()
