@@ -42,6 +42,10 @@ def serve(
     enable_prefix_caching: Annotated[
         bool, typer.Option(help="Read no beginning of a prompt again that a slot holds. Never across cache salts.")
     ] = True,
+    kv_cache_memory_bytes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Memory for KV rows, which sequences share (default: half of what is free)."),
+    ] = None,
     max_waiting_requests: Annotated[int, typer.Option(min=0, help="More are answered with 429.")] = 256,
     max_waiting_tokens: Annotated[int | None, typer.Option(min=0, help="Likewise, in tokens of prompts.")] = None,
     metrics_compat: Annotated[
@@ -86,7 +90,7 @@ def serve(
     llm = LLM(
         loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=max_num_seqs,
         max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens, seed=seed, runner=runner,
-        enable_prefix_caching=enable_prefix_caching,
+        enable_prefix_caching=enable_prefix_caching, kv_cache_memory_bytes=kv_cache_memory_bytes,
     )  # fmt: skip
     engine = AsyncLLM(llm, max_waiting_requests=max_waiting_requests, max_waiting_tokens=max_waiting_tokens)
     drafters = " + ".join(drafter.name for drafter in llm.drafters) or "no drafter"

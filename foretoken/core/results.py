@@ -85,6 +85,7 @@ class GenerationMetrics:
         prefill_seconds: Seconds of its prefill.
         num_prefix_queries: Prompt tokens that were looked for among the prefixes that slots hold.
         num_cached_tokens: Those of them that were found, and not read again.
+        num_preemptions: How often it gave up its KV rows to others, and all of it was read again.
         lossy_tv: Sum of `StepRecord.lossy_tv`; 0 for lossless rules, NaN where a lossy rule does not know it.
     """
 
@@ -102,6 +103,7 @@ class GenerationMetrics:
     prefill_seconds: float = 0.0
     num_prefix_queries: int = 0
     num_cached_tokens: int = 0
+    num_preemptions: int = 0
     lossy_tv: float = 0.0
 
     @property
@@ -175,6 +177,7 @@ class GenerationMetrics:
             "prefill_seconds": self.prefill_seconds,
             "num_prefix_queries": self.num_prefix_queries,
             "num_cached_tokens": self.num_cached_tokens,
+            "num_preemptions": self.num_preemptions,
             "lossy_tv": None if math.isnan(self.lossy_tv) else self.lossy_tv,
         }
 

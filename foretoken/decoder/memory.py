@@ -1,4 +1,4 @@
-"""How long a context the machine can hold KV rows for."""
+"""How many KV rows the machine can hold."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ if TYPE_CHECKING:
 _SHARE = 0.5  # of the memory that is free once the weights are loaded
 
 
-def affordable_rows(shapes: Sequence[LayerShape], *, num_slots: int, dtype: torch.dtype, device: torch.device) -> int:
-    """Cache rows a slot that fit into half of the free memory.
+def affordable_rows(
+    shapes: Sequence[LayerShape], *, dtype: torch.dtype, device: torch.device, memory_bytes: int | None = None
+) -> int:
+    """Cache rows of all slots together that fit into the memory for them.
 
     Args:
         shapes: Sizes of every layer's keys and values.
-        num_slots: Sequences held at once.
         dtype: Of keys and values.
         device: Where they live.
+        memory_bytes: Memory for them; None for half of what is free.
     """
     row_bytes = sum(s.num_heads * (s.key_width + s.value_width) for s in shapes) * dtype.itemsize
-    return int(_free_bytes(device) * _SHARE) // (row_bytes * num_slots)
+    return (int(_free_bytes(device) * _SHARE) if memory_bytes is None else memory_bytes) // row_bytes
 
 
 def _free_bytes(device: torch.device) -> int:

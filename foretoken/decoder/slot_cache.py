@@ -2,6 +2,10 @@
 
 A slot holds one sequence: committed rows first, in position order, then scratch rows that a pass writes. Committing
 moves the accepted rows into place; rejecting does nothing. The cache does not know lengths: its callers do.
+
+Where there is memory for it every slot has rows for the longest sequence. Else slots share a smaller number of rows,
+and a sequence is given more as it grows (`RowPool`). Its rows follow each other either way, so that kernels read them
+as the rows of one slot: of many more slots then, a granule of rows apart, one of which begins where the sequence does.
 """
 
 from __future__ import annotations
@@ -13,11 +17,16 @@ import torch
 from torch import Tensor
 
 from foretoken.core.backend import has_triton_kernels, integers_on, reads_are_free
+from foretoken.core.checks import require
+from foretoken.decoder.row_pool import Move, RowPool
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.attention.layout import AttentionLayout
+
+GRANULE = 16  # rows; where slots share rows, each one's begin at a multiple
+_PORTION = 64 * GRANULE  # rows that are moved at once, and copied besides where they overlap
 
 
 class LayerShape(NamedTuple):
@@ -32,25 +41,40 @@ class SlotCache:
     """Keys and values of all layers, allocated once.
 
     Layers of equal size share one tensor, so that a commit is a copy or two for the whole model.
+
+    Attributes:
+        num_slots: Sequences held at once.
+        capacity: Most rows of a slot, scratch rows included.
+        keys: Of each layer, (places, heads, capacity, width). A slot's rows are those of its place, see `places`.
+        values: Likewise.
     """
 
     def __init__(
-        self, shapes: Sequence[LayerShape], *, num_slots: int, capacity: int, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: Sequence[LayerShape],
+        *,
+        num_slots: int,
+        capacity: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_rows: int | None = None,
     ) -> None:
-        """Allocates (layers, slots, heads, capacity, width) per distinct size.
+        """Allocates.
 
         Args:
             shapes: One entry a layer.
             num_slots: Sequences held at once.
-            capacity: Rows a slot, scratch rows included.
+            capacity: Most rows of a slot, scratch rows included.
             dtype: Of keys and values.
             device: Where they live.
+            num_rows: Of all slots together, a multiple of `GRANULE`, at least `capacity`; None for `capacity` each.
         """
         self.num_slots, self.capacity = num_slots, capacity
+        is_shared = num_rows is not None and num_rows < num_slots * capacity
+        self._pool = RowPool(num_slots, num_rows, granule=GRANULE, most=capacity) if is_shared and num_rows else None
         sizes = [(s.num_heads, width) for s in shapes for width in (s.key_width, s.value_width)]
         self._stores = {
-            size: torch.zeros(count, num_slots, size[0], capacity, size[1], dtype=dtype, device=device)
-            for size, count in Counter(sizes).items()
+            size: self._allocated(count, *size, dtype=dtype, device=device) for size, count in Counter(sizes).items()
         }
         taken: Counter[tuple[int, int]] = Counter()
         views = []
@@ -58,6 +82,61 @@ class SlotCache:
             views.append(self._stores[size][taken[size]])
             taken[size] += 1
         self.keys, self.values = views[0::2], views[1::2]
+
+    def _allocated(
+        self, num_layers: int, num_heads: int, width: int, *, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        """Zeros, (layers, places, heads, capacity, width); shared rows are those of several places."""
+        if self._pool is None:
+            size = (num_layers, self.num_slots, num_heads, self.capacity, width)
+            return torch.zeros(size, dtype=dtype, device=device)
+        rows = self._pool.num_rows
+        # Behind the last row are as many more as a place that begins there would have: nothing is ever in them.
+        store = torch.zeros(num_layers * num_heads * rows * width + self.capacity * width, dtype=dtype, device=device)
+        return store.as_strided(
+            (num_layers, rows // GRANULE, num_heads, self.capacity, width),
+            (num_heads * rows * width, GRANULE * width, rows * width, width, 1),
+        )
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether slots share rows, and have none before they are reserved."""
+        return self._pool is not None
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of all slots together."""
+        return self.num_slots * self.capacity if self._pool is None else self._pool.num_rows
+
+    def rows(self, slot: int) -> int:
+        """Rows that a slot has."""
+        return self.capacity if self._pool is None else min(self._pool.size(slot), self.capacity)
+
+    def places(self, slots: Sequence[int]) -> Sequence[int]:
+        """Where the rows of some slots are in `keys` and `values`, until more are reserved for any slot."""
+        return slots if self._pool is None else [self._pool.start(slot) // GRANULE for slot in slots]
+
+    def fits(self, counts: Sequence[int]) -> bool:
+        """Whether some slots could have so many rows each, if the others had none."""
+        return self._pool is None or self._pool.fits(counts)
+
+    def reserve(self, slot: int, count: int) -> bool:
+        """Gives a slot at least `count` rows; those it had are the first of them, wherever they are now.
+
+        Returns:
+            Whether it has them; where others have too many, nothing has changed.
+        """
+        if self._pool is None:
+            return True
+        moves = self._pool.reserve(slot, count)
+        for move in moves or ():
+            self._move(*move)
+        return moves is not None
+
+    def trim(self, slot: int, count: int) -> None:
+        """A slot keeps at most its first `count` rows; others may have the rest."""
+        if self._pool is not None:
+            self._pool.trim(slot, count)
 
     def write(self, layer: int, layout: AttentionLayout, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the keys and values of a pass in place.
@@ -69,7 +148,7 @@ class SlotCache:
             value: (M, Hk, Dv).
 
         Returns:
-            The layer's whole keys and values, (slots, Hk, capacity, D).
+            The layer's whole keys and values, (places, Hk, capacity, D).
         """
         keys, values = self.keys[layer], self.values[layer]
         if reads_are_free(keys.device) and not layout.is_captured:
@@ -99,16 +178,18 @@ class SlotCache:
         each = zip(slots, prefix, paths, strict=True)
         moved = [(slot, root, path) for slot, root, path in each if list(path) != list(range(1, len(path) + 1))]
         if not moved:
-            return
+            return  # a chain's accepted rows stand where they belong
         device = self.keys[0].device
         if has_triton_kernels(device):
             from foretoken.decoder.triton_commit import commit_rows
 
             depth = max(len(path) for *_, path in moved)
             padded = integers_on([[*path, *[-1] * (depth - len(path))] for *_, path in moved], device)
-            places = integers_on([[slot, root, len(path)] for slot, root, path in moved], device).T.contiguous()
+            at = self.places([slot for slot, *_ in moved])
+            roots, lengths = [root for _, root, _ in moved], [len(path) for *_, path in moved]
+            tables = integers_on([at, roots, lengths], device)
             for store in self._stores.values():
-                commit_rows(store, places[0], places[1], padded, places[2])
+                commit_rows(store, tables[0], tables[1], padded, tables[2])
             return
         for slot, root, path in moved:
             self.move_rows(slot, [root + node for node in path], root + 1)
@@ -122,17 +203,36 @@ class SlotCache:
             start: First destination row.
         """
         if list(source) == list(range(start, start + len(source))):
-            return  # a chain's accepted rows stand where they belong
+            return
+        (place,) = self.places([slot])
         for store in self._stores.values():
             rows = torch.tensor(source, device=store.device)
-            store[:, slot, :, start : start + len(source)] = store[:, slot].index_select(2, rows)
+            store[:, place, :, start : start + len(source)] = store[:, place].index_select(2, rows)
 
     def copy_rows(self, source: int, slot: int, count: int) -> None:
-        """Copies the first `count` rows of a slot to another one, in every layer at once."""
+        """Copies the first `count` rows of a slot to another one, in every layer at once; both have as many."""
+        require(count <= min(self.rows(source), self.rows(slot)), "rows are copied that a slot does not have")
+        known, place = self.places([source, slot])
         for store in self._stores.values():
-            store[:, slot, :, :count] = store[:, source, :, :count]
+            store[:, place, :, :count] = store[:, known, :, :count]
 
     def poison(self, slot: int, start: int) -> None:
         """Overwrites the rows of a slot from `start` on with NaN; a correct program never notices."""
+        (place,) = self.places([slot])
         for store in self._stores.values():
-            store[:, slot, :, start:] = float("nan")
+            store[:, place, :, start : self.rows(slot)] = float("nan")
+
+    def _move(self, source: int, target: int, count: int) -> None:
+        """Copies shared rows to where they may overlap themselves."""
+        for store in self._stores.values():
+            for first in _portions(source, target, count):
+                rows = store[:, first.source // GRANULE, :, : first.num_rows]
+                copied = rows.clone() if abs(source - target) < first.num_rows else rows
+                store[:, first.target // GRANULE, :, : first.num_rows] = copied
+
+
+def _portions(source: int, target: int, count: int) -> list[Move]:
+    """A move in portions of bounded size, in an order in which none overwrites what another one reads."""
+    starts = range(0, count, _PORTION)
+    portions = [Move(source + at, target + at, min(_PORTION, count - at)) for at in starts]
+    return portions if target < source else portions[::-1]

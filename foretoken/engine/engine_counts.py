@@ -42,27 +42,33 @@ class EngineCounts:
             for position in range(step.num_accepted):
                 self._accepted_at[position] += 1
 
+    def preempt(self) -> None:
+        """Counts a sequence whose KV rows others get."""
+        self._counts["vllm:num_preemptions"] += 1
+
     def end(self, sequence: Sequence) -> None:
         """Counts a sequence that ran and is over."""
         self._ended[sequence.finish_reason or ""] += 1
 
-    def metrics(self, *, model_name: str, num_running: int, num_waiting: int) -> list[Metric]:
+    def metrics(self, *, model_name: str, num_running: int, num_waiting: int, kv_usage: float) -> list[Metric]:
         """All figures.
 
         Args:
             model_name: The target's name.
             num_running: Sequences that have a slot.
-            num_waiting: Sequences that have none yet.
+            num_waiting: Sequences that have none.
+            kv_usage: Share of the KV rows that running sequences have, 0 to 1.
         """
         labels = {"model_name": model_name, "engine": "0"}
         names = (
             "vllm:prompt_tokens", "vllm:generation_tokens", "vllm:prefix_cache_queries", "vllm:prefix_cache_hits",
-            "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens",
-            "foretoken:target_passes",
+            "vllm:num_preemptions", "vllm:spec_decode_num_drafts", "vllm:spec_decode_num_draft_tokens",
+            "vllm:spec_decode_num_accepted_tokens", "foretoken:target_passes",
         )  # fmt: skip
         return [
             Gauge(name="vllm:num_requests_running", labels=labels, value=num_running),
             Gauge(name="vllm:num_requests_waiting", labels=labels, value=num_waiting),
+            Gauge(name="vllm:kv_cache_usage_perc", labels=labels, value=kv_usage),
             *(Counter(name=name, labels=labels, value=self._counts[name]) for name in names),
             Vector(name="vllm:spec_decode_num_accepted_tokens_per_pos", labels=labels, values=list(self._accepted_at)),
             *(

@@ -78,6 +78,7 @@ class LLM:
         max_model_len: int | None = None,
         max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool | None = None,
+        kv_cache_memory_bytes: int | None = None,
         seed: int | None = None,
         tokenizer: Any = None,
         revision: str | None = None,
@@ -111,6 +112,9 @@ class LLM:
                 the last one in it, is read from there on only; None for True. Where a runner is not exact, logits after
                 a prefix can differ in the last bits from those after a prompt that was read at once, as they do between
                 chunks of different sizes. Requests with different `cache_salt` share nothing.
+            kv_cache_memory_bytes: Memory for the KV rows of the target, which are allocated at once; None for half of
+                what is free. Where it does not hold `max_num_seqs` sequences of `max_model_len` tokens, sequences share
+                the rows, and the one that joined last waits when there are no more.
             seed: Makes requests without a seed of their own reproducible, in the order in which they come.
             tokenizer: A tokenizer, or the directory or hub id of one; None takes the model's own.
             revision: Branch, tag or commit of a hub id in `model`; None for its main branch.
@@ -136,10 +140,13 @@ class LLM:
         if speculative_config is not None and drafter is not None:
             raise ConfigError("speculative_config and drafter exclude each other. Pass one of them.")
         check_integer("max_num_seqs", max_num_seqs, 1, _MOST_SEQUENCES, error=ConfigError)
-        if max_model_len is not None:
-            check_integer("max_model_len", max_model_len, _SHORTEST_CONTEXT, error=ConfigError)
-        if max_num_batched_tokens is not None:
-            check_integer("max_num_batched_tokens", max_num_batched_tokens, 1, error=ConfigError)
+        for name, value, least in (
+            ("max_model_len", max_model_len, _SHORTEST_CONTEXT),
+            ("max_num_batched_tokens", max_num_batched_tokens, 1),
+            ("kv_cache_memory_bytes", kv_cache_memory_bytes, 1),
+        ):
+            if value is not None:
+                check_integer(name, value, least, error=ConfigError)
         keeps_prefixes = True if enable_prefix_caching is None else enable_prefix_caching
         check_boolean("enable_prefix_caching", keeps_prefixes, error=ConfigError)
         if seed is not None:
@@ -177,11 +184,13 @@ class LLM:
             taps=reads.taps,
             runner=runner,
             costs=costs,
+            shares_rows=True,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
         )
         if max_model_len is not None and self.target.context_len < max_model_len:
             raise ConfigError(
                 f"max_model_len {max_model_len} needs more memory than there is. Expected at most "
-                f"{self.target.context_len} with max_num_seqs {max_num_seqs}. Lower one of them."
+                f"{self.target.context_len}. Lower it, or raise kv_cache_memory_bytes."
             )
 
         def tree_costs() -> CostCurve:
@@ -201,6 +210,7 @@ class LLM:
             draft_trees=self.target.draft_trees,
             measured_costs=tree_costs,
         )
+        self.target.cache.reserve(0, self.target.cache.capacity)  # where drafters that are made or timed run the target
         for each in self.drafters:
             attach_drafter(each, handle)
         self._engine = Engine(
@@ -219,6 +229,7 @@ class LLM:
             impossible_ids=None if allow_unknown_ids else ids_without_token(self.tokenizer, self.target),
             has_traces=trace,
         )
+        self.target.cache.trim(0, 0)
         self._requests = RequestReader(self.target, self.tokenizer, seed)
         self.shared = SharedEngine(self._engine, self._requests)
 

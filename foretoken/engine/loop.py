@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,8 +20,9 @@ from foretoken.core.backend import has_triton_kernels, integers_on, reads_are_fr
 from foretoken.core.errors import described
 from foretoken.core.records import StepRecord
 from foretoken.core.token_tree import MAX_NODES
-from foretoken.drafters.base import DraftContext, DraftRequest
+from foretoken.drafters.base import DraftContext
 from foretoken.engine.engine_counts import EngineCounts
+from foretoken.engine.failures import contained, fail
 from foretoken.engine.grammar_drafts import GrammarBounds
 from foretoken.engine.outcomes import (
     Outcome,
@@ -34,7 +34,7 @@ from foretoken.engine.outcomes import (
     token_scores,
 )
 from foretoken.engine.prefill import Chunk, Prefill
-from foretoken.engine.slot_pool import Held, Taken
+from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.stage_clock import StageClock
 from foretoken.engine.torch_state import restored_torch_state
 from foretoken.engine.tracing import traced
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
     from foretoken.core.token_tree import TokenTree
     from foretoken.core.tree_trace import TreeTrace
     from foretoken.decoder.base import PassOutput
-    from foretoken.drafters.base import Prefix
     from foretoken.engine.drafting import Drafting
     from foretoken.engine.sequence import Sequence
     from foretoken.engine.slot_pool import SlotPool
@@ -103,30 +102,29 @@ class Engine:
         self._prefill = Prefill(target, drafting, max_num_batched_tokens)
         self._history = HistoryTable(slots.num_slots, target.vocab_size, target.device)
         self.counts = EngineCounts()
-        self._slots = slots
-        self._waiting: deque[Sequence] = deque()
-        self._running: list[Sequence] = []
+        self._scheduler = Scheduler(target, drafting, self._history, slots, self.counts)
         self._batch: tuple[list[Sequence], SamplingBatch] | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether any sequence is waiting or running."""
-        return bool(self._waiting or self._running)
+        return self._scheduler.has_work
 
     def metrics(self) -> list[Metric]:
         """Figures over all requests so far."""
         return self.counts.metrics(
-            model_name=self.target.model.name, num_running=len(self._running), num_waiting=len(self._waiting)
-        )
+            model_name=self.target.model.name, num_running=len(self._scheduler.running),
+            num_waiting=self._scheduler.num_waiting, kv_usage=self._scheduler.kv_usage,
+        )  # fmt: skip
 
     @property
     def num_free_slots(self) -> int:
         """Sequences that can join at once."""
-        return len(self._slots.free)
+        return self._scheduler.num_free_slots
 
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence."""
-        self._waiting.append(sequence)
+        self._scheduler.add(sequence)
 
     def abort(self, sequences: Iterable[Sequence] | None = None, *, error: str | None = None) -> None:
         """Ends sequences that are waiting or running and frees their slots.
@@ -135,15 +133,14 @@ class Engine:
             sequences: Which; all of them when None.
             error: Why, in one sentence, where they failed; None where nobody waits for them any more.
         """
-        for sequence in [*self._waiting, *self._running] if sequences is None else list(sequences):
+        for sequence in self._scheduler.all() if sequences is None else list(sequences):
             if sequence.finish_reason is not None:
                 continue
             if error is None:
-                self._contained(sequence, lambda one: one.abort())  # a tokenizer may fail even then
+                contained(sequence, lambda one: one.abort())  # a tokenizer may fail even then
             else:
                 sequence.fail(error)
-        self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
-        self._leave()
+        self._scheduler.leave()
 
     def step(self) -> list[Sequence]:
         """One iteration: one pass over a tree of each decoding sequence, and over chunks of prompts as far as they fit.
@@ -151,18 +148,19 @@ class Engine:
         Returns:
             The sequences that took part in a verified pass, with new tokens or over.
         """
-        self._join()
-        joining = [s for s in self._running if s.finish_reason is None and not self._prefill.is_over(s)]
+        self._scheduler.schedule()
+        running = self._scheduler.running
+        joining = [s for s in running if s.finish_reason is None and not self._prefill.is_over(s)]
         for sequence in joining:
             if sequence.wants_prompt_scores:
                 self._feed_scored(self._prefill.next_chunks([sequence], 0))
-        ready = [s for s in self._running if s.finish_reason is None and self._prefill.is_over(s)]
+        ready = [s for s in running if s.finish_reason is None and self._prefill.is_over(s)]
         joining = [s for s in joining if not s.wants_prompt_scores]
         if ready:
             self._decode(ready, joining)
         else:
             self._feed(self._prefill.next_chunks(joining, 0))
-        self._leave()
+        self._scheduler.leave()
         return ready
 
     def _feed(self, chunks: list[Chunk]) -> None:
@@ -174,7 +172,7 @@ class Engine:
             output = self.target.run(self._prefill.as_pass(chunks))
         except Exception as err:  # noqa: BLE001 - as in `_decode`
             if len(chunks) == 1:
-                _fail(chunks[0].sequence, err)
+                fail(chunks[0].sequence, err)
                 return
             for chunk in chunks:
                 self._feed([chunk])
@@ -193,7 +191,7 @@ class Engine:
             count = sequence.params.prompt_logprobs or 0
             sequence.prompt_scores += token_scores(logits, sequence.tokens[chunk.start + 1 : end], count)
         except Exception as err:  # noqa: BLE001 - as in `_decode`
-            _fail(sequence, err)
+            fail(sequence, err)
             return
         self._prefill.learn(chunks, output.features, time.perf_counter() - begin, 0)
 
@@ -209,7 +207,7 @@ class Engine:
             verified = self._verify(sequences, joining, clock)
         except Exception as err:  # noqa: BLE001 - one request's failure, whatever it is, must not end the others
             if len(sequences) == 1 and not joining:
-                _fail(sequences[0], err)
+                fail(sequences[0], err)
                 return
             for sequence in sequences:
                 self._decode([sequence], [])
@@ -348,7 +346,7 @@ class Engine:
         lengths, roots = [len(s.tokens) for s in sequences], [s.tokens[-1] for s in sequences]
         for row, (sequence, outcome) in enumerate(zip(sequences, verified.outcomes, strict=True)):
             logits = verified.logits_of(row) if sequence.params.logprobs is not None else None
-            self._contained(sequence, self._emit, outcome, logits)
+            contained(sequence, self._emit, outcome, logits)
         generated = [sequence.tokens[before:] for sequence, before in zip(sequences, lengths, strict=True)]
         num_decoding, features = verified.trees.num_tokens, verified.output.features
         if verified.draft.is_committed:
@@ -388,65 +386,6 @@ class Engine:
             return None
         return logits.topk(min(count, logits.shape[1]), dim=1).indices
 
-    def _contained(self, sequence: Sequence, work: Callable[..., None], *arguments: Any) -> None:
-        """Does one sequence's part of an iteration; whatever it raises ends that sequence."""
-        try:
-            work(sequence, *arguments)
-        except Exception as err:  # noqa: BLE001 - as in `_decode`
-            _fail(sequence, err)
-
-    def _join(self) -> None:
-        """Gives free slots to waiting sequences."""
-        while self._waiting and self._slots.free:
-            sequence = self._waiting.popleft()
-            taken = self._taken_slot(sequence)
-            sequence.slot = taken.slot
-            self._running.append(sequence)
-            self._contained(sequence, self._begin, taken.prefix)
-            self.counts.begin(sequence)
-
-    def _taken_slot(self, sequence: Sequence) -> Taken:
-        """The slot that a sequence gets, and what of its prompt need not be read."""
-        if not self._slots.keeps_prefixes or sequence.wants_prompt_scores:  # which take the logits of all positions
-            return Taken(self._slots.take_oldest(), None)
-        sequence.metrics.num_prefix_queries = sequence.num_prompt
-        return self._slots.take(
-            sequence.tokens,
-            most=len(sequence.tokens) - 1,
-            salt=sequence.cache_salt,
-            running=[
-                Held(_slot(s), s.tokens, s.num_cached, s.cache_salt) for s in self._running if s.finish_reason is None
-            ],
-            reusable=self._drafting.reusable,
-        )
-
-    def _begin(self, sequence: Sequence, prefix: Prefix | None) -> None:
-        """Begins what cache, processors and drafters know of a sequence."""
-        slot, params = _slot(sequence), sequence.params
-        if prefix is not None:
-            if prefix.slot != slot:
-                self.target.copy_prefix(prefix.slot, slot, prefix.length)
-            sequence.num_cached = sequence.metrics.num_cached_tokens = prefix.length
-        self._history.start(slot, sequence.tokens, needs_counts=params.has_penalties)
-        request = DraftRequest(
-            request_id=sequence.request_id, prompt=list(sequence.tokens), params=params,
-            prediction=sequence.prediction, cache_salt=sequence.cache_salt, prefix=prefix,
-        )  # fmt: skip
-        self._drafting.begin(slot, request)
-
-    def _leave(self) -> None:
-        """Frees the slots of sequences that are over."""
-        for sequence in self._running:
-            if sequence.finish_reason is not None and sequence.slot is not None:
-                self._drafting.release(sequence.slot)
-                length = (
-                    0 if sequence.finish_reason == "error" else sequence.num_cached
-                )  # its rows may be why it failed
-                self._slots.give_back(Held(sequence.slot, sequence.tokens, length, sequence.cache_salt))
-                self.counts.end(sequence)
-                sequence.slot = None
-        self._running = [s for s in self._running if s.finish_reason is None]
-
     def _draft_context(self, sequences: list[Sequence], batch: SamplingBatch) -> DraftContext:
         """What the drafter is told. A pass always emits one token of the target's own, so drafts leave room for it."""
         widest = self.target.max_nodes
@@ -463,7 +402,7 @@ class Engine:
         """What of a sequence's draft its grammar lets be, and how much may be added: the cache has room for chains."""
         if sequence.grammar is None:
             return None
-        room = self.target.cache.capacity - (len(sequence.tokens) - 1)
+        room = self.target.cache.rows(_slot(sequence)) - (len(sequence.tokens) - 1)
         most = max(self.target.max_nodes, min(room, MAX_NODES))
         return GrammarBounds(
             state=sequence.grammar, max_depth=_most_depth(sequence), max_nodes=min(sequence.max_nodes or most, most)
@@ -497,13 +436,6 @@ class Engine:
         if sequence.finish_reason is None and outcome.num_valid < len(outcome.tokens):
             sequence.fail(_NO_TOKEN)
         sequence.num_cached = len(sequence.tokens) - 1
-
-
-def _fail(sequence: Sequence, error: Exception) -> None:
-    """Ends a sequence with what its part of an iteration raised."""
-    sequence.fail(f"decoding failed: {described(error)}.")
-    _log.warning("request %s failed and was ended; others go on: %s", sequence.request_id, sequence.error)
-    _log.debug("where request %s failed", sequence.request_id, exc_info=error)
 
 
 def _most_depth(sequence: Sequence) -> int:

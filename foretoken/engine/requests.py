@@ -46,7 +46,7 @@ class Request:
     @property
     def has_begun(self) -> bool:
         """Whether any of its completions has, or had, a slot."""
-        return any(s.slot is not None or s.finish_reason is not None for s in self.sequences)
+        return any(s.has_begun or s.finish_reason is not None for s in self.sequences)
 
     @property
     def num_prompt(self) -> int:

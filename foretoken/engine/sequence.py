@@ -46,6 +46,7 @@ class Sequence:
         num_cached: Target KV rows filled so far, a prefix that was there included; `len(tokens) - 1` once prefill is
             over.
         slot: Cache slot while running, else None.
+        has_begun: Whether it ever had one.
         finish_reason: Set when it is over.
         stop_reason: What ended it, where something did.
         error: Why it failed, where it did.
@@ -81,6 +82,7 @@ class Sequence:
         self.request_id, self.index, self.sampling, self.is_seeded = request_id, index, sampling, is_seeded
         self.tokens, self.num_prompt, self.num_cached = list(prompt), len(prompt), 0
         self.slot: int | None = None
+        self.has_begun = False
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: str | None = None
@@ -109,8 +111,13 @@ class Sequence:
 
     @property
     def wants_prompt_scores(self) -> bool:
-        """Whether prompt tokens are scored; of several completions of a prompt the first one is enough."""
-        return self.params.prompt_logprobs is not None and self.index == 0
+        """Whether prompt tokens are still to be scored; of several completions of a prompt the first one is enough."""
+        return self.params.prompt_logprobs is not None and self.index == 0 and not self.has_prompt_scores
+
+    @property
+    def has_prompt_scores(self) -> bool:
+        """Whether all prompt tokens but the first are scored."""
+        return len(self.prompt_scores) == self.num_prompt - 1
 
     @property
     def remaining(self) -> int:
@@ -146,6 +153,13 @@ class Sequence:
         new = text[self._shown : end]
         self._shown = max(self._shown, end)
         return new
+
+    def preempt(self) -> None:
+        """Leaves its slot; all that is in the cache is read again, once it has another."""
+        self.slot, self.num_cached = None, 0
+        self.metrics.num_preemptions += 1
+        if not self.has_prompt_scores:
+            self.prompt_scores = []
 
     def abort(self) -> None:
         """Ends the sequence from outside."""

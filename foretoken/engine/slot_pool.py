@@ -96,6 +96,22 @@ class SlotPool:
         del self._free[free.index(prefix.slot)]
         return Taken(prefix.slot, prefix)
 
+    def forget_oldest(self, *, but: int | None = None) -> int | None:
+        """Gives up what the free slot holds that has held it for longest.
+
+        Args:
+            but: A slot that keeps what it holds.
+
+        Returns:
+            Which slot, or None where no other one holds anything.
+        """
+        for at, held in enumerate(self._free):
+            if held.length and held.slot != but:
+                del self._free[at]
+                self._free.insert(0, Held(held.slot, (), 0, None))
+                return held.slot
+        return None
+
     def give_back(self, held: Held) -> None:
         """A slot is free; its tokens are not to be changed any more."""
         if self.keeps_prefixes and held.length:

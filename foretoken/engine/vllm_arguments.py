@@ -38,7 +38,7 @@ def _is_ample(value: Any) -> bool:
 
 
 _ONE_DEVICE = "The model runs on one device, named by 'device'. Leave it out."
-_CACHE = "The KV cache takes what max_num_seqs and max_model_len need, at most half of the free memory. Set these."
+_CACHE = "The KV cache takes what max_num_seqs and max_model_len need, at most kv_cache_memory_bytes. Set these."
 _DRAFTER = "Pass speculative_config={'method': NAME, 'model': DIR, 'num_speculative_tokens': K}."
 _NO_REMOTE = "Code that comes with a model is never run. Leave it out."
 _CHUNKS = "Prompts are always fed in chunks; max_num_batched_tokens bounds them. Leave it out."
@@ -52,7 +52,6 @@ OTHER_ARGUMENTS = {
     "disable_custom_all_reduce": OtherArgument(_is_boolean, _ONE_DEVICE),
     "device_map": OtherArgument(_one_of(), _ONE_DEVICE),
     "gpu_memory_utilization": OtherArgument(_is_ample, _CACHE),
-    "kv_cache_memory_bytes": OtherArgument(_one_of(), _CACHE),
     "num_gpu_blocks_override": OtherArgument(_one_of(), _CACHE),
     "block_size": OtherArgument(_one_of(8, 16, 32, 64, 128), _CACHE),
     "swap_space": OtherArgument(_one_of(0, 0.0, 4, 4.0), _CACHE),

@@ -97,7 +97,7 @@ def measure_costs(model: LoadedModel, decoder: str, *, limit_s: float = LIMIT_S)
     """
     shapes = probe_layer_shapes(model.module)
     num_slots = _STEP_WIDTHS[-1]
-    rows = affordable_rows(shapes, num_slots=num_slots, dtype=model.dtype, device=model.device)
+    rows = affordable_rows(shapes, dtype=model.dtype, device=model.device) // num_slots
     needed = max(_PREFIX + WIDTHS[-1], min(_PROMPT_WIDTHS[-1], model.context_len))
     rows = max(NUM_ROWS, min(rows, needed))
     cache = SlotCache(shapes, num_slots=num_slots, capacity=rows, dtype=model.dtype, device=model.device)

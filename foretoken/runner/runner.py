@@ -10,6 +10,7 @@ Letters: B sequences, T tokens fed, N tree nodes, V vocabulary, D hidden size, F
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from operator import add
@@ -20,7 +21,7 @@ from foretoken.core.passes import Pass
 from foretoken.core.token_tree import MAX_NODES
 from foretoken.decoder.base import TreeDrafting
 from foretoken.decoder.memory import affordable_rows
-from foretoken.decoder.slot_cache import SlotCache
+from foretoken.decoder.slot_cache import GRANULE, SlotCache
 from foretoken.runner.choice import choose_decoder
 from foretoken.runner.costs import pass_costs
 from foretoken.runner.decoders import quantized_decoder
@@ -57,7 +58,7 @@ class Runner:
         choice: Which decoder is used and why, in a sentence.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - what there is to choose, each by its name
         self,
         model: LoadedModel,
         *,
@@ -68,6 +69,8 @@ class Runner:
         prefill_chunk: int = 512,
         runner: str = "auto",
         costs: Callable[[str], PassCosts] | None = None,
+        shares_rows: bool = False,
+        kv_cache_memory_bytes: int | None = None,
     ) -> None:
         """Allocates the cache and proves on the model itself that trees are attended to correctly.
 
@@ -75,12 +78,15 @@ class Runner:
             model: A loaded causal LM.
             num_slots: Sequences held at once.
             context_len: Most tokens a sequence may reach; the model's own limit when None. Cut, with a warning, to what
-                half of the free memory holds.
+                there is memory for.
             max_nodes: Widest tree, root included.
             taps: Features to read, see `foretoken.hf.taps`.
             prefill_chunk: Prompt tokens fed per pass.
             runner: A decoder, or how to choose one; see `foretoken.runner.choice`.
             costs: Gives what passes of a decoder cost; None reads or measures it, see `pass_costs`.
+            shares_rows: Whether slots share KV rows where there is no memory for the longest sequence in every slot.
+                The caller reserves rows then, `cache.reserve`, before a pass writes them.
+            kv_cache_memory_bytes: Memory for KV rows; None for half of what is free.
 
         Raises:
             ConfigError: When there is no such runner.
@@ -91,18 +97,23 @@ class Runner:
         self.max_nodes = min(max_nodes, MAX_NODES)
         self.prefill_chunk = prefill_chunk
         shapes = probe_layer_shapes(model.module)
-        rows = affordable_rows(shapes, num_slots=num_slots, dtype=model.dtype, device=model.device)
+        rows = affordable_rows(
+            shapes, dtype=model.dtype, device=model.device, memory_bytes=kv_cache_memory_bytes
+        )  # fmt: skip
         wanted = min(context_len or model.context_len, model.context_len)
-        self.context_len = min(wanted, rows - self.max_nodes)
+        shares_rows = shares_rows and rows < num_slots * (wanted + self.max_nodes)
+        longest = rows // GRANULE * GRANULE if shares_rows else rows // num_slots
+        self.context_len = min(wanted, longest - self.max_nodes)
         if self.context_len < min(wanted, NUM_ROWS):
+            num = 1 if shares_rows else num_slots
             raise ModelError(
-                f"there is no memory for the KV cache of '{model.name}', {num_slots} sequences of {NUM_ROWS} tokens at "
+                f"there is no memory for the KV cache of '{model.name}', {num} sequences of {NUM_ROWS} tokens at "
                 f"least. {_FEWER}, or free memory."
             )
         if self.context_len < wanted:
             _log.warning(
-                "%s: KV rows for %d sequences of %d tokens do not fit into half of the free memory; the context is cut "
-                "to %d. For longer ones: %s.", model.name, num_slots, wanted, self.context_len, _FEWER,
+                "%s: KV rows for %d sequences of %d tokens do not fit into the memory for them; the context is cut to "
+                "%d. For longer ones: %s.", model.name, num_slots, wanted, self.context_len, _FEWER,
             )  # fmt: skip
         self.cache = SlotCache(
             shapes,
@@ -110,6 +121,7 @@ class Runner:
             capacity=max(self.context_len + self.max_nodes, NUM_ROWS),
             dtype=model.dtype,
             device=model.device,
+            num_rows=longest if shares_rows else None,
         )
         self._taps = tuple(taps)
         self._decoder, self.choice = choose_decoder(
@@ -167,11 +179,7 @@ class Runner:
         Raises:
             PassError: When the rows do not fit the cache, or the pass the model.
         """
-        nodes = [end - start for start, end in pairwise(work.node_offsets)]
-        rows = max(map(add, work.prefix_lens, nodes))
-        if rows > self.cache.capacity:
-            raise PassError(f"the pass needs {rows} rows of a slot, which has {self.cache.capacity}. Feed fewer.")
-        return self._decoder.run(work)
+        return self._decoder.run(self._placed(work))
 
     def draft_trees(self, work: Pass, expansion: TreeExpansion, *, vocab_size: int) -> bool:
         """A pass that ends with the roots of trees, and the trees below them, in one call where the decoder can.
@@ -189,8 +197,9 @@ class Runner:
         """
         decoder = self._tree_drafting
         return decoder is not None and decoder.draft_trees(
-            work, expansion, vocab_size=vocab_size, last_position=self.context_len - 1
-        )
+            self._placed(work, num_drafted=expansion.shape.num_nodes - 1), expansion, vocab_size=vocab_size,
+            last_position=self.context_len - 1,
+        )  # fmt: skip
 
     def prefill(self, slot: int, tokens: Sequence[int], start: int) -> Tensor | None:
         """Feeds prompt tokens of one sequence, at most `prefill_chunk` of them, without computing logits.
@@ -244,3 +253,21 @@ class Runner:
             length: How many.
         """
         self.cache.copy_rows(source, slot, length)
+
+    def _placed(self, work: Pass, num_drafted: int = 0) -> Pass:
+        """The pass over the places in the cache where its slots have their rows.
+
+        Args:
+            work: The pass.
+            num_drafted: Nodes drafted behind its own, whose rows may be a neighbour's where rows are shared.
+
+        Raises:
+            PassError: When a slot has fewer rows.
+        """
+        cache = self.cache
+        nodes = [end - start for start, end in pairwise(work.node_offsets)]
+        for slot, rows in zip(work.slots, map(add, work.prefix_lens, nodes), strict=True):
+            needed = rows + num_drafted if cache.is_shared else rows
+            if needed > cache.rows(slot):
+                raise PassError(f"the pass needs {needed} rows of a slot, which has {cache.rows(slot)}. Feed fewer.")
+        return replace(work, slots=cache.places(work.slots)) if cache.is_shared else work

@@ -78,7 +78,17 @@ def check_tree_attention(model: LoadedModel, decoder: Decoder, cache: SlotCache,
         raise ModelError(
             f"the context of '{model.name}' is {model.context_len} tokens. Expected at least {_PATH_LEN + 1}."
         )
-    tested = _Tested(model, decoder, cache, context_len)
+    slots = [slot for slot in dict.fromkeys((cache.num_slots - 1, 0)) if cache.reserve(slot, NUM_ROWS)]
+    try:
+        _check(_Tested(model, decoder, cache.places(slots), min(model.context_len, cache.capacity) - 1, context_len))
+    finally:
+        for slot in slots:
+            cache.trim(slot, 0)
+
+
+def _check(tested: _Tested) -> None:
+    """See `check_tree_attention`."""
+    model, decoder = tested.model, tested.decoder
     if decoder.name == "generic":  # the others read windows from the configuration themselves
         _check_windows(tested)
     # Measured on tiny random models: float32 reaches 4e-6, bfloat16 5e-2; a lost mask gives 1e-3 at the very least in
@@ -86,7 +96,7 @@ def check_tree_attention(model: LoadedModel, decoder: Decoder, cache: SlotCache,
     # one token of a mixture of experts to another expert (errors up to 0.7), but hardly with three sets of tokens.
     is_wide = model.dtype in (torch.float32, torch.float64)
     tolerance, attempts = (2e-4, 1) if is_wide else (5e-2, 3)
-    least = [math.inf] * min(len(_PARENTS), cache.num_slots)
+    least = [math.inf] * len(tested.slots)
     for attempt in range(attempts):
         errors = _errors(tested, first_token=3 + 11 * attempt)
         least = [min(pair) for pair in zip(least, errors, strict=True)]
@@ -105,7 +115,8 @@ class _Tested(NamedTuple):
 
     model: LoadedModel
     decoder: Decoder
-    cache: SlotCache
+    slots: Sequence[int]
+    last_position: int
     context_len: int
 
     def prefill(self, slot: int, tokens: Sequence[int]) -> None:
@@ -114,8 +125,8 @@ class _Tested(NamedTuple):
 
     def verify(self, slots: Sequence[int], lengths: Sequence[int], tree: TokenTree) -> Tensor:
         """(M, V) logits at the nodes of trees, without padding, one tree after another."""
-        last = min(self.model.context_len, self.cache.capacity) - 1
-        logits = self.decoder.run(Pass.of_tree(tree, slots=slots, prefix_lens=lengths, last_position=last)).logits
+        work = Pass.of_tree(tree, slots=slots, prefix_lens=lengths, last_position=self.last_position)
+        logits = self.decoder.run(work).logits
         assert logits is not None, "a verification gives all logits"
         return logits
 
@@ -128,8 +139,8 @@ def _errors(tested: _Tested, first_token: int) -> list[float]:
     Raises:
         ModelError: When some logits are not numbers.
     """
-    model, num_slots = tested.model, tested.cache.num_slots
-    module, slots = model.module, [num_slots - 1, 0][:num_slots]
+    model, slots = tested.model, tested.slots
+    module = model.module
     tokens = [(7 * i + first_token) % model.vocab_size for i in range(2 * NUM_ROWS)]
     prompts, rows = [], []
     for row in range(len(slots)):
@@ -190,7 +201,7 @@ def _check_windows(tested: _Tested) -> None:
     handle = tested.model.module.register_forward_hook(watch)
     try:
         with _refusing(tested.model.module, "cannot run on a slot cache", "It cannot be used as a target."):
-            tested.verify([0], [0], TokenTree.roots([0], device=tested.model.device))
+            tested.verify(tested.slots[:1], [0], TokenTree.roots([0], device=tested.model.device))
     finally:
         handle.remove()
     layer_types = getattr(config, "layer_types", None)

@@ -24,6 +24,8 @@ _PASSES = (1, 1.5, 2, 2.5, 3, 3.5, 4, 5, 6, 8, 12, 16)
 _HELP = {
     "num_requests_running": "Sequences that have a slot.",
     "num_requests_waiting": "Requests that wait for a slot.",
+    "num_preemptions": "Sequences that gave up their KV rows to others and were read again.",
+    "kv_cache_usage_perc": "Share of the KV rows that running sequences fill, 0 to 1.",
     "prompt_tokens": "Prompt tokens of sequences that ran.",
     "generation_tokens": "Tokens written.",
     "prefix_cache_queries": "Prompt tokens that were looked for among the prefixes that slots hold.",

@@ -20,12 +20,14 @@ from foretoken.runner.runner import Runner
 def test_rows_are_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "_free_bytes", lambda device: 2 * 80_000)
     shapes = [LayerShape(2, 8, 8), LayerShape(1, 4, 4)]  # 32 + 8 numbers a row
-    rows = affordable_rows(shapes, num_slots=5, dtype=torch.bfloat16, device=torch.device("cpu"))
-    assert rows == 80_000 // (40 * 2 * 5)
+    rows = affordable_rows(shapes, dtype=torch.bfloat16, device=torch.device("cpu"))
+    assert rows == 80_000 // (40 * 2)
+    given = affordable_rows(shapes, dtype=torch.bfloat16, device=torch.device("cpu"), memory_bytes=1000)
+    assert given == 1000 // (40 * 2)
 
 
 def test_context_is_cut_to_what_fits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("foretoken.runner.runner.affordable_rows", lambda *args, **kwargs: 40)
+    monkeypatch.setattr("foretoken.runner.runner.affordable_rows", lambda *args, **kwargs: 80)
     with caplog.at_level(logging.WARNING):
         runner = Runner(wrap_model(tiny_model("llama"), name="tiny"), num_slots=2, max_nodes=4)
     assert runner.context_len == 36
@@ -34,11 +36,11 @@ def test_context_is_cut_to_what_fits(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 def test_an_explicit_context_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foretoken.runner.runner.affordable_rows", lambda *args, **kwargs: 40)
-    with pytest.raises(ConfigError, match=r"max_model_len 50 needs more memory than there is\. Expected at most 39"):
+    with pytest.raises(ConfigError, match=r"max_model_len 50 needs more memory than there is\. Expected at most 31"):
         LLM(tiny_model("llama"), max_model_len=50)
 
 
 def test_no_memory_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.runner.runner.affordable_rows", lambda *args, **kwargs: 3)
+    monkeypatch.setattr("foretoken.runner.runner.affordable_rows", lambda *args, **kwargs: 15)
     with pytest.raises(ModelError, match="there is no memory for the KV cache"):
         LLM(tiny_model("llama"))

@@ -38,12 +38,15 @@ TREE = TokenTree.from_rows([TreeRow([5, 6, 7], [-1, 0, 0])] * 2)
 
 
 def blocks(
-    change: Callable[[LeanWeights], LeanWeights] = lambda weights: weights, architecture: str = "mistral"
+    change: Callable[[LeanWeights], LeanWeights] = lambda weights: weights,
+    architecture: str = "mistral",
+    num_rows: int | None = None,
 ) -> NativeBlocks:
     model = wrap_model(tiny_model(architecture), name="tiny")  # with a window, so that all positions are read
     cache = SlotCache(
-        [LayerShape(2, 8, 8)] * 3, num_slots=SLOTS, capacity=CAPACITY, dtype=model.dtype, device=model.device
-    )
+        [LayerShape(2, 8, 8)] * 3, num_slots=SLOTS, capacity=CAPACITY, dtype=model.dtype, device=model.device,
+        num_rows=num_rows,
+    )  # fmt: skip
     weights = change(read_weights(model, CAPACITY))
     return NativeBlocks(weights.layers, cache, [1, 4], ends=weights)
 
@@ -138,6 +141,19 @@ def test_a_pass_that_does_not_fit_is_refused_and_does_nothing(what: str) -> None
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     for good in (a_pass(), level()):
         assert bool(made.run(good).logits.isfinite().all())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("prefix", [0, 13])
+def test_a_pass_beyond_shared_rows_is_refused(prefix: int) -> None:
+    """Of 48 rows a place that begins at row 32 has 16, though a slot may have 40."""
+    made = blocks(num_rows=48)
+    assert made._cache.keys[0].shape == (3, 2, CAPACITY, 8)
+    made.run(a_pass(slots=[2, 0], prefix_lens=[prefix, 0]))
+    before = [made._cache.keys[0].clone(), made._cache.values[2].clone()]
+    for slots, lengths in (([2, 0], [14, 0]), ([0, 2], [0, 14]), ([2, 0], [CAPACITY - 3, 0]), ([3, 0], [0, 0])):
+        with pytest.raises(PassError, match=r"do not fit|the slots are"):
+            made.run(a_pass(slots=slots, prefix_lens=lengths))
+    assert all(map(torch.equal, before, [made._cache.keys[0], made._cache.values[2]]))
 
 
 def with_side(weights: LeanWeights) -> LeanWeights:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.passes import Pass
-from foretoken.decoder.slot_cache import LayerShape, SlotCache
+from foretoken.decoder.slot_cache import GRANULE, LayerShape, SlotCache
 
 SLOTS, CAPACITY = 3, 10
 # Layers of two sizes whose keys and values differ, and a square one between them that shares the first one's key size.
@@ -148,3 +148,52 @@ def test_a_chain_needs_no_move() -> None:
     cache.move_rows(0, [4, 5, 6], 4)
     cache.move_rows(0, [], 4)
     assert [part._version for part in (*cache.keys, *cache.values)] == versions
+
+
+NEEDS = st.lists(st.tuples(st.integers(0, SLOTS - 1), st.integers(0, 90)), max_size=25)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(6, 14), NEEDS)
+def test_shared_rows_move_with_what_they_hold(granules: int, needs: list[tuple[int, int]]) -> None:
+    """Every slot's rows, of all layers, are those that were written to it, however often others grow and shrink."""
+    cache = SlotCache(
+        SHAPES, num_slots=SLOTS, capacity=90, dtype=torch.float64, device=torch.device("cpu"),
+        num_rows=granules * GRANULE,
+    )  # fmt: skip
+    assert cache.is_shared
+    held = [0] * SLOTS
+    for turn, (slot, count) in enumerate(needs):
+        if count < held[slot]:
+            cache.trim(slot, count)
+            held[slot] = count
+            continue
+        if not cache.reserve(slot, count):
+            assert not cache.fits([count, *held[:slot], *held[slot + 1 :]])
+            continue
+        assert cache.rows(slot) >= count
+        (place,) = cache.places([slot])
+        for index, part in enumerate((*cache.keys, *cache.values)):
+            part[place, :, held[slot] : count] = slot + 10.0 * index
+        held[slot] = count
+        cache.poison(slot, count)
+        if turn % 4 == 3 and count:
+            cache.move_rows(slot, [count - 1], 0)
+        for each, place in enumerate(cache.places(range(SLOTS))):
+            for index, part in enumerate((*cache.keys, *cache.values)):
+                assert bool((part[place, :, : held[each]] == each + 10.0 * index).all())
+
+
+def test_a_prefix_is_copied_between_shared_rows() -> None:
+    cache = SlotCache(
+        SHAPES, num_slots=SLOTS, capacity=90, dtype=torch.float64, device=torch.device("cpu"), num_rows=96
+    )
+    assert cache.reserve(0, 40)
+    assert cache.reserve(2, 30)
+    (source, place) = cache.places([0, 2])
+    for part in (*cache.keys, *cache.values):
+        part[source, :, :40] = torch.arange(40.0, dtype=torch.float64)[:, None]
+    cache.copy_rows(0, 2, 25)
+    assert all(bool((p[place, :, :25] == p[source, :, :25]).all()) for p in (*cache.keys, *cache.values))
+    with pytest.raises(ValueError, match="rows are copied that a slot does not have"):
+        cache.copy_rows(0, 2, 80)

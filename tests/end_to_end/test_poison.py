@@ -43,7 +43,8 @@ def poison_target(engine: LLM, *, start: int = 0) -> None:
         engine: Changed.
         start: Moves the first row.
     """
-    loop, step, begin = engine._engine, engine._engine.step, engine._engine._begin
+    loop, scheduler = engine._engine, engine._engine._scheduler
+    step, begin = loop.step, scheduler._begin
 
     def poison(committed: dict[int, int]) -> None:
         for slot, length in committed.items():
@@ -51,15 +52,15 @@ def poison_target(engine: LLM, *, start: int = 0) -> None:
 
     def poisoned_step() -> Any:
         changed = step()
-        poison({held.slot: held.length for held in loop._slots._free})
-        poison({_slot(sequence): sequence.num_cached for sequence in loop._running})
+        poison({held.slot: held.length for held in scheduler._slots._free})
+        poison({_slot(sequence): sequence.num_cached for sequence in scheduler.running})
         return changed
 
     def poisoned_begin(sequence: Sequence, prefix: Prefix | None) -> None:
         begin(sequence, prefix)
         poison({_slot(sequence): sequence.num_cached})
 
-    loop.step, loop._begin = poisoned_step, poisoned_begin
+    loop.step, scheduler._begin = poisoned_step, poisoned_begin
 
 
 def poison_draft_model(drafter: DraftModelDrafter | TextDraftDrafter) -> None:

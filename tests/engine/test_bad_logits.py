@@ -29,7 +29,7 @@ def spoil(
 
     def run(work: Pass) -> PassOutput:
         output = original(work)
-        ready = [s for s in engine._engine._running if s.num_cached == len(s.tokens) - 1]
+        ready = [s for s in engine._engine._scheduler.running if s.num_cached == len(s.tokens) - 1]
         for sequence, start, end in zip(ready, work.offsets, work.offsets[1:], strict=False):
             if sequence.request_id == str(victim):
                 bad = start + (work.positions[start:end] == position).nonzero()[:, 0]

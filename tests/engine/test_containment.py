@@ -54,7 +54,7 @@ def in_batch(victim: int, requests: Any, *_: Any) -> bool:
 
 def in_slot(victim: int, engine: LLM, slots: Any) -> bool:
     """Whether the victim runs in one of some slots."""
-    running = [s for s in engine._engine._running if s.params == PARAMS[victim]]
+    running = [s for s in engine._engine._scheduler.running if s.params == PARAMS[victim]]
     return any(s.slot in slots for s in running)
 
 
@@ -196,7 +196,7 @@ def test_a_failed_request_never_says_that_it_stopped() -> None:
     engine = llm({})
     stream = engine.stream([5], params)
     next(stream)
-    sequence = engine._engine._running[0]
+    sequence = engine._engine._scheduler.running[0]
     sequence._cut_at_stop_string = lambda num_new: setattr(sequence, "finish_reason", "stop") is None
     sequence._detokenizer.flush = lambda: "held back"
     sequence.fail("out of luck")

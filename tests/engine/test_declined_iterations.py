@@ -112,7 +112,9 @@ def test_a_timed_draft_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) ->
     assert min(timed[0]) > 0
     features = engine.drafters[0]._features  # type: ignore[attr-defined]
     assert isinstance(features, PrefixFeatures)
-    assert all(held.length == 0 for held in engine._engine._slots._free), "nothing that a request could go on from"
+    assert all(held.length == 0 for held in engine._engine._scheduler._slots._free), (
+        "nothing that a request could go on from"
+    )
     request = DraftRequest(request_id="r", prompt=[0] * 9, params=PARAMS)
     engine.drafters[0].begin(0, request)
     assert (set(features._fed), set(features._known)) == ({0}, {0})

@@ -163,7 +163,7 @@ def test_requests_of_others_are_told_that_an_iteration_was_interrupted() -> None
     engine = llm({}, max_num_seqs=2)
     others = [engine.stream([5], GREEDY), engine.stream([8], GREEDY)]  # the second waits for a slot in vain
     next(others[0])
-    running = [*engine._engine._running]
+    running = [*engine._engine._scheduler.running]
     with interruption():
         engine.generate([[6], [7]], GREEDY)
     assert [chunk.finish_reason for chunk in others[0]][-1] == "error"

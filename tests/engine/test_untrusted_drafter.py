@@ -286,7 +286,7 @@ def test_only_drafters_of_the_package_get_the_engines_own_values(monkeypatch: py
 
     class Looker(Honest):
         def propose(self, context: DraftContext) -> TokenTree:
-            seen.append(any(context.tokens[0] is s.tokens for s in engine._engine._running))
+            seen.append(any(context.tokens[0] is s.tokens for s in engine._engine._scheduler.running))
             return super().propose(context)
 
     for is_trusted in (False, True):

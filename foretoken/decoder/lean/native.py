@@ -369,7 +369,7 @@ class NativeBlocks:
             case Status.CACHE_ROWS:
                 text = (
                     f"prefixes {list(work.prefix_lens)} and the nodes after them, {_lengths(work.node_offsets)}, do "
-                    f"not fit. Expected at most {model.capacity} rows a slot in all."
+                    f"not fit. Expected at most {model.capacity} rows a slot in all, which end within the cache."
                 )
             case Status.PARENTS:
                 text = "a node's parent does not come before it. Expected parents in -1..node - 1."

@@ -91,9 +91,8 @@ class NativeModel:
             kv_heads=self._kv_heads,
             head_dim=self._head_dim,
             vocab=vocab,
-            capacity=self._cache.capacity,
-            num_slots=self._cache.num_slots,
             num_positions=self._num_positions,
+            **self._cache_rows(),
             intermediate=max(layer.up.rows for layer in self._layers),
             has_post_norms=any(block.attention_post_norm or block.mlp_post_norm for block in layers.blocks),
             num_experts=max(each.count for each in experts),
@@ -114,7 +113,6 @@ class NativeModel:
             raise UnsuitableError(f"block {index} has other heads than the first. Its kernels take equal ones.")
         queries, values = self._heads * width, self._kv_heads * width
         read = hidden if block.side is None else 2 * hidden
-        rows = (self._cache.num_slots, self._kv_heads, self._cache.capacity, width)
         normed = (queries, values) if block.norms_all_heads else (width, width)
         return Layer(
             query=self._matrix("q_proj", block.query, queries, read),
@@ -132,8 +130,8 @@ class NativeModel:
             query_norm=self._norm("the norm of queries", block.query_norm, normed[0]),
             key_norm=self._norm("the norm of keys", block.key_norm, normed[1]),
             **self._rotary(block.rotary),
-            keys=self._hold("the keys' cache", self._cache.keys[index], rows, self._dtype),
-            values=self._hold("the values' cache", self._cache.values[index], rows, self._dtype),
+            keys=self._hold_rows("the keys' cache", self._cache.keys[index]),
+            values=self._hold_rows("the values' cache", self._cache.values[index]),
             window=spec.window or 0,
             activation=_ACTIVATIONS[spec.activation],
             norms_all_heads=block.norms_all_heads,
@@ -237,6 +235,28 @@ class NativeModel:
         if not has_memory(vector):
             raise UnsuitableError(lost_memory(vector))
         return self._vectors.copy(vector)
+
+    def _cache_rows(self) -> dict[str, int]:
+        """How the rows of the cache lie."""
+        keys = self._cache.keys[0]
+        slot_rows, head_rows = (stride // self._head_dim for stride in keys.stride()[:2])
+        return {
+            "capacity": self._cache.capacity, "num_slots": len(keys), "slot_rows": slot_rows, "head_rows": head_rows,
+            "layer_rows": self._kv_heads * self._cache.num_rows,
+        }  # fmt: skip
+
+    def _hold_rows(self, name: str, rows: Tensor) -> int:
+        """The address of a layer's keys or values, which lie like those of every other layer.
+
+        Raises:
+            UnsuitableError: When they do not, or as `_check`.
+        """
+        width, first = self._head_dim, self._cache.keys[0]
+        self._check(name, rows[0, 0], (self._cache.capacity, width), self._dtype)
+        if rows.shape != (len(first), self._kv_heads, self._cache.capacity, width) or rows.stride() != first.stride():
+            raise UnsuitableError(f"{name} of the layers are not alike. Expected keys and values of one size.")
+        self._kept.append(rows)
+        return rows.data_ptr()
 
     def _hold(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
         """The address of a tensor that stays alive as long as this.

@@ -299,7 +299,7 @@ class Decoder {
   }
 
   int64_t cache_row(int64_t s, int64_t head, int64_t row) const {
-    return ((pass_.slots[s] * model_.kv_heads + head) * model_.capacity + row) * model_.head_dim;
+    return (pass_.slots[s] * model_.slot_rows + head * model_.head_rows + row) * model_.head_dim;
   }
 
   int64_t position_of(int64_t m) const { return pass_.positions[pass_.node_starts[space_.sequence[m]] + node_of(m)]; }

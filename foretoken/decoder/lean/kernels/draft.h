@@ -72,8 +72,8 @@ inline Status check_trees(const Model& model, const Pass& pass, const Draft& dra
   if (last_position < 0 || last_position >= model.num_positions) return Status::kPositions;
   if (const Status status = check_draft(draft, width); status != Status::kDone) return status;
   for (int64_t s = 0; s < pass.num_sequences; ++s) {
-    const int64_t known = pass.prefix[s] + pass.node_starts[s + 1] - pass.node_starts[s];
-    if (rows > model.capacity - known) return Status::kCacheRows;
+    const int64_t nodes = pass.node_starts[s + 1] - pass.node_starts[s];
+    if (rows > model.capacity - nodes || !has_rows(model, pass, s, nodes + rows)) return Status::kCacheRows;
   }
   return Status::kDone;
 }

@@ -40,7 +40,7 @@ struct Layer {
   Norm side_norm;             // (hidden,), of a second input that attention reads before the first; of the first layer alone
   Norm query_norm, key_norm;  // (head_dim,), or over all heads of a token
   const float *cos, *sin;     // (num_positions, pairs)
-  void *keys, *values;        // (slots, kv_heads, capacity, head_dim)
+  void *keys, *values;        // rows of head_dim: row r of a head of a slot is row slot * slot_rows + head * head_rows + r
   int64_t pairs;              // the first `pairs` elements of a head are rotated with the next ones; 0: none are
   int64_t window;             // keys less than this many positions back are seen; 0 for all
   int64_t activation;         // an `Activation`
@@ -49,7 +49,9 @@ struct Layer {
 };
 
 struct Model {
-  int64_t is_bfloat16, num_layers, hidden, heads, kv_heads, head_dim, vocab, capacity, num_slots, num_positions;
+  int64_t is_bfloat16, num_layers, hidden, heads, kv_heads, head_dim, vocab, num_positions;
+  int64_t capacity, num_slots;  // most rows of a slot; slots may share rows, and begin within each other then
+  int64_t slot_rows, head_rows, layer_rows;  // of the cache: from a slot, and a head, to the next; all rows of a layer
   int64_t intermediate;      // widest of the dense layers
   int64_t has_post_norms;    // whether some layer has one
   int64_t num_experts, top_k, expert_intermediate;  // greatest of any layer

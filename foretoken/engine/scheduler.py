@@ -1,0 +1,203 @@
+"""Which sequences run, in which slots, and over how many KV rows.
+
+Sequences join in the order in which they came, when a slot is free and there are KV rows for all of their tokens. Those
+that run need more rows with every token. Where rows are shared and there are no more, texts that free slots still hold
+are given up first, the oldest first; then the sequence that joined last is preempted: it waits for a slot as if it had
+just come, before all others, and all that it has so far is read again, so that its text stays what it was.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from foretoken.drafters.base import DraftRequest
+from foretoken.engine.failures import contained
+from foretoken.engine.slot_pool import Held, Taken
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from foretoken.drafters.base import Prefix
+    from foretoken.engine.drafting import Drafting
+    from foretoken.engine.engine_counts import EngineCounts
+    from foretoken.engine.sequence import Sequence
+    from foretoken.engine.slot_pool import SlotPool
+    from foretoken.runner.runner import Runner
+    from foretoken.sampling.history import HistoryTable
+
+
+class Scheduler:
+    """Sequences that wait and that run.
+
+    Attributes:
+        running: Those that have a slot, in the order in which they joined.
+    """
+
+    def __init__(
+        self, target: Runner, drafting: Drafting, history: HistoryTable, slots: SlotPool, counts: EngineCounts
+    ) -> None:
+        """Nothing waits or runs.
+
+        Args:
+            target: Whose cache is filled, with at least as many slots as there are in `slots`.
+            drafting: Is told of sequences that begin and end.
+            history: Likewise.
+            slots: One for each sequence that is decoded at once.
+            counts: Counts them.
+        """
+        self._target, self._drafting, self._history, self._slots, self._counts = (
+            target, drafting, history, slots, counts,
+        )  # fmt: skip
+        self._waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is waiting or running."""
+        return bool(self._waiting or self.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences without a slot."""
+        return len(self._waiting)
+
+    @property
+    def num_free_slots(self) -> int:
+        """Slots of which no sequence has taken any."""
+        return len(self._slots.free)
+
+    @property
+    def kv_usage(self) -> float:
+        """Share of the KV rows that running sequences fill, 0 to 1."""
+        return sum(s.num_cached for s in self.running) / self._target.cache.num_rows
+
+    def all(self) -> list[Sequence]:
+        """Sequences that are waiting or running."""
+        return [*self._waiting, *self.running]
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence."""
+        self._waiting.append(sequence)
+
+    def schedule(self) -> None:
+        """Gives slots to waiting sequences, and all that run the KV rows that a pass over the widest tree writes."""
+        while len(self.running) > 1 and not self._fits(self.running):
+            self._preempt(self.running[-1])
+        for sequence in self.running:
+            if sequence.slot is not None:
+                self._reserve(sequence.slot, self._rows_of(sequence))
+        while self._waiting and self._slots.free and self._fits([*self.running, self._waiting[0]]):
+            self._join(self._waiting.popleft())
+
+    def leave(self) -> None:
+        """Frees the slots of sequences that are over."""
+        for sequence in self.running:
+            if sequence.finish_reason is not None:
+                # Its rows may be why it failed.
+                self._free_slot(sequence, 0 if sequence.finish_reason == "error" else sequence.num_cached)
+                self._counts.end(sequence)
+                sequence.slot = None
+        self.running = [s for s in self.running if s.finish_reason is None]
+        for sequence in self._waiting:
+            if sequence.finish_reason is not None and sequence.has_begun:
+                self._counts.end(sequence)
+        self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
+
+    def _fits(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether there are rows for the next pass over some sequences, if the others have none."""
+        return self._target.cache.fits([self._rows_of(s) for s in sequences])
+
+    def _rows_of(self, sequence: Sequence) -> int:
+        """Rows that the next pass over a sequence may write, once its prompt is read."""
+        return min(len(sequence.tokens) - 1 + self._target.max_nodes, self._target.cache.capacity)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Takes a sequence's slot away."""
+        self._free_slot(sequence, sequence.num_cached)
+        sequence.preempt()
+        self.running.remove(sequence)
+        self._waiting.appendleft(sequence)
+        self._counts.preempt()
+
+    def _free_slot(self, sequence: Sequence, num_kept: int) -> None:
+        """Gives a slot back with the first rows of what it holds."""
+        if sequence.slot is None:
+            raise RuntimeError(f"request {sequence.request_id} has no slot: only running sequences leave")
+        self._drafting.release(sequence.slot)
+        num_kept = num_kept if self._slots.keeps_prefixes else 0
+        self._slots.give_back(Held(sequence.slot, list(sequence.tokens), num_kept, sequence.cache_salt))
+        self._target.cache.trim(sequence.slot, num_kept)
+
+    def _join(self, sequence: Sequence) -> None:
+        """Gives a free slot to a sequence for which there are rows."""
+        taken = self._taken_slot(sequence)
+        sequence.slot = taken.slot
+        self.running.append(sequence)
+        contained(sequence, self._begin, taken.prefix)
+        if not sequence.has_begun:
+            self._counts.begin(sequence)
+        sequence.has_begun = True
+
+    def _taken_slot(self, sequence: Sequence) -> Taken:
+        """The slot that a sequence gets, with its rows, and what of its text need not be read."""
+        cache, prefix = self._target.cache, None
+        if not self._slots.keeps_prefixes or sequence.wants_prompt_scores:  # which take the logits of all positions
+            slot = self._slots.take_oldest()
+        else:
+            slot, prefix = self._slots.take(
+                sequence.tokens,
+                most=len(sequence.tokens) - 1,
+                salt=sequence.cache_salt,
+                running=[
+                    Held(s.slot, s.tokens, s.num_cached, s.cache_salt)
+                    for s in self.running
+                    if s.slot is not None and s.finish_reason is None
+                ],
+                reusable=self._drafting.reusable,
+            )
+            if not sequence.has_begun:
+                sequence.metrics.num_prefix_queries = sequence.num_prompt
+        cache.trim(slot, prefix.length if prefix is not None and prefix.slot == slot else 0)
+        rows = self._rows_of(sequence)
+        if prefix is not None and not self._reserve(slot, rows, but=prefix.slot):
+            prefix = None  # it is held where its rows are needed
+        self._reserve(slot, rows)
+        return Taken(slot, prefix)
+
+    def _reserve(self, slot: int, count: int, *, but: int | None = None) -> bool:
+        """Gives a slot rows, those of free slots if need be.
+
+        Args:
+            slot: Which.
+            count: How many; `_fits` where all that run have theirs.
+            but: A slot that keeps what it holds.
+
+        Returns:
+            Whether it has them.
+        """
+        while not self._target.cache.reserve(slot, count):
+            forgotten = self._slots.forget_oldest(but=but)
+            if forgotten is None:
+                return False
+            self._target.cache.trim(forgotten, 0)
+        return True
+
+    def _begin(self, sequence: Sequence, prefix: Prefix | None) -> None:
+        """Begins what cache, processors and drafters know of a sequence."""
+        slot, params = sequence.slot, sequence.params
+        if slot is None:
+            raise RuntimeError(f"request {sequence.request_id} has no slot: only running sequences begin")
+        if prefix is not None:
+            if prefix.slot != slot:
+                self._target.copy_prefix(prefix.slot, slot, prefix.length)
+            sequence.num_cached = prefix.length
+            if not sequence.has_begun:
+                sequence.metrics.num_cached_tokens = prefix.length
+        self._history.start(slot, sequence.tokens[: sequence.num_prompt], needs_counts=params.has_penalties)
+        self._history.append(slot, sequence.output_ids)
+        request = DraftRequest(
+            request_id=sequence.request_id, prompt=list(sequence.tokens), params=params,
+            prediction=sequence.prediction, cache_salt=sequence.cache_salt, prefix=prefix,
+        )  # fmt: skip
+        self._drafting.begin(slot, request)

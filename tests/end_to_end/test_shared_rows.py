@@ -1,0 +1,150 @@
+"""Sequences that share too few KV rows: some are preempted and read again, rows move, and every text stays the same."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+from unittest import mock
+
+import pytest
+from end_to_end.request_mix import references
+from end_to_end.same_text import assert_same_text
+from end_to_end.test_poison import poison_caches
+from end_to_end.tiny_llms import RUNNERS, drafters, llm, target
+from tiny_models import VOCAB_SIZE
+
+from foretoken import LLM, RequestOutput, SamplingParams
+from foretoken.core.errors import ConfigError, ModelError
+from foretoken.core.results import GenerationMetrics
+from foretoken.decoder.row_pool import RowPool
+from foretoken.decoder.slot_cache import GRANULE
+from foretoken.runner.self_test import probe_layer_shapes
+
+DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
+CONTEXT_LEN = 90
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3}
+# Prompt lengths, and how each is sampled: those that come later are preempted by those before them.
+REQUESTS: list[tuple[int, dict[str, Any]]] = [
+    (9, {"temperature": 0.0}),
+    (5, {"temperature": 0.8, "seed": 1}),
+    (12, {"temperature": 0.0, **PENALTIES, "logprobs": 1}),
+    (7, {"temperature": 0.8, "seed": 2, "n": 3}),
+    (30, {"temperature": 0.8, "seed": 3, **PENALTIES}),
+    (21, {"temperature": 0.0, "prompt_logprobs": 2}),
+    (9, {"temperature": 0.9, "seed": 4, "min_tokens": 30}),
+    (40, {"temperature": 0.0, "max_tokens": 4}),
+]
+PROMPTS = [[3 + (5 * k + 7 * i + k * i * i) % (VOCAB_SIZE - 3) for i in range(n)] for k, (n, _) in enumerate(REQUESTS)]
+NAMES = [f"request {index}" for index in range(len(REQUESTS))]
+# One of every kind of state that is kept by slot.
+KINDS = [
+    "none", "draft itself", "draft itself tree", "draft dynamic", "hydra++", "eagle", "eagle dynamic", "eagle3",
+    "falcon", "medusa", "mlp_speculator", "early exit", "ngram", "suffix", "lookahead", "recycling", "heads", "raises",
+]  # fmt: skip
+CASES = [
+    *((drafter, "lean-native") for drafter in KINDS),
+    *((drafter, "generic") for drafter in ("none", "draft itself tree", "eagle dynamic", "early exit", "lookahead")),
+    *((drafter, "lean-stock") for drafter in ("none", "draft itself tree", "eagle")),
+]
+
+
+def params() -> list[SamplingParams]:
+    """Of all requests."""
+    return [SamplingParams(**{"max_tokens": 45, "ignore_eos": True, **keys}) for _, keys in REQUESTS]
+
+
+def memory_of(num_rows: int, runner: str) -> int:
+    """Bytes of so many KV rows."""
+    dtype = RUNNERS[runner]
+    shapes = probe_layer_shapes(target("llama", dtype))
+    return num_rows * dtype.itemsize * sum(s.num_heads * (s.key_width + s.value_width) for s in shapes)
+
+
+@cache
+def plain(runner: str) -> tuple[RequestOutput, ...]:
+    """Plain decoding of all of them, one at a time, in rows of their own."""
+    engine = llm({}, max_num_seqs=1, max_model_len=CONTEXT_LEN, runner=runner, enable_prefix_caching=False)
+    assert not engine.target.cache.is_shared
+    return tuple(engine.generate(PROMPTS, params()))
+
+
+def engine_with(drafter: str, runner: str, **more: Any) -> LLM:
+    """An engine whose five sequences have rows for one and a half of them when they end."""
+    made = DRAFTERS[runner][drafter](references(plain("generic")))
+    with_nodes = llm(made, max_num_seqs=1, max_model_len=CONTEXT_LEN, runner=runner).target.max_nodes
+    num_rows = (CONTEXT_LEN + with_nodes) * 3 // 2 // GRANULE * GRANULE
+    made = DRAFTERS[runner][drafter](references(plain("generic")))  # a drafter belongs to one engine
+    arguments = {"max_num_seqs": 5, "max_model_len": CONTEXT_LEN, "runner": runner, **more}
+    engine = llm(made, kv_cache_memory_bytes=memory_of(num_rows, runner), **arguments)
+    assert engine.target.cache.num_rows == num_rows
+    return engine
+
+
+@pytest.mark.parametrize(("drafter", "runner"), CASES)
+def test_text_is_plain_decodings(drafter: str, runner: str) -> None:
+    engine = engine_with(drafter, runner)
+    poison_caches(engine)
+    got = engine.generate(PROMPTS, params())
+    assert_same_text(got, plain(runner), NAMES)
+    total = GenerationMetrics.total(output.metrics for output in got)
+    assert total.num_preemptions > 0
+    values = {metric.name: getattr(metric, "value", None) for metric in engine.get_metrics()}
+    assert values["vllm:num_preemptions"] == total.num_preemptions
+    assert values["vllm:prompt_tokens"] == sum(len(o.prompt_token_ids) * len(o.outputs) for o in got)
+    assert values["vllm:kv_cache_usage_perc"] == 0.0
+    assert engine._engine.num_free_slots == 5
+
+
+@pytest.mark.parametrize("keeps_prefixes", [False, True])
+def test_without_and_with_prefixes(keeps_prefixes: bool) -> None:
+    engine = engine_with("draft itself tree", "lean-native", enable_prefix_caching=keeps_prefixes)
+    for _ in range(2):
+        assert_same_text(engine.generate(PROMPTS, params()), plain("lean-native"), NAMES)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_control_rows_that_stay_behind_are_noticed(runner: str) -> None:
+    """Rows that are not copied to where their slot goes on change what is written."""
+    engine, reserve = engine_with("none", runner), RowPool.reserve
+
+    def forgetful(pool: RowPool, slot: int, count: int) -> Any:
+        moves = reserve(pool, slot, count)
+        return moves and moves[1:]
+
+    with mock.patch.object(RowPool, "reserve", forgetful), pytest.raises(AssertionError, match="completion"):
+        assert_same_text(engine.generate(PROMPTS, params()), plain(runner), NAMES)
+
+
+def test_the_longest_sequence_has_room_alone() -> None:
+    engine = engine_with("draft itself tree", "lean-native")
+    long = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=None)  # to the end of the context
+    outputs = engine.generate(PROMPTS[:3], long)
+    assert [len(o.prompt_token_ids) + len(o.outputs[0].token_ids) for o in outputs] == [CONTEXT_LEN] * 3
+
+
+def test_one_that_was_preempted_can_be_aborted() -> None:
+    engine = engine_with("none", "lean-native")
+    streams = engine.stream(PROMPTS[:5], SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True))
+    for _ in streams:
+        if any(s.metrics.num_preemptions and s.slot is None for s in engine._engine._scheduler.all()):
+            break
+    else:
+        pytest.fail("nobody was preempted")
+    streams.close()
+    assert not engine._engine.has_work
+    values = {(m.name, m.labels.get("finished_reason")): getattr(m, "value", None) for m in engine.get_metrics()}
+    assert values["vllm:request_success", "abort"] == 5
+    assert_same_text(engine.generate(PROMPTS, params()), plain("lean-native"), NAMES)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        (0, ConfigError, "kv_cache_memory_bytes is 0"),
+        ("1G", ConfigError, "kv_cache_memory_bytes is '1G'"),
+        (100, ModelError, "there is no memory for the KV cache"),
+    ],
+)
+def test_memory_that_makes_no_sense(given: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        llm({}, kv_cache_memory_bytes=given)
