@@ -1,22 +1,39 @@
 // Runs CUDA kernels on the CPU: included before a .cu file, it makes of it a shared library with a CUDA driver inside.
 //
-// A block's threads are threads, __syncthreads is a barrier, blocks run one after the other. The driver's functions
-// are those that foretoken/attention/cuda_compile.py calls. The image of a module is the path of this very library.
+// A block's threads take turns, each up to the next __syncthreads, and blocks run one after the other. Under
+// ThreadSanitizer they are threads, and __syncthreads is a barrier. The driver's functions are those that
+// foretoken/attention/cuda_compile.py calls. The image of a module is the path of this very library.
 // Each call is checked as far as it can be: sizes within a GPU's limits, a context current, shared memory not overrun.
 // Kernels take one struct by value and use no warp intrinsic; their shared memory is `float shared_memory[]`.
 
 #pragma once
 
 #include <algorithm>
-#include <barrier>
 #include <bit>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
+#include <functional>
 #include <memory>
-#include <thread>
 #include <vector>
+
+#ifdef __SANITIZE_THREAD__
+#include <barrier>
+#include <thread>
+#else
+#include <ucontext.h>
+#endif
+
+enum Status {
+    SUCCESS = 0,
+    INVALID_VALUE = 1,
+    INVALID_IMAGE = 200,
+    INVALID_CONTEXT = 201,
+    NOT_FOUND = 500,
+    OVERRUN = 700,
+    DIVERGED = 719,
+};
 
 struct Dimensions {
     unsigned x, y, z;
@@ -27,12 +44,74 @@ inline thread_local Dimensions threadIdx, blockIdx, blockDim, gridDim;
 constexpr size_t SHARED_BYTES = 227 * 1024, ORDINARY_SHARED_BYTES = 48 * 1024, GUARD_BYTES = 4096;
 float shared_memory[(SHARED_BYTES + GUARD_BYTES) / sizeof(float)];
 
-inline std::unique_ptr<std::barrier<>> block_barrier;
 inline int skipped_line = 0;  // tests of the barriers themselves leave out the one in this line
+
+#ifdef __SANITIZE_THREAD__
+
+inline std::unique_ptr<std::barrier<>> block_barrier;
 
 inline void synchronize_threads(int line) {
     if (line != skipped_line) block_barrier->arrive_and_wait();
 }
+
+inline Status run_block(unsigned threads, const std::function<void()> &body) {
+    block_barrier = std::make_unique<std::barrier<>>(threads);
+    const Dimensions index = blockIdx, block = blockDim, grid = gridDim;
+    std::vector<std::thread> all;
+    for (unsigned thread = 0; thread < threads; ++thread) {
+        all.emplace_back([&, thread] {
+            threadIdx = {thread, 0, 0}, blockIdx = index, blockDim = block, gridDim = grid;
+            body();
+        });
+    }
+    for (auto &thread : all) thread.join();
+    return SUCCESS;
+}
+
+#else
+
+constexpr size_t STACK_BYTES = 64 * 1024;
+
+struct Turn {
+    ucontext_t context;
+    std::unique_ptr<char[]> stack = std::make_unique_for_overwrite<char[]>(STACK_BYTES);
+    bool is_done = false;
+};
+
+inline std::vector<Turn> turns;  // of the block's threads
+inline ucontext_t between_turns;
+inline const std::function<void()> *whole_turn;
+
+inline void synchronize_threads(int line) {
+    if (line != skipped_line) swapcontext(&turns[threadIdx.x].context, &between_turns);
+}
+
+inline void take_whole_turn() {
+    (*whole_turn)();
+    turns[threadIdx.x].is_done = true;
+}
+
+// Between two barriers threads run from the last to the first, and then from the first to the last: what one has to
+// have done before another is not done by luck.
+inline Status run_block(unsigned threads, const std::function<void()> &body) {
+    turns.resize(threads), whole_turn = &body;
+    for (Turn &turn : turns) {
+        getcontext(&turn.context);
+        turn.context.uc_stack = {turn.stack.get(), 0, STACK_BYTES}, turn.context.uc_link = &between_turns;
+        makecontext(&turn.context, take_whole_turn, 0);
+        turn.is_done = false;
+    }
+    for (bool is_backwards = true;; is_backwards = !is_backwards) {
+        for (unsigned place = 0; place < threads; ++place) {
+            threadIdx = {is_backwards ? threads - 1 - place : place, 0, 0};
+            swapcontext(&between_turns, &turns[threadIdx.x].context);
+        }
+        const auto num_done = std::count_if(turns.begin(), turns.end(), [](const Turn &turn) { return turn.is_done; });
+        if (num_done) return num_done == threads ? SUCCESS : DIVERGED;
+    }
+}
+
+#endif
 
 #define __global__
 #define __device__
@@ -49,37 +128,20 @@ inline bool guard_is_whole(size_t shared_bytes) {
     return std::all_of(bytes + shared_bytes, bytes + shared_bytes + GUARD_BYTES, is_poison);
 }
 
-// Returns whether every block stayed within its shared memory.
+// Refuses a block that left its shared memory, and one of which some threads ended where others wait.
 template <typename Argument>
-bool run_kernel(void (*kernel)(Argument), const Argument &argument, Dimensions grid, unsigned threads,
-                size_t shared_bytes) {
-    block_barrier = std::make_unique<std::barrier<>>(threads);
-    bool is_whole = true;
-    const auto run_thread = [&](unsigned thread) {
-        threadIdx = {thread, 0, 0}, blockDim = {threads, 1, 1}, gridDim = grid;
-        for (unsigned block = 0; block < grid.x * grid.y * grid.z; ++block) {
-            blockIdx = {block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y};
-            if (thread == 0) std::memset(shared_memory, 0xff, shared_bytes + GUARD_BYTES);
-            block_barrier->arrive_and_wait();
-            kernel(argument);
-            block_barrier->arrive_and_wait();
-            if (thread == 0) is_whole &= guard_is_whole(shared_bytes);
-        }
-    };
-    std::vector<std::thread> block;
-    for (unsigned thread = 0; thread < threads; ++thread) block.emplace_back(run_thread, thread);
-    for (auto &thread : block) thread.join();
-    return is_whole;
+Status run_kernel(void (*kernel)(Argument), const Argument &argument, Dimensions grid, unsigned threads,
+                  size_t shared_bytes) {
+    const std::function<void()> body = [&] { kernel(argument); };
+    blockDim = {threads, 1, 1}, gridDim = grid;
+    for (unsigned block = 0; block < grid.x * grid.y * grid.z; ++block) {
+        blockIdx = {block % grid.x, block / grid.x % grid.y, block / grid.x / grid.y};
+        std::memset(shared_memory, 0xff, shared_bytes + GUARD_BYTES);
+        if (const Status status = run_block(threads, body); status != SUCCESS) return status;
+        if (!guard_is_whole(shared_bytes)) return OVERRUN;
+    }
+    return SUCCESS;
 }
-
-enum Status {
-    SUCCESS = 0,
-    INVALID_VALUE = 1,
-    INVALID_IMAGE = 200,
-    INVALID_CONTEXT = 201,
-    NOT_FOUND = 500,
-    OVERRUN = 700,
-};
 
 inline int current_contexts = 0;
 inline size_t allowed_shared_bytes = ORDINARY_SHARED_BYTES;
@@ -90,8 +152,7 @@ int launch_on_cpu(void *kernel, Dimensions grid, unsigned threads, size_t shared
 #define KERNELS_TAKE(Argument)                                                                                     \
     int launch_on_cpu(void *kernel, Dimensions grid, unsigned threads, size_t shared_bytes, void *argument) {      \
         const auto entry = reinterpret_cast<void (*)(Argument)>(kernel);                                           \
-        const bool is_whole = run_kernel(entry, *static_cast<Argument *>(argument), grid, threads, shared_bytes);  \
-        return is_whole ? SUCCESS : OVERRUN;                                                                       \
+        return run_kernel(entry, *static_cast<Argument *>(argument), grid, threads, shared_bytes);                 \
     }                                                                                                              \
     extern "C" size_t argument_bytes() { return sizeof(Argument); }
 
@@ -154,7 +215,9 @@ int cuLaunchKernel(void *function, unsigned grid_x, unsigned grid_y, unsigned gr
 }
 
 int cuGetErrorString(int status, const char **text) {
-    *text = status == OVERRUN ? "a block wrote past its shared memory" : "refused by the driver of the tests";
+    *text = status == OVERRUN    ? "a block wrote past its shared memory"
+            : status == DIVERGED ? "threads of a block ended while others waited for them"
+                                 : "refused by the driver of the tests";
     return SUCCESS;
 }
 }
