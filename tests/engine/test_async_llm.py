@@ -60,7 +60,7 @@ class Gate:
 def is_idle(engine: LLM) -> bool:
     """Whether all slots are free, each once, and nothing waits."""
     loop = engine._engine
-    return sorted(loop._slots.free) == list(range(len(loop._slots.free))) and not loop.has_work
+    return sorted(loop._scheduler._slots.free) == list(range(len(loop._scheduler._slots.free))) and not loop.has_work
 
 
 def ids_of(output: RequestOutput) -> list[list[int]]:

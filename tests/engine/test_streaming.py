@@ -47,7 +47,7 @@ def tokens_of(chunks: Iterable[StreamChunk]) -> list[int]:
 def is_idle(engine: LLM) -> bool:
     """Whether all slots are free, each once, and nothing waits."""
     loop = engine._engine
-    return sorted(loop._slots.free) == list(range(len(loop._slots.free))) and not loop.has_work
+    return sorted(loop._scheduler._slots.free) == list(range(len(loop._scheduler._slots.free))) and not loop.has_work
 
 
 @pytest.mark.parametrize("drafter", ["none", "oracle tree", "draft itself tree"])

@@ -159,8 +159,8 @@ def check_idle(engine: LLM, rule: str, settings: Settings, size: Mapping[str, An
     if is_text_fixed(params, rule):
         check_same(got, alone(settings, size["max_model_len"], _CONTROL, params).outputs[0], settings)
     loop = engine._engine
-    if loop.has_work or sorted(loop._slots.free) != list(range(size["max_num_seqs"])):
-        raise FindingError(f"not idle: free slots {loop._slots.free}, work left: {loop.has_work}")
+    if loop.has_work or sorted(loop._scheduler._slots.free) != list(range(size["max_num_seqs"])):
+        raise FindingError(f"not idle: free slots {loop._scheduler._slots.free}, work left: {loop.has_work}")
 
 
 def drawn_setup(rng: random.Random, settings: Settings) -> tuple[str, str, dict[str, Any]]:
