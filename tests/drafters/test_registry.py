@@ -86,6 +86,21 @@ def test_a_new_file_is_a_new_method(folder: Path) -> None:
         llm({"speculative_config": {"method": "repeat", "time": 3}})
 
 
+def test_a_package_that_is_installed_later_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that goes is forgotten: what is known of installed packages holds until a folder of theirs changes."""
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "repeated" not in known_methods()
+    information = tmp_path / "repeated-1.0.dist-info"
+    information.mkdir()
+    (information / "METADATA").write_text("Metadata-Version: 2.1\nName: repeated\nVersion: 1.0\n", encoding="utf-8")
+    (information / "entry_points.txt").write_text("[foretoken.drafters]\nrepeated = math\n", encoding="utf-8")
+    assert "repeated" in known_methods()
+    with pytest.raises(ConfigError, match="the file of method 'repeated' is no drafter"):
+        drafter_options({"method": "repeated"})
+    information.rename(tmp_path / "repeated-1.0.gone")
+    assert "repeated" not in known_methods()
+
+
 @pytest.mark.parametrize("method", ["oracel", "adversaria", "dflash", "EAGLE-3", "deepseek_mtp", "p_ard", "zzz"])
 def test_tools_are_offered_to_nobody(method: str) -> None:
     with pytest.raises(ConfigError) as caught:
