@@ -1,8 +1,12 @@
 """Sampled texts with the engine's own noise over several iterations, and broken variants that the same test refuses.
 
-40,000 sequences of 3 tokens in 64 cells at level 1e-6 see a total-variation distance of 0.03 with 99 % probability; the
-seeds are fixed, so a pass or a failure never changes. The broken variants are off by more than that.
+16,000 sequences of 3 tokens at level 1e-6: where cells expected below 5 are pooled, 43 degrees of freedom are left,
+whose level is a statistic of 102.2. A noncentrality of 126.1 misses it with probability 1e-3, and at total-variation
+distance d it is at least 4 n d^2: all with d > 0.045 is found. The broken variants have statistics from 715 on. The
+seeds are fixed, so a pass or a failure never changes.
 """
+
+from functools import cache
 
 import pytest
 import torch
@@ -31,7 +35,7 @@ from foretoken.sampling.noise import KeyedNoise, Purpose
 from foretoken.trees.choices import TreeShape
 
 LEVEL = 1e-6
-SEEDS = torch.arange(40_000)  # neighbouring seeds, as users choose them
+SEEDS = torch.arange(16_000)  # neighbouring seeds, as users choose them
 CHAIN, TREE = TreeShape.chain(2), TreeShape.cartesian((2, 2))
 
 
@@ -51,16 +55,21 @@ LOSSLESS: dict[str, tuple[Rule, TreeShape, DraftNoise, bool]] = {
 }
 
 
+@cache
+def lossless_text(name: str) -> Tensor:
+    """What a case generates from all seeds."""
+    rule, shape, draw, is_one_hot = LOSSLESS[name]
+    return generate(rule, shape, SEEDS, draw=draw, is_one_hot=is_one_hot)
+
+
 @pytest.mark.parametrize("name", LOSSLESS)
 def test_distribution_of_whole_sequences(name: str) -> None:
-    rule, shape, draw, is_one_hot = LOSSLESS[name]
-    assert p_value(generate(rule, shape, SEEDS, draw=draw, is_one_hot=is_one_hot)) > LEVEL
+    assert p_value(lossless_text(name)) > LEVEL
 
 
 @pytest.mark.parametrize("name", [name for name in LOSSLESS if name.startswith("coupled")])
 def test_coupled_text_is_the_text_of_plain_decoding(name: str) -> None:
-    rule, shape, draw, is_one_hot = LOSSLESS[name]
-    assert torch.equal(generate(rule, shape, SEEDS, draw=draw, is_one_hot=is_one_hot), plain_text(SEEDS))
+    assert torch.equal(lossless_text(name), plain_text(SEEDS))
 
 
 def test_coupled_drafts_are_mostly_accepted() -> None:
@@ -100,6 +109,5 @@ def test_drafting_with_the_numbers_of_the_test_is_refused() -> None:
 
 
 def test_text_does_not_depend_on_the_batch() -> None:
-    some = torch.tensor([17, 4, 39_999, 4])
-    whole = generate(accept_sequential, TREE, SEEDS)
-    assert torch.equal(generate(accept_sequential, TREE, SEEDS[some]), whole[some])
+    some = torch.tensor([17, 4, 15_999, 4])
+    assert torch.equal(generate(accept_sequential, TREE, SEEDS[some]), lossless_text("sequential tree")[some])
