@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import typer.main
@@ -23,18 +26,19 @@ COMMANDS = [
 VALUE = r"(N|X|TEXT|PATH|NAME|URL|MODEL|DRAFTER|KEY=\w+)"
 
 
-def shown(command: str, width: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+@cache
+def shown(command: str, width: int) -> list[str]:
     """The lines of a command's help, without the spaces at their ends."""
-    monkeypatch.setenv("COLUMNS", str(width))
-    result = run(*command.split(), "--help")
+    with mock.patch.dict(os.environ, {"COLUMNS": str(width)}):
+        result = run(*command.split(), "--help")
     assert result.returncode == 0, result.stderr
     return [line.rstrip() for line in result.stdout.splitlines()]
 
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("command", ["", *COMMANDS])
-def test_values_have_plain_names_and_nothing_is_cut(command: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = shown(command, width, monkeypatch)
+def test_values_have_plain_names_and_nothing_is_cut(command: str, width: int) -> None:
+    lines = shown(command, width)
     assert max(map(len, lines)) <= width
     text = "\n".join(lines)
     assert not re.search(r"<\w+|\{\w+\}|INTEGER|BOOLEAN|\w…", text)
@@ -48,13 +52,14 @@ def test_values_have_plain_names_and_nothing_is_cut(command: str, width: int, mo
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_no_word_is_taken_for_markup(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_word_is_taken_for_markup(command: str) -> None:
     """As `[report]` after a package's name, which markup swallows."""
     group: Any = typer.main.get_command(app)
     said = group.commands[command].callback.__doc__ if command in group.commands else ""
-    assert not set((said or "").split()) - {"\b"} - set(" ".join(shown(command, 120, monkeypatch)).split())
+    assert not set((said or "").split()) - {"\b"} - set(" ".join(shown(command, 120)).split())
 
 
+@cache
 def flags(command: str) -> set[str]:
     """Options of a command that take no value."""
     group: Any = typer.main.get_command(app)
@@ -65,8 +70,8 @@ def flags(command: str) -> set[str]:
 
 @pytest.mark.parametrize("width", [80, 120])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_paragraphs_are_folded_at_the_width(command: str, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = shown(command, width, monkeypatch)
+def test_paragraphs_are_folded_at_the_width(command: str, width: int) -> None:
+    lines = shown(command, width)
     usage = next(i for i, line in enumerate(lines) if "Usage:" in line)
     end = next(i for i, line in enumerate(lines) if line.startswith("╭"))
     for line, after in zip(lines[usage + 1 : end], lines[usage + 2 : end], strict=False):
@@ -74,15 +79,15 @@ def test_paragraphs_are_folded_at_the_width(command: str, width: int, monkeypatc
             assert len(line) + 1 + len(after.split()[0]) > width - 1, "a line ends although the next word fits"
 
 
-def test_arguments_are_named_as_in_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert any(line.endswith("doctor [OPTIONS] MODEL [HEAD]") for line in shown("doctor", 80, monkeypatch))
-    assert any(line.endswith("convert [OPTIONS] SOURCE OUT") for line in shown("convert", 80, monkeypatch))
+def test_arguments_are_named_as_in_the_text() -> None:
+    assert any(line.endswith("doctor [OPTIONS] MODEL [HEAD]") for line in shown("doctor", 80))
+    assert any(line.endswith("convert [OPTIONS] SOURCE OUT") for line in shown("convert", 80))
     assert "Missing argument 'METHOD'" in run("train").stderr
 
 
-def examples(command: str, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+def examples(command: str) -> list[list[str]]:
     """The arguments of each example, after `foretoken`."""
-    lines = shown(command, 80, monkeypatch)
+    lines = shown(command, 80)
     text = "\n".join(lines[lines.index(" Examples:") + 1 :]).split("\n\n")[0].replace("\\\n", " ")
     found = [shlex.split(line) for line in text.splitlines()]
     assert all(words[0] == "foretoken" for words in found), found
@@ -93,7 +98,7 @@ def examples(command: str, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_examples_are_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Options exist and have values of their type, methods fit their weights, bundled models are there."""
     group: Any = typer.main.get_command(app)
-    found = examples(command, monkeypatch)
+    found = examples(command)
     assert len(found) > 1
     monkeypatch.chdir(ROOT)
     # `data vocab` and `data index` are shown with what makes their input or takes their output.
@@ -108,9 +113,9 @@ def test_examples_are_understood(command: str, monkeypatch: pytest.MonkeyPatch) 
             assert not value.startswith("models/") or Path(value).is_dir()
 
 
-def test_examples_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_work(tmp_path: Path) -> None:
     for command in ("generate", "inspect", "convert"):
-        for arguments in examples(command, monkeypatch):
+        for arguments in examples(command):
             prompt = tmp_path / "prompt.txt"
             prompt.write_text("import os\n")
             more = ("--max-tokens", "4") if command == "generate" else ()
@@ -122,14 +127,13 @@ def test_examples_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_help_needs_no_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = sys.modules['huggingface_hub'] = None\n"
-        "from foretoken.cli.main import main; main()"
+        "from foretoken.cli.main import main\n"
+        "for command in sys.argv[1:]:\n"
+        "    sys.argv = ['foretoken', *command.split(), '--help']\n"
+        "    try: main()\n"
+        "    except SystemExit as stop: assert not stop.code, command\n"
     )
-    for command in COMMANDS:
-        result = subprocess.run(
-            [sys.executable, "-c", code, *command.split(), "--help"],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert result.returncode == 0, result.stderr
+    command = [sys.executable, "-c", code, "", *COMMANDS]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("Usage: foretoken") == 1 + len(COMMANDS)
