@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from end_to_end.same_text import assert_same_text
@@ -22,15 +24,37 @@ PARAMS = [
 ]
 
 
+DRAFTERS = ("ngram tree", "draft itself tree", "draft", "oracle tree", "eagle", "eagle3")
 # What the lean decoder knows, on both of its kernels; the rest runs on the transformers model.
+RUNNERS = {
+    architecture: [
+        *(["lean-native", "lean-stock"] if architecture in LEAN_ARCHITECTURES else []),
+        *(["generic"] if architecture in CHOSEN else []),
+    ]
+    for architecture in dict.fromkeys((*CHOSEN, *LEAN_ARCHITECTURES))
+}
+# Where an architecture has several runners, its drafters are dealt out to them, to each architecture's in another
+# order: every drafter meets every architecture and every runner. `test_the_cases_cover` counts.
 CASES = [
-    *((architecture, "generic") for architecture in CHOSEN),
-    *((architecture, runner) for architecture in LEAN_ARCHITECTURES for runner in ("lean-native", "lean-stock")),
-]
+    (architecture, runner, DRAFTERS[(place - index) % len(runners) :: len(runners)])
+    for index, (architecture, runners) in enumerate(RUNNERS.items()) for place, runner in enumerate(runners)
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("architecture", "runner"), CASES)
-def test_text_is_plain_decodings(architecture: str, runner: str) -> None:
+def test_the_cases_cover() -> None:
+    """Every pair of architecture and runner that are served, and every drafter with each of them."""
+    pairs = {(drafter, architecture, runner) for architecture, runner, drafters in CASES for drafter in drafters}
+    assert {(drafter, architecture) for drafter, architecture, _ in pairs} == set(product(DRAFTERS, RUNNERS))
+    assert {(drafter, runner) for drafter, _, runner in pairs} == set(
+        product(DRAFTERS, ("generic", "lean-native", "lean-stock"))
+    )
+    assert {(architecture, runner) for _, architecture, runner in pairs} == {
+        *product(CHOSEN, ("generic",)), *product(LEAN_ARCHITECTURES, ("lean-native", "lean-stock")),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("architecture", "runner", "names"), CASES, ids=[f"{a}-{r}" for a, r, _ in CASES])
+def test_text_is_plain_decodings(architecture: str, runner: str, names: tuple[str, ...]) -> None:
     assert architecture in ARCHITECTURES
     module = tiny_model(architecture)
     plain = LLM(module, max_num_seqs=1, runner=runner).generate(PROMPTS, PARAMS)
@@ -38,6 +62,6 @@ def test_text_is_plain_decodings(architecture: str, runner: str) -> None:
     makers = drafters(architecture, torch.float32)
     # Trained for a few steps, so that some drafts are accepted and others are not.
     makers |= {name: head(name, architecture, steps=25, num_speculative_tokens=3) for name in ("eagle", "eagle3")}
-    for name in ("ngram tree", "draft itself tree", "draft", "oracle tree", "eagle", "eagle3"):
+    for name in names:
         speculative = LLM(module, max_num_seqs=3, runner=runner, **makers[name](known))
         assert_same_text(speculative.generate(PROMPTS, PARAMS), plain, [name] * len(PROMPTS), tolerance=1e-4)
