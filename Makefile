@@ -41,7 +41,7 @@ demo: $(VENV)/.base
 	$(BIN)/foretoken bench models/tinycode -s ngram -s draft_model --num-prompts 8 --max-tokens 128
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The native kernels under GCC's AddressSanitizer and UndefinedBehaviorSanitizer, over the tests that run them. Python
 # itself is not built with them: so they are loaded first, with libstdc++ whose exceptions they watch, and leaks, which

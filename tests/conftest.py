@@ -8,6 +8,7 @@ if os.environ.get("FORETOKEN_TEST_DEVICE") != "cuda":
 
 import torch
 from hypothesis import settings
+from made_once import shared_folder
 
 # The tensors here are tiny, and two threads that share a busy machine take ten times as long as one.
 torch.set_num_threads(1)
@@ -15,3 +16,5 @@ torch.set_num_threads(1)
 # A run that finds another failure than the last one helps nobody; a deadline measures the machine's other users.
 settings.register_profile("foretoken", derandomize=True, deadline=None, database=None)
 settings.load_profile("foretoken")
+
+shared_folder()  # before xdist starts processes, which know it from the environment

@@ -6,7 +6,6 @@ import ast
 import doctest
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 import pytest
 import typer.main
+from cli.command_line import run
 
 import foretoken.drafters
 from foretoken import LLM, SamplingParams
@@ -199,8 +199,7 @@ def test_quick_start_commands_run(tmp_path: Path) -> None:
     found = commands(section.replace("runs/", f"{tmp_path}/"))
     assert {arguments[0] for arguments in found} == small.keys()
     for arguments in found:
-        command = [sys.executable, "-m", "foretoken", *arguments, *small[arguments[0]]]
-        result = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=ROOT, check=False)
+        result = run(*arguments, *small[arguments[0]])
         assert result.returncode == 0, result.stderr
         if any("num_speculative_tokens" in argument for argument in arguments):
             assert "did not draft" not in result.stderr

@@ -126,15 +126,27 @@ def test_a_full_standard_output(arguments: tuple[str, ...]) -> None:
     ],
 )
 def test_a_full_standard_error_changes_no_result(arguments: tuple[str, ...], code: int) -> None:
-    whole = finished(*arguments, capture_output=True)
+    whole = run(*arguments)
     with Path("/dev/full").open("w") as full:
         result = finished(*arguments, stdout=subprocess.PIPE, stderr=full)
     assert (result.returncode, result.stdout) == (whole.returncode, whole.stdout) == (code, whole.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (("generate", MODEL, "-p", "import os\n", "--max-tokens", "2"), 0),
+        (("inspect", "models/none"), 2),
+        (("inspect", "--bogus"), 2),
+    ],
+)
+def test_a_standard_error_that_nobody_reads_changes_no_result(arguments: tuple[str, ...], code: int) -> None:
+    """What a command says beside its result, its own error, and that of the parser of options."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w") as pipe:
         result = finished(*arguments, stdout=subprocess.PIPE, stderr=pipe)
-    assert (result.returncode, result.stdout) == (code, whole.stdout)
+    assert (result.returncode, result.stdout) == (code, run(*arguments).stdout)
 
 
 def test_both_streams_full() -> None:

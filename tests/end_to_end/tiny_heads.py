@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from made_once import made_once
 from tiny_models import tiny_model
 
 from foretoken.formats import native
@@ -62,7 +62,13 @@ def head(
 
 @cache
 def _trained(name: str, architecture: str, steps: int, texts: tuple[_Text, ...]) -> Path:
-    """The directory of a head."""
+    """The directory of a head, which all processes of a run share."""
+    key = repr((name, architecture, steps, texts))
+    return made_once(f"{name}-head", key, lambda directory: _train(name, architecture, steps, texts, directory))
+
+
+def _train(name: str, architecture: str, steps: int, texts: tuple[_Text, ...], directory: Path) -> None:
+    """Trains a head and writes it."""
     method, sizes = HEADS[name]
     target = wrap_model(tiny_model(architecture), name=architecture)
     parts = target_parts(target)
@@ -87,6 +93,4 @@ def _trained(name: str, architecture: str, steps: int, texts: tuple[_Text, ...])
             accumulate(objective, made, examples, parts, counts=label_counts(supervised, objective.steps(made.config)))
             optimizer.step()
             optimizer.zero_grad()
-    directory = Path(tempfile.mkdtemp(prefix=f"foretoken-{method}-"))
     native.write(HeadCheckpoint.of(made, target=TargetFingerprint.of(target)), directory)
-    return directory

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.acceptance.select import LOSSY_RULES
 from foretoken.core.passes import Pass
 from foretoken.core.records import StepRecord
+from foretoken.core.results import CompletionOutput
 from foretoken.engine import loop
 from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.sequence import Sequence
@@ -105,10 +107,16 @@ class UnprintableError(Exception):
 FAULTS["text of an error"] = raising(SamplingBatch, "build", in_batch, UnprintableError())
 
 
+@cache
+def plain_alone() -> list[CompletionOutput]:
+    """Each request in an engine of its own."""
+    return [llm({}).generate(prompt, params)[0].outputs[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("drafter", ["none", "draft itself tree"])
 def test_the_others_go_on(drafter: str, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = [llm({}).generate(prompt, params)[0].outputs[0] for prompt, params in zip(PROMPTS, PARAMS, strict=True)]
+    plain = plain_alone()
     engine = llm(DRAFTERS[drafter](None), max_num_seqs=3)
     for victim in range(1 if fault == "prefill" else 0, 3):  # a prompt of one token has nothing to prefill
         with monkeypatch.context() as patch:
@@ -216,6 +224,15 @@ IMPOSSIBLE = {
 RULES: list[dict[str, Any]] = [{}, *({"acceptance": rule} for rule in ("sequential", "block", "lenient", "typical"))]
 
 
+OTHER = SamplingParams(temperature=0.0, max_tokens=20)
+
+
+@cache
+def plain_other() -> list[int]:
+    """What stands beside an impossible request, alone."""
+    return llm({}).generate([[7]], OTHER)[0].outputs[0].token_ids
+
+
 @pytest.mark.parametrize("reason", IMPOSSIBLE)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("method", ["none", "ngram", "drafters.adversarial"])
@@ -226,13 +243,12 @@ def test_a_request_without_a_possible_token_ends_with_an_error(method: str, temp
         config = None if method == "none" else {"method": method, **rule}
         engine = llm({"speculative_config": config}, max_num_seqs=2)
         for seed in (None, 1):
-            other = SamplingParams(temperature=0.0, max_tokens=20)
-            ended, fine = engine.generate([[5, 6, 5, 6], [7]], [replace(params, seed=seed), other])
+            ended, fine = engine.generate([[5, 6, 5, 6], [7]], [replace(params, seed=seed), OTHER])
             assert ended.outputs[0].finish_reason == "error"
             assert "no token is possible" in str(ended.outputs[0].error)
             assert len(ended.outputs[0].token_ids) <= 1
             if rule.get("acceptance") not in LOSSY_RULES:  # which are lossy for greedy requests too
-                assert fine.outputs[0].token_ids == llm({}).generate([[7]], other)[0].outputs[0].token_ids
+                assert fine.outputs[0].token_ids == plain_other()
 
 
 def test_a_first_request_without_a_possible_token_leaves_the_engine_right() -> None:
@@ -240,10 +256,7 @@ def test_a_first_request_without_a_possible_token_leaves_the_engine_right() -> N
     engine = llm(DRAFTERS["ngram adaptive"](None))
     (ended,) = engine.generate([[5]], SamplingParams(**IMPOSSIBLE["bad words"]))
     assert (ended.outputs[0].finish_reason, ended.outputs[0].token_ids) == ("error", [])
-    other = SamplingParams(temperature=0.0, max_tokens=20)
-    assert (
-        engine.generate([[7]], other)[0].outputs[0].token_ids == llm({}).generate([[7]], other)[0].outputs[0].token_ids
-    )
+    assert engine.generate([[7]], OTHER)[0].outputs[0].token_ids == plain_other()
 
 
 def test_requests_become_impossible_where_plain_decoding_says_so() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
+from functools import cache
 from typing import Any
 
 import pytest
@@ -32,12 +33,18 @@ def made(runner: str, *, is_drafting: bool) -> LLM:
     return llm(draft, module=target("llama", torch.float32), runner=runner, max_num_seqs=2)
 
 
+@cache
+def wanted(runner: str) -> list[list[int]]:
+    """What the prompts are completed to where nothing is switched on."""
+    return [o.outputs[0].token_ids for o in made(runner, is_drafting=False).generate(PROMPTS, PARAMS)]
+
+
 @pytest.mark.parametrize("state", STATES)
 @pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("is_drafting", [False, True])
 def test_calls_and_engines_made_inside_a_state(runner: str, state: str, is_drafting: bool) -> None:
     """Engines are made in it and outside, and called in it and outside, in every order."""
-    want = [o.outputs[0] for o in made(runner, is_drafting=False).generate(PROMPTS, PARAMS)]
+    want = wanted(runner)
     for is_made_inside in (False, True):
         if is_made_inside:
             with STATES[state]():
@@ -50,7 +57,7 @@ def test_calls_and_engines_made_inside_a_state(runner: str, state: str, is_draft
                     got = engine.generate(PROMPTS, PARAMS)
             else:
                 got = engine.generate(PROMPTS, PARAMS)
-            assert [o.outputs[0].token_ids for o in got] == [w.token_ids for w in want]
+            assert [o.outputs[0].token_ids for o in got] == want
             assert sum(o.metrics.draft_errors for o in got) == 0
 
 
@@ -188,7 +195,7 @@ class Careless:
 @pytest.mark.parametrize("left_on", LEFT_ON)
 @pytest.mark.parametrize("call", ["creation", "attach", "begin", "propose", "commit", "release", "on_step"])
 def test_a_drafter_or_callback_that_leaves_something_on(call: str, left_on: str) -> None:
-    want = [o.outputs[0] for o in made("generic", is_drafting=False).generate(PROMPTS, PARAMS)]
+    want = wanted("generic")
     if call == "on_step":
         arguments: dict[str, Any] = {"on_step": lambda record: LEFT_ON[left_on]()}
     else:
@@ -198,6 +205,6 @@ def test_a_drafter_or_callback_that_leaves_something_on(call: str, left_on: str)
     for _ in range(2):
         got = engine.generate(PROMPTS, PARAMS)
         assert torch_state() == before
-        assert [(o.outputs[0].token_ids, o.outputs[0].error) for o in got] == [(w.token_ids, None) for w in want]
+        assert [(o.outputs[0].token_ids, o.outputs[0].error) for o in got] == [(ids, None) for ids in want]
         assert sum(o.metrics.draft_errors for o in got) == 0
         assert call == "on_step" or sum(o.metrics.num_drafted for o in got) > 20
