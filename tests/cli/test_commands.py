@@ -71,7 +71,7 @@ def test_verify_and_its_exit_code() -> None:
     report = json.loads(output_of(*arguments, "--batch-size", "2", "--json"))
     assert [check["verdict"] for check in report["checks"]] == ["identical"] * 8  # 2 setups, 2 temperatures, 2 prompts
     assert all(check["runner_choice"].startswith(f"{check['runner']} is used: ") for check in report["checks"])
-    assert "identical" in output_of(*arguments)
+    assert "identical" in output_of(*arguments, "--num-prompts", "1", "--max-tokens", "4")
 
 
 def test_bench_reports_every_setup() -> None:
@@ -98,7 +98,9 @@ def test_bench_measures_the_engine_itself() -> None:
     assert min(plain["host_ms"], plain["verify_ms"], row["host_ms"], row["verify_ms"]) > 0
     costs = report["verify_cost"]
     assert (costs[0]["width"], costs[-1]["width"]) == (1, 128)
-    assert "what a target pass costs" in output_of("bench", MODEL, *arguments)
+    assert "what a target pass costs" in output_of(
+        "bench", MODEL, *arguments, "--num-prompts", "1", "--max-tokens", "4"
+    )
 
 
 @pytest.mark.parametrize("directory", [MODEL, "models/tinycode-medusa", "models/tinycode-hydra"])

@@ -107,7 +107,11 @@ def test_greedy_text_with_trees_is_the_generic_runners(architecture: str, kind: 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("architecture", LEAN_ARCHITECTURES)
 def test_decoders_of_one_model_do_not_disturb_each_other(architecture: str, dtype: torch.dtype) -> None:
-    """One loaded model, every order: each decoder gives what it gives alone, and that is right."""
+    """One loaded model, every order: each decoder gives what it gives alone, and that is right.
+
+    Half of the orders in each dtype: of both halves each decoder is the first once, and the next after each other one,
+    as all run twice.
+    """
     tree = TokenTree.from_rows([TreeRow([5, 6, 7], [-1, 0, 0])])
     kinds = (*LEAN, "generic")
 
@@ -123,7 +127,9 @@ def test_decoders_of_one_model_do_not_disturb_each_other(architecture: str, dtyp
     tolerance = TOLERANCE if dtype == torch.float32 else 0.1  # another matrix gives 0.5 and more
     for kind in LEAN:
         assert (alone[kind] - alone["generic"]).abs().max() <= tolerance * alone["generic"].abs().max()
-    for order in itertools.permutations(kinds):
+    by_sign = {torch.float32: (0, 3, 4), torch.bfloat16: (1, 2, 5)}  # even and odd permutations
+    orders = list(itertools.permutations(kinds))
+    for order in (orders[place] for place in by_sign[dtype]):
         model = loaded()
         before = {key: value.clone() for key, value in model.module.state_dict().items()}
         for kind in (*order, *order):

@@ -21,11 +21,9 @@ DRAFTERS = drafters()
 
 
 def run(drafter: str, batch: int) -> tuple[LLM, list[RequestOutput], list[StepRecord]]:
-    """The mix under a drafter, with every iteration's record."""
-    mix, plain, records = request_mix(), plain_mix(), []
-    engine = llm(
-        DRAFTERS[drafter](references(plain)), max_num_seqs=batch, max_model_len=CONTEXT_LEN, on_step=records.append
-    )
+    """Half of the mix under a drafter, with every iteration's record."""
+    mix, known, records = request_mix()[batch % 2 :: 2], references(plain_mix()), []
+    engine = llm(DRAFTERS[drafter](known), max_num_seqs=batch, max_model_len=CONTEXT_LEN, on_step=records.append)
     return engine, engine.generate([r.prompt for r in mix], [r.params for r in mix]), records
 
 

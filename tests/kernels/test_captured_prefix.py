@@ -47,7 +47,7 @@ def test_ragged_slots_that_come_and_go(name, monkeypatch) -> None:
     fed = Fed(block(*GROUPS[name]), torch.float32, capture=capture)
     for slot in range(3):
         fed.begin(slot, seed=slot)
-    for turn in range(12):
+    for turn in range(8):
         counts = {}
         for slot in dice.sample(range(3), dice.randint(1, 3)):
             if fed.length[slot] > 60:
