@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from end_to_end.tiny_heads import HEADS
 from end_to_end.tiny_llms import drafters, llm, noisy, target
-from tiny_models import VOCAB_SIZE
+from tiny_models import CONTEXT_LEN, VOCAB_SIZE
 
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.errors import ForetokenError
 from foretoken.core.results import CompletionOutput
+from foretoken.runner.self_test import probe_layer_shapes
 from fuzz.worker import FindingError, Settings
 
 CONTEXT_LENS = (8, 16, 24, 44, 44, None, None)
@@ -168,7 +169,17 @@ def drawn_setup(rng: random.Random, settings: Settings) -> tuple[str, str, dict[
     drafter = rng.choice(sorted(all_drafters(settings.dtype)))
     rule = rng.choice(RULES)
     size = {"max_num_seqs": rng.randint(1, 4), "max_model_len": rng.choice(CONTEXT_LENS)}
+    if rng.random() < 0.4:  # rows of one sequence with the widest tree, and a few more, for all of them
+        size["kv_cache_memory_bytes"] = _row_bytes(settings.dtype) * (CONTEXT_LEN + rng.choice((64, 96, 128)))
     return drafter, rule, size
+
+
+@cache
+def _row_bytes(dtype: str) -> int:
+    """Bytes of a KV row of the target."""
+    module = target("llama", getattr(torch, dtype))
+    elements = sum(s.num_heads * (s.key_width + s.value_width) for s in probe_layer_shapes(module))
+    return elements * getattr(torch, dtype).itemsize
 
 
 def shown(value: Any, longest: int = 1500) -> str:
