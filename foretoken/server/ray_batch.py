@@ -120,9 +120,10 @@ def _blocks(
     numbers: list[int] = []
     texts: list[bytes] = []
     for line, asked in todo:
-        if isinstance(asked, ApiError) or line.data is None:
+        if isinstance(asked, ApiError):
             add(refused_line(line, asked))
             continue
+        assert line.data is not None, "what a line asks for was read from its bytes"
         expected.add(f"={asked['custom_id']}")
         numbers.append(line.number)
         texts.append(line.data)
