@@ -28,7 +28,7 @@ $(VENV)/.base: $(BIN)/python pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.test: $(VENV)/.base
-	$(PIP) --editable '.[test,train,datasets,tensorboard,kernels,report,serve,bench]'
+	$(PIP) --editable '.[test,train,datasets,tensorboard,kernels,report,serve,bench,ray]'
 	touch $@
 
 $(VENV)/.lint: $(VENV)/.base

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -17,6 +18,7 @@ from foretoken.cli import options, terminal
 from foretoken.core.errors import RequestError
 
 if TYPE_CHECKING:
+    from foretoken.engine.async_llm import AsyncLLM
     from foretoken.server.batch import BatchCounts
 
 _LINE_EVERY = 30.0  # seconds between progress lines where there is no terminal
@@ -36,6 +38,15 @@ def batch(
     max_in_flight: Annotated[
         int | None, typer.Option(min=1, help="Lines in memory at once. Default: twice --max-num-seqs.")
     ] = None,
+    num_workers: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Answer with N engines on a Ray cluster: the one that RAY_ADDRESS names, else one on this machine. "
+            "What bounds sequences, lines and threads bounds each of them.",
+        ),
+    ] = None,
     max_model_len: Annotated[int | None, typer.Option(min=2, help="Most tokens of a sequence.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a complete OUT.")] = False,
     dtype: options.Dtype = "auto",
@@ -51,6 +62,7 @@ def batch(
     """
     from foretoken.server.batch import run_batch
     from foretoken.server.batch_files import AnswerFile, count_lines, held
+    from foretoken.server.ray_batch import RayWorkers, run_ray_batch
     from foretoken.server.request_fields import MOST_CHOICES
 
     setup = options.one_setup("batch", model, speculative_config, spec_type, "Merge several with +, as ngram+hydra.")
@@ -63,29 +75,42 @@ def batch(
         options.check_new_file(out, "OUT", force=force)
         answers = AnswerFile(out, name)
         try:
-            from foretoken.engine.async_llm import AsyncLLM
-            from foretoken.engine.llm import LLM
-
-            loaded, tokenizer = options.load_target(model, dtype, device, threads)
-            llm = LLM(
-                loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=max_num_seqs,
-                max_model_len=max_model_len, runner=runner,
+            make_engine = partial(
+                _engine, model, setup.config, max_waiting_requests=in_flight * MOST_CHOICES, dtype=dtype,
+                device=device, threads=threads, max_num_seqs=max_num_seqs, max_model_len=max_model_len, runner=runner,
             )  # fmt: skip
-
-            async def run() -> BatchCounts:
-                async with AsyncLLM(llm, max_waiting_requests=in_flight * MOST_CHOICES) as engine:
-                    with _shown(total) as show:
-                        return await run_batch(
+            with _shown(total) as show:
+                if num_workers is None:
+                    with closing(make_engine()) as engine:
+                        run = run_batch(
                             engine, source, answers, model=name, max_in_flight=in_flight, chat_template=template,
                             on_answer=show,
                         )  # fmt: skip
-
-            counts = asyncio.run(run())
+                        counts = asyncio.run(run)
+                else:
+                    workers = RayWorkers(
+                        number=num_workers, make_engine=make_engine, max_in_flight=in_flight, num_cpus=threads or 1,
+                        uses_gpu=None if device == "auto" else device != "cpu",
+                    )  # fmt: skip
+                    counts = run_ray_batch(workers, source, answers, model=name, chat_template=template, on_answer=show)
             answers.finish()
         finally:
             answers.close()
     kept = f", {counts.kept} of an earlier run" if counts.kept else ""
     terminal.say(f"{out}: {counts.answered} lines answered, {counts.failed} of them with errors{kept}")
+
+
+def _engine(
+    model: str, config: Mapping[str, Any] | None, *, dtype: str, device: str, threads: int | None,
+    max_waiting_requests: int, **more: Any,
+) -> AsyncLLM:  # fmt: skip
+    """The engine of this process or of a worker; more: of `LLM`."""
+    from foretoken.engine.async_llm import AsyncLLM
+    from foretoken.engine.llm import LLM
+
+    loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    llm = LLM(loaded, speculative_config=config, tokenizer=tokenizer, **more)
+    return AsyncLLM(llm, max_waiting_requests=max_waiting_requests)
 
 
 @contextmanager

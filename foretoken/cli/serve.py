@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,11 +10,11 @@ import typer
 
 from foretoken.cli import options, terminal
 from foretoken.core.errors import ConfigError
+from foretoken.server.api_keys import KEY_VARIABLE, api_keys
 
 if TYPE_CHECKING:
     from foretoken.engine.async_llm import AsyncLLM
 
-_KEY_VARIABLE = "FORETOKEN_API_KEY"
 _DRAIN_SECONDS = 30
 
 
@@ -34,7 +33,7 @@ def serve(
     ] = None,
     api_key_file: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help=f"File with API keys, one a line. {_KEY_VARIABLE} may hold one too."),
+        typer.Option(metavar="PATH", help=f"File with API keys, one a line. {KEY_VARIABLE} may hold one too."),
     ] = None,
     max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 8,
     max_model_len: Annotated[int | None, typer.Option(min=2, help="Most tokens of a sequence.")] = None,
@@ -73,7 +72,7 @@ def serve(
         raise ConfigError(
             f"--per-request-spec-decode-metrics is '{per_request_spec_decode_metrics}'. Expected none or summary."
         )
-    keys, template = _api_keys(api_key_file), None if chat_template is None else options.read_text(chat_template)
+    keys, template = api_keys(api_key_file), None if chat_template is None else options.read_text(chat_template)
     try:
         from foretoken.server.app import ServerConfig, make_app
     except ImportError as err:
@@ -150,23 +149,3 @@ def _listen(host: str, port: int) -> socket.socket:
             f"cannot listen on {host}, port {port}: {err.strerror or err}. Choose another with --host or --port."
         ) from err
     return listening
-
-
-def _api_keys(path: Path | None) -> list[str]:
-    """Keys from the environment and a file, never from the command line, which all users of a machine can read.
-
-    Raises:
-        ConfigError: When a key is empty or no plain ASCII, or the file has none.
-    """
-    given = [os.environ[_KEY_VARIABLE]] if _KEY_VARIABLE in os.environ else []
-    if path is not None:
-        lines = [line.strip() for line in options.read_text(path).splitlines() if line.strip()]
-        if not lines:
-            raise ConfigError(f"'{path}' has no API key. Expected one a line.")
-        given += lines
-    for key in given:
-        if not key or not key.isascii() or not key.isprintable() or " " in key:
-            raise ConfigError(
-                f"an API key of {_KEY_VARIABLE} or --api-key-file is empty or has other than ASCII characters."
-            )
-    return given

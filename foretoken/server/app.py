@@ -44,6 +44,7 @@ class ServerConfig:
         has_vllm_metrics: Whether /metrics shows figures under vLLM's names too.
         has_draft_metrics: Whether answers say how drafting went, unless a request says otherwise.
         chat_template: How conversations are rendered, in Jinja; None for the tokenizer's own way.
+        engine_name: The label `engine` of figures, where several servers' stand on one page.
     """
 
     names: Sequence[str]
@@ -51,6 +52,7 @@ class ServerConfig:
     has_vllm_metrics: bool = False
     has_draft_metrics: bool = False
     chat_template: str | None = None
+    engine_name: str = "0"
 
 
 def make_app(engine: AsyncLLM, config: ServerConfig) -> Guards:
@@ -82,7 +84,9 @@ class _Server:
 
     def __init__(self, engine: AsyncLLM, config: ServerConfig) -> None:
         self._engine, self._config, self._unknown = engine, config, UnknownFields()
-        self.metrics = ServerMetrics(engine, config.names[0], has_vllm_names=config.has_vllm_metrics)
+        self.metrics = ServerMetrics(
+            engine, config.names[0], has_vllm_names=config.has_vllm_metrics, name=config.engine_name
+        )
 
     def routes(self) -> list[tuple[str, str, Callable[[Request], Awaitable[Response]]]]:
         """Path, method and handler of each."""

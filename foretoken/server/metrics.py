@@ -42,16 +42,17 @@ _HELP = {
 class ServerMetrics:
     """Counts requests, and asks the engine for what it counts itself."""
 
-    def __init__(self, engine: AsyncLLM, model: str, *, has_vllm_names: bool = False) -> None:
+    def __init__(self, engine: AsyncLLM, model: str, *, has_vllm_names: bool = False, name: str = "0") -> None:
         """Nothing has happened.
 
         Args:
             engine: What serves requests.
             model: The name under which the model is served.
             has_vllm_names: Whether figures that vLLM has too come under its names as well.
+            name: Of the engine among others.
         """
         self._registry = CollectorRegistry()
-        self._labels = {"model_name": model, "engine": "0"}
+        self._labels = {"model_name": model, "engine": name}
         self._prefixes = ("foretoken:", "vllm:") if has_vllm_names else ("foretoken:",)
         self._registry.register(_EngineFigures(engine, self._labels, self._prefixes))
         self._to_first = self._histograms("time_to_first_token_seconds", "Seconds to the first token.", _SECONDS)

@@ -1,0 +1,144 @@
+"""Lines of a batch: which of them have no answer yet, and what one is answered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from typing import TYPE_CHECKING, Any
+
+from foretoken.core.errors import ForetokenError
+from foretoken.server.answers import Envelope
+from foretoken.server.batch_files import name_of, read_lines
+from foretoken.server.errors import ApiError, api_error
+from foretoken.server.json_body import parse_object
+from foretoken.server.live_request import LiveRequest
+from foretoken.server.request_fields import UnknownFields, chat_form, chat_request, completion_request
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from foretoken.engine.async_llm import AsyncLLM
+    from foretoken.server.batch_files import AnswerFile, Line
+    from foretoken.server.request_fields import ServedRequest
+
+_log = logging.getLogger(__name__)
+_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+class OpenLines:
+    """The lines of a file that have no answer yet.
+
+    Attributes:
+        kept: Lines passed so far that an earlier run answered.
+    """
+
+    def __init__(self, source: Path, answers: AnswerFile) -> None:
+        """Reads nothing yet; answers: those of an earlier run."""
+        self._source, self._answered, self._seen, self.kept = source, frozenset(answers.answered), set[str](), 0
+
+    def __iter__(self) -> Iterator[tuple[Line, dict[str, Any] | ApiError]]:
+        """Each line with what it asks for, or with why that cannot be told."""
+        for line in read_lines(self._source):
+            try:
+                asked: dict[str, Any] | ApiError = self._parsed(line)
+            except ApiError as err:
+                asked = err
+            if name_of(_identity(line, asked)) in self._answered:
+                self.kept += 1
+            else:
+                yield line, asked
+
+    def _parsed(self, line: Line) -> dict[str, Any]:
+        """A line that has a custom_id of its own."""
+        if line.data is None:
+            raise ApiError(f"line {line.number} is too long. Send less in one request.", status=413)
+        asked = parse_object(line.data)
+        custom = asked.get("custom_id")
+        if not isinstance(custom, str) or not 0 < len(custom) <= 512:
+            raise ApiError(f"line {line.number} has no custom_id. Expected text of 1 to 512 characters.")
+        if custom in self._seen:
+            raise ApiError(f"line {line.number} has the custom_id {custom!a} of a line before. Expected its own.")
+        self._seen.add(custom)
+        return asked
+
+
+class LineAnswers:
+    """Answers of one engine to lines."""
+
+    def __init__(self, engine: AsyncLLM, model: str, chat_template: str | None) -> None:
+        """See `foretoken.server.batch.run_batch`."""
+        self._engine, self._model, self._template, self._unknown = engine, model, chat_template, UnknownFields()
+
+    async def answer(self, line: Line, asked: dict[str, Any]) -> dict[str, Any]:
+        """The line of an answer.
+
+        Args:
+            line: Where it stands.
+            asked: What it asks for.
+
+        Raises:
+            ForetokenError: When the engine serves no requests any more.
+        """
+        status = 200
+        try:
+            body = await self._served(asked)
+        except Exception as err:  # whatever it is, other lines are served on
+            if not isinstance(err, ApiError | ForetokenError):
+                _log.exception("line %d failed", line.number)
+            error = api_error(err)
+            if error.status == 503:
+                raise ForetokenError(
+                    "the engine serves no requests any more. Run the command again: it goes on."
+                ) from err
+            status, body = error.status, error.body
+        return _answer(line, asked, status, body)
+
+    async def _served(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """The body of an answer."""
+        if asked.get("method", "POST") != "POST":
+            raise ApiError(f"method is {asked['method']!a}. Expected POST.", param="method")
+        body, url = asked.get("body"), asked.get("url")
+        if url not in (_CHAT, _COMPLETIONS):
+            raise ApiError(f"url is {str(url)[:80]!a}. Expected {_CHAT} or {_COMPLETIONS}.", status=404, param="url")
+        if not isinstance(body, dict):
+            raise ApiError("body is missing. Expected an object with the fields of the request.", param="body")
+        if body.get("model") not in (None, self._model):
+            raise ApiError(
+                f"The model {str(body['model'])[:80]!a} does not exist here. Known: {self._model}.", status=404,
+                param="model", code="model_not_found",
+            )  # fmt: skip
+        request = await self._request(body, is_chat=url == _CHAT)
+        if request.is_streamed:
+            raise ApiError("A line of a batch is answered as a whole. Leave stream out.", param="stream")
+        envelope = Envelope(request=request, model=self._model, has_draft_metrics=bool(request.has_draft_metrics))
+        live = await LiveRequest.submit(self._engine, envelope, None)
+        return await live.whole()
+
+    async def _request(self, body: dict[str, Any], *, is_chat: bool) -> ServedRequest:
+        """What a body asks for."""
+        if not is_chat:
+            return completion_request(body, self._unknown)
+        messages, form = chat_form(body)
+        (prompt,) = await asyncio.to_thread(
+            self._engine.llm.chat_prompts, messages, chat_template=self._template, **form
+        )
+        return chat_request(body, self._unknown, prompt)
+
+
+def refused_line(line: Line, error: ApiError) -> dict[str, Any]:
+    """The answer to a line of which cannot be told what it asks for."""
+    return _answer(line, error, error.status, error.body)
+
+
+def _answer(line: Line, asked: dict[str, Any] | ApiError, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """The line of an answer."""
+    response = {"status_code": status, "request_id": f"req_{uuid.uuid4().hex}", "body": body}
+    return {**_identity(line, asked), "response": response, "error": None}
+
+
+def _identity(line: Line, asked: dict[str, Any] | ApiError) -> dict[str, Any]:
+    """What names a line: its custom_id, None where it has none of its own, and an id by its number."""
+    custom = None if isinstance(asked, ApiError) else asked["custom_id"]
+    return {"id": f"batch_req_{line.number}", "custom_id": custom}

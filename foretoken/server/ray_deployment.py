@@ -1,0 +1,230 @@
+"""The HTTP server as a Ray Serve application: any number of replicas of one model behind one address.
+
+`serve run foretoken.server.ray_deployment:app model=MODEL num_replicas=2`, the same fields in a file for `serve
+run FILE`, or `ray.serve.run(app(RayArguments(model=MODEL)))`. Ray starts, watches, scales and replaces the replicas;
+each of them is the server of `foretoken serve`, and what stands before them holds no model.
+"""
+
+# Annotations are read by Ray Serve and pydantic at run time.
+from collections.abc import AsyncGenerator
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from foretoken.core.errors import ConfigError, ModelError
+
+_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+_ROUTING = {"num_fallback_replicas": 1 << 16}  # any replica with room, where that of the prefix has none
+_ONGOING = 2  # times the sequences that a replica decodes at once; then others get the requests of its prefixes too
+
+
+class RayArguments(BaseModel):
+    """What is served, and how; the options of `foretoken serve` under their names, and those of Ray Serve.
+
+    Attributes:
+        model: Target: a model directory on every machine, or a hub id.
+        speculative_config: As `-s` takes it, or its JSON as a mapping; None for no drafts.
+        served_model_name: Name of the model in requests, or several; None for `model`.
+        chat_template: Path of a Jinja template where the application is built; None for the tokenizer's own.
+        api_key_file: Path of a file with API keys, one a line, on every machine; `FORETOKEN_API_KEY` may hold one too.
+        max_num_seqs: Sequences that a replica decodes at once.
+        max_model_len: Most tokens of a sequence.
+        max_num_batched_tokens: Most tokens of a pass.
+        enable_prefix_caching: Read no beginning of a prompt again that a slot holds.
+        kv_cache_memory_bytes: Memory for KV rows, which sequences share; half of what is free.
+        max_waiting_requests: Requests that may wait in each front until a replica has room; more are answered with 429.
+        max_waiting_tokens: Prompt tokens that may wait in a replica; more are answered with 429.
+        metrics_compat: Shows figures at /metrics under vLLM's names too.
+        per_request_spec_decode_metrics: Whether answers say how drafting went.
+        dtype: As `--dtype`.
+        device: As `--device`.
+        runner: As `--runner`.
+        threads: CPU threads of a replica; Ray gives it as many as its `num_cpus`.
+        num_replicas: Replicas, or "auto" for Ray Serve's autoscaling.
+        autoscaling_config: Ray Serve's.
+        ray_actor_options: Ray Serve's, of every replica, as `{"num_gpus": 1}`.
+        num_fronts: Processes that take requests and send them on.
+        prefix_characters: So many first characters of a prompt decide which replica it goes to.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str
+    speculative_config: str | dict[str, Any] | None = None
+    served_model_name: str | list[str] | None = None
+    chat_template: str | None = None
+    api_key_file: str | None = None
+    max_num_seqs: int = Field(8, ge=1)
+    max_model_len: int | None = Field(None, ge=2)
+    max_num_batched_tokens: int | None = Field(None, ge=1)
+    enable_prefix_caching: bool = True
+    kv_cache_memory_bytes: int | None = Field(None, ge=1)
+    max_waiting_requests: int = Field(256, ge=1)
+    max_waiting_tokens: int | None = Field(None, ge=0)
+    metrics_compat: Literal["vllm"] | None = None
+    per_request_spec_decode_metrics: Literal["none", "summary"] = "none"
+    dtype: str = "auto"
+    device: str = "auto"
+    runner: str = "auto"
+    threads: int | None = Field(None, ge=1)
+    num_replicas: int | Literal["auto"] | None = None
+    autoscaling_config: dict[str, Any] | None = None
+    ray_actor_options: dict[str, Any] = {}
+    num_fronts: int = Field(1, ge=1)
+    prefix_characters: int = Field(256, ge=1)
+
+
+class Replica:
+    """One engine with its server, in a process of its own."""
+
+    def __init__(
+        self, arguments: RayArguments, speculative_config: dict[str, Any] | None, template: str | None
+    ) -> None:
+        """Loads the model.
+
+        Args:
+            arguments: What is served.
+            speculative_config: The drafter, as `LLM` takes it.
+            template: How conversations are rendered.
+
+        Raises:
+            ConfigError: When the configuration does not fit.
+            ModelError: When the model cannot be loaded, or has no tokenizer.
+        """
+        from ray import serve
+
+        from foretoken.decoder.lean.threads import set_num_threads
+        from foretoken.engine.async_llm import AsyncLLM
+        from foretoken.engine.llm import LLM
+        from foretoken.server.app import ServerConfig, make_app
+
+        if arguments.threads is not None:
+            set_num_threads(arguments.threads)
+        llm = LLM(
+            arguments.model, speculative_config=speculative_config, dtype=arguments.dtype, device=arguments.device,
+            max_num_seqs=arguments.max_num_seqs, max_model_len=arguments.max_model_len, runner=arguments.runner,
+            max_num_batched_tokens=arguments.max_num_batched_tokens,
+            enable_prefix_caching=arguments.enable_prefix_caching,
+            kv_cache_memory_bytes=arguments.kv_cache_memory_bytes,
+        )  # fmt: skip
+        if llm.tokenizer is None:
+            raise ModelError(f"'{arguments.model}' has no tokenizer. Expected tokenizer files beside the weights.")
+        self._engine = AsyncLLM(
+            llm, max_waiting_requests=arguments.max_waiting_requests, max_waiting_tokens=arguments.max_waiting_tokens
+        )
+        names = arguments.served_model_name or arguments.model
+        self._app = make_app(
+            self._engine,
+            ServerConfig(
+                names=[names] if isinstance(names, str) else names, chat_template=template,
+                has_vllm_metrics=arguments.metrics_compat == "vllm",
+                has_draft_metrics=arguments.per_request_spec_decode_metrics == "summary",
+                engine_name=serve.get_replica_context().replica_tag,
+            ),
+        )  # fmt: skip
+
+    async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncGenerator[dict[str, Any]]:
+        """The server's answer as ASGI messages; see `asgi_messages`."""
+        from foretoken.server.asgi_messages import answer_messages
+
+        async for message in answer_messages(self._app, scope, body):
+            yield dict(message)
+
+    async def metrics_page(self) -> str:
+        """The figures of this replica."""
+        from foretoken.server.asgi_messages import answer_messages
+
+        scope = {"type": "http", "method": "GET", "path": "/metrics", "headers": [], "query_string": b""}
+        messages = [message async for message in answer_messages(self._app, scope, b"")]
+        return b"".join(message.get("body", b"") for message in messages).decode()
+
+    def check_health(self) -> None:
+        """Raises `ModelError` when the engine serves no requests any more; Ray then starts another replica."""
+        if not self._engine.is_alive:
+            raise ModelError("the engine serves no requests any more.")
+
+
+class Front:
+    """Takes requests and has them answered by replicas; see `ray_forwarding`."""
+
+    def __init__(self, replicas: Any, arguments: RayArguments) -> None:
+        """Reads the keys.
+
+        Args:
+            replicas: Handle of `Replica`.
+            arguments: What is served.
+
+        Raises:
+            ConfigError: When there is something wrong with an API key.
+        """
+        from foretoken.server.api_keys import api_keys
+
+        self._replicas, self._length = replicas, arguments.prefix_characters
+        self._keys = api_keys(None if arguments.api_key_file is None else Path(arguments.api_key_file))
+
+    def __serve_build_asgi_app__(self) -> Any:
+        """The application that Ray Serve puts behind its address."""
+        from starlette.applications import Starlette
+        from starlette.routing import Mount
+
+        from foretoken.server.guards import Guards
+        from foretoken.server.ray_forwarding import Forwarding
+
+        forwarding = Forwarding(self._replicas, prefix_characters=self._length)
+        guarded = Guards(forwarding, api_keys=self._keys, refused=lambda _: None)
+        return Starlette(routes=[Mount("/", app=guarded)])
+
+
+def app(arguments: RayArguments) -> Any:
+    """The application for `serve run`, `serve deploy` and `ray.serve.run`.
+
+    Args:
+        arguments: What is served, and how.
+
+    Returns:
+        A Ray Serve application.
+
+    Raises:
+        ConfigError: When Ray Serve is not installed, the drafter is none, or the template cannot be read.
+    """
+    try:
+        from ray import serve
+        from ray.serve.config import RequestRouterConfig
+    except ImportError as err:
+        raise ConfigError("Ray Serve is not installed. Run: pip install 'foretoken[serve,ray]'.") from err
+    deployment: Any = serve.deployment  # Ray's annotations leave out options that are passed on
+    router_config: Any = RequestRouterConfig  # and classes by name
+    scaling = {"num_replicas": arguments.num_replicas, "autoscaling_config": arguments.autoscaling_config}
+    replicas = deployment(
+        Replica, name="replica", ray_actor_options=arguments.ray_actor_options,
+        max_ongoing_requests=_ONGOING * arguments.max_num_seqs, max_queued_requests=arguments.max_waiting_requests,
+        request_router_config=router_config(request_router_class=_ROUTER, request_router_kwargs=_ROUTING),
+        **{name: value for name, value in scaling.items() if value is not None},
+    ).bind(arguments, _drafter(arguments), _template(arguments))  # fmt: skip
+    front = deployment(
+        serve.ingress()(Front), name="front", num_replicas=arguments.num_fronts, max_ongoing_requests=1 << 16
+    )
+    return front.bind(replicas, arguments)
+
+
+def _drafter(arguments: RayArguments) -> dict[str, Any] | None:
+    """The drafter, as `LLM` takes it."""
+    from foretoken.bench.setups import parse_setup
+
+    if not isinstance(arguments.speculative_config, str):
+        return arguments.speculative_config
+    setup = parse_setup(arguments.speculative_config, target=arguments.model)
+    if setup.needs_references:
+        raise ConfigError("the drafter 'oracle' has to know the text beforehand. Use it with `foretoken bench`.")
+    return None if setup.config is None else dict(setup.config)
+
+
+def _template(arguments: RayArguments) -> str | None:
+    """How conversations are rendered."""
+    if arguments.chat_template is None:
+        return None
+    try:
+        return Path(arguments.chat_template).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as err:
+        raise ConfigError(f"'{arguments.chat_template}' cannot be read: {err}. Expected a text file.") from err

@@ -1,0 +1,146 @@
+"""The front of a Ray Serve deployment: an ASGI application that has replicas answer, another one where one ends.
+
+A request goes where requests with the same beginning go. When its replica ends before anything was sent to the client,
+another one gets the whole request; a stream that has begun ends with an error. So no text is put together from two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import uuid
+from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
+
+import ray.exceptions
+import ray.serve.exceptions
+
+from foretoken.server.asgi_messages import portable_scope
+from foretoken.server.errors import ApiError
+from foretoken.server.metrics_pages import merged_pages
+from foretoken.server.prefix_key import prefix_key
+from foretoken.server.replies import disconnect, send_json
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator, MutableMapping
+
+    from foretoken.server.guards import Message, Receive, Send
+
+_log = logging.getLogger(__name__)
+_MOST_ATTEMPTS = 4  # a request that ends every replica may not end all of them
+_METRICS_SECONDS = 10.0
+_LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.WorkerCrashedError)
+
+
+class _Stopped(Exception):  # noqa: N818 - a state of a replica, for which another one is tried
+    """The replica serves no requests any more."""
+
+
+class _Begun(Exception):  # noqa: N818 - a state of the request, which ends as an error of the stream
+    """The replica ended when the client had a part of the answer already."""
+
+
+class Forwarding:
+    """Has every request answered by one of the replicas."""
+
+    def __init__(self, replicas: Any, *, prefix_characters: int) -> None:
+        """Asks nobody yet.
+
+        Args:
+            replicas: Handle of the deployment of `foretoken.server.ray_deployment.Replica`.
+            prefix_characters: So many first characters of a prompt decide where it goes.
+        """
+        self._replicas, self._length = replicas, prefix_characters
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Answers one request, whose body comes in one message."""
+        body = (await receive()).get("body", b"")
+        is_page = scope["path"] == "/metrics"
+        answer = self._page(send) if is_page else self._answered(portable_scope(scope), body, send)
+        answering, gone = asyncio.ensure_future(answer), asyncio.ensure_future(disconnect(receive))
+        try:
+            await asyncio.wait((answering, gone), return_when=asyncio.FIRST_COMPLETED)
+            if answering.done():
+                answering.result()
+        finally:
+            for task in (answering, gone):
+                task.cancel()
+            await asyncio.wait((answering,))
+
+    async def _page(self, send: Send) -> None:
+        """The figures of all replicas."""
+        response = self._replicas.broadcast("metrics_page")
+        pages = await response.results_async(timeout_s=_METRICS_SECONDS, return_exceptions=True)
+        page = merged_pages(page for page in pages if isinstance(page, str)).encode()
+        headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": page})
+
+    async def _answered(self, scope: dict[str, Any], body: bytes, send: Send) -> None:
+        """Has one replica after another try."""
+        key = prefix_key(body, self._length) or uuid.uuid4().hex
+        for attempt in range(_MOST_ATTEMPTS):
+            try:
+                async with aclosing(self._messages(key, scope, body)) as messages:
+                    await self._forward(messages, send)
+            except (*_LOST, _Stopped) as err:
+                _log.warning("a replica ended while it served a request (%s)", type(err).__name__)
+                key = uuid.uuid4().hex  # not where it would come again
+                await asyncio.sleep(0.2 * (attempt + 1))
+            except _Begun:
+                await self._break_off(scope["path"], send)
+                return
+            except ray.serve.exceptions.BackPressureError:
+                error = ApiError("Too many requests wait.", status=429, code="queue_full", headers={"Retry-After": "1"})
+                await send_json(send, error.body, error.status, error.headers)
+                return
+            except (ray.exceptions.RayError, ray.serve.exceptions.RayServeException):
+                _log.exception("a request could not be served")
+                break
+            else:
+                return
+        error = ApiError("No replica could serve the request. Send it again.", status=503, headers={"Retry-After": "1"})
+        await send_json(send, error.body, error.status, error.headers)
+
+    async def _messages(self, key: str, scope: dict[str, Any], body: bytes) -> AsyncGenerator[Message]:
+        """What the replica for this key sends; it is told when nobody reads on."""
+        handle = self._replicas.options(stream=True, method_name="answer", session_id=key)
+        response = handle.remote(scope, body)
+        try:
+            async for message in response:
+                yield message
+        finally:
+            response.cancel()
+
+    async def _forward(self, messages: AsyncGenerator[Message], send: Send) -> None:
+        """Sends on what comes; the status only with the first part of the body, until when all can be tried again.
+
+        Raises:
+            _Begun: When the replica ended after that.
+            _Stopped: When it says that it serves no requests.
+        """
+        held: list[Message] = []
+        has_begun = False
+        try:
+            async for message in messages:
+                held.append(message)
+                if message.get("status") == 503:
+                    raise _Stopped
+                if message["type"] == "http.response.body":
+                    has_begun = True
+                    while held:
+                        await send(held.pop(0))
+        except _LOST as err:
+            if has_begun:
+                raise _Begun from err
+            raise
+
+    async def _break_off(self, path: str, send: Send) -> None:
+        """Ends a stream with an error, in the form in which the engine's server does."""
+        error = ApiError("The server that wrote this ended. Send the request again.", status=503)
+        told, name = error.body, ""
+        if path.endswith("/responses"):
+            told, name = {"type": "error", "code": "server_error", "message": error.message, "param": None}, "error"
+        event = (f"event: {name}\n" if name else "") + f"data: {json.dumps(told)}\n\n"
+        await send({"type": "http.response.body", "body": event.encode(), "more_body": False})

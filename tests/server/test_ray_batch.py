@@ -1,0 +1,89 @@
+"""A batch on two Ray workers: the answers of one engine, each line once, also when a worker is killed."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="needs the extra [ray]")
+
+from server.ray_cluster import kill_one, ray_cluster
+
+from foretoken import LLM, SamplingParams
+from foretoken.cli.batch import batch
+from foretoken.core.errors import ForetokenError
+
+MODEL = "models/tinycode"
+pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cluster() -> Iterator[None]:
+    with ray_cluster(num_cpus=2):
+        yield
+
+
+def request(name: str, **body: Any) -> dict[str, Any]:
+    return {"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"temperature": 0, **body}}
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_killed_worker_costs_no_line_and_changes_no_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = {f"request {number}": f"def f_{number}(" for number in range(40)}
+    lines = [request(name, prompt=prompt, max_tokens=64) for name, prompt in prompts.items()]
+    lines[3]["body"] |= {"temperature": 0.8, "seed": 3}
+    bad = [request("hot", prompt="x", temperature=-1), request("request 1", prompt="again")]
+    source, out, part = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "out.jsonl.part"))
+    source.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *bad]))
+    answered_before: list[bytes] = []
+
+    def kill() -> None:
+        end = time.monotonic() + 120
+        while not part.exists() or part.read_bytes().count(b"\n") < 5:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        answered_before.extend(part.read_bytes().splitlines())
+        kill_one("ray::MapWorker")
+
+    killer = threading.Thread(target=kill)
+    killer.start()
+    batch(source, out, MODEL, ["ngram"], num_workers=2, max_num_seqs=4, max_in_flight=8)
+    killer.join()
+    again = tmp_path / "again.jsonl"
+    (tmp_path / "again.jsonl.part").write_text("".join(out.read_text().splitlines(keepends=True)[:41]))
+    batch(source, again, MODEL, num_workers=1)
+    said = capsys.readouterr().out
+    assert "42 lines answered, 2 of them with errors" in said
+    assert "1 lines answered" in said
+    assert "41 of an earlier run" in said
+    assert 5 <= len(answered_before) < 40, "the worker was killed in the middle"
+    answers = read(out)
+    assert sorted(answer["id"] for answer in answers) == sorted(f"batch_req_{number + 1}" for number in range(42))
+    texts = {each["custom_id"]: each["response"]["body"].get("choices", [{}])[0].get("text") for each in answers}
+    assert texts.pop("hot") is None
+    assert texts.pop(None) is None
+    plain = LLM(MODEL, max_num_seqs=8)
+    greedy, seeded = (
+        SamplingParams(temperature=0, max_tokens=64),
+        SamplingParams(temperature=0.8, seed=3, max_tokens=64),
+    )
+    params = [seeded if name == "request 3" else greedy for name in prompts]
+    outputs = plain.generate(list(prompts.values()), params)
+    assert texts == {name: output.outputs[0].text for name, output in zip(prompts, outputs, strict=True)}
+    assert len(read(again)) == 42
+
+
+def test_a_worker_that_cannot_start_is_one_sentence(tmp_path: Path) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_text(json.dumps(request("a", prompt="x")))
+    with pytest.raises(ForetokenError, match=r"workers failed: .*no such model.* Run the"):
+        batch(source, tmp_path / "out.jsonl", str(tmp_path / "no such model"), num_workers=1)
