@@ -61,12 +61,15 @@ class LiveRequest:
 
         Raises:
             ForetokenError: What `AsyncLLM.submit` raises; what was submitted before is ended.
+            ApiError: When the context has no room for as many tokens as are wanted.
         """
         streams: list[RequestStream] = []
         request = envelope.request
         try:
             for prompt in request.prompts:  # reading a long prompt would hold up other requests' parts
                 streams.append(await asyncio.to_thread(engine.submit, prompt, request.params))
+                if request.has_max_tokens:
+                    _check_room(streams[-1].num_prompt, request.params.max_tokens, engine.llm.target.context_len)
         except BaseException:
             for stream in streams:
                 stream.abort()
@@ -133,6 +136,16 @@ class LiveRequest:
         """Counts a request that is over."""
         if self._metrics is not None:
             self._metrics.ended(outputs, time.monotonic() - self._begin)
+
+
+def _check_room(num_prompt: int, max_tokens: int | None, context_len: int) -> None:
+    """Raises `ApiError` unless as many tokens as are wanted fit behind a prompt."""
+    if max_tokens is not None and num_prompt + max_tokens > context_len:
+        raise ApiError(
+            f"the prompt has {num_prompt} tokens and max_tokens is {max_tokens}, more together than the context of "
+            f"{context_len} tokens. Ask for at most {context_len - num_prompt}, or leave max_tokens out.",
+            param="max_tokens", code="context_length_exceeded",
+        )  # fmt: skip
 
 
 async def _merged(streams: list[RequestStream]) -> AsyncIterator[tuple[int, StreamChunk]]:

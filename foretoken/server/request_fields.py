@@ -55,6 +55,7 @@ class ServedRequest:
     Attributes:
         prompts: In the forms that the engine takes; one of a chat.
         params: For each of them.
+        has_max_tokens: Whether it says how many tokens are wanted, for which there has to be room then.
         is_chat: Whether it asks for a message.
         is_streamed: Whether parts are sent as they come.
         has_usage: Whether a stream ends with a chunk that tells the tokens used.
@@ -67,6 +68,7 @@ class ServedRequest:
 
     prompts: list[Any]
     params: SamplingParams
+    has_max_tokens: bool = False
     is_chat: bool
     is_streamed: bool = False
     has_usage: bool = False
@@ -211,6 +213,7 @@ def _request(given: Mapping[str, Any], prompts: list[Any], *, is_chat: bool, **m
     return ServedRequest(
         prompts=prompts,
         params=_params(given, n, more["num_top_logprobs"], max_tokens=None if is_chat else 16),
+        has_max_tokens=given.get("max_tokens") is not None,
         is_chat=is_chat,
         is_streamed=is_streamed,
         has_usage=is_streamed and checked_boolean(options, "include_usage"),

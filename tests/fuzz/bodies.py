@@ -111,16 +111,12 @@ def _check(case: Case, post: Post, answer: httpx.Response, size: dict[str, Any])
     what = f"{post.path} {shown(post.content)}: {answer.status_code} {answer.text[:500]}"
     case.count(f"status {answer.status_code}")
     if answer.status_code != 200:
-        if answer.status_code >= 500 and "no token is possible" not in answer.text:
-            raise FindingError(f"a server error: {what}")
-        error = answer.json()["error"]
-        if set(error) != {"message", "type", "param", "code"} or not 0 < len(error["message"]) < 1000:
-            raise FindingError(f"not OpenAI's shape: {what}")
-        if post.ids is not None and post.params is not None and "no token is possible" not in answer.text:
-            raise FindingError(f"a valid request was refused: {what}")
+        _check_error(post, answer, size, what)
         return
     if post.ids is None or post.params is None:
         return
+    if _is_too_long(post, size):
+        raise FindingError(f"there is no room for that: {what}")
     want = [list(each.token_ids) for each in _alone(case, size, post).outputs]
     if answer.headers["content-type"].startswith("text/event-stream"):
         lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
@@ -136,6 +132,26 @@ def _check(case: Case, post: Post, answer: httpx.Response, size: dict[str, Any])
         case.count("answers compared")
     if got != want and "no token is possible" not in answer.text:
         raise FindingError(f"{got} instead of {want}: {what}")
+
+
+def _check_error(post: Post, answer: httpx.Response, size: dict[str, Any], what: str) -> None:
+    """Raises `FindingError` where an error is not one, or should have been an answer."""
+    is_impossible = "no token is possible" in answer.text
+    if answer.status_code >= 500 and not is_impossible:
+        raise FindingError(f"a server error: {what}")
+    error = answer.json()["error"]
+    if set(error) != {"message", "type", "param", "code"} or not 0 < len(error["message"]) < 1000:
+        raise FindingError(f"not OpenAI's shape: {what}")
+    if post.ids is None or post.params is None or is_impossible:
+        return
+    if error["code"] != "context_length_exceeded" or not _is_too_long(post, size):
+        raise FindingError(f"a valid request was refused: {what}")
+
+
+def _is_too_long(post: Post, size: dict[str, Any]) -> bool:
+    """Whether a fine request asks for more tokens than the context holds."""
+    wanted = post.params.max_tokens if post.params is not None and post.params.max_tokens is not None else 0
+    return len(post.ids or ()) + wanted > (size["max_model_len"] or CONTEXT_LEN)
 
 
 def _post(rng: random.Random, context_len: int | None) -> Post:

@@ -70,6 +70,25 @@ def test_bodies_that_are_no_plain_json(content: bytes, part: str, speculative: L
     assert_error(speculative.post("/v1/completions", content=content), 400, part)
 
 
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_more_tokens_than_the_context_has_room_for(path: str, is_streamed: bool, speculative: LiveServer) -> None:
+    limit = speculative.engine.llm.target.context_len
+    field = "max_output_tokens" if path == "/v1/responses" else "max_tokens"
+    text = {"/v1/completions": {"prompt": "class Queue:"}, "/v1/responses": {"input": "A queue."}}.get(
+        path, {"messages": [{"role": "user", "content": "A queue."}]}
+    )
+    body = {"model": "tinycode", **text, "stream": is_streamed, "temperature": 0.0}
+    error = assert_error(speculative.post(path, json={**body, field: limit}), 400, f"the context of {limit} tokens")
+    assert error["code"] == "context_length_exceeded"
+    most = int(error["message"].split("at most ")[1].split(",")[0])
+    assert 0 < most < limit
+    fits = {**body, field: most, "stop": "\n"}
+    assert speculative.post(path, json=fits).status_code == 200
+    assert_error(speculative.post(path, json={**fits, field: most + 1}), 400, f"Ask for at most {most},")
+    assert speculative.post(path, json={**body, "stop": "\n"}).status_code == 200
+
+
 # Fields of a completion that do not fit, and what the message must name.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt is missing"),

@@ -103,7 +103,7 @@ def test_events_make_up_the_response(name: str, speculative: LiveServer) -> None
         "response.output_item.done", f"response.{whole.status}",
     ]  # fmt: skip
     deltas = [event for event in events if event.type == "response.output_text.delta"]
-    assert len(deltas) > 1
+    assert len(deltas) > (name != "stop")  # a text of few tokens may come at once
     assert "".join(event.delta for event in deltas) == whole.output_text
     entries = [entry.to_dict() for event in deltas for entry in event.logprobs]
     assert entries == whole.output[0].content[0].to_dict()["logprobs"]
