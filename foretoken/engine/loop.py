@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from foretoken.engine.slot_pool import SlotPool
     from foretoken.runner.runner import Runner
 
-_NO_TOKEN = "no token is possible: the target's logits, or what the request's parameters make of them, are not finite."
+NO_TOKEN = "no token is possible: the target's logits, or what the request's parameters make of them, are not finite."
 _log = logging.getLogger(__name__)
 
 
@@ -434,7 +434,7 @@ class Engine:
         sequence.emit(valid)
         self._history.append(_slot(sequence), sequence.tokens[before:])
         if sequence.finish_reason is None and outcome.num_valid < len(outcome.tokens):
-            sequence.fail(_NO_TOKEN)
+            sequence.fail(NO_TOKEN)
         sequence.num_cached = len(sequence.tokens) - 1
 
 

@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from foretoken.core.errors import ForetokenError
+from foretoken.engine.loop import NO_TOKEN
 from foretoken.server.answers import running_usage
 from foretoken.server.errors import ApiError, api_error
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
     from foretoken.core.results import RequestOutput, StreamChunk
+    from foretoken.core.sampling_params import SamplingParams
     from foretoken.engine.async_llm import AsyncLLM
     from foretoken.engine.request_stream import RequestStream
     from foretoken.server.metrics import ServerMetrics
@@ -94,7 +96,7 @@ class LiveRequest:
         self._count(outputs)
         for output in outputs:
             for completion in output.outputs:
-                _check(completion.finish_reason, completion.error)
+                _check(self.envelope.request.params, completion.finish_reason, completion.error)
         return self.envelope.whole(outputs)
 
     async def parts(self) -> AsyncGenerator[dict[str, Any]]:
@@ -126,7 +128,7 @@ class LiveRequest:
             yield self.envelope.part(index, chunk, echoed[index] + chunk.text, offsets[index], **more)
             echoed[index] = ""
             offsets[index] += sum(len(next(iter(entry.values())).decoded_token or "") for entry in chunk.logprobs or ())
-            _check(chunk.finish_reason, chunk.error)
+            _check(request.params, chunk.finish_reason, chunk.error)
         outputs = [await stream.output() for stream in self._streams]
         self._count(outputs)
         for body in self.envelope.last(outputs):
@@ -176,8 +178,13 @@ async def _next(stream: RequestStream) -> StreamChunk | None:
         return None
 
 
-def _check(finish_reason: str | None, error: str | None) -> None:
-    """Raises `ApiError` where a completion was not brought to an end."""
+def _check(params: SamplingParams, finish_reason: str | None, error: str | None) -> None:
+    """Raises `ApiError` where a completion was not brought to an end; the client's where its parameters may be why."""
+    if error == NO_TOKEN and not params.is_plain:
+        raise ApiError(
+            "The completion failed: the request's parameters leave no token that is possible. Allow more.",
+            code="no_token_possible",
+        )
     if finish_reason == "error":
         raise ApiError(f"The completion failed: {error}", status=500)
     if finish_reason == "abort":

@@ -89,6 +89,24 @@ def test_more_tokens_than_the_context_has_room_for(path: str, is_streamed: bool,
     assert speculative.post(path, json={**body, "stop": "\n"}).status_code == 200
 
 
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_parameters_that_leave_no_token(is_streamed: bool, speculative: LiveServer) -> None:
+    """The end of a text alone is allowed, and forbidden before the fourth token."""
+    (eos,) = speculative.engine.llm.target.model.eos_ids
+    body = {
+        "model": "tinycode", "prompt": "class Queue:", "stream": is_streamed, "allowed_token_ids": [eos],
+        "min_tokens": 4, "max_tokens": 8, "temperature": 0.0,
+    }  # fmt: skip
+    answer = speculative.post("/v1/completions", json=body)
+    if is_streamed:
+        assert answer.status_code == 200
+        assert '"code":"no_token_possible"' in answer.text.replace(" ", "")
+    else:
+        error = assert_error(answer, 400, "the request's parameters leave no token")
+        assert error["code"] == "no_token_possible"
+    assert speculative.post("/v1/completions", json={**body, "min_tokens": 0}).status_code == 200
+
+
 # Fields of a completion that do not fit, and what the message must name.
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt": None}, "prompt is missing"),
