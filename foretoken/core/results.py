@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
 
@@ -224,6 +224,18 @@ class CompletionOutput:
     error: str | None = None
 
 
+class TextPart(NamedTuple):
+    """What one token brought to a text; of several tokens that make one character, the last brings it.
+
+    Attributes:
+        text: Its characters, or as many of them as are certain.
+        accepted_from: The names of the drafters that proposed the token; none for the target's own.
+    """
+
+    text: str
+    accepted_from: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamChunk:
     """New text of one completion.
@@ -238,6 +250,8 @@ class StreamChunk:
         stop_reason: What ended the text, or None.
         logprobs: Of each of its tokens, see `CompletionOutput`; None when not asked for.
         error: Why it ended with "error", or None.
+        parts: Its text by the tokens that it came from; together they are `text`.
+        num_accepted: How many of its tokens were drafted and accepted; the others are the target's own.
     """
 
     request_id: str
@@ -249,6 +263,8 @@ class StreamChunk:
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
+    parts: Sequence[TextPart] = ()
+    num_accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,6 +21,11 @@ class Detokenizer:
     inside a character is held back until the character is whole.
 
     The text is that of pushing token by token, however the tokens come: drafting changes how many come at once.
+
+    Attributes:
+        text: What is certain so far.
+        ends: Of each token, the characters that were certain with it. Of several tokens that make one character, it
+            belongs to the last.
     """
 
     def __init__(self, codec: Codec, prompt: Sequence[int], *, skip_special_tokens: bool) -> None:
@@ -29,17 +34,19 @@ class Detokenizer:
         self._read = len(self._tokens)
         self._prefix = 0
         self.text = ""
+        self.ends: list[int] = []
 
     def push(self, token: int) -> str:
         """Adds a token and gives the text that became certain, which may be empty."""
         self._tokens.append(token)
         before = self._decode(self._tokens[self._prefix : self._read])
         now = self._decode(self._tokens[self._prefix :])
-        if now.endswith(REPLACEMENT) or len(now) <= len(before):
-            return ""
-        self._prefix, self._read = self._read, len(self._tokens)
-        self.text += now[len(before) :]
-        return now[len(before) :]
+        new = "" if now.endswith(REPLACEMENT) else now[len(before) :]
+        if new:
+            self._prefix, self._read = self._read, len(self._tokens)
+            self.text += new
+        self.ends.append(len(self.text))
+        return new
 
     def push_all(self, tokens: Sequence[int]) -> None:
         """Adds several tokens: what `push` makes of each, at a fraction of its cost for most text."""
@@ -67,7 +74,9 @@ class Detokenizer:
             return False
         self._tokens.extend(tokens)
         self._prefix, self._read = len(self._tokens) - 1, len(self._tokens)
-        self.text += text
+        for part in filter(None, added):
+            self.text += part
+            self.ends.append(len(self.text))
         return True
 
     def flush(self) -> str:

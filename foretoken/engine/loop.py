@@ -376,6 +376,7 @@ class Engine:
         )
         for sequence, step in zip(sequences, record.sequences, strict=True):
             sequence.metrics.add_step(step, record)
+            sequence.credit(step)
         self.counts.add(record)
         return record
 

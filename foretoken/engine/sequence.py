@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.core.errors import described, one_line
-from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob, StreamChunk
+from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob, StreamChunk, TextPart
 from foretoken.engine.detokenizer import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
+    from foretoken.core.records import SequenceStep
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.engine.codec import Codec
     from foretoken.sampling.batch import SamplingRequest
@@ -51,6 +53,7 @@ class Sequence:
         stop_reason: What ended it, where something did.
         error: Why it failed, where it did.
         metrics: What it took.
+        accepted_from: Of each output token the names of the drafters that proposed it; none for the target's own.
         scores: Of output tokens, where they are asked for.
         prompt_scores: Likewise of prompt tokens but the first, as far as the prompt is in the cache.
         prediction: Token ids that the output probably repeats in part, for drafters; None without any.
@@ -87,6 +90,7 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.metrics = GenerationMetrics()
+        self.accepted_from: list[tuple[str, ...]] = []
         self.scores: list[TokenScores] = []
         self.prompt_scores: list[TokenScores] = []
         self._max_len, self._codec = max_len, codec
@@ -145,6 +149,11 @@ class Sequence:
             if self.finish_reason is not None:
                 return count
         return len(tokens)
+
+    def credit(self, step: SequenceStep) -> None:
+        """Takes in who proposed the tokens that an iteration appended."""
+        self.accepted_from += step.accepted_from
+        self.accepted_from += [()] * (len(step.tokens) - len(step.accepted_from))
 
     def take_new_text(self) -> str:
         """Text that has become certain since the last call: nothing a stop string could still take back."""
@@ -206,18 +215,34 @@ class Sequence:
             given: Output tokens that were given.
         """
         token_ids = self.output_ids[given:]
+        begin, text = self._shown, self.take_new_text()
         scores = None if self.params.logprobs is None else self.scores[given : given + len(token_ids)]
         return StreamChunk(
             request_id=self.request_id,
             prompt_index=prompt_index,
             index=self.index,
-            text=self.take_new_text(),
+            text=text,
             token_ids=token_ids,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             logprobs=None if scores is None else [self._logprobs(score) for score in scores],
             error=self.error,
+            parts=self._parts(begin, text),
+            num_accepted=sum(map(bool, self.accepted_from[given : given + len(token_ids)])),
         )
+
+    def _parts(self, begin: int, text: str) -> list[TextPart]:
+        """A piece of the text by tokens, those that brought nothing to it left out; begin: where it stands."""
+        if self._detokenizer is None or not text:
+            return []
+        ends, parts, at = self._detokenizer.ends, [], 0
+        last = len(ends) - 1  # whose text goes on where something was held back
+        for token in range(min(bisect_right(ends, begin), last), last + 1):
+            end = len(text) if token == last else min(ends[token] - begin, len(text))
+            if end > at:
+                parts.append(TextPart(text[at:end], self.accepted_from[token]))
+            at = end
+        return parts
 
     def _logprobs(self, scores: TokenScores) -> dict[int, Logprob]:
         """What a caller gets of one token's scores: the token itself, then the most probable ones."""

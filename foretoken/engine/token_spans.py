@@ -23,7 +23,6 @@ class TokenSpans:
     def __init__(self, codec: Codec, prompt: Sequence[int], *, skip_special_tokens: bool = True) -> None:
         """Begins behind a prompt, of which the last few tokens matter."""
         self._detokenizer = Detokenizer(codec, prompt, skip_special_tokens=skip_special_tokens)
-        self._ends: list[int] = []  # of each token, the characters that were certain with it
 
     @property
     def text(self) -> str:
@@ -34,13 +33,13 @@ class TokenSpans:
         """Adds tokens."""
         for token in tokens:
             self._detokenizer.push(token)
-            self._ends.append(len(self._detokenizer.text))
 
     def token_of(self, character: int) -> int:
         """The place among the tokens of the one that a character came from; the last one for what is held back."""
-        return min(bisect_right(self._ends, character), len(self._ends) - 1)
+        ends = self._detokenizer.ends
+        return min(bisect_right(ends, character), len(ends) - 1)
 
     def parts(self, text: str) -> list[str]:
         """What each token brought to a text: as many as there are tokens, together the text."""
-        ends = [*self._ends[:-1], len(text)] if self._ends else []
+        ends = [*self._detokenizer.ends[:-1], len(text)] if self._detokenizer.ends else []
         return [text[start:end] for start, end in zip([0, *ends], ends, strict=False)]

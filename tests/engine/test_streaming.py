@@ -8,11 +8,14 @@ from itertools import chain
 
 import pytest
 from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_mix
-from end_to_end.tiny_llms import drafters, llm
+from end_to_end.tiny_llms import drafters, llm, tokenizer
 
 from foretoken import LLM, SamplingParams, StreamChunk
 from foretoken.core.errors import RequestError
+from foretoken.core.records import SequenceStep, StepRecord
 from foretoken.drafters.base import TargetReads
+from foretoken.engine.codec import Codec
+from foretoken.engine.token_spans import TokenSpans
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=30)
 DRAFTERS = drafters()
@@ -67,6 +70,43 @@ def test_chunks_make_up_text_and_tokens(drafter: str, batch: int) -> None:
             assert all(part.token_ids for part in parts)
     assert not chunks
     assert is_idle(engine)
+
+
+@pytest.mark.parametrize("drafter", ["none", "oracle tree", "ngram"])
+def test_parts_say_who_proposed_their_tokens(drafter: str) -> None:
+    """Against the records of the iterations, and the text of every token where they come one by one."""
+    mix, plain = request_mix(), plain_mix()
+    steps: dict[str, list[SequenceStep]] = defaultdict(list)
+
+    def note(record: StepRecord) -> None:
+        for step in record.sequences:
+            steps[step.request_id].append(step)
+
+    engine = llm(DRAFTERS[drafter](references(plain)), max_num_seqs=8, max_model_len=CONTEXT_LEN, on_step=note)
+    chosen = [(request, output) for request, output in zip(mix, plain, strict=True) if request.params.n == 1]
+    chunks: dict[int, list[StreamChunk]] = defaultdict(list)
+    for chunk in engine.stream([request.prompt for request, _ in chosen], [request.params for request, _ in chosen]):
+        assert "".join(part.text for part in chunk.parts) == chunk.text
+        assert all(part.text for part in chunk.parts)
+        chunks[chunk.prompt_index].append(chunk)
+    codec, num_drafted = Codec(tokenizer(), len(tokenizer())), 0
+    for place, (request, output) in enumerate(chosen):
+        taken, completion = chunks[place], output.outputs[0]
+        origins = [
+            origin
+            for step in steps[taken[0].request_id]
+            for origin in [*step.accepted_from, *[()] * (step.num_emitted - step.num_accepted)]
+        ]
+        spans = TokenSpans(codec, output.prompt_token_ids, skip_special_tokens=request.params.skip_special_tokens)
+        ends_with_token = completion.finish_reason == "stop" and not isinstance(completion.stop_reason, str)
+        is_hidden = ends_with_token and not request.params.include_stop_str_in_output
+        spans.push(completion.token_ids[: len(completion.token_ids) - is_hidden])
+        parts = [part for chunk in taken for part in chunk.parts]
+        shown = [part.accepted_from for part in parts for _ in part.text]
+        assert shown == [origins[spans.token_of(at)] for at in range(len(completion.text))]
+        assert sum(chunk.num_accepted for chunk in taken) == sum(map(bool, origins))
+        num_drafted += sum(map(bool, shown))
+    assert (num_drafted > 20) == (drafter != "none")
 
 
 def test_text_waits_for_characters_and_stop_strings() -> None:
