@@ -60,6 +60,7 @@ class ServedRequest:
         is_streamed: Whether parts are sent as they come.
         has_usage: Whether a stream ends with a chunk that tells the tokens used.
         has_running_usage: Whether every chunk of a stream tells them.
+        has_token_origins: Whether every chunk of a stream tells which of its tokens were drafted, and by whom.
         num_top_logprobs: Alternatives of each token whose log-probabilities are sent; None for no log-probabilities.
         is_echoed: Whether completions begin with the prompt.
         has_token_ids: Whether token ids are sent beside the text.
@@ -73,6 +74,7 @@ class ServedRequest:
     is_streamed: bool = False
     has_usage: bool = False
     has_running_usage: bool = False
+    has_token_origins: bool = False
     num_top_logprobs: int | None = None
     is_echoed: bool = False
     has_token_ids: bool = False
@@ -218,6 +220,7 @@ def _request(given: Mapping[str, Any], prompts: list[Any], *, is_chat: bool, **m
         is_streamed=is_streamed,
         has_usage=is_streamed and checked_boolean(options, "include_usage"),
         has_running_usage=is_streamed and checked_boolean(options, "continuous_usage_stats"),
+        has_token_origins=is_streamed and checked_boolean(options, "include_token_origins"),
         has_token_ids=checked_boolean(given, "return_token_ids"),
         has_draft_metrics=None if metrics is None else metrics == "summary",
         **more,
