@@ -1,0 +1,249 @@
+"use strict";
+// Asks this server for text and shows what its streams tell. Text only ever becomes text nodes.
+(() => {
+  const find = (id) => document.getElementById(id);
+  const element = (name, classes, text) => {
+    const made = document.createElement(name);
+    if (classes) made.className = classes;
+    if (text !== undefined) made.textContent = text;
+    return made;
+  };
+  const seconds = (ms) => (ms < 1000 ? Math.round(ms) + " ms" : (ms / 1000).toFixed(ms < 10000 ? 2 : 1) + " s");
+  class Problem extends Error {} // what the user is told
+
+  let model = null; // what /v1/models tells
+  let messages = []; // of the conversation
+  let running = null; // ends what is under way
+
+  // ---- the server ----
+
+  async function ask(path, body, signal) {
+    const key = find("key").value.trim();
+    if (!/^[\x21-\x7e]*$/.test(key)) throw new Problem("The API key has other than ASCII characters. Check it.");
+    const headers = key ? { Authorization: "Bearer " + key } : {};
+    if (body) headers["Content-Type"] = "application/json";
+    const request = { method: body ? "POST" : "GET", headers, signal, cache: "no-store", credentials: "omit", redirect: "error" };
+    let answer;
+    try {
+      answer = await fetch(path, body ? { ...request, body: JSON.stringify(body) } : request);
+    } catch (error) {
+      if (signal && signal.aborted) throw error;
+      throw new Problem("The server cannot be reached. Is it still running?");
+    }
+    if (answer.ok) return answer;
+    const told = await answer.json().catch(() => null);
+    const message = told && told.error && typeof told.error.message === "string" ? told.error.message : "The server answered with status " + answer.status + ".";
+    if (answer.status === 401) {
+      find("key-form").hidden = false;
+      find("key").focus();
+      throw new Problem(key ? "The server does not know this API key. Enter another one." : "The server asks for an API key. Enter one above.");
+    }
+    const wait = answer.headers.get("Retry-After");
+    throw new Problem(message + (wait ? " Try again in " + wait + (wait === "1" ? " second." : " seconds.") : ""));
+  }
+
+  async function* events(answer, signal) {
+    const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+    let rest = "";
+    for (;;) {
+      let part;
+      try {
+        part = await reader.read();
+      } catch (error) {
+        if (signal.aborted) throw error;
+        throw new Problem("The connection to the server broke off.");
+      }
+      if (part.done) throw new Problem("The answer ended before it was complete.");
+      const pieces = (rest + part.value).split("\n\n");
+      rest = pieces.pop();
+      for (const piece of pieces) {
+        const data = piece.replace(/^data: /, "");
+        if (data === "[DONE]") return;
+        yield JSON.parse(data);
+      }
+    }
+  }
+
+  // ---- one answer ----
+
+  const figuresOf = (run) => {
+    const took = run.last - run.first;
+    return {
+      rate: took > 0 ? ((run.tokens - run.tokensFirst) * 1000 / took).toFixed(1) : "–",
+      tau: run.tau === null ? "–" : run.tau.toFixed(2),
+      share: run.tokens ? Math.round(100 * run.accepted / run.tokens) + " %" : "–",
+      first: run.first === null ? "–" : seconds(run.first - run.begin),
+    };
+  };
+
+  function showFigures(run) {
+    for (const [name, value] of Object.entries(figuresOf(run))) find(name).textContent = value;
+  }
+
+  function tokenOf(part) {
+    const drafters = part.accepted_from.join(", ");
+    const token = element("span", "tok " + (drafters ? "drafted" : "own"), part.text);
+    token.title = drafters ? "drafted by " + drafters + ", accepted" : "the target’s own";
+    return token;
+  }
+
+  async function generate(fields, box, signal) {
+    const run = { text: "", tokens: 0, tokensFirst: 0, accepted: 0, tau: null, begin: performance.now(), first: null, last: null, reason: null };
+    const log = find("log");
+    const path = model.has_chat_template ? "v1/chat/completions" : "v1/completions";
+    const answer = await ask(path, { ...fields, stream: true, stream_options: { include_token_origins: true }, spec_decode_metrics: "summary" }, signal);
+    for await (const event of events(answer, signal)) {
+      if (event.error) throw new Problem(event.error.message);
+      if (event.metrics && event.metrics.speculative_decoding) run.tau = event.metrics.speculative_decoding.mean_acceptance_length;
+      for (const choice of event.choices) {
+        const origins = choice.token_origins;
+        if (!origins) continue; // begins a message
+        run.last = performance.now();
+        run.tokens += origins.num_tokens;
+        run.accepted += origins.num_accepted;
+        if (run.first === null) [run.first, run.tokensFirst] = [run.last, run.tokens];
+        if (run.tokens > run.accepted) run.tau = run.tokens / (run.tokens - run.accepted); // every pass ends with a token of the target's own
+        if (choice.finish_reason) run.reason = choice.finish_reason;
+        const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
+        for (const part of origins.parts) {
+          run.text += part.text;
+          box.append(tokenOf(part));
+        }
+        if (isAtEnd) log.scrollTop = log.scrollHeight;
+      }
+      showFigures(run);
+    }
+    run.end = performance.now();
+    return run;
+  }
+
+  // ---- turns ----
+
+  const fieldsOf = (prompt) => {
+    const fields = { model: model.id, temperature: find("temperature").valueAsNumber, max_tokens: find("max-tokens").valueAsNumber };
+    if (find("seed").value) fields.seed = find("seed").valueAsNumber;
+    if (!find("speculate").checked) fields.speculative = { enabled: false };
+    return model.has_chat_template ? { ...fields, messages: [...messages, { role: "user", content: prompt }] } : { ...fields, prompt };
+  };
+
+  function turn(place, heading, text) {
+    const made = element("article", "turn"), box = element("div", "text");
+    box.dir = "auto";
+    made.append(element("h2", "", heading), box);
+    if (text) box.append(element("span", "given", text));
+    place.append(made);
+    find("log").scrollTop = find("log").scrollHeight;
+    return box;
+  }
+
+  function showPrompt(prompt) {
+    if (model.has_chat_template) turn(find("log"), "You", prompt);
+  }
+
+  const before = (prompt) => (model.has_chat_template ? "" : prompt); // a completion goes on with its prompt
+  const ended = (run) => run.tokens + " tokens in " + seconds(run.end - run.begin) + (run.reason === "length" ? "; stopped at the limit of tokens" : "");
+
+  function remember(prompt, run) {
+    if (model.has_chat_template) messages.push({ role: "user", content: prompt }, { role: "assistant", content: run.text });
+  }
+
+  async function send(prompt, signal) {
+    const fields = fieldsOf(prompt);
+    showPrompt(prompt);
+    const run = await generate(fields, turn(find("log"), "Answer", before(prompt)), signal);
+    remember(prompt, run);
+    return "Done: " + ended(run) + ".";
+  }
+
+  const random = (limit) => crypto.getRandomValues(new Uint32Array(1))[0] % limit;
+
+  async function compare(prompt, signal) {
+    if (find("temperature").valueAsNumber > 0 && !find("seed").value) find("seed").value = random(1e6);
+    const fields = fieldsOf(prompt), runs = [];
+    showPrompt(prompt);
+    const pair = element("div", "pair");
+    find("log").append(pair);
+    for (const isSpeculative of [false, true]) {
+      const name = isSpeculative ? "With speculation" : "Without speculation";
+      find("status").textContent = name + " …";
+      // A salt of its own: neither run reads on from the other's prompt, nor drafts from what it wrote.
+      const own = { speculative: { enabled: isSpeculative }, cache_salt: "compare " + random(2 ** 32) + " " + random(2 ** 32) };
+      runs.push(await generate({ ...fields, ...own }, turn(pair, name, before(prompt)), signal));
+    }
+    const [plain, drafted] = runs, isSame = plain.text === drafted.text;
+    const speedup = ((plain.end - plain.begin) / (drafted.end - drafted.begin)).toFixed(2) + "×";
+    find("speedup").textContent = speedup;
+    const times = seconds(drafted.end - drafted.begin) + " instead of " + seconds(plain.end - plain.begin) + ", " + speedup + " the speed.";
+    const verdict = isSame ? "The text is the same. " : "The texts differ" + (model.is_lossless ? ". " : ", as they may: this acceptance rule is not lossless. ");
+    find("log").append(element("p", "verdict " + (isSame ? "same" : "other"), verdict + times));
+    find("log").scrollTop = find("log").scrollHeight;
+    remember(prompt, drafted);
+    return verdict + times;
+  }
+
+  // ---- the form ----
+
+  function setRunning(controller) {
+    running = controller;
+    find("log").setAttribute("aria-busy", String(Boolean(running)));
+    find("send").disabled = Boolean(running);
+    find("compare").disabled = Boolean(running) || !model || !model.drafters.length;
+    find("stop").disabled = !running;
+    find("clear").disabled = Boolean(running);
+  }
+
+  async function begin(work) {
+    if (running || !find("form").reportValidity()) return;
+    const prompt = find("prompt").value, controller = new AbortController();
+    find("problem").textContent = "";
+    find("status").textContent = "Writing …";
+    setRunning(controller);
+    try {
+      if (!model) await load();
+      const told = await work(prompt, controller.signal);
+      find("status").textContent = told;
+      if (model.has_chat_template && find("prompt").value === prompt) find("prompt").value = "";
+    } catch (error) {
+      find("status").textContent = controller.signal.aborted ? "Stopped." : "";
+      if (!controller.signal.aborted) find("problem").textContent = error instanceof Problem ? error.message : "This page failed: " + error.message;
+    } finally {
+      setRunning(null);
+      if (document.activeElement === document.body) find("prompt").focus();
+    }
+  }
+
+  async function load() {
+    const told = await (await ask("v1/models")).json();
+    model = told.data[0];
+    document.title = model.id + " · foretoken";
+    find("model").textContent = model.id;
+    const drafters = model.drafters.length ? "drafts by " + model.drafters.join(" + ") : "no drafter: serve with -s to have one";
+    find("about").textContent = drafters + ", " + (model.is_lossless ? "lossless" : "not lossless") + ", context of " + model.max_model_len + " tokens";
+    find("prompt-label").textContent = model.has_chat_template ? "Message" : "Prompt, which the model goes on with";
+    find("max-tokens").max = model.max_model_len - 1;
+    find("speculate").checked = find("speculate").checked && model.drafters.length > 0;
+    find("speculate").disabled = !model.drafters.length;
+    find("problem").textContent = "";
+    setRunning(running);
+  }
+
+  const tryToLoad = () => load().catch((error) => { find("problem").textContent = error.message; });
+
+  find("form").addEventListener("submit", (event) => { event.preventDefault(); begin(send); });
+  find("compare").addEventListener("click", () => begin(compare));
+  find("stop").addEventListener("click", () => running && running.abort());
+  find("clear").addEventListener("click", () => {
+    messages = [];
+    find("log").replaceChildren();
+    for (const id of ["status", "problem"]) find(id).textContent = "";
+    for (const id of ["rate", "tau", "share", "first", "speedup"]) find(id).textContent = "–";
+    find("prompt").focus();
+  });
+  find("key-form").addEventListener("submit", (event) => { event.preventDefault(); find("prompt").focus(); tryToLoad(); });
+  document.addEventListener("keydown", (event) => {
+    if (event.key === "Escape" && running) running.abort();
+    if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && event.target === find("prompt")) { event.preventDefault(); begin(send); }
+  });
+  setRunning(null);
+  tryToLoad();
+})();
