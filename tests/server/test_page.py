@@ -114,6 +114,7 @@ def test_a_conversation_is_what_the_api_writes(tab: Tab, speculative: LiveServer
     tab.open(speculative.url)
     tab.wait_for("document.getElementById('model').textContent === 'tinycode'")
     assert "drafts by ngram, lossless" in tab.text("about")
+    assert not tab.run("document.getElementById('key-form').checkVisibility()")
     said: list[dict[str, str]] = []
     for prompt in ("class Queue:\n    def push(self, item):\n        self.items", "class Stack:"):
         ask(tab, prompt, max_tokens=60)
@@ -172,7 +173,7 @@ def test_compare_says_that_the_text_is_the_same(settings: dict[str, Any], tab: T
         more["seed"] = int(tab.run("document.getElementById('seed').value"))
     assert plain == drafted == chat(speculative, [{"role": "user", "content": CODE}], **more)
     assert tab.run("document.querySelector('.verdict').className") == "verdict same"
-    assert tab.text("status").startswith("The text is the same. ")
+    assert tab.text("status").startswith("Done. The text is the same.")
     assert re.fullmatch(r"\d+\.\d\d\u00d7", tab.text("speedup"))
     of_each = tab.run("[...document.querySelectorAll('.pair .text')].map(e => e.querySelectorAll('.drafted').length)")
     assert of_each[0] == 0
@@ -212,7 +213,7 @@ def test_stop_ends_the_request(is_key: bool, tab: Tab, speculative: LiveServer) 
 @in_browser
 def test_a_server_with_a_key_and_without_a_template(tab: Tab, guarded: LiveServer) -> None:
     tab.open(guarded.url)
-    tab.wait_for("!document.getElementById('key-form').hidden")
+    tab.wait_for("document.getElementById('key-form').checkVisibility()")
     assert tab.text("problem") == "The server asks for an API key. Enter one above."
     for key, told in (("wrong", "The server does not know this API key."), ("schlüssel", "other than ASCII")):
         tab.fill("key", key)
@@ -236,7 +237,7 @@ def test_a_server_with_a_key_and_without_a_template(tab: Tab, guarded: LiveServe
         0, 0, "", guarded.url + "/",
     ]  # fmt: skip
     tab.open(guarded.url)
-    tab.wait_for("!document.getElementById('key-form').hidden")
+    tab.wait_for("document.getElementById('key-form').checkVisibility()")
     assert tab.run("document.getElementById('key').value") == "", "the key is gone with the page"
 
 
@@ -250,6 +251,8 @@ def test_errors_of_the_server_are_told(tab: Tab, guarded: LiveServer) -> None:
     tab.click("send")
     is_over(tab)
     assert "more together than the context of 1024 tokens" in tab.text("problem")
+    assert tab.run("document.getElementById('log').childElementCount") == 0
+    assert tab.run("document.getElementById('prompt').value") == "class Queue:"
     busy = guarded.engine.submit("class Queue:", SamplingParams(max_tokens=1000, ignore_eos=True))
     ask(tab, "class Queue:", max_tokens=10)
     tab.click("send")

@@ -174,11 +174,11 @@
     const speedup = ((plain.end - plain.begin) / (drafted.end - drafted.begin)).toFixed(2) + "×";
     find("speedup").textContent = speedup;
     const times = seconds(drafted.end - drafted.begin) + " instead of " + seconds(plain.end - plain.begin) + ", " + speedup + " the speed.";
-    const verdict = isSame ? "The text is the same. " : "The texts differ" + (model.is_lossless ? ". " : ", as they may: this acceptance rule is not lossless. ");
-    find("log").append(element("p", "verdict " + (isSame ? "same" : "other"), verdict + times));
+    const verdict = isSame ? "The text is the same." : "The texts differ" + (model.is_lossless ? "." : ", as they may: this acceptance rule is not lossless.");
+    find("log").append(element("p", "verdict " + (isSame ? "same" : "other"), verdict + " " + times));
     find("log").scrollTop = find("log").scrollHeight;
     remember(prompt, drafted);
-    return verdict + times;
+    return "Done. " + verdict;
   }
 
   // ---- the form ----
@@ -194,7 +194,7 @@
 
   async function begin(work) {
     if (running || !find("form").reportValidity()) return;
-    const prompt = find("prompt").value, controller = new AbortController();
+    const prompt = find("prompt").value, controller = new AbortController(), numTurns = find("log").childElementCount;
     find("problem").textContent = "";
     find("status").textContent = "Writing …";
     setRunning(controller);
@@ -204,6 +204,8 @@
       find("status").textContent = told;
       if (model.has_chat_template && find("prompt").value === prompt) find("prompt").value = "";
     } catch (error) {
+      const made = [...find("log").children].slice(numTurns);
+      if (!made.some((each) => each.querySelector(".tok"))) made.forEach((each) => each.remove()); // nothing came
       find("status").textContent = controller.signal.aborted ? "Stopped." : "";
       if (!controller.signal.aborted) find("problem").textContent = error instanceof Problem ? error.message : "This page failed: " + error.message;
     } finally {
@@ -217,13 +219,14 @@
     model = told.data[0];
     document.title = model.id + " · foretoken";
     find("model").textContent = model.id;
-    const drafters = model.drafters.length ? "drafts by " + model.drafters.join(" + ") : "no drafter: serve with -s to have one";
-    find("about").textContent = drafters + ", " + (model.is_lossless ? "lossless" : "not lossless") + ", context of " + model.max_model_len + " tokens";
+    const drafters = "drafts by " + model.drafters.join(" + ") + (model.is_lossless ? ", lossless" : ", not lossless");
+    find("about").textContent = (model.drafters.length ? drafters : "no drafter (serve with -s to have one)") + ", context of " + model.max_model_len + " tokens";
     find("prompt-label").textContent = model.has_chat_template ? "Message" : "Prompt, which the model goes on with";
     find("max-tokens").max = model.max_model_len - 1;
     find("speculate").checked = find("speculate").checked && model.drafters.length > 0;
     find("speculate").disabled = !model.drafters.length;
     find("problem").textContent = "";
+    find("key-form").hidden = true;
     setRunning(running);
   }
 
