@@ -238,6 +238,7 @@ class StreamChunk:
         stop_reason: What ended the text, or None.
         logprobs: Of each of its tokens, see `CompletionOutput`; None when not asked for.
         error: Why it ended with "error", or None.
+        is_drafted: Of each of its tokens, whether it was an accepted draft, and not the target's own choice.
     """
 
     request_id: str
@@ -249,6 +250,7 @@ class StreamChunk:
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
+    is_drafted: list[bool] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

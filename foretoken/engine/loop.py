@@ -431,7 +431,7 @@ class Engine:
         if sequence.params.logprobs is not None and logits is not None and valid:
             nodes = torch.tensor([0, *outcome.path][: len(valid)], device=logits.device)
             sequence.scores += token_scores(logits[nodes], valid, sequence.params.logprobs)
-        sequence.emit(valid)
+        sequence.emit(valid, num_drafted=len(outcome.path))
         self._history.append(_slot(sequence), sequence.tokens[before:])
         if sequence.finish_reason is None and outcome.num_valid < len(outcome.tokens):
             sequence.fail(NO_TOKEN)

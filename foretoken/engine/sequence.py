@@ -51,6 +51,7 @@ class Sequence:
         stop_reason: What ended it, where something did.
         error: Why it failed, where it did.
         metrics: What it took.
+        is_drafted: Of each output token, whether it was an accepted draft, and not the target's own choice.
         scores: Of output tokens, where they are asked for.
         prompt_scores: Likewise of prompt tokens but the first, as far as the prompt is in the cache.
         prediction: Token ids that the output probably repeats in part, for drafters; None without any.
@@ -87,6 +88,7 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.error: str | None = None
         self.metrics = GenerationMetrics()
+        self.is_drafted: list[bool] = []
         self.scores: list[TokenScores] = []
         self.prompt_scores: list[TokenScores] = []
         self._max_len, self._codec = max_len, codec
@@ -130,17 +132,19 @@ class Sequence:
         self._read()
         return "" if self._detokenizer is None else self._detokenizer.text
 
-    def emit(self, tokens: Seq[int]) -> int:
+    def emit(self, tokens: Seq[int], num_drafted: int = 0) -> int:
         """Appends tokens until one of them ends the sequence; the rest is dropped.
 
         Args:
             tokens: Accepted tokens and the correction or bonus token, in order.
+            num_drafted: The first so many were drafted.
 
         Returns:
             How many were kept.
         """
         for count, token in enumerate(tokens, start=1):
             self.tokens.append(token)
+            self.is_drafted.append(count <= num_drafted)
             self._check_stop(token)
             if self.finish_reason is not None:
                 return count
@@ -217,6 +221,7 @@ class Sequence:
             stop_reason=self.stop_reason,
             logprobs=None if scores is None else [self._logprobs(score) for score in scores],
             error=self.error,
+            is_drafted=self.is_drafted[given : given + len(token_ids)],
         )
 
     def _logprobs(self, scores: TokenScores) -> dict[int, Logprob]:

@@ -20,6 +20,7 @@ from foretoken.server.guards import Guards
 from foretoken.server.json_body import parse_object
 from foretoken.server.live_request import LiveRequest
 from foretoken.server.metrics import ServerMetrics
+from foretoken.server.page import made_page
 from foretoken.server.replies import EventStream, JsonResponse, disconnect
 from foretoken.server.request_fields import UnknownFields, chat_form, chat_request, completion_request, token_request
 from foretoken.server.response_answers import ResponseEnvelope, numbered
@@ -91,6 +92,7 @@ class _Server:
     def routes(self) -> list[tuple[str, str, Callable[[Request], Awaitable[Response]]]]:
         """Path, method and handler of each."""
         return [
+            ("/", "GET", self._answering(self.page)),
             ("/v1/completions", "POST", self._answering(self.completions)),
             ("/v1/chat/completions", "POST", self._answering(self.chat)),
             ("/v1/responses", "POST", self._answering(self.responses)),
@@ -135,6 +137,11 @@ class _Server:
         """An error as an answer."""
         self.metrics.refused(error.status)
         return JsonResponse(error.body, error.status, error.headers)
+
+    async def page(self, _: Request) -> Response:
+        """GET /: the page for people."""
+        page = made_page()
+        return Response(page.text, media_type="text/html; charset=utf-8", headers=page.headers)
 
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
@@ -209,6 +216,7 @@ class _Server:
             "id": name, "object": "model", "created": 0, "owned_by": "foretoken", "root": self._config.names[0],
             "parent": None, "max_model_len": llm.target.context_len,
             "drafters": [drafter.name for drafter in llm.drafters], "is_lossless": not llm.is_lossy,
+            "has_chat_template": bool(self._config.chat_template or getattr(llm.tokenizer, "chat_template", None)),
         }  # fmt: skip
 
     async def tokenize(self, request: Request) -> Response:

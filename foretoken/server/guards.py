@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MOST_BODY_BYTES = 8 << 20
 _BODY_SECONDS = 30.0
 _MOST_HEADERS = 256
-OPEN_PATHS = frozenset({"/health", "/health/live", "/health/ready"})
+OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
 
 
 class Guards:

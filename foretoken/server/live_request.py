@@ -10,6 +10,7 @@ from foretoken.core.errors import ForetokenError
 from foretoken.engine.loop import NO_TOKEN
 from foretoken.server.answers import running_usage
 from foretoken.server.errors import ApiError, api_error
+from foretoken.server.token_origins import TokenOrigins
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from foretoken.core.results import RequestOutput, StreamChunk
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.engine.async_llm import AsyncLLM
+    from foretoken.engine.llm import LLM
     from foretoken.engine.request_stream import RequestStream
     from foretoken.server.metrics import ServerMetrics
     from foretoken.server.request_fields import ServedRequest
@@ -52,9 +54,11 @@ class LiveRequest:
         envelope: What all parts of the answer share.
     """
 
-    def __init__(self, envelope: AnswerShape, streams: list[RequestStream], metrics: ServerMetrics | None) -> None:
+    def __init__(
+        self, llm: LLM, envelope: AnswerShape, streams: list[RequestStream], metrics: ServerMetrics | None
+    ) -> None:
         """See `submit`."""
-        self.envelope, self._streams, self._metrics = envelope, streams, metrics
+        self._llm, self.envelope, self._streams, self._metrics = llm, envelope, streams, metrics
         self._begin = time.monotonic()
 
     @classmethod
@@ -76,7 +80,7 @@ class LiveRequest:
             for stream in streams:
                 stream.abort()
             raise
-        return cls(envelope, streams, metrics)
+        return cls(engine.llm, envelope, streams, metrics)
 
     def abort(self) -> None:
         """Ends what is left of it within one iteration."""
@@ -117,7 +121,7 @@ class LiveRequest:
         echoed = [prompt.get("prompt", "") if request.is_echoed else "" for prompt in request.prompts for _ in range(n)]
         offsets, num_tokens = [len(text) for text in echoed], 0
         num_prompt = sum(stream.num_prompt for stream in self._streams)
-        last = self._begin
+        last, origins = self._begin, await asyncio.to_thread(self._origins) if request.has_origins else []
         async for at, chunk in _merged(self._streams):
             index, now = at * n + chunk.index, time.monotonic()
             if chunk.token_ids and self._metrics is not None:
@@ -125,7 +129,10 @@ class LiveRequest:
                 last = now
             num_tokens += len(chunk.token_ids)
             more = {"usage": running_usage(num_prompt, num_tokens)} if request.has_running_usage else {}
-            yield self.envelope.part(index, chunk, echoed[index] + chunk.text, offsets[index], **more)
+            body = self.envelope.part(index, chunk, echoed[index] + chunk.text, offsets[index], **more)
+            if origins:
+                body["choices"][0]["token_origins"] = origins[index].of(chunk)
+            yield body
             echoed[index] = ""
             offsets[index] += sum(len(next(iter(entry.values())).decoded_token or "") for entry in chunk.logprobs or ())
             _check(request.params, chunk.finish_reason, chunk.error)
@@ -133,6 +140,14 @@ class LiveRequest:
         self._count(outputs)
         for body in self.envelope.last(outputs):
             yield body
+
+    def _origins(self) -> list[TokenOrigins]:
+        """What follows each completion; those of one prompt next to each other."""
+        llm, params, made = self._llm, self.envelope.request.params, list[TokenOrigins]()
+        for prompt in self.envelope.request.prompts:
+            ids = prompt.get("prompt_token_ids") or llm.encode(prompt["prompt"])
+            made += [TokenOrigins(llm, ids, skip_special_tokens=params.skip_special_tokens) for _ in range(params.n)]
+        return made
 
     def _count(self, outputs: list[RequestOutput]) -> None:
         """Counts a request that is over."""
