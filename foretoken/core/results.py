@@ -250,8 +250,8 @@ class StreamChunk:
         stop_reason: What ended the text, or None.
         logprobs: Of each of its tokens, see `CompletionOutput`; None when not asked for.
         error: Why it ended with "error", or None.
+        is_drafted: Of each of its tokens, whether it was an accepted draft, and not the target's own choice.
         parts: Its text by the tokens that it came from; together they are `text`.
-        num_accepted: How many of its tokens were drafted and accepted; the others are the target's own.
     """
 
     request_id: str
@@ -263,8 +263,8 @@ class StreamChunk:
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
+    is_drafted: Sequence[bool] = ()
     parts: Sequence[TextPart] = ()
-    num_accepted: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -227,8 +227,8 @@ class Sequence:
             stop_reason=self.stop_reason,
             logprobs=None if scores is None else [self._logprobs(score) for score in scores],
             error=self.error,
+            is_drafted=[bool(origin) for origin in self.accepted_from[given : given + len(token_ids)]],
             parts=self._parts(begin, text),
-            num_accepted=sum(map(bool, self.accepted_from[given : given + len(token_ids)])),
         )
 
     def _parts(self, begin: int, text: str) -> list[TextPart]:

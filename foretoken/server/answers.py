@@ -119,7 +119,7 @@ class Envelope:
             choice["text"] = text
         if self.request.has_token_ids:
             choice["token_ids"] = chunk.token_ids
-        if self.request.has_token_origins:
+        if self.request.has_origins:
             choice["token_origins"] = token_origins(chunk)
         return self._body("chat.completion.chunk" if self.request.is_chat else "text_completion", [choice], **more)
 
@@ -153,10 +153,12 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def token_origins(chunk: StreamChunk) -> dict[str, Any]:
-    """How many tokens a chunk has, how many of them were drafted and accepted, and which part of its text each made."""
-    parts = [{"text": part.text, "accepted_from": list(part.accepted_from)} for part in chunk.parts]
-    return {"num_tokens": len(chunk.token_ids), "num_accepted": chunk.num_accepted, "parts": parts}
+def token_origins(chunk: StreamChunk) -> list[dict[str, Any]]:
+    """The text of a chunk by the tokens that it came from, and who proposed them."""
+    return [
+        {"text": part.text, "is_drafted": bool(part.accepted_from), "drafters": list(part.accepted_from)}
+        for part in chunk.parts
+    ]
 
 
 def running_usage(num_prompt: int, num_completion: int) -> dict[str, int]:

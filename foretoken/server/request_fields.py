@@ -25,7 +25,7 @@ _SAMPLING = frozenset({field.name for field in fields(SamplingParams)} | OTHER_F
 _OF_THE_PROMPT = ("cache_salt", "speculative", "prediction")
 _SHARED = frozenset({
     "model", "stream", "stream_options", "n", "logprobs", "response_format", "best_of", "return_token_ids",
-    "add_special_tokens", "spec_decode_metrics", *_OF_THE_PROMPT,
+    "return_token_origins", "add_special_tokens", "spec_decode_metrics", *_OF_THE_PROMPT,
 })  # fmt: skip
 # What asks for nothing that would change an answer.
 _IGNORED = frozenset({
@@ -60,10 +60,10 @@ class ServedRequest:
         is_streamed: Whether parts are sent as they come.
         has_usage: Whether a stream ends with a chunk that tells the tokens used.
         has_running_usage: Whether every chunk of a stream tells them.
-        has_token_origins: Whether every chunk of a stream tells which of its tokens were drafted, and by whom.
         num_top_logprobs: Alternatives of each token whose log-probabilities are sent; None for no log-probabilities.
         is_echoed: Whether completions begin with the prompt.
         has_token_ids: Whether token ids are sent beside the text.
+        has_origins: Whether parts of a stream say which of their text was drafted.
         has_draft_metrics: Whether the answer says how drafting went; None leaves that to the server.
     """
 
@@ -74,10 +74,10 @@ class ServedRequest:
     is_streamed: bool = False
     has_usage: bool = False
     has_running_usage: bool = False
-    has_token_origins: bool = False
     num_top_logprobs: int | None = None
     is_echoed: bool = False
     has_token_ids: bool = False
+    has_origins: bool = False
     has_draft_metrics: bool | None = None
 
 
@@ -220,8 +220,8 @@ def _request(given: Mapping[str, Any], prompts: list[Any], *, is_chat: bool, **m
         is_streamed=is_streamed,
         has_usage=is_streamed and checked_boolean(options, "include_usage"),
         has_running_usage=is_streamed and checked_boolean(options, "continuous_usage_stats"),
-        has_token_origins=is_streamed and checked_boolean(options, "include_token_origins"),
         has_token_ids=checked_boolean(given, "return_token_ids"),
+        has_origins=is_streamed and checked_boolean(given, "return_token_origins"),
         has_draft_metrics=None if metrics is None else metrics == "summary",
         **more,
     )

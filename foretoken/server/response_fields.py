@@ -35,6 +35,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "n": ((1,), "A response has one message. Ask a chat for several."),
     "best_of": ((1,), "A response has one message. Ask a chat for several."),
     "return_token_ids": ((False,), "Ask for them with completions or a chat."),
+    "return_token_origins": ((False,), "Ask for them with completions or a chat."),
     "prompt_logprobs": ((), "Ask for them with completions or a chat."),
 }  # fmt: skip
 

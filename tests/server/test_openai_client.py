@@ -159,30 +159,27 @@ def test_every_chunk_tells_the_tokens_used(speculative: LiveServer) -> None:
 
 @pytest.mark.parametrize("name", ["greedy", "stop", "chat, seeded", "echo"])
 def test_chunks_tell_which_tokens_were_drafted(name: str, speculative: LiveServer) -> None:
-    options = {"include_usage": True, "include_token_origins": True}
-    texts, parts, tokens, accepted, used = ["", ""], ["", ""], 0, 0, 0
-    for chunk in create(speculative.client(), name, stream=True, stream_options=options):
-        used = chunk.usage.completion_tokens if chunk.usage else 0
+    more = {**REQUESTS[name].get("extra_body", {}), "return_token_origins": True}
+    texts, told, origins = ["", ""], ["", ""], []
+    for chunk in create(speculative.client(), name, stream=True, extra_body=more):
         for choice in chunk.to_dict()["choices"]:
             texts[choice["index"]] += choice["text"] if "text" in choice else choice["delta"]["content"]
             if "token_origins" not in choice:
                 assert choice["delta"] == {"role": "assistant", "content": ""}
                 continue
-            origins = choice["token_origins"]
-            parts[choice["index"]] += "".join(part["text"] for part in origins["parts"])
-            assert {name for part in origins["parts"] for name in part["accepted_from"]} <= {"ngram"}
-            tokens, accepted = tokens + origins["num_tokens"], accepted + origins["num_accepted"]
-    assert [text.removeprefix(CODE) if name == "echo" else text for text in texts] == parts
-    assert tokens == used
-    assert 0 < accepted < tokens
+            told[choice["index"]] += "".join(part["text"] for part in choice["token_origins"])
+            origins += choice["token_origins"]
+    assert [text.removeprefix(CODE) if name == "echo" else text for text in texts] == told
+    assert all(part["text"] and part["drafters"] == ["ngram"] * part["is_drafted"] for part in origins)
+    assert {part["is_drafted"] for part in origins} == {False, True}
 
 
 def test_origins_of_tokens_come_only_where_they_are_asked_for(speculative: LiveServer) -> None:
-    for options in ({}, {"include_token_origins": False}):
-        for chunk in create(speculative.client(), "greedy", stream=True, stream_options=options):
+    for more in ({}, {"return_token_origins": False}):
+        for chunk in create(speculative.client(), "greedy", stream=True, extra_body=more):
             assert set(chunk.to_dict()["choices"][0]) == {"index", "text", "logprobs", "finish_reason", "stop_reason"}
-    with pytest.raises(openai.BadRequestError, match="include_token_origins"):
-        create(speculative.client(), "greedy", stream=True, stream_options={"include_token_origins": 1})
+    with pytest.raises(openai.BadRequestError, match="return_token_origins"):
+        create(speculative.client(), "greedy", stream=True, extra_body={"return_token_origins": 1})
 
 
 def test_a_request_may_do_without_speculation(speculative: LiveServer) -> None:

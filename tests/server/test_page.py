@@ -139,11 +139,11 @@ def test_tokens_are_marked_by_who_proposed_them(tab: Tab, speculative: LiveServe
     is_over(tab)
     body = {
         "messages": [{"role": "user", "content": CODE}], "temperature": 0.0, "max_tokens": 80, "stream": True,
-        "stream_options": {"include_token_origins": True},
+        "return_token_origins": True,
     }  # fmt: skip
     lines = speculative.post("/v1/chat/completions", body).text.split("\n\n")
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
-    parts = [part for chunk in chunks for part in chunk["choices"][0].get("token_origins", {"parts": []})["parts"]]
+    parts = [part for chunk in chunks for part in chunk["choices"][0].get("token_origins", [])]
     shown = "[...document.querySelectorAll('.text .tok')].map(e => e.textContent)"
     assert tab.run(shown) == [part["text"] for part in parts]
     drafted = tab.run(DRAFTED)
@@ -288,14 +288,17 @@ def hostile_app(answer: Response) -> Starlette:
 
 def chunk(**choice: Any) -> str:
     """A chunk of a stream with one choice."""
-    return f"data: {json.dumps({'choices': [{'finish_reason': None, **choice}]})}\n\n"
+    body = {"choices": [{"finish_reason": None, **choice}], "usage": {"completion_tokens": 2}}
+    return f"data: {json.dumps(body)}\n\n"
 
 
 @in_browser
 def test_hostile_text_is_inert(tab: Tab) -> None:
-    parts = [{"text": HOSTILE, "accepted_from": [HOSTILE]}, {"text": HOSTILE, "accepted_from": []}]
-    origins = {"num_tokens": 2, "num_accepted": 1, "parts": parts}
-    stream = chunk(delta={"content": ""}) + chunk(delta={"content": 2 * HOSTILE}, token_origins=origins)
+    parts = [
+        {"text": HOSTILE, "is_drafted": True, "drafters": [HOSTILE]},
+        {"text": HOSTILE, "is_drafted": False, "drafters": []},
+    ]
+    stream = chunk(delta={"content": ""}) + chunk(delta={"content": 2 * HOSTILE}, token_origins=parts)
     stream += f"data: {json.dumps({'error': {'message': HOSTILE}})}\n\n"
     with served(hostile_app(Response(stream, media_type="text/event-stream"))) as url:
         tab.open(url)

@@ -11,6 +11,8 @@
   const seconds = (ms) => (ms < 1000 ? Math.round(ms) + " ms" : (ms / 1000).toFixed(ms < 10000 ? 2 : 1) + " s");
   class Problem extends Error {} // what the user is told
 
+  const STREAMED = { stream: true, stream_options: { continuous_usage_stats: true }, return_token_origins: true, spec_decode_metrics: "summary" };
+
   let model = null; // what /v1/models tells
   let messages = []; // of the conversation
   let running = null; // ends what is under way
@@ -81,7 +83,7 @@
   }
 
   function tokenOf(part) {
-    const drafters = part.accepted_from.join(", ");
+    const drafters = part.drafters.join(", ");
     const token = element("span", "tok " + (drafters ? "drafted" : "own"), part.text);
     token.title = drafters ? "drafted by " + drafters + ", accepted" : "the target’s own";
     return token;
@@ -91,21 +93,21 @@
     const run = { text: "", tokens: 0, tokensFirst: 0, accepted: 0, tau: null, begin: performance.now(), first: null, last: null, reason: null };
     const log = find("log");
     const path = model.has_chat_template ? "v1/chat/completions" : "v1/completions";
-    const answer = await ask(path, { ...fields, stream: true, stream_options: { include_token_origins: true }, spec_decode_metrics: "summary" }, signal);
+    const answer = await ask(path, { ...fields, ...STREAMED }, signal);
     for await (const event of events(answer, signal)) {
       if (event.error) throw new Problem(event.error.message);
       if (event.metrics && event.metrics.speculative_decoding) run.tau = event.metrics.speculative_decoding.mean_acceptance_length;
       for (const choice of event.choices) {
-        const origins = choice.token_origins;
-        if (!origins) continue; // begins a message
+        const parts = choice.token_origins;
+        if (!parts) continue; // begins a message
         run.last = performance.now();
-        run.tokens += origins.num_tokens;
-        run.accepted += origins.num_accepted;
+        run.tokens = event.usage.completion_tokens;
+        run.accepted += parts.filter((part) => part.is_drafted).length;
         if (run.first === null) [run.first, run.tokensFirst] = [run.last, run.tokens];
         if (run.tokens > run.accepted) run.tau = run.tokens / (run.tokens - run.accepted); // every pass ends with a token of the target's own
         if (choice.finish_reason) run.reason = choice.finish_reason;
         const isAtEnd = log.scrollHeight - log.scrollTop - log.clientHeight < 40;
-        for (const part of origins.parts) {
+        for (const part of parts) {
           run.text += part.text;
           box.append(tokenOf(part));
         }
