@@ -105,10 +105,10 @@ class Runner:
         longest = rows // GRANULE * GRANULE if shares_rows else rows // num_slots
         self.context_len = min(wanted, longest - self.max_nodes)
         if self.context_len < min(wanted, NUM_ROWS):
-            num = 1 if shares_rows else num_slots
+            least = "a sequence" if shares_rows else f"{num_slots} sequences"
             raise ModelError(
-                f"there is no memory for the KV cache of '{model.name}', {num} sequences of {NUM_ROWS} tokens at "
-                f"least. {_FEWER}, or free memory."
+                f"there is no memory for the KV cache of '{model.name}', {least} of {NUM_ROWS} tokens and trees of "
+                f"{self.max_nodes} nodes. {_FEWER}, or free memory."
             )
         if self.context_len < wanted:
             _log.warning(

@@ -122,7 +122,7 @@ def test_a_full_standard_output(arguments: tuple[str, ...]) -> None:
         (("inspect", HEAD), 0),
         (("inspect", "models/none"), 2),
         (("inspect", "--bogus"), 2),
-        (("verify", MODEL, "--num-prompts", "1", "--max-tokens", "2"), 0),
+        (("verify", MODEL, "--num-prompts", "1", "--max-tokens", "2", "--threads", "1"), 0),
     ],
 )
 def test_a_full_standard_error_changes_no_result(arguments: tuple[str, ...], code: int) -> None:

@@ -94,18 +94,14 @@ def plain(temperature: float) -> list[RequestOutput]:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_text_is_plain_decodings(drafter: str, temperature: float) -> None:
-    """In batches with requests that have no form, of which the decoder itself chooses the tokens.
-
-    Every form with one or two of the parameters; of the next drafter, and at the other temperature, with the others.
-    """
-    half = [*range((list(DRAFTERS).index(drafter) + (temperature > 0)) % 2, 15, 2), 15, 16]
-    params, known = ([each[place] for place in half] for each in (requests(temperature), plain(temperature)))
+    """In batches with requests that have no form, of which the decoder itself chooses the tokens."""
+    params, known = requests(temperature), plain(temperature)
     records: list[StepRecord] = []
     got = generated(DRAFTERS[drafter], params, on_step=records.append, trace=drafter == "ngram tree")
     assert_same_text(got, known, [str(each.structured_outputs) for each in params])
     assert all(output.metrics.draft_errors == 0 for output in got)
     accepted = sum((Counter(step.accepted_by) for record in records for step in record.sequences), Counter[str]())
-    assert accepted["grammar"] > 10, "forced tokens are drafted and accepted"
+    assert accepted["grammar"] > 20, "forced tokens are drafted and accepted"
     assert all(output.metrics.accepted_by["grammar"] == 0 for output in got[-2:]), "without a form nothing is forced"
     drafted = sum((Counter(step.drafted_by) for record in records for step in record.sequences), Counter[str]())
     assert drafted["grammar"] >= accepted["grammar"]

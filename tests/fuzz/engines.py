@@ -17,7 +17,7 @@ from end_to_end.tiny_llms import drafters, llm, noisy, target
 from tiny_models import CONTEXT_LEN, VOCAB_SIZE
 
 from foretoken import LLM, RequestOutput, SamplingParams
-from foretoken.core.errors import ForetokenError
+from foretoken.core.errors import ForetokenError, ModelError
 from foretoken.core.results import CompletionOutput
 from foretoken.runner.self_test import probe_layer_shapes
 from fuzz.worker import FindingError, Settings
@@ -92,7 +92,13 @@ def engine_with(
     if config is not None and rule != "auto":
         arguments = {"speculative_config": {**config, "acceptance": rule}}
     module = target("llama", getattr(torch, settings.dtype))
-    return llm(arguments, module=module, runner=settings.runner, **more), config is not None
+    while True:
+        try:
+            return llm(arguments, module=module, runner=settings.runner, **more), config is not None
+        except ModelError:  # the drafter's widest tree has no room in the memory for KV rows
+            if more.get("kv_cache_memory_bytes") is None:
+                raise
+            more["kv_cache_memory_bytes"] *= 2
 
 
 def is_text_fixed(params: SamplingParams, rule: str) -> bool:
