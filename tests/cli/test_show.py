@@ -20,7 +20,10 @@ from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
 from foretoken.engine.codec import Codec
 from foretoken.engine.token_spans import TokenSpans
 
-GENERATE = ("generate", MODEL, "-p", "class Queue:\n", "-s", "ngram:num_speculative_tokens=3+hydra:num_speculative_tokens=3", "--max-tokens", "24")
+GENERATE = (
+    "generate", MODEL, "-p", "class Queue:\n", "-s", "ngram:num_speculative_tokens=3+hydra:num_speculative_tokens=3",
+    "--max-tokens", "24",
+)  # fmt: skip
 ESCAPE = re.compile(r"\x1b\[[\d;]*m")
 
 
