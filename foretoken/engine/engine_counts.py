@@ -50,7 +50,9 @@ class EngineCounts:
         """Counts a sequence that ran and is over."""
         self._ended[sequence.finish_reason or ""] += 1
 
-    def metrics(self, *, model_name: str, num_running: int, num_waiting: int, kv_usage: float) -> list[Metric]:
+    def metrics(
+        self, *, model_name: str, num_running: int, num_waiting: int, kv_usage: float, num_out_of_memory: int
+    ) -> list[Metric]:
         """All figures.
 
         Args:
@@ -58,6 +60,7 @@ class EngineCounts:
             num_running: Sequences that have a slot.
             num_waiting: Sequences that have none.
             kv_usage: Share of the KV rows that running sequences have, 0 to 1.
+            num_out_of_memory: Passes that memory did not hold.
         """
         labels = {"model_name": model_name, "engine": "0"}
         names = (
@@ -70,6 +73,7 @@ class EngineCounts:
             Gauge(name="vllm:num_requests_waiting", labels=labels, value=num_waiting),
             Gauge(name="vllm:kv_cache_usage_perc", labels=labels, value=kv_usage),
             *(Counter(name=name, labels=labels, value=self._counts[name]) for name in names),
+            Counter(name="foretoken:out_of_memory", labels=labels, value=num_out_of_memory),
             Vector(name="vllm:spec_decode_num_accepted_tokens_per_pos", labels=labels, values=list(self._accepted_at)),
             *(
                 Counter(name="vllm:request_success", labels={**labels, "finished_reason": reason}, value=count)

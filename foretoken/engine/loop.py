@@ -24,6 +24,7 @@ from foretoken.drafters.base import DraftContext
 from foretoken.engine.engine_counts import EngineCounts
 from foretoken.engine.failures import contained, fail
 from foretoken.engine.grammar_drafts import GrammarBounds
+from foretoken.engine.memory_pressure import MemoryPressure, is_out_of_memory
 from foretoken.engine.outcomes import (
     Outcome,
     greatest_on_host,
@@ -55,7 +56,7 @@ if TYPE_CHECKING:
     from foretoken.core.token_tree import TokenTree
     from foretoken.core.tree_trace import TreeTrace
     from foretoken.decoder.base import PassOutput
-    from foretoken.engine.drafting import Drafting
+    from foretoken.engine.drafting import Draft, Drafting
     from foretoken.engine.sequence import Sequence
     from foretoken.engine.slot_pool import SlotPool
     from foretoken.runner.runner import Runner
@@ -101,7 +102,7 @@ class Engine:
         self._drafting, self._on_step, self._has_traces = drafting, on_step, has_traces
         self._prefill = Prefill(target, drafting, max_num_batched_tokens)
         self._history = HistoryTable(slots.num_slots, target.vocab_size, target.device)
-        self.counts = EngineCounts()
+        self.counts, self._memory = EngineCounts(), MemoryPressure(target.device)
         self._scheduler = Scheduler(target, drafting, self._history, slots, self.counts)
         self._batch: tuple[list[Sequence], SamplingBatch] | None = None
 
@@ -115,6 +116,7 @@ class Engine:
         return self.counts.metrics(
             model_name=self.target.model.name, num_running=len(self._scheduler.running),
             num_waiting=self._scheduler.num_waiting, kv_usage=self._scheduler.kv_usage,
+            num_out_of_memory=self._memory.num_failures,
         )  # fmt: skip
 
     @property
@@ -195,22 +197,32 @@ class Engine:
             return
         self._prefill.learn(chunks, output.features, time.perf_counter() - begin, 0)
 
-    def _decode(self, sequences: list[Sequence], joining: list[Sequence]) -> None:
-        """One iteration of sequences whose prompt is in the cache, alone where it fails for all of them together.
+    def _decode(self, sequences: list[Sequence], joining: list[Sequence], most_nodes: int | None = None) -> None:
+        """One iteration of sequences whose prompt is in the cache, another way where it fails for all of them together.
 
         Args:
             sequences: Those that are decoding.
             joining: Those whose prompt is not in the cache yet.
+            most_nodes: Of a tree, root included; None for as many as the target takes.
         """
         clock = StageClock(self.target.device)
+        draft: Draft | None = None
+        verified: Verified | None = None
         try:
-            verified = self._verify(sequences, joining, clock)
+            draft = self._propose(sequences, most_nodes)
+            verified = self._verify(sequences, joining, draft, clock)
         except Exception as err:  # noqa: BLE001 - one request's failure, whatever it is, must not end the others
-            if len(sequences) == 1 and not joining:
+            is_memory_short = is_out_of_memory(err)
+            width = draft.tree.width if draft is not None and is_memory_short else 1
+            fewer = min(width, most_nodes or width) // 2
+            if not fewer and len(sequences) == 1 and not joining:
                 fail(sequences[0], err)
                 return
-            for sequence in sequences:
-                self._decode([sequence], [])
+        if draft is None or verified is None:  # here, where the error no longer holds what the pass had allocated
+            if is_memory_short:
+                self._memory.note()
+            for group in [sequences] if fewer else [[sequence] for sequence in sequences]:
+                self._decode(group, [], fewer or most_nodes)
             for sequence in joining:
                 self._feed(self._prefill.next_chunks([sequence], 0))
             return
@@ -231,12 +243,19 @@ class Engine:
             _log.warning("on_step raised %s. It is not called any more.", described(err))
             _log.debug("where on_step raised", exc_info=err)
 
-    def _verify(self, sequences: list[Sequence], joining: list[Sequence], clock: StageClock) -> Verified:
-        """Propose, verify, accept, and move accepted KV rows into place. The sequences themselves stay as they are."""
-        batch = self._sampling_batch(sequences)
-        draft = self._drafting.propose(self._draft_context(sequences, batch))
+    def _propose(self, sequences: list[Sequence], most_nodes: int | None) -> Draft:
+        """What is verified; arguments as `_decode`'s."""
+        most = most_nodes if self._memory.allows_drafts else 1
+        widest = min(most or self.target.max_nodes, self.target.max_nodes)
+        draft = self._drafting.propose(self._draft_context(sequences, self._sampling_batch(sequences), widest))
         if any(s.grammar is not None for s in sequences):
-            draft = self._drafting.constrained(draft, [self._grammar_bounds(s) for s in sequences])
+            draft = self._drafting.constrained(draft, [self._grammar_bounds(s, most) for s in sequences])
+        return draft
+
+    def _verify(self, sequences: list[Sequence], joining: list[Sequence], draft: Draft, clock: StageClock) -> Verified:
+        """Verify, accept, and move accepted KV rows into place. The sequences themselves stay as they are."""
+        batch = self._sampling_batch(sequences)
+        if any(s.grammar is not None for s in sequences):
             mask = GrammarMask([s.grammar for s in sequences])
             batch = replace(batch, processors=(mask, *batch.processors))
         tree = draft.tree.without_probes()
@@ -387,26 +406,32 @@ class Engine:
             return None
         return logits.topk(min(count, logits.shape[1]), dim=1).indices
 
-    def _draft_context(self, sequences: list[Sequence], batch: SamplingBatch) -> DraftContext:
+    def _draft_context(self, sequences: list[Sequence], batch: SamplingBatch, widest: int) -> DraftContext:
         """What the drafter is told. A pass always emits one token of the target's own, so drafts leave room for it."""
-        widest = self.target.max_nodes
         return DraftContext(
             slots=[_slot(s) for s in sequences],
             tokens=[s.tokens for s in sequences],
-            max_depth=[_most_depth(s) for s in sequences],
+            max_depth=[min(_most_depth(s), widest - 1) for s in sequences],
             max_nodes=[min(s.max_nodes or widest, widest) for s in sequences],
             sampling=batch,
             is_coupled=[self.policy.is_coupled(is_seeded=s.is_seeded) for s in sequences],
         )
 
-    def _grammar_bounds(self, sequence: Sequence) -> GrammarBounds | None:
-        """What of a sequence's draft its grammar lets be, and how much may be added: the cache has room for chains."""
+    def _grammar_bounds(self, sequence: Sequence, most_nodes: int | None) -> GrammarBounds | None:
+        """What of a sequence's draft its grammar lets be, and how much may be added: the cache has room for chains.
+
+        Args:
+            sequence: Any.
+            most_nodes: Of its tree, root included; None for as many as there is room for.
+        """
         if sequence.grammar is None:
             return None
         room = self.target.cache.rows(_slot(sequence)) - (len(sequence.tokens) - 1)
-        most = max(self.target.max_nodes, min(room, MAX_NODES))
+        most = most_nodes or max(self.target.max_nodes, min(room, MAX_NODES))
         return GrammarBounds(
-            state=sequence.grammar, max_depth=_most_depth(sequence), max_nodes=min(sequence.max_nodes or most, most)
+            state=sequence.grammar,
+            max_depth=min(_most_depth(sequence), most - 1),
+            max_nodes=min(sequence.max_nodes or most, most),
         )
 
     def _sampling_batch(self, sequences: list[Sequence]) -> SamplingBatch:
