@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
+from foretoken.server.http_server import http_server
 
 
 @contextmanager
 def served(app: Any) -> Iterator[str]:
     """Serves an application until the end of the block; yields its URL."""
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, access_log=False, timeout_graceful_shutdown=5))
+    server = http_server(app, drain_seconds=5)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:

@@ -15,8 +15,6 @@ from foretoken.server.api_keys import KEY_VARIABLE, api_keys
 if TYPE_CHECKING:
     from foretoken.engine.async_llm import AsyncLLM
 
-_DRAIN_SECONDS = 30
-
 
 def serve(
     model: options.Model,
@@ -106,14 +104,9 @@ def _run(app: Any, engine: AsyncLLM, listening: socket.socket) -> None:
     """
     import asyncio
 
-    import uvicorn
+    from foretoken.server.http_server import http_server
 
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app, access_log=False, log_config=None, timeout_graceful_shutdown=_DRAIN_SECONDS, timeout_keep_alive=30,
-            server_header=False,
-        )
-    )  # fmt: skip
+    server = http_server(app)
 
     async def serve_while_alive() -> bool:
         task = asyncio.ensure_future(server.serve(sockets=[listening]))

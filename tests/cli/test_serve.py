@@ -8,7 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import openai
@@ -31,10 +34,10 @@ def wait_for(url: str) -> None:
             return
 
 
-@pytest.fixture
-def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
+@contextmanager
+def serving(port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
     """A process that serves, and its address."""
-    command = [*SERVE, "-s", "ngram", "--port", "0", "--threads", "1", "--served-model-name", "tiny"]
+    command = [*SERVE, "-s", "ngram", "--port", str(port), "--threads", "1", "--served-model-name", "tiny"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True) as process:
         assert process.stderr is not None
         try:
@@ -45,6 +48,13 @@ def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
             yield process, url
         finally:
             process.kill()
+
+
+@pytest.fixture
+def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """One of them."""
+    with serving() as one:
+        yield one
 
 
 def test_sigterm_lets_running_requests_end(server: tuple[subprocess.Popen[str], str]) -> None:
@@ -59,6 +69,26 @@ def test_sigterm_lets_running_requests_end(server: tuple[subprocess.Popen[str], 
     assert reasons[-1] == "length"
     assert text
     assert process.wait(60) == -signal.SIGTERM, "the signal is passed on once all is done"
+
+
+def test_a_killed_server_starts_again_on_its_port() -> None:
+    """kill -9 in the middle of streams: clients see that their answers broke off; nothing is left behind."""
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "def main():", "temperature": 0}
+    with serving() as (process, url), openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        whole = client.completions.create(**asked, max_tokens=40).choices[0].text
+        streams = [client.completions.create(**asked, max_tokens=600, stream=True) for _ in range(3)]
+        for stream in streams:
+            next(iter(stream))
+        process.send_signal(signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises((openai.APIError, httpx.TransportError)):
+                for _ in stream:
+                    pass
+        assert process.wait(60) == -signal.SIGKILL
+    with serving(urlsplit(url).port or 0) as (_, again):
+        assert again == url
+        with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            assert client.completions.create(**asked, max_tokens=40).choices[0].text == whole
 
 
 def test_a_failed_engine_ends_the_process() -> None:
