@@ -19,7 +19,7 @@ FIGURES = ("mean", "median", "std", "p50", "p90", "p99")
 VLLM_KEYS = {
     "duration", "completed", "failed", "total_input_tokens", "total_output_tokens", "request_throughput",
     "request_goodput", "output_throughput", "total_token_throughput", "input_lens", "output_lens", "ttfts", "itls",
-    "latencies", "start_times", "errors", "max_output_tokens_per_s", "max_concurrent_requests",
+    "latencies", "generated_texts", "start_times", "errors", "max_output_tokens_per_s", "max_concurrent_requests",
     *(f"{what}_ttft_ms" for what in FIGURES), *(f"{what}_tpot_ms" for what in FIGURES),
     *(f"{what}_itl_ms" for what in FIGURES), *(f"{what}_e2el_ms" for what in FIGURES),
     "spec_decode_acceptance_rate", "spec_decode_acceptance_length", "spec_decode_num_drafts",

@@ -67,6 +67,7 @@ def load_results(load: Load, run: LoadRun) -> dict[str, Any]:
         "ttfts": [answer.ttft if answer.is_whole else 0.0 for answer in answers],
         "itls": [answer.itls for answer in answers],
         "latencies": [answer.latency for answer in answers],
+        "generated_texts": ["".join(answer.parts) for answer in answers],
         "start_times": [answer.start for answer in answers],
         "errors": [answer.error for answer in answers],
     }

@@ -25,6 +25,7 @@ class Answer:
         start: When it was sent, on the clock of `time.perf_counter`.
         latency: Seconds until it was over.
         times: Seconds from its start to each part with text.
+        parts: Their texts.
         num_input: Prompt tokens; None where the server does not tell.
         num_output: Tokens written, as the server tells; None where it does not.
         drafting: vLLM's figures of speculative decoding, where the server sends them.
@@ -36,6 +37,7 @@ class Answer:
     start: float
     latency: float = 0.0
     times: list[float] = field(default_factory=list)
+    parts: list[str] = field(default_factory=list)
     num_input: int | None = None
     num_output: int | None = None
     drafting: dict[str, Any] | None = None
@@ -108,18 +110,20 @@ async def _read(response: httpx.Response, answer: Answer) -> None:
             _fail(answer, "stream", data)
             return
         choices = part.get("choices") or []
-        if any(_has_text(choice) for choice in choices):
+        if text := "".join(map(_text, choices)):
             answer.times.append(time.perf_counter() - answer.start)
+            answer.parts.append(text)
         is_over = is_over or any(choice.get("finish_reason") is not None for choice in choices)
         _note_figures(part, answer)
     if not is_over:
         _fail(answer, "stream", "the stream ended before the answer did")
 
 
-def _has_text(choice: Mapping[str, Any]) -> bool:
-    """Whether a part of a choice holds text."""
+def _text(choice: Mapping[str, Any]) -> str:
+    """The text of a part of a choice; that of a chat's reasoning before that of its answer."""
     delta = choice.get("delta") or {}
-    return any((choice.get("text"), delta.get("content"), delta.get("reasoning_content"), delta.get("reasoning")))
+    texts = (delta.get("reasoning_content") or delta.get("reasoning"), delta.get("content"), choice.get("text"))
+    return "".join(text for text in texts if text)
 
 
 def _note_figures(part: Mapping[str, Any], answer: Answer) -> None:

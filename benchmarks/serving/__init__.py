@@ -1,0 +1,1 @@
+"""Compares servers with OpenAI's API under one load: foretoken with and without speculation, vLLM, transformers."""

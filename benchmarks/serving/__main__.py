@@ -1,0 +1,126 @@
+"""Command line: python -m benchmarks.serving MODEL [--servers plain,ngram,vllm,transformers] [--out NAME].
+
+Every load visits all servers in turn; the one that is asked runs alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import sys
+import time
+from itertools import cycle, islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from benchmarks.rivals.environments import DEFAULT_ENV_DIR
+from benchmarks.rivals.machine import commit, describe_machine
+from benchmarks.serving.report import markdown
+from benchmarks.serving.servers import Server, ServerError, Setting
+from foretoken.bench.prompt_sets import load_prompts
+from foretoken.bench.serving.load import Load, run_load
+from foretoken.bench.serving.load_results import load_results
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_LEFT_OUT = ("ttfts", "itls", "latencies", "start_times", "input_lens", "output_lens", "errors")  # of the stored runs
+
+
+def main() -> None:
+    """See the module."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("--servers", default="plain,ngram,vllm,transformers", help="Names with commas between them.")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--max-num-seqs", type=int, default=16)
+    parser.add_argument("--clients", default="1,4,16,64", help="Closed loops.")
+    parser.add_argument("--requests", type=int, default=2, help="A client and round; of one client three times that.")
+    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--open-loop", type=int, default=48, help="Requests at twice the first server's rate; 0: none.")
+    parser.add_argument("--env-dir", type=Path, default=DEFAULT_ENV_DIR)
+    parser.add_argument("--out", type=Path, required=True, help="Files to write, .json and .md added.")
+    given = parser.parse_args()
+    logs = given.out.with_name(f"{given.out.name}-logs")
+    logs.mkdir(parents=True, exist_ok=True)
+    setting = Setting(
+        model=given.model.resolve(), dtype=given.dtype, threads=given.threads, max_num_seqs=given.max_num_seqs,
+        env_dir=given.env_dir, log_dir=logs,
+    )  # fmt: skip
+    servers = list(_started(given.servers.split(","), setting))
+    if not servers:
+        sys.exit(1)
+    try:
+        runs = _measured(servers, given)
+    finally:
+        for server in servers:
+            server.end()
+    config = json.loads((setting.model / "config.json").read_text(encoding="utf-8"))
+    made = {
+        "date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": describe_machine(),
+        "model": config.get("cost_twin", {"of": given.model.name}), "runs": runs,
+        "settings": {key: value for key, value in vars(given).items() if key not in ("out", "env_dir", "model")},
+    }  # fmt: skip
+    given.out.with_suffix(".json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+    given.out.with_suffix(".md").write_text(markdown(made), encoding="utf-8")
+    print(markdown(made))
+
+
+def _started(names: Sequence[str], setting: Setting) -> Sequence[Server]:
+    """Those that start; what keeps the others from it is said."""
+    servers = []
+    for name in names:
+        try:
+            servers.append(Server(name, setting))
+        except ServerError as err:
+            print(err, file=sys.stderr, flush=True)
+    return servers
+
+
+def _measured(servers: Sequence[Server], given: argparse.Namespace) -> list[dict[str, Any]]:
+    """Figures of every server under every load, one dictionary a run."""
+    texts = load_prompts("heldout")
+    name = str(servers[0].setting.model)
+    common = {"model": name, "max_tokens": given.max_tokens, "temperature": given.temperature}
+    for server in servers:  # what the first requests compile, and costs that are measured once
+        _run(server, Load(base_url=server.url, prompts=texts[-2:], max_concurrency=1, **common))
+        _run(server, Load(base_url=server.url, prompts=texts[-8:], max_concurrency=4, **common))
+    runs = []
+    for turn in range(given.rounds):
+        begin = 0
+        for clients in map(int, given.clients.split(",")):
+            count = given.requests * (3 if clients == 1 else 1 if clients > given.max_num_seqs else clients)
+            count = max(count, clients)
+            prompts = list(islice(cycle(texts), begin, begin + count))
+            begin += count
+            order = list(servers) if turn % 2 == 0 else list(reversed(servers))
+            for server in order:
+                load = Load(base_url=server.url, prompts=prompts, max_concurrency=clients, **common)
+                runs.append({"server": server.name, "clients": clients, "round": turn, **_run(server, load)})
+    if given.open_loop:
+        first = [run["request_throughput"] for run in runs if run["server"] == servers[0].name]
+        rate = 2 * max(first)
+        prompts = list(islice(cycle(texts), given.open_loop))
+        for server in servers:
+            load = Load(base_url=server.url, prompts=prompts, request_rate=rate, **common)
+            runs.append({"server": server.name, "clients": None, "round": 0, **_run(server, load)})
+    return runs
+
+
+def _run(server: Server, load: Load) -> dict[str, Any]:
+    """One load on one server."""
+    with server.running():
+        result = load_results(load, asyncio.run(run_load(load)))
+    words = f"{load.max_concurrency} clients" if math.isinf(load.request_rate) else f"{load.request_rate:.2f}/s"
+    figures = f"{result['output_throughput']:.1f} tokens/s, {result['completed']} of {result['num_prompts']} answered"
+    print(f"{time.strftime('%H:%M:%S')} {server.name}, {words}: {figures}", file=sys.stderr, flush=True)
+    return {key: value for key, value in result.items() if key not in _LEFT_OUT}
+
+
+if __name__ == "__main__":
+    main()

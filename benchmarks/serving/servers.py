@@ -1,0 +1,149 @@
+"""Starts the servers of a comparison, lets one at a time run, and always ends them.
+
+A server that is not being asked gets SIGSTOP, its whole process group with it, so that no idle thread of one takes
+processor time from another.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx
+
+from benchmarks.rivals.environments import python_of, run_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+RIVALS = ("vllm", "vllm-ngram", "transformers")
+_READY_SECONDS = 600.0
+_END_SECONDS = 60.0
+_VLLM_SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+_VLLM_NGRAM = '{"method": "ngram", "num_speculative_tokens": 10, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
+
+
+class ServerError(Exception):
+    """A server did not start."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What all servers of a comparison have in common."""
+
+    model: Path
+    dtype: str
+    threads: int
+    max_num_seqs: int
+    env_dir: Path
+    log_dir: Path
+
+
+@dataclass(slots=True)
+class Server:
+    """A server process, stopped unless inside of `running`.
+
+    Attributes:
+        name: As in the report: "plain", a speculative configuration as `-s` takes it, or one of `RIVALS`.
+        setting: What it serves, and how.
+    """
+
+    name: str
+    setting: Setting
+    _process: subprocess.Popen[bytes] = field(init=False)
+    port: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Starts it and waits until it answers; it is stopped afterwards."""
+        self.port = _free_port()
+        command, variables = _command(self.name, self.setting, self.port)
+        log = self.setting.log_dir / f"{self.name.replace('/', '_')}.log"
+        with log.open("wb") as out:
+            self._process = subprocess.Popen(
+                command, stdout=out, stderr=subprocess.STDOUT, env={**os.environ, **variables}, start_new_session=True
+            )
+        try:
+            self._wait(log)
+        except BaseException:
+            self.end()
+            raise
+        self._signal(signal.SIGSTOP)
+
+    @property
+    def url(self) -> str:
+        """Its base URL."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Lets it run meanwhile."""
+        self._signal(signal.SIGCONT)
+        try:
+            yield
+        finally:
+            self._signal(signal.SIGSTOP)
+
+    def end(self) -> None:
+        """Ends it, by force if it does not end by itself."""
+        for number, seconds in ((signal.SIGTERM, _END_SECONDS), (signal.SIGKILL, None)):
+            self._signal(signal.SIGCONT)
+            self._signal(number)
+            try:
+                self._process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                continue
+            return
+
+    def _signal(self, number: int) -> None:
+        """Sends it to the whole group of processes."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, number)
+
+    def _wait(self, log: Path) -> None:
+        """Returns once it answers."""
+        begin = time.monotonic()
+        while time.monotonic() < begin + _READY_SECONDS:
+            if self._process.poll() is not None:
+                break
+            with suppress(httpx.HTTPError):
+                if httpx.get(f"{self.url}/health", timeout=5.0).status_code == 200:
+                    return
+            time.sleep(0.5)
+        last = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-3:]
+        raise ServerError(f"'{self.name}' did not start; {log} ends with: {' | '.join(last)}")
+
+
+def _command(name: str, setting: Setting, port: int) -> tuple[list[str], dict[str, str]]:
+    """The command line and environment variables of a server; prefix caching is off everywhere."""
+    threads = {"OMP_NUM_THREADS": str(setting.threads)}
+    if name == "transformers":
+        program = [str(Path(sys.executable).with_name("transformers")), "serve", str(setting.model)]
+        return [*program, "--port", str(port), "--dtype", setting.dtype, "--device", "cpu"], threads
+    if name in RIVALS:
+        python = python_of("vllm", setting.env_dir)
+        if python is None:
+            raise ServerError(f"'{name}' is not installed. Run: python -m benchmarks.rivals install vllm")
+        drafting = ["--speculative-config", _VLLM_NGRAM] if name == "vllm-ngram" else []
+        program = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(setting.model), *drafting]
+        options = ["--dtype", setting.dtype, "--max-num-seqs", str(setting.max_num_seqs), "--max-model-len", "1024"]
+        variables = {**threads, **_VLLM_SETTINGS, **run_settings("vllm", setting.env_dir)}
+        return [*program, "--port", str(port), *options, "--no-enable-prefix-caching"], variables
+    drafting = [] if name == "plain" else ["-s", name]
+    program = [sys.executable, "-m", "foretoken", "serve", str(setting.model), *drafting, "--port", str(port)]
+    options = ["--dtype", setting.dtype, "--threads", str(setting.threads), "--max-num-seqs", str(setting.max_num_seqs)]
+    return [*program, *options, "--no-enable-prefix-caching"], {}
+
+
+def _free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
