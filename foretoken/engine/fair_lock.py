@@ -29,17 +29,21 @@ class FairLock:
         """Whether the calling thread holds the lock."""
         return self._owner == threading.get_ident()
 
+    def check_not_mine(self) -> None:
+        """Raises `ForetokenError` when the calling thread holds the lock already."""
+        if self.is_mine:
+            raise ForetokenError(
+                "an LLM was called from within one of its own callbacks. Expected calls from outside an iteration. "
+                "Collect what the callback sees, and call after it has returned."
+            )
+
     def __enter__(self) -> None:
         """Waits for its turn.
 
         Raises:
             ForetokenError: When the calling thread holds the lock already, as a call from within a callback would.
         """
-        if self.is_mine:
-            raise ForetokenError(
-                "an LLM was called from within one of its own callbacks. Expected calls from outside an iteration. "
-                "Collect what the callback sees, and call after it has returned."
-            )
+        self.check_not_mine()
         with self._condition:
             ticket = self._next_ticket
             self._next_ticket += 1

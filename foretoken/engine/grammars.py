@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from functools import cached_property, lru_cache
+from copy import copy
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import RequestError, one_line
+from foretoken.engine.byte_cache import ByteCache
+from foretoken.engine.fork_lock import ForkLock
+from foretoken.engine.grammar_checks import Form, GrammarChecks, TooSlow
 from foretoken.sampling.grammar import Ends, GrammarState
 
 if TYPE_CHECKING:
@@ -16,13 +20,18 @@ if TYPE_CHECKING:
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.core.structured_outputs import StructuredOutputsParams
 
-_GRAMMARS_KEPT = 32  # compiled ones
-# Limits of llguidance's: compiling takes fractions of a second, a mask milliseconds, a grammar tens of megabytes.
+# A compiled grammar takes up to 300 bytes a character (measured), and some hundred kilobytes however short it is.
+_BYTES_KEPT, _BYTES_A_CHARACTER, _BYTES_A_GRAMMAR = 512 * 2**20, 300, 2 * 2**20
+# Limits of llguidance's on lexers: a mask takes milliseconds to a few seconds. Compiling has no limit of its own.
 _LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "max_lexer_states": 50_000}
 
 
 class Grammars:
-    """Compiles grammars for one target and tokenizer; llguidance is loaded when the first is asked for."""
+    """Compiles grammars for one target and tokenizer, in any thread; llguidance is loaded for the first.
+
+    Another process compiles each grammar before, within a limit of time. Then compiling it here takes as long, without
+    the interpreter's lock.
+    """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
         """Nothing is compiled.
@@ -35,7 +44,8 @@ class Grammars:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         own = getattr(tokenizer, "eos_token_id", None)
         self._eos_ids = list(eos_ids) or ([] if own is None else [int(own)])
-        self._matcher = lru_cache(maxsize=_GRAMMARS_KEPT)(self._compiled)
+        self._matchers = ByteCache[Any](_BYTES_KEPT)
+        self._checks, self._checking = GrammarChecks(self._setup), ForkLock()
 
     def state_of(self, params: SamplingParams) -> GrammarState | None:
         """The state before anything is written; None for requests that ask for no form.
@@ -47,10 +57,7 @@ class Grammars:
         if asked is None:
             return None
         kind = next(name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(asked, name))
-        grammar = self._grammar(asked, kind)
-        matcher = self._matcher(grammar)
-        if matcher.is_error():
-            raise _refused(kind, matcher.get_error())
+        matcher = self._matcher(_form(asked, kind), kind)
         unwanted = [end for end in self._eos_ids if params.ignore_eos and end not in params.stop_token_ids]
         state = GrammarState(matcher.deep_copy(), vocab_size=self._vocab_size, ends=Ends(self._eos_ids, unwanted))
         if state.error is not None or state.is_over:
@@ -61,26 +68,41 @@ class Grammars:
             )
         return state
 
-    def _grammar(self, asked: StructuredOutputsParams, kind: str) -> str:
-        """What is asked for in llguidance's own form."""
-        library = self._library
-        try:
-            if kind in ("json", "json_object"):
-                options = {"whitespace_flexible": not asked.disable_any_whitespace}
-                if asked.whitespace_pattern is not None:
-                    options["whitespace_pattern"] = asked.whitespace_pattern  # type: ignore[assignment]  # of any type
-                return str(library.LLMatcher.grammar_from_json_schema(asked.schema, overrides=options))
-            if kind == "choice":
-                return str(library.grammar_from("choice", json.dumps(list(asked.choice or ()))))
-            return str(library.grammar_from(kind, getattr(asked, kind)))
-        except ValueError as err:
-            raise _refused(kind, str(err)) from err
+    def _matcher(self, form: Form, kind: str) -> Any:
+        """A matcher at the beginning of a form, which stays there; one thread at a time compiles.
 
-    def _compiled(self, grammar: str) -> Any:
-        """A matcher at the beginning of a grammar, in its error state where that does not compile."""
-        library = self._library
-        limits = library.LLParserLimits(**_LIMITS, verbose_errors=False)
-        return library.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
+        Raises:
+            RequestError: When it does not compile.
+        """
+        if (known := self._matchers.get(form)) is not None:
+            return known
+        vocabulary = self._vocabulary
+        with self._checking:
+            if (known := self._matchers.get(form)) is not None:  # another thread was faster
+                return known
+            try:
+                grammar = self._checks.grammar(form)
+            except TooSlow as err:
+                raise RequestError(
+                    f"{kind} of structured_outputs takes more than {err} to compile. Expected less. Make it smaller or "
+                    "simpler."
+                ) from err
+            except ValueError as err:
+                raise _refused(kind, str(err)) from err
+            limits = self._library.LLParserLimits(**_LIMITS, verbose_errors=False)
+            matcher = self._library.LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
+            if matcher.is_error():
+                raise _refused(kind, matcher.get_error())
+            self._matchers.put(form, matcher, _BYTES_A_GRAMMAR + _BYTES_A_CHARACTER * len(grammar))
+        return matcher
+
+    def _setup(self) -> dict[str, Any]:
+        """What another process compiles with."""
+        tokenizer = copy(self._tokenizer.backend_tokenizer)  # as `from_tokenizer` takes it
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        size = max(self._vocab_size, len(self._tokenizer))
+        return {"tokenizer": tokenizer.to_str(), "vocab_size": size, "eos_ids": self._eos_ids, "limits": _LIMITS}
 
     @cached_property
     def _library(self) -> Any:
@@ -124,6 +146,16 @@ class Grammars:
                 f"structured_outputs cannot read the tokenizer: {one_line(err)}. Expected a fast tokenizer of "
                 "transformers."
             ) from err
+
+
+def _form(asked: StructuredOutputsParams, kind: str) -> Form:
+    """What is asked for, as it is compiled."""
+    if kind not in ("json", "json_object"):
+        return Form(kind, json.dumps(list(asked.choice or ())) if kind == "choice" else getattr(asked, kind))
+    options: dict[str, Any] = {"whitespace_flexible": not asked.disable_any_whitespace}
+    if asked.whitespace_pattern is not None:
+        options["whitespace_pattern"] = asked.whitespace_pattern
+    return Form("json", asked.schema, json.dumps(options))
 
 
 def _refused(kind: str, reason: str) -> RequestError:

@@ -343,8 +343,8 @@ class LLM:
                 raise RequestError("sampling_params came twice, once as params. Pass sampling_params alone.")
             warnings.warn("params is now called sampling_params, as in vLLM", DeprecationWarning, stacklevel=3)
             sampling_params = params
-        with self.shared.turn():
-            return self._requests.read(prompts, sampling_params)
+        self.shared.check_outside()  # no turn is taken: while a grammar is compiled, others are served
+        return self._requests.read(prompts, sampling_params)
 
     def _chunks(self, requests: list[Request]) -> Generator[StreamChunk]:
         """What every iteration brought to each sequence of some requests."""

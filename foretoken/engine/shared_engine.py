@@ -56,6 +56,10 @@ class SharedEngine:
             self._end_given_up()
             yield
 
+    def check_outside(self) -> None:
+        """Raises `ForetokenError` within the calling thread's turn, as `turn` would."""
+        self._lock.check_not_mine()
+
     def step(self, interrupted: str = _INTERRUPTED) -> None:
         """One iteration, within a turn.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from foretoken.core.errors import ForetokenError
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from foretoken.engine.request_stream import RequestStream
     from foretoken.server.metrics import ServerMetrics
     from foretoken.server.request_fields import ServedRequest
+
+# Requests with a form of output wait for each other while it is compiled, and keep no thread from other requests.
+_compiling = ThreadPoolExecutor(4, thread_name_prefix="foretoken-grammars")
 
 
 class AnswerShape(Protocol):
@@ -66,10 +70,11 @@ class LiveRequest:
             ApiError: When the context has no room for as many tokens as are wanted.
         """
         streams: list[RequestStream] = []
-        request = envelope.request
+        request, loop = envelope.request, asyncio.get_running_loop()
+        pool = None if request.params.structured_outputs is None else _compiling
         try:
             for prompt in request.prompts:  # reading a long prompt would hold up other requests' parts
-                streams.append(await asyncio.to_thread(engine.submit, prompt, request.params))
+                streams.append(await loop.run_in_executor(pool, engine.submit, prompt, request.params))
                 if request.has_max_tokens:
                     _check_room(streams[-1].num_prompt, request.params.max_tokens, engine.llm.target.context_len)
         except BaseException:

@@ -1,0 +1,56 @@
+"""A program that compiles grammars one after the other, for `engine.grammar_checks`, and is not imported by the engine.
+
+A line of JSON comes in for each and one goes out. It ends itself when a grammar takes too long, which no thread can do
+to another: llguidance is not to be interrupted, and its conversion of grammars to Lark holds the interpreter's lock.
+Imports nothing of this package, which would take longer than most grammars.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import sys
+from typing import Any
+
+READY = b"ready\n"
+TOOK_TOO_LONG = 1  # the exit status
+
+
+def serve() -> None:
+    """Answers grammars until there are no more; the first line has the tokenizer and the limits."""
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    setup = json.loads(sys.stdin.buffer.readline())
+    tokenizer = LLTokenizer(setup["tokenizer"], n_vocab=setup["vocab_size"], eos_token=setup["eos_ids"])
+    limits = LLParserLimits(**setup["limits"], verbose_errors=False)
+    _write(READY)
+    for line in sys.stdin.buffer:
+        asked = json.loads(line)
+        faulthandler.dump_traceback_later(asked["longest_s"], exit=True)  # by a thread that needs no lock
+        try:
+            grammar = _converted(asked["kind"], asked["text"], asked["options"])
+            matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
+            answer = {"error": matcher.get_error()} if matcher.is_error() else {"grammar": grammar}
+        except BaseException as err:  # noqa: BLE001 - among them the panics of Rust
+            answer = {"error": str(err)}
+        faulthandler.cancel_dump_traceback_later()
+        _write(json.dumps(answer).encode() + b"\n")
+
+
+def _converted(kind: str, text: str, options: dict[str, Any]) -> str:
+    """A form in llguidance's own syntax."""
+    from llguidance import LLMatcher, grammar_from
+
+    if kind == "json":
+        return str(LLMatcher.grammar_from_json_schema(text, overrides=options))  # type: ignore[arg-type]
+    return str(grammar_from(kind, text))  # type: ignore[arg-type]  # one of its names
+
+
+def _write(line: bytes) -> None:
+    """Sends a line."""
+    sys.stdout.buffer.write(line)
+    sys.stdout.buffer.flush()
+
+
+if __name__ == "__main__":
+    serve()

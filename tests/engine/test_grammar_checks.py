@@ -1,0 +1,132 @@
+"""Forms compile in a process that is ended where they take too long, and hold up nobody meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from slow_grammars import BLANK, HOSTILE, LARGE, Gate, structured
+
+from foretoken import LLM, AsyncLLM, SamplingParams
+from foretoken.core.errors import RequestError
+from foretoken.engine import grammar_checks, grammars
+from foretoken.engine.grammar_checks import Form, GrammarChecks
+
+PROMPT = "def area(self):\n    "
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("models/tinycode", max_num_seqs=2, max_model_len=96)
+
+
+@pytest.fixture
+def checks(llm: LLM) -> Iterator[GrammarChecks]:
+    checks = GrammarChecks(llm.shared.requests._grammars._setup)
+    yield checks
+    checks._end()
+
+
+def text_of(llm: LLM, form: dict[str, Any]) -> str:
+    (output,) = llm.generate(PROMPT, SamplingParams(**structured(form)))
+    return output.outputs[0].text
+
+
+@pytest.mark.parametrize("form", [HOSTILE, BLANK])
+def test_what_takes_too_long_is_refused_and_others_compile_after_it(
+    form: dict[str, Any], llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_checks, "_LONGEST_S", 0.25)
+    with pytest.raises(RequestError) as refused:
+        text_of(llm, form)
+    monkeypatch.undo()
+    assert re.fullmatch(
+        r"(json|grammar) of structured_outputs takes more than 0.25 s to compile\. Expected less\. "
+        r"Make it smaller or simpler\.",
+        str(refused.value),
+    )
+    assert re.fullmatch("x[ab]{3}", text_of(llm, {"regex": "x[ab]{3}"}))
+
+
+def test_one_process_compiles_all_forms_until_it_is_ended(checks: GrammarChecks) -> None:
+    assert checks.grammar(Form("regex", "a+"))
+    first = checks._process
+    assert first is not None
+    with pytest.raises(ValueError, match="unclosed group"):
+        checks.grammar(Form("regex", "(a"))
+    assert checks.grammar(Form("choice", '["a", "b"]'))
+    assert checks._process is first
+    first.kill()
+    first.wait()
+    assert checks.grammar(Form("regex", "b+"))
+    assert checks._process is not first
+
+
+def test_a_compiler_that_crashes_is_the_forms_fault(checks: GrammarChecks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stands for a stack that overflows in Rust: the process is killed while it compiles."""
+    original = grammar_checks._exchange
+
+    def crashing(process: Any, line: Any) -> bytes:
+        if "kind" in line:
+            process.kill()
+        return original(process, line)
+
+    monkeypatch.setattr(grammar_checks, "_exchange", crashing)
+    with pytest.raises(ValueError, match="the compiler crashes, exit status -9"):
+        checks.grammar(Form("json", '{"type": "object"}'))
+
+
+def test_a_forked_child_has_a_process_of_its_own(checks: GrammarChecks) -> None:
+    checks.grammar(Form("regex", "a+"))
+    process = checks._process
+    assert process is not None
+    child = os.fork()
+    if not child:
+        is_right = bool(checks.grammar(Form("regex", "b+"))) and checks._process is not process
+        checks._end()
+        os._exit(0 if is_right else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert checks.grammar(Form("regex", "c+"))
+    assert checks._process is process
+
+
+def test_a_call_that_compiles_holds_up_no_other(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither other calls of the `LLM`, nor the thread of an `AsyncLLM`."""
+    gate, engine = Gate(monkeypatch), AsyncLLM(llm)
+    with ThreadPoolExecutor(1) as pool:
+        compiling = pool.submit(text_of, llm, {"regex": "y[ab]{3}"})
+        try:
+            gate.wait()
+            (other,) = llm.generate(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True))
+            served = asyncio.run(engine.generate(PROMPT, SamplingParams(max_tokens=4, ignore_eos=True)))
+            assert not compiling.done()
+        finally:
+            gate.may_end.set()
+            engine.close()
+        assert re.fullmatch("y[ab]{3}", compiling.result())
+    assert [len(output.outputs[0].token_ids) for output in (other, served)] == [4, 4]
+
+
+def test_compiled_forms_are_kept_up_to_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammars, "_BYTES_KEPT", 2 * grammars._BYTES_A_GRAMMAR + 300 * 300)
+    compiled, original = list[str](), GrammarChecks.grammar
+
+    def noted(checks: GrammarChecks, form: Form) -> str:
+        compiled.append(form.text)
+        return original(checks, form)
+
+    monkeypatch.setattr(GrammarChecks, "grammar", noted)
+    llm = LLM("models/tinycode", max_num_seqs=2, max_model_len=96)
+    for name in "abacab":
+        text_of(llm, {"regex": f"{name}[xy]"})
+    assert compiled == [f"{name}[xy]" for name in "abcb"], "c took the place of b, which was not used for longest"
+    with pytest.raises(RequestError, match="does not compile"):
+        text_of(llm, {"regex": "(a"})
+    text_of(llm, {"json": LARGE["json"]})
+    text_of(llm, {"regex": "b[xy]"})
+    assert len(compiled) == 6, "what cannot be kept takes nobody's place"

@@ -1,0 +1,52 @@
+"""While a form is compiled, the server serves all others."""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+from server.live_server import LiveServer
+from slow_grammars import HOSTILE, LARGE, Gate, structured
+
+from foretoken.engine import grammar_checks
+
+ASK = {"prompt": "class Queue:\n    def push(self, item):\n", "max_tokens": 48, "temperature": 0.0}
+COMPILING = 12  # requests at once, more than a thread pool of the event loop's has threads on a small machine
+
+
+def test_streams_and_other_requests_go_on_while_a_large_form_compiles(
+    speculative: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(monkeypatch)
+    ask = {"prompt": ASK["prompt"], **structured(LARGE)}
+    with ThreadPoolExecutor(COMPILING) as pool:
+        body = {**ASK, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{speculative.url}/v1/completions", json=body, timeout=60) as stream:
+            lines = (line for line in stream.iter_lines() if line)
+            next(lines)
+            compiling = [pool.submit(speculative.post, "/v1/completions", ask) for _ in range(COMPILING)]
+            try:
+                gate.wait()
+                assert list(lines)[-1] == "data: [DONE]"
+                assert speculative.get("/health").status_code == 200
+                assert speculative.get("/metrics").status_code == 200
+                assert speculative.post("/v1/completions", ASK).status_code == 200
+                assert not any(each.done() for each in compiling)
+            finally:
+                gate.may_end.set()
+        answers = [each.result() for each in compiling]
+    assert {answer.status_code for answer in answers} == {200}, answers[0].text
+    assert answers[0].json()["choices"][0]["text"].lstrip().startswith("{")
+
+
+def test_a_form_that_takes_too_long_is_answered_400(speculative: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_checks, "_LONGEST_S", 0.25)
+    answer = speculative.post("/v1/completions", {**ASK, "structured_outputs": HOSTILE})
+    assert answer.status_code == 400
+    assert "takes more than 0.25 s to compile" in answer.json()["error"]["message"]
+    monkeypatch.undo()
+    form = {"json": {"enum": ["after"]}}
+    answer = speculative.post("/v1/completions", {**ASK, "structured_outputs": form})
+    assert json.loads(answer.json()["choices"][0]["text"]) == "after"
