@@ -80,6 +80,11 @@ class AsyncLLM:
         """Whether it takes requests; not once it was closed, its thread failed, or in a forked child."""
         return self._thread.is_alive
 
+    @property
+    def iteration_seconds(self) -> float:
+        """How long the present iteration has taken so far: much more than usual where a drafter or a device hangs."""
+        return self._thread.iteration_seconds
+
     def submit(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
     ) -> RequestStream:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from foretoken.sampling.batch import SamplingRequest
     from foretoken.sampling.grammar import GrammarState
 
+NOT_FOLLOWED = "the grammar cannot be followed any further"
+
 
 class TokenScores(NamedTuple):
     """Log-probabilities at one output token.
@@ -285,7 +287,7 @@ class Sequence:
         if following is None:
             raise RuntimeError(f"token {token} was generated against the grammar")
         if following.error is not None:
-            self.fail(f"the grammar cannot be followed any further: {one_line(ValueError(following.error))}.")
+            self.fail(f"{NOT_FOLLOWED}: {one_line(ValueError(following.error))}.")
         elif following.is_over:
             self._finish("stop", None)
 

@@ -52,6 +52,7 @@ class ServingThread:
         self.stopped: str | None = None
         self._shared, self._queue = shared, queue
         self._inbox: SimpleQueue[ServedRequest | _Order] = SimpleQueue()  # whose `put` may be called anywhere
+        self._iteration_began: float | None = None  # on a clock that never goes back; None between iterations
         self._thread = threading.Thread(target=self._serve, name="foretoken-engine", daemon=True)
         _alive.add(self)
         self._thread.start()
@@ -60,6 +61,12 @@ class ServingThread:
     def is_alive(self) -> bool:
         """Whether it serves requests."""
         return self.stopped is None and self._thread.is_alive()
+
+    @property
+    def iteration_seconds(self) -> float:
+        """How long the present iteration has taken so far; 0 between iterations."""
+        began = self._iteration_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def hand_over(self, served: ServedRequest) -> None:
         """Has a request served.
@@ -124,7 +131,9 @@ class ServingThread:
         """One iteration, and what it achieved."""
         running = self._queue.running.values()
         begin, before = time.perf_counter(), sum(served.num_generated for served in running)
+        self._iteration_began = time.monotonic()
         self._shared.step(_BROKEN_OFF)
+        self._iteration_began = None
         generated = sum(served.num_generated for served in running) - before
         self._queue.throughput.add_iteration(generated, time.perf_counter() - begin)
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from foretoken.engine.async_llm import AsyncLLM
     from foretoken.server.request_fields import ServedRequest
 
+_LONGEST_ITERATION_S = 300.0  # after which a supervisor may start the server again
 _log = logging.getLogger(__name__)
 
 
@@ -235,9 +236,12 @@ class _Server:
         return JsonResponse({"prompt": await asyncio.to_thread(self._engine.llm.decode, tokens)})
 
     async def health(self, _: Request) -> Response:
-        """GET /health: 200 as long as requests are served."""
+        """GET /health: 200 as long as requests are served, and no iteration takes minutes."""
         if not self._engine.is_alive:
             raise ApiError("The engine serves no requests any more.", status=503)
+        seconds = self._engine.iteration_seconds
+        if seconds > _LONGEST_ITERATION_S:
+            raise ApiError(f"An iteration has not ended for {seconds:.0f} seconds: something hangs.", status=503)
         return JsonResponse({"status": "ok"})
 
     async def show_metrics(self, _: Request) -> Response:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from foretoken.core.errors import ForetokenError
 from foretoken.engine.loop import NO_TOKEN
+from foretoken.engine.sequence import NOT_FOLLOWED
 from foretoken.server.answers import running_usage
 from foretoken.server.errors import ApiError, api_error
 
@@ -190,6 +191,8 @@ def _check(params: SamplingParams, finish_reason: str | None, error: str | None)
             "The completion failed: the request's parameters leave no token that is possible. Allow more.",
             code="no_token_possible",
         )
+    if error is not None and error.startswith(NOT_FOLLOWED):
+        raise ApiError(f"The completion failed: {error} Ask for a simpler form.", code="grammar_too_large")
     if finish_reason == "error":
         raise ApiError(f"The completion failed: {error}", status=500)
     if finish_reason == "abort":

@@ -50,3 +50,19 @@ def test_a_form_that_takes_too_long_is_answered_400(speculative: LiveServer, mon
     form = {"json": {"enum": ["after"]}}
     answer = speculative.post("/v1/completions", {**ASK, "structured_outputs": form})
     assert json.loads(answer.json()["choices"][0]["text"]) == "after"
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_a_form_that_grows_too_large_while_it_is_followed_is_answered_400(
+    speculative: LiveServer, is_streamed: bool
+) -> None:
+    """It compiles; thousands of properties that may each come next are more than llguidance follows."""
+    properties = {f"name_{i}": {"type": "integer"} for i in range(1900)}
+    form = {"json": {"type": "object", "properties": properties, "additionalProperties": False}}
+    answer = speculative.post("/v1/completions", {**ASK, "structured_outputs": form, "stream": is_streamed})
+    if is_streamed:
+        assert '"code":"grammar_too_large"' in answer.text.replace(" ", "")
+    else:
+        assert answer.status_code == 400
+        assert answer.json()["error"]["code"] == "grammar_too_large"
+    assert speculative.post("/v1/completions", ASK).status_code == 200
