@@ -13,6 +13,8 @@ from typing import Any
 
 from command_line import MODEL, ROOT, run
 
+from foretoken.server.batch_files import held
+
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
@@ -66,6 +68,7 @@ def test_every_line_is_answered_and_bad_ones_end_nothing(tmp_path: Path) -> None
     refused = run("batch", str(source), str(out), "--model", MODEL)
     assert refused.returncode == 2
     assert "exists" in refused.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "template", "out.jsonl", "plain.jsonl"}
 
 
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:
@@ -100,6 +103,18 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     again = tmp_path / "again.jsonl"
     assert run("batch", str(source), str(again), "--model", MODEL).returncode == 0
     assert answers == {answer["custom_id"]: text(answer) for answer in read(again)}
+
+
+def test_one_run_at_a_time_and_no_lock_is_left(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", [request("a", prompt="x")]), tmp_path / "out.jsonl"
+    with held(out):
+        for _ in range(2):  # what one that was refused leaves keeps out the next
+            refused = run("batch", str(source), str(out), "--model", MODEL)
+            assert refused.returncode == 2
+            assert "another run writes" in refused.stderr
+        assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl.lock"}
+    assert run("batch", str(source), str(out), "--model", MODEL).returncode == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
 
 
 def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
