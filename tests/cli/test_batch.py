@@ -23,6 +23,11 @@ def request(name: str, url: str = "/v1/completions", **body: Any) -> dict[str, A
     return {"custom_id": name, "method": "POST", "url": url, "body": fields}
 
 
+def respond(name: str, **body: Any) -> dict[str, Any]:
+    fields = {"max_output_tokens": 8, "temperature": 0, **body}
+    return {"custom_id": name, "method": "POST", "url": "/v1/responses", "body": fields}
+
+
 def write(path: Path, lines: list[Any]) -> Path:
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return path
@@ -37,6 +42,11 @@ def text(answer: dict[str, Any]) -> str:
     return str(choice["text"])
 
 
+def contents(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the messages of a response hold."""
+    return [part for message in body.get("output", ()) for part in message["content"]]
+
+
 def test_every_line_is_answered_and_bad_ones_end_nothing(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "A queue."}]
     source = write(tmp_path / "in.jsonl", [
@@ -46,6 +56,8 @@ def test_every_line_is_answered_and_bad_ones_end_nothing(tmp_path: Path) -> None
         request("stream", prompt="x", stream=True), request("hot", prompt="x", temperature=-1),
         request("seeded", prompt=["import os", "import sys"], temperature=0.8, seed=3),
         json.dumps(request("long", prompt="x" * (9 << 20))),
+        respond("response", input="A queue."), respond("events", input="A queue.", stream=True),
+        respond("stored", input="A queue.", previous_response_id="resp_1"),
     ])  # fmt: skip
     (tmp_path / "template").write_text(TEMPLATE)
     out, plain = tmp_path / "out.jsonl", tmp_path / "plain.jsonl"
@@ -53,18 +65,23 @@ def test_every_line_is_answered_and_bad_ones_end_nothing(tmp_path: Path) -> None
     for place, drafter in ((out, ("-s", "ngram:num_speculative_tokens=4")), (plain, ())):
         finished = run("batch", str(source), str(place), "--model", MODEL, *template, *drafter)
         assert finished.returncode == 0, finished.stderr
-        assert "11 lines answered, 8 of them with errors" in finished.stdout
+        assert "14 lines answered, 10 of them with errors" in finished.stdout
     answers = {answer["custom_id"] or answer["id"]: answer for answer in read(out)}
     statuses = {name: answer["response"]["status_code"] for name, answer in answers.items()}
     assert statuses == {
         "a": 200, "chat": 200, "seeded": 200, "batch_req_2": 400, "no body": 400, "batch_req_6": 400, "url": 404,
-        "other": 404, "stream": 400, "hot": 400, "batch_req_12": 413,
+        "other": 404, "stream": 400, "hot": 400, "batch_req_12": 413, "response": 200, "events": 400,
+        "stored": 400,
     }  # fmt: skip
     assert all(answer["error"] is None and answer["response"]["request_id"] for answer in answers.values())
     assert "error" in answers["hot"]["response"]["body"]
+    bodies = {name: answer["response"]["body"] for name, answer in answers.items()}
     for other in read(plain):  # drafts change no text
-        theirs = other["response"]["body"].get("choices")
-        assert theirs == answers[other["custom_id"] or other["id"]]["response"]["body"].get("choices")
+        theirs, ours = other["response"]["body"], bodies[other["custom_id"] or other["id"]]
+        assert theirs.get("choices") == ours.get("choices")
+        assert contents(theirs) == contents(ours)
+    (content,) = contents(bodies["response"])
+    assert content["text"] == bodies["chat"]["choices"][0]["message"]["content"], "they ask for the same"
     refused = run("batch", str(source), str(out), "--model", MODEL)
     assert refused.returncode == 2
     assert "exists" in refused.stderr
