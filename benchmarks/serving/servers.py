@@ -82,6 +82,16 @@ class Server:
         """Its base URL."""
         return f"http://127.0.0.1:{self.port}"
 
+    def resident_bytes(self) -> int:
+        """Memory of its process and of all that it has started."""
+        of_group = subprocess.run(
+            ["ps", "-o", "rss=", "-g", str(self._process.pid), "--ppid", str(self._process.pid)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        return 1024 * sum(map(int, of_group.split()))
+
     @contextmanager
     def running(self) -> Iterator[None]:
         """Lets it run meanwhile."""
