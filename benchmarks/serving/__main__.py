@@ -27,7 +27,9 @@ from foretoken.bench.serving.load_results import load_results
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_LEFT_OUT = ("ttfts", "itls", "latencies", "start_times", "input_lens", "output_lens", "errors")  # of the stored runs
+_LEFT_OUT = (  # of the stored runs; the model's id is a path of one machine
+    "ttfts", "itls", "latencies", "start_times", "input_lens", "output_lens", "errors", "model_id",
+)  # fmt: skip
 
 
 def main() -> None:
