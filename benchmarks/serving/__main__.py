@@ -11,6 +11,7 @@ import json
 import math
 import sys
 import time
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,9 +25,11 @@ from foretoken.bench.serving.load import Load, run_load
 from foretoken.bench.serving.load_results import load_results
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-_LEFT_OUT = ("ttfts", "itls", "latencies", "start_times", "input_lens", "output_lens", "errors")  # of the stored runs
+_LEFT_OUT = (  # of the stored runs; the model's id is a path of one machine
+    "ttfts", "itls", "latencies", "start_times", "input_lens", "output_lens", "errors", "model_id",
+)  # fmt: skip
 
 
 def main() -> None:
@@ -55,19 +58,20 @@ def main() -> None:
     servers = list(_started(given.servers.split(","), setting))
     if not servers:
         sys.exit(1)
+    config = json.loads((setting.model / "config.json").read_text(encoding="utf-8"))
+    made: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": describe_machine(),
+        "model": config.get("cost_twin", {"of": given.model.name}), "runs": [],
+        "settings": {key: value for key, value in vars(given).items() if key not in ("out", "env_dir", "model")},
+    }  # fmt: skip
     try:
-        runs = _measured(servers, given)
+        for run in _measured(servers, given):  # kept at once: some take minutes
+            made["runs"].append(run)
+            given.out.with_suffix(".json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
+            given.out.with_suffix(".md").write_text(markdown(made), encoding="utf-8")
     finally:
         for server in servers:
             server.end()
-    config = json.loads((setting.model / "config.json").read_text(encoding="utf-8"))
-    made = {
-        "date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": describe_machine(),
-        "model": config.get("cost_twin", {"of": given.model.name}), "runs": runs,
-        "settings": {key: value for key, value in vars(given).items() if key not in ("out", "env_dir", "model")},
-    }  # fmt: skip
-    given.out.with_suffix(".json").write_text(json.dumps(made, indent=1) + "\n", encoding="utf-8")
-    given.out.with_suffix(".md").write_text(markdown(made), encoding="utf-8")
     print(markdown(made))
 
 
@@ -82,7 +86,7 @@ def _started(names: Sequence[str], setting: Setting) -> Sequence[Server]:
     return servers
 
 
-def _measured(servers: Sequence[Server], given: argparse.Namespace) -> list[dict[str, Any]]:
+def _measured(servers: Sequence[Server], given: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Figures of every server under every load, one dictionary a run."""
     texts = load_prompts("heldout")
     name = str(servers[0].setting.model)
@@ -90,7 +94,7 @@ def _measured(servers: Sequence[Server], given: argparse.Namespace) -> list[dict
     for server in servers:  # what the first requests compile, and costs that are measured once
         _run(server, Load(base_url=server.url, prompts=texts[-2:], max_concurrency=1, **common))
         _run(server, Load(base_url=server.url, prompts=texts[-8:], max_concurrency=4, **common))
-    runs = []
+    fastest = 0.0  # requests a second of the first server
     for turn in range(given.rounds):
         begin = 0
         for clients in map(int, given.clients.split(",")):
@@ -101,20 +105,21 @@ def _measured(servers: Sequence[Server], given: argparse.Namespace) -> list[dict
             order = list(servers) if turn % 2 == 0 else list(reversed(servers))
             for server in order:
                 load = Load(base_url=server.url, prompts=prompts, max_concurrency=clients, **common)
-                runs.append({"server": server.name, "clients": clients, "round": turn, **_run(server, load)})
+                run = {"server": server.name, "clients": clients, "round": turn, **_run(server, load)}
+                if server is servers[0]:
+                    fastest = max(fastest, run["request_throughput"])
+                yield run
     if given.open_loop:
-        first = [run["request_throughput"] for run in runs if run["server"] == servers[0].name]
-        rate = 2 * max(first)
         prompts = list(islice(cycle(texts), given.open_loop))
         for server in servers:
-            load = Load(base_url=server.url, prompts=prompts, request_rate=rate, **common)
-            runs.append({"server": server.name, "clients": None, "round": 0, **_run(server, load)})
-    return runs
+            load = Load(base_url=server.url, prompts=prompts, request_rate=2 * fastest, **common)
+            yield {"server": server.name, "clients": None, "round": 0, **_run(server, load)}
 
 
 def _run(server: Server, load: Load) -> dict[str, Any]:
-    """One load on one server."""
+    """One load on one server, behind one request that is not timed: memory of a stopped server may have been taken."""
     with server.running():
+        asyncio.run(run_load(replace(load, prompts=load.prompts[:1], max_concurrency=1, request_rate=math.inf)))
         result = load_results(load, asyncio.run(run_load(load)))
     words = f"{load.max_concurrency} clients" if math.isinf(load.request_rate) else f"{load.request_rate:.2f}/s"
     figures = f"{result['output_throughput']:.1f} tokens/s, {result['completed']} of {result['num_prompts']} answered"

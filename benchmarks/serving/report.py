@@ -29,7 +29,7 @@ def markdown(made: Mapping[str, Any]) -> str:
     rows = [
         _row(server, load, [run for run in runs if (run["server"], run["clients"]) == (server, load)], first_of)
         for load in loads
-        for server in dict.fromkeys(run["server"] for run in runs)
+        for server in dict.fromkeys(run["server"] for run in runs if run["clients"] == load)
     ]
     return "\n".join([
         f"# Servers under load: {size}{model['of']}",
@@ -54,7 +54,7 @@ def _row(
     server: str, load: int | None, runs: Sequence[Mapping[str, Any]], first_of: Mapping[Any, Mapping[str, Any]]
 ) -> list[str]:
     """Cells of one server under one load."""
-    pairs = [(run, first_of[run["clients"], run["round"]]) for run in runs]
+    pairs = [(run, first) for run in runs if (first := first_of.get((run["clients"], run["round"]))) is not None]
     ratios = [run["output_throughput"] / first["output_throughput"] for run, first in pairs]
     taus = [run["spec_decode_acceptance_length"] for run in runs if "spec_decode_acceptance_length" in run]
     texts = [
@@ -65,8 +65,9 @@ def _row(
     ]
     total = {key: sum(run[key] for run in runs) for key in ("completed", "rejected", "failed", "num_prompts")}
     rate = f"open, {runs[0]['request_rate']:.2f} requests/s" if load is None else f"{load} clients"
+    ratio = f"{statistics.median(ratios):.2f}" if ratios else "-"
     return [
-        f"`{server}`", rate, _median(runs, "output_throughput", 1), f"{statistics.median(ratios):.2f}",
+        f"`{server}`", rate, _median(runs, "output_throughput", 1), ratio,
         _median(runs, "median_ttft_ms", 0), _median(runs, "p99_ttft_ms", 0), _median(runs, "median_itl_ms", 0),
         _median(runs, "p99_itl_ms", 0), f"{statistics.median(taus):.2f}" if taus else "-",
         f"{total['completed']} of {total['num_prompts']}", str(total["rejected"]),

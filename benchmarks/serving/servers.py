@@ -19,16 +19,14 @@ from typing import TYPE_CHECKING
 
 import httpx
 
-from benchmarks.rivals.environments import python_of, run_settings
+from benchmarks.rivals.environments import install_command, python_of, run_settings
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-RIVALS = ("vllm", "vllm-ngram", "transformers")
 _READY_SECONDS = 600.0
 _END_SECONDS = 60.0
 _VLLM_SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
-_VLLM_NGRAM = '{"method": "ngram", "num_speculative_tokens": 10, "prompt_lookup_max": 4, "prompt_lookup_min": 2}'
 
 
 class ServerError(Exception):
@@ -52,7 +50,7 @@ class Server:
     """A server process, stopped unless inside of `running`.
 
     Attributes:
-        name: As in the report: "plain", a speculative configuration as `-s` takes it, or one of `RIVALS`.
+        name: As in the report: "plain", "vllm", "transformers", or a speculative configuration as `-s` takes it.
         setting: What it serves, and how.
     """
 
@@ -81,6 +79,16 @@ class Server:
     def url(self) -> str:
         """Its base URL."""
         return f"http://127.0.0.1:{self.port}"
+
+    def resident_bytes(self) -> int:
+        """Memory of its process and of all that it has started."""
+        of_group = subprocess.run(
+            ["ps", "-o", "rss=", "-g", str(self._process.pid), "--ppid", str(self._process.pid)],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        return 1024 * sum(map(int, of_group.split()))
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -127,14 +135,13 @@ def _command(name: str, setting: Setting, port: int) -> tuple[list[str], dict[st
     if name == "transformers":
         program = [str(Path(sys.executable).with_name("transformers")), "serve", str(setting.model)]
         return [*program, "--port", str(port), "--dtype", setting.dtype, "--device", "cpu"], threads
-    if name in RIVALS:
-        python = python_of("vllm", setting.env_dir)
+    if name == "vllm":
+        python = python_of(name, setting.env_dir)
         if python is None:
-            raise ServerError(f"'{name}' is not installed. Run: python -m benchmarks.rivals install vllm")
-        drafting = ["--speculative-config", _VLLM_NGRAM] if name == "vllm-ngram" else []
-        program = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(setting.model), *drafting]
+            raise ServerError(f"{name} is not installed. Run: {install_command(name, setting.env_dir)}")
+        program = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(setting.model)]
         options = ["--dtype", setting.dtype, "--max-num-seqs", str(setting.max_num_seqs), "--max-model-len", "1024"]
-        variables = {**threads, **_VLLM_SETTINGS, **run_settings("vllm", setting.env_dir)}
+        variables = {**threads, **_VLLM_SETTINGS, **run_settings(name, setting.env_dir)}
         return [*program, "--port", str(port), *options, "--no-enable-prefix-caching"], variables
     drafting = [] if name == "plain" else ["-s", name]
     program = [sys.executable, "-m", "foretoken", "serve", str(setting.model), *drafting, "--port", str(port)]

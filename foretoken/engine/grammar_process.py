@@ -37,13 +37,13 @@ def serve() -> None:
         _write(json.dumps(answer).encode() + b"\n")
 
 
-def _converted(kind: str, text: str, options: dict[str, Any]) -> str:
+def _converted(kind: Any, text: str, options: Any) -> str:
     """A form in llguidance's own syntax."""
     from llguidance import LLMatcher, grammar_from
 
     if kind == "json":
-        return str(LLMatcher.grammar_from_json_schema(text, overrides=options))  # type: ignore[arg-type]
-    return str(grammar_from(kind, text))  # type: ignore[arg-type]  # one of its names
+        return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
+    return str(grammar_from(kind, text))
 
 
 def _write(line: bytes) -> None:

@@ -11,6 +11,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 _DRAIN_SECONDS = 30
 _KEEP_ALIVE_SECONDS = 30
 _HEADER_SECONDS = 10.0
+_HTTPProtocol: Any = AutoHTTPProtocol  # h11's or httptools', whichever is there
 
 
 def http_server(app: Any, *, port: int = 0, drain_seconds: int = _DRAIN_SECONDS) -> uvicorn.Server:
@@ -29,7 +30,7 @@ def http_server(app: Any, *, port: int = 0, drain_seconds: int = _DRAIN_SECONDS)
     )  # fmt: skip
 
 
-class TimedHeadersProtocol(AutoHTTPProtocol):  # type: ignore[misc,valid-type]  # h11's or httptools', whichever is there
+class TimedHeadersProtocol(_HTTPProtocol):
     """An HTTP connection; a request whose headers are not whole ten seconds after their first byte closes it.
 
     A connection on which nothing was sent yet counts as one whose headers have begun.

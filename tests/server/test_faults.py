@@ -49,21 +49,21 @@ def test_no_duration_is_read_off_a_clock_that_may_jump() -> None:
 
 
 def test_health_tells_of_an_iteration_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drafter that never returns cannot be ended; whatever watches over the server learns of it."""
+    """What never returns cannot be ended; whatever watches over the server learns of it."""
     monkeypatch.setattr(app, "_LONGEST_ITERATION_S", 0.2)
     hangs, may_go_on = threading.Event(), threading.Event()
-    llm = LLM("models/tinycode", speculative_config={"method": "ngram"}, max_num_seqs=1)
+    llm = LLM("models/tinycode", max_num_seqs=1)
     with live_server(llm) as server:
         body = {"prompt": "def main(argv):\n    def main(", "max_tokens": 8, "temperature": 0.0}
         want = server.post("/v1/completions", body).json()["choices"][0]["text"]
-        propose = llm.drafters[0].propose
+        run = llm.target.run
 
-        def hang(context: Any) -> Any:
+        def hang(work: Any) -> Any:
             hangs.set()
             assert may_go_on.wait(60)
-            return propose(context)
+            return run(work)
 
-        monkeypatch.setattr(type(llm.drafters[0]), "propose", lambda _, context: hang(context))
+        monkeypatch.setattr(llm.target, "run", hang)
         answers: list[str] = []
         asking = threading.Thread(
             target=lambda: answers.append(server.post("/v1/completions", body).json()["choices"][0]["text"])
