@@ -54,7 +54,7 @@ def batch(
     runner: options.RunnerName = "auto",
     threads: options.Threads = None,
 ) -> None:
-    """Answer a file of requests to /v1/completions and /v1/chat/completions, in OpenAI's batch format.
+    """Answer a file of requests to /v1/completions, /v1/chat/completions and /v1/responses, in OpenAI's batch format.
 
     Answers gather in OUT.part, which becomes OUT when every line has one: what is called OUT is complete. A run that
     was broken off, however it ended, goes on when the same command is given again; each custom_id is answered once. A

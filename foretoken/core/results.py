@@ -252,6 +252,8 @@ class StreamChunk:
         error: Why it ended with "error", or None.
         is_drafted: Of each of its tokens, whether it was an accepted draft, and not the target's own choice.
         parts: Its text by the tokens that it came from; together they are `text`.
+        prompt_logprobs: In the first chunk of the first completion, see `RequestOutput`; None in all others, when not
+            asked for, and when the prompt was not read to its end.
     """
 
     request_id: str
@@ -265,6 +267,7 @@ class StreamChunk:
     error: str | None = None
     is_drafted: Sequence[bool] = ()
     parts: Sequence[TextPart] = ()
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,9 +5,7 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from filelock import FileLock, Timeout
-
-from foretoken.core.errors import ConfigError
+from foretoken.core.file_lock import file_lock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,14 +26,8 @@ def run_lock(directory: Path, *, option: str) -> Iterator[None]:
         ConfigError: When another run is at work there.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(directory / _LOCK)
-    try:
-        lock.acquire(blocking=False)
-    except Timeout as err:
-        raise ConfigError(
-            f"another run is at work in '{directory}'. Expected one at a time. Wait for it, or choose another {option}."
-        ) from err
-    try:
+    refusal = (
+        f"another run is at work in '{directory}'. Expected one at a time. Wait for it, or choose another {option}."
+    )
+    with file_lock(directory / _LOCK, refusal=refusal):
         yield
-    finally:
-        lock.release()

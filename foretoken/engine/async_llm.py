@@ -113,7 +113,7 @@ class AsyncLLM:
         request = self.llm.shared.requests.read_one(prompt, sampling_params, request_id)
         served = self._queue.add(request, self._thread.hand_over)
         give_up = partial(self._thread.give_up, served)
-        return RequestStream(self, request_id, request.num_prompt, served.mailbox, give_up)
+        return RequestStream(self, request_id, request.prompt_token_ids, served.mailbox, give_up)
 
     async def generate(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None

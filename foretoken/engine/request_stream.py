@@ -77,23 +77,33 @@ class RequestStream:
 
     Attributes:
         request_id: The request's name.
-        num_prompt: Tokens of its prompt.
+        prompt_token_ids: Its prompt.
     """
 
     def __init__(
-        self, engine: object, request_id: str, num_prompt: int, mailbox: Mailbox, give_up: Callable[[], None]
+        self,
+        engine: object,
+        request_id: str,
+        prompt_token_ids: list[int],
+        mailbox: Mailbox,
+        give_up: Callable[[], None],
     ) -> None:
         """A stream that nobody has read.
 
         Args:
             engine: What serves the request, kept alive as long as the stream is.
             request_id: The request's name.
-            num_prompt: Tokens of its prompt.
+            prompt_token_ids: Its prompt.
             mailbox: Where chunks come.
             give_up: Ends the request; does nothing when it is over. Takes no lock, and may be called anywhere.
         """
-        self.request_id, self.num_prompt = request_id, num_prompt
+        self.request_id, self.prompt_token_ids = request_id, prompt_token_ids
         self._engine, self._mailbox, self._give_up = engine, mailbox, give_up
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of its prompt."""
+        return len(self.prompt_token_ids)
 
     async def __aiter__(self) -> AsyncIterator[StreamChunk]:
         """Chunks of all completions until the last one's end.

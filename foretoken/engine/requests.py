@@ -53,13 +53,18 @@ class Request:
         """Tokens of its prompt."""
         return self.sequences[0].num_prompt
 
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Its prompt."""
+        return self.sequences[0].tokens[: self.num_prompt]
+
     def output(self) -> RequestOutput:
         """What it brought so far."""
         first = self.sequences[0]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt_text,
-            prompt_token_ids=first.tokens[: first.num_prompt],
+            prompt_token_ids=self.prompt_token_ids,
             outputs=[sequence.output() for sequence in self.sequences],
             metrics=GenerationMetrics.total(sequence.metrics for sequence in self.sequences),
             prompt_logprobs=first.prompt_logprobs(),

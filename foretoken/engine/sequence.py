@@ -231,6 +231,7 @@ class Sequence:
             error=self.error,
             is_drafted=[bool(origin) for origin in self.accepted_from[given : given + len(token_ids)]],
             parts=self._parts(begin, text),
+            prompt_logprobs=None if given or self.index or not self.has_prompt_scores else self.prompt_logprobs(),
         )
 
     def _parts(self, begin: int, text: str) -> list[TextPart]:
@@ -259,7 +260,7 @@ class Sequence:
 
     def _decoded(self, token: int) -> str | None:
         """One token as text."""
-        return None if self._codec is None else self._codec.decode([token])
+        return None if self._codec is None else self._codec.alone(token, skip_special_tokens=False)
 
     def _check_stop(self, token: int) -> None:
         """Ends the sequence when the token just appended does."""

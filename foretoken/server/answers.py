@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob, RequestOutput, StreamChunk
+    from foretoken.server.echoes import EchoedPrompt
     from foretoken.server.errors import ApiError
     from foretoken.server.request_fields import ServedRequest
 
@@ -44,11 +45,11 @@ class Envelope:
             "choices": choices, "system_fingerprint": None, **more,
         }  # fmt: skip
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The answer of a request that was not streamed; outputs: of each prompt."""
+    def whole(self, outputs: Sequence[RequestOutput], echoes: Sequence[EchoedPrompt], /) -> dict[str, Any]:
+        """The answer of a request that was not streamed; outputs, echoes: of each prompt, none where none is echoed."""
         n = self.request.params.n
         choices = [
-            self._choice(at * n + completion.index, output, completion)
+            self._choice(at * n + completion.index, output, completion, echoes[at] if echoes else None)
             for at, output in enumerate(outputs)
             for completion in output.outputs
         ]
@@ -60,17 +61,19 @@ class Envelope:
             more["prompt_token_ids"] = outputs[0].prompt_token_ids
         return self._body(kind, choices, **more)
 
-    def _choice(self, index: int, output: RequestOutput, completion: CompletionOutput) -> dict[str, Any]:
-        """One whole completion."""
+    def _choice(
+        self, index: int, output: RequestOutput, completion: CompletionOutput, echo: EchoedPrompt | None
+    ) -> dict[str, Any]:
+        """One whole completion; echo: what stands before it."""
         choice: dict[str, Any] = {
             "index": index, "finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason,
-            "logprobs": self._logprobs(completion.logprobs, 0),
+            "logprobs": self._logprobs(completion.logprobs, 0 if echo is None else len(echo.text), echo),
         }  # fmt: skip
         if self.request.is_chat:
             choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
         else:
-            choice["text"] = (output.prompt or "" if self.request.is_echoed else "") + completion.text
-        if output.prompt_logprobs is not None:
+            choice["text"] = ("" if echo is None else echo.text) + completion.text
+        if output.prompt_logprobs is not None and self.request.has_prompt_logprobs:
             choice["prompt_logprobs"] = [entry and _by_id(entry) for entry in output.prompt_logprobs]
         if self.request.has_token_ids:
             choice["token_ids"] = completion.token_ids
@@ -78,14 +81,24 @@ class Envelope:
                 choice["prompt_token_ids"] = output.prompt_token_ids
         return choice
 
-    def _logprobs(self, entries: Sequence[dict[int, Logprob]] | None, offset: int) -> dict[str, Any] | None:
-        """Log-probabilities of tokens, one entry each; None where they were not asked for."""
+    def _logprobs(
+        self, entries: Sequence[dict[int, Logprob]] | None, offset: int, echo: EchoedPrompt | None
+    ) -> dict[str, Any] | None:
+        """Log-probabilities of tokens, one entry each; None where they were not asked for.
+
+        Args:
+            entries: Of a completion.
+            offset: Characters before its first token.
+            echo: A prompt whose tokens come first.
+        """
         num_top = self.request.num_top_logprobs
         if entries is None or num_top is None:
             return None
         if self.request.is_chat:
             return {"content": token_entries(entries, num_top), "refusal": None}
-        return _completion_entries(entries, num_top, offset)
+        told = completion_entries(entries, num_top, offset)
+        before = {} if echo is None or echo.entries is None else echo.entries
+        return {name: [*before.get(name, ()), *values] for name, values in told.items()}
 
     def first(self) -> list[dict[str, Any]]:
         """The first chunk of every message; none of completions."""
@@ -99,24 +112,26 @@ class Envelope:
             for index in range(self.request.params.n)
         ]
 
-    def part(self, index: int, chunk: StreamChunk, text: str, offset: int, /, **more: Any) -> dict[str, Any]:
+    def part(
+        self, index: int, chunk: StreamChunk, echo: EchoedPrompt | None, offset: int, /, **more: Any
+    ) -> dict[str, Any]:
         """A chunk of a stream.
 
         Args:
             index: Of the choice.
             chunk: What came.
-            text: Its text, the prompt before it where that is echoed.
-            offset: Characters of the choice's tokens that came before, for `text_offset`.
+            echo: The prompt where it stands before that, in the first chunk of a choice.
+            offset: Characters of the choice's tokens that came before, those of the prompt included, for `text_offset`.
             more: Further parts of the body.
         """
         choice: dict[str, Any] = {
             "index": index, "finish_reason": chunk.finish_reason, "stop_reason": chunk.stop_reason,
-            "logprobs": self._logprobs(chunk.logprobs, offset),
+            "logprobs": self._logprobs(chunk.logprobs, offset, echo),
         }  # fmt: skip
         if self.request.is_chat:
-            choice["delta"] = {"content": text}
+            choice["delta"] = {"content": chunk.text}
         else:
-            choice["text"] = text
+            choice["text"] = ("" if echo is None else echo.text) + chunk.text
         if self.request.has_token_ids:
             choice["token_ids"] = chunk.token_ids
         if self.request.has_origins:
@@ -202,8 +217,14 @@ def _named(logprob: Logprob) -> dict[str, Any]:
     return {"token": text, "logprob": _finite(logprob.logprob), "bytes": list(text.encode())}
 
 
-def _completion_entries(entries: Sequence[dict[int, Logprob]], num_top: int, offset: int) -> dict[str, Any]:
-    """Tokens of a completion, in lists of equal length."""
+def completion_entries(entries: Sequence[dict[int, Logprob]], num_top: int, offset: int) -> dict[str, Any]:
+    """Tokens of a completion with their log-probabilities, in lists of equal length.
+
+    Args:
+        entries: Of each token, itself first.
+        num_top: Alternatives of each token.
+        offset: Characters before the first one.
+    """
     tokens, offsets = [], []
     for entry in entries:
         first, *_ = entry.values()

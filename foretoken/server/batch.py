@@ -39,7 +39,8 @@ class BatchCounts:
         response = answer["response"]
         self.kept, self.answered = kept, self.answered + 1
         if response["status_code"] == 200:
-            self.tokens += response["body"]["usage"]["completion_tokens"]
+            usage = response["body"]["usage"]
+            self.tokens += usage["output_tokens" if "output_tokens" in usage else "completion_tokens"]
         else:
             self.failed += 1
 

@@ -7,11 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from filelock import FileLock, Timeout
-
 from foretoken.core.atomic_files import put_file, told_as
 from foretoken.core.bounded_reads import MIB, check_regular
 from foretoken.core.errors import ConfigError, RequestError
+from foretoken.core.file_lock import file_lock
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -156,12 +155,6 @@ def held(out: Path) -> Iterator[None]:
     """
     with told_as(ConfigError, f"'{out}'", "Choose another OUT."):
         out.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(out.with_name(f"{out.name}.lock"))
-    try:
-        lock.acquire(blocking=False)
-    except Timeout as err:
-        raise ConfigError(f"another run writes '{out}'. Wait for it, or choose another OUT.") from err
-    try:
+    refusal = f"another run writes '{out}'. Wait for it, or choose another OUT."
+    with file_lock(out.with_name(f"{out.name}.lock"), refusal=refusal):
         yield
-    finally:
-        lock.release()

@@ -14,6 +14,8 @@ from foretoken.server.errors import ApiError, api_error
 from foretoken.server.json_body import parse_object
 from foretoken.server.live_request import LiveRequest
 from foretoken.server.request_fields import UnknownFields, chat_form, chat_request, completion_request
+from foretoken.server.response_answers import ResponseEnvelope
+from foretoken.server.response_fields import as_chat, told_back
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,10 +23,10 @@ if TYPE_CHECKING:
 
     from foretoken.engine.async_llm import AsyncLLM
     from foretoken.server.batch_files import AnswerFile, Line
-    from foretoken.server.request_fields import ServedRequest
+    from foretoken.server.live_request import AnswerShape
 
 _log = logging.getLogger(__name__)
-_CHAT, _COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+_COMPLETIONS, _CHAT, _RESPONSES = _URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
 class OpenLines:
@@ -100,8 +102,8 @@ class LineAnswers:
         if asked.get("method", "POST") != "POST":
             raise ApiError(f"method is {asked['method']!a}. Expected POST.", param="method")
         body, url = asked.get("body"), asked.get("url")
-        if url not in (_CHAT, _COMPLETIONS):
-            raise ApiError(f"url is {str(url)[:80]!a}. Expected {_CHAT} or {_COMPLETIONS}.", status=404, param="url")
+        if url not in _URLS:
+            raise ApiError(f"url is {str(url)[:80]!a}. Expected one of {', '.join(_URLS)}.", status=404, param="url")
         if not isinstance(body, dict):
             raise ApiError("body is missing. Expected an object with the fields of the request.", param="body")
         if body.get("model") not in (None, self._model):
@@ -109,22 +111,32 @@ class LineAnswers:
                 f"The model {str(body['model'])[:80]!a} does not exist here. Known: {self._model}.", status=404,
                 param="model", code="model_not_found",
             )  # fmt: skip
-        request = await self._request(body, is_chat=url == _CHAT)
-        if request.is_streamed:
+        shape = await self._shape(url, body)
+        if shape.request.is_streamed:
             raise ApiError("A line of a batch is answered as a whole. Leave stream out.", param="stream")
-        envelope = Envelope(request=request, model=self._model, has_draft_metrics=bool(request.has_draft_metrics))
-        live = await LiveRequest.submit(self._engine, envelope, None)
+        live = await LiveRequest.submit(self._engine, shape, None)
         return await live.whole()
 
-    async def _request(self, body: dict[str, Any], *, is_chat: bool) -> ServedRequest:
-        """What a body asks for."""
-        if not is_chat:
-            return completion_request(body, self._unknown)
-        messages, form = chat_form(body)
-        (prompt,) = await asyncio.to_thread(
-            self._engine.llm.chat_prompts, messages, chat_template=self._template, **form
-        )
-        return chat_request(body, self._unknown, prompt)
+    async def _shape(self, url: str, body: dict[str, Any]) -> AnswerShape:
+        """What a body asks for, and what its answer looks like."""
+        if url == _COMPLETIONS:
+            request = completion_request(body, self._unknown)
+        else:
+            chat = as_chat(body) if url == _RESPONSES else body
+            request = chat_request(chat, self._unknown, await self._conversation(chat))
+        has_metrics = bool(request.has_draft_metrics)
+        if url == _RESPONSES:
+            return ResponseEnvelope(
+                request=request, told=told_back(body), model=self._model, has_draft_metrics=has_metrics
+            )
+        return Envelope(request=request, model=self._model, has_draft_metrics=has_metrics)
+
+    async def _conversation(self, chat: dict[str, Any]) -> dict[str, Any]:
+        """The prompt that a conversation is rendered to."""
+        messages, form = chat_form(chat)
+        render = self._engine.llm.chat_prompts
+        (prompt,) = await asyncio.to_thread(render, messages, chat_template=self._template, **form)
+        return prompt
 
 
 def refused_line(line: Line, error: ApiError) -> dict[str, Any]:

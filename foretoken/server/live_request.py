@@ -11,12 +11,13 @@ from foretoken.core.errors import ForetokenError
 from foretoken.engine.loop import NO_TOKEN
 from foretoken.engine.sequence import NOT_FOLLOWED
 from foretoken.server.answers import running_usage
+from foretoken.server.echoes import EchoedPrompt, chunk_alone, prompt_alone
 from foretoken.server.errors import ApiError, api_error
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
-    from foretoken.core.results import RequestOutput, StreamChunk
+    from foretoken.core.results import Logprob, RequestOutput, StreamChunk
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.engine.async_llm import AsyncLLM
     from foretoken.engine.request_stream import RequestStream
@@ -34,13 +35,15 @@ class AnswerShape(Protocol):
     def request(self) -> ServedRequest:
         """What was asked."""
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The answer of a request that was not streamed; outputs: of each prompt."""
+    def whole(self, outputs: Sequence[RequestOutput], echoes: Sequence[EchoedPrompt], /) -> dict[str, Any]:
+        """The answer of a request that was not streamed; see `Envelope.whole`."""
 
     def first(self) -> list[dict[str, Any]]:
         """Parts of a stream before any token."""
 
-    def part(self, index: int, chunk: StreamChunk, text: str, offset: int, /, **more: Any) -> dict[str, Any]:
+    def part(
+        self, index: int, chunk: StreamChunk, echo: EchoedPrompt | None, offset: int, /, **more: Any
+    ) -> dict[str, Any]:
         """A part with tokens; see `Envelope.part`."""
 
     def last(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
@@ -57,9 +60,15 @@ class LiveRequest:
         envelope: What all parts of the answer share.
     """
 
-    def __init__(self, envelope: AnswerShape, streams: list[RequestStream], metrics: ServerMetrics | None) -> None:
-        """See `submit`."""
-        self.envelope, self._streams, self._metrics = envelope, streams, metrics
+    def __init__(
+        self,
+        envelope: AnswerShape,
+        streams: list[RequestStream],
+        echoes: list[EchoedPrompt],
+        metrics: ServerMetrics | None,
+    ) -> None:
+        """See `submit`; echoes: of each stream's prompt, none where none is echoed."""
+        self.envelope, self._streams, self._echoes, self._metrics = envelope, streams, echoes, metrics
         self._begin = time.monotonic()
 
     @classmethod
@@ -67,10 +76,11 @@ class LiveRequest:
         """Submits every prompt, or none.
 
         Raises:
-            ForetokenError: What `AsyncLLM.submit` raises; what was submitted before is ended.
+            ForetokenError: What `AsyncLLM.submit` and `EchoedPrompt.read` raise; what was submitted before is ended.
             ApiError: When the context has no room for as many tokens as are wanted.
         """
         streams: list[RequestStream] = []
+        echoes: list[EchoedPrompt] = []
         request, loop = envelope.request, asyncio.get_running_loop()
         pool = None if request.params.structured_outputs is None else _compiling
         try:
@@ -78,11 +88,14 @@ class LiveRequest:
                 streams.append(await loop.run_in_executor(pool, engine.submit, prompt, request.params))
                 if request.has_max_tokens:
                     _check_room(streams[-1].num_prompt, request.params.max_tokens, engine.llm.target.context_len)
+                if request.is_echoed:
+                    given = prompt.get("prompt"), streams[-1].prompt_token_ids
+                    echoes.append(await asyncio.to_thread(EchoedPrompt.read, engine.llm, *given))
         except BaseException:
             for stream in streams:
                 stream.abort()
             raise
-        return cls(envelope, streams, metrics)
+        return cls(envelope, streams, echoes, metrics)
 
     def abort(self) -> None:
         """Ends what is left of it within one iteration."""
@@ -103,7 +116,9 @@ class LiveRequest:
         for output in outputs:
             for completion in output.outputs:
                 _check(self.envelope.request.params, completion.finish_reason, completion.error)
-        return self.envelope.whole(outputs)
+        for at, output in enumerate(outputs):
+            self._score(at, output.prompt_logprobs)
+        return self.envelope.whole(self._told(outputs), self._echoes)
 
     async def parts(self) -> AsyncGenerator[dict[str, Any]]:
         """Bodies of a stream's chunks, the last one perhaps an error's."""
@@ -120,25 +135,56 @@ class LiveRequest:
         request, n = self.envelope.request, self.envelope.request.params.n
         for body in self.envelope.first():
             yield body
-        echoed = [prompt.get("prompt", "") if request.is_echoed else "" for prompt in request.prompts for _ in range(n)]
-        offsets, num_tokens = [len(text) for text in echoed], 0
+        offsets = [len(echo.text) for echo in self._echoes for _ in range(n)] or [0] * (n * len(self._streams))
+        num_tokens, unechoed = 0, set(range(len(offsets)) if self._echoes else ())
         num_prompt = sum(stream.num_prompt for stream in self._streams)
         last = self._begin
-        async for at, chunk in _merged(self._streams):
+        async for at, chunk in self._chunks():
             index, now = at * n + chunk.index, time.monotonic()
             if chunk.token_ids and self._metrics is not None:
                 self._metrics.saw_tokens(len(chunk.token_ids), now - last, is_first=not num_tokens)
                 last = now
             num_tokens += len(chunk.token_ids)
-            more = {"usage": running_usage(num_prompt, num_tokens)} if request.has_running_usage else {}
-            yield self.envelope.part(index, chunk, echoed[index] + chunk.text, offsets[index], **more)
-            echoed[index] = ""
+            num_told = 0 if request.is_prompt_alone else num_tokens
+            more = {"usage": running_usage(num_prompt, num_told)} if request.has_running_usage else {}
+            told = chunk_alone(chunk) if request.is_prompt_alone else chunk
+            echo = self._echoes[at] if index in unechoed else None
+            yield self.envelope.part(index, told, echo, offsets[index], **more)
+            unechoed.discard(index)
             offsets[index] += sum(len(next(iter(entry.values())).decoded_token or "") for entry in chunk.logprobs or ())
             _check(request.params, chunk.finish_reason, chunk.error)
         outputs = [await stream.output() for stream in self._streams]
         self._count(outputs)
-        for body in self.envelope.last(outputs):
+        for body in self.envelope.last(self._told(outputs)):
             yield body
+
+    async def _chunks(self) -> AsyncIterator[tuple[int, StreamChunk]]:
+        """Chunks of all prompts as they come, each with its prompt's place.
+
+        Where log-probabilities of a prompt are echoed, the first completion brings them: the others' wait for that.
+        """
+        held: list[list[StreamChunk]] = [[] for _ in self._streams]
+        are_scored = bool(self._echoes) and self.envelope.request.num_top_logprobs is not None
+        is_open = [not are_scored] * len(held)
+        async for at, chunk in _merged(self._streams):
+            if chunk.index != 0 and not is_open[at]:
+                held[at].append(chunk)
+                continue
+            self._score(at, chunk.prompt_logprobs)
+            is_open[at] = True
+            yield at, chunk
+            while held[at]:
+                yield at, held[at].pop(0)
+
+    def _score(self, at: int, logprobs: Sequence[dict[int, Logprob] | None] | None) -> None:
+        """Takes in the log-probabilities of a prompt, where it is echoed with them."""
+        num_top = self.envelope.request.num_top_logprobs
+        if self._echoes and num_top is not None and logprobs is not None:
+            self._echoes[at] = self._echoes[at].scored(logprobs, num_top)
+
+    def _told(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
+        """What the answer tells of the results."""
+        return [prompt_alone(each) for each in outputs] if self.envelope.request.is_prompt_alone else outputs
 
     def _count(self, outputs: list[RequestOutput]) -> None:
         """Counts a request that is over."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from foretoken.core.checks import check_boolean, check_integer, check_sequence, shown
 from foretoken.core.errors import RequestError
-from foretoken.core.sampling_params import SamplingParams
+from foretoken.core.sampling_params import MOST_TOKENS, SamplingParams
 from foretoken.core.vllm_sampling import OTHER_FIELDS
 from foretoken.server.errors import ApiError
 
@@ -62,6 +62,8 @@ class ServedRequest:
         has_running_usage: Whether every chunk of a stream tells them.
         num_top_logprobs: Alternatives of each token whose log-probabilities are sent; None for no log-probabilities.
         is_echoed: Whether completions begin with the prompt.
+        is_prompt_alone: Whether they also end with it: the one token that is generated is not told.
+        has_prompt_logprobs: Whether log-probabilities of the prompt are sent beside each completion.
         has_token_ids: Whether token ids are sent beside the text.
         has_origins: Whether parts of a stream say which of their text was drafted.
         has_draft_metrics: Whether the answer says how drafting went; None leaves that to the server.
@@ -76,6 +78,8 @@ class ServedRequest:
     has_running_usage: bool = False
     num_top_logprobs: int | None = None
     is_echoed: bool = False
+    is_prompt_alone: bool = False
+    has_prompt_logprobs: bool = False
     has_token_ids: bool = False
     has_origins: bool = False
     has_draft_metrics: bool | None = None
@@ -109,12 +113,14 @@ def completion_request(body: Mapping[str, Any], unknown: UnknownFields) -> Serve
     given = _known(body, unknown, own={"prompt", "echo"}, refused=_REFUSED.keys() - {"echo"})
     is_echoed = checked_boolean(given, "echo")
     num_logprobs = checked_integer(given, "logprobs", 0, _MOST_LOGPROBS)
-    if is_echoed and num_logprobs is not None:
-        raise ApiError("echo with logprobs is not supported. Pass prompt_logprobs, or leave one out.", param="echo")
     prompts = [_with_extras(prompt, given) for prompt in _prompts(given.get("prompt"))]
-    if is_echoed and any("prompt" not in prompt for prompt in prompts):
-        raise ApiError("echo needs prompts of text. Leave it out for token ids.", param="echo")
-    return _request(given, prompts, is_chat=False, num_top_logprobs=num_logprobs, is_echoed=is_echoed)
+    more = {"is_echoed": is_echoed, "has_prompt_logprobs": "prompt_logprobs" in given}
+    if is_echoed:
+        if checked_integer(given, "max_tokens", 0, MOST_TOKENS) == 0:
+            given["max_tokens"], more["is_prompt_alone"] = 1, True  # the fewest that the engine generates
+        if num_logprobs is not None:
+            given.setdefault("prompt_logprobs", num_logprobs)
+    return _request(given, prompts, is_chat=False, num_top_logprobs=num_logprobs, **more)
 
 
 def chat_request(body: Mapping[str, Any], unknown: UnknownFields, prompt: Mapping[str, Any]) -> ServedRequest:
@@ -136,8 +142,9 @@ def chat_request(body: Mapping[str, Any], unknown: UnknownFields, prompt: Mappin
         raise ApiError("top_logprobs needs logprobs. Set logprobs to true.", param="top_logprobs")
     limit = given.pop("max_completion_tokens", None)
     given["max_tokens"] = given.get("max_tokens") if limit is None else limit
-    prompts = [_with_extras(prompt, given)]
-    return _request(given, prompts, is_chat=True, num_top_logprobs=(num_top or 0) if has_logprobs else None)
+    prompts, num_logprobs = [_with_extras(prompt, given)], (num_top or 0) if has_logprobs else None
+    has_prompt = "prompt_logprobs" in given
+    return _request(given, prompts, is_chat=True, num_top_logprobs=num_logprobs, has_prompt_logprobs=has_prompt)
 
 
 _FORM = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")

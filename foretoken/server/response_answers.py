@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
 
     from foretoken.core.results import CompletionOutput, Logprob, RequestOutput, StreamChunk
+    from foretoken.server.echoes import EchoedPrompt
     from foretoken.server.errors import ApiError
     from foretoken.server.request_fields import ServedRequest
 
@@ -38,8 +39,8 @@ class ResponseEnvelope:
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
-    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The response of a request that was not streamed; outputs: of its prompt."""
+    def whole(self, outputs: Sequence[RequestOutput], _echoes: Sequence[EchoedPrompt], /) -> dict[str, Any]:
+        """The response of a request that was not streamed, which echoes nothing; outputs: of its prompt."""
         return self._ended(outputs)
 
     def first(self) -> list[dict[str, Any]]:
@@ -52,9 +53,11 @@ class ResponseEnvelope:
             self._event("response.content_part.added", part=_text("", [])),
         ]
 
-    def part(self, _index: int, chunk: StreamChunk, text: str, _offset: int, /, **_more: Any) -> dict[str, Any]:
+    def part(
+        self, _index: int, chunk: StreamChunk, _echo: EchoedPrompt | None, _offset: int, /, **_more: Any
+    ) -> dict[str, Any]:
         """An event with further text; a response has one message, and tells its usage at the end."""
-        return self._event("response.output_text.delta", delta=text, logprobs=self._logprobs(chunk.logprobs))
+        return self._event("response.output_text.delta", delta=chunk.text, logprobs=self._logprobs(chunk.logprobs))
 
     def last(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
         """Events that end the text, the message and the response; outputs: of its prompt."""

@@ -13,12 +13,19 @@ from typing import Any
 
 from command_line import MODEL, ROOT, run
 
+from foretoken.server.batch_files import held
+
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
 def request(name: str, url: str = "/v1/completions", **body: Any) -> dict[str, Any]:
     fields = {"max_tokens": 8, "temperature": 0, **body}
     return {"custom_id": name, "method": "POST", "url": url, "body": fields}
+
+
+def respond(name: str, **body: Any) -> dict[str, Any]:
+    fields = {"max_output_tokens": 8, "temperature": 0, **body}
+    return {"custom_id": name, "method": "POST", "url": "/v1/responses", "body": fields}
 
 
 def write(path: Path, lines: list[Any]) -> Path:
@@ -35,6 +42,11 @@ def text(answer: dict[str, Any]) -> str:
     return str(choice["text"])
 
 
+def contents(body: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the messages of a response hold."""
+    return [part for message in body.get("output", ()) for part in message["content"]]
+
+
 def test_every_line_is_answered_and_bad_ones_end_nothing(tmp_path: Path) -> None:
     talk = [{"role": "user", "content": "A queue."}]
     source = write(tmp_path / "in.jsonl", [
@@ -44,6 +56,8 @@ def test_every_line_is_answered_and_bad_ones_end_nothing(tmp_path: Path) -> None
         request("stream", prompt="x", stream=True), request("hot", prompt="x", temperature=-1),
         request("seeded", prompt=["import os", "import sys"], temperature=0.8, seed=3),
         json.dumps(request("long", prompt="x" * (9 << 20))),
+        respond("response", input="A queue."), respond("events", input="A queue.", stream=True),
+        respond("stored", input="A queue.", previous_response_id="resp_1"),
     ])  # fmt: skip
     (tmp_path / "template").write_text(TEMPLATE)
     out, plain = tmp_path / "out.jsonl", tmp_path / "plain.jsonl"
@@ -51,21 +65,27 @@ def test_every_line_is_answered_and_bad_ones_end_nothing(tmp_path: Path) -> None
     for place, drafter in ((out, ("-s", "ngram:num_speculative_tokens=4")), (plain, ())):
         finished = run("batch", str(source), str(place), "--model", MODEL, *template, *drafter)
         assert finished.returncode == 0, finished.stderr
-        assert "11 lines answered, 8 of them with errors" in finished.stdout
+        assert "14 lines answered, 10 of them with errors" in finished.stdout
     answers = {answer["custom_id"] or answer["id"]: answer for answer in read(out)}
     statuses = {name: answer["response"]["status_code"] for name, answer in answers.items()}
     assert statuses == {
         "a": 200, "chat": 200, "seeded": 200, "batch_req_2": 400, "no body": 400, "batch_req_6": 400, "url": 404,
-        "other": 404, "stream": 400, "hot": 400, "batch_req_12": 413,
+        "other": 404, "stream": 400, "hot": 400, "batch_req_12": 413, "response": 200, "events": 400,
+        "stored": 400,
     }  # fmt: skip
     assert all(answer["error"] is None and answer["response"]["request_id"] for answer in answers.values())
     assert "error" in answers["hot"]["response"]["body"]
+    bodies = {name: answer["response"]["body"] for name, answer in answers.items()}
     for other in read(plain):  # drafts change no text
-        theirs = other["response"]["body"].get("choices")
-        assert theirs == answers[other["custom_id"] or other["id"]]["response"]["body"].get("choices")
+        theirs, ours = other["response"]["body"], bodies[other["custom_id"] or other["id"]]
+        assert theirs.get("choices") == ours.get("choices")
+        assert contents(theirs) == contents(ours)
+    (content,) = contents(bodies["response"])
+    assert content["text"] == bodies["chat"]["choices"][0]["message"]["content"], "they ask for the same"
     refused = run("batch", str(source), str(out), "--model", MODEL)
     assert refused.returncode == 2
     assert "exists" in refused.stderr
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "template", "out.jsonl", "plain.jsonl"}
 
 
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:
@@ -100,6 +120,18 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     again = tmp_path / "again.jsonl"
     assert run("batch", str(source), str(again), "--model", MODEL).returncode == 0
     assert answers == {answer["custom_id"]: text(answer) for answer in read(again)}
+
+
+def test_one_run_at_a_time_and_no_lock_is_left(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "in.jsonl", [request("a", prompt="x")]), tmp_path / "out.jsonl"
+    with held(out):
+        for _ in range(2):  # what one that was refused leaves keeps out the next
+            refused = run("batch", str(source), str(out), "--model", MODEL)
+            assert refused.returncode == 2
+            assert "another run writes" in refused.stderr
+        assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl.lock"}
+    assert run("batch", str(source), str(out), "--model", MODEL).returncode == 0
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
 
 
 def test_bad_input_is_one_sentence(tmp_path: Path) -> None:

@@ -180,3 +180,21 @@ def test_closing_one_stream_leaves_the_other() -> None:
 def test_errors_come_with_the_call_not_with_the_first_chunk() -> None:
     with pytest.raises(RequestError, match="empty"):
         llm({}).stream([[]], GREEDY)
+
+
+@pytest.mark.parametrize("length", [1, 9])
+def test_the_first_chunk_of_the_first_completion_has_the_scores_of_the_prompt(length: int) -> None:
+    engine = llm({}, max_num_seqs=4)
+    engine.target.prefill_chunk = 4
+    prompts = [list(range(5, 5 + length)), list(range(3, 3 + 2 * length))]
+    params = SamplingParams(temperature=0.0, max_tokens=6, prompt_logprobs=2, n=2)
+    expected = [output.prompt_logprobs for output in engine.generate(prompts, params)]
+    chunks = list(engine.stream(prompts, params))
+    for index, scores in enumerate(expected):
+        first, *others = [each for each in chunks if (each.prompt_index, each.index) == (index, 0)]
+        assert first.prompt_logprobs == scores
+        assert len(scores or ()) == len(prompts[index])
+        others += [each for each in chunks if (each.prompt_index, each.index) == (index, 1)]
+        assert others
+        assert all(each.prompt_logprobs is None for each in others)
+    assert all(each.prompt_logprobs is None for each in engine.stream(prompts, GREEDY))

@@ -32,6 +32,10 @@ REQUESTS: dict[str, dict[str, Any]] = {
     "logit bias": {"prompt": CODE, **GREEDY, "logit_bias": {"300": 5.0, "12": -100.0}},
     "extra": {"prompt": CODE, **SEEDED, "extra_body": {"top_k": 20, "min_p": 0.02, "min_tokens": 30}},
     "echo": {"prompt": CODE, **GREEDY, "echo": True},
+    "echo, logprobs": {"prompt": CODE, **GREEDY, "echo": True, "logprobs": 2},
+    "echo, logprobs, several": {
+        "prompt": [CODE, [300, 301, 302, 303, 300, 301], "x"], **SEEDED, "echo": True, "logprobs": 1, "n": 2,
+    },
     "regex": {"prompt": CODE, **SEEDED, "extra_body": {"structured_outputs": {"regex": "[a-z]{4,8} = [0-9]+"}}},
     "chat": {"messages": TALK, **GREEDY},
     "chat, seeded": {"messages": TALK, **SEEDED, "n": 2},

@@ -20,6 +20,7 @@ from foretoken.cli.batch import batch
 from foretoken.core.errors import ForetokenError
 
 MODEL = "models/tinycode"
+TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
 pytestmark = pytest.mark.filterwarnings("ignore")  # Ray's own
 
 
@@ -43,7 +44,10 @@ def test_a_killed_worker_costs_no_line_and_changes_no_text(tmp_path: Path, capsy
     lines[3]["body"] |= {"temperature": 0.8, "seed": 3}
     bad = [request("hot", prompt="x", temperature=-1), request("request 1", prompt="again")]
     source, out, part = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "out.jsonl.part"))
-    source.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *bad]))
+    body = {"input": "A queue.", "max_output_tokens": 8, "temperature": 0}
+    respond = {"custom_id": "response", "url": "/v1/responses", "body": body}
+    source.write_text("".join(json.dumps(line) + "\n" for line in [*lines, *bad, respond]))
+    (tmp_path / "template").write_text(TEMPLATE)
     answered_before: list[bytes] = []
 
     def kill() -> None:
@@ -56,22 +60,29 @@ def test_a_killed_worker_costs_no_line_and_changes_no_text(tmp_path: Path, capsy
 
     killer = threading.Thread(target=kill)
     killer.start()
-    batch(source, out, MODEL, ["ngram"], num_workers=2, max_num_seqs=4, max_in_flight=8)
+    more = {"chat_template": tmp_path / "template"}
+    batch(source, out, MODEL, ["ngram"], num_workers=2, max_num_seqs=4, max_in_flight=8, **more)
     killer.join()
     again = tmp_path / "again.jsonl"
-    (tmp_path / "again.jsonl.part").write_text("".join(out.read_text().splitlines(keepends=True)[:41]))
-    batch(source, again, MODEL, num_workers=1)
+    (tmp_path / "again.jsonl.part").write_text("".join(out.read_text().splitlines(keepends=True)[:42]))
+    batch(source, again, MODEL, num_workers=1, **more)
     said = capsys.readouterr().out
-    assert "42 lines answered, 2 of them with errors" in said
+    assert "43 lines answered, 2 of them with errors" in said
     assert "1 lines answered" in said
-    assert "41 of an earlier run" in said
+    assert "42 of an earlier run" in said
     assert 5 <= len(answered_before) < 40, "the worker was killed in the middle"
     answers = read(out)
-    assert sorted(answer["id"] for answer in answers) == sorted(f"batch_req_{number + 1}" for number in range(42))
-    texts = {each["custom_id"]: each["response"]["body"].get("choices", [{}])[0].get("text") for each in answers}
+    assert sorted(answer["id"] for answer in answers) == sorted(f"batch_req_{number + 1}" for number in range(43))
+    bodies = {answer["custom_id"]: answer["response"]["body"] for answer in answers}
+    response = bodies.pop("response")
+    texts = {name: body.get("choices", [{}])[0].get("text") for name, body in bodies.items()}
     assert texts.pop("hot") is None
     assert texts.pop(None) is None
     plain = LLM(MODEL, max_num_seqs=8)
+    (chat,) = plain.chat(
+        [{"role": "user", "content": "A queue."}], SamplingParams(temperature=0, max_tokens=8), chat_template=TEMPLATE
+    )
+    assert response["output"][0]["content"][0]["text"] == chat.outputs[0].text
     greedy, seeded = (
         SamplingParams(temperature=0, max_tokens=64),
         SamplingParams(temperature=0.8, seed=3, max_tokens=64),
@@ -79,7 +90,7 @@ def test_a_killed_worker_costs_no_line_and_changes_no_text(tmp_path: Path, capsy
     params = [seeded if name == "request 3" else greedy for name in prompts]
     outputs = plain.generate(list(prompts.values()), params)
     assert texts == {name: output.outputs[0].text for name, output in zip(prompts, outputs, strict=True)}
-    assert len(read(again)) == 42
+    assert len(read(again)) == 43
 
 
 def test_a_worker_that_cannot_start_is_one_sentence(tmp_path: Path) -> None:

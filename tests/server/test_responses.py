@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from itertools import groupby
 from typing import Any
@@ -9,9 +10,12 @@ from typing import Any
 import openai
 import pydantic
 import pytest
+from openai.types.responses import Response
 from server.live_server import TEMPLATE, LiveServer, live_server
 
 from foretoken import LLM
+from foretoken.server.batch_files import Line
+from foretoken.server.batch_lines import LineAnswers
 
 TALK = [{"role": "user", "content": "A queue."}, {"role": "assistant", "content": "class Queue:"}]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "max_output_tokens": 40}
@@ -203,6 +207,17 @@ def test_fields_that_do_not_fit(fields: dict[str, Any], param: str | None, part:
         error = answer.json()["error"]
         assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
         assert part in error["message"]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_a_line_of_a_batch_is_answered_as_a_request(name: str, speculative: LiveServer) -> None:
+    fields = dict(REQUESTS[name][0])
+    body = {"model": "tinycode", **fields.pop("extra_body", {}), **fields}
+    lines = LineAnswers(speculative.engine, "tinycode", TEMPLATE)
+    asked = {"custom_id": "a", "url": "/v1/responses", "body": body}
+    answer = asyncio.run(lines.answer(Line(1, json.dumps(asked).encode()), asked))["response"]
+    assert answer["status_code"] == 200
+    assert told(Response.model_validate(answer["body"])) == told(respond(speculative, name))
 
 
 def test_nothing_is_stored(speculative: LiveServer) -> None:
