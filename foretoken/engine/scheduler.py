@@ -1,9 +1,11 @@
 """Which sequences run, in which slots, and over how many KV rows.
 
 Sequences join in the order in which they came, when a slot is free and there are KV rows for all of their tokens. Those
-that run need more rows with every token. Where rows are shared and there are no more, texts that free slots still hold
-are given up first, the oldest first; then the sequence that joined last is preempted: it waits for a slot as if it had
-just come, before all others, and all that it has so far is read again, so that its text stays what it was.
+whose prompt begins as one that is being read wait for that, a slot kept free for them, and go on from its rows.
+
+Sequences that run need more rows with every token. Where rows are shared and there are no more, texts that free slots
+still hold are given up first, the oldest first; then the sequence that joined last is preempted: it waits for a slot as
+if it had just come, before all others, and all that it has so far is read again, so that its text stays what it was.
 """
 
 from __future__ import annotations
@@ -11,9 +13,10 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
+from foretoken.core.common_prefix import common_prefix_len
 from foretoken.drafters.base import DraftRequest
 from foretoken.engine.failures import contained
-from foretoken.engine.slot_pool import Held, Taken
+from foretoken.engine.slot_pool import LEAST_PREFIX, Held, Taken
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -87,8 +90,15 @@ class Scheduler:
         for sequence in self.running:
             if sequence.slot is not None:
                 self._reserve(sequence.slot, self._rows_of(sequence))
-        while self._waiting and self._slots.free and self._fits([*self.running, self._waiting[0]]):
-            self._join(self._waiting.popleft())
+        held_back: list[Sequence] = []  # which keep their place
+        for sequence in [*self._waiting] if self._slots.free else ():
+            if len(self._slots.free) == len(held_back) or not self._fits([*self.running, *held_back, sequence]):
+                break
+            if self._is_being_read(sequence):
+                held_back.append(sequence)
+            else:
+                self._waiting.remove(sequence)
+                self._join(sequence)
 
     def leave(self) -> None:
         """Frees the slots of sequences that are over."""
@@ -129,6 +139,25 @@ class Scheduler:
         self._slots.give_back(Held(sequence.slot, list(sequence.tokens), num_kept, sequence.cache_salt))
         self._target.cache.trim(sequence.slot, num_kept)
 
+    def _is_being_read(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is reading more of a prompt than any slot holds, so that both need not read it."""
+        if not self._slots.keeps_prefixes or sequence.wants_prompt_scores:
+            return False
+        most, salt = len(sequence.tokens) - 1, sequence.cache_salt
+        shared = {
+            s.slot: min(common_prefix_len(s.tokens, sequence.tokens) - 1, most)
+            for s in self.running
+            if s.finish_reason is None and s.num_cached < len(s.tokens) - 1 and s.cache_salt == salt
+        }
+        coming = max((shared[s.slot] for s in self.running if s.num_cached < shared.get(s.slot, 0)), default=0)
+        if coming < LEAST_PREFIX:
+            return False
+        there = [held for held in self._held() if held.slot not in shared]
+        prefix, _ = self._slots.longest_prefix(
+            sequence.tokens, most=most, salt=salt, running=there, reusable=self._drafting.reusable
+        )
+        return coming - (0 if prefix is None else prefix.length) >= LEAST_PREFIX
+
     def _join(self, sequence: Sequence) -> None:
         """Gives a free slot to a sequence for which there are rows."""
         taken = self._taken_slot(sequence)
@@ -145,16 +174,9 @@ class Scheduler:
         if not self._slots.keeps_prefixes or sequence.wants_prompt_scores:  # which take the logits of all positions
             slot = self._slots.take_oldest()
         else:
+            most, salt = len(sequence.tokens) - 1, sequence.cache_salt
             slot, prefix = self._slots.take(
-                sequence.tokens,
-                most=len(sequence.tokens) - 1,
-                salt=sequence.cache_salt,
-                running=[
-                    Held(s.slot, s.tokens, s.num_cached, s.cache_salt)
-                    for s in self.running
-                    if s.slot is not None and s.finish_reason is None
-                ],
-                reusable=self._drafting.reusable,
+                sequence.tokens, most=most, salt=salt, running=self._held(), reusable=self._drafting.reusable
             )
             if not sequence.has_begun:
                 sequence.metrics.num_prefix_queries = sequence.num_prompt
@@ -164,6 +186,14 @@ class Scheduler:
             prefix = None  # it is held where its rows are needed
         self._reserve(slot, rows)
         return Taken(slot, prefix)
+
+    def _held(self) -> list[Held]:
+        """What the slots of running sequences hold."""
+        return [
+            Held(s.slot, s.tokens, s.num_cached, s.cache_salt)
+            for s in self.running
+            if s.slot is not None and s.finish_reason is None
+        ]
 
     def _reserve(self, slot: int, count: int, *, but: int | None = None) -> bool:
         """Gives a slot rows, those of free slots if need be.

@@ -15,7 +15,7 @@ from foretoken.drafters.base import Prefix
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-_LEAST = 8  # positions of a prefix that is used; shorter ones are read as fast as they are copied
+LEAST_PREFIX = 8  # positions of a prefix that is used; shorter ones are read as fast as they are copied
 
 
 class Held(NamedTuple):
@@ -82,19 +82,33 @@ class SlotPool:
             running: What the slots hold that are in use.
             reusable: See `Drafting.reusable`.
         """
-        prefix, num_lost, free = None, 0, self.free
-        for held in (*self._free, *running):
-            if held.salt != salt or min(held.length, most) < _LEAST:
-                continue
-            shared = common_prefix_len(held.tokens, tokens)
-            length = min(shared - 1, held.length, most)  # the token after them is the same, too
-            length = reusable(held.slot, length) if length >= _LEAST else 0
-            if length >= _LEAST and (prefix is None or length > prefix.length):
-                prefix, num_lost = Prefix(held.slot, length), held.length - length
+        prefix, num_lost = self.longest_prefix(tokens, most=most, salt=salt, running=running, reusable=reusable)
+        free = self.free
         if prefix is None or prefix.slot not in free or num_lost > self._free[0].length:
             return Taken(self.take_oldest(), prefix)
         del self._free[free.index(prefix.slot)]
         return Taken(prefix.slot, prefix)
+
+    def longest_prefix(
+        self,
+        tokens: Sequence[int],
+        *,
+        most: int,
+        salt: str | None,
+        running: Iterable[Held],
+        reusable: Callable[[int, int], int],
+    ) -> tuple[Prefix | None, int]:
+        """The longest prefix of a text that any slot holds, and rows of that slot behind it; arguments as `take`'s."""
+        prefix, num_lost = None, 0
+        for held in (*self._free, *running):
+            if held.salt != salt or min(held.length, most) < LEAST_PREFIX:
+                continue
+            shared = common_prefix_len(held.tokens, tokens)
+            length = min(shared - 1, held.length, most)  # the token after them is the same, too
+            length = reusable(held.slot, length) if length >= LEAST_PREFIX else 0
+            if length >= LEAST_PREFIX and (prefix is None or length > prefix.length):
+                prefix, num_lost = Prefix(held.slot, length), held.length - length
+        return prefix, num_lost
 
     def forget_oldest(self, *, but: int | None = None) -> int | None:
         """Gives up what the free slot holds that has held it for longest.

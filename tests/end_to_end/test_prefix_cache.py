@@ -124,6 +124,30 @@ def test_a_conversation_goes_on_where_it_was(drafter: str, runner: str) -> None:
         prompt = [*prompt, *got.outputs[0].token_ids, 9, 5 + turn, 7, 11]
 
 
+@pytest.mark.parametrize("drafter", ["none", "draft itself", "hydra++", "eagle", "suffix"])
+@pytest.mark.parametrize("prefill_chunk", [16, 64])
+def test_a_prompt_of_several_completions_is_read_once(drafter: str, prefill_chunk: int) -> None:
+    engine = engine_with(drafter, "generic", max_num_seqs=6)
+    plain = llm({}, max_num_seqs=6, max_model_len=CONTEXT_LEN, runner="generic", enable_prefix_caching=False)
+    engine.target.prefill_chunk = prefill_chunk
+    params = SamplingParams(temperature=0.8, seed=1, n=4, max_tokens=12, ignore_eos=True)
+    got, want = engine.generate([TEXTS[0], TEXTS[1]], params), plain.generate([TEXTS[0], TEXTS[1]], params)
+    assert_same_text(got, want, ["first", "second"])
+    for output in got:  # a head's state ends a position before its last feature
+        assert 3 * 37 <= output.metrics.num_cached_tokens <= 3 * 39
+
+
+def test_who_waits_for_a_prompt_keeps_its_place() -> None:
+    engine, order = engine_with("none", "generic", max_num_seqs=3), []
+    engine.target.prefill_chunk = 16
+    salted = {"prompt_token_ids": TEXTS[0], "cache_salt": "mine"}
+    for chunk in engine.stream([TEXTS[0], TEXTS[0], TEXTS[0][:4] + TEXTS[1], salted], GREEDY):
+        order += [chunk.prompt_index] * (chunk.prompt_index not in order)
+    assert order == [0, 1, 2, 3]
+    others = engine.generate([TEXTS[1], [*TEXTS[1][:20], 3, 4], salted], GREEDY)
+    assert [output.num_cached_tokens for output in others] == [0, 19, 39]
+
+
 def test_rows_of_a_sequence_that_failed_are_not_used() -> None:
     engine = engine_with("none", "generic")
     with mock.patch.object(engine.target, "commit", side_effect=RuntimeError("no")):
@@ -143,7 +167,7 @@ def test_prompts_are_counted() -> None:
         80,
     )
     assert values["vllm:prefix_cache_queries"] == 160
-    assert values["vllm:prefix_cache_hits"] == 78
+    assert values["vllm:prefix_cache_hits"] == 78 + 39
     assert values["vllm:prompt_tokens"] == 160
     off = engine_with("none", "generic", enable_prefix_caching=False)
     assert [o.num_cached_tokens for o in off.generate([TEXTS[0]] * 4, GREEDY)] == [0] * 4
