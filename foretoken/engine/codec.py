@@ -12,7 +12,7 @@ from typing import Any
 
 from foretoken.core.checks import checked_token_ids, shown
 from foretoken.core.errors import RequestError, one_line
-from foretoken.engine.fork_lock import ForkLock
+from foretoken.core.fork_lock import ForkLock
 
 REPLACEMENT = "\ufffd"  # what decoding shows for bytes that do not make a character
 

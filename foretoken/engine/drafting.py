@@ -17,9 +17,9 @@ from foretoken.drafters.base import TargetReads
 from foretoken.engine.draft_guard import DraftGuard, SafeDraft
 from foretoken.engine.draft_noise import DraftNoise
 from foretoken.engine.draft_timing import TIMED_DEPTH, time_drafts
-from foretoken.engine.grammar_drafts import FORCED, constrained_tree
 from foretoken.engine.node_limits import within_node_limits
 from foretoken.engine.stage_clock import Laps
+from foretoken.grammars.drafts import FORCED, constrained_tree
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from foretoken.core.records import Declined, StepRecord
     from foretoken.core.taps import Tap
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, DraftRequest, TargetHandle
-    from foretoken.engine.grammar_drafts import GrammarBounds
+    from foretoken.grammars.drafts import GrammarBounds
 
 _MOST_BOUGHT = 128  # nodes of a tree that several drafters' nodes are bought for, unless one drafter's are more
 _LONGEST_GRAFT = 10  # tokens
@@ -227,7 +227,7 @@ class Drafting:
         return None if possible <= most else most
 
     def constrained(self, draft: Draft, bounds: Sequence[GrammarBounds | None]) -> Draft:
-        """A draft as the sequences' grammars let it be, see `engine.grammar_drafts`.
+        """A draft as the sequences' grammars let it be, see `grammars.drafts`.
 
         Args:
             draft: Of B trees.

@@ -23,7 +23,6 @@ from foretoken.core.token_tree import MAX_NODES
 from foretoken.drafters.base import DraftContext
 from foretoken.engine.engine_counts import EngineCounts
 from foretoken.engine.failures import contained, fail
-from foretoken.engine.grammar_drafts import GrammarBounds
 from foretoken.engine.memory_pressure import MemoryPressure, is_out_of_memory
 from foretoken.engine.outcomes import (
     Outcome,
@@ -40,6 +39,7 @@ from foretoken.engine.stage_clock import StageClock
 from foretoken.engine.torch_state import restored_torch_state
 from foretoken.engine.tracing import traced
 from foretoken.engine.verification import Verified, logits_of, token_choice
+from foretoken.grammars.drafts import GrammarBounds
 from foretoken.sampling.batch import SamplingBatch
 from foretoken.sampling.grammar import GrammarMask
 from foretoken.sampling.history import History, HistoryTable

@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from foretoken.core.errors import QueueFull, RequestError
-from foretoken.engine.fork_lock import ForkLock
+from foretoken.core.fork_lock import ForkLock
 from foretoken.engine.request_stream import Mailbox
 
 if TYPE_CHECKING:

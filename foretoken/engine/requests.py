@@ -14,9 +14,9 @@ from foretoken.core.results import GenerationMetrics, RequestOutput
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.engine.chats import ChatFormat, chat_prompts
 from foretoken.engine.codec import Codec
-from foretoken.engine.grammars import Grammars
 from foretoken.engine.prompts import PromptReader, ReadPrompt, split_prompts
 from foretoken.engine.sequence import Sequence
+from foretoken.grammars.compiling import Grammars
 from foretoken.sampling.batch import SamplingRequest
 from foretoken.sampling.noise import derive_seed
 

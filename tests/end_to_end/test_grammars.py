@@ -25,8 +25,8 @@ from tiny_models import EOS_ID, tiny_model
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.errors import RequestError
 from foretoken.core.records import StepRecord
-from foretoken.engine import grammar_drafts
 from foretoken.engine.loop import Engine
+from foretoken.grammars import drafts as grammar_drafts
 from foretoken.trees.merge import compacted
 
 MODELS = Path(__file__).parents[2] / "models"

@@ -15,7 +15,7 @@ from tiny_models import EOS_ID, VOCAB_SIZE
 
 from foretoken import SamplingParams
 from foretoken.core.errors import RequestError
-from foretoken.engine.grammars import Grammars
+from foretoken.grammars.compiling import Grammars
 from foretoken.sampling.grammar import GrammarMask, GrammarState
 from foretoken.sampling.history import History, NodeView
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import RequestError, one_line
-from foretoken.engine.byte_cache import ByteCache
-from foretoken.engine.fork_lock import ForkLock
-from foretoken.engine.grammar_checks import Form, GrammarChecks, TooSlow
+from foretoken.core.fork_lock import ForkLock
+from foretoken.grammars.byte_cache import ByteCache
+from foretoken.grammars.checks import Form, GrammarChecks, TooSlow
 from foretoken.sampling.grammar import Ends, GrammarState
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.core.errors import ForetokenError, one_line
-from foretoken.engine import grammar_process
+from foretoken.grammars import checking_process
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -69,7 +69,7 @@ class GrammarChecks:
         if not answer:
             status = process.wait()
             self._end()
-            if status == grammar_process.TOOK_TOO_LONG:
+            if status == checking_process.TOOK_TOO_LONG:
                 raise TooSlow(f"{_LONGEST_S:g} s")
             raise ValueError(f"the compiler crashes, exit status {status}")
         told = json.loads(answer)
@@ -85,7 +85,7 @@ class GrammarChecks:
         setup = self._setup()
         try:
             process = subprocess.Popen(
-                [sys.executable, "-P", grammar_process.__file__],  # -P: not in the folder of its file
+                [sys.executable, "-P", checking_process.__file__],  # -P: not in the folder of its file
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -99,7 +99,7 @@ class GrammarChecks:
             ) from err
         self._process, self._owner = process, os.getpid()
         self._end = weakref.finalize(self, _ended, process, self._owner)
-        if _exchange(process, setup) != grammar_process.READY:
+        if _exchange(process, setup) != checking_process.READY:
             self._end()
             raise ForetokenError(
                 f"the process that compiles grammars ended with exit status {process.returncode} before the first. "

@@ -1,4 +1,4 @@
-"""A program that compiles grammars one after the other, for `engine.grammar_checks`, and is not imported by the engine.
+"""A program that compiles grammars one after the other, for `grammars.checks`, and is not imported by the engine.
 
 A line of JSON comes in for each and one goes out. It ends itself when a grammar takes too long, which no thread can do
 to another: llguidance is not to be interrupted, and its conversion of grammars to Lark holds the interpreter's lock.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from foretoken.engine.fork_lock import ForkLock
+from foretoken.core.fork_lock import ForkLock
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

@@ -14,8 +14,9 @@ from slow_grammars import BLANK, HOSTILE, LARGE, Gate, structured
 
 from foretoken import LLM, AsyncLLM, SamplingParams
 from foretoken.core.errors import RequestError
-from foretoken.engine import grammar_checks, grammars
-from foretoken.engine.grammar_checks import Form, GrammarChecks
+from foretoken.grammars import checks as grammar_checks
+from foretoken.grammars import compiling
+from foretoken.grammars.checks import Form, GrammarChecks
 
 PROMPT = "def area(self):\n    "
 
@@ -113,7 +114,7 @@ def test_a_call_that_compiles_holds_up_no_other(llm: LLM, monkeypatch: pytest.Mo
 
 
 def test_compiled_forms_are_kept_up_to_a_number_of_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "_BYTES_KEPT", 2 * grammars._BYTES_A_GRAMMAR + 300 * 300)
+    monkeypatch.setattr(compiling, "_BYTES_KEPT", 2 * compiling._BYTES_A_GRAMMAR + 300 * 300)
     compiled, original = list[str](), GrammarChecks.grammar
 
     def noted(checks: GrammarChecks, form: Form) -> str:

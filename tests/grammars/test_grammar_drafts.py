@@ -8,8 +8,8 @@ from tiny_models import EOS_ID, VOCAB_SIZE
 
 from foretoken import SamplingParams
 from foretoken.core.token_tree import PROBE, DraftDistributions, DrawKind, TokenTree, TreeRow
-from foretoken.engine.grammar_drafts import GrammarBounds, constrained_tree
-from foretoken.engine.grammars import Grammars
+from foretoken.grammars.compiling import Grammars
+from foretoken.grammars.drafts import GrammarBounds, constrained_tree
 from foretoken.sampling.grammar import GrammarState
 
 A, B, T, H, E = (PIECES.index(piece) for piece in (b"a", b"b", b"t", b"h", b"e"))
