@@ -126,7 +126,7 @@ def main() -> None:
     given.out.parent.mkdir(parents=True, exist_ok=True)
     setting = Setting(
         model=given.model.resolve(), dtype="float32", threads=given.threads, max_num_seqs=given.max_num_seqs,
-        env_dir=DEFAULT_ENV_DIR, log_dir=given.out.parent,
+        env_dir=DEFAULT_ENV_DIR, log_dir=given.out.parent, has_prefix_caching=True,
     )  # fmt: skip
     made = {
         "date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": describe_machine(), "model": given.model.name,

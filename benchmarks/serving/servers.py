@@ -35,7 +35,7 @@ class ServerError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all servers of a comparison have in common."""
+    """What all servers of a comparison have in common; `has_prefix_caching` is of ours and vLLM's."""
 
     model: Path
     dtype: str
@@ -43,6 +43,7 @@ class Setting:
     max_num_seqs: int
     env_dir: Path
     log_dir: Path
+    has_prefix_caching: bool = False
 
 
 @dataclass(slots=True)
@@ -130,8 +131,9 @@ class Server:
 
 
 def _command(name: str, setting: Setting, port: int) -> tuple[list[str], dict[str, str]]:
-    """The command line and environment variables of a server; prefix caching is off everywhere."""
+    """The command line and environment variables of a server."""
     threads = {"OMP_NUM_THREADS": str(setting.threads)}
+    caching = f"--{'' if setting.has_prefix_caching else 'no-'}enable-prefix-caching"
     if name == "transformers":
         program = [str(Path(sys.executable).with_name("transformers")), "serve", str(setting.model)]
         return [*program, "--port", str(port), "--dtype", setting.dtype, "--device", "cpu"], threads
@@ -142,11 +144,11 @@ def _command(name: str, setting: Setting, port: int) -> tuple[list[str], dict[st
         program = [str(python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(setting.model)]
         options = ["--dtype", setting.dtype, "--max-num-seqs", str(setting.max_num_seqs), "--max-model-len", "1024"]
         variables = {**threads, **_VLLM_SETTINGS, **run_settings(name, setting.env_dir)}
-        return [*program, "--port", str(port), *options, "--no-enable-prefix-caching"], variables
+        return [*program, "--port", str(port), *options, caching], variables
     drafting = [] if name == "plain" else ["-s", name]
     program = [sys.executable, "-m", "foretoken", "serve", str(setting.model), *drafting, "--port", str(port)]
     options = ["--dtype", setting.dtype, "--threads", str(setting.threads), "--max-num-seqs", str(setting.max_num_seqs)]
-    return [*program, *options, "--no-enable-prefix-caching"], {}
+    return [*program, *options, caching], {}
 
 
 def _free_port() -> int:
