@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from foretoken.core.backend import has_cuda_runtime
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -53,7 +55,7 @@ class MemoryPressure:
     def note(self) -> None:
         """Counts a failed pass; to be called when nothing refers to what it held any more."""
         self.num_failures += 1
-        if self._device.type == "cuda":
+        if has_cuda_runtime(self._device):
             torch.cuda.empty_cache()
         now = self._now()
         self._recent.append(now)

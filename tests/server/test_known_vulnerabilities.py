@@ -164,7 +164,8 @@ def test_cve_2025_48956_a_header_of_megabytes(speculative: LiveServer) -> None:
         try:
             for _ in range(64):
                 connection.sendall(b"y" * (1 << 16))
-            assert b" 400 " in connection.recv(1000).split(b"\r\n")[0] + b" "
+            answer = connection.recv(1000).split(b"\r\n")[0]
+            assert not answer or b" 400 " in answer + b" "  # nothing: it hung up, as on headers that take too long
         except OSError:
             pass  # it hung up while we were talking
 
