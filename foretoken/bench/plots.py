@@ -150,7 +150,8 @@ def lines_of(results: Sequence[PointResult]) -> dict[tuple[Series, str], list[st
     """The lines of a chart: names of points by the look that they have and by what else they have in common.
 
     A line goes along one key that sizes trees, the one with the most values; points with other values of further such
-    keys lie on lines of the same look.
+    keys lie on lines of the same look. Where values are mappings, as those of `pruning`, their names tell lines apart,
+    and the numbers go along them.
     """
     values: dict[str, set[str]] = {}
     for result in results:
@@ -161,7 +162,7 @@ def lines_of(results: Sequence[PointResult]) -> dict[tuple[Series, str], list[st
 
     def said(result: PointResult, keys: Sequence[str]) -> str:
         own = [key for key in keys if key in result.changes]
-        return " ".join(f"{short_name(key, values)}={spelled(result.changes[key])}" for key in own)
+        return " ".join(f"{short_name(key, values)}={_names_in(result.changes[key])}" for key in own)
 
     lines: dict[tuple[Series, str], list[str]] = {}
     for result in results:
@@ -172,6 +173,11 @@ def lines_of(results: Sequence[PointResult]) -> dict[tuple[Series, str], list[st
         if result.name not in names:  # it has a point in every panel
             names.append(result.name)
     return dict(sorted(lines.items()))
+
+
+def _names_in(value: Any) -> str:
+    """A value of an axis without the numbers of a mapping."""
+    return "+".join(value) if isinstance(value, dict) else spelled(value)
 
 
 def _draw_panel(

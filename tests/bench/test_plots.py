@@ -35,6 +35,16 @@ def test_lines_go_along_the_key_that_sizes_trees_most_finely() -> None:
         (Series("medusa", "path_probability=0.05"), "num_speculative_tokens=4"): 3,
         (Series("ngram", "a<b&c"), ""): 3,
     }
+    thresholds = [
+        None,
+        {"path_probability": 0.01},
+        {"path_probability": 0.1},
+        {"path_probability": 0.1, "entropy": 0.3},
+    ]
+    pruned = lines_of([made_up("hydra", 9, 2.0, name=str(each), changes={"pruning": each}) for each in thresholds])
+    assert {key.variant: len(names) for (key, _), names in pruned.items()} == {
+        "pruning=null": 1, "pruning=path_probability": 2, "pruning=path_probability+entropy": 1,
+    }  # fmt: skip
     alone = lines_of([made_up("hydra", nodes, 2.0) for nodes in (2, 4)])
     assert list(alone) == [(Series("hydra", ""), "")]
 
