@@ -62,7 +62,7 @@ def test_rehearsal(tmp_path: Path) -> None:
         "--seed",
         "3",
     ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     record = json.loads((tmp_path / "gpu.json").read_text())
     assert record["rehearsal"]

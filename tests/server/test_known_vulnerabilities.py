@@ -14,6 +14,7 @@ from drafters.adversarial import BEHAVIOURS
 from server.live_server import LiveServer, live_server
 
 from foretoken import LLM
+from foretoken.server import http_server
 
 CODE = "class Queue:\n    def push(self, item):\n        self.items.append(item)\n\n    def pop(self"
 ASK = {"prompt": CODE, "max_tokens": 16, "temperature": 0.0}
@@ -157,15 +158,15 @@ def test_cve_2025_62727_ranges(speculative: LiveServer) -> None:
         assert speculative.get("/metrics", headers=headers).status_code in (200, 400, 431)
 
 
-def test_cve_2025_48956_a_header_of_megabytes(speculative: LiveServer) -> None:
+def test_cve_2025_48956_a_header_of_megabytes(speculative: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_HEADER_SECONDS", 300.0)  # else a slow machine meets that limit first
     host, port = speculative.url.removeprefix("http://").split(":")
     with others_served(speculative), socket.create_connection((host, int(port)), timeout=30) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: a\r\nX: ")
         try:
             for _ in range(64):
                 connection.sendall(b"y" * (1 << 16))
-            answer = connection.recv(1000).split(b"\r\n")[0]
-            assert not answer or b" 400 " in answer + b" "  # nothing: it hung up, as on headers that take too long
+            assert b" 400 " in connection.recv(1000).split(b"\r\n")[0] + b" "
         except OSError:
             pass  # it hung up while we were talking
 
