@@ -137,6 +137,24 @@ class DraftDraws:
             return log_probs, noisy
         return log_probs, torch.where(_by_sequence(self.is_coupled), noisy, log_probs)
 
+    def likelihoods(self, log_probs: Tensor, keys: Tensor) -> Tensor:
+        """How probable each token is the target's choice, as far as the drafter knows.
+
+        For coupled requests given the noise that the target chooses with: the draft distribution times exp(noise),
+        normalised. For all others the draft distribution.
+
+        Args:
+            log_probs: (B, P, V) or (B, 1, V), see `keys` or `guesses`.
+            keys: In the same shape, likewise.
+
+        Returns:
+            Log-probabilities in that shape.
+        """
+        if not self.has_coupled:
+            return log_probs
+        given_noise = keys.log_softmax(2)
+        return torch.where(_by_sequence(self.is_coupled), given_noise, log_probs)
+
     def _warped(self, logits: Tensor) -> Tensor:
         """(B, P, V) log-probabilities after each request's temperature and truncation."""
         batch_size, num_nodes, _ = logits.shape

@@ -283,7 +283,7 @@ class DynamicExpansion:
         if pruning is not None and pruning.looks_at_tokens:
             entropies = None
             if pruning.entropy_weighted is not None:
-                entropies = normalised_entropy(keys.log_softmax(2) if self.draws.has_coupled else keys).unsqueeze(2)
+                entropies = normalised_entropy(self.draws.likelihoods(keys, keys)).unsqueeze(2)
             gains = torch.where(pruning.token_passes(gains, entropies), gains, float("-inf"))
         return best.indices, gains
 

@@ -164,6 +164,7 @@ class TreeExpansion:
         if draws.pruning is not None:
             is_root = torch.arange(shape.num_nodes, device=roots.device) == 0
             self._is_kept, self._goes_on = is_root.repeat(batch, 1), is_root.repeat(batch, 1)
+            self._paths = torch.zeros_like(self._scores)  # sums of `DraftDraws.likelihoods`
             self._narrowed: list[tuple[Tensor, Level]] = []  # of each depth, which nodes of the level go on, and these
 
     @property
@@ -244,7 +245,7 @@ class TreeExpansion:
         gains = _entries(log_probs, level.place, chosen)
         self._scores[:, children] = self._scores[:, level.parents] + gains
         if self._pruning is not None:
-            self._prune(level, log_probs, gains)
+            self._prune(level, self.draws.likelihoods(log_probs, keys), chosen)
         if self.draws.has_sampled:
             # A token without a chance in the stated distribution is a choice, not a draw: past the support, where a
             # probability underflows, and where the drafter's logits are no numbers.
@@ -325,21 +326,23 @@ class TreeExpansion:
             self._narrowed.append((places, level.narrowed(places, above)))
         return self._narrowed[depth][1]
 
-    def _prune(self, level: Level, log_probs: Tensor, gains: Tensor) -> None:
+    def _prune(self, level: Level, likelihoods: Tensor, chosen: Tensor) -> None:
         """Tells which children of a level stay, as long as they are chosen, and which of them go on.
 
         Args:
             level: That was expanded.
-            log_probs: (B, P, V) or (B, 1, V), after its nodes.
-            gains: (B, C), of the children.
+            likelihoods: (B, P, V) or (B, 1, V), see `DraftDraws.likelihoods`.
+            chosen: (B, C) int64, the children's tokens.
         """
         pruning, children = self._pruning, level.children
         assert pruning is not None, "asked before"
         entropies = None
         if pruning.entropy_weighted is not None:
-            by_parent = normalised_entropy(log_probs)
+            by_parent = normalised_entropy(likelihoods)
             entropies = by_parent if by_parent.shape[1] == 1 else by_parent[:, level.place]
-        passes = pruning.token_passes(gains, entropies) & pruning.path_passes(self._scores[:, children])
+        own = _entries(likelihoods, level.place, chosen)
+        self._paths[:, children] = self._paths[:, level.parents] + own
+        passes = pruning.token_passes(own, entropies) & pruning.path_passes(self._paths[:, children])
         self._is_kept[:, children] = self._goes_on[:, children] = self._goes_on[:, level.parents] & passes
 
     def _keep_drawn(self, level: Level, is_drawn: Tensor) -> None:

@@ -2,18 +2,18 @@
 
 A node falls short where
 
-- its own probability, the draft distribution's after its parent, is below `token_probability`;
+- its own probability after its parent is below `token_probability`;
 - the product of these along its path is below `path_probability`;
-- its own probability is below `entropy_weighted` * (1 - h), h the entropy of the draft distribution after its parent as
-  a share of the greatest possible, ln V: the less certain the drafter, the more candidates it keeps.
+- its own probability is below `entropy_weighted` * (1 - h), h the entropy of the distribution after its parent as a
+  share of the greatest possible, ln V: the less certain the drafter, the more candidates it keeps.
 
-Of several thresholds each one counts. Nodes below one that falls short are never drafted.
+The distribution is the draft's; for coupled requests, which know the noise that the target will choose with, what is
+left of it given that noise (`DraftDraws.likelihoods`): how probable a candidate is the target's choice, not how probable
+it was before. Of several thresholds each one counts. Nodes below one that falls short are never drafted.
 
 A node that falls short is left out where it was chosen, and stays where it was drawn from a draft distribution: to
 leave out a draw for its own token would bias what is generated. That nothing follows it depends on nothing but itself
 and what came before it, so it biases nothing: chains of sampled requests end with the first draw that falls short.
-Static trees of coupled requests, whose noise is known, go by the draft distribution all the same; dynamic ones by the
-distribution given the noise that their scores are made of (`foretoken.trees.dynamic`).
 
 The root always stays, so a tree of which nothing else is left is a step of plain decoding.
 

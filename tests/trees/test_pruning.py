@@ -16,6 +16,7 @@ from foretoken.core.token_tree import DrawKind, TokenTree, TreeRow
 from foretoken.core.validation import validated
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
+from foretoken.sampling.noise import Purpose
 from foretoken.sampling.truncation import warp
 from foretoken.trees import expansion
 from foretoken.trees.choices import TreeShape
@@ -77,14 +78,17 @@ def paths_of(tree: TokenTree, row: int) -> list[Path]:
 
 def plain_loop(tree: TokenTree, row: int, kind: str, seed: int, pruning: Pruning) -> tuple[list[int], set[int]]:
     """Nodes of a whole tree that are kept, and those of them that something may follow; in plain Python."""
-    params, _ = REQUESTS[kind]
-    batch = SamplingBatch.build([SamplingRequest(params=params, seed=0)], VOCAB)
+    params, is_coupled = REQUESTS[kind]
+    batch = SamplingBatch.build([SamplingRequest(params=params, seed=params.seed or 0)], VOCAB)
     kept, goes_on, score = [0], {0}, {0: 0.0}
     paths = paths_of(tree, row)
     for node in range(1, len(paths)):
         parent = int(tree.parents[row, node])
         logits = logits_after(seed, row, paths[parent])
         row_of_parent = logits.log_softmax(0) if params.is_greedy else warp(logits.unsqueeze(0), batch)[0]
+        if is_coupled:  # how probable each token is once the target's noise is known
+            position = torch.tensor([POSITION + row + len(paths[node])])
+            row_of_parent = (row_of_parent + batch.noise.gumbel(position, Purpose.TARGET, VOCAB)[0]).log_softmax(0)
         probs = row_of_parent.exp().tolist()
         own = probs[paths[node][-1]]
         score[node] = score[parent] + (math.log(own) if own > 0 else -math.inf)
