@@ -103,8 +103,8 @@ def _drafter(config: DrafterOptions, target: LoadedModel, tokenizer: Any) -> tup
     import torch
 
     from foretoken.drafters import draft_model
-    from foretoken.drafters.draft_loading import DraftModelFiles
-    from foretoken.drafters.head_loading import HeadOptions, checked_head
+    from foretoken.drafters.heads.loading import HeadOptions, checked_head
+    from foretoken.drafters.models.loading import DraftModelFiles
 
     if isinstance(config, HeadOptions):
         head = checked_head(config, target, config.method).module(dtype=torch.float32)

@@ -1,7 +1,7 @@
 """A smaller language model drafts a chain or a tree, on its own KV cache.
 
-With the target's vocabulary, or with another one that shares tokens with it, see `foretoken.drafters.vocab_map`; with
-`vocab_match="text"` it drafts text, see `foretoken.drafters.text_draft`.
+With the target's vocabulary, or with another one that shares tokens with it, see `foretoken.drafters.models.vocab_map`;
+with `vocab_match="text"` it drafts text, see `foretoken.drafters.models.text_draft`.
 
 Sources: Leviathan et al. 2023 (arXiv 2211.17192) and Chen et al. 2023 (2302.01318) for chains; sampled trees draw
 children without replacement as Sequoia does (2402.12374). Coupled requests draft with the target's noise (2408.07978).
@@ -24,12 +24,12 @@ from foretoken.drafters.base import (
     TargetHandle,
     TargetReads,
 )
-from foretoken.drafters.draft_levels import DraftLevels
-from foretoken.drafters.draft_loading import DraftModelFiles, VocabMatch, vocabularies, vocabulary_map
-from foretoken.drafters.kept_draws import KeptDraws
-from foretoken.drafters.quantization import QuantizationOption, with_quantization
-from foretoken.drafters.text_draft import TextDraftDrafter
-from foretoken.drafters.vocab_map import Translation, VocabularyMap
+from foretoken.drafters.models.draft_levels import DraftLevels
+from foretoken.drafters.models.loading import DraftModelFiles, VocabMatch, vocabularies, vocabulary_map
+from foretoken.drafters.models.text_draft import TextDraftDrafter
+from foretoken.drafters.models.vocab_map import Translation, VocabularyMap
+from foretoken.drafters.shared.kept_draws import KeptDraws
+from foretoken.drafters.shared.quantization import QuantizationOption, with_quantization
 from foretoken.runner.runner import Runner
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import begin_expansion

@@ -28,8 +28,8 @@ from foretoken.drafters.base import (
     TargetHandle,
     TargetReads,
 )
-from foretoken.drafters.kept_draws import KeptDraws
-from foretoken.drafters.level_passes import LevelPasses
+from foretoken.drafters.shared.kept_draws import KeptDraws
+from foretoken.drafters.shared.level_passes import LevelPasses
 from foretoken.trees.dynamic import begin_expansion
 from foretoken.trees.expansion import TreeExpansion
 from foretoken.trees.pruning import Pruning

@@ -14,9 +14,9 @@ import torch
 from typing_extensions import override
 
 from foretoken.drafters.base import TargetReads
-from foretoken.drafters.falcon_blocks import FalconBlocks
-from foretoken.drafters.head_loading import HeadOptions
-from foretoken.drafters.heads import HeadDrafter
+from foretoken.drafters.heads.drafter import HeadDrafter
+from foretoken.drafters.heads.falcon_blocks import FalconBlocks
+from foretoken.drafters.heads.loading import HeadOptions
 from foretoken.heads.falcon import FalconHead
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import begin_expansion

@@ -10,14 +10,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.head_loading import HeadOptions
-from foretoken.drafters.heads import HeadDrafter
-from foretoken.drafters.prefix_features import PrefixFeatures
+from foretoken.drafters.heads.drafter import HeadDrafter
+from foretoken.drafters.heads.loading import HeadOptions
+from foretoken.drafters.heads.prefix_features import PrefixFeatures
 from foretoken.heads.hydra import HydraHeads
 
 if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter, TargetHandle
-    from foretoken.drafters.last_features import KeptFeatures
+    from foretoken.drafters.heads.last_features import KeptFeatures
 
 
 class Options(HeadOptions):

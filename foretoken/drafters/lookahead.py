@@ -31,7 +31,7 @@ from foretoken.drafters.base import (
     TargetReads,
     TreeOption,
 )
-from foretoken.drafters.lookahead_window import Answers, Window, most_nodes
+from foretoken.lookups.lookahead_window import Answers, Window, most_nodes
 from foretoken.lookups.ngram_pool import NgramPool
 from foretoken.trees.merge import Trie
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.head_loading import HeadOptions
-from foretoken.drafters.heads import HeadDrafter
+from foretoken.drafters.heads.drafter import HeadDrafter
+from foretoken.drafters.heads.loading import HeadOptions
 from foretoken.heads.medusa import MedusaHeads
 
 if TYPE_CHECKING:

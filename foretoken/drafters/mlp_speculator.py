@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from foretoken.drafters.head_loading import HeadOptions
-from foretoken.drafters.heads import HeadDrafter, step_head
+from foretoken.drafters.heads.drafter import HeadDrafter, step_head
+from foretoken.drafters.heads.loading import HeadOptions
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -29,11 +29,7 @@ if TYPE_CHECKING:
     from foretoken.hf.loading import LoadedModel
 
 _GROUP = "foretoken.drafters"
-_NOT_METHODS = {
-    "autoregressive", "base", "captured_expansion", "draft_levels", "draft_loading", "falcon_blocks", "head_loading",
-    "heads", "kept_draws", "last_features", "level_passes", "lookahead_window", "prefix_features", "quantization",
-    "registry", "retokenized", "stack_features", "text_draft", "token_bytes", "vocab_map",
-}  # fmt: skip
+_NOT_METHODS = {"base", "registry"}
 # A tool of benchmarks, which needs the answer: by its exact name only.
 _TOOLS = {"oracle"}
 # Methods of papers and of other engines, without dashes: known by name, and not there yet.
@@ -53,7 +49,8 @@ _OTHER_NAMES = {
 
 def known_methods() -> list[str]:
     """Names that `speculative_config["method"]` may have, besides import paths."""
-    modules = {module.name for module in pkgutil.iter_modules(foretoken.drafters.__path__)}
+    found = pkgutil.iter_modules(foretoken.drafters.__path__)
+    modules = {module.name for module in found if not module.ispkg}  # packages hold what methods share
     return sorted((modules - _NOT_METHODS) | _installed().keys())
 
 

@@ -7,9 +7,9 @@ A node falls short where
 - its own probability is below `entropy_weighted` * (1 - h), h the entropy of the distribution after its parent as a
   share of the greatest possible, ln V: the less certain the drafter, the more candidates it keeps.
 
-The distribution is the draft's; for coupled requests, which know the noise that the target will choose with, what is
-left of it given that noise (`DraftDraws.likelihoods`): how probable a candidate is the target's choice, not how probable
-it was before. Of several thresholds each one counts. Nodes below one that falls short are never drafted.
+Of several thresholds each one counts. Nodes below one that falls short are never drafted. The distribution is the
+draft's; for coupled requests, which know the noise that the target will choose with, what that noise makes of it: how
+probable a candidate is the target's choice, see `DraftDraws.likelihoods`.
 
 A node that falls short is left out where it was chosen, and stays where it was drawn from a draft distribution: to
 leave out a draw for its own token would bias what is generated. That nothing follows it depends on nothing but itself

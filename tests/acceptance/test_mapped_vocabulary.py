@@ -12,8 +12,8 @@ from enumeration import EXACT, exact_distribution
 
 from foretoken.acceptance.block import accept_block
 from foretoken.acceptance.sequential import accept_sequential
-from foretoken.drafters.token_bytes import Vocabulary
-from foretoken.drafters.vocab_map import VocabularyMap
+from foretoken.drafters.models.token_bytes import Vocabulary
+from foretoken.drafters.models.vocab_map import VocabularyMap
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 1)], ids=str)

@@ -17,8 +17,8 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.lean.native_linear import NativeLinear
-from foretoken.drafters import stack_features
-from foretoken.drafters.autoregressive import AutoregressiveDrafter
+from foretoken.drafters.heads import stack_features
+from foretoken.drafters.heads.autoregressive import AutoregressiveDrafter
 from foretoken.drafters.registry import drafter_options
 from foretoken.formats import hub
 from foretoken.hf.loading import wrap_model

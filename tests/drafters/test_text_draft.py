@@ -14,8 +14,8 @@ from tiny_models import VOCAB_SIZE, tiny_model
 from tokenizers_of_kinds import BUNDLED, KINDS, TEXTS
 
 from foretoken import LLM, SamplingParams
-from foretoken.drafters.retokenized import DraftText, Retokenizer
-from foretoken.drafters.token_bytes import Vocabulary
+from foretoken.drafters.models.retokenized import DraftText, Retokenizer
+from foretoken.drafters.models.token_bytes import Vocabulary
 from foretoken.hf.loading import wrap_model
 from foretoken.runner.runner import Runner
 

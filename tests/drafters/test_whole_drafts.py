@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from foretoken import SamplingParams
 from foretoken.decoder.lean.native import NativeBlocks
-from foretoken.drafters import stack_features
 from foretoken.drafters.base import Committed
+from foretoken.drafters.heads import stack_features
 from foretoken.drafters.registry import create_drafter, drafter_options
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint

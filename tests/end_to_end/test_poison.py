@@ -17,13 +17,13 @@ from foretoken import LLM
 from foretoken.core.results import GenerationMetrics
 from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.block_stack import BlockStack
-from foretoken.drafters.autoregressive import AutoregressiveDrafter
 from foretoken.drafters.base import DraftContext, Prefix
 from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.drafters.heads import HeadDrafter
-from foretoken.drafters.prefix_features import PrefixFeatures
-from foretoken.drafters.stack_features import StackFeatures
-from foretoken.drafters.text_draft import TextDraftDrafter
+from foretoken.drafters.heads.autoregressive import AutoregressiveDrafter
+from foretoken.drafters.heads.drafter import HeadDrafter
+from foretoken.drafters.heads.prefix_features import PrefixFeatures
+from foretoken.drafters.heads.stack_features import StackFeatures
+from foretoken.drafters.models.text_draft import TextDraftDrafter
 from foretoken.engine.loop import _slot
 from foretoken.engine.sequence import Sequence
 

@@ -12,7 +12,7 @@ from end_to_end.tiny_llms import llm
 from foretoken import SamplingParams
 from foretoken.core.records import StepRecord
 from foretoken.drafters.base import DraftRequest
-from foretoken.drafters.prefix_features import PrefixFeatures
+from foretoken.drafters.heads.prefix_features import PrefixFeatures
 from foretoken.engine import drafting
 from foretoken.engine.draft_timing import time_drafts
 from foretoken.runner.cost_curve import CostCurve

@@ -12,7 +12,7 @@ from heads.head_formulas import SAME, E, numbers
 from torch import Tensor
 
 from foretoken.drafters.base import Committed, Prefix
-from foretoken.drafters.prefix_features import PrefixFeatures
+from foretoken.drafters.heads.prefix_features import PrefixFeatures
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.prefix_layer import PrefixLayer
 

@@ -13,7 +13,7 @@ from heads.fed_prefix import GROUPS, Fed, block
 from pydantic import ValidationError
 from transformers import LlamaConfig, LlamaModel
 
-from foretoken.drafters import stack_features
+from foretoken.drafters.heads import stack_features
 
 
 @pytest.mark.parametrize("theta", [10000.0, 50.0])

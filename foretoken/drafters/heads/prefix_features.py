@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from foretoken.decoder.block_stack import BlockStack
-from foretoken.drafters.stack_features import StackFeatures
+from foretoken.drafters.heads.stack_features import StackFeatures
 
 if TYPE_CHECKING:
     import torch

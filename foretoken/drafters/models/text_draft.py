@@ -23,10 +23,10 @@ from foretoken.drafters.base import (
     TargetHandle,
     TargetReads,
 )
-from foretoken.drafters.draft_levels import DraftLevels
-from foretoken.drafters.kept_draws import KeptDraws
-from foretoken.drafters.quantization import QuantizationOption, with_quantization
-from foretoken.drafters.retokenized import DraftText, Retokenizer
+from foretoken.drafters.models.draft_levels import DraftLevels
+from foretoken.drafters.models.retokenized import DraftText, Retokenizer
+from foretoken.drafters.shared.kept_draws import KeptDraws
+from foretoken.drafters.shared.quantization import QuantizationOption, with_quantization
 from foretoken.runner.runner import Runner
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.expansion import TreeExpansion
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from foretoken.decoder.lean.int8 import Quantization
-    from foretoken.drafters.token_bytes import Vocabulary
+    from foretoken.drafters.models.token_bytes import Vocabulary
     from foretoken.hf.loading import LoadedModel
 
 

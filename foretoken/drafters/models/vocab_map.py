@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.drafters.token_bytes import Vocabulary
+    from foretoken.drafters.models.token_bytes import Vocabulary
 
 
 class VocabularyMap:

@@ -10,8 +10,8 @@ import torch
 
 from foretoken.core.errors import ConfigError, PassError
 from foretoken.core.passes import Pass
-from foretoken.drafters.token_bytes import Vocabulary
-from foretoken.drafters.vocab_map import VocabularyMap
+from foretoken.drafters.models.token_bytes import Vocabulary
+from foretoken.drafters.models.vocab_map import VocabularyMap
 from foretoken.hf.loading import load_model, load_tokenizer
 
 if TYPE_CHECKING:

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from foretoken.core.common_prefix import common_prefix_len
 from foretoken.core.passes import Pass
-from foretoken.drafters.level_passes import LevelPasses
+from foretoken.drafters.shared.level_passes import LevelPasses
 from foretoken.trees.expansion import TreeExpansion
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.drafters.vocab_map import VocabularyMap
+    from foretoken.drafters.models.vocab_map import VocabularyMap
     from foretoken.runner.runner import Runner
     from foretoken.trees.expansion import Expansion
 

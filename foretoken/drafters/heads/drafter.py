@@ -20,11 +20,11 @@ from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.lean.head_kernels import HeadKernels
 from foretoken.drafters.base import TargetReads
-from foretoken.drafters.captured_expansion import CapturedExpansion
-from foretoken.drafters.head_loading import HeadOptions, LoadedHead, load_head
-from foretoken.drafters.kept_draws import KeptDraws
-from foretoken.drafters.last_features import KeptFeatures, LastFeatures
-from foretoken.drafters.quantization import with_quantization
+from foretoken.drafters.heads.captured_expansion import CapturedExpansion
+from foretoken.drafters.heads.last_features import KeptFeatures, LastFeatures
+from foretoken.drafters.heads.loading import HeadOptions, LoadedHead, load_head
+from foretoken.drafters.shared.kept_draws import KeptDraws
+from foretoken.drafters.shared.quantization import with_quantization
 from foretoken.heads.step_head import StepHead
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws

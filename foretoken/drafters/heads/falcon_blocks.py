@@ -27,7 +27,7 @@ from torch import Tensor
 from foretoken.core.backend import integers_on
 from foretoken.core.passes import Pass
 from foretoken.decoder.block_stack import BlockStack
-from foretoken.drafters.last_features import rows_at
+from foretoken.drafters.heads.last_features import rows_at
 from foretoken.heads.falcon import paired
 from foretoken.heads.pair_lstm import NUM_LAYERS
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.passes import Pass
-from foretoken.drafters.last_features import rows_at, set_last
+from foretoken.drafters.heads.last_features import rows_at, set_last
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from foretoken.drafters.vocab_map import shared_specials
+from foretoken.drafters.models.vocab_map import shared_specials
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.drafters.token_bytes import Piece, Vocabulary
+    from foretoken.drafters.models.token_bytes import Piece, Vocabulary
 
 _LOOK_BEHIND = 12  # tokens before what is new that are encoded along with it
 

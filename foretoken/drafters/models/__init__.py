@@ -1,0 +1,1 @@
+"""What drafting with a second language model is made of."""

@@ -1,0 +1,1 @@
+"""What several kinds of drafters are made of."""
