@@ -134,17 +134,15 @@ class Decoder {
     if constexpr (std::is_same_v<T, W>) {  // experts are kept in the model's dtype
       if (layer.experts.count > 0) return add_experts(layer);
     }
-    const int64_t I = layer.up.rows, portions = portions_of(I);
+    const int64_t I = layer.up.rows;
     const float* gates = layer.gate.weight == nullptr ? nullptr : space_.gate;
-    if (gates != nullptr) project(layer.gate, normed_, rows_, space_.gate);
-    project(layer.up, normed_, rows_, space_.up);
-    barrier_.wait();
+    if (gates != nullptr) project<kWholeShare>(layer.gate, normed_, rows_, space_.gate);
+    project<kWholeShare>(layer.up, normed_, rows_, space_.up);
     const Inputs<W> inner(space_.inner, I, rows_ == 1);
-    share(rows_ * portions, [&](int64_t unit) {
-      const int64_t m = unit / portions, begin = unit % portions * kPortion;
-      activate_portion(layer.activation, inner, m, gates == nullptr ? nullptr : gates + m * I, space_.up + m * I, begin,
-                       std::min(begin + kPortion, I));
-    });
+    const auto [begin, end] = Share(I, kWholeShare);  // what this thread has computed, and has near
+    for (int64_t m = 0; m < rows_; ++m) {
+      activate_portion(layer.activation, inner, m, gates == nullptr ? nullptr : gates + m * I, space_.up + m * I, begin, end);
+    }
     barrier_.wait();
     add(layer.down, inner, layer.mlp_post_norm);
   }
@@ -177,8 +175,9 @@ class Decoder {
   }
 
   // out = x (M, K) times the transposed matrix.
+  template <int kUnit = kShare>
   void project(const Matrix& matrix, const Inputs<W>& x, int64_t M, float* out) {
-    multiply(matrix, x, M, [&](int64_t m, int64_t n, auto count, const float* values) {
+    multiply<W, kUnit>(matrix, x, M, [&](int64_t m, int64_t n, auto count, const float* values) {
       for (int i = 0; i < count; ++i) out[m * matrix.rows + n + i] = values[i];
     });
   }

@@ -5,9 +5,11 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <type_traits>
 
 #include <omp.h>
+#include <unistd.h>
 
 #include "fragments.h"
 #include "interface.h"
@@ -16,12 +18,24 @@
 namespace {
 
 constexpr int kRows = 6;            // rows of weights that meet a token likewise: 24 sums of 32 registers, or 12 of 16
-constexpr int kNearest = 6 * 1024;  // bytes of them that fit the nearest cache together with the next ones and with tokens
-constexpr int kNear = 24 * 1024;    // bytes of them that stay there beside what passes by
+constexpr int kNear = 24 * 1024;    // bytes of them that stay in the nearest cache beside what passes by
 constexpr int kDepth = 32;          // steps of longer rows that meet tokens one after another,
 constexpr int kPanel = 64;          // and tokens that meet them
 constexpr int kRowsOfOne = 8;       // rows side by side when there is one token
-constexpr int kShare = 24;          // rows are dealt out to threads in multiples of this
+constexpr int kShare = 24;          // rows are dealt out to threads in multiples of this,
+constexpr int kWholeShare = std::lcm(kShare, kLanes);  // or of this, where each thread's rows have to fill registers
+
+// Bytes of rows that fit the nearest cache together with the next ones and with tokens.
+inline int64_t nearest_bytes() {
+  static const int64_t bytes = [] {
+    int64_t cache = 32 * 1024;
+#if defined(_SC_LEVEL1_DCACHE_SIZE)
+    if (const long found = sysconf(_SC_LEVEL1_DCACHE_SIZE); found > 0) cache = found;
+#endif
+    return cache / 4;
+  }();
+  return bytes;
+}
 
 // Inputs of a matrix in the order in which they are read. A step's elements of kTokens tokens stand side by side, then come
 // the next elements of these tokens; a single token is one step after another.
@@ -39,6 +53,7 @@ struct Inputs {
   void put(int64_t m, int64_t k, float value) const { assign(*at(m, k), value); }
   void put(int64_t m, int64_t k, Lanes values) const {  // k: a multiple of kLanes
     constexpr int kSide = Fragment<T>::kSide;
+    if constexpr (kSide == kLanes) return store_lanes(at(m, k), values);
     Token tokens[kLanes];
     store_lanes(tokens, values);
     for (int i = 0; i < kLanes; i += kSide) std::memcpy(at(m, k + i), tokens + i, kSide * sizeof(Token));
@@ -194,18 +209,26 @@ void multiply_long_rows(const Matrix& matrix, const Inputs<T>& x, int64_t M, int
   }
 }
 
+// The rows begin..end of a matrix that this thread computes, dealt out in multiples of `unit`.
+struct Share {
+  int64_t begin, end;
+
+  Share(int64_t rows, int64_t unit) {
+    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num(), units = (rows + unit - 1) / unit;
+    begin = units * thread / threads * unit;
+    end = std::min(units * (thread + 1) / threads * unit, rows);
+  }
+};
+
 // x (M, K) times the transposed matrix, this thread's share of the rows. emit(m, n, count, values) takes the outputs of
 // token m at `count` rows from n on.
-template <class T, class Emit>
+template <class T, int kUnit = kShare, class Emit>
 void multiply(const Matrix& matrix, const Inputs<T>& x, int64_t M, Emit&& emit) {
-  const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num();
-  const int64_t units = (matrix.rows + kShare - 1) / kShare;
-  const int64_t begin = units * thread / threads * kShare;
-  const int64_t end = std::min(units * (thread + 1) / threads * kShare, matrix.rows);
+  const auto [begin, end] = Share(matrix.rows, kUnit);
   const int64_t bytes = matrix.cols * kRows * int64_t(sizeof(T));
   if (M == 1) {
     multiply_rows<T, kRowsOfOne, 1, false>(matrix, x, M, begin, end, emit);
-  } else if (bytes <= kNearest) {
+  } else if (bytes <= nearest_bytes()) {
     multiply_rows<T, kRows, kTokens, false>(matrix, x, M, begin, end, emit);
   } else if (bytes <= kNear) {
     multiply_rows<T, kRows, kTokens, true>(matrix, x, M, begin, end, emit);
