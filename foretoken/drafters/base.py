@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, Self, runtime_checkable
@@ -297,7 +298,7 @@ class Lookup(Protocol):
 
 TreeOption = str | InstanceOf[TreeShape]
 _OWN_TREES = ("chain", "tree", "dynamic")
-_TREE_TOP_K = 10
+_TREE_TOP_K = 10  # EAGLE's
 
 
 class DrafterOptions(BaseModel):
@@ -315,7 +316,8 @@ class DrafterOptions(BaseModel):
         max_nodes: Most nodes of a tree, root included. Of dynamic trees, EAGLE's `total_token` and SGLang's
             `num_draft_tokens`; `num_speculative_tokens` is then EAGLE's `depth` and one, and SGLang's `num_steps`.
         tree_top_k: Of dynamic trees: candidates of each node, and nodes expanded a level. EAGLE's `top_k`, SGLang's
-            `eagle_topk`.
+            `eagle_topk`. None for 10, or for fewer where the engine chooses how much is drafted and wide passes cost
+            much.
         pruning: Thresholds below which drafted nodes are left out before the target sees them, and not drafted from:
             some of "token_probability", "path_probability" and "entropy_weighted", see `foretoken.trees.pruning`. For
             methods whose drafts have probabilities.
@@ -337,7 +339,7 @@ class DrafterOptions(BaseModel):
     num_speculative_tokens: int | None = Field(default=None, ge=1, le=64)
     tree: TreeOption = "chain"
     max_nodes: int = Field(default=64, ge=2, le=512)
-    tree_top_k: int = Field(default=_TREE_TOP_K, ge=1, le=64)
+    tree_top_k: int | None = Field(default=None, ge=1, le=64)
     pruning: InstanceOf[Pruning] | None = None
 
     @field_validator("tree", mode="before")
@@ -390,7 +392,7 @@ class DrafterOptions(BaseModel):
                 f"method '{self.method}' has no dynamic trees. Expected a method that drafts level by level by "
                 'probabilities of its own, or another tree, as "chain".'
             )
-        if self.tree != "dynamic" and self.tree_top_k != _TREE_TOP_K:
+        if self.tree != "dynamic" and self.tree_top_k is not None:
             raise ConfigError(
                 f"tree_top_k is {self.tree_top_k}, which only dynamic trees have: leave it out, or set 'tree' to "
                 "'dynamic'."
@@ -407,21 +409,22 @@ class DrafterOptions(BaseModel):
         """Most tokens of a chain."""
         return min(self.num_speculative_tokens or LONGEST_CHAIN, self.max_nodes - 1)
 
-    def dynamic_shape(self, greatest_depth: int) -> DynamicShape:
+    def dynamic_shape(self, greatest_depth: int, costs: Callable[[], CostCurve] | None = None) -> DynamicShape:
         """The dynamic trees asked for.
 
         Args:
             greatest_depth: Most levels that the method drafts.
+            costs: Gives what passes of the target cost; None where that does not count.
         """
-        return DynamicShape(
-            top_k=self.tree_top_k, depth=min(self.chain_len, greatest_depth), max_nodes=self.max_nodes
-        )  # fmt: skip
+        top_k = self.tree_top_k
+        if top_k is None:
+            top_k = _TREE_TOP_K if costs is None or not self.is_adaptive else _affordable_top_k(costs())
+        return DynamicShape(top_k=top_k, depth=min(self.chain_len, greatest_depth), max_nodes=self.max_nodes)
 
-    @property
-    def language_model_shape(self) -> AnyShape:
-        """The trees asked for, dynamic or static, of drafters that are language models."""
+    def language_model_shape(self, costs: Callable[[], CostCurve] | None = None) -> AnyShape:
+        """The trees asked for, dynamic or static, of drafters that are language models; costs: see `dynamic_shape`."""
         if self.tree == "dynamic":
-            return self.dynamic_shape(LONGEST_CHAIN)
+            return self.dynamic_shape(LONGEST_CHAIN, costs)
         return self.shape(lambda: TreeShape.from_choices(OF_LANGUAGE_MODELS))
 
     def shape(self, branching: Callable[[], TreeShape]) -> TreeShape:
@@ -435,3 +438,9 @@ class DrafterOptions(BaseModel):
         if self.tree == "tree":
             return branching() if self.num_speculative_tokens is None else branching().truncated(self.chain_len)
         return TreeShape.from_choices(PUBLISHED[self.tree]) if isinstance(self.tree, str) else self.tree
+
+
+def _affordable_top_k(costs: CostCurve) -> int:
+    """Candidates of a node where trees of many nodes do not pay: the root of the nodes that two passes of one cost."""
+    nodes = max(width for width in range(1, _TREE_TOP_K**2 + 1) if costs(width) <= 2 * costs(1))
+    return max(2, math.ceil(math.sqrt(nodes)))

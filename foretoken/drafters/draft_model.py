@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.hf.loading import LoadedModel
+    from foretoken.trees.dynamic import AnyShape
 
 
 class Options(DrafterOptions):
@@ -123,9 +124,7 @@ class DraftModelDrafter:
             match: Compares the vocabularies of both; None where they are known to be the same.
         """
         self._options, self._load, self._match = options, load, match
-        self._shape = options.language_model_shape
-        self._shapes = [self._shape.truncated(depth) for depth in range(self._shape.depth + 1)]
-        self.nodes_by_depth: Sequence[int] = [shape.num_nodes for shape in self._shapes]
+        self._take_shape(options.language_model_shape())
         self._texts: dict[int, Translation] = {}  # of slots, where vocabularies differ
         self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy", pruning=options.pruning)
 
@@ -139,7 +138,7 @@ class DraftModelDrafter:
         self._target = target
         model = self._load(target)
         self._mapping = None if self._match is None else self._match(target, model)
-        shape = self._shape
+        self._take_shape(shape := self._options.language_model_shape(lambda: target.costs))
         most_fed = shape.num_nodes if isinstance(shape, TreeShape) else shape.num_expanded
         self._runner = Runner(
             model, num_slots=target.num_slots, context_len=target.context_len,
@@ -158,6 +157,12 @@ class DraftModelDrafter:
         """
         if quantization is not None:
             self._runner.quantize(quantization)
+
+    def _take_shape(self, shape: AnyShape) -> None:
+        """Drafts trees of this shape from now on, cut off at the depth that is allowed."""
+        self._shape = shape
+        self._shapes = [shape.truncated(depth) for depth in range(shape.depth + 1)]
+        self.nodes_by_depth: Sequence[int] = [each.num_nodes for each in self._shapes]
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Starts with what another text left that begins alike; the rest is read when the first draft is asked for."""

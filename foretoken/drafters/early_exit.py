@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from foretoken.trees.dynamic import AnyShape
     from foretoken.trees.expansion import Expansion
 
 
@@ -66,9 +67,7 @@ class EarlyExitDrafter:
 
     def __init__(self, options: Options) -> None:
         self._options = options
-        self._shape = options.language_model_shape
-        self._shapes = [self._shape.truncated(depth) for depth in range(self._shape.depth + 1)]
-        self.nodes_by_depth: Sequence[int] = [shape.num_nodes for shape in self._shapes]
+        self._take_shape(options.language_model_shape())
         self._draws = KeptDraws(greedy=options.draft_sample_method == "greedy", pruning=options.pruning)
 
     def attach(self, target: TargetHandle) -> None:
@@ -84,6 +83,13 @@ class EarlyExitDrafter:
             )
         self._num_layers = wanted or max(1, num_layers // 3)
         self._target = target
+        self._take_shape(self._options.language_model_shape(lambda: target.costs))
+
+    def _take_shape(self, shape: AnyShape) -> None:
+        """Drafts trees of this shape from now on, cut off at the depth that is allowed."""
+        self._shape = shape
+        self._shapes = [shape.truncated(depth) for depth in range(shape.depth + 1)]
+        self.nodes_by_depth: Sequence[int] = [each.num_nodes for each in self._shapes]
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """Nothing to prepare: the target's KV cache is all there is."""

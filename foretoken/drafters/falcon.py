@@ -62,7 +62,7 @@ class FalconDrafter(HeadDrafter):
         """Most blocks of a draft: of chains that are timed as well."""
         options, config = self.options, self.head.config
         if options.tree == "dynamic":
-            shape = options.dynamic_shape(config.steps)
+            shape = options.dynamic_shape(config.steps)  # no narrower than the trees that are asked for
             of_trees = shape.top_k * (shape.depth // config.block)
         else:  # every block but the first begins below K nodes, and ends above one
             of_trees = max(options.shape(lambda: TreeShape(())).num_nodes, options.max_nodes) // 2

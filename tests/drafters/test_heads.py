@@ -182,7 +182,7 @@ def test_dynamic_trees(method: str, params: SamplingParams, tmp_path: Path) -> N
     """As many nodes as were asked for, level by level; chosen, not drawn, so that nothing states a distribution."""
     made = drafter(saved(tmp_path / "head", method), method, tree="dynamic", max_nodes=30, tree_top_k=4)
     assert made.nodes_by_depth == [1, 5, 21]
-    made = drafter(tmp_path / "head", method, tree="dynamic", max_nodes=30)
+    made = drafter(tmp_path / "head", method, tree="dynamic", max_nodes=30, num_speculative_tokens=2)
     assert made.nodes_by_depth == [1, 11, 30]
     commit(made, 0, 0, 2)
     tree = made.propose(context([[5, 6, 7]], params=[params]))

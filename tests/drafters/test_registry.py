@@ -16,6 +16,7 @@ from foretoken import SamplingParams
 from foretoken.core.errors import ConfigError
 from foretoken.drafters.base import LONGEST_CHAIN, DrafterOptions, TargetReads
 from foretoken.drafters.registry import create_drafter, drafter_options, known_methods
+from foretoken.runner.cost_curve import CostCurve
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.pruning import Pruning
 from foretoken.trees.published import PUBLISHED
@@ -171,6 +172,22 @@ def test_shapes_that_options_ask_for(keys: dict[str, Any], shape: TreeShape) -> 
 def test_dynamic_trees_that_options_ask_for(keys: dict[str, Any], size: tuple[int, int, int]) -> None:
     shape = drafter_options({"method": "hydra", "tree": "dynamic", **keys}).dynamic_shape(4)
     assert (shape.top_k, shape.depth, shape.max_nodes) == size
+
+
+@pytest.mark.parametrize(
+    ("seconds", "keys", "top_k"),
+    [
+        ([1.0, 1.1, 1.2], {}, 10),
+        ([1.0, 2.0, 9.0], {}, 4),
+        ([1.0, 15.0, 99.0], {}, 2),
+        ([1.0, 15.0, 99.0], {"tree_top_k": 7}, 7),
+        ([1.0, 15.0, 99.0], {"num_speculative_tokens": 3}, 10),
+    ],
+)
+def test_fewer_candidates_where_wide_passes_cost_much(seconds: list[float], keys: dict[str, int], top_k: int) -> None:
+    """Unless the options say how many, or fix how much is drafted."""
+    options = drafter_options({"method": "hydra", "tree": "dynamic", **keys})
+    assert options.dynamic_shape(4, lambda: CostCurve([1, 16, 128], seconds)).top_k == top_k
 
 
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ WRONG_NUMBERS = (True, "3", 1.5, 3.0, float("nan"), [3], 10**30)
 WRONG_NAMES = (True, 3, 1.5, ["x"])
 OPTIONS = {
     "num_speculative_tokens": WRONG_NUMBERS,
-    "tree_top_k": (*WRONG_NUMBERS, None, 0, 65),
+    "tree_top_k": (*WRONG_NUMBERS, 0, 65),
     "max_nodes": (*WRONG_NUMBERS, None, 1, 513),
     "prompt_lookup_max": (*WRONG_NUMBERS, None),
     "prompt_lookup_min": (*WRONG_NUMBERS, None),

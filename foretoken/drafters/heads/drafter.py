@@ -191,7 +191,8 @@ class HeadDrafter:
         """The tree that the options ask for; dynamic ones are as deep as heads were trained where they do not say."""
         options = self.options
         if options.tree == "dynamic":
-            return options.dynamic_shape(options.num_speculative_tokens or self.loaded.head.config.steps)
+            depth = options.num_speculative_tokens or self.loaded.head.config.steps
+            return options.dynamic_shape(depth, lambda: self._target.costs)
         return options.shape(self._best_shape)
 
     def _best_shape(self) -> TreeShape:
