@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.control.adaptive_depth import AdaptiveDepth
 from foretoken.control.base import Ask
+from foretoken.control.beside_prompts import BesidePrompts
 from foretoken.control.best_nodes import BestNodes
 from foretoken.control.calibration_file import KeptAcceptance, pair_key
 from foretoken.control.fixed import Fixed
@@ -106,6 +107,11 @@ def choose_controller(
     return BestNodes(target.costs, max_nodes=widest, deepest=deepest)
 
 
+def room_beside_prompts(controller: Controller, target: TargetHandle) -> BesidePrompts | None:
+    """Who says whether to draft in passes that read prompts; None where drafters are asked in every pass."""
+    return None if isinstance(controller, Fixed) else BesidePrompts(target.costs)
+
+
 def most_nodes(drafters: Sequence[Drafter]) -> int:
     """Nodes of the widest tree that is verified, root included.
 
@@ -136,6 +142,7 @@ class Drafting:
         vocab_size: int,
         max_nodes: int,
         device: torch.device,
+        beside_prompts: BesidePrompts | None = None,
     ) -> None:
         """Puts drafters to work that are attached.
 
@@ -145,7 +152,9 @@ class Drafting:
             vocab_size: V, of the target.
             max_nodes: Widest tree that the cache has room for.
             device: Where trees must lie.
+            beside_prompts: Says whether to draft in passes that read prompts; None to leave that to the controller.
         """
+        self._beside_prompts = beside_prompts
         self._guards = [
             DraftGuard(drafter, vocab_size=vocab_size, max_nodes=max_nodes, device=device) for drafter in drafters
         ]
@@ -182,14 +191,18 @@ class Drafting:
             length = least  # which those have to agree to that would have kept more
         return length
 
-    def propose(self, context: DraftContext) -> Draft:
+    def propose(self, context: DraftContext, num_prompt_tokens: int = 0) -> Draft:
         """A tree over each root: what drafters propose within the controller's allowances, as far as it pays.
 
         Args:
             context: Its bounds are those of requests and cache; the controller's are put in here.
+            num_prompt_tokens: Of others' prompts that a pass without drafts would read.
         """
         if not self.is_active or self._controller is None:
             return self._no_draft(context, is_committed=False)
+        beside = self._beside_prompts
+        if beside is not None and not beside.has_room(len(context.slots), num_prompt_tokens):
+            return self._no_draft(context)
         allotment = self._controller.allot(len(context.slots))
         if allotment.declined is not None:
             is_committed = allotment.may_draft_next or not self.reads.is_last_enough
@@ -281,7 +294,7 @@ class Drafting:
             guard.release(slot)
 
     def learn(self, record: StepRecord) -> None:
-        """Tells the controller what an iteration brought, unless requests left it nothing to ask for."""
+        """Tells the controller what an iteration brought, unless requests or prompts left it nothing to ask for."""
         if self._controller is not None and self.is_active and (record.asked or record.declined is not None):
             self._controller.learn(record)
 

@@ -21,7 +21,7 @@ from foretoken.drafters.registry import create_drafter
 from foretoken.engine.chats import chat_format
 from foretoken.engine.config import parse_speculative_config
 from foretoken.engine.drafter_creation import attach_drafter, make_drafter
-from foretoken.engine.drafting import Drafting, choose_controller, joint_reads, most_nodes
+from foretoken.engine.drafting import Drafting, choose_controller, joint_reads, most_nodes, room_beside_prompts
 from foretoken.engine.loop import Engine
 from foretoken.engine.model_arguments import target_model, target_tokenizer
 from foretoken.engine.requests import Request, RequestReader
@@ -213,14 +213,16 @@ class LLM:
         self.target.cache.reserve(0, self.target.cache.capacity)  # where drafters that are made or timed run the target
         for each in self.drafters:
             attach_drafter(each, handle)
+        controller = choose_controller(setup.options, self.drafters, handle) if self.drafters else None
         self._engine = Engine(
             self.target,
             Drafting(
                 self.drafters,
-                choose_controller(setup.options, self.drafters, handle) if self.drafters else None,
+                controller,
                 vocab_size=loaded.vocab_size,
                 max_nodes=self.target.max_nodes,
                 device=loaded.device,
+                beside_prompts=None if controller is None else room_beside_prompts(controller, handle),
             ),
             policy=setup.policy,
             slots=SlotPool(max_num_seqs, keeps_prefixes=keeps_prefixes),

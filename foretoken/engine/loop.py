@@ -209,7 +209,7 @@ class Engine:
         draft: Draft | None = None
         verified: Verified | None = None
         try:
-            draft = self._propose(sequences, most_nodes)
+            draft = self._propose(sequences, joining, most_nodes)
             verified = self._verify(sequences, joining, draft, clock)
         except Exception as err:  # noqa: BLE001 - one request's failure, whatever it is, must not end the others
             is_memory_short = is_out_of_memory(err)
@@ -243,11 +243,13 @@ class Engine:
             _log.warning("on_step raised %s. It is not called any more.", described(err))
             _log.debug("where on_step raised", exc_info=err)
 
-    def _propose(self, sequences: list[Sequence], most_nodes: int | None) -> Draft:
+    def _propose(self, sequences: list[Sequence], joining: list[Sequence], most_nodes: int | None) -> Draft:
         """What is verified; arguments as `_decode`'s."""
+        num_prompt_tokens = sum(len(chunk.tokens) for chunk in self._prefill.next_chunks(joining, len(sequences)))
         most = most_nodes if self._memory.allows_drafts else 1
         widest = min(most or self.target.max_nodes, self.target.max_nodes)
-        draft = self._drafting.propose(self._draft_context(sequences, self._sampling_batch(sequences), widest))
+        context = self._draft_context(sequences, self._sampling_batch(sequences), widest)
+        draft = self._drafting.propose(context, num_prompt_tokens)
         if any(s.grammar is not None for s in sequences):
             draft = self._drafting.constrained(draft, [self._grammar_bounds(s, most) for s in sequences])
         return draft

@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from drafters.drafting_contexts import context, handle
 from tiny_models import VOCAB_SIZE
 
+from foretoken.control.adaptive_depth import AdaptiveDepth
 from foretoken.control.base import Allotment, Allowance, Controller
+from foretoken.control.beside_prompts import BesidePrompts
 from foretoken.control.best_nodes import BestNodes
 from foretoken.control.fixed import Fixed
-from foretoken.core.records import Declined
+from foretoken.core.records import Declined, StageSeconds, StepRecord
 from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree, TreeRow
 from foretoken.drafters.base import DraftContext, TargetReads
 from foretoken.drafters.registry import drafter_options
-from foretoken.engine.drafting import Draft, Drafting, choose_controller, most_nodes
+from foretoken.engine.drafting import Draft, Drafting, choose_controller, most_nodes, room_beside_prompts
 from foretoken.runner.cost_curve import CostCurve
 
 TREE = TokenTree.from_rows([TreeRow([7, 1, 2, 3], [-1, 0, 0, 1]), TreeRow([9, 4], [-1, 0])])
@@ -136,3 +139,33 @@ def test_there_is_room_for_what_is_never_left_out() -> None:
     drafters[0].nodes_by_depth = (1, 512)
     assert most_nodes(drafters) == MAX_NODES
     assert most_nodes([]) == 1
+
+
+class Full(BesidePrompts):
+    """There is room beside 8 tokens of prompts at most."""
+
+    def has_room(self, num_sequences: int, num_prompt_tokens: int) -> bool:
+        return num_prompt_tokens <= 8
+
+
+def test_nobody_is_asked_beside_prompts_that_fill_a_pass() -> None:
+    """And the controller hears nothing of such a pass, which was not its decision."""
+    drafters: list[Any] = [Proposer(lambda tree: tree)]
+    controller = mock.Mock(wraps=Fixed(max_nodes=16))
+    drafting = Drafting(
+        drafters, controller, vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu"),
+        beside_prompts=Full(handle().costs),
+    )  # fmt: skip
+    asked = context([[5, 7], [5, 9]])
+    made = [drafting.propose(asked, num_prompt_tokens) for num_prompt_tokens in (0, 8, 9)]
+    assert [num_verified(each) for each in made] == [[3, 1], [3, 1], [0, 0]]
+    assert controller.allot.call_count == 2
+    assert made[2].is_committed, "drafters hear what such a pass brought"
+    assert made[2].declined is None
+    drafting.learn(StepRecord(sequences=(), num_tokens=2, num_prompt_tokens=9, seconds=StageSeconds()))
+    controller.learn.assert_not_called()
+
+
+def test_drafters_that_are_asked_in_every_pass_are_asked_beside_prompts() -> None:
+    assert room_beside_prompts(Fixed(max_nodes=16), handle()) is None
+    assert room_beside_prompts(AdaptiveDepth(handle().costs, [1, 2]), handle()) is not None
