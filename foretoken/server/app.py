@@ -15,6 +15,7 @@ from starlette.responses import Response
 import foretoken
 from foretoken.core.errors import ForetokenError
 from foretoken.server.answers import Envelope
+from foretoken.server.documentation import documentation_of
 from foretoken.server.errors import ApiError, api_error
 from foretoken.server.guards import Guards
 from foretoken.server.json_body import parse_object
@@ -76,7 +77,7 @@ def make_app(engine: AsyncLLM, config: ServerConfig) -> Guards:
         redirect_slashes=False,
     )  # fmt: skip
     for path, method, handler in server.routes():
-        app.add_api_route(path, handler, methods=[method], response_model=None)
+        app.add_api_route(path, handler, methods=[method], response_model=None, **documentation_of(path))
     app.add_exception_handler(HTTPException, server.not_routed)
     return Guards(app, api_keys=config.api_keys, refused=server.metrics.refused)
 
