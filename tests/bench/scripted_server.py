@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any
 
 NUM_INPUT = 7
@@ -67,7 +68,7 @@ class ScriptedServer:
         if is_chat:
             await event(send, {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]})
         for number in range(count):
-            await asyncio.sleep(float(pause) if pause != "!" else 0)
+            await paused(float(pause) if pause != "!" else 0)
             last = "length" if number == count - 1 and what.isdigit() else None
             part = {"delta": {"content": " word"}} if is_chat else {"text": " word"}
             await event(send, {"choices": [{**part, "finish_reason": last}]})
@@ -80,6 +81,14 @@ class ScriptedServer:
                 await event(send, {"choices": [], "usage": usage})
             await send({"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": True})
         await send({"type": "http.response.body", "body": b""})
+
+
+async def paused(seconds: float) -> None:
+    """Waits no less than that: timers of an event loop may go off up to a millisecond early."""
+    end = time.perf_counter() + seconds
+    await asyncio.sleep(seconds)
+    while time.perf_counter() < end:
+        await asyncio.sleep(0)
 
 
 async def whole(send: Any, status: int, body: Any) -> None:

@@ -58,8 +58,8 @@ def test_figures_are_those_of_the_script(tmp_path: Path, endpoint: str) -> None:
     assert [len(itls) for itls in result["itls"]][:2] == [4, 0]
     assert result["output_throughput"] == pytest.approx(18 / result["duration"])
     whole = [0, 1, 4]
-    for at in whole:  # sleeping takes as long as asked, but that timers may go off a millisecond early
-        assert result["ttfts"][at] >= 0.019
+    for at in whole:  # pauses take at least as long as asked
+        assert result["ttfts"][at] >= 0.0199
         assert result["latencies"][at] >= result["ttfts"][at] + sum(result["itls"][at])
     assert result["mean_itl_ms"] == pytest.approx(1e3 * np.mean(result["itls"][0] + result["itls"][4]))
     assert result["median_e2el_ms"] == pytest.approx(1e3 * np.median([result["latencies"][at] for at in whole]))
