@@ -245,11 +245,10 @@ class Engine:
 
     def _propose(self, sequences: list[Sequence], joining: list[Sequence], most_nodes: int | None) -> Draft:
         """What is verified; arguments as `_decode`'s."""
-        num_prompt_tokens = sum(len(chunk.tokens) for chunk in self._prefill.next_chunks(joining, len(sequences)))
         most = most_nodes if self._memory.allows_drafts else 1
         widest = min(most or self.target.max_nodes, self.target.max_nodes)
         context = self._draft_context(sequences, self._sampling_batch(sequences), widest)
-        draft = self._drafting.propose(context, num_prompt_tokens)
+        draft = self._drafting.propose(context, self._prefill.num_next_tokens(joining, len(sequences)))
         if any(s.grammar is not None for s in sequences):
             draft = self._drafting.constrained(draft, [self._grammar_bounds(s, most) for s in sequences])
         return draft

@@ -67,6 +67,11 @@ class Prefill:
             left -= len(tokens)
         return chunks
 
+    def num_next_tokens(self, sequences: Seq[Sequence], num_decoding: int) -> int:
+        """Tokens of `next_chunks` together; arguments as there."""
+        left = sum(len(one.tokens) - 1 - one.num_cached for one in sequences if one.slot is not None)
+        return min(left, self.budget.tokens(num_decoding, self._target.prefill_chunk))
+
     def as_pass(self, chunks: Seq[Chunk]) -> Pass:
         """Some chunks, without logits."""
         return Pass.of_chains(

@@ -10,6 +10,7 @@ from end_to_end.tiny_llms import drafters, llm
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError
 from foretoken.core.passes import Pass
+from foretoken.engine.prefill import Chunk, Prefill
 from foretoken.engine.prefill_budget import PrefillBudget
 
 PROMPTS = [[5, 6, 7], list(range(3, 33)), list(range(30, 50)), [9], list(range(20, 44))]
@@ -52,6 +53,22 @@ def test_prompts_share_a_pass_in_order_of_arrival(monkeypatch: pytest.MonkeyPatc
     # The one-token root of each prompt is not prefilled: 2, 29 and 19 tokens are.
     assert passes[0] == (0, [2, 29, 9])
     assert passes[1] == (2, [10])
+
+
+@pytest.mark.parametrize("limit", [None, 4, 40])
+def test_tokens_of_the_next_chunks_are_known_without_them(limit: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, original = [], Prefill.next_chunks
+
+    def next_chunks(prefill: Prefill, sequences: Any, num_decoding: int) -> list[Chunk]:
+        count = prefill.num_next_tokens(sequences, num_decoding)
+        chunks = original(prefill, sequences, num_decoding)
+        counts.append((count, sum(len(chunk.tokens) for chunk in chunks)))
+        return chunks
+
+    monkeypatch.setattr(Prefill, "next_chunks", next_chunks)
+    llm({}, max_num_seqs=3, max_num_batched_tokens=limit).generate(PROMPTS, PARAMS)
+    assert len({expected for _, expected in counts}) > 2, "or nothing was shown"
+    assert all(count == expected for count, expected in counts)
 
 
 def test_one_pass_reads_all_short_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
