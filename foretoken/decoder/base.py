@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.core.passes import Pass
-    from foretoken.trees.expansion import TreeExpansion
+    from foretoken.trees.dynamic import ShapedExpansion
 
 
 class UnsuitableError(ModelError):
@@ -61,7 +61,7 @@ class Decoder(Protocol):
 class TreeDrafting(Protocol):
     """What some decoders can besides: draft whole trees in one call, where others need a pass for each level."""
 
-    def draft_trees(self, work: Pass, expansion: TreeExpansion, *, vocab_size: int, last_position: int) -> bool:
+    def draft_trees(self, work: Pass, expansion: ShapedExpansion, *, vocab_size: int, last_position: int) -> bool:
         """Runs a pass that ends with the roots, and fills the trees below them from what the model says after them.
 
         Node i of a tree, levels that have children only, goes to the i-th cache row behind the pass.

@@ -145,9 +145,7 @@ class DraftModelDrafter:
             max_nodes=most_fed + 1, runner=target.runner,
         )  # fmt: skip
         with_quantization(self._options.quantization, self._quantize)
-        self._levels = DraftLevels(
-            self._runner, nodes_by_depth=self.nodes_by_depth, vocab_size=target.vocab_size, mapping=self._mapping
-        )
+        self._levels = DraftLevels(self._runner, vocab_size=target.vocab_size, mapping=self._mapping)
 
     def _quantize(self, quantization: Quantization | None) -> None:
         """Quantises the model, or leaves it as it is stored.

@@ -31,7 +31,6 @@ from foretoken.drafters.base import (
 from foretoken.drafters.shared.kept_draws import KeptDraws
 from foretoken.drafters.shared.level_passes import LevelPasses
 from foretoken.trees.dynamic import begin_expansion
-from foretoken.trees.expansion import TreeExpansion
 from foretoken.trees.pruning import Pruning
 
 if TYPE_CHECKING:
@@ -39,8 +38,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.trees.dynamic import AnyShape
-    from foretoken.trees.expansion import Expansion
+    from foretoken.trees.dynamic import AnyShape, ShapedExpansion
 
 
 class Options(DrafterOptions):
@@ -122,10 +120,9 @@ class EarlyExitDrafter:
     def release(self, slot: int) -> None:
         """Nothing to forget."""
 
-    def _fill(self, work: Pass, expansion: Expansion) -> None:
-        """Fills trees, static ones in one call where the decoder can; work: the pass over their roots."""
-        is_static = isinstance(expansion, TreeExpansion)
-        if is_static and self._target.draft_trees(work, expansion, vocab_size=self._target.vocab_size):
+    def _fill(self, work: Pass, expansion: ShapedExpansion) -> None:
+        """Fills trees, in one call where the decoder can; work: the pass over their roots."""
+        if self._target.draft_trees(work, expansion, vocab_size=self._target.vocab_size):
             return
         passes = LevelPasses(work.slots, [length + 1 for length in work.prefix_lens], self._target.device)
         for depth in expansion.levels():

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.hf.loading import LoadedModel
     from foretoken.runner.costs import PassCosts
-    from foretoken.trees.expansion import TreeExpansion
+    from foretoken.trees.dynamic import ShapedExpansion
 
 _FEWER = "Decode fewer sequences at once (max_num_seqs of LLM, --batch-size)"
 _log = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class Runner:
         """
         return self._decoder.run(self._placed(work))
 
-    def draft_trees(self, work: Pass, expansion: TreeExpansion, *, vocab_size: int) -> bool:
+    def draft_trees(self, work: Pass, expansion: ShapedExpansion, *, vocab_size: int) -> bool:
         """A pass that ends with the roots of trees, and the trees below them, in one call where the decoder can.
 
         Args:

@@ -37,6 +37,7 @@ N nodes of the tree, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ from torch import Tensor
 from foretoken.core.backend import integers_on, reads_are_free
 from foretoken.core.token_tree import HostFacts, TokenTree
 from foretoken.trees.choices import TreeShape
-from foretoken.trees.expansion import Expansion, Frontier, TreeExpansion
+from foretoken.trees.expansion import Frontier, TreeExpansion, TreeTensors
 from foretoken.trees.lattice import DraftLattice
 from foretoken.trees.pruning import normalised_entropy
 
@@ -89,7 +90,7 @@ class DynamicShape:
 AnyShape = TreeShape | DynamicShape
 
 
-def begin_expansion(shape: AnyShape, roots: Tensor, draws: DraftDraws) -> Expansion:
+def begin_expansion(shape: AnyShape, roots: Tensor, draws: DraftDraws) -> ShapedExpansion:
     """Trees of roots, to be filled.
 
     Args:
@@ -143,6 +144,7 @@ class DynamicExpansion:
     whose tensors the host reads freely, candidates that the draft distribution excludes are left out.
 
     Attributes:
+        roots: (B,) int64.
         shape: Bounds of the trees.
         draws: How tokens are chosen.
     """
@@ -155,7 +157,7 @@ class DynamicExpansion:
             roots: (B,) int64.
             draws: How tokens are chosen.
         """
-        self.shape, self.draws = shape, draws
+        self.shape, self.draws, self.roots = shape, draws, roots
         device, start = roots.device, torch.zeros(len(roots), 1, dtype=torch.int64, device=roots.device)
         self._frontiers = [Frontier(roots.unsqueeze(1), None)]
         self._numbers = start  # (B, P), of the last frontier's nodes among the candidates
@@ -179,9 +181,62 @@ class DynamicExpansion:
         """See `Expansion`."""
         return self.shape.depth
 
+    @property
+    def num_candidates(self) -> int:
+        """Candidates after a node that have to be known."""
+        return self.shape.top_k
+
+    @property
+    def widest_level(self) -> int:
+        """Most nodes of one depth that are expanded."""
+        return self.shape.top_k if self.depth > 1 else 1
+
     def frontier(self, depth: int) -> Frontier:
         """See `Expansion`."""
         return self._frontiers[depth]
+
+    def fed_nodes(self) -> tuple[Tensor, Tensor]:
+        """See `TreeExpansion`, once a kernel has filled `tensors`: (B, W) both."""
+        nodes = slice(1, self.shape.num_expanded)
+        return self._expanded[0][:, nodes], self._expanded[1][:, nodes] - 1
+
+    def tensors(self, vocab_size: int, *, is_shared: bool = False) -> TreeTensors:
+        """What a kernel fills in the place of `grow`, all levels at once, with every level as wide as `top_k`.
+
+        Args:
+            vocab_size: One past the greatest token that it may choose, which leaves at least `top_k` tokens.
+            is_shared: False: see `grow_levels`.
+        """
+        assert not is_shared, "each node has a row of its own"
+        parents, ranks, depths = _whole_levels(self.shape.top_k, self.depth, self.roots.device)
+        batch, whole = len(self.roots), self._candidates[0]
+        nodes, candidates = (batch, len(parents)), (batch, len(depths))
+        tokens, node_parents = (self.roots.new_zeros(nodes) for _ in range(2))
+        filled = _Candidates(
+            tokens=self.roots.new_zeros(candidates),
+            scores=whole.scores.new_zeros(candidates),
+            parents=self.roots.new_zeros(candidates),
+            depths=depths,
+        )
+        tokens[:, 0] = filled.tokens[:, 0] = self.roots
+        node_parents[:, 0] = -1
+        self._expanded, self._candidates, self._num_tokens = (tokens, node_parents), [filled], vocab_size
+        self._ends = [1, *range(1 + self.shape.top_k, len(depths) + 1, self.shape.top_k**2)]
+        return TreeTensors(
+            parents=parents,
+            ranks=ranks,
+            num_candidates=self.shape.top_k,
+            tokens=tokens,
+            scores=whole.scores.new_zeros(nodes),
+            kinds=None,
+            row_of=None,
+            rows=None,
+            node_parents=node_parents,
+            node_numbers=self.roots.new_zeros(nodes),
+            candidates=filled.tokens,
+            path_scores=filled.scores,
+            candidate_parents=filled.parents,
+        )
 
     def levels(self) -> Iterator[int]:
         """See `Expansion`."""
@@ -340,6 +395,19 @@ class DynamicExpansion:
             depths=torch.where(is_node, depths[numbers], 0),
             num_nodes=is_node.sum(1),
         )
+
+
+ShapedExpansion = TreeExpansion | DynamicExpansion
+
+
+@lru_cache(maxsize=64)
+def _whole_levels(top_k: int, depth: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Parents and ranks of expanded nodes as in `TreeTensors`, and depths of candidates, where no level is narrower."""
+    nodes = torch.arange(1 + depth * top_k, device=device)
+    parents, ranks = (nodes - top_k).clamp_min(0), (nodes - 1) * (nodes <= top_k)
+    parents[0], ranks[0] = -1, 0
+    counts = torch.tensor([1, top_k, *[top_k**2] * (depth - 1)], device=device)
+    return parents, ranks, torch.arange(depth + 1, device=device).repeat_interleave(counts)
 
 
 def _best_first(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -110,6 +110,8 @@ class Expansion(Protocol):
 class TreeTensors(NamedTuple):
     """Trees of one shape as kernels read and fill them, all levels of them; what the roots have is there.
 
+    Of dynamic trees the nodes are those that are expanded, see `Draft` in `kernels/interface.h`.
+
     Attributes:
         parents: (N,) int64, of the shape.
         ranks: (N,) int64, of every node among the candidates after its parent.
@@ -120,6 +122,11 @@ class TreeTensors(NamedTuple):
         row_of: (B, N) int64, likewise.
         rows: (B, R, V) float32, likewise, of no content: a row for each node that has children, in order, or for each
             level.
+        node_parents: (B, N) int64, of dynamic trees; else None.
+        node_numbers: (B, N) int64, likewise: which of the candidates each node is.
+        candidates: (B, C) int64, likewise: the tokens of all candidates, the root first.
+        path_scores: (B, C) float32, likewise.
+        candidate_parents: (B, C) int64, likewise, among the candidates.
     """
 
     parents: Tensor
@@ -130,6 +137,11 @@ class TreeTensors(NamedTuple):
     kinds: Tensor | None
     row_of: Tensor | None
     rows: Tensor | None
+    node_parents: Tensor | None = None
+    node_numbers: Tensor | None = None
+    candidates: Tensor | None = None
+    path_scores: Tensor | None = None
+    candidate_parents: Tensor | None = None
 
 
 class TreeExpansion:
@@ -168,9 +180,9 @@ class TreeExpansion:
             self._narrowed: list[tuple[Tensor, Level]] = []  # of each depth, which nodes of the level go on, and these
 
     @property
-    def parents(self) -> Tensor:
-        """(N,) int64, parent of every node, -1 at the root."""
-        return self._relations.places[0]
+    def roots(self) -> Tensor:
+        """(B,) int64."""
+        return self.tokens[:, 0]
 
     @property
     def depth(self) -> int:
@@ -198,6 +210,15 @@ class TreeExpansion:
         """See `Expansion`."""
         level = self._level(depth)
         return Frontier(self.tokens[:, level.nodes], level.origins)
+
+    def fed_nodes(self) -> tuple[Tensor, Tensor]:
+        """What whoever feeds every level but the last has fed below the roots: W nodes of a tree in order.
+
+        Returns:
+            (B, W) int64 tokens, and (1, W) int64 parents among these, -1 below the root.
+        """
+        nodes = slice(1, bisect_right(self._relations.depths, self.depth - 1))
+        return self.tokens[:, nodes], self._relations.places[:1, nodes] - 1
 
     def tensors(self, vocab_size: int, *, is_shared: bool = False) -> TreeTensors:
         """What a kernel fills in the place of `grow`, level by level or all at once.

@@ -1,4 +1,4 @@
-"""Children that the native kernels choose: those of `TreeExpansion.grow`, for every kind of draw and shape."""
+"""Children that the native kernels choose: those of `Expansion.grow`, for every kind of draw and shape."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from foretoken.decoder.lean.native_children import NativeDraft, can_draft, choos
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape
+from foretoken.trees.dynamic import DynamicExpansion, DynamicShape
 from foretoken.trees.expansion import TreeExpansion
 
 POSITION = 9
@@ -109,6 +110,92 @@ def test_children_are_those_of_the_torch_path(
     finally:
         torch.set_num_threads(before)
     assert_same(ours, theirs)
+
+
+def dynamic_tree(
+    shape: DynamicShape, chosen: DraftDraws, logits: list[Tensor], room: list[int], *, is_native: bool
+) -> TokenTree:
+    """The dynamic tree of given logits: (B, P, V) for each depth."""
+    expansion = DynamicExpansion(shape, torch.full((len(room),), 7), chosen)
+    if is_native:
+        assert can_draft(expansion, logits[0].shape[2])
+        draft = NativeDraft(expansion, logits[0].shape[2])
+        for depth, level in enumerate(logits):
+            choose_children(draft, depth, level.clone())
+    else:
+        for depth, level in enumerate(logits):
+            expansion.grow(depth, level)
+    return expansion.finish(range(len(room)), room, [7] * len(room))
+
+
+def assert_same_nodes(ours: TokenTree, theirs: TokenTree) -> None:
+    assert_same(ours, theirs)
+    for name in ("parents", "depths", "num_nodes"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.tuples(st.integers(1, 7), st.integers(1, 4), st.integers(2, 40)),
+    kinds=st.lists(st.sampled_from(sorted(KINDS)), min_size=1, max_size=4),
+    vocab_size=st.sampled_from([7, 16, 33, 700, 1111]), shallow=st.integers(0, 4), seed=st.integers(0, 99),
+    threads=st.sampled_from([1, 2, 3]),
+)  # fmt: skip
+def test_dynamic_trees_are_those_of_the_torch_path(
+    size: tuple[int, int, int], kinds: list[str], vocab_size: int, shallow: int, seed: int, threads: int
+) -> None:
+    """Any bounds, batch, mix of draws and width of the logits; the first sequence may have less room."""
+    shape = DynamicShape(top_k=size[0], depth=size[1], max_nodes=size[2])
+    generator = torch.Generator().manual_seed(seed)
+    logits = [
+        4 * torch.randn(len(kinds), 1 if depth == 0 else shape.top_k, vocab_size, generator=generator)
+        for depth in range(shape.depth)
+    ]
+    room = [shallow, *[shape.depth] * (len(kinds) - 1)]
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        ours, theirs = (
+            dynamic_tree(shape, draws(kinds, vocab_size), logits, room, is_native=is_native)
+            for is_native in (True, False)
+        )
+    finally:
+        torch.set_num_threads(before)
+    assert_same_nodes(ours, theirs)
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_dynamic_trees_leave_impossible_candidates_out(kind: str, odd: float) -> None:
+    """Where a node's logits are no numbers it has no children; tokens without a chance are nobody's."""
+    shape = DynamicShape(top_k=3, depth=2, max_nodes=13)
+    generator = torch.Generator().manual_seed(1)
+    logits = [torch.randn(2, 1, 40, generator=generator), torch.randn(2, 3, 40, generator=generator)]
+    logits[1][1, 0, 30] = odd
+    logits[1][0, :, 2:] = float("-inf")
+    ours, theirs = (
+        dynamic_tree(shape, draws([kind] * 2, 40), logits, [2, 2], is_native=is_native) for is_native in (True, False)
+    )
+    assert_same_nodes(ours, theirs)
+    assert ours.num_nodes.tolist() == [1 + 3 + 6, 1 + 3 + (9 if odd == float("-inf") else 6)]
+
+
+def test_dynamic_drafts_that_do_not_fit_are_refused() -> None:
+    expansion = DynamicExpansion(DynamicShape(top_k=2, depth=2, max_nodes=5), torch.tensor([7]), draws(["greedy"], 9))
+    logits = torch.zeros(1, 1, 9)
+    draft = NativeDraft(expansion, 9)
+    with pytest.raises(PassError, match="SHAPE"):
+        choose_children(draft, 0, logits, is_shared=True)
+    draft.arguments.path_scores = None
+    with pytest.raises(PassError, match="MISSING"):
+        choose_children(draft, 0, logits)
+    draft = NativeDraft(expansion, 9)
+    narrowing = torch.tensor([-1, 0, 0, 1, 1])
+    draft.arguments.parents = narrowing.data_ptr()
+    with pytest.raises(PassError, match="SHAPE"):
+        choose_children(draft, 0, logits)
+    wide = DynamicExpansion(DynamicShape(top_k=10, depth=2, max_nodes=5), torch.tensor([7]), draws(["greedy"], 9))
+    assert not can_draft(wide, 9)
 
 
 @pytest.mark.parametrize("kind", KINDS)

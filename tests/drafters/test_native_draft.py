@@ -41,6 +41,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     "widths": {"tree": WIDTHS},
     "greedy drafts": {"tree": WIDTHS, "draft_sample_method": "greedy"},
     "one level": {"tree": [[0], [1], [2]]},
+    "dynamic": {"tree": "dynamic", "num_speculative_tokens": 4, "max_nodes": 12},
+    "one dynamic level": {"tree": "dynamic", "num_speculative_tokens": 1, "max_nodes": 5},
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -33,6 +33,8 @@ METHODS: dict[str, dict[str, Any]] = {
 SHAPES: dict[str, dict[str, Any]] = {
     "chain": {"num_speculative_tokens": 4},
     "choices": {"tree": [[0], [1], [0, 0], [0, 2], [1, 0], [0, 0, 0], [1, 0, 1]]},
+    "dynamic": {"tree": "dynamic", "num_speculative_tokens": 4, "max_nodes": 11},
+    "one dynamic level": {"tree": "dynamic", "num_speculative_tokens": 1, "max_nodes": 4},
 }
 REQUESTS = {
     "sampled": (SamplingParams(temperature=0.9), False),

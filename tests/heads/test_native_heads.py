@@ -29,6 +29,7 @@ from foretoken.hf.parts import TargetParts, target_parts
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape
+from foretoken.trees.dynamic import AnyShape, DynamicShape, ShapedExpansion, begin_expansion
 from foretoken.trees.expansion import TreeExpansion
 
 WIDTH = 32
@@ -53,6 +54,7 @@ SHAPES = {
     "tree": TreeShape.from_choices([(0,), (1,), (3,), (0, 0), (0, 2), (3, 0), (3, 1), (0, 2, 0), (3, 0, 0), (3, 0, 4)]),
     "two levels": TreeShape.cartesian((4, 3)),
 }
+DYNAMIC = [DynamicShape(top_k=4, depth=3, max_nodes=20), DynamicShape(top_k=5, depth=1, max_nodes=4)]
 GREEDY, COUPLED, SAMPLED = (0.0, False), (0.8, True), (1.3, False)
 DRAWS = {
     "greedy": [GREEDY],
@@ -83,19 +85,19 @@ def kernels_of(head: Head, parts: TargetParts) -> HeadKernels:
     return HeadKernels(steps)
 
 
-def expansion_of(shape: TreeShape, draws: list[tuple[float, bool]], roots: Tensor) -> TreeExpansion:
+def expansion_of(shape: AnyShape, draws: list[tuple[float, bool]], roots: Tensor) -> ShapedExpansion:
     requests = [SamplingRequest(params=SamplingParams(temperature=t), seed=i - 1) for i, (t, _) in enumerate(draws)]
     batch = SamplingBatch.build(requests, VOCAB_SIZE)
     chosen = DraftDraws.build(batch, [is_coupled for _, is_coupled in draws], 9 + torch.arange(len(draws)))
-    return TreeExpansion(shape, roots, chosen)
+    return begin_expansion(shape, roots, chosen)
 
 
-def finished(expansion: TreeExpansion) -> TokenTree:
-    roots = expansion.tokens[:, 0].tolist()
+def finished(expansion: ShapedExpansion) -> TokenTree:
+    roots = expansion.roots.tolist()
     return expansion.finish(range(len(roots)), [expansion.shape.depth] * len(roots), roots)
 
 
-def by_steps(head: Head, parts: TargetParts, expansion: TreeExpansion, features: Tensor) -> TokenTree:
+def by_steps(head: Head, parts: TargetParts, expansion: ShapedExpansion, features: Tensor) -> TokenTree:
     """The tree in torch's operations; a level of Medusa's has one row of logits."""
     if isinstance(head, MedusaHeads):
         for depth in range(expansion.shape.depth):
@@ -107,7 +109,7 @@ def by_steps(head: Head, parts: TargetParts, expansion: TreeExpansion, features:
     return finished(expansion)
 
 
-def by_kernels(head: Head, parts: TargetParts, expansion: TreeExpansion, features: Tensor) -> TokenTree:
+def by_kernels(head: Head, parts: TargetParts, expansion: ShapedExpansion, features: Tensor) -> TokenTree:
     kernels = kernels_of(head, parts)
     assert kernels.can_fill(expansion)
     kernels.fill(expansion, features)
@@ -146,6 +148,32 @@ def test_drafts_are_those_of_the_steps(name: str, dtype: torch.dtype, draws: str
             fill(head, parts, expansion_of(shape, DRAWS[draws], roots), features) for fill in (by_kernels, by_steps)
         )
         assert_same(ours, theirs, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("draws", DRAWS)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", [name for name in HEADS if "medusa" not in name])
+@torch.inference_mode()
+def test_dynamic_trees_are_those_of_the_steps(name: str, dtype: torch.dtype, draws: str) -> None:
+    """The same nodes, connected alike: every sequence has a tree of its own."""
+    head, parts = made(name, dtype)
+    for seed, shape in enumerate(DYNAMIC):
+        generator = torch.Generator().manual_seed(seed)
+        features = torch.randn(len(DRAWS[draws]), WIDTH, generator=generator)
+        roots = torch.randint(VOCAB_SIZE, (len(features),), generator=generator)
+        ours, theirs = (
+            fill(head, parts, expansion_of(shape, DRAWS[draws], roots), features) for fill in (by_kernels, by_steps)
+        )
+        assert_same(ours, theirs, TOLERANCE[dtype])
+        assert torch.equal(ours.parents, theirs.parents)
+        assert torch.equal(ours.depths, theirs.depths)
+        assert ours.host_facts == theirs.host_facts
+
+
+@torch.inference_mode()
+def test_dynamic_trees_of_heads_that_read_no_tokens_are_left_to_torch() -> None:
+    head, parts = made("medusa", torch.float32)
+    assert not kernels_of(head, parts).can_fill(expansion_of(DYNAMIC[0], [GREEDY], torch.tensor([3])))
 
 
 @pytest.mark.parametrize("architecture", ["gemma2", "granite"])

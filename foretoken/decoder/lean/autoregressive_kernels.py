@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Pass
     from foretoken.decoder.block_stack import BlockStack
     from foretoken.decoder.lean.autoregressive_steps import AutoregressiveSteps
-    from foretoken.trees.expansion import TreeExpansion
+    from foretoken.trees.dynamic import ShapedExpansion
 
 
 class AutoregressiveKernels:
@@ -49,11 +49,11 @@ class AutoregressiveKernels:
             )
         self._head, self._native, self._blocks = head, NativeAutoregressiveHead(head), blocks
 
-    def can_draft(self, expansion: TreeExpansion) -> bool:
+    def can_draft(self, expansion: ShapedExpansion) -> bool:
         """Whether there is a level, and the kernels choose children as the requests need it."""
         return expansion.depth > 0 and can_draft(expansion, self._head.vocab_size)
 
-    def draft(self, work: Pass, states: Tensor, expansion: TreeExpansion) -> None:
+    def draft(self, work: Pass, states: Tensor, expansion: ShapedExpansion) -> None:
         """Feeds pairs and fills the trees behind them; leaves the rows of the pairs in the cache.
 
         Args:

@@ -77,7 +77,8 @@ int64_t foretoken_draft_bytes(const Model* model, const Draft* draft, int64_t nu
 Status foretoken_draft(const Model* model, const Pass* pass, const Draft* draft, int64_t last_position) {
   if (has_side(*model)) return Status::kMissing;  // nothing says what a level reads there
   const int64_t width = seen_logits(*model, *draft);
-  const Status status = check_trees(*model, *pass, *draft, width, draft->num_nodes, last_position);
+  const int64_t rows = draft->candidates == nullptr ? draft->num_nodes : draft->num_nodes - draft->num_candidates;
+  const Status status = check_trees(*model, *pass, *draft, width, rows, last_position);
   if (status != Status::kDone) return status;
   with_dtypes(*model, [&](auto type, auto weights) {
     using T = decltype(type);
@@ -162,7 +163,7 @@ int64_t foretoken_children_bytes(const Draft* draft, int64_t width) {
 
 // Chooses the children of all nodes of one depth that have some. logits: (B, P, width) of them, or (B, 1, width) where
 // `is_shared`. Gives a `Status`; where it refuses it has written nothing.
-Status foretoken_children(const Draft* draft, int64_t depth, const float* logits, int64_t width, int64_t is_shared, int64_t num_threads, void* workspace) {
+Status foretoken_children(const Draft* draft, int64_t depth, float* logits, int64_t width, int64_t is_shared, int64_t num_threads, void* workspace) {
   if (logits == nullptr || workspace == nullptr) return Status::kMissing;
   if (num_threads < 1 || num_threads > std::numeric_limits<int>::max()) return Status::kThreads;
   const int64_t seen = std::min(width, draft->vocab);

@@ -17,12 +17,13 @@ from foretoken.decoder.lean.native_children import NativeDraft, can_draft
 from foretoken.decoder.lean.native_head import NativeHead
 from foretoken.decoder.lean.structures import Status
 from foretoken.decoder.lean.threads import kernel_threads
+from foretoken.trees.dynamic import DynamicExpansion
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.decoder.lean.head_steps import HeadSteps
-    from foretoken.trees.expansion import TreeExpansion
+    from foretoken.trees.dynamic import ShapedExpansion
 
 
 class HeadKernels:
@@ -41,11 +42,16 @@ class HeadKernels:
         self._library.foretoken_head_draft.restype = c_int64
         self._idle: list[Tensor] = []  # workspaces; two Python threads never share one
 
-    def can_fill(self, expansion: TreeExpansion) -> bool:
-        """Whether the kernels choose children as the requests need it, and the head has a step for every level."""
+    def can_fill(self, expansion: ShapedExpansion) -> bool:
+        """Whether the kernels choose children as the requests need it, and the head has a step for every level.
+
+        Where one row of logits serves a whole level, dynamic trees are chosen from all levels at once (`grow_levels`).
+        """
+        if self._is_shared and isinstance(expansion, DynamicExpansion):
+            return False
         return expansion.depth <= len(self._head.steps) and can_draft(expansion, self._head.vocab_size)
 
-    def fill(self, expansion: TreeExpansion, features: Tensor) -> None:
+    def fill(self, expansion: ShapedExpansion, features: Tensor) -> None:
         """Fills a tree.
 
         Args:
@@ -55,7 +61,7 @@ class HeadKernels:
         Raises:
             PassError: When they do not fit, a root is not in the vocabulary, or there is no memory.
         """
-        batch = len(expansion.tokens)
+        batch = len(expansion.roots)
         if features.shape != (batch, self._head.hidden_size) or features.dtype is not torch.float32:
             expected = (batch, self._head.hidden_size)
             raise PassError(f"features are {tuple(features.shape)} {features.dtype}. Expected {expected} float32.")
@@ -70,7 +76,7 @@ class HeadKernels:
         )  # fmt: skip
         self._idle.append(workspace)
         if status == Status.TOKENS:
-            roots, vocab = expansion.tokens[:, 0].tolist(), self._head.vocab_size
+            roots, vocab = expansion.roots.tolist(), self._head.vocab_size
             raise PassError(f"the roots are {roots}. Expected ids below {vocab}, the head's vocabulary.")
         if status:
             raise PassError(f"the draft does not fit: {Status(status).name}. Expected a tree level by level.")

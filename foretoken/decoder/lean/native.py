@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from foretoken.decoder.lean.autoregressive_steps import NativeAutoregressiveHead
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.decoder.slot_cache import SlotCache
-    from foretoken.trees.expansion import TreeExpansion
+    from foretoken.trees.dynamic import ShapedExpansion
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -84,7 +84,7 @@ class NativeDecoder:
         """See `Decoder`."""
         return self._blocks.run(work)
 
-    def draft_trees(self, work: Pass, expansion: TreeExpansion, *, vocab_size: int, last_position: int) -> bool:
+    def draft_trees(self, work: Pass, expansion: ShapedExpansion, *, vocab_size: int, last_position: int) -> bool:
         """See `TreeDrafting`."""
         return self._blocks.draft_trees(work, expansion, vocab_size=vocab_size, last_position=last_position)
 
@@ -179,7 +179,7 @@ class NativeBlocks:
         self._call(described, arguments, work)
         del held
 
-    def draft_trees(self, work: Pass, expansion: TreeExpansion, *, vocab_size: int, last_position: int) -> bool:
+    def draft_trees(self, work: Pass, expansion: ShapedExpansion, *, vocab_size: int, last_position: int) -> bool:
         """See `TreeDrafting`."""
         if not can_draft(expansion, min(vocab_size, self._model.head.rows)):
             return False
@@ -196,7 +196,7 @@ class NativeBlocks:
         return True
 
     def draft_head_trees(
-        self, work: Pass, states: Tensor, expansion: TreeExpansion, head: NativeAutoregressiveHead
+        self, work: Pass, states: Tensor, expansion: ShapedExpansion, head: NativeAutoregressiveHead
     ) -> None:
         """Runs a pass over pairs of a state and the token after it, and drafts the trees whose roots end it.
 

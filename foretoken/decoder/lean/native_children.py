@@ -1,4 +1,4 @@
-"""Children in draft trees, chosen by the native kernels: what `TreeExpansion.grow` does, in one call a level.
+"""Children in draft trees, chosen by the native kernels: what `Expansion.grow` does, in one call a level.
 
 Letters: B sequences, P nodes of one level that have children, V vocabulary.
 """
@@ -19,7 +19,7 @@ from foretoken.decoder.lean.threads import kernel_threads
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from foretoken.trees.expansion import TreeExpansion
+    from foretoken.trees.dynamic import ShapedExpansion
 
 
 class NativeDraft:
@@ -29,13 +29,13 @@ class NativeDraft:
         arguments: See `kernels/interface.h`; valid as long as this lives.
     """
 
-    def __init__(self, expansion: TreeExpansion, vocab_size: int, *, is_shared: bool = False) -> None:
+    def __init__(self, expansion: ShapedExpansion, vocab_size: int, *, is_shared: bool = False) -> None:
         """Takes addresses.
 
         Args:
             expansion: For which `can_draft` holds; filled as the kernels go.
             vocab_size: V.
-            is_shared: Whether one row of logits serves all nodes of a level.
+            is_shared: Whether one row of logits serves all nodes of a level; of static trees alone.
         """
         tree, draws = expansion.tensors(vocab_size, is_shared=is_shared), expansion.draws
         each = zip(draws.is_coupled.tolist(), draws.is_sampled.tolist(), strict=True)
@@ -45,7 +45,7 @@ class NativeDraft:
         self._held = [tree, kinds, scales, seeds, positions]
         self.arguments = DraftArguments(
             num_sequences=len(tree.tokens),
-            num_nodes=expansion.shape.num_nodes,
+            num_nodes=len(tree.parents),
             num_candidates=tree.num_candidates,
             num_rows=0 if tree.rows is None else tree.rows.shape[1],
             vocab=vocab_size,
@@ -57,13 +57,23 @@ class NativeDraft:
             root_positions=positions.data_ptr(),
             tokens=tree.tokens.data_ptr(),
             scores=tree.scores.data_ptr(),
-            kinds=None if tree.kinds is None else tree.kinds.data_ptr(),
-            row_of=None if tree.row_of is None else tree.row_of.data_ptr(),
-            rows=None if tree.rows is None else tree.rows.data_ptr(),
+            kinds=_address(tree.kinds),
+            row_of=_address(tree.row_of),
+            rows=_address(tree.rows),
+            node_parents=_address(tree.node_parents),
+            node_numbers=_address(tree.node_numbers),
+            candidates=_address(tree.candidates),
+            path_scores=_address(tree.path_scores),
+            candidate_parents=_address(tree.candidate_parents),
         )
 
 
-def can_draft(expansion: TreeExpansion, width: int) -> bool:
+def _address(tensor: Tensor | None) -> int | None:
+    """Where a tensor lies."""
+    return None if tensor is None else tensor.data_ptr()
+
+
+def can_draft(expansion: ShapedExpansion, width: int) -> bool:
     """Whether the kernels choose as the requests need it: on a CPU, where nothing but temperature changes logits.
 
     They draft whole trees. Pruned ones are expanded level by level, so that nothing is drafted below what falls short.
@@ -72,7 +82,7 @@ def can_draft(expansion: TreeExpansion, width: int) -> bool:
         expansion: A tree of roots.
         width: Logits that a draft model or a head gives; as many candidates must suffice.
     """
-    is_here = runs_cpu_kernels(expansion.tokens.device)
+    is_here = runs_cpu_kernels(expansion.roots.device)
     is_whole = expansion.draws.pruning is None
     return is_here and is_whole and expansion.draws.is_plain and expansion.num_candidates <= width
 
@@ -83,7 +93,8 @@ def choose_children(draft: NativeDraft, depth: int, logits: Tensor, *, is_shared
     Args:
         draft: Filled down to this depth; changed.
         depth: Of the parents.
-        logits: (B, P, W) float32, after each of them, of which the first V count; or (B, 1, W) where `is_shared`.
+        logits: (B, P, W) float32, after each of them, of which the first V count; or (B, 1, W) where `is_shared`. Of
+            dynamic trees changed.
         is_shared: Whether one row serves them all, as `draft` was told.
 
     Raises:

@@ -90,7 +90,7 @@ class DraftArguments(Structure):
         *((name, c_int64) for name in ("num_sequences", "num_nodes", "num_candidates", "num_rows", "vocab")),
         *((name, c_void_p) for name in (
             "parents", "ranks", "draws", "inverse_temperature", "seeds", "root_positions", "tokens", "scores", "kinds",
-            "row_of", "rows",
+            "row_of", "rows", "node_parents", "node_numbers", "candidates", "path_scores", "candidate_parents",
         )),
     )  # fmt: skip
 

@@ -5,8 +5,8 @@ their places; a level of a draft is one pass of the block over the nodes whose c
 pairs and the levels above, with the head's own states in the place of features. Its rows are overwritten by what comes
 next.
 
-On CPUs one native call feeds the committed pairs and drafts a whole static tree; the loop over levels here drafts where
-that cannot be (`AutoregressiveKernels`).
+On CPUs one native call feeds the committed pairs and drafts a whole tree; the loop over levels here drafts where that
+cannot be (`AutoregressiveKernels`).
 
 A pair stands at the position of its feature, so nodes of depth d at that of the root and d - 1.
 
@@ -35,7 +35,6 @@ from foretoken.drafters.shared.level_passes import LevelPasses
 from foretoken.heads.autoregressive import AutoregressiveHead
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import begin_expansion
-from foretoken.trees.expansion import TreeExpansion
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,7 +44,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.heads.loading import LoadedHead
     from foretoken.hf.loading import LoadedModel
     from foretoken.sampling.draft_draws import DraftDraws
-    from foretoken.trees.dynamic import AnyShape
+    from foretoken.trees.dynamic import AnyShape, ShapedExpansion
     from foretoken.trees.expansion import Expansion
 
 
@@ -116,10 +115,10 @@ class AutoregressiveDrafter(HeadDrafter):
             self._grow(expansion, self._pairs.of(slots, texts), slots, [len(text) - 1 for text in texts])
         return expansion
 
-    def _has_drafted(self, expansion: Expansion, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> bool:
+    def _has_drafted(self, expansion: ShapedExpansion, slots: Sequence[int], texts: Sequence[Sequence[int]]) -> bool:
         """Fills trees in one native call, which feeds the pairs that wait; False where the loop over levels has to."""
         kernels = self._whole_drafts
-        if kernels is None or not isinstance(expansion, TreeExpansion) or not kernels.can_draft(expansion):
+        if kernels is None or not kernels.can_draft(expansion):
             return False
         pairs = self._pairs.waiting(slots, texts)
         if pairs is None:
@@ -153,7 +152,7 @@ class AutoregressiveDrafter(HeadDrafter):
     def trial(self, shape: TreeShape, roots: Tensor, draws: DraftDraws) -> None:
         expansion, width = begin_expansion(shape, roots, draws), self.head.config.width
         kernels = self._whole_drafts
-        if kernels is not None and isinstance(expansion, TreeExpansion) and kernels.can_draft(expansion):
+        if kernels is not None and kernels.can_draft(expansion):
             work = Pass.of_chains([[0]], slots=[0], prefix_lens=[0], has_last_logits=True)
             kernels.draft(work, torch.zeros(1, width), expansion)
         else:

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
     from foretoken.decoder.cuda_graphs import GraphCapture
     from foretoken.sampling.draft_draws import DraftDraws
-    from foretoken.trees.dynamic import AnyShape
-    from foretoken.trees.expansion import Expansion
+    from foretoken.trees.dynamic import AnyShape, ShapedExpansion
 
 _MAX_GRAPHS = 32
 _TRUNCATION = ("top_k", "top_p", "min_p")
@@ -37,7 +36,7 @@ class CapturedExpansion:
 
     def __init__(
         self,
-        fill: Callable[[Expansion, Tensor], None],
+        fill: Callable[[ShapedExpansion, Tensor], None],
         device: torch.device,
         *,
         capture: GraphCapture | None = None,
@@ -52,11 +51,11 @@ class CapturedExpansion:
         self._fill = fill
         if capture is None and has_cuda_graphs(device):
             capture = CudaGraphCapture(device)
-        self._graphs: CapturedGraphs[Expansion] | None = None
+        self._graphs: CapturedGraphs[ShapedExpansion] | None = None
         if capture is not None:
             self._graphs = CapturedGraphs(capture, device, limit=_MAX_GRAPHS, name="a tree")
 
-    def expand(self, shape: AnyShape, roots: Tensor, draws: DraftDraws, features: Tensor) -> Expansion:
+    def expand(self, shape: AnyShape, roots: Tensor, draws: DraftDraws, features: Tensor) -> ShapedExpansion:
         """A filled tree; what an earlier call gave is not valid any more.
 
         Args:
@@ -80,7 +79,9 @@ class CapturedExpansion:
         work = partial(self._captured_tree, shape, draws, list(truncation))
         return self._graphs.run((shape, len(roots), kinds, limits), inputs, work)
 
-    def _captured_tree(self, shape: AnyShape, draws: DraftDraws, limits: Sequence[str], *places: Tensor) -> Expansion:
+    def _captured_tree(
+        self, shape: AnyShape, draws: DraftDraws, limits: Sequence[str], *places: Tensor
+    ) -> ShapedExpansion:
         """What is captured: a tree expanded with draws whose parameters, `limits` last, lie in tensors of its own."""
         roots, features, root_positions, is_coupled, is_sampled, seeds, temperature, greedy, *truncation = places
         own_limits: dict[str, Any] = dict(zip(limits, truncation, strict=True))

@@ -29,7 +29,6 @@ from foretoken.heads.step_head import StepHead
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape
-from foretoken.trees.expansion import TreeExpansion
 from foretoken.trees.published import PUBLISHED
 from foretoken.trees.search import best_shape
 
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
     from foretoken.heads.base import Head
     from foretoken.hf.parts import TargetParts
-    from foretoken.trees.dynamic import AnyShape
+    from foretoken.trees.dynamic import AnyShape, ShapedExpansion
     from foretoken.trees.expansion import Expansion
 
 
@@ -143,11 +142,10 @@ class HeadDrafter:
         self.loaded = load_head(self.options, self._target, self.name, quantization)
         return self.features_for(self._target)
 
-    def _fill(self, expansion: Expansion, features: Tensor) -> None:
+    def _fill(self, expansion: ShapedExpansion, features: Tensor) -> None:
         """Fills a tree from (B, E) features: in one call of the native kernels where they can, else by `fill`."""
         kernels = self._kernels
-        # The kernels know static trees alone.
-        if kernels is not None and isinstance(expansion, TreeExpansion) and kernels.can_fill(expansion):
+        if kernels is not None and kernels.can_fill(expansion):
             kernels.fill(expansion, features)
         else:
             self.fill(expansion, self.state_of(features))

@@ -19,13 +19,13 @@ from torch import Tensor
 from foretoken.core.common_prefix import common_prefix_len
 from foretoken.core.passes import Pass
 from foretoken.drafters.shared.level_passes import LevelPasses
-from foretoken.trees.expansion import TreeExpansion
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.drafters.models.vocab_map import VocabularyMap
     from foretoken.runner.runner import Runner
+    from foretoken.trees.dynamic import ShapedExpansion
     from foretoken.trees.expansion import Expansion
 
 _LONGEST_CATCH_UP = 2  # after full acceptance the last drafted token and the bonus token are new to the draft model
@@ -76,19 +76,15 @@ class _SlotState:
 class DraftLevels:
     """Fills expansions with a draft model's tokens."""
 
-    def __init__(
-        self, runner: Runner, *, nodes_by_depth: Sequence[int], vocab_size: int, mapping: VocabularyMap | None = None
-    ) -> None:
+    def __init__(self, runner: Runner, *, vocab_size: int, mapping: VocabularyMap | None = None) -> None:
         """Nothing is in the cache yet.
 
         Args:
             runner: Of the draft model.
-            nodes_by_depth: Nodes of the static trees that are filled, see `Drafter`.
             vocab_size: V.
             mapping: Of the target's vocabulary to the draft model's; None where they are the same.
         """
-        self._runner, self._nodes_by_depth, self._vocab_size = runner, nodes_by_depth, vocab_size
-        self._mapping = mapping
+        self._runner, self._vocab_size, self._mapping = runner, vocab_size, mapping
         self._longest_catch_up = _LONGEST_CATCH_UP if mapping is None else _LONGEST_MAPPED_CATCH_UP
         self._slots: dict[int, _SlotState] = {}
 
@@ -113,7 +109,7 @@ class DraftLevels:
             del state.tokens[length:]
             state.drafted = None
 
-    def fill(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], expansion: Expansion) -> None:
+    def fill(self, slots: Sequence[int], tokens: Sequence[Sequence[int]], expansion: ShapedExpansion) -> None:
         """Feeds what is new of some sequences, and expands drafts behind them.
 
         Args:
@@ -165,17 +161,14 @@ class DraftLevels:
         state.drafted = None
         return state
 
-    def _drafted_at_once(self, work: Pass, expansion: Expansion) -> _Drafted | None:
-        """Fills static trees in one call of the decoder, which feeds all levels but the last; None where it cannot.
+    def _drafted_at_once(self, work: Pass, expansion: ShapedExpansion) -> _Drafted | None:
+        """Fills trees in one call of the decoder, which feeds all levels but the last; None where it cannot.
 
         The decoder feeds the ids that it chooses, so a map of vocabularies drafts by levels.
         """
-        if self._mapping is not None or not isinstance(expansion, TreeExpansion):
+        if self._mapping is not None or not self._runner.draft_trees(work, expansion, vocab_size=self._vocab_size):
             return None
-        if not self._runner.draft_trees(work, expansion, vocab_size=self._vocab_size):
-            return None
-        nodes = slice(1, self._nodes_by_depth[expansion.depth - 1])
-        return _Drafted(expansion.tokens[:, nodes], expansion.parents[None, nodes] - 1)
+        return _Drafted(*expansion.fed_nodes())
 
     def _drafted_by_levels(self, work: Pass, expansion: Expansion) -> _Drafted:
         """Fills trees with a pass for each level; work: the one that ends with their roots."""

@@ -82,7 +82,7 @@ class TextDraftDrafter:
             runner=target.runner,
         )  # fmt: skip
         with_quantization(self._quantization, self._quantize)
-        self._levels = DraftLevels(self._runner, nodes_by_depth=self.nodes_by_depth, vocab_size=self._runner.vocab_size)
+        self._levels = DraftLevels(self._runner, vocab_size=self._runner.vocab_size)
 
     def _quantize(self, quantization: Quantization | None) -> None:
         """Quantises the model, or leaves it as it is stored.

@@ -95,7 +95,7 @@ class HeadLevels {
     const int64_t P = children_.num_inner(depth), before = children_.num_inner(depth - 1);
     for (int64_t s = 0; s < draft_.num_sequences; ++s) {
       for (int64_t i = 0; i < P; ++i) {
-        const int64_t node = children_.inner(depth, i), parent = draft_.parents[node];
+        const int64_t node = children_.inner(depth, i), parent = children_.parent(s, node);
         space_.tokens[s * P + i] = draft_.tokens[s * draft_.num_nodes + node];
         space_.sources[s * P + i] = depth == 1 ? last_rows_[s] : s * before + passes_.place(depth - 1, parent);
       }
@@ -104,7 +104,7 @@ class HeadLevels {
     passes_.begin(depth);
   }
 
-  const float* logits(int64_t depth) {
+  float* logits(int64_t depth) {
     set_inputs(depth);
     passes_.run();
     const int64_t R = draft_.num_sequences * children_.num_inner(depth), E = model_.hidden;

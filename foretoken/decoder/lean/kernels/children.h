@@ -1,4 +1,5 @@
-// The children of the nodes of draft trees, a level at a time, chosen from logits as `TreeExpansion.expand` chooses them.
+// The children of the nodes of draft trees, a level at a time, chosen from logits as `TreeExpansion.grow` chooses them, or
+// the candidates of dynamic trees and the best of them, as `DynamicExpansion.grow` does.
 //
 // A row of logits is divided into parts, so that all threads share even a single one. What comes of a row depends on its
 // parts and not on the threads.
@@ -8,6 +9,7 @@
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 
 #include <omp.h>
 
@@ -61,6 +63,7 @@ struct ChildrenSpace {
   float *keys;            // of the candidates, in descending order
   int64_t *candidates, *counts;
   float *row_tops, *factors;  // of a whole row, NaN where nothing can be drawn from it; 1 / its sum
+  int64_t* order;  // (B, K K), of dynamic trees: candidates of a level, the best first
   int64_t size = 0;
 
   ChildrenSpace(const Draft& draft, int64_t width, void* base) {
@@ -74,6 +77,8 @@ struct ChildrenSpace {
     take(base, keys, rows, parts * draft.num_candidates);
     take(base, candidates, rows, parts * draft.num_candidates);
     for (float** each : {&row_tops, &factors}) take(base, *each, rows, 1);
+    const int64_t K = draft.candidates == nullptr ? 0 : draft.num_candidates;
+    take(base, order, draft.num_sequences, K * K);
   }
 
  private:
@@ -82,6 +87,17 @@ struct ChildrenSpace {
     ::take(base, size, part, rows, cols);
   }
 };
+
+// Whether the shape is that of dynamic trees, and all that they are written to is there.
+inline Status check_dynamic(const Draft& draft) {
+  if (draft.node_parents == nullptr || draft.node_numbers == nullptr || draft.path_scores == nullptr || draft.candidate_parents == nullptr) return Status::kMissing;
+  const int64_t K = draft.num_candidates;
+  if (draft.rows != nullptr || draft.num_nodes < 1 + K || (draft.num_nodes - 1) % K != 0) return Status::kShape;
+  for (int64_t i = 1; i < draft.num_nodes; ++i) {
+    if (draft.parents[i] != std::max<int64_t>(i - K, 0)) return Status::kShape;
+  }
+  return Status::kDone;
+}
 
 // Whether the shape is one, and what is said of the sequences is known. is_shared: see `Children::choose`.
 inline Status check_draft(const Draft& draft, int64_t width, bool is_shared = false) {
@@ -109,9 +125,10 @@ inline Status check_draft(const Draft& draft, int64_t width, bool is_shared = fa
   if (draft.rows != nullptr && draft.num_rows < (is_shared ? depth : num_inner)) return Status::kShape;
   for (int64_t s = 0; s < draft.num_sequences; ++s) {
     if (draft.draws[s] < kGreedily || draft.draws[s] > kSampled) return Status::kDraws;
-    if (draft.draws[s] == kSampled && draft.rows == nullptr) return Status::kMissing;
+    if (draft.draws[s] == kSampled && draft.rows == nullptr && draft.candidates == nullptr) return Status::kMissing;
   }
-  return Status::kDone;
+  if (draft.candidates == nullptr) return Status::kDone;
+  return is_shared ? Status::kShape : check_dynamic(draft);
 }
 
 class Children {
@@ -145,15 +162,28 @@ class Children {
   int64_t level(int64_t depth) const { return space_.levels[depth]; }  // the first node of a depth
   int64_t num_inner(int64_t depth) const { return space_.inner_levels[depth + 1] - space_.inner_levels[depth]; }
   int64_t inner(int64_t depth, int64_t i) const { return space_.inner[space_.inner_levels[depth] + i]; }  // node i of them
+  bool is_dynamic() const { return draft_.candidates != nullptr; }
+  // The parent of a node that is not the root, as far as the levels above it have been chosen.
+  int64_t parent(int64_t sequence, int64_t node) const {
+    return is_dynamic() ? draft_.node_parents[sequence * draft_.num_nodes + node] : draft_.parents[node];
+  }
 
   // Chooses the children of all nodes of one depth that have some, all threads together. The tokens are there when it is
   // over, the stated distributions after the next barrier.
   //
-  // logits: a row for each sequence and node that has children, or, where `is_shared`, one row for each sequence.
-  void choose(int64_t depth, const float* logits, bool is_shared) const {
+  // logits: a row for each sequence and node that has children, or, where `is_shared`, one row for each sequence; of dynamic
+  // trees changed.
+  void choose(int64_t depth, float* logits, bool is_shared) const {
     const int64_t P = num_inner(depth), looks = draft_.num_sequences * P;
     share(looks * parts_, [&](int64_t unit) { scan(depth, logits, is_shared, unit / parts_, unit % parts_); });
     barrier_.wait();
+    if (is_dynamic()) {
+      share(looks, [&](int64_t look) { keep_candidates(depth, look); });
+      barrier_.wait();
+      share(depth + 1 < depth_ ? draft_.num_sequences : 0, [&](int64_t sequence) { expand_best(depth, sequence); });
+      barrier_.wait();
+      return;
+    }
     share(looks, [&](int64_t look) { settle(depth, logits, is_shared, look); });
     barrier_.wait();
     if (draft_.rows == nullptr) return;
@@ -166,14 +196,14 @@ class Children {
   // One row of logits as one node of one sequence looks at it.
   struct Look {
     int64_t sequence, node, place, source;  // source: the look whose candidates are its own
-    const float* logits;
+    float* logits;
     float scale;
     bool is_noisy;
     uint64_t key;
     int64_t num_candidates;
   };
 
-  Look look_at(int64_t depth, const float* logits, bool is_shared, int64_t index) const {
+  Look look_at(int64_t depth, float* logits, bool is_shared, int64_t index) const {
     const int64_t P = num_inner(depth), s = index / P, place = index % P, node = inner(depth, place);
     const int64_t draw = draft_.draws[s], last = space_.first[node + 1] - 1;
     const bool is_everybodys = is_shared && draw != kSampled;
@@ -186,40 +216,47 @@ class Children {
         is_everybodys ? s * P : index,
         logits + (is_shared ? s : index) * stride_,
         draw == kGreedily ? 1.0f : draft_.inverse_temperature[s],
-        draw != kGreedily,
+        is_dynamic() ? draw == kCoupled : draw != kGreedily,
         key,
-        draw == kSampled ? last - space_.first[node] + 1 : is_everybodys ? draft_.num_candidates : draft_.ranks[last] + 1,
+        is_dynamic() ? draft_.num_candidates : draw == kSampled ? last - space_.first[node] + 1 : is_everybodys ? draft_.num_candidates : draft_.ranks[last] + 1,
     };
   }
 
-  // The candidates of one part of a row.
-  void scan(int64_t depth, const float* logits, bool is_shared, int64_t index, int64_t part) const {
+  // The candidates of one part of a row, and the greatest of its logits and their sum. Dynamic trees go by how probable a
+  // token is given the noise, where there is some: there noisy logits take the place of the others.
+  void scan(int64_t depth, float* logits, bool is_shared, int64_t index, int64_t part) const {
     const Look look = look_at(depth, logits, is_shared, index);
     if (look.source != index) return;
     const int64_t at = index * parts_ + part, begin = part * part_, end = std::min(begin + part_, width_);
     Best best(space_.keys + at * draft_.num_candidates, space_.candidates + at * draft_.num_candidates, look.num_candidates);
     Tops tops;
+    const bool is_replaced = is_dynamic() && look.is_noisy;
     for (int64_t k = begin; k < end; k += kLanes) {
       const Lanes values = load_filled(look.logits, k, end) * look.scale;
-      tops.take(values);
       const Lanes keys = look.is_noisy ? values + gumbel(look.key, uint64_t(k)) : values;
+      tops.take(is_replaced ? keys : values);
+      if (is_replaced) store_below(look.logits, k, end, keys);
       if (!best.may_take(keys)) continue;
       for (int64_t i = 0; i < std::min<int64_t>(kLanes, end - k); ++i) best.take(keys[i], k + i);
     }
     const float top = tops.greatest();
     Lanes sum{};
     if (std::isfinite(top)) {
-      for (int64_t k = begin; k < end; k += kLanes) sum += exponential(load_filled(look.logits, k, end) * look.scale - top);
+      const float scale = is_replaced ? 1.0f : look.scale;
+      for (int64_t k = begin; k < end; k += kLanes) sum += exponential(load_filled(look.logits, k, end) * scale - top);
     }
     space_.tops[at] = top;
     space_.sums[at] = sum_of_lanes(sum);
     space_.counts[at] = best.count();
   }
 
-  // Tokens, scores and kinds of the children of one node, from the candidates of all parts.
-  void settle(int64_t depth, const float* logits, bool is_shared, int64_t index) const {
-    const Look look = look_at(depth, logits, is_shared, index);
-    const int64_t at = look.source * parts_;
+  // The greatest element of a row, NaN where a distribution has none, and the sum of exp of all of them less that.
+  struct Total {
+    float top, sum;
+  };
+
+  // Of all parts of a row, from `at` on.
+  Total total_of(int64_t at) const {
     float top = -INFINITY, sum = 0;
     bool is_odd = false;
     for (int64_t part = at; part < at + parts_; ++part) {
@@ -228,21 +265,76 @@ class Children {
     }
     if (is_odd || !std::isfinite(top)) top = NAN;
     for (int64_t part = at; part < at + parts_; ++part) sum += space_.sums[part] * std::exp(space_.tops[part] - top);
+    return {top, sum};
+  }
+
+  // Tokens, scores and kinds of the children of one node, from the candidates of all parts.
+  void settle(int64_t depth, float* logits, bool is_shared, int64_t index) const {
+    const Look look = look_at(depth, logits, is_shared, index);
+    const int64_t at = look.source * parts_;
+    const auto [top, sum] = total_of(at);
     space_.row_tops[index] = top;
     space_.factors[index] = 1.0f / sum;
     int64_t taken[kMostParts] = {};
     int64_t child = space_.first[look.node], rank = 0;
     const int64_t begin = child, end = space_.first[look.node + 1];
     for (; child < end; ++rank) {
-      const int64_t token = next_candidate(at, taken);
+      const int64_t token = next_candidate(at, taken).token;
       if (rank == (draft_.draws[look.sequence] == kSampled ? child - begin : draft_.ranks[child])) {
         put(depth, look, is_shared, child++, token, top, sum, end - begin == 1);
       }
     }
   }
 
+  // All candidates of one node of dynamic trees: what they add to the path never lifts them above their parent, and is -inf
+  // for impossible ones and where logits are no numbers.
+  void keep_candidates(int64_t depth, int64_t index) const {
+    const int64_t P = num_inner(depth), K = draft_.num_candidates, s = index / P, place = index % P;
+    const int64_t node = s * draft_.num_nodes + inner(depth, place), to = s * num_all() + level_begin(depth) + place * K;
+    const auto [top, sum] = total_of(index * parts_);
+    int64_t taken[kMostParts] = {};
+    for (int64_t rank = 0; rank < K; ++rank) {
+      const auto [token, key] = next_candidate(index * parts_, taken);
+      const float gain = key - top - std::log(sum);
+      draft_.candidates[to + rank] = token;
+      draft_.path_scores[to + rank] = draft_.scores[node] + (std::isnan(gain) ? -INFINITY : std::min(gain, 0.0f));
+      draft_.candidate_parents[to + rank] = draft_.node_numbers[node];
+    }
+  }
+
+  // The best candidates of a level of one sequence become the nodes that are expanded next, the best first; among equals the
+  // one that came first.
+  void expand_best(int64_t depth, int64_t sequence) const {
+    const int64_t K = draft_.num_candidates, count = num_inner(depth) * K, begin = level_begin(depth);
+    const int64_t from = sequence * num_all() + begin, to = sequence * draft_.num_nodes + level(depth + 1);
+    const float* scores = draft_.path_scores + from;
+    int64_t* order = space_.order + sequence * K * K;
+    std::iota(order, order + count, 0);
+    std::partial_sort(order, order + K, order + count, [scores](int64_t a, int64_t b) {
+      return scores[a] > scores[b] || (scores[a] == scores[b] && a < b);
+    });
+    for (int64_t i = 0; i < K; ++i) {
+      draft_.tokens[to + i] = draft_.candidates[from + order[i]];
+      draft_.scores[to + i] = scores[order[i]];
+      draft_.node_parents[to + i] = inner(depth, order[i] / K);
+      draft_.node_numbers[to + i] = begin + order[i];
+    }
+  }
+
+  // Candidates of a sequence of dynamic trees, and where those of the children of a level begin.
+  int64_t num_all() const { return level_begin(depth_); }
+  int64_t level_begin(int64_t depth) const {
+    const int64_t K = draft_.num_candidates;
+    return depth == 0 ? 1 : 1 + K + (depth - 1) * K * K;
+  }
+
+  struct Candidate {
+    int64_t token;
+    float key;
+  };
+
   // The next best candidate of the parts, of which so many were taken from each.
-  int64_t next_candidate(int64_t at, int64_t (&taken)[kMostParts]) const {
+  Candidate next_candidate(int64_t at, int64_t (&taken)[kMostParts]) const {
     int64_t best = -1;
     float key = 0;
     for (int64_t i = 0; i < parts_; ++i) {
@@ -252,7 +344,7 @@ class Children {
       best = i;
       key = other;
     }
-    return space_.candidates[(at + best) * draft_.num_candidates + taken[best]++];
+    return {space_.candidates[(at + best) * draft_.num_candidates + taken[best]++], key};
   }
 
   void put(int64_t depth, const Look& look, bool is_shared, int64_t child, int64_t token, float top, float sum, bool is_only) const {
@@ -270,7 +362,7 @@ class Children {
   }
 
   // One part of the distribution that a look's children were drawn from.
-  void state(int64_t depth, const float* logits, bool is_shared, int64_t index, int64_t part) const {
+  void state(int64_t depth, float* logits, bool is_shared, int64_t index, int64_t part) const {
     const Look look = look_at(depth, logits, is_shared, index);
     float* row = draft_.rows + (look.sequence * draft_.num_rows + row_of(depth, is_shared, look.place)) * draft_.vocab;
     const float top = space_.row_tops[index], factor = space_.factors[index];
@@ -278,13 +370,14 @@ class Children {
     if (part == parts_ - 1) std::fill(row + width_, row + draft_.vocab, 0.0f);
     if (std::isnan(top)) return std::fill(row + begin, row + end, 0.0f);
     for (int64_t k = begin; k < end; k += kLanes) {
-      const Lanes probs = exponential(load_filled(look.logits, k, end) * look.scale - top) * factor;
-      if (k + kLanes <= end) {
-        store_lanes(row + k, probs);
-      } else {
-        for (int64_t i = 0; k + i < end; ++i) row[k + i] = probs[i];
-      }
+      store_below(row, k, end, exponential(load_filled(look.logits, k, end) * look.scale - top) * factor);
     }
+  }
+
+  // Elements k.. of a row, those before `end`.
+  static void store_below(float* row, int64_t k, int64_t end, Lanes values) {
+    if (k + kLanes <= end) return store_lanes(row + k, values);
+    for (int64_t i = 0; k + i < end; ++i) row[k + i] = values[i];
   }
 
   int64_t row_of(int64_t depth, bool is_shared, int64_t place) const {

@@ -124,7 +124,7 @@ class LevelPasses {
       for (int64_t i = 0; i < nodes; ++i) {
         const int64_t fed = space_.fed[i];
         space_.positions[s * nodes + i] = std::min(space_.prefix[s] - 1 + space_.depths[fed], last_position_);
-        space_.parents[s * nodes + i] = space_.places[draft_.parents[fed]];
+        space_.parents[s * nodes + i] = space_.places[children_.parent(s, fed)];
       }
     }
     for (int64_t s = 0; s <= draft_.num_sequences; ++s) {

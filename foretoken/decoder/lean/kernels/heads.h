@@ -112,7 +112,7 @@ class HeadSteps {
     const int64_t E = head_.hidden, sequence = m / children_.num_inner(depth);
     put_row(inputs, m, 0, features_ + sequence * E, E, 1.0f);
     int64_t node = node_of(depth, m);
-    for (int64_t d = depth; d >= 0; --d, node = draft_.parents[node]) {
+    for (int64_t d = depth; d >= 0; --d, node = children_.parent(sequence, node)) {
       with_embedding(head_.steps[depth], sequence, node, [&](const auto* row) {
         put_row(inputs, m, (d + 1) * E, row, E, head_.steps[depth].embedding_scale);
       });
@@ -128,7 +128,7 @@ class HeadSteps {
       const float scale = head_.feature_rms;
       return put_row(inputs, m, 0, row, K, scale > 0 ? scale * norm_factor(row, K, head_.feature_epsilon) : 1.0f);
     }
-    const int64_t parent = space_.places[draft_.parents[node_of(depth, m)]];
+    const int64_t parent = space_.places[children_.parent(sequence, node_of(depth, m))];
     row = space_.states[(depth - 1) % 2] + (sequence * children_.num_inner(depth - 1) + parent) * K;
     put_row(inputs, m, 0, row, K, 1.0f);
   }

@@ -91,6 +91,11 @@ enum Draw : int64_t { kGreedily = 0, kCoupled = 1, kSampled = 2 };
 enum DrawKind : int64_t { kOneHot = 0, kIndependent = 1, kWithoutReplacement = 2 };
 
 // Draft trees of B sequences, all of one shape of N nodes: level by level, the children of a node side by side.
+//
+// Dynamic trees of D levels have nodes for the root and for the K best candidates of each level, which are expanded: K is
+// `num_candidates`, N = 1 + D K, and in the shape node i of a level is the child of node i of the level above. Which
+// candidates they are, and whose children, differs from sequence to sequence. All K candidates of all expanded nodes are
+// kept, C = 1 + K + (D - 1) K K with the root; the last level is not expanded, and its nodes stay as they are.
 struct Draft {
   int64_t num_sequences, num_nodes;
   int64_t num_candidates;            // greatest rank and one
@@ -102,7 +107,12 @@ struct Draft {
   int64_t* tokens;                   // (B, N), of which the roots are there
   float* scores;                     // (B, N), log-probability of the path down to a node; those of the roots are there
   int64_t *kinds, *row_of;           // (B, N), of which the roots' are there; both may be null where `rows` is
-  float* rows;                       // (B, R, V) stated distributions; null where no sequence is sampled
+  float* rows;                       // (B, R, V) stated distributions; null where no sequence is sampled, and of dynamic trees
+  // Of dynamic trees, else null:
+  int64_t *node_parents, *node_numbers;  // (B, N), of expanded nodes: parents, and which of the candidates they are; those of the root are there
+  int64_t* candidates;               // (B, C) tokens, level by level, of each parent the best first; that of the root is there
+  float* path_scores;                // (B, C), their `scores`; likewise
+  int64_t* candidate_parents;        // (B, C), the candidate that each is a child of; likewise
 };
 
 }  // extern "C"

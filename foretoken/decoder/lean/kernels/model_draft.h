@@ -63,7 +63,7 @@ class ModelLevels {
     passes_.begin(depth);
   }
 
-  const float* logits(int64_t) {
+  float* logits(int64_t) {
     passes_.run();
     return space_.logits;
   }
