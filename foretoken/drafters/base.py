@@ -441,6 +441,9 @@ class DrafterOptions(BaseModel):
 
 
 def _affordable_top_k(costs: CostCurve) -> int:
-    """Candidates of a node where trees of many nodes do not pay: the root of the nodes that two passes of one cost."""
-    nodes = max(width for width in range(1, _TREE_TOP_K**2 + 1) if costs(width) <= 2 * costs(1))
+    """Candidates of a node where large trees do not pay: the root of the nodes of a pass a third dearer than one.
+
+    Every candidate is fed to the drafter at the next level, and trees that pay are hardly ever wider than that.
+    """
+    nodes = max(width for width in range(1, _TREE_TOP_K**2 + 1) if costs(width) <= 4 / 3 * costs(1))
     return max(2, math.ceil(math.sqrt(nodes)))

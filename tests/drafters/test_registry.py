@@ -178,7 +178,8 @@ def test_dynamic_trees_that_options_ask_for(keys: dict[str, Any], size: tuple[in
     ("seconds", "keys", "top_k"),
     [
         ([1.0, 1.1, 1.2], {}, 10),
-        ([1.0, 2.0, 9.0], {}, 4),
+        ([1.0, 4 / 3, 9.0], {}, 4),
+        ([1.0, 2.0, 9.0], {}, 3),
         ([1.0, 15.0, 99.0], {}, 2),
         ([1.0, 15.0, 99.0], {"tree_top_k": 7}, 7),
         ([1.0, 15.0, 99.0], {"num_speculative_tokens": 3}, 10),
