@@ -42,11 +42,12 @@ _LOOKS = {
     "eagle3": Look("EAGLE-3", "#be123c", "#fb7185", "h"),
     "eagle": Look("EAGLE", "#15803d", "#4ade80", "p"),
     "hass": Look("HASS", "#0369a1", "#38bdf8", "*"),
+    "falcon": Look("Falcon", "#3f6212", "#a3e635", "X"),
     "hydra": Look("Hydra++", "#7e22ce", "#c084fc", "D"),
     "mlp_speculator": Look("MLP speculator", "#0f766e", "#2dd4bf", "^"),
     "medusa": Look("Medusa", "#a16207", "#facc15", "v"),
 }
-_OTHERS = (("#be185d", "#f472b6", "P"), ("#3f6212", "#a3e635", "X"), ("#0e7490", "#22d3ee", "p"))
+_OTHERS = (("#be185d", "#f472b6", "P"), ("#57534e", "#d6d3d1", "X"), ("#0e7490", "#22d3ee", "p"))
 
 
 def in_order(methods: list[str]) -> list[str]:

@@ -87,7 +87,9 @@ def test_rehearsal(tmp_path: Path) -> None:
     assert all(row["bugs"] == 0 for row in tables["setups"])
     assert [(row["setup"], row["temperature"]) for row in tables["methods"]] == [
         (method, temperature) for temperature in (0.0, 0.8)
-        for method in ("plain", "ngram", "draft_model", "eagle3", "eagle", "hydra", "mlp_speculator", "medusa")
+        for method in (
+            "plain", "ngram", "draft_model", "eagle3", "eagle", "hass", "falcon", "hydra", "mlp_speculator", "medusa",
+        )
     ]  # fmt: skip
     # What is drafted depends on times, and so do widths of passes on a decoder that is not exact.
     assert all(row["identical"] + row["near_ties"] == row["prompts"] == 1 for row in tables["methods"])
