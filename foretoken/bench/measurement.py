@@ -87,7 +87,7 @@ class Measurement:
     def add_step(self, record: StepRecord) -> None:
         """Counts an iteration."""
         self.iterations += 1
-        self.verify_seconds += record.seconds.verify
+        self.verify_seconds += record.decode_seconds.verify
         self.draft_seconds += record.seconds.draft
 
     def add(self, other: Measurement) -> None:

@@ -202,10 +202,15 @@ class Pass:
         return replace(self, logit_rows=torch.arange(self.num_tokens, device=self.tokens.device))
 
     def with_chains(self, chains: Pass) -> Pass:
-        """This pass followed by another one of other sequences, which has no logits and no earlier nodes."""
-        require(chains.logit_rows is None and chains.num_earlier is None, "logits belong to the first of both")
+        """This pass followed by another one of other sequences, which has no earlier nodes."""
+        require(chains.num_earlier is None, "nodes computed earlier belong to the first of both")
         require(self.num_earlier is None, "nodes computed earlier stand before the new ones of their sequence")
         require(self.num_layers is None and chains.num_layers is None, "prompts go through all blocks")
+        require(self.choice is None or chains.logit_rows is None, "tokens are chosen after all rows of logits")
+        logit_rows = self.logit_rows
+        if chains.logit_rows is not None:
+            rows = chains.logit_rows + self.num_tokens
+            logit_rows = rows if logit_rows is None else torch.cat([logit_rows, rows])
         return Pass(
             tokens=torch.cat([self.tokens, chains.tokens]),
             positions=torch.cat([self.positions, chains.positions]),
@@ -213,7 +218,7 @@ class Pass:
             slots=[*self.slots, *chains.slots],
             prefix_lens=[*self.prefix_lens, *chains.prefix_lens],
             offsets=[*self.offsets, *(self.num_tokens + offset for offset in chains.offsets[1:])],
-            logit_rows=self.logit_rows,
+            logit_rows=logit_rows,
             is_causal=self.is_causal and chains.is_causal,
             choice=self.choice,
             has_features=self.has_features,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class SequenceStep:
             that was dropped not at all. None where no drafter was asked for this sequence, and where a trusted
             drafter's tree has both `host_facts` and `source`: only the device knows then how many are probes.
         accepted_from: Of each of the `num_accepted` tokens, the names of the drafters that proposed it.
+        ends_prompt: Whether the pass read the end of its prompt, and its tree was the root alone for that reason.
         trace: What became of every node of its tree; None unless `LLM(trace=True)` asked for it.
     """
 
@@ -65,6 +66,7 @@ class SequenceStep:
     drafted_by: dict[str, int] = field(default_factory=dict)
     num_proposed: int | None = None
     accepted_from: Sequence[tuple[str, ...]] = ()
+    ends_prompt: bool = False
     trace: TreeTrace | None = None
 
 
@@ -119,7 +121,8 @@ class StepRecord:
     Attributes:
         sequences: One entry a sequence of the batch.
         num_tokens: Nodes that the target verified, roots included.
-        num_prompt_tokens: Tokens of other sequences' prompts that the same pass read.
+        num_prompt_tokens: Tokens of prompts that the same pass read; their last ones, after which tokens are generated,
+            count as roots.
         seconds: Where the time went.
         asked: The drafters that were asked, in that order.
         draft_error: Why the drafter was ignored in this iteration, or None.
@@ -136,3 +139,11 @@ class StepRecord:
     draft_error: str | None = None
     declined: Declined | None = None
     lossy_tv: float = 0.0
+
+    @property
+    def decode_seconds(self) -> StageSeconds:
+        """`seconds` without the share of the pass that prompts take by their number of tokens, which is prefill."""
+        if not self.num_prompt_tokens:
+            return self.seconds
+        share = self.num_tokens / (self.num_tokens + self.num_prompt_tokens)
+        return replace(self.seconds, verify=self.seconds.verify * share)

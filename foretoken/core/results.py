@@ -67,11 +67,12 @@ class DrafterShares(dict[str, DrafterShare]):
 class GenerationMetrics:
     """Counts and seconds of one request, or of several added together.
 
-    `steps` counts target passes after prefill. `mean_acceptance_length` (tau) counts the extra target token: it is the
-    mean number of tokens generated per pass, 1.0 for plain decoding.
+    `steps` counts target passes that generate, the one that reads the end of the prompt among them.
+    `mean_acceptance_length` (tau) counts the extra target token: it is the mean number of tokens generated per such
+    pass, 1.0 for plain decoding.
 
     Attributes:
-        steps: Target passes after prefill in which the sequence took part.
+        steps: Target passes after which tokens of the sequence were chosen.
         num_emitted: Output tokens.
         num_drafted: Drafted nodes verified.
         num_accepted: Drafted tokens accepted.
@@ -81,8 +82,9 @@ class GenerationMetrics:
         by_drafter: How often each drafter was asked, and what that brought and took.
         draft_errors: Passes whose draft was dropped because the drafter failed.
         num_declined: Passes for which there was a drafter and the engine chose not to ask it.
-        seconds: Wall-clock seconds in draft / verify / accept / commit of the passes in which it took part.
-        prefill_seconds: Seconds of its prefill.
+        seconds: Wall-clock seconds in draft / verify / accept / commit of these passes, without the prompt tokens'
+            share of verify.
+        prefill_seconds: Seconds of its prefill: of passes, the share of its prompt tokens without the root.
         num_prefix_queries: Prompt tokens that were looked for among the prefixes that slots hold.
         num_cached_tokens: Those of them that were found, and not read again.
         num_preemptions: How often it gave up its KV rows to others, and all of it was read again.
@@ -129,11 +131,12 @@ class GenerationMetrics:
     def add_step(self, step: SequenceStep, record: StepRecord) -> None:
         """Counts one iteration. Changes this object."""
         self.add_sequence(step)
-        self.seconds += record.seconds
-        self.by_drafter += DrafterShares.of(step, record)
-        self.draft_errors += record.draft_error is not None
-        self.num_declined += record.declined is not None
+        self.seconds += record.decode_seconds
         self.lossy_tv += record.lossy_tv
+        if not step.ends_prompt:  # else what was drafted was for others
+            self.by_drafter += DrafterShares.of(step, record)
+            self.draft_errors += record.draft_error is not None
+            self.num_declined += record.declined is not None
 
     def add_sequence(self, step: SequenceStep) -> None:
         """Counts one sequence's part of an iteration, without the time. Changes this object."""

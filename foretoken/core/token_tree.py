@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from foretoken.core.backend import integers_on
 from foretoken.core.errors import TreeError
@@ -165,18 +166,55 @@ class TokenTree:
 
     @classmethod
     def roots(cls, tokens: Sequence[int], *, device: torch.device | str = "cpu") -> TokenTree:
-        """A batch of trees that hold the root alone: a plain decoding step."""
+        """A batch of trees that hold the root alone: a plain decoding step; perhaps of no sequence at all."""
         roots, zeros, ones = list(tokens), [0] * len(tokens), [1] * len(tokens)
-        facts = HostFacts(roots=roots, depths=zeros, num_nodes=ones, num_tokens=max(roots) + 1)
-        columns = [[[each] for each in column] for column in (roots, [-1] * len(roots), zeros, ones)]
-        ids, parents, depths, num_nodes = integers_on(columns, torch.device(device)).unbind()
+        facts = HostFacts(roots=roots, depths=zeros, num_nodes=ones, num_tokens=max(roots, default=-1) + 1)
+        columns = integers_on([roots, [-1] * len(roots), zeros, ones], torch.device(device))
+        ids, parents, depths, num_nodes = columns.unbind()
         return cls(
-            tokens=ids,
-            parents=parents,
-            depths=depths,
-            num_nodes=num_nodes[:, 0],
+            tokens=ids.unsqueeze(1),
+            parents=parents.unsqueeze(1),
+            depths=depths.unsqueeze(1),
+            num_nodes=num_nodes,
             max_depth=0,
-            host_facts=facts if min(tokens) >= 0 else None,
+            host_facts=facts if min(roots, default=0) >= 0 else None,
+        )
+
+    def with_roots(self, tokens: Sequence[int]) -> TokenTree:
+        """This batch followed by trees that hold the root alone, one for each token."""
+        if not tokens:
+            return self
+        roots = TokenTree.roots(tokens, device=self.tokens.device)
+
+        def followed(values: Tensor, new: Tensor, padding: int) -> Tensor:
+            return torch.cat([values, pad(new, (0, self.width - 1), value=padding)])
+
+        zeros, facts, drafts = roots.depths, None, self.distributions
+        if self.host_facts is not None and roots.host_facts is not None:
+            facts = HostFacts(
+                roots=[*self.host_facts.roots, *tokens],
+                depths=[*self.host_facts.depths, *roots.host_facts.depths],
+                num_nodes=[*self.host_facts.num_nodes, *roots.host_facts.num_nodes],
+                num_tokens=max(self.host_facts.num_tokens, roots.host_facts.num_tokens),
+                are_depths_exact=self.host_facts.are_depths_exact,
+            )
+        if drafts is not None:
+            drafts = replace(
+                drafts,
+                kinds=followed(drafts.kinds, zeros, DrawKind.ONE_HOT),
+                rows=pad(drafts.rows, (0, 0, 0, 0, 0, len(tokens))),
+                row_of=followed(drafts.row_of, zeros - 1, -1),
+            )
+        return replace(
+            self,
+            tokens=followed(self.tokens, roots.tokens, 0),
+            parents=followed(self.parents, roots.parents, -1),
+            depths=followed(self.depths, zeros, 0),
+            num_nodes=torch.cat([self.num_nodes, roots.num_nodes]),
+            scores=None if self.scores is None else followed(self.scores, zeros.to(self.scores.dtype), 0),
+            source=None if self.source is None else followed(self.source, zeros, 0),
+            distributions=drafts,
+            host_facts=facts,
         )
 
     def node_counts(self) -> list[int]:

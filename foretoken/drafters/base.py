@@ -180,7 +180,7 @@ class Committed:
     """Positions that just entered the target's KV for good, at prefill and after every accepted path; packed.
 
     After a verification these are the root and the accepted path; the token after them, the new root, is not among
-    them.
+    them. The last part of a prompt likewise ends with the root, after which the target has chosen a token.
 
     Attributes:
         slots: B slots.

@@ -1,9 +1,10 @@
 """The decoding loop: prefill → [ propose → verify → accept → commit ]* → finish, over a ragged batch.
 
-One iteration makes one target pass over all running sequences and one transfer to the host, the packed outcome of
-acceptance; before it, the guard asks once about a tree whose producer guarantees nothing. Sequences join when a slot is
-free and leave when they stop; nobody waits for anybody. What fails for one sequence ends that sequence alone: until
-something is committed an iteration changes nothing, so a batch that fails is decoded again one sequence at a time.
+One iteration makes one target pass over all running sequences, those whose prompts are being read included, and one
+transfer to the host, the packed outcome of acceptance; before it, the guard asks once about a tree whose producer
+guarantees nothing. Sequences join when a slot is free and leave when they stop; nobody waits for anybody. What fails
+for one sequence ends that sequence alone: until something is committed an iteration changes nothing, so a batch that
+fails is decoded again one sequence at a time.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from foretoken.acceptance.select import AcceptancePolicy, accept
 from foretoken.core.backend import has_triton_kernels, integers_on, reads_are_free
 from foretoken.core.errors import described
 from foretoken.core.records import StepRecord
-from foretoken.core.token_tree import MAX_NODES
+from foretoken.core.token_tree import MAX_NODES, TokenTree
 from foretoken.drafters.base import DraftContext
+from foretoken.engine.drafting import Draft
 from foretoken.engine.engine_counts import EngineCounts
 from foretoken.engine.failures import contained, fail
 from foretoken.engine.memory_pressure import MemoryPressure, is_out_of_memory
@@ -35,10 +37,11 @@ from foretoken.engine.outcomes import (
 )
 from foretoken.engine.prefill import Chunk, Prefill
 from foretoken.engine.scheduler import Scheduler
+from foretoken.engine.sequence import slot_of
 from foretoken.engine.stage_clock import StageClock
 from foretoken.engine.torch_state import restored_torch_state
 from foretoken.engine.tracing import traced
-from foretoken.engine.verification import Verified, logits_of, token_choice
+from foretoken.engine.verification import Verified, logits_of, token_choice, verification
 from foretoken.grammars.drafts import GrammarBounds
 from foretoken.sampling.batch import SamplingBatch
 from foretoken.sampling.grammar import GrammarMask
@@ -47,18 +50,18 @@ from foretoken.sampling.node_scores import NodeScores
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from collections.abc import Sequence as Seq
 
     from torch import Tensor
 
     from foretoken.core.metrics import Metric
     from foretoken.core.passes import Pass
-    from foretoken.core.token_tree import TokenTree
+    from foretoken.core.records import StageSeconds
     from foretoken.core.tree_trace import TreeTrace
     from foretoken.decoder.base import PassOutput
-    from foretoken.engine.drafting import Draft, Drafting
+    from foretoken.engine.drafting import Drafting
     from foretoken.engine.sequence import Sequence
     from foretoken.engine.slot_pool import SlotPool
+    from foretoken.engine.verification import Verification
     from foretoken.runner.runner import Runner
 
 NO_TOKEN = "no token is possible: the target's logits, or what the request's parameters make of them, are not finite."
@@ -144,45 +147,27 @@ class Engine:
                 sequence.fail(error)
         self._scheduler.leave()
 
-    def step(self) -> list[Sequence]:
+    def step(self) -> None:
         """One iteration: one pass over a tree of each decoding sequence, and over chunks of prompts as far as they fit.
 
-        Returns:
-            The sequences that took part in a verified pass, with new tokens or over.
+        A prompt's last chunk ends with its first root, so that its first token comes of the pass that reads it.
         """
         self._scheduler.schedule()
-        running = self._scheduler.running
-        joining = [s for s in running if s.finish_reason is None and not self._prefill.is_over(s)]
-        for sequence in joining:
-            if sequence.wants_prompt_scores:
+        running, is_read = self._scheduler.running, self._prefill.is_over
+        for sequence in running:
+            if sequence.finish_reason is None and sequence.wants_prompt_scores:
                 self._feed_scored(self._prefill.next_chunks([sequence], 0))
-        ready = [s for s in running if s.finish_reason is None and self._prefill.is_over(s)]
-        joining = [s for s in joining if not s.wants_prompt_scores]
-        if ready:
-            self._decode(ready, joining)
-        else:
-            self._feed(self._prefill.next_chunks(joining, 0))
+        decoding = [s for s in running if s.finish_reason is None and is_read(s)]
+        joining = [s for s in running if s.finish_reason is None and not is_read(s) and not s.wants_prompt_scores]
+        if decoding or joining:
+            self._iterate(decoding, joining)
         self._scheduler.leave()
-        return ready
-
-    def _feed(self, chunks: list[Chunk]) -> None:
-        """A pass over chunks of prompts alone, one by one where it fails for all of them together."""
-        if not chunks:
-            return
-        begin = time.perf_counter()
-        try:
-            output = self.target.run(self._prefill.as_pass(chunks))
-        except Exception as err:  # noqa: BLE001 - as in `_decode`
-            if len(chunks) == 1:
-                fail(chunks[0].sequence, err)
-                return
-            for chunk in chunks:
-                self._feed([chunk])
-            return
-        self._prefill.learn(chunks, output.features, time.perf_counter() - begin, 0)
 
     def _feed_scored(self, chunks: list[Chunk]) -> None:
-        """A pass over one chunk of a prompt, with the log-probabilities of the tokens that follow its own."""
+        """A pass over one chunk of a prompt, with the log-probabilities of the tokens that follow its own.
+
+        The root is left to the next iteration.
+        """
         chunk, begin = chunks[0], time.perf_counter()
         sequence, end = chunk.sequence, chunk.start + len(chunk.tokens) + 1
         try:
@@ -192,44 +177,41 @@ class Engine:
                 logits = logits.index_fill(1, self._impossible_ids, float("-inf"))
             count = sequence.params.prompt_logprobs or 0
             sequence.prompt_scores += token_scores(logits, sequence.tokens[chunk.start + 1 : end], count)
-        except Exception as err:  # noqa: BLE001 - as in `_decode`
+        except Exception as err:  # noqa: BLE001 - as in `_iterate`
             fail(sequence, err)
             return
         self._prefill.learn(chunks, output.features, time.perf_counter() - begin, 0)
 
-    def _decode(self, sequences: list[Sequence], joining: list[Sequence], most_nodes: int | None = None) -> None:
-        """One iteration of sequences whose prompt is in the cache, another way where it fails for all of them together.
+    def _iterate(self, decoding: list[Sequence], joining: list[Sequence], most_nodes: int | None = None) -> None:
+        """One pass and what comes of it, another way where it fails for all of its sequences together.
 
         Args:
-            sequences: Those that are decoding.
-            joining: Those whose prompt is not in the cache yet.
+            decoding: Those of which all but the root is in the cache.
+            joining: The others; at least one sequence in all.
             most_nodes: Of a tree, root included; None for as many as the target takes.
         """
         clock = StageClock(self.target.device)
         draft: Draft | None = None
         verified: Verified | None = None
         try:
-            draft = self._propose(sequences, joining, most_nodes)
-            verified = self._verify(sequences, joining, draft, clock)
+            draft = self._propose(decoding, joining, most_nodes)
+            verified = self._verify(decoding, joining, draft, clock)
         except Exception as err:  # noqa: BLE001 - one request's failure, whatever it is, must not end the others
             is_memory_short = is_out_of_memory(err)
             width = draft.tree.width if draft is not None and is_memory_short else 1
             fewer = min(width, most_nodes or width) // 2
-            if not fewer and len(sequences) == 1 and not joining:
-                fail(sequences[0], err)
+            if not fewer and len(decoding) + len(joining) == 1:
+                fail([*decoding, *joining][0], err)
                 return
         if draft is None or verified is None:  # here, where the error no longer holds what the pass had allocated
             if is_memory_short:
                 self._memory.note()
-            for group in [sequences] if fewer else [[sequence] for sequence in sequences]:
-                self._decode(group, [], fewer or most_nodes)
+            for group in [decoding] if fewer else [[sequence] for sequence in decoding]:
+                self._iterate(group, [], fewer or most_nodes)
             for sequence in joining:
-                self._feed(self._prefill.next_chunks([sequence], 0))
+                self._iterate([], [sequence])
             return
-        record = self._commit(sequences, verified, clock)
-        if not verified.draft.has_forced:  # whose acceptance and cost say nothing of the drafters'
-            self._drafting.learn(record)
-        self._call_back(record)
+        self._commit(verified, clock)
 
     def _call_back(self, record: StepRecord) -> None:
         """Hands a record to the caller. A callback that raises is called no more: the iteration is over, all go on."""
@@ -244,7 +226,9 @@ class Engine:
             _log.debug("where on_step raised", exc_info=err)
 
     def _propose(self, sequences: list[Sequence], joining: list[Sequence], most_nodes: int | None) -> Draft:
-        """What is verified; arguments as `_decode`'s."""
+        """What is verified of sequences that are decoding; arguments as `_iterate`'s."""
+        if not sequences:
+            return Draft(TokenTree.roots([], device=self.target.device), num_proposed=[], is_committed=False)
         most = most_nodes if self._memory.allows_drafts else 1
         widest = min(most or self.target.max_nodes, self.target.max_nodes)
         context = self._draft_context(sequences, self._sampling_batch(sequences), widest)
@@ -253,31 +237,25 @@ class Engine:
             draft = self._drafting.constrained(draft, [self._grammar_bounds(s, most) for s in sequences])
         return draft
 
-    def _verify(self, sequences: list[Sequence], joining: list[Sequence], draft: Draft, clock: StageClock) -> Verified:
+    def _verify(self, decoding: list[Sequence], joining: list[Sequence], draft: Draft, clock: StageClock) -> Verified:
         """Verify, accept, and move accepted KV rows into place. The sequences themselves stay as they are."""
-        batch = self._sampling_batch(sequences)
-        if any(s.grammar is not None for s in sequences):
-            mask = GrammarMask([s.grammar for s in sequences])
-            batch = replace(batch, processors=(mask, *batch.processors))
-        tree = draft.tree.without_probes()
         clock.mark()
-        slots, lengths = [_slot(s) for s in sequences], [len(s.tokens) - 1 for s in sequences]
-        work = trees = self.target.verification(slots, lengths, draft.tree)
-        chunks = self._prefill.next_chunks(joining, trees.num_tokens)
-        if chunks:
-            work = trees.with_chains(self._prefill.as_pass(chunks))
-        has_features = draft.is_committed or bool(chunks)
-        choice = token_choice(sequences, trees, self._impossible_ids, self.target.device)
-        output = self._run(replace(work, choice=choice, has_features=has_features))
+        asked, work = verification(self.target, self._prefill, decoding, joining, draft)
+        choice = token_choice(asked.sequences, asked.offsets, self._impossible_ids, self.target.device)
+        output = self._run(replace(work, choice=choice, has_features=draft.is_committed or bool(asked.chunks)))
         clock.mark()
-        outcomes, lossy_tv = self._accept(sequences, batch, tree, trees, output)
+        outcomes: list[Outcome] = []
+        traces: list[TreeTrace | None] = []
+        lossy_tv = 0.0
+        if asked.sequences:
+            batch = self._masked_batch(asked.sequences)
+            outcomes, lossy_tv = self._accept(asked, batch, output)
+            traces = self._traces(asked, batch, output, outcomes, clock)
         clock.mark()
-        traces: Seq[TreeTrace | None] = [None] * len(sequences)
-        if self._has_traces:
-            with clock.paused():
-                traces = self._traces(sequences, batch, draft.tree, trees, output, outcomes)
-        self.target.commit(slots, lengths, [outcome.path for outcome in outcomes])
-        return Verified(trees, chunks, draft, output, outcomes, lossy_tv, traces)
+        if asked.trees is not None:
+            paths = [outcome.path for outcome in outcomes[: len(decoding)]]
+            self.target.commit(asked.trees.slots, asked.trees.prefix_lens, paths)
+        return Verified(asked, draft, output, outcomes, lossy_tv, traces)
 
     def _run(self, work: Pass) -> PassOutput:
         """A pass with logits in which impossible tokens have none."""
@@ -287,24 +265,20 @@ class Engine:
                 output.logits[..., self._impossible_ids] = float("-inf")
         return output
 
-    def _accept(
-        self, sequences: list[Sequence], batch: SamplingBatch, tree: TokenTree, trees: Pass, output: PassOutput
-    ) -> tuple[list[Outcome], float]:
+    def _accept(self, asked: Verification, batch: SamplingBatch, output: PassOutput) -> tuple[list[Outcome], float]:
         """What survives of each tree, and what a lossy rule spent; see `StepRecord`.
 
         Args:
-            sequences: One a tree.
-            batch: Their sampling parameters.
-            tree: Without probes.
-            trees: The pass without its chunks of prompts.
+            asked: At least one tree.
+            batch: Sampling parameters of its sequences.
             output: Of the whole pass.
         """
-        device, logits = tree.tokens.device, logits_of(output)
-        rules = self._rules(sequences, tree, output)
-        if not batch.processors and reads_are_free(device) and {"greedy", "drawn"}.issuperset(rules):
+        tree, logits = asked.tree.without_probes(), logits_of(output)
+        rules = self._rules(asked.sequences, tree, output)
+        if not batch.processors and reads_are_free(tree.tokens.device) and {"greedy", "drawn"}.issuperset(rules):
             chosen = greatest_on_host(logits) if output.chosen is None else output.chosen.tolist()
-            return outcomes_of_choices(tree, chosen, trees.offsets), 0.0
-        scores, roots = self._node_scores(sequences, batch, tree, trees, output)
+            return outcomes_of_choices(tree, chosen, asked.offsets), 0.0
+        scores, roots = self._node_scores(asked, tree, batch, output)
         acceptance = accept(scores, rules, self.policy, roots)
         lossy_tv = float(acceptance.lossy_tv.mean()) if self.policy.is_lossy else 0.0
         return outcomes_on_host(scores, acceptance), lossy_tv
@@ -322,95 +296,115 @@ class Engine:
         ]  # fmt: skip
 
     def _node_scores(
-        self, sequences: list[Sequence], batch: SamplingBatch, tree: TokenTree, trees: Pass, output: PassOutput
+        self, asked: Verification, tree: TokenTree, batch: SamplingBatch, output: PassOutput
     ) -> tuple[NodeScores, Tensor]:
-        """The target's answer to some trees, and (B,) int64 the positions of their roots; arguments as `_accept`'s."""
-        starts, roots = integers_on([trees.offsets[:-1], trees.prefix_lens], tree.tokens.device).unbind()
+        """The target's answer to some trees, and (B,) int64 the positions of their roots.
+
+        Args:
+            asked: The trees.
+            tree: Theirs, with or without probes.
+            batch: See `_accept`.
+            output: Likewise.
+        """
+        positions = [len(s.tokens) - 1 for s in asked.sequences]
+        starts, roots = integers_on([asked.offsets[:-1], positions], tree.tokens.device).unbind()
         scores = NodeScores(
             tree=tree,
             logits=logits_of(output),
             starts=starts,
-            has_row_for_each=trees.num_tokens == tree.tokens.numel(),
+            has_row_for_each=asked.offsets[-1] == tree.tokens.numel(),
             batch=batch,
-            history=self._histories(sequences, batch),
+            history=self._histories(asked.sequences, batch),
             chosen=output.chosen,
         )
         return scores, roots
 
     def _traces(
-        self,
-        sequences: list[Sequence],
-        batch: SamplingBatch,
-        tree: TokenTree,
-        trees: Pass,
-        output: PassOutput,
-        outcomes: list[Outcome],
-    ) -> Seq[TreeTrace | None]:
-        """What became of every node, before anything is committed; tree: with its probes.
+        self, asked: Verification, batch: SamplingBatch, output: PassOutput, outcomes: list[Outcome], clock: StageClock
+    ) -> list[TreeTrace | None]:
+        """What became of every node, before anything is committed; in no stage's time.
 
-        None for all where that cannot be found out, which is logged: a request never fails for its trace.
+        None for all where nobody asks, and where that cannot be found out, which is logged: a request never fails for
+        its trace.
         """
+        nothing: list[TreeTrace | None] = [None] * len(asked.sequences)
+        if not self._has_traces:
+            return nothing
         try:
-            with torch.no_grad():
-                scores, roots = self._node_scores(sequences, batch, tree, trees, output)
-                rules = self._rules(sequences, tree.without_probes(), output)
+            with torch.no_grad(), clock.paused():
+                scores, roots = self._node_scores(asked, asked.tree, batch, output)
+                rules = self._rules(asked.sequences, asked.tree.without_probes(), output)
                 unmasked = None if output.chosen is None else self._impossible_ids
-                return traced(scores, rules, roots, outcomes, self._drafting.credit, unmasked)
+                return [*traced(scores, rules, roots, outcomes, self._drafting.credit, unmasked)]
         except Exception as err:  # noqa: BLE001 - as in `_call_back`
             _log.warning("an iteration could not be traced: %s", described(err))
             _log.debug("where the trace failed", exc_info=err)
-            return [None] * len(sequences)
+            return nothing
 
-    def _commit(self, sequences: list[Sequence], verified: Verified, clock: StageClock) -> StepRecord:
-        """Appends tokens to the sequences, tells the drafter, and records the iteration."""
-        lengths, roots = [len(s.tokens) for s in sequences], [s.tokens[-1] for s in sequences]
+    def _commit(self, verified: Verified, clock: StageClock) -> None:
+        """Appends tokens to the sequences, and tells drafters, controller and caller of the iteration."""
+        asked, draft, features = verified.asked, verified.draft, verified.output.features
+        sequences, num_decoding = asked.sequences, draft.tree.batch_size
+        lengths, roots = [len(s.tokens) for s in sequences], [s.tokens[-1] for s in sequences[:num_decoding]]
         for row, (sequence, outcome) in enumerate(zip(sequences, verified.outcomes, strict=True)):
             logits = verified.logits_of(row) if sequence.params.logprobs is not None else None
             contained(sequence, self._emit, outcome, logits)
         generated = [sequence.tokens[before:] for sequence, before in zip(sequences, lengths, strict=True)]
-        num_decoding, features = verified.trees.num_tokens, verified.output.features
-        if verified.draft.is_committed:
-            self._drafting.commit(
-                newly_committed(
-                    roots, verified.trees, verified.draft.tree, verified.outcomes, features, self._top_ids(verified)
-                )
-            )
+        if asked.trees is not None and draft.is_committed:
+            outcomes, ids = verified.outcomes[:num_decoding], self._top_ids(verified)
+            self._drafting.commit(newly_committed(roots, asked.trees, draft.tree, outcomes, features, ids))
         clock.mark()
         seconds = clock.seconds()
-        features = None if features is None else features[num_decoding:]
-        self._prefill.learn(verified.chunks, features, seconds.verify, num_decoding)
+        features = None if features is None else features[asked.num_decoding :]
+        self._prefill.learn(asked.chunks, features, seconds.verify, asked.num_decoding)
+        if sequences:
+            self._record(verified, generated, seconds)
+
+    def _record(self, verified: Verified, generated: list[list[int]], seconds: StageSeconds) -> None:
+        """Says what an iteration did to whoever counts that.
+
+        Args:
+            verified: The iteration.
+            generated: New tokens of each of its sequences.
+            seconds: Its stages'.
+        """
+        asked, draft = verified.asked, verified.draft
+        num_decoding = draft.tree.batch_size
+        num_ending = len(asked.sequences) - num_decoding
+        num_proposed = [*draft.num_proposed, *([None] * num_ending)]
+        each = zip(asked.sequences, verified.outcomes, generated, num_proposed, verified.traces, strict=True)
         record = StepRecord(
             sequences=[
-                sequence_step(self._drafting, *each)
-                for each in zip(
-                    sequences, verified.outcomes, generated, verified.draft.num_proposed, verified.traces, strict=True
-                )
+                sequence_step(self._drafting, *one, ends_prompt=row >= num_decoding) for row, one in enumerate(each)
             ],
-            num_tokens=num_decoding,
-            num_prompt_tokens=sum(len(chunk.tokens) for chunk in verified.chunks),
+            num_tokens=asked.offsets[-1],
+            num_prompt_tokens=sum(chunk.num_prompt for chunk in asked.chunks),
             seconds=seconds,
-            asked=self._drafting.asked(verified.draft),
-            draft_error=verified.draft.error,
-            declined=verified.draft.declined,
+            asked=self._drafting.asked(draft),
+            draft_error=draft.error,
+            declined=draft.declined,
             lossy_tv=verified.lossy_tv,
         )
-        for sequence, step in zip(sequences, record.sequences, strict=True):
+        for sequence, step in zip(asked.sequences, record.sequences, strict=True):
             sequence.metrics.add_step(step, record)
             sequence.credit(step)
         self.counts.add(record)
-        return record
+        if not draft.has_forced:  # whose acceptance and cost say nothing of the drafters'
+            self._drafting.learn(replace(record, sequences=record.sequences[:num_decoding]))
+        self._call_back(record)
 
     def _top_ids(self, verified: Verified) -> Tensor | None:
-        """(M, k) the most probable tokens after every verified node, where drafters read them."""
+        """(R, k) the most probable tokens after every node of a draft, where drafters read them."""
         count, logits = self._drafting.reads.top_k, verified.output.logits
         if not count or logits is None:
             return None
+        logits = logits[: verified.asked.num_decoding]
         return logits.topk(min(count, logits.shape[1]), dim=1).indices
 
     def _draft_context(self, sequences: list[Sequence], batch: SamplingBatch, widest: int) -> DraftContext:
         """What the drafter is told. A pass always emits one token of the target's own, so drafts leave room for it."""
         return DraftContext(
-            slots=[_slot(s) for s in sequences],
+            slots=[slot_of(s) for s in sequences],
             tokens=[s.tokens for s in sequences],
             max_depth=[min(_most_depth(s), widest - 1) for s in sequences],
             max_nodes=[min(s.max_nodes or widest, widest) for s in sequences],
@@ -427,7 +421,7 @@ class Engine:
         """
         if sequence.grammar is None:
             return None
-        room = self.target.cache.rows(_slot(sequence)) - (len(sequence.tokens) - 1)
+        room = self.target.cache.rows(slot_of(sequence)) - (len(sequence.tokens) - 1)
         most = most_nodes or max(self.target.max_nodes, min(room, MAX_NODES))
         return GrammarBounds(
             state=sequence.grammar,
@@ -442,12 +436,20 @@ class Engine:
             self._batch = (list(sequences), SamplingBatch.build(requests, self.target.vocab_size, self.target.device))
         return self._batch[1]
 
+    def _masked_batch(self, sequences: list[Sequence]) -> SamplingBatch:
+        """`_sampling_batch`, with what their grammars rule out."""
+        batch = self._sampling_batch(sequences)
+        if all(s.grammar is None for s in sequences):
+            return batch
+        mask = GrammarMask([s.grammar for s in sequences])
+        return replace(batch, processors=(mask, *batch.processors))
+
     def _histories(self, sequences: list[Sequence], batch: SamplingBatch) -> History | None:
         """What processors read, or None when none is in use."""
         if not batch.processors:
             return None
         return self._history.view(
-            [_slot(s) for s in sequences], [s.tokens for s in sequences], [s.num_prompt for s in sequences],
+            [slot_of(s) for s in sequences], [s.tokens for s in sequences], [s.num_prompt for s in sequences],
             batch.tail_len,
         )  # fmt: skip
 
@@ -459,7 +461,7 @@ class Engine:
             nodes = torch.tensor([0, *outcome.path][: len(valid)], device=logits.device)
             sequence.scores += token_scores(logits[nodes], valid, sequence.params.logprobs)
         sequence.emit(valid)
-        self._history.append(_slot(sequence), sequence.tokens[before:])
+        self._history.append(slot_of(sequence), sequence.tokens[before:])
         if sequence.finish_reason is None and outcome.num_valid < len(outcome.tokens):
             sequence.fail(NO_TOKEN)
         sequence.num_cached = len(sequence.tokens) - 1
@@ -468,10 +470,3 @@ class Engine:
 def _most_depth(sequence: Sequence) -> int:
     """How deep a sequence's draft may be: a pass emits a token of the target's own besides, and trees have bounds."""
     return min(sequence.remaining, sequence.max_nodes or sequence.remaining) - 1
-
-
-def _slot(sequence: Sequence) -> int:
-    """The slot of a running sequence."""
-    if sequence.slot is None:
-        raise RuntimeError(f"request {sequence.request_id} has no slot: only running sequences are decoded")
-    return sequence.slot

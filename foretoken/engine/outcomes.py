@@ -213,6 +213,8 @@ def sequence_step(
     generated: list[int],
     num_proposed: int | None,
     trace: TreeTrace | None = None,
+    *,
+    ends_prompt: bool = False,
 ) -> SequenceStep:
     """The record of one sequence's iteration.
 
@@ -223,6 +225,7 @@ def sequence_step(
         generated: Tokens added to its output.
         num_proposed: See `SequenceStep`.
         trace: As if all that was accepted entered the text.
+        ends_prompt: See `SequenceStep`.
     """
     accepted = min(len(outcome.path), len(generated))
     accepted_from = [tuple(drafting.credit(source)) for source in outcome.sources[:accepted]]
@@ -242,5 +245,6 @@ def sequence_step(
         drafted_by=dict(drafted),
         num_proposed=num_proposed,
         accepted_from=accepted_from,
+        ends_prompt=ends_prompt,
         trace=trace,
     )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
+from foretoken.core.backend import integers_on
 from foretoken.core.passes import Pass
 from foretoken.drafters.base import Committed
 from foretoken.engine.prefill_budget import PrefillBudget
@@ -19,16 +21,30 @@ if TYPE_CHECKING:
 
 
 class Chunk(NamedTuple):
-    """Consecutive prompt tokens of one sequence; slot: of the cache, start: rows filled before."""
+    """Consecutive prompt tokens of one sequence.
+
+    Attributes:
+        sequence: Whose.
+        slot: Of the cache.
+        start: Rows filled before.
+        tokens: At least one.
+        is_last: Whether the last of them is the root, after which the sequence's next token is chosen in the same pass.
+    """
 
     sequence: Sequence
     slot: int
     start: int
     tokens: Seq[int]
+    is_last: bool
+
+    @property
+    def num_prompt(self) -> int:
+        """Its tokens without the root."""
+        return len(self.tokens) - self.is_last
 
 
 class Prefill:
-    """Feeds prompts, all but the last token of each, which is the first root.
+    """Feeds prompts. The last token of each is its first root, whose logits are wanted.
 
     Attributes:
         budget: How many prompt tokens a pass takes.
@@ -47,7 +63,7 @@ class Prefill:
 
     @staticmethod
     def is_over(sequence: Sequence) -> bool:
-        """Whether the whole prompt of a sequence is in the cache."""
+        """Whether all of a sequence but its root is in the cache."""
         return sequence.num_cached == len(sequence.tokens) - 1
 
     def next_chunks(self, sequences: Seq[Sequence], num_decoding: int) -> list[Chunk]:
@@ -61,25 +77,29 @@ class Prefill:
         for sequence in sequences:
             if self.is_over(sequence) or sequence.slot is None or left == 0:
                 continue
-            start = sequence.num_cached
-            tokens = sequence.tokens[start : min(len(sequence.tokens) - 1, start + left)]
-            chunks.append(Chunk(sequence, sequence.slot, start, tokens))
-            left -= len(tokens)
+            start, count = sequence.num_cached, min(_num_unread(sequence), left)
+            tokens = sequence.tokens[start : start + count]
+            is_last = start + count == len(sequence.tokens)
+            chunks.append(Chunk(sequence, sequence.slot, start, tokens, is_last))
+            left -= count
         return chunks
 
     def num_next_tokens(self, sequences: Seq[Sequence], num_decoding: int) -> int:
         """Tokens of `next_chunks` together; arguments as there."""
-        left = sum(len(one.tokens) - 1 - one.num_cached for one in sequences if one.slot is not None)
-        return min(left, self.budget.tokens(num_decoding, self._target.prefill_chunk))
+        unread = sum(_num_unread(one) for one in sequences if one.slot is not None and not self.is_over(one))
+        return min(unread, self.budget.tokens(num_decoding, self._target.prefill_chunk))
 
     def as_pass(self, chunks: Seq[Chunk]) -> Pass:
-        """Some chunks, without logits."""
-        return Pass.of_chains(
+        """Some chunks, with the logits of their roots."""
+        work = Pass.of_chains(
             [chunk.tokens for chunk in chunks],
             slots=[chunk.slot for chunk in chunks],
             prefix_lens=[chunk.start for chunk in chunks],
             device=self._target.device,
         )
+        ends = zip(chunks, work.offsets[1:], strict=True)
+        roots = [end - 1 for chunk, end in ends if chunk.is_last]
+        return replace(work, logit_rows=integers_on(roots, self._target.device)) if roots else work
 
     def learn(self, chunks: Seq[Chunk], features: Tensor | None, seconds: float, num_decoding: int) -> None:
         """Notes what a pass has put into the cache, and tells the drafter.
@@ -90,8 +110,8 @@ class Prefill:
             seconds: Of the whole pass.
             num_decoding: Its tokens that belong to sequences that are decoding.
         """
-        num_prompt = sum(len(chunk.tokens) for chunk in chunks)
-        self.budget.learn(seconds, num_decoding=num_decoding, num_prompt=num_prompt)
+        num_tokens = sum(len(chunk.tokens) for chunk in chunks)
+        self.budget.learn(seconds, num_decoding=num_decoding, num_prompt=num_tokens)
         if not chunks:
             return
         self._drafting.commit(
@@ -103,6 +123,11 @@ class Prefill:
             )
         )
         for chunk in chunks:
-            count = len(chunk.tokens)
-            chunk.sequence.num_cached += count
-            chunk.sequence.metrics.prefill_seconds += seconds * count / (num_prompt + num_decoding)
+            chunk.sequence.num_cached = chunk.start + len(chunk.tokens)
+            share = chunk.num_prompt / (num_tokens + num_decoding)
+            chunk.sequence.metrics.prefill_seconds += seconds * share
+
+
+def _num_unread(sequence: Sequence) -> int:
+    """Tokens that chunks still take; where the logits of all of them are prompt scores, the root has its own pass."""
+    return len(sequence.tokens) - sequence.num_cached - sequence.wants_prompt_scores

@@ -316,3 +316,10 @@ class Sequence:
             held_back = self._detokenizer.flush()
             if held_back:
                 self._cut_at_stop_string(len(held_back))
+
+
+def slot_of(sequence: Sequence) -> int:
+    """The slot of a running sequence."""
+    if sequence.slot is None:
+        raise RuntimeError(f"request {sequence.request_id} has no slot: only running sequences are decoded")
+    return sequence.slot

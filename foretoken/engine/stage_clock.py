@@ -66,14 +66,20 @@ class StageClock:
     def paused(self) -> Iterator[None]:
         """What is done in this block, between acceptance and commit, belongs to no stage."""
         begin = time.perf_counter()
-        yield
-        self._paused_for += time.perf_counter() - begin
+        try:
+            yield
+        finally:
+            self._paused_for += time.perf_counter() - begin
 
     def seconds(self) -> StageSeconds:
-        """What each of the four stages took, seconds; they add up to the host's time."""
+        """What each of the four stages took, seconds; they add up to the host's time.
+
+        By the host's clock where it has not waited for the device: nobody does for a pass after which no token is
+        chosen.
+        """
         marks = self._marks
         draft, verify = marks[1] - marks[0], marks[2] - marks[1]
-        if self._is_gpu:
+        if self._is_gpu and self._events[-1].query():
             begin, drafted, verified = self._events
             draft, verify = begin.elapsed_time(drafted) / 1000, drafted.elapsed_time(verified) / 1000
         return StageSeconds(

@@ -8,37 +8,60 @@ import numpy as np
 import torch
 
 from foretoken.core.backend import reads_are_free
-from foretoken.core.passes import TokenChoice
+from foretoken.core.passes import Pass, TokenChoice
+from foretoken.engine.sequence import slot_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from torch import Tensor
 
-    from foretoken.core.passes import Pass
+    from foretoken.core.token_tree import TokenTree
     from foretoken.core.tree_trace import TreeTrace
     from foretoken.decoder.base import PassOutput
     from foretoken.engine.drafting import Draft
     from foretoken.engine.outcomes import Outcome
-    from foretoken.engine.prefill import Chunk
+    from foretoken.engine.prefill import Chunk, Prefill
     from foretoken.engine.sequence import Sequence
+    from foretoken.runner.runner import Runner
+
+
+class Verification(NamedTuple):
+    """What one iteration asks of the target: B trees, and chunks of prompts.
+
+    Attributes:
+        sequences: B; those that are decoding, then those whose prompts end in this pass.
+        tree: Theirs, probes included. Where a prompt ends it is the root alone.
+        offsets: B + 1; node i of tree b has row `offsets[b] + i` of the logits.
+        trees: The part of the pass that holds the trees of sequences that are decoding; None where none is.
+        chunks: Of prompts, the rest of the pass.
+    """
+
+    sequences: list[Sequence]
+    tree: TokenTree
+    offsets: Seq[int]
+    trees: Pass | None
+    chunks: list[Chunk]
+
+    @property
+    def num_decoding(self) -> int:
+        """Tokens of the pass that belong to sequences that are decoding."""
+        return 0 if self.trees is None else self.trees.num_tokens
 
 
 class Verified(NamedTuple):
     """One iteration of some sequences up to acceptance, nothing committed yet.
 
     Attributes:
-        trees: The pass without its chunks of prompts, which follow.
-        chunks: Of sequences that join.
-        draft: What was verified.
+        asked: What was asked of the target.
+        draft: What was verified of the sequences that were decoding.
         output: Of the whole pass.
-        outcomes: What survived.
+        outcomes: What survived, one a sequence.
         lossy_tv: See `StepRecord`.
         traces: See `SequenceStep`; one a sequence.
     """
 
-    trees: Pass
-    chunks: list[Chunk]
+    asked: Verification
     draft: Draft
     output: PassOutput
     outcomes: list[Outcome]
@@ -47,11 +70,43 @@ class Verified(NamedTuple):
 
     def logits_of(self, row: int) -> Tensor:
         """(N, V) logits of one sequence's tree."""
-        return logits_of(self.output)[self.trees.offsets[row] : self.trees.offsets[row + 1]]
+        return logits_of(self.output)[self.asked.offsets[row] : self.asked.offsets[row + 1]]
+
+
+def verification(
+    target: Runner, prefill: Prefill, decoding: list[Sequence], joining: list[Sequence], draft: Draft
+) -> tuple[Verification, Pass]:
+    """What an iteration asks of the target, and the pass for that.
+
+    Args:
+        target: The runner.
+        prefill: Cuts the chunks.
+        decoding: Sequences of which all but the root is in the cache.
+        joining: The others; at least one sequence in all.
+        draft: Trees of those that are decoding.
+    """
+    passes, trees, num_nodes = list[Pass](), None, 0
+    if decoding:
+        slots, lengths = [slot_of(s) for s in decoding], [len(s.tokens) - 1 for s in decoding]
+        trees = target.verification(slots, lengths, draft.tree)
+        num_nodes = trees.num_tokens
+        passes.append(trees)
+    chunks = prefill.next_chunks(joining, num_nodes)
+    if chunks:
+        passes.append(prefill.as_pass(chunks))
+    ending = [chunk.sequence for chunk in chunks if chunk.is_last]
+    asked = Verification(
+        sequences=[*decoding, *ending],
+        tree=draft.tree.with_roots([s.tokens[-1] for s in ending]),
+        offsets=[*([0] if trees is None else trees.offsets), *range(num_nodes + 1, num_nodes + 1 + len(ending))],
+        trees=trees,
+        chunks=chunks,
+    )
+    return asked, passes[0] if len(passes) == 1 else passes[0].with_chains(passes[1])
 
 
 def token_choice(
-    sequences: Seq[Sequence], trees: Pass, impossible_ids: Tensor | None, device: torch.device
+    sequences: Seq[Sequence], offsets: Seq[int], impossible_ids: Tensor | None, device: torch.device
 ) -> TokenChoice | None:
     """How a decoder may choose tokens of requests whose distribution nothing but temperature changes.
 
@@ -59,7 +114,7 @@ def token_choice(
 
     Args:
         sequences: One a tree.
-        trees: The pass over them.
+        offsets: B + 1, the rows of logits of each tree.
         impossible_ids: (U,) int64, token ids that are never generated; None for none.
         device: Of the decoder.
 
@@ -70,7 +125,7 @@ def token_choice(
     scales = [0.0 if p.is_greedy or not p.is_plain else 1 / p.temperature for p in params]
     if not reads_are_free(device) or (impossible_ids is None and not any(scales)):
         return None
-    counts = np.diff(trees.offsets)
+    counts = np.diff(offsets)
     seeds = np.array([s.sampling.seed for s in sequences], dtype=np.int64)
     return TokenChoice(
         inverse_temperature=torch.from_numpy(np.repeat(np.array(scales, dtype=np.float32), counts)),

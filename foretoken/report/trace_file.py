@@ -164,7 +164,7 @@ class TraceRecorder:
 
     def add(self, record: StepRecord) -> None:
         """Takes in an iteration of one sequence."""
-        step = record.sequences[0]
+        step, seconds = record.sequences[0], record.decode_seconds
         self.metrics.add_step(step, record)
         self._spans.push(step.tokens)
         named = set(step.tokens)
@@ -176,7 +176,7 @@ class TraceRecorder:
                 "accepted_from": list(step.accepted_from),
                 "num_drafted": step.num_drafted,
                 "num_proposed": step.num_proposed,
-                "seconds": {each.name: getattr(record.seconds, each.name) for each in fields(record.seconds)},
+                "seconds": {each.name: getattr(seconds, each.name) for each in fields(seconds)},
                 "declined": None if record.declined is None else str(record.declined),
                 "draft_error": record.draft_error,
                 "tree": _tree(step),

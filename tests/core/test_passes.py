@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.core.passes import Pass
+from foretoken.core.passes import Pass, TokenChoice
 from foretoken.core.token_tree import TokenTree, TreeRow
 
 # root ─┬─ 1 ─── 3        a root alone
@@ -66,10 +66,18 @@ def test_chunks_of_prompts_follow_trees() -> None:
     assert not both.is_causal
 
 
-def test_logits_belong_to_the_first_of_both() -> None:
-    chains = Pass.of_chains([[4]], slots=[1], prefix_lens=[0], has_last_logits=True)
-    with pytest.raises(ValueError, match="logits belong to the first"):
-        verification(TREES).with_chains(chains)
+def test_chunks_may_have_logits_too() -> None:
+    """Of the roots that end prompts."""
+    chains = Pass.of_chains([[4, 5], [6]], slots=[1, 3], prefix_lens=[0, 0], has_last_logits=True)
+    both = verification(TREES).with_chains(chains)
+    assert both.logit_rows is not None
+    assert both.logit_rows.tolist() == [0, 1, 2, 3, 4, 6, 7]
+    alone = Pass.of_chains([[4]], slots=[2], prefix_lens=[0]).with_chains(chains)
+    assert alone.logit_rows is not None
+    assert alone.logit_rows.tolist() == [2, 3]
+    choice = TokenChoice(inverse_temperature=torch.zeros(5), seeds=torch.zeros(5, dtype=torch.int64))
+    with pytest.raises(ValueError, match="after all rows"):
+        replace(verification(TREES), choice=choice).with_chains(chains)
 
 
 def test_nodes_of_earlier_passes_count_as_nodes_and_not_as_tokens() -> None:

@@ -42,6 +42,36 @@ def test_roots() -> None:
     assert tree.max_depth == 0
 
 
+@given(batch=st.lists(rows(), max_size=4), tokens=st.lists(st.integers(0, 99), max_size=3), is_known=st.booleans())
+def test_roots_that_follow(batch: list[TreeRow], tokens: list[int], is_known: bool) -> None:
+    tree = TokenTree.from_rows(batch) if batch else TokenTree.roots([])
+    tree = tree if is_known else replace(tree, host_facts=None)
+    both = tree.with_roots(tokens)
+    assert [plain(row) for row in both.rows()] == [
+        plain(row) for row in [*batch, *(TreeRow([t], [-1]) for t in tokens)]
+    ]
+    assert both.batch_size == len(batch) + len(tokens)
+    if both.batch_size:
+        both.validate()
+    if batch and tokens and is_known:
+        assert both.host_facts == TokenTree.from_rows(both.rows()).host_facts
+    if not is_known and tokens:
+        assert both.host_facts is None
+
+
+def test_roots_that_follow_were_not_drawn() -> None:
+    tree = with_extras(TokenTree.from_rows([SMALL, SINGLE]))
+    both = tree.with_roots([5, 6])
+    for name in ("scores", "source"):
+        assert getattr(both, name)[:2].tolist() == getattr(tree, name).tolist()
+        assert not getattr(both, name)[2:].any()
+    assert both.distributions is not None
+    assert tree.distributions is not None
+    assert torch.equal(both.distributions.rows[:2], tree.distributions.rows)
+    assert both.distributions.kinds[2:].tolist() == [[DrawKind.ONE_HOT] * 4] * 2
+    assert both.distributions.row_of[2:].tolist() == [[-1] * 4] * 2
+
+
 @given(batch=st.lists(rows(), min_size=1, max_size=4))
 def test_round_trip(batch: list[TreeRow]) -> None:
     tree = TokenTree.from_rows(batch)

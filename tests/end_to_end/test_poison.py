@@ -24,8 +24,7 @@ from foretoken.drafters.heads.drafter import HeadDrafter
 from foretoken.drafters.heads.prefix_features import PrefixFeatures
 from foretoken.drafters.heads.stack_features import StackFeatures
 from foretoken.drafters.models.text_draft import TextDraftDrafter
-from foretoken.engine.loop import _slot
-from foretoken.engine.sequence import Sequence
+from foretoken.engine.sequence import Sequence, slot_of
 
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 NAMES = list(DRAFTERS["generic"])
@@ -54,12 +53,12 @@ def poison_target(engine: LLM, *, start: int = 0) -> None:
     def poisoned_step() -> Any:
         changed = step()
         poison({held.slot: held.length for held in scheduler._slots._free})
-        poison({_slot(sequence): sequence.num_cached for sequence in scheduler.running})
+        poison({slot_of(sequence): sequence.num_cached for sequence in scheduler.running})
         return changed
 
     def poisoned_begin(sequence: Sequence, prefix: Prefix | None) -> None:
         begin(sequence, prefix)
-        poison({_slot(sequence): sequence.num_cached})
+        poison({slot_of(sequence): sequence.num_cached})
 
     loop.step, scheduler._begin = poisoned_step, poisoned_begin
 

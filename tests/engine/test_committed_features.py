@@ -101,7 +101,7 @@ def test_without_taps_there_are_no_features() -> None:
     llm({"drafter": make}).generate([5, 6, 7], SamplingParams(temperature=0.0, max_tokens=3))
     assert seen
     assert all(committed.features is None for committed in seen)
-    assert [(c.starts, c.lengths) for c in seen] == [([0], [2]), ([2], [1]), ([3], [1]), ([4], [1])]
+    assert [(c.starts, c.lengths) for c in seen] == [([0], [3]), ([3], [1]), ([4], [1])]
 
 
 def test_drafters_without_state_forget_slots() -> None:

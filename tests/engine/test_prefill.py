@@ -19,14 +19,20 @@ CHUNK = 512
 
 
 def watched(engine: LLM, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int]]]:
-    """Of every pass: tokens with logits, and tokens of each sequence without."""
+    """Of every pass: nodes of trees, and tokens of each chunk of a prompt."""
     seen, original = [], engine.target.run
+    as_pass, chunks = Prefill.as_pass, list[int]()
+
+    def noting(prefill: Prefill, each: list[Chunk]) -> Pass:
+        chunks.extend(len(chunk.tokens) for chunk in each)
+        return as_pass(prefill, each)
 
     def run(work: Pass) -> Any:
-        count = 0 if work.logit_rows is None else len(work.logit_rows)
-        each = zip(work.offsets, work.offsets[1:], strict=False)
-        seen.append((count, [end - start for start, end in each if start >= count]))
+        seen.append((work.num_tokens - sum(chunks), chunks.copy()))
+        chunks.clear()
         return original(work)
+
+    monkeypatch.setattr(Prefill, "as_pass", noting)
 
     monkeypatch.setattr(engine.target, "run", run)
     return seen
@@ -50,9 +56,7 @@ def test_prompts_share_a_pass_in_order_of_arrival(monkeypatch: pytest.MonkeyPatc
     engine = llm({}, max_num_seqs=4, max_num_batched_tokens=40)
     passes = watched(engine, monkeypatch)
     engine.generate(PROMPTS[:3], PARAMS)
-    # The one-token root of each prompt is not prefilled: 2, 29 and 19 tokens are.
-    assert passes[0] == (0, [2, 29, 9])
-    assert passes[1] == (2, [10])
+    assert passes[:2] == [(0, [3, 30, 7]), (2, [13])]
 
 
 @pytest.mark.parametrize("limit", [None, 4, 40])
@@ -75,7 +79,55 @@ def test_one_pass_reads_all_short_prompts(monkeypatch: pytest.MonkeyPatch) -> No
     engine = llm({}, max_num_seqs=8)
     passes = watched(engine, monkeypatch)
     engine.generate([[5, 6, 7]] * 8, PARAMS)
-    assert passes[0] == (0, [2] * 8)
+    assert passes[:2] == [(0, [3] * 8), (8, [])]
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram tree", "draft itself tree", "random eagle"])
+@pytest.mark.parametrize("prompt", [[9], [5, 6], list(range(3, 33))], ids=len)
+def test_one_pass_gives_the_first_token_of_a_prompt_that_fits(
+    drafter: str, prompt: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = llm(drafters()[drafter](PROMPTS))
+    passes = watched(engine, monkeypatch)
+    one = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    assert len(engine.generate([prompt], one)[0].outputs[0].token_ids) == 1
+    assert passes == ([(0, [len(prompt)])] if len(prompt) > 1 else [(1, [])])
+
+
+@pytest.mark.parametrize("limit", [29, 30, 31])
+def test_a_prompt_that_fits_but_for_its_root(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = llm({}, max_num_batched_tokens=limit)
+    passes = watched(engine, monkeypatch)
+    output = engine.generate([PROMPTS[1]], PARAMS)[0]
+    assert passes[:2] == [(0, [min(limit, 30)]), (1, [])]
+    assert output.metrics.steps == 12
+    assert len(passes) == 12 + (limit == 29)
+
+
+def test_the_first_draft_knows_the_features_of_the_whole_prompt() -> None:
+    """The pass that reads the root tells drafters of it, and the next one verifies a draft."""
+    records: list[Any] = []
+    engine = llm(drafters()["random eagle"](PROMPTS), max_num_seqs=4, on_step=records.append)
+    engine.generate(PROMPTS[:3], PARAMS)
+    assert [step.ends_prompt for step in records[0].sequences] == [True] * 3
+    assert [step.num_drafted for step in records[0].sequences] == [0] * 3
+    assert all(step.num_drafted for step in records[1].sequences)
+
+
+def test_what_a_pass_took_is_shared_between_prompts_and_those_who_decode() -> None:
+    records: list[Any] = []
+    outputs = llm({}, max_num_seqs=3, max_num_batched_tokens=9, on_step=records.append).generate(PROMPTS, PARAMS)
+    mixed = [record for record in records if record.num_prompt_tokens]
+    for record in mixed:
+        share = record.num_tokens / (record.num_tokens + record.num_prompt_tokens)
+        assert record.decode_seconds.verify == pytest.approx(share * record.seconds.verify)
+        assert record.decode_seconds.draft == record.seconds.draft
+    assert any(step.ends_prompt for record in mixed for step in record.sequences)
+    assert any(not step.ends_prompt for record in mixed for step in record.sequences)
+    assert all(output.metrics.prefill_seconds > 0 for output in outputs if len(output.prompt_token_ids) > 1)
+    for output in outputs:
+        mine = [r for r in records for step in r.sequences if step.request_id == output.request_id]
+        assert output.metrics.seconds.verify == pytest.approx(sum(r.decode_seconds.verify for r in mine))
 
 
 def test_records_say_what_a_pass_read() -> None:
@@ -83,6 +135,8 @@ def test_records_say_what_a_pass_read() -> None:
     llm({}, max_num_seqs=4, max_num_batched_tokens=10, on_step=records.append).generate(PROMPTS, PARAMS)
     assert sum(record.num_prompt_tokens for record in records) > 20
     assert all(record.num_tokens + record.num_prompt_tokens <= 11 for record in records)
+    ends = [step.request_id for record in records for step in record.sequences if step.ends_prompt]
+    assert len(ends) == len(set(ends)) <= len(PROMPTS)
 
 
 class TestBudget:

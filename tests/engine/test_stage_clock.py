@@ -31,7 +31,8 @@ def test_on_the_host() -> None:
     assert stages("cpu") == {"draft": 1, "verify": 1, "accept": 28, "commit": 1}
 
 
-def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_waited", [True, False])
+def test_on_a_gpu(has_waited: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     class Event:
         """Passed by a device that works a second behind the host on drafting, and twenty on verifying."""
 
@@ -43,8 +44,14 @@ def test_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         def record(self) -> None:
             self.at = next(Event.passes)
 
+        def query(self) -> bool:
+            return has_waited
+
         def elapsed_time(self, other: Any) -> float:
+            assert has_waited, "an event that has not passed has no time"
             return 1000 * (other.at - self.at)
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    assert stages("cuda") == {"draft": 2, "verify": 20, "accept": 8, "commit": 1}
+    by_device = {"draft": 2, "verify": 20, "accept": 8, "commit": 1}
+    by_host = {"draft": 1, "verify": 1, "accept": 28, "commit": 1}
+    assert stages("cuda") == (by_device if has_waited else by_host)

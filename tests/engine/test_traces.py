@@ -180,7 +180,9 @@ class Probing:
 
 
 def test_probes_are_told_apart() -> None:
-    step = steps_of({"drafter": Probing}, [[5, 9]], [SamplingParams(temperature=0.0, max_tokens=6)])[1][0][0]
+    first, step, *_ = steps_of({"drafter": Probing}, [[5, 9]], [SamplingParams(temperature=0.0, max_tokens=6)])[1][0]
+    assert first.trace is not None
+    assert first.trace.tokens == [9], "the prompt's pass has no draft"
     assert step.trace is not None
     assert [outcome is NodeOutcome.PROBE for outcome in step.trace.outcomes()] == [False, False, True, True]
     assert step.trace.parents == [-1, 0, 0, 2]
