@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from foretoken.control.base import UNBOUNDED, Allotment, Allowance
-from foretoken.control.buying import buy
+from foretoken.control.buying import buy, earnings_by_depth
 from foretoken.control.calibration import Calibration
 from foretoken.control.fading_line import FadingLine
 from foretoken.control.host_trees import count_followed, on_host, values_of, with_values
@@ -22,8 +22,6 @@ from foretoken.core.records import Declined
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from numpy.typing import NDArray
 
     from foretoken.control.base import Continue
     from foretoken.control.buying import Purchase
@@ -60,8 +58,7 @@ class BestNodes:
         self._probes = ProbeSchedule()
         self._is_asking = True
         self._depth = None if deepest is None else PayingDepth(deepest)
-        self._asked = UNBOUNDED  # levels of the present draft
-        self._brought: NDArray[np.float64] = np.zeros(deepest or 0)  # tokens expected of its levels, for a sequence
+        self._levels = 0  # of the present draft, or of the last one
         self._tree: HostTree | None = None  # that of the last call of `select`
         self._width = 0
         self._price = 0.0  # what a probe adds to an iteration of plain decoding, as a share of it
@@ -79,8 +76,8 @@ class BestNodes:
                 self._calibration.age(WEIGHT_AT_PROBE)
         if self._is_asking:
             self._declining = None
-            self._asked = UNBOUNDED if self._depth is None else self._depth.next()
-            return Allotment(allowances=[Allowance(depth=self._asked, nodes=self._max_nodes)] * batch_size)
+            depth = UNBOUNDED if self._depth is None else self._depth.next()
+            return Allotment(allowances=[Allowance(depth=depth, nodes=self._max_nodes)] * batch_size)
         known, may_draft_next = self._declining, self._probes.is_near or self._gain >= _NO_GAIN
         if known is None or (len(known.allowances), known.may_draft_next) != (batch_size, may_draft_next):
             known = self._declining = self._decline(batch_size, may_draft_next)
@@ -108,6 +105,7 @@ class BestNodes:
         """The nodes worth their cost. Synchronises with the host."""
         del continued
         (tree,) = trees.values()
+        self._levels = tree.max_depth
         self._tree = on_host(tree)
         valued = with_values(tree, values_of(self._tree, self._calibration))
         bought = buy(valued, on_host(valued), self._cost, self._host, draft_s=self._draft_s, max_nodes=self._max_nodes)
@@ -127,9 +125,8 @@ class BestNodes:
         if not self._is_asking:
             return
         self._drafts.append(record.seconds.draft)
-        if self._depth is not None and not record.num_prompt_tokens:
-            rest_s = record.seconds.total - record.seconds.draft
-            self._depth.learn(self._asked, self._brought, draft_s=record.seconds.draft, rest_s=rest_s)
+        if self._depth is not None and self._levels and not record.num_prompt_tokens:
+            self._depth.learn_seconds(self._levels, record.seconds.draft)
         if not record.num_prompt_tokens:
             self._spend(record, num_generated / len(record.sequences))
         if self._tree is not None and len(self._tree.tokens) == len(record.sequences):
@@ -137,7 +134,9 @@ class BestNodes:
 
     @property
     def _draft_s(self) -> float:
-        """Seconds of the fastest of recent drafts: one that also reads a prompt says nothing of the next."""
+        """Seconds of the present draft: as the fastest of recent ones, or what drafts of its depth take."""
+        if self._depth is not None:
+            return float(self._depth.seconds(float(self._levels)))
         return min(self._drafts, default=0.0)
 
     def _spend(self, record: StepRecord, tokens: float) -> None:
@@ -157,7 +156,7 @@ class BestNodes:
         self._width = max(bought.width, batch + 1)
         if host.is_drafted.any():
             self._acceptance = float(bought.values[host.is_drafted].max())
-        if len(self._brought):
-            places = np.flatnonzero(bought.kept & host.is_drafted)
-            levels = np.minimum(host.depths.ravel()[places], len(self._brought)) - 1
-            self._brought = np.bincount(levels, bought.values.ravel()[places], len(self._brought)) / batch
+        if self._depth is not None and self._levels:
+            draft_s = self._depth.seconds(np.arange(1, self._levels + 1))
+            earned = earnings_by_depth(bought.ranked, self._cost, self._host, draft_s)
+            self._depth.learn_earnings(earned, batch_size=batch, plain_s=batch / plain)

@@ -27,6 +27,34 @@ if TYPE_CHECKING:
     from foretoken.runner.cost_curve import CostCurve
 
 
+class Ranked(NamedTuple):
+    """Nodes that may be bought, the most valuable ones first.
+
+    Attributes:
+        values: (1 + k,), probability that each is accepted with its path; the first is 0, for no node.
+        depths: (1 + k,) int64; the first is 0.
+        num_fixed: Tokens of a pass without them: roots, and nodes that are verified whatever they cost.
+        tokens: That are expected of such a pass.
+    """
+
+    values: NDArray[np.float64]
+    depths: NDArray[np.int64]
+    num_fixed: int
+    tokens: float
+
+
+class Earnings(NamedTuple):
+    """What is expected of the best purchases among the nodes down to each depth; all (D,), at depths 1 to D.
+
+    Attributes:
+        tokens: Of the batch.
+        seconds: Of the pass and of the host, without those of drafting.
+    """
+
+    tokens: NDArray[np.float64]
+    seconds: NDArray[np.float64]
+
+
 class Purchase(NamedTuple):
     """Nodes that are worth their cost.
 
@@ -37,6 +65,7 @@ class Purchase(NamedTuple):
         is_everything: Whether nothing is left out.
         width: Tokens of the pass.
         rate: Tokens a second that are expected.
+        ranked: What there was to be bought.
     """
 
     host: HostTree
@@ -45,6 +74,7 @@ class Purchase(NamedTuple):
     is_everything: bool
     width: int
     rate: float
+    ranked: Ranked
 
     def taken_from(self, tree: TokenTree) -> TokenTree:
         """What is verified of the tree that was looked at. Synchronises with the host."""
@@ -90,7 +120,13 @@ def buy(
     worth = candidates[order]
     worth = worth[worth > 0]
     num_fixed = batch + int(is_fixed.sum())
-    tokens = batch + float(values[is_fixed & host.is_drafted].sum()) + np.concatenate([[0.0], worth.cumsum()])
+    ranked = Ranked(
+        values=np.concatenate([[0.0], worth]),
+        depths=np.concatenate([[0], host.depths.ravel()[order[: len(worth)]]]),
+        num_fixed=num_fixed,
+        tokens=batch + float(values[is_fixed & host.is_drafted].sum()),
+    )
+    tokens = ranked.tokens + ranked.values.cumsum()
     seconds = cost.seconds(num_fixed + np.arange(len(tokens))) + draft_s + host_seconds(tokens)
     best = int((tokens / seconds).argmax())
     kept = is_fixed.ravel()
@@ -102,7 +138,28 @@ def buy(
         is_everything=best == num_candidates,
         width=num_fixed + best,
         rate=float(tokens[best] / seconds[best]),
+        ranked=ranked,
     )
+
+
+def earnings_by_depth(
+    ranked: Ranked, cost: CostCurve, host_seconds: FadingLine, draft_s: NDArray[np.float64]
+) -> Earnings:
+    """What would have been bought, had the nodes been drafted down to smaller depths.
+
+    Args:
+        ranked: The nodes.
+        cost: Seconds of passes.
+        host_seconds: Of the host, by the tokens generated.
+        draft_s: (D,), seconds of drafts of 1 to D levels.
+    """
+    rows = np.arange(len(draft_s))
+    is_there = ranked.depths <= rows[:, None] + 1  # (D, 1 + k)
+    tokens = ranked.tokens + (is_there * ranked.values).cumsum(1)
+    passes = cost.seconds(ranked.num_fixed + np.arange(len(ranked.values)))
+    seconds = passes[is_there.cumsum(1) - 1] + host_seconds(tokens)
+    best = (tokens / (seconds + draft_s[:, None])).argmax(1)
+    return Earnings(tokens[rows, best], seconds[rows, best])
 
 
 def _best_of_rows(values: NDArray[np.float64], most: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -2,12 +2,13 @@
 
 Log-probabilities of drafters are over-confident, and lookups have none. So nodes of one drafter are sorted into bins by
 depth and score, and each bin remembers the share of its nodes that were accepted, older ones counting less. An empty
-bin starts from the drafter's own probability, or from one half a level where there is none.
+bin starts from the drafter's own probability, or from one half a level where there is none. A node whose score lies
+between the middles of two bins belongs to both in proportion, so that a better score counts more within a bin too.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_EDGES = np.log([0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9])  # of path log-probabilities
-_MIDDLES = np.array([0.01, 0.035, 0.075, 0.15, 0.275, 0.425, 0.575, 0.725, 0.85, 0.95])
+_STARTS = np.array([0.01, 0.035, 0.075, 0.15, 0.275, 0.425, 0.575, 0.725, 0.85, 0.95])  # path probabilities
+_MIDDLES = np.log(_STARTS)
+_BINS = np.arange(len(_MIDDLES))
 _UNSCORED = len(_MIDDLES)  # the bin of nodes whose drafter gives no scores
 _DEEPEST = 16
 _PRIOR = 4.0  # nodes that the start is worth
@@ -30,7 +32,7 @@ class Calibration:
     def __init__(self) -> None:
         bins = (_DEEPEST + 1, _UNSCORED + 1)
         depths = np.arange(_DEEPEST + 1)[:, None]
-        self._start = np.concatenate([np.tile(_MIDDLES, (_DEEPEST + 1, 1)), 0.5**depths], axis=1)
+        self._start = np.concatenate([np.tile(_STARTS, (_DEEPEST + 1, 1)), 0.5**depths], axis=1)
         self._seen, self._accepted = np.zeros(bins), np.zeros(bins)
 
     def probabilities(self, depths: NDArray[np.int64], scores: NDArray[np.float32] | None) -> NDArray[np.float64]:
@@ -40,9 +42,10 @@ class Calibration:
             depths: Of nodes, in any shape.
             scores: The drafter's path log-probabilities, in the same shape; None where it gives none.
         """
-        at = _bins(depths, scores)
-        estimate = (self._accepted[at] + _PRIOR * self._start[at]) / (self._seen[at] + _PRIOR)
-        result: NDArray[np.float64] = estimate
+        estimates = (self._accepted + _PRIOR * self._start) / (self._seen + _PRIOR)
+        depth, below, above, share = _places(depths, scores)
+        result: NDArray[np.float64] = estimates[depth, below]
+        result += share * (estimates[depth, above] - result)
         return result
 
     def age(self, weight: float) -> None:
@@ -69,14 +72,30 @@ class Calibration:
         """
         self._seen *= _FADE
         self._accepted *= _FADE
-        at = _bins(np.array(depths, dtype=np.int64), None if scores is None else np.array(scores, dtype=np.float32))
-        np.add.at(self._seen, at, 1.0)
-        np.add.at(self._accepted, at, np.array(accepted, dtype=np.float64))
+        is_accepted = np.array(accepted, dtype=np.float64)
+        depth, below, above, share = _places(
+            np.array(depths, dtype=np.int64), None if scores is None else np.array(scores, dtype=np.float32)
+        )
+        for at, weight in ((below, 1.0 - share), (above, share)):
+            np.add.at(self._seen, (depth, at), weight)
+            np.add.at(self._accepted, (depth, at), weight * is_accepted)
 
 
-def _bins(depths: NDArray[np.int64], scores: NDArray[np.float32] | None) -> tuple[NDArray[np.int64], ...]:
-    """Where nodes are counted; a score that is no number counts as the least."""
+class _Places(NamedTuple):
+    """Where nodes are counted, all of one shape: in two bins of a depth, the share of the second one."""
+
+    depth: NDArray[np.int64]
+    below: NDArray[np.int64]
+    above: NDArray[np.int64]
+    share: NDArray[np.float64]
+
+
+def _places(depths: NDArray[np.int64], scores: NDArray[np.float32] | None) -> _Places:
+    """The bins whose middles are next to the scores; a score that is no number counts as the least."""
     depth = np.minimum(depths, _DEEPEST)
     if scores is None:
-        return depth, np.full_like(depth, _UNSCORED)
-    return depth, np.searchsorted(_EDGES, np.nan_to_num(scores, nan=-np.inf)).astype(np.int64)
+        unscored = np.full_like(depth, _UNSCORED)
+        return _Places(depth, unscored, unscored, np.zeros(depth.shape))
+    place = np.interp(np.fmax(scores, _MIDDLES[0]), _MIDDLES, _BINS)
+    below = place.astype(np.int64)
+    return _Places(depth, below, np.minimum(below + 1, _UNSCORED - 1), place - below)

@@ -11,10 +11,14 @@ import pytest
 import torch
 
 from foretoken.control.best_nodes import BestNodes
+from foretoken.control.buying import buy, earnings_by_depth
 from foretoken.control.calibration import Calibration
+from foretoken.control.fading_line import FadingLine
+from foretoken.control.host_trees import on_host
 from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
 from foretoken.core.token_tree import PROBE, DraftDistributions, DrawKind, TokenTree, TreeRow
 from foretoken.runner.cost_curve import CostCurve
+from foretoken.trees.merge import prune
 
 FLAT, STEEP = ((1, 64), (1.0, 1.0)), ((1, 64), (1.0, 64.0))
 
@@ -188,6 +192,38 @@ def test_drafts_come_back_when_they_pay_again() -> None:
     assert all(live([1, 2, 3, 4], 0.3, 2000)[-500:])
 
 
+@pytest.mark.parametrize("slope", [0.05, 0.2, 0.5])
+@pytest.mark.parametrize("draft_s", [0.0, 0.1, 0.4])
+def test_what_smaller_depths_would_have_earned_is_what_is_bought_of_such_drafts(slope: float, draft_s: float) -> None:
+    """Of every depth: the earnings that a draft of all depths tells against the purchase from a draft cut there."""
+    curve, host = CostCurve((1, 64), (1.0, 1.0 + 63 * slope)), FadingLine()
+    host.learn(2.0, 0.1)
+    rows, values = [WIDE, TreeRow([7, 8, 9], [-1, 0, 0])], [VALUES, [0.6, 0.2]]
+    tree = scored(rows, values)
+    drafts = draft_s * np.arange(1, 4)
+    whole = buy(tree, on_host(tree), curve, host, draft_s=float(drafts[-1]))
+    earned = earnings_by_depth(whole.ranked, curve, host, drafts)
+    for depth in (1, 2, 3):
+        cut = prune(tree, tree.depths <= depth)
+        bought = buy(cut, on_host(cut), curve, host, draft_s=float(drafts[depth - 1]))
+        seconds = earned.seconds[depth - 1] + drafts[depth - 1]
+        assert earned.tokens[depth - 1] / seconds == pytest.approx(bought.rate)
+
+
+def test_dynamic_trees_are_drafted_as_deep_as_pays() -> None:
+    """Two levels are always right, a third one never is."""
+    made = BestNodes(CostCurve((1, 64), (1.0, 1.0 + 63 * 0.05)), max_nodes=64, deepest=3)
+    chain, asked = TreeRow([5, 1, 2, 3], [-1, 0, 1, 2]), []
+    for _ in range(60):
+        asked.append(made.allot(1).allowances[0].depth)
+        cut = TreeRow(chain.tokens[: asked[-1] + 1], chain.parents[: asked[-1] + 1])
+        width = made.select({0: scored([cut], [[0.9] * asked[-1]])}).width
+        made.learn(record([1, 2, 9][:width], draft=0.1 * asked[-1]))
+    assert asked[0] == 3
+    assert set(asked[-20:]) == {2, 3}
+    assert asked[-20:].count(2) >= 16
+
+
 def test_a_record_of_another_batch_is_left_out() -> None:
     """As after a batch that failed and was decoded again one by one."""
     made = controller(FLAT)
@@ -217,3 +253,11 @@ def test_calibration_starts_from_the_drafters_own_word() -> None:
     for _ in range(100):
         calibration.learn([1], [float(scores[0])], [False])
     assert calibration.probabilities(depths, scores)[0] < 0.1
+
+
+def test_a_better_score_never_counts_less_before_anything_is_learned() -> None:
+    """Also within a bin: which of two nodes is bought first is for their scores to say."""
+    scores = np.log(np.linspace(0.001, 1.0, 200, dtype=np.float32))
+    estimates = Calibration().probabilities(np.ones(200, dtype=np.int64), scores)
+    assert (np.diff(estimates) >= 0).all()
+    assert len(np.unique(estimates)) > 150
