@@ -22,6 +22,7 @@ from foretoken.bench.compare import compare_setups
 from foretoken.bench.prompt_sets import load_prompts
 from foretoken.bench.setups import parse_setup
 from foretoken.bench.workload import Workload
+from foretoken.core.results import GenerationMetrics
 from foretoken.decoder.lean.threads import set_num_threads
 from foretoken.hf.loading import load_model, load_tokenizer
 
@@ -64,7 +65,7 @@ def row_of(workload: str, parts: Sequence[Measurement]) -> Row:
         setup=parts[0].setup,
         tokens_per_s=sum(sum(part.tokens) for part in parts) / sum(sum(part.seconds) for part in parts),
         speed_up=median(speed_ups) if speed_ups else 1.0,
-        tau=sum(part.metrics.num_emitted for part in parts) / sum(part.metrics.steps for part in parts),
+        tau=GenerationMetrics.total(part.metrics for part in parts).mean_acceptance_length,
         same=(sum(identical), sum(len(part.texts) for part in parts)) if identical else (0, 0),
     )
 

@@ -21,7 +21,7 @@ class Measurement:
         runner: The target's runner.
         runner_choice: Why that one, in a sentence.
         seconds: Wall-clock seconds of each round of prompts, prefill left out; rounds of all setups are interleaved.
-        tokens: Output tokens of each round.
+        tokens: Output tokens of each round after the first of each prompt, which prefill gives.
         metrics: Added up over all rounds.
         iterations: Of the engine, over all rounds.
         verify_seconds: Seconds of these iterations spent in target passes.
@@ -85,7 +85,9 @@ class Measurement:
         return self.metrics.seconds.draft / max(self.metrics.steps, 1) * 1e3
 
     def add_step(self, record: StepRecord) -> None:
-        """Counts an iteration."""
+        """Counts an iteration, unless it was prefill alone."""
+        if all(step.ends_prompt for step in record.sequences):
+            return
         self.iterations += 1
         self.verify_seconds += record.decode_seconds.verify
         self.draft_seconds += record.seconds.draft

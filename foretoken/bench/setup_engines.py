@@ -115,7 +115,8 @@ class SetupEngines:
         self._on_step = _ignore
         row.metrics = GenerationMetrics.total(result.metrics for result in results)
         row.seconds.append(seconds - row.metrics.prefill_seconds)
-        row.tokens.append(row.metrics.num_emitted)
+        decoded = row.metrics.num_emitted - row.metrics.num_prefill_emitted
+        row.tokens.append(decoded or row.metrics.num_emitted)  # of one token a prompt, all that there are
         row.taus.append(row.tau)
         row.texts.extend(list(result.outputs[0].token_ids) for result in results)
         return row

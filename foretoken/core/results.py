@@ -67,13 +67,13 @@ class DrafterShares(dict[str, DrafterShare]):
 class GenerationMetrics:
     """Counts and seconds of one request, or of several added together.
 
-    `steps` counts target passes that generate, the one that reads the end of the prompt among them.
-    `mean_acceptance_length` (tau) counts the extra target token: it is the mean number of tokens generated per such
-    pass, 1.0 for plain decoding.
+    `steps` counts target passes after prefill, whose last pass gives the first token. `mean_acceptance_length` (tau)
+    counts the extra target token: it is the mean number of tokens generated per such pass, 1.0 for plain decoding.
 
     Attributes:
-        steps: Target passes after which tokens of the sequence were chosen.
+        steps: Target passes after prefill in which the sequence took part.
         num_emitted: Output tokens.
+        num_prefill_emitted: Those of them that the pass over the end of the prompt gave: the first one, or none.
         num_drafted: Drafted nodes verified.
         num_accepted: Drafted tokens accepted.
         drafted_at_depth: Passes whose tree reached depth d, by d (1-based).
@@ -93,6 +93,7 @@ class GenerationMetrics:
 
     steps: int = 0
     num_emitted: int = 0
+    num_prefill_emitted: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
     drafted_at_depth: Counter[int] = field(default_factory=Counter)
@@ -110,8 +111,8 @@ class GenerationMetrics:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Tokens generated per target pass (tau), the correction or bonus token included."""
-        return self.num_emitted / self.steps if self.steps else 0.0
+        """Tokens generated per target pass after prefill (tau), the correction or bonus token included."""
+        return (self.num_emitted - self.num_prefill_emitted) / self.steps if self.steps else 0.0
 
     @property
     def acceptance_by_depth(self) -> list[float]:
@@ -140,8 +141,11 @@ class GenerationMetrics:
 
     def add_sequence(self, step: SequenceStep) -> None:
         """Counts one sequence's part of an iteration, without the time. Changes this object."""
-        self.steps += 1
         self.num_emitted += step.num_emitted
+        if step.ends_prompt:
+            self.num_prefill_emitted += step.num_emitted
+            return
+        self.steps += 1
         self.num_drafted += step.num_drafted
         self.num_accepted += step.num_accepted
         if step.tree_depth:
@@ -163,6 +167,7 @@ class GenerationMetrics:
         return {
             "steps": self.steps,
             "num_emitted": self.num_emitted,
+            "num_prefill_emitted": self.num_prefill_emitted,
             "num_drafted": self.num_drafted,
             "num_accepted": self.num_accepted,
             "mean_acceptance_length": self.mean_acceptance_length,

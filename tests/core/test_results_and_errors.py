@@ -1,6 +1,7 @@
 """Counting steps into metrics, adding seconds, suggesting names, and describing foreign exceptions."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -33,6 +34,15 @@ def test_metrics_over_three_passes() -> None:
     # Depth 1 was reached by all three passes, depth 2 by two, depth 3 by one.
     assert metrics.acceptance_by_depth == pytest.approx([2 / 3, 2 / 2, 1 / 1])
     assert metrics.accepted_by == {"ngram": 2, "head": 5}
+
+
+def test_the_token_that_prefill_gives_counts_in_no_mean() -> None:
+    metrics = GenerationMetrics()
+    metrics.add_sequence(replace(step(0, depth=0), num_drafted=0, ends_prompt=True))
+    assert (metrics.steps, metrics.num_emitted, metrics.mean_acceptance_length) == (0, 1, 0.0)
+    metrics.add_sequence(step(3, ngram=2, head=3))
+    assert (metrics.steps, metrics.num_emitted, metrics.num_prefill_emitted) == (1, 5, 1)
+    assert metrics.mean_acceptance_length == 4.0
 
 
 def test_metrics_before_the_first_pass() -> None:

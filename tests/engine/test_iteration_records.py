@@ -54,11 +54,13 @@ def test_bounds_and_sums(drafter: str, batch: int) -> None:
     assert any(step.num_proposed for mine in steps.values() for step in mine) == (drafter != "none")
     for output in outputs:
         metrics, mine = output.metrics, steps[output.request_id]
-        assert metrics.steps == len(mine)
+        assert metrics.steps == sum(not s.ends_prompt for s in mine)
+        assert metrics.num_prefill_emitted == sum(s.ends_prompt for s in mine)
         assert metrics.num_emitted == sum(len(c.token_ids) for c in output.outputs) == sum(s.num_emitted for s in mine)
         assert metrics.num_drafted == sum(s.num_drafted for s in mine)
         assert metrics.num_accepted == sum(s.num_accepted for s in mine) == metrics.accepted_by.total()
-        assert metrics.mean_acceptance_length == pytest.approx(metrics.num_emitted / len(mine))
+        decoded = sum(s.num_emitted for s in mine if not s.ends_prompt)
+        assert metrics.mean_acceptance_length == pytest.approx(decoded / metrics.steps)
         rates = [
             sum(s.num_accepted >= depth for s in mine) / sum(s.tree_depth >= depth for s in mine)
             for depth in range(1, max(s.tree_depth for s in mine) + 1)
@@ -136,7 +138,8 @@ def test_total_adds_everything_and_changes_nothing() -> None:
         if name.endswith("seconds") or name in ("steps", "num_emitted", "num_drafted", "num_accepted", "draft_errors"):
             assert value == pytest.approx(sum(part[name] for part in before))
     assert total.drafted_at_depth[1] == sum(part.drafted_at_depth[1] for part in parts)
-    assert total.mean_acceptance_length == pytest.approx(total.num_emitted / total.steps)
+    decoded = total.num_emitted - total.num_prefill_emitted
+    assert total.mean_acceptance_length == pytest.approx(decoded / total.steps)
     assert [part.as_dict() for part in parts] == before
     assert GenerationMetrics.total([]).as_dict() == GenerationMetrics().as_dict()
     assert GenerationMetrics().mean_acceptance_length == 0.0
