@@ -9,13 +9,14 @@ Letters: B sequences, N nodes.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from foretoken.control.host_trees import falling, with_ancestors
-from foretoken.core.token_tree import MAX_NODES, PROBE, DrawKind
+from foretoken.core.token_tree import MAX_NODES, PROBE, DrawKind, HostFacts
 from foretoken.trees.merge import prune
 
 if TYPE_CHECKING:
@@ -77,10 +78,45 @@ class Purchase(NamedTuple):
     ranked: Ranked
 
     def taken_from(self, tree: TokenTree) -> TokenTree:
-        """What is verified of the tree that was looked at. Synchronises with the host."""
+        """What is verified of the tree that was looked at. Synchronises with the host where it was drawn from."""
+        if tree.distributions is None:
+            return self._without_the_rest(tree)
         if not self.is_everything:
             tree = prune(tree, torch.from_numpy(self.kept).to(tree.tokens.device))
         return tree.narrowed()
+
+    def _without_the_rest(self, tree: TokenTree) -> TokenTree:
+        """The roots and the nodes that are kept, put together on the host, which knows them all."""
+        host, kept = self.host, self.kept | (np.arange(self.kept.shape[1]) == 0)
+        counts, rows = kept.sum(1), np.arange(len(kept))[:, None]
+        order = np.argsort(~kept, axis=1, kind="stable")[:, : counts.max()]
+        places = kept.cumsum(1) - 1
+        parents = np.where(host.parents >= 0, places[rows, np.maximum(host.parents, 0)], -1)
+        is_node = np.arange(order.shape[1]) < counts[:, None]
+        parts = np.stack([host.tokens, parents, host.depths, host.sources])[:, rows, order]
+        parts = np.where(is_node, parts, np.array([0, -1, 0, 0])[:, None, None])
+        tokens, new_parents, depths, sources = torch.from_numpy(parts).to(tree.tokens.device)
+        scores = None
+        if host.scores is not None:
+            kept_scores = np.where(is_node, host.scores[rows, order], np.float32(0.0))
+            scores = torch.from_numpy(kept_scores).to(tree.tokens.device)
+        deepest = parts[2].max(1).tolist()
+        return replace(
+            tree,
+            tokens=tokens,
+            parents=new_parents,
+            depths=depths,
+            num_nodes=torch.from_numpy(counts).to(tree.tokens.device),
+            max_depth=max(deepest),
+            scores=scores,
+            source=None if tree.source is None else sources,
+            host_facts=HostFacts(
+                roots=parts[0, :, 0].tolist(),
+                depths=deepest,
+                num_nodes=counts.tolist(),
+                num_tokens=int(parts[0].max()) + 1,
+            ),
+        )
 
 
 def buy(

@@ -2,8 +2,9 @@
 
 Log-probabilities of drafters are over-confident, and lookups have none. So nodes of one drafter are sorted into bins by
 depth and score, and each bin remembers the share of its nodes that were accepted, older ones counting less. An empty
-bin starts from the drafter's own probability, or from one half a level where there is none. A node whose score lies
-between the middles of two bins belongs to both in proportion, so that a better score counts more within a bin too.
+bin of a depth starts from what is known of its scores at all depths, and that from the drafter's own probability;
+without scores, from one half a level. A node whose score lies between the middles of two bins belongs to both in
+proportion, so that a better score counts more within a bin too.
 """
 
 from __future__ import annotations
@@ -42,11 +43,20 @@ class Calibration:
             depths: Of nodes, in any shape.
             scores: The drafter's path log-probabilities, in the same shape; None where it gives none.
         """
-        estimates = (self._accepted + _PRIOR * self._start) / (self._seen + _PRIOR)
+        estimates = self._estimates()
         depth, below, above, share = _places(depths, scores)
         result: NDArray[np.float64] = estimates[depth, below]
         result += share * (estimates[depth, above] - result)
         return result
+
+    def _estimates(self) -> NDArray[np.float64]:
+        """(depths, bins); with scores, a bin of any depth begins from what is known of that score at all depths."""
+        start = self._start.copy()
+        start[:, :_UNSCORED] = (self._accepted[:, :_UNSCORED].sum(0) + _PRIOR * _STARTS) / (
+            self._seen[:, :_UNSCORED].sum(0) + _PRIOR
+        )
+        estimates: NDArray[np.float64] = (self._accepted + _PRIOR * start) / (self._seen + _PRIOR)
+        return estimates
 
     def age(self, weight: float) -> None:
         """Lets what was counted so far weigh no more than some nodes in each bin: it is old, and texts change."""

@@ -9,7 +9,8 @@ from foretoken.control.fading_line import FadingLine
 if TYPE_CHECKING:
     import numpy as np
 
-_LARGEST_RATIO = 2.0  # of a proposal to what is known: one that also reads a prompt says nothing of the next
+_LONG_RATIO = 1.5  # of a proposal to what is known: one that also reads a prompt says nothing of the next; two do
+_LARGEST_RATIO = 2.0  # of a proposal that is believed
 _SMALLEST_RATIO = 0.5  # below it what is known is wrong: no proposal is faster by chance
 
 
@@ -25,6 +26,7 @@ class DraftSeconds:
                 were.
         """
         self._deepest, self._line, self._num = deepest, FadingLine(), 0
+        self._was_long = False  # the last proposal, which was left out
         if level_seconds is not None:
             depth, seconds = level_seconds
             self._line.learn(depth, depth * seconds)
@@ -51,6 +53,9 @@ class DraftSeconds:
             if seconds < _SMALLEST_RATIO * known:
                 self._line = FadingLine()
             elif known > 0:
+                self._was_long = seconds > _LONG_RATIO * known and not self._was_long
+                if self._was_long:
+                    return
                 seconds = min(seconds, _LARGEST_RATIO * known)
         self._num += 1
         self._line.learn(depth, seconds)

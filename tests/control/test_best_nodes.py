@@ -210,6 +210,28 @@ def test_what_smaller_depths_would_have_earned_is_what_is_bought_of_such_drafts(
         assert earned.tokens[depth - 1] / seconds == pytest.approx(bought.rate)
 
 
+@pytest.mark.parametrize("has_source", [False, True])
+@pytest.mark.parametrize("has_cut_node", [False, True])
+@pytest.mark.parametrize("slope", [0.0, 0.1, 0.3, 2.0])
+def test_what_is_kept_is_put_together_as_pruning_does_it(slope: float, has_cut_node: bool, has_source: bool) -> None:
+    """On the host against `prune` on the device."""
+    tree = scored([WIDE, TreeRow([7, 8, 9], [-1, 0, 0])], [VALUES, [0.6, 0.2]])
+    if has_source:
+        source = torch.tensor([[3, 1, 2, PROBE | 1, PROBE | 2, 1], [3, 1, 2, 0, 0, 0]])
+        tree = replace(tree, source=source)
+    if has_cut_node:
+        tree = replace(
+            tree, parents=tree.parents.clone().index_put((torch.tensor(0), torch.tensor(5)), torch.tensor(-1))
+        )
+    bought = buy(tree, on_host(tree), CostCurve((1, 64), (1.0, 1.0 + 63 * slope)), FadingLine(), draft_s=0.0)
+    made, expected = bought.taken_from(tree), prune(tree, torch.from_numpy(bought.kept)).narrowed()
+    for name in ("tokens", "parents", "depths", "num_nodes", "scores", "source"):
+        ours, theirs = getattr(made, name), getattr(expected, name)
+        assert (ours is None) == (theirs is None)
+        assert ours is None or (torch.equal(ours, theirs) and ours.dtype == theirs.dtype), name
+    assert (made.max_depth, made.host_facts) == (expected.max_depth, expected.host_facts)
+
+
 def test_dynamic_trees_are_drafted_as_deep_as_pays() -> None:
     """Two levels are always right, a third one never is."""
     made = BestNodes(CostCurve((1, 64), (1.0, 1.0 + 63 * 0.05)), max_nodes=64, deepest=3)
@@ -261,3 +283,16 @@ def test_a_better_score_never_counts_less_before_anything_is_learned() -> None:
     estimates = Calibration().probabilities(np.ones(200, dtype=np.int64), scores)
     assert (np.diff(estimates) >= 0).all()
     assert len(np.unique(estimates)) > 150
+
+
+def test_what_is_known_of_a_score_holds_at_depths_that_were_not_seen() -> None:
+    """Before they have evidence of their own, which then outweighs it."""
+    calibration, scores = Calibration(), np.log(np.array([0.15], dtype=np.float32))
+    assert calibration.probabilities(np.array([3]), scores)[0] == pytest.approx(0.15)
+    for _ in range(60):
+        calibration.learn([1], [float(scores[0])], [True])
+    assert calibration.probabilities(np.array([3]), scores)[0] > 0.8
+    for _ in range(60):
+        calibration.learn([3], [float(scores[0])], [False])
+    assert calibration.probabilities(np.array([3]), scores)[0] < 0.1
+    assert calibration.probabilities(np.array([1]), scores)[0] > 0.8

@@ -54,3 +54,15 @@ def test_a_draft_that_reads_a_prompt_says_little_of_the_next() -> None:
 
 def test_timed_drafts_are_known_beforehand() -> None:
     assert DraftSeconds(4, (4, 0.5)).of_deepest == pytest.approx(2.0)
+
+
+def test_one_long_proposal_says_nothing_and_two_in_a_row_are_believed() -> None:
+    """The first of a request reads the prompt."""
+    seconds = DraftSeconds(4, (4, 0.25))
+    for _ in range(10):
+        seconds.learn(4, 1.0)
+    seconds.learn(2, 30.0)
+    assert float(seconds(4.0)) == pytest.approx(1.0)
+    for _ in range(60):
+        seconds.learn(4, 2.0)
+    assert float(seconds(4.0)) > 1.5
