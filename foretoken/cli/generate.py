@@ -277,7 +277,7 @@ class _LoadClock:
 
 
 class _Drafts:
-    """Counts the passes in which nothing was drafted, by why.
+    """Counts the passes after prefill in which nothing was drafted, by why.
 
     Attributes:
         declined: Why the engine last chose not to draft; None where it never did.
@@ -292,6 +292,8 @@ class _Drafts:
 
     def add(self, record: StepRecord) -> None:
         """Counts an iteration, which is one of a single sequence."""
+        if record.sequences[0].ends_prompt:
+            return
         self._num_passes += 1
         self.declined, self._error = record.declined or self.declined, record.draft_error or self._error
         self._shares += DrafterShares.of(record.sequences[0], record)

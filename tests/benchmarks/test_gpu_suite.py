@@ -400,10 +400,12 @@ def test_scripts_are_kept_to_the_letter(pattern: str) -> None:
         runner="lean-stock", on_step=lambda record: accepted.append(record.sequences[0].num_accepted),
     )  # fmt: skip
     prompt = list(prompt_ids(9, 512))
-    for _ in range(2):
+    for has_prefix in (False, True):
         accepted.clear()
         output = engine.generate(prompt, SamplingParams(temperature=0.0, max_tokens=60))[0]
         assert output.outputs[0].token_ids == text_after(prompt[-1], 60, 512)
+        if not has_prefix:
+            assert accepted.pop(0) == 0, "prefill gives the first token"
         wanted = [right[number % len(right)] for number in range(len(accepted))]
         assert accepted[:-2] == wanted[:-2], "the last drafts may be cut by the length of the text"
 

@@ -137,7 +137,7 @@ def test_tokens_of_a_prediction_that_are_accepted_are_counted(tree: str) -> None
     whole, edited, other, none = engine.generate(
         [
             {"prompt_token_ids": prompt, "prediction": ids},
-            {"prompt_token_ids": prompt, "prediction": [*ids[:10], 3, *ids[11:]]},
+            {"prompt_token_ids": prompt, "prediction": [*ids[:9], 3, *ids[10:]]},
             {"prompt_token_ids": prompt, "prediction": [(token + 1) % 60 for token in ids]},
             prompt,
         ],

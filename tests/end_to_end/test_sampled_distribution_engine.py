@@ -177,7 +177,7 @@ def test_two_drafters_that_draw(is_broken: bool, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(DraftNoise, "of", lambda self, context, drafter: context)
     heads = {"method": "medusa", "model": str(head_directory("medusa")), "tree": {"widths": [1, 1]}}
     drafters = [{"method": "ngram"}, heads, {"method": "suffix"}, heads]
-    texts, metrics = sample("sequential", monkeypatch, drafters=drafters, num_samples=12_000)
+    texts, metrics = sample("sequential", monkeypatch, drafters=drafters, num_samples=18_000)
     assert (chi_square_level(texts, exact_distribution("sequential", LONGER_PROMPT)) > LEVEL) is not is_broken
     assert metrics.num_drafted > 2 * metrics.steps, "both drew"
 

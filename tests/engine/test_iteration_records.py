@@ -60,7 +60,7 @@ def test_bounds_and_sums(drafter: str, batch: int) -> None:
         assert metrics.num_drafted == sum(s.num_drafted for s in mine)
         assert metrics.num_accepted == sum(s.num_accepted for s in mine) == metrics.accepted_by.total()
         decoded = sum(s.num_emitted for s in mine if not s.ends_prompt)
-        assert metrics.mean_acceptance_length == pytest.approx(decoded / metrics.steps)
+        assert metrics.mean_acceptance_length == pytest.approx(decoded / max(metrics.steps, 1))
         rates = [
             sum(s.num_accepted >= depth for s in mine) / sum(s.tree_depth >= depth for s in mine)
             for depth in range(1, max(s.tree_depth for s in mine) + 1)
