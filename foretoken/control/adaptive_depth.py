@@ -155,9 +155,9 @@ class AdaptiveDepth:
             if self._probes.num_idle % _REFRESH_EVERY:
                 return
         emitted = sum(step.num_emitted for step in record.sequences)
-        if not record.num_prompt_tokens:  # else the pass took longer than its trees do
+        if not record.num_prompt_tokens:  # else the pass took longer than its trees do, and the host had others too
             self._cost.learn(record.num_tokens, record.seconds.verify)
-        self._host.learn(emitted, record.seconds.accept + record.seconds.commit)
+            self._host.learn(emitted, record.seconds.accept + record.seconds.commit)
         deepest = max((step.tree_depth for step in record.sequences), default=0)
         if deepest:
             self._levels.append(record.seconds.draft / deepest)

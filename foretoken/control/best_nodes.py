@@ -119,9 +119,9 @@ class BestNodes:
             if self._probes.num_idle % _LEARN_EVERY:
                 return
         num_generated = sum(step.num_emitted for step in record.sequences)
-        if not record.num_prompt_tokens:  # else the pass took longer than its trees do
+        if not record.num_prompt_tokens:  # else the pass took longer than its trees do, and the host had others too
             self._cost.learn(record.num_tokens, record.seconds.verify)
-        self._host.learn(num_generated, record.seconds.accept + record.seconds.commit)
+            self._host.learn(num_generated, record.seconds.accept + record.seconds.commit)
         if not self._is_asking:
             return
         self._drafts.append(record.seconds.draft)

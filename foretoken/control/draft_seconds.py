@@ -51,7 +51,7 @@ class DraftSeconds:
         if self._num:
             known = float(self._line(float(depth)))
             if seconds < _SMALLEST_RATIO * known:
-                self._line = FadingLine()
+                self._line, self._was_long = FadingLine(), False
             elif known > 0:
                 self._was_long = seconds > _LONG_RATIO * known and not self._was_long
                 if self._was_long:

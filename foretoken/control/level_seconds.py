@@ -24,6 +24,11 @@ class LevelSeconds:
         self._count = 0
         self._curve: tuple[list[float], list[float]] | None = None  # until another draft is made
 
+    @property
+    def is_known(self) -> bool:
+        """Whether any draft was timed."""
+        return bool(self._drafts)
+
     def learn(self, depth: int, seconds: float) -> None:
         """Takes in a draft; depth: its levels, at least 1."""
         self._count += 1

@@ -63,6 +63,8 @@ class PayingDepth:
         self._weights *= _FADE
         self._added[:, :levels] += totals[:, 1:] - totals[:, :-1]
         self._weights[:levels] += 1.0
+        if not self.seconds.is_known:  # or drafting would seem to cost nothing
+            return
         known = int(np.count_nonzero(self._weights))
         tokens, seconds = 1.0 + (self._added[:, :known] / self._weights[:known]).cumsum(1)
         seconds += self.seconds(np.arange(1, known + 1)) / plain_s

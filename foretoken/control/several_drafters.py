@@ -250,9 +250,9 @@ class SeveralDrafters:
         for i, known in enumerate(self._known):
             if i not in self._asked:
                 known.probes.save()
-        if not self._num_declined or self._num_declined % _LEARN_EVERY == 0:
-            if not record.num_prompt_tokens:  # else the pass took longer than its trees do
-                self._cost.learn(record.num_tokens, record.seconds.verify)
+        # Beside prompts a pass takes longer than its trees do, and the host has others too.
+        if self._num_declined % _LEARN_EVERY == 0 and not record.num_prompt_tokens:
+            self._cost.learn(record.num_tokens, record.seconds.verify)
             self._host.learn(generated, record.seconds.accept + record.seconds.commit)
         if self._num_declined:
             return

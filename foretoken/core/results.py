@@ -67,13 +67,14 @@ class DrafterShares(dict[str, DrafterShare]):
 class GenerationMetrics:
     """Counts and seconds of one request, or of several added together.
 
-    `steps` counts target passes after prefill, whose last pass gives the first token. `mean_acceptance_length` (tau)
-    counts the extra target token: it is the mean number of tokens generated per such pass, 1.0 for plain decoding.
+    `steps` counts target passes after prefill, whose last pass gives the first token, unless nothing was left to be
+    read or the prompt was scored. `mean_acceptance_length` (tau) counts the extra target token: it is the mean number
+    of tokens generated per such pass, 1.0 for plain decoding.
 
     Attributes:
         steps: Target passes after prefill in which the sequence took part.
         num_emitted: Output tokens.
-        num_prefill_emitted: Those of them that the pass over the end of the prompt gave: the first one, or none.
+        num_prefill_emitted: Those of them that prefill gave: the first one, and one more after every preemption.
         num_drafted: Drafted nodes verified.
         num_accepted: Drafted tokens accepted.
         drafted_at_depth: Passes whose tree reached depth d, by d (1-based).
@@ -84,7 +85,8 @@ class GenerationMetrics:
         num_declined: Passes for which there was a drafter and the engine chose not to ask it.
         seconds: Wall-clock seconds in draft / verify / accept / commit of these passes, without the prompt tokens'
             share of verify.
-        prefill_seconds: Seconds of its prefill: of passes, the share of its prompt tokens without the root.
+        prefill_seconds: Seconds of its prefill: of passes, the share of its prompt tokens; the whole of a pass in which
+            prompts ended and nobody decoded.
         num_prefix_queries: Prompt tokens that were looked for among the prefixes that slots hold.
         num_cached_tokens: Those of them that were found, and not read again.
         num_preemptions: How often it gave up its KV rows to others, and all of it was read again.
@@ -132,12 +134,15 @@ class GenerationMetrics:
     def add_step(self, step: SequenceStep, record: StepRecord) -> None:
         """Counts one iteration. Changes this object."""
         self.add_sequence(step)
+        if step.ends_prompt:  # what was drafted was for others
+            if all(each.ends_prompt for each in record.sequences):
+                self.prefill_seconds += record.decode_seconds.total / len(record.sequences)
+            return
         self.seconds += record.decode_seconds
         self.lossy_tv += record.lossy_tv
-        if not step.ends_prompt:  # else what was drafted was for others
-            self.by_drafter += DrafterShares.of(step, record)
-            self.draft_errors += record.draft_error is not None
-            self.num_declined += record.declined is not None
+        self.by_drafter += DrafterShares.of(step, record)
+        self.draft_errors += record.draft_error is not None
+        self.num_declined += record.declined is not None
 
     def add_sequence(self, step: SequenceStep) -> None:
         """Counts one sequence's part of an iteration, without the time. Changes this object."""

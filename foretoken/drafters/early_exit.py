@@ -30,7 +30,7 @@ from foretoken.drafters.base import (
 )
 from foretoken.drafters.shared.kept_draws import KeptDraws
 from foretoken.drafters.shared.level_passes import LevelPasses
-from foretoken.trees.dynamic import begin_expansion
+from foretoken.trees.dynamic import DynamicShape, begin_expansion
 from foretoken.trees.pruning import Pruning
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class Options(DrafterOptions):
 
 
 class EarlyExitDrafter:
-    """Drafts with the target's first blocks, level by level."""
+    """Drafts with the target's first blocks."""
 
     name = "early_exit"
     reads = TargetReads(is_last_enough=True)
@@ -84,7 +84,12 @@ class EarlyExitDrafter:
         self._take_shape(self._options.language_model_shape(lambda: target.costs))
 
     def _take_shape(self, shape: AnyShape) -> None:
-        """Drafts trees of this shape from now on, cut off at the depth that is allowed."""
+        """Drafts trees of this shape from now on, cut off at the depth that is allowed.
+
+        Drafted nodes lie in the target's cache, which has room for as many as a verified tree has.
+        """
+        if isinstance(shape, DynamicShape):
+            shape = shape.truncated(1 + (shape.max_nodes - 1) // shape.top_k)
         self._shape = shape
         self._shapes = [shape.truncated(depth) for depth in range(shape.depth + 1)]
         self.nodes_by_depth: Sequence[int] = [each.num_nodes for each in self._shapes]

@@ -32,7 +32,7 @@ class EngineCounts:
 
     def add(self, record: StepRecord) -> None:
         """Counts an iteration."""
-        self._counts["foretoken:target_passes"] += 1
+        self._counts["foretoken:target_passes"] += not all(step.ends_prompt for step in record.sequences)
         for step in record.sequences:
             self._counts["vllm:generation_tokens"] += step.num_emitted
             self._counts["vllm:spec_decode_num_drafts"] += step.num_drafted > 0

@@ -280,7 +280,9 @@ class Engine:
             return outcomes_of_choices(tree, chosen, asked.offsets), 0.0
         scores, roots = self._node_scores(asked, tree, batch, output)
         acceptance = accept(scores, rules, self.policy, roots)
-        lossy_tv = float(acceptance.lossy_tv.mean()) if self.policy.is_lossy else 0.0
+        lossy_tv = 0.0
+        if self.policy.is_lossy and asked.trees is not None:  # the roots of prompts that end spend nothing
+            lossy_tv = float(acceptance.lossy_tv[: asked.trees.num_sequences].mean())
         return outcomes_on_host(scores, acceptance), lossy_tv
 
     def _rules(self, sequences: list[Sequence], tree: TokenTree, output: PassOutput) -> list[str]:

@@ -197,7 +197,7 @@ class Runner:
         """
         decoder = self._tree_drafting
         return decoder is not None and decoder.draft_trees(
-            self._placed(work, num_drafted=expansion.shape.num_nodes - 1), expansion, vocab_size=vocab_size,
+            self._placed(work, num_drafted=expansion.num_fed), expansion, vocab_size=vocab_size,
             last_position=self.context_len - 1,
         )  # fmt: skip
 

@@ -195,6 +195,11 @@ class DynamicExpansion:
         """See `Expansion`."""
         return self._frontiers[depth]
 
+    @property
+    def num_fed(self) -> int:
+        """See `TreeExpansion`: those that are expanded, which may be more than the nodes of the tree."""
+        return self.shape.num_expanded - 1
+
     def fed_nodes(self) -> tuple[Tensor, Tensor]:
         """See `TreeExpansion`, once a kernel has filled `tensors`: (B, W) both."""
         nodes = slice(1, self.shape.num_expanded)

@@ -211,6 +211,11 @@ class TreeExpansion:
         level = self._level(depth)
         return Frontier(self.tokens[:, level.nodes], level.origins)
 
+    @property
+    def num_fed(self) -> int:
+        """Nodes below the root that a kernel which drafts the whole tree feeds at most: all whose rows may be kept."""
+        return self.shape.num_nodes - 1
+
     def fed_nodes(self) -> tuple[Tensor, Tensor]:
         """What whoever feeds every level but the last has fed below the roots: W nodes of a tree in order.
 

@@ -38,7 +38,12 @@ def test_metrics_over_three_passes() -> None:
 
 def test_the_token_that_prefill_gives_counts_in_no_mean() -> None:
     metrics = GenerationMetrics()
-    metrics.add_sequence(replace(step(0, depth=0), num_drafted=0, ends_prompt=True))
+    first = replace(step(0, depth=0), num_drafted=0, ends_prompt=True)
+    seconds = StageSeconds(verify=2.0, accept=0.5)
+    metrics.add_step(first, StepRecord(sequences=[first], num_tokens=1, num_prompt_tokens=3, seconds=seconds))
+    assert (metrics.prefill_seconds, metrics.seconds.total) == (1.0, 0.0), (
+        "the root's quarter of the pass, and the host"
+    )
     assert (metrics.steps, metrics.num_emitted, metrics.mean_acceptance_length) == (0, 1, 0.0)
     metrics.add_sequence(step(3, ngram=2, head=3))
     assert (metrics.steps, metrics.num_emitted, metrics.num_prefill_emitted) == (1, 5, 1)

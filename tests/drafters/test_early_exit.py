@@ -20,6 +20,9 @@ from foretoken.hf.loading import wrap_model
 from foretoken.hf.taps import find_blocks
 from foretoken.runner.decoders import DECODERS
 from foretoken.runner.runner import Runner
+from foretoken.sampling.batch import SamplingBatch, SamplingRequest
+from foretoken.sampling.draft_draws import DraftDraws
+from foretoken.trees.dynamic import begin_expansion
 
 TEXTS = [[3, 41, 5, 9, 26, 53, 58, 9], [7, 9, 3]]
 ON_CPUS = [name for name in DECODERS if name != "lean-graphs"]
@@ -90,6 +93,20 @@ def test_drafts_of_a_target_that_gains_nothing_behind_the_exit(tree: str, runner
     for output in llm.generate(TEXTS, params):
         assert output.metrics.num_emitted == 16
         assert output.metrics.steps in ((4, 5) if tree == "dynamic" else (4,))
+
+
+GREEDY = SamplingRequest(params=SamplingParams(temperature=0.0), seed=0)
+
+
+@pytest.mark.parametrize("top_k", [2, 4, 10])
+def test_dynamic_trees_feed_no_more_nodes_than_the_cache_has_room_for(top_k: int) -> None:
+    """Expanded nodes lie where those of a verified tree will, and may be more than these."""
+    made: Any = create(
+        Options(method="early_exit", tree="dynamic", num_speculative_tokens=16, max_nodes=20, tree_top_k=top_k)
+    )
+    assert made.nodes_by_depth[-1] == 20
+    draws = DraftDraws.build(SamplingBatch.build([GREEDY], 60), [False], torch.tensor([3]))
+    assert 20 - top_k <= begin_expansion(made._shape, torch.tensor([3]), draws).num_fed < 20
 
 
 @pytest.mark.parametrize(("exit_layer", "num_layers"), [(3, 3), (4, 3), (None, 1)], ids=["all", "more", "a single one"])

@@ -39,7 +39,8 @@ NAMES = [f"request {index}" for index in range(len(REQUESTS))]
 # One of every kind of state that is kept by slot.
 KINDS = [
     "none", "draft itself", "draft itself tree", "draft dynamic", "hydra++", "eagle", "eagle dynamic", "eagle3",
-    "falcon", "medusa", "mlp_speculator", "early exit", "ngram", "suffix", "lookahead", "recycling", "heads", "raises",
+    "falcon", "medusa", "mlp_speculator", "early exit", "early exit dynamic", "ngram", "suffix", "lookahead",
+    "recycling", "heads", "raises",
 ]  # fmt: skip
 CASES = [
     *((drafter, "lean-native") for drafter in KINDS),

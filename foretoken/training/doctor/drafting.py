@@ -73,7 +73,7 @@ def draft(
     outputs = llm.generate([list(prompt) for prompt in texts.prompts], greedy(max(lengths)))
     rows = {output.request_id: row for row, output in enumerate(outputs)}
     accepted, expected = _by_depth(records, rows, _followed(outputs, texts), texts, said.tolist())
-    passes = sum(len(record.sequences) for record in records)
+    passes = sum(not step.ends_prompt for record in records for step in record.sequences)
     errors = sum(record.draft_error is not None for record in records)
     return Drafting(accepted=accepted, expected=expected, num_passes=passes, num_errors=errors)
 
