@@ -78,7 +78,7 @@ class Purchase(NamedTuple):
     ranked: Ranked
 
     def taken_from(self, tree: TokenTree) -> TokenTree:
-        """What is verified of the tree that was looked at. Synchronises with the host where it was drawn from."""
+        """What is verified of the tree that was looked at; put together on the host unless it was drawn."""
         if tree.distributions is None:
             return self._without_the_rest(tree)
         if not self.is_everything:
@@ -182,6 +182,8 @@ def earnings_by_depth(
     ranked: Ranked, cost: CostCurve, host_seconds: FadingLine, draft_s: NDArray[np.float64]
 ) -> Earnings:
     """What would have been bought, had the nodes been drafted down to smaller depths.
+
+    A shallower draft might have had further shallow nodes, where the number of nodes bounds these trees.
 
     Args:
         ranked: The nodes.
