@@ -9,7 +9,8 @@ from foretoken.decoder.lean.native_linear import NativeLinear
 
 # Rows of weights by their length: within the nearest cache, past it, and so long that tokens meet them part by part.
 LENGTHS = [1, 31, 256, 1000, 1024, 2049, 4500]
-TOKENS = [1, 2, 4, 5, 63, 64, 65, 131]
+ROWS = 133  # more than two batches of groups that meet the same tokens, for one thread or two
+TOKENS = [1, 2, 4, 5, 8, 13, 16, 17, 63, 64, 65, 131]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -17,7 +18,7 @@ TOKENS = [1, 2, 4, 5, 63, 64, 65, 131]
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products(length: int, has_bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(length)
-    weight, bias = torch.randn(37, length).to(dtype), torch.randn(37)
+    weight, bias = torch.randn(ROWS, length).to(dtype), torch.randn(ROWS)
     linear = NativeLinear(weight, bias if has_bias else None)
     x = torch.randn(max(TOKENS), length).to(dtype).float()
     alone = torch.cat([linear(row) for row in x.split(1)])

@@ -9,6 +9,7 @@ import torch
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.held_memory import HeldMemory, has_memory, lost_memory
 from foretoken.decoder.lean.head_structures import HeadMatrix
+from foretoken.decoder.lean.huge_pages import use_huge_pages
 from foretoken.decoder.lean.native_linear import NativeLinear
 from foretoken.decoder.lean.structures import Norm
 
@@ -31,7 +32,8 @@ class HeadParts:
         self._kept: list[Tensor] = []
 
     def held_memory(self) -> HeldMemory:
-        """What tells whether the memory of those taken so far is where it was."""
+        """What tells whether the memory of those taken so far is where it was; it lies in huge pages from now on."""
+        use_huge_pages(self._kept)
         return HeldMemory(self._kept)
 
     def layer(self, name: str, layer: nn.Module | None, rows: int, cols: int) -> HeadMatrix:

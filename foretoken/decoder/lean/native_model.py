@@ -15,6 +15,7 @@ from torch import Tensor
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.blocks import Experts, FeedForward
 from foretoken.decoder.held_memory import HeldMemory, has_memory, is_plain, lost_memory
+from foretoken.decoder.lean.huge_pages import use_huge_pages
 from foretoken.decoder.lean.int8 import int8_weight
 from foretoken.decoder.lean.structures import ExpertsArguments, Layer, Matrix, Model, Norm
 
@@ -60,6 +61,7 @@ class NativeModel:
         """
         self._cache, self._dtype, self._quantization = cache, layers.dtype, quantization
         self._kept: list[Tensor] = []
+        self._kept_rows: list[Tensor] = []
         self._vectors = _Vectors((layers if ends is None else ends).tensors())
         self._hidden = layers.hidden_size
         spec = layers.blocks[0].spec
@@ -69,7 +71,8 @@ class NativeModel:
         )
         self._layers = (Layer * len(layers.blocks))(*(self._layer(i, b) for i, b in enumerate(layers.blocks)))
         self.structure = self._model(layers, ends)
-        self._memory = HeldMemory(self._kept)
+        self._memory = HeldMemory([*self._kept, *self._kept_rows])
+        use_huge_pages(self._kept)
 
     def has_moved(self) -> bool:
         """Whether the structure no longer says where the tensors lie: another one has to be made."""
@@ -255,7 +258,7 @@ class NativeModel:
         self._check(name, rows[0, 0], (self._cache.capacity, width), self._dtype)
         if rows.shape != (len(first), self._kv_heads, self._cache.capacity, width) or rows.stride() != first.stride():
             raise UnsuitableError(f"{name} of the layers are not alike. Expected keys and values of one size.")
-        self._kept.append(rows)
+        self._kept_rows.append(rows)
         return rows.data_ptr()
 
     def _hold(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:

@@ -113,7 +113,7 @@ class SharedAttention {
   void dot(const typename Fragment<T>::Token* queries, int64_t row, int64_t end, float* out) const {
     const T* rows[kKeys];
     for (int r = 0; r < kKeys; ++r) rows[r] = keys_ + std::min(row + r, end - 1) * D_;
-    dot_block<T, kKeys, kTokens>(rows, queries, D_, nullptr, 0, out);
+    dot_block<T, kKeys, kTokens>(rows, queries, D_, NoFetch{}, out);
   }
 
   // Scales and caps scores. Past the last one there is room for a register.

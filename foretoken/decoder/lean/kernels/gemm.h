@@ -19,8 +19,10 @@ namespace {
 
 constexpr int kRows = 6;            // rows of weights that meet a token likewise: 24 sums of 32 registers, or 12 of 16
 constexpr int kNear = 24 * 1024;    // bytes of them that stay in the nearest cache beside what passes by
-constexpr int kDepth = 32;          // steps of longer rows that meet tokens one after another,
-constexpr int kPanel = 64;          // and tokens that meet them
+constexpr int kPart = 32;           // steps of longer rows that meet tokens, before the next steps do
+constexpr int kPanel = 64;          // tokens that meet such a part of kRows rows, one block of them after another
+constexpr int kFewTokens = 16;      // or so few that their part stays in the nearest cache
+constexpr int kGroups = 8;          // while that many times kRows rows meet them
 constexpr int kRowsOfOne = 8;       // rows side by side when there is one token
 constexpr int kShare = 24;          // rows are dealt out to threads in multiples of this,
 constexpr int kWholeShare = std::lcm(kShare, kLanes);  // or of this, where each thread's rows have to fill registers
@@ -67,22 +69,41 @@ struct Inputs {
   static int64_t size(int64_t M, int64_t K) { return (M + kTokens - 1) / kTokens * kTokens * padded(K); }
 };
 
-// Fetches a cache line ahead of its use: into the nearest cache, or only as near as the second one.
+// What a step fetches ahead of its use: nothing,
+struct NoFetch {
+  void step() {}
+};
+
+// some cache lines of whole rows, one after another, into the nearest cache or only as near as the second one,
 template <bool kIsFar>
-inline void fetch(const char* p) {
-  if constexpr (kIsFar) {
-    __builtin_prefetch(p, 0, 2);
-  } else {
-    __builtin_prefetch(p);
+struct LineFetch {
+  const char* at;
+  int lines;  // a step
+
+  void step() {
+    for (int i = 0; i < lines; ++i, at += kBytes) kIsFar ? __builtin_prefetch(at, 0, 2) : __builtin_prefetch(at);
   }
-}
+};
+
+// or one cache line of each of kCount rows, for which more than one stream of memory is open.
+template <int kCount>
+struct RowFetch {
+  const char* at;
+  int64_t stride;  // bytes of a row
+
+  void step() {
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) __builtin_prefetch(at + i * stride);
+    at += kBytes;
+  }
+};
 
 // Adds products of steps from..to of R rows of weights with C tokens to their sums over lanes, (C, R); x begins at step
-// `from`. Fetches `lines` cache lines from `ahead` on a step meanwhile.
-template <class T, int R, int C, bool kIsFar>
-FORETOKEN_INLINE void add_steps(const T* const* w, const typename Fragment<T>::Token* x, int64_t from, int64_t to, const char* ahead, int lines, Lanes (&sums)[R * C]) {
+// `from`.
+template <class T, int R, int C, class Fetch>
+FORETOKEN_INLINE void add_steps(const T* const* w, const typename Fragment<T>::Token* x, int64_t from, int64_t to, Fetch fetch, Lanes (&sums)[R * C]) {
   for (int64_t k = from; k < to; k += kStep<T>, x += C * kStep<T>) {
-    for (int i = 0; i < lines; ++i, ahead += kBytes) fetch<kIsFar>(ahead);
+    fetch.step();
     Fragment<T> tokens[C];
 #pragma GCC unroll 16
     for (int c = 0; c < C; ++c) tokens[c] = Fragment<T>::load(x + c * kStep<T>);
@@ -111,11 +132,11 @@ FORETOKEN_INLINE void finish_dots(const Lanes* sums, const T* const* w, const ty
 }
 
 // Dot products of R rows of weights with C tokens, (C, R).
-template <class T, int R, int C, bool kIsFar = false>
-inline void dot_block(const T* const* w, const typename Fragment<T>::Token* x, int64_t K, const char* ahead, int lines, float* out) {
+template <class T, int R, int C, class Fetch>
+inline void dot_block(const T* const* w, const typename Fragment<T>::Token* x, int64_t K, Fetch fetch, float* out) {
   const int64_t whole = K / kStep<T> * kStep<T>;
   Lanes sums[R * C] = {};
-  add_steps<T, R, C, kIsFar>(w, x, 0, whole, ahead, lines, sums);
+  add_steps<T, R, C>(w, x, 0, whole, fetch, sums);
   finish_dots<T, R, C>(sums, w, x + whole * C, whole, K, out);
 }
 
@@ -126,11 +147,6 @@ struct Rows {
 
   Rows(const Matrix& matrix, int64_t n) {
     for (int r = 0; r < R; ++r) at[r] = static_cast<const T*>(matrix.weight) + std::min(n + r, matrix.rows - 1) * matrix.cols;
-  }
-  // Where the block of tokens m.. of `blocks` begins to fetch its share of the rows after these, `lines` cache lines a step;
-  // a prefetch past the end is harmless.
-  const char* after(const Matrix& matrix, int64_t block, int64_t step, int lines) const {
-    return reinterpret_cast<const char*>(at[0] + R * matrix.cols) + (block * (matrix.cols / kStep<T>) + step) * lines * kBytes;
   }
 };
 
@@ -156,55 +172,83 @@ FORETOKEN_INLINE void emit_block(const Matrix& matrix, int64_t n, int64_t end, i
   }
 }
 
-// Cache lines that each of some blocks of tokens fetches a step, so that all of them fetch R rows.
-template <int R>
-int lines_each(int64_t blocks) {
-  return int((R + blocks - 1) / blocks);
-}
-
-// See `multiply`; for rows begin..end.
+// See `multiply`; for rows begin..end, each of which meets all tokens before the next ones. Meanwhile they fetch these.
 template <class T, int R, int C, bool kIsFar, class Emit>
 void multiply_rows(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t begin, int64_t end, Emit&& emit) {
-  const int lines = lines_each<R>((M + C - 1) / C);
+  const int64_t blocks = (M + C - 1) / C, steps = matrix.cols / kStep<T>;
+  const int lines = int((R + blocks - 1) / blocks);
   float out[2 * kLanes];
   for (int64_t n = begin; n < end; n += R) {
     const Rows<T, R> rows(matrix, n);
-    for (int64_t m = 0; m < M; m += C) {
-      const char* next = rows.after(matrix, m / C, 0, lines);
-      dot_block<T, R, C, kIsFar>(rows.at, x.at(m, 0), matrix.cols, next, m / C < R ? lines : 0, out);
-      emit_block<R, C>(matrix, n, end, m, M, out, emit);
+    const char* next = reinterpret_cast<const char*>(rows.at[0] + R * matrix.cols);  // a prefetch past the end is harmless
+    for (int64_t block = 0; block < blocks; ++block) {
+      const LineFetch<kIsFar> fetch{next + block * steps * lines * kBytes, block < R ? lines : 0};
+      dot_block<T, R, C>(rows.at, x.at(block * C, 0), matrix.cols, fetch, out);
+      emit_block<R, C>(matrix, n, end, block * C, M, out, emit);
     }
   }
 }
 
-// Likewise for rows that are longer than the nearest cache: some steps of them meet all tokens of a panel, then the next.
-// The sums over lanes wait in memory meanwhile, so that every sum is taken in the same order.
-template <class T, int R, int C, class Emit>
-void multiply_long_rows(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t begin, int64_t end, Emit&& emit) {
-  const int lines = lines_each<R>((M + C - 1) / C);
-  const int64_t K = matrix.cols, whole = K / kStep<T> * kStep<T>, depth = kDepth * kStep<T>;
+// `add_steps` for a block of tokens that fetches its share of R rows beginning at `next`, the same steps of each; `first`
+// is the first row of the share of each block.
+template <class T, int R, int C>
+FORETOKEN_INLINE void add_part(const T* const* w, const typename Fragment<T>::Token* x, int64_t from, int64_t to, const T* next, int64_t K, int64_t first, int count, Lanes (&sums)[R * C]) {
+  const char* at = reinterpret_cast<const char*>(next + first * K);
+  const int64_t stride = K * int64_t(sizeof(T));
+  if (first >= R) {
+    add_steps<T, R, C>(w, x, from, to, NoFetch{}, sums);
+  } else if (count == 1) {
+    add_steps<T, R, C>(w, x, from, to, RowFetch<1>{at, stride}, sums);
+  } else if (count == 2) {
+    add_steps<T, R, C>(w, x, from, to, RowFetch<2>{at, stride}, sums);
+  } else if (count == 3) {
+    add_steps<T, R, C>(w, x, from, to, RowFetch<3>{at, stride}, sums);
+  } else {
+    add_steps<T, R, C>(w, x, from, to, RowFetch<R>{at, stride}, sums);
+  }
+}
+
+// Likewise, part by part: some steps of `groups` times R rows meet all tokens of a panel, a block of them after another, then
+// the next steps do. The sums over lanes wait in memory meanwhile, so that every sum is taken in the same order.
+template <class T, int R, int C, int kMostGroups, int kMostTokens, class Emit>
+void multiply_parts(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t begin, int64_t end, Emit&& emit) {
+  const int64_t K = matrix.cols, whole = K / kStep<T> * kStep<T>, depth = kPart * kStep<T>;
   float out[2 * kLanes];
-  Lanes waiting[kPanel / C][R * C];
-  for (int64_t n = begin; n < end; n += R) {
-    const Rows<T, R> rows(matrix, n);
-    for (int64_t first = 0; first < M; first += kPanel) {
-      const int64_t last = std::min<int64_t>(first + kPanel, M);
-      for (int64_t from = 0; from < whole; from += depth) {
-        for (int64_t m = first; m < last; m += C) {
-          const char* next = rows.after(matrix, m / C, from / kStep<T>, lines);
-          Lanes* kept = waiting[(m - first) / C];
-          Lanes sums[R * C];
+  alignas(kBytes) Lanes waiting[kMostGroups][kMostTokens / C][R * C];
+  for (int64_t batch = begin; batch < end; batch += kMostGroups * R) {
+    const int groups = int(std::min<int64_t>(kMostGroups, (end - batch + R - 1) / R));
+    for (int64_t first = 0; first < M; first += kMostTokens) {
+      const int64_t last = std::min<int64_t>(first + kMostTokens, M), blocks = (last - first + C - 1) / C;
+      const int share = int((R + blocks - 1) / blocks);  // of the rows that come next, fetched by each block
+      int64_t from = 0;
+      do {
+        const int64_t to = std::min(from + depth, whole);
+        for (int group = 0; group < groups; ++group) {
+          const int64_t n = batch + group * R;
+          const Rows<T, R> rows(matrix, n);
+          const T* next = rows.at[0] + R * K + from;  // the next group, or the next part of the first one
+          if (group == groups - 1) {
+            const T* start = rows.at[0] - group * R * K;
+            next = to < whole ? start + to : last < M ? start : start + groups * R * K;
+          }
+          for (int64_t block = 0; block < blocks; ++block) {
+            const int64_t m = first + block * C;
+            Lanes* kept = waiting[group][block];
+            Lanes sums[R * C];
 #pragma GCC unroll 32
-          for (int i = 0; i < R * C; ++i) sums[i] = from == 0 ? Lanes{} : kept[i];
-          add_steps<T, R, C, true>(rows.at, x.at(m, from), from, std::min(from + depth, whole), next, m / C < R ? lines : 0, sums);
+            for (int i = 0; i < R * C; ++i) sums[i] = from == 0 ? Lanes{} : kept[i];
+            add_part<T, R, C>(rows.at, x.at(m, from), from, to, next, K, block * share, share, sums);
+            if (to < whole) {
 #pragma GCC unroll 32
-          for (int i = 0; i < R * C; ++i) kept[i] = sums[i];
+              for (int i = 0; i < R * C; ++i) kept[i] = sums[i];
+            } else {
+              finish_dots<T, R, C>(sums, rows.at, x.at(m, whole), whole, K, out);
+              emit_block<R, C>(matrix, n, end, m, M, out, emit);
+            }
+          }
         }
-      }
-      for (int64_t m = first; m < last; m += C) {
-        finish_dots<T, R, C>(waiting[(m - first) / C], rows.at, x.at(m, whole), whole, K, out);
-        emit_block<R, C>(matrix, n, end, m, M, out, emit);
-      }
+        from = to;
+      } while (from < whole);
     }
   }
 }
@@ -228,12 +272,14 @@ void multiply(const Matrix& matrix, const Inputs<T>& x, int64_t M, Emit&& emit) 
   const int64_t bytes = matrix.cols * kRows * int64_t(sizeof(T));
   if (M == 1) {
     multiply_rows<T, kRowsOfOne, 1, false>(matrix, x, M, begin, end, emit);
+  } else if (M <= kFewTokens && (M > kTokens || bytes > kNear)) {
+    multiply_parts<T, kRows, kTokens, kGroups, kFewTokens>(matrix, x, M, begin, end, emit);
   } else if (bytes <= nearest_bytes()) {
     multiply_rows<T, kRows, kTokens, false>(matrix, x, M, begin, end, emit);
   } else if (bytes <= kNear) {
     multiply_rows<T, kRows, kTokens, true>(matrix, x, M, begin, end, emit);
   } else {
-    multiply_long_rows<T, kRows, kTokens>(matrix, x, M, begin, end, emit);
+    multiply_parts<T, kRows, kTokens, 1, kPanel>(matrix, x, M, begin, end, emit);
   }
 }
 

@@ -1,0 +1,43 @@
+"""Weights in huge pages: moved where the system says so, and what they hold stays."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from foretoken.decoder.lean.huge_pages import use_huge_pages
+
+_MAPS = Path("/proc/self/smaps")
+
+
+def huge_kib(address: int) -> int:
+    """KiB in huge pages of the mapping that an address lies in."""
+    inside = False
+    for line in _MAPS.read_text().splitlines():
+        if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            inside = int(found[1], 16) <= address < int(found[2], 16)
+        elif inside and line.startswith("AnonHugePages:"):
+            return int(line.split()[1])
+    return 0
+
+
+def test_weights_move_and_stay_what_they_are() -> None:
+    weights = [torch.randn(1024, 1024) for _ in range(6)]
+    copies, addresses = [weight.clone() for weight in weights], [weight.data_ptr() for weight in weights]
+    moved = use_huge_pages(weights)
+    assert all(map(torch.equal, weights, copies))
+    assert [weight.data_ptr() for weight in weights] == addresses
+    assert moved % 2**21 == 0
+    assert moved <= sum(weight.nbytes for weight in weights)
+    if not moved:
+        pytest.skip("this system keeps no huge pages")
+    assert sum({huge_kib(address) for address in addresses}) * 1024 >= moved
+    assert use_huge_pages(weights) == moved
+
+
+def test_what_fills_no_page_is_left() -> None:
+    assert use_huge_pages([]) == 0
+    assert use_huge_pages([torch.ones(100_000), torch.ones(3, dtype=torch.bfloat16), torch.ones(0)]) == 0
