@@ -17,6 +17,20 @@ struct View {
   const int32_t* scratch;
 
   int64_t size() const { return prefix - low + count; }
+
+  // Scratch rows that it sees before the first one that it does not.
+  int64_t first_gap() const {
+    int64_t from = 0, to = count;
+    while (from < to) {
+      const int64_t middle = (from + to) / 2;
+      if (scratch[middle] == middle) {
+        from = middle + 1;
+      } else {
+        to = middle;
+      }
+    }
+    return from;
+  }
 };
 
 // What node t of sequence s sees; `runs` says of each node how many nodes before it are its nearest ancestors.
@@ -49,6 +63,7 @@ class SharedAttention {
     for (int c = 0; c < count; ++c) {
       first_ = std::min(first_, views[c].low);
       common_ = std::max(common_, views[c].low);
+      shared_ = std::min(shared_, views[c].first_gap());
       if (views[c].count > 0) scratch_ = std::max<int64_t>(scratch_, views[c].scratch[views[c].count - 1] + 1);
     }
   }
@@ -98,9 +113,7 @@ class SharedAttention {
     for (; d < D_; ++d) {
       for (int c = 0; c < count_; ++c) {
         float sum = 0;
-        const auto add = [&](float weight, const T* value) { sum = std::fma(weight, to_float(value[d]), sum); };
-        walk(c, views_[c].low, views_[c].prefix, add);
-        walk_scratch(c, add);
+        walk(c, [&](float weight, const T* value) { sum = std::fma(weight, to_float(value[d]), sum); });
         emit(c, d, sum * factors_[c]);
       }
     }
@@ -144,48 +157,59 @@ class SharedAttention {
     return sum_of_lanes(sum);
   }
 
+  // Calls step(weight, value) for every row that query c sees.
   template <class Step>
-  void walk(int c, int64_t begin, int64_t end, Step&& step) const {
-    for (int64_t row = begin; row < end; ++row) step(of(c)[row - views_[c].low], values_ + row * D_);
-  }
-
-  template <class Step>
-  void walk_scratch(int c, Step&& step) const {
+  void walk(int c, Step&& step) const {
     const View& view = views_[c];
-    const float* weights = of(c) + view.prefix - view.low;
-    for (int64_t j = 0; j < view.count; ++j) step(weights[j], values_ + (view.prefix + view.scratch[j]) * D_);
+    const float* weights = of(c) - view.low;
+    for (int64_t row = view.low; row < view.prefix; ++row) step(weights[row], values_ + row * D_);
+    for (int64_t j = 0; j < view.count; ++j) step(weights[view.prefix + j], values_ + (view.prefix + view.scratch[j]) * D_);
   }
 
   template <int kRegisters, class Emit>
   void mix_lanes(int64_t d, Emit&& emit) const {
+    const int64_t prefix = views_[0].prefix;
     Lanes sums[kTokens][kRegisters] = {};
-    const auto add = [&](int c) {
-      return [&, c](float weight, const T* value) {
-        for (int i = 0; i < kRegisters; ++i) sums[c][i] = multiply_add(in_all_lanes(weight), load_lanes(value + d + i * kLanes), sums[c][i]);
-      };
-    };
-    for (int c = 0; c < count_; ++c) walk(c, views_[c].low, common_, add(c));
-    if (count_ == kTokens) {
-      add_common<kTokens>(d, sums);
-    } else {
-      for (int c = 0; c < count_; ++c) walk(c, common_, views_[c].prefix, add(c));
+    for (int c = 0; c < count_; ++c) {
+      Lanes own[kRegisters] = {};
+      for (int64_t row = views_[c].low; row < common_; ++row) add<kRegisters>(c, row, row, d, own);
+      for (int i = 0; i < kRegisters; ++i) sums[c][i] = own[i];
+    }
+    if (count_ == 1) add_common<1>(d, sums);
+    if (count_ == 2) add_common<2>(d, sums);
+    if constexpr (kTokens > 2) {
+      if (count_ == 3) add_common<3>(d, sums);
+      if (count_ == 4) add_common<4>(d, sums);
     }
     for (int c = 0; c < count_; ++c) {
-      walk_scratch(c, add(c));
-      for (int i = 0; i < kRegisters; ++i) emit(c, d + i * kLanes, sums[c][i] * factors_[c]);
+      Lanes own[kRegisters];
+      for (int i = 0; i < kRegisters; ++i) own[i] = sums[c][i];
+      for (int64_t j = shared_; j < views_[c].count; ++j) add<kRegisters>(c, prefix + j, prefix + views_[c].scratch[j], d, own);
+      for (int i = 0; i < kRegisters; ++i) emit(c, d + i * kLanes, own[i] * factors_[c]);
     }
   }
 
-  // The rows that all queries see: each value is loaded once for all of them.
+  // Adds a row's values times the weight of query c that stands at `place`.
+  template <int kRegisters>
+  FORETOKEN_INLINE void add(int c, int64_t place, int64_t row, int64_t d, Lanes (&sums)[kRegisters]) const {
+    const Lanes weight = in_all_lanes(of(c)[place - views_[c].low]);
+#pragma GCC unroll 4
+    for (int i = 0; i < kRegisters; ++i) sums[i] = multiply_add(weight, load_lanes(values_ + row * D_ + d + i * kLanes), sums[i]);
+  }
+
+  // The rows that all queries see: each value is loaded once for all of them. Their number is known when this is compiled,
+  // or their sums would not stay in registers.
   template <int kCount, int kRegisters>
   void add_common(int64_t d, Lanes (&totals)[kTokens][kRegisters]) const {
+    static_assert(kCount <= kTokens);
     Lanes sums[kCount][kRegisters];
     const float* weights[kCount];
     for (int c = 0; c < kCount; ++c) {
       weights[c] = of(c) - views_[c].low;
       for (int i = 0; i < kRegisters; ++i) sums[c][i] = totals[c][i];
     }
-    for (int64_t row = common_; row < views_[0].prefix; ++row) {
+    const int64_t end = views_[0].prefix + shared_;
+    for (int64_t row = common_; row < end; ++row) {
       const T* value = values_ + row * D_ + d;
 #pragma GCC unroll 4
       for (int i = 0; i < kRegisters; ++i) {
@@ -205,7 +229,7 @@ class SharedAttention {
   const int64_t D_;
   float* const scores_;
   const int64_t stride_;
-  int64_t first_ = INT64_MAX, common_ = 0, scratch_ = 0;
+  int64_t first_ = INT64_MAX, common_ = 0, scratch_ = 0, shared_ = INT64_MAX;
   float factors_[kTokens];
 };
 

@@ -257,8 +257,8 @@ class Decoder {
       float *key = space_.key + (m * model_.kv_heads + h) * D, *value = space_.value + (m * model_.kv_heads + h) * D;
       rotate_head(layer, layer.key_norm, key, m);
       const int64_t at = cache_row(s, h, row);
-      for (int64_t i = 0; i < D; ++i) assign(static_cast<T*>(layer.keys)[at + i], key[i]);
-      for (int64_t i = 0; i < D; ++i) assign(static_cast<T*>(layer.values)[at + i], value[i]);
+      copy_row(static_cast<T*>(layer.keys) + at, key, D);
+      copy_row(static_cast<T*>(layer.values) + at, value, D);
     }
   }
 

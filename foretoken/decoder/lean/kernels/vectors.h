@@ -95,6 +95,13 @@ inline void store_lanes(Bfloat16* p, Lanes x) {  // as `assign`
   *reinterpret_cast<Halves*>(p) = __builtin_convertvector(halves, Halves);
 }
 
+template <class To>
+inline void copy_row(To* to, const float* from, int64_t count) {
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes) store_lanes(to + i, load_lanes(from + i));
+  for (; i < count; ++i) assign(to[i], from[i]);
+}
+
 // a * b + sum, rounded once wherever the processor can: left to itself a compiler rounds twice in some loops and not in
 // others.
 inline Lanes multiply_add(Lanes a, Lanes b, Lanes sum) {
