@@ -28,3 +28,13 @@ def test_products(length: int, has_bias: bool, dtype: torch.dtype) -> None:
     for count in TOKENS:
         assert torch.equal(linear(x[:count]), alone[:count])
         assert torch.equal(linear(x[-count:]), alone[-count:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", LENGTHS)
+def test_rows_past_the_caches_give_the_same(length: int, dtype: torch.dtype) -> None:
+    linear = NativeLinear(torch.randn(ROWS, length).to(dtype))
+    x = torch.randn(max(TOKENS), length)
+    near = [linear(x[:count]) for count in TOKENS]
+    linear._matrix.pass_bytes = 1 << 50  # more than any cache holds
+    assert all(torch.equal(linear(x[:count]), expected) for count, expected in zip(TOKENS, near, strict=True))

@@ -63,6 +63,7 @@ class NativeModel:
         self._kept: list[Tensor] = []
         self._kept_rows: list[Tensor] = []
         self._vectors = _Vectors((layers if ends is None else ends).tensors())
+        self._pass_bytes = _num_bytes(layers, quantization)
         self._hidden = layers.hidden_size
         spec = layers.blocks[0].spec
         self._heads, self._kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
@@ -210,7 +211,9 @@ class NativeModel:
             numbers, row_scales = int8_weight(weight)
             address = self._hold(name, numbers, (rows, cols), torch.int8)
             scales = self._hold(f"the scales of {name}", row_scales, (rows,))
-        return Matrix(weight=address, bias=bias, rows=rows, cols=cols, scales=scales)
+        return Matrix(
+            weight=address, bias=bias, rows=rows, cols=cols, scales=scales, pass_bytes=self._pass_bytes
+        )  # fmt: skip
 
     def _bias(self, name: str, bias: Tensor | None, rows: int) -> int | None:
         """The address of a bias in float32."""
@@ -283,6 +286,12 @@ class NativeModel:
             )
         if not has_memory(tensor):
             raise UnsuitableError(lost_memory(tensor))
+
+
+def _num_bytes(layers: described.Blocks, quantization: Quantization | None) -> int:
+    """Of the matrices that a pass reads."""
+    matrices = [tensor for tensor in layers.tensors() if tensor.dim() > 1]
+    return sum(each.numel() * (each.itemsize if quantization is None else 1) for each in matrices)
 
 
 class _Vectors:

@@ -11,6 +11,7 @@ class Matrix(Structure):
 
     _fields_ = (
         ("weight", c_void_p), ("bias", c_void_p), ("rows", c_int64), ("cols", c_int64), ("scales", c_void_p),
+        ("pass_bytes", c_int64),
     )  # fmt: skip
 
 

@@ -39,6 +39,17 @@ inline int64_t nearest_bytes() {
   return bytes;
 }
 
+// Bytes of the last cache.
+inline int64_t last_cache_bytes() {
+  static const int64_t bytes = [] {
+#if defined(_SC_LEVEL3_CACHE_SIZE)
+    if (const long found = sysconf(_SC_LEVEL3_CACHE_SIZE); found > 0) return int64_t(found);
+#endif
+    return int64_t(32) << 20;
+  }();
+  return bytes;
+}
+
 // Inputs of a matrix in the order in which they are read. A step's elements of kTokens tokens stand side by side, then come
 // the next elements of these tokens; a single token is one step after another.
 template <class T>
@@ -69,31 +80,41 @@ struct Inputs {
   static int64_t size(int64_t M, int64_t K) { return (M + kTokens - 1) / kTokens * kTokens * padded(K); }
 };
 
+// Where a cache line is fetched into: all caches; only as near as the second one; or the nearest one alone, so that what else
+// is in the others stays there. A line that leaves the nearest cache unused is then read from memory again.
+enum class Into { kAll, kSecond, kNearest };
+template <Into kInto>
+FORETOKEN_INLINE void fetch(const char* p) {
+  if constexpr (kInto == Into::kAll) __builtin_prefetch(p);
+  if constexpr (kInto == Into::kSecond) __builtin_prefetch(p, 0, 2);
+  if constexpr (kInto == Into::kNearest) __builtin_prefetch(p, 0, 0);
+}
+
 // What a step fetches ahead of its use: nothing,
 struct NoFetch {
   void step() {}
 };
 
-// some cache lines of whole rows, one after another, into the nearest cache or only as near as the second one,
-template <bool kIsFar>
+// some cache lines of whole rows, one after another,
+template <Into kInto>
 struct LineFetch {
   const char* at;
   int lines;  // a step
 
   void step() {
-    for (int i = 0; i < lines; ++i, at += kBytes) kIsFar ? __builtin_prefetch(at, 0, 2) : __builtin_prefetch(at);
+    for (int i = 0; i < lines; ++i, at += kBytes) fetch<kInto>(at);
   }
 };
 
 // or one cache line of each of kCount rows, for which more than one stream of memory is open.
-template <int kCount>
+template <Into kInto, int kCount>
 struct RowFetch {
   const char* at;
   int64_t stride;  // bytes of a row
 
   void step() {
 #pragma GCC unroll 8
-    for (int i = 0; i < kCount; ++i) __builtin_prefetch(at + i * stride);
+    for (int i = 0; i < kCount; ++i) fetch<kInto>(at + i * stride);
     at += kBytes;
   }
 };
@@ -173,7 +194,7 @@ FORETOKEN_INLINE void emit_block(const Matrix& matrix, int64_t n, int64_t end, i
 }
 
 // See `multiply`; for rows begin..end, each of which meets all tokens before the next ones. Meanwhile they fetch these.
-template <class T, int R, int C, bool kIsFar, class Emit>
+template <class T, int R, int C, Into kInto, class Emit>
 void multiply_rows(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t begin, int64_t end, Emit&& emit) {
   const int64_t blocks = (M + C - 1) / C, steps = matrix.cols / kStep<T>;
   const int lines = int((R + blocks - 1) / blocks);
@@ -182,35 +203,41 @@ void multiply_rows(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t 
     const Rows<T, R> rows(matrix, n);
     const char* next = reinterpret_cast<const char*>(rows.at[0] + R * matrix.cols);  // a prefetch past the end is harmless
     for (int64_t block = 0; block < blocks; ++block) {
-      const LineFetch<kIsFar> fetch{next + block * steps * lines * kBytes, block < R ? lines : 0};
+      const LineFetch<kInto> fetch{next + block * steps * lines * kBytes, block < R ? lines : 0};
       dot_block<T, R, C>(rows.at, x.at(block * C, 0), matrix.cols, fetch, out);
       emit_block<R, C>(matrix, n, end, block * C, M, out, emit);
     }
   }
 }
 
-// `add_steps` for a block of tokens that fetches its share of R rows beginning at `next`, the same steps of each; `first`
-// is the first row of the share of each block.
-template <class T, int R, int C>
-FORETOKEN_INLINE void add_part(const T* const* w, const typename Fragment<T>::Token* x, int64_t from, int64_t to, const T* next, int64_t K, int64_t first, int count, Lanes (&sums)[R * C]) {
+// Adds steps from..to of R rows and a block of C tokens to the sums that wait, or to none yet. Meanwhile the block fetches its
+// share of the R rows at `next`, the same steps of each: `count` of them from row `first` on. Not inlined: what is done with
+// the sums is another for every caller, this is not.
+template <class T, int R, int C, Into kInto>
+[[gnu::noinline]] void add_part(const T* const* w, const typename Fragment<T>::Token* x, int64_t from, int64_t to, const T* next, int64_t K, int64_t first, int count, Lanes* waiting) {
   const char* at = reinterpret_cast<const char*>(next + first * K);
   const int64_t stride = K * int64_t(sizeof(T));
+  Lanes sums[R * C];
+#pragma GCC unroll 32
+  for (int i = 0; i < R * C; ++i) sums[i] = from == 0 ? Lanes{} : waiting[i];
   if (first >= R) {
     add_steps<T, R, C>(w, x, from, to, NoFetch{}, sums);
   } else if (count == 1) {
-    add_steps<T, R, C>(w, x, from, to, RowFetch<1>{at, stride}, sums);
+    add_steps<T, R, C>(w, x, from, to, RowFetch<kInto, 1>{at, stride}, sums);
   } else if (count == 2) {
-    add_steps<T, R, C>(w, x, from, to, RowFetch<2>{at, stride}, sums);
+    add_steps<T, R, C>(w, x, from, to, RowFetch<kInto, 2>{at, stride}, sums);
   } else if (count == 3) {
-    add_steps<T, R, C>(w, x, from, to, RowFetch<3>{at, stride}, sums);
+    add_steps<T, R, C>(w, x, from, to, RowFetch<kInto, 3>{at, stride}, sums);
   } else {
-    add_steps<T, R, C>(w, x, from, to, RowFetch<R>{at, stride}, sums);
+    add_steps<T, R, C>(w, x, from, to, RowFetch<kInto, R>{at, stride}, sums);
   }
+#pragma GCC unroll 32
+  for (int i = 0; i < R * C; ++i) waiting[i] = sums[i];
 }
 
 // Likewise, part by part: some steps of `groups` times R rows meet all tokens of a panel, a block of them after another, then
 // the next steps do. The sums over lanes wait in memory meanwhile, so that every sum is taken in the same order.
-template <class T, int R, int C, int kMostGroups, int kMostTokens, class Emit>
+template <class T, int R, int C, int kMostGroups, int kMostTokens, Into kInto, class Emit>
 void multiply_parts(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t begin, int64_t end, Emit&& emit) {
   const int64_t K = matrix.cols, whole = K / kStep<T> * kStep<T>, depth = kPart * kStep<T>;
   float out[2 * kLanes];
@@ -233,18 +260,11 @@ void multiply_parts(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t
           }
           for (int64_t block = 0; block < blocks; ++block) {
             const int64_t m = first + block * C;
-            Lanes* kept = waiting[group][block];
-            Lanes sums[R * C];
-#pragma GCC unroll 32
-            for (int i = 0; i < R * C; ++i) sums[i] = from == 0 ? Lanes{} : kept[i];
-            add_part<T, R, C>(rows.at, x.at(m, from), from, to, next, K, block * share, share, sums);
-            if (to < whole) {
-#pragma GCC unroll 32
-              for (int i = 0; i < R * C; ++i) kept[i] = sums[i];
-            } else {
-              finish_dots<T, R, C>(sums, rows.at, x.at(m, whole), whole, K, out);
-              emit_block<R, C>(matrix, n, end, m, M, out, emit);
-            }
+            Lanes* sums = waiting[group][block];
+            add_part<T, R, C, kInto>(rows.at, x.at(m, from), from, to, next, K, block * share, share, sums);
+            if (to < whole) continue;
+            finish_dots<T, R, C>(sums, rows.at, x.at(m, whole), whole, K, out);
+            emit_block<R, C>(matrix, n, end, m, M, out, emit);
           }
         }
         from = to;
@@ -269,17 +289,24 @@ struct Share {
 template <class T, int kUnit = kShare, class Emit>
 void multiply(const Matrix& matrix, const Inputs<T>& x, int64_t M, Emit&& emit) {
   const auto [begin, end] = Share(matrix.rows, kUnit);
-  const int64_t bytes = matrix.cols * kRows * int64_t(sizeof(T));
+  const int64_t row = matrix.cols * int64_t(sizeof(T)), bytes = kRows * row;
+  // Whether rows go past the other caches, which would not keep them until the next pass, as the nearest one keeps them until
+  // they are used.
+  const bool skips = matrix.pass_bytes > last_cache_bytes() && (M == 1 ? kRowsOfOne * row <= 2 * nearest_bytes() : kRows * kPart * kBytes <= nearest_bytes());
   if (M == 1) {
-    multiply_rows<T, kRowsOfOne, 1, false>(matrix, x, M, begin, end, emit);
+    skips ? multiply_rows<T, kRowsOfOne, 1, Into::kNearest>(matrix, x, M, begin, end, emit)
+          : multiply_rows<T, kRowsOfOne, 1, Into::kAll>(matrix, x, M, begin, end, emit);
   } else if (M <= kFewTokens && (M > kTokens || bytes > kNear)) {
-    multiply_parts<T, kRows, kTokens, kGroups, kFewTokens>(matrix, x, M, begin, end, emit);
+    skips ? multiply_parts<T, kRows, kTokens, kGroups, kFewTokens, Into::kNearest>(matrix, x, M, begin, end, emit)
+          : multiply_parts<T, kRows, kTokens, kGroups, kFewTokens, Into::kAll>(matrix, x, M, begin, end, emit);
   } else if (bytes <= nearest_bytes()) {
-    multiply_rows<T, kRows, kTokens, false>(matrix, x, M, begin, end, emit);
+    skips ? multiply_rows<T, kRows, kTokens, Into::kNearest>(matrix, x, M, begin, end, emit)
+          : multiply_rows<T, kRows, kTokens, Into::kAll>(matrix, x, M, begin, end, emit);
   } else if (bytes <= kNear) {
-    multiply_rows<T, kRows, kTokens, true>(matrix, x, M, begin, end, emit);
+    multiply_rows<T, kRows, kTokens, Into::kSecond>(matrix, x, M, begin, end, emit);
   } else {
-    multiply_parts<T, kRows, kTokens, 1, kPanel>(matrix, x, M, begin, end, emit);
+    skips ? multiply_parts<T, kRows, kTokens, 1, kPanel, Into::kNearest>(matrix, x, M, begin, end, emit)
+          : multiply_parts<T, kRows, kTokens, 1, kPanel, Into::kAll>(matrix, x, M, begin, end, emit);
   }
 }
 

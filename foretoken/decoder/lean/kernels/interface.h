@@ -12,6 +12,7 @@ struct Matrix {
   const float* bias;
   int64_t rows, cols;
   const float* scales;
+  int64_t pass_bytes;  // of all matrices that a pass reads once, this one among them; 0 where they are read again at once
 };
 
 // A norm over `size` elements of a row, known from where it stands; without a weight there is none.
