@@ -1,8 +1,8 @@
 """How probable it is that a drafted path is accepted: a drafter's own scores, corrected by what was accepted before.
 
-Log-probabilities of drafters are over-confident, and lookups have none. So nodes of one drafter are sorted into bins by
-depth and score, and each bin remembers the share of its nodes that were accepted, older ones counting less. An empty
-bin of a depth starts from what is known of its scores at all depths, and that from the drafter's own probability;
+Log-probabilities of drafters are over-confident, and some drafters have none. So nodes of one drafter are sorted into
+bins by depth and score, and each bin remembers the share of its nodes that were accepted, older ones counting less. An
+empty bin of a depth starts from what is known of its scores at all depths, and that from the drafter's own probability;
 without scores, from one half a level. A node whose score lies between the middles of two bins belongs to both in
 proportion, so that a better score counts more within a bin too.
 """

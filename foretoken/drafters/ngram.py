@@ -6,15 +6,22 @@ match, then the four most recent ones of each shorter length, as far as nodes al
 
 A continuation that reaches the end of the text goes on by repeating itself, as a text with that match did so far: a run
 of one token is continued by as many as are asked for, although its last match ends one token before its end.
+
+Scores say how far back the text agrees with the text at the match: after m tokens that agree, as many as 32, the next d
+agree with probability (m + 1) / (m + 1 + d), which is Laplace's rule of succession. Which match is taken does not
+depend on them.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from itertools import cycle, islice
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from pydantic import Field, model_validator
 
+from foretoken.core.backend import floats_on
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.drafters.base import (
     Committed,
@@ -30,6 +37,8 @@ from foretoken.trees.merge import Trie
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+_LONGEST_AGREEMENT = 32  # tokens before a match that are looked at
 
 
 class Options(DrafterOptions):
@@ -52,6 +61,13 @@ class Options(DrafterOptions):
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise ValueError(f"prompt_lookup_min must not be above prompt_lookup_max, {self.prompt_lookup_max}")
         return self
+
+
+class _Draft(NamedTuple):
+    """One sequence's tree; scores: of its nodes, see `TokenTree`."""
+
+    row: TreeRow
+    scores: list[float]
 
 
 class NgramDrafter:
@@ -80,11 +96,13 @@ class NgramDrafter:
     def propose(self, context: DraftContext) -> TokenTree:
         """The continuation of the best match, or of several that share a tree."""
         each = zip(context.slots, context.tokens, context.max_depth, context.max_nodes, strict=True)
-        rows = [
-            self._row(slot, tokens, min(depth, self._options.chain_len), min(nodes, self.nodes_by_depth[-1]))
+        drafts = [
+            self._draft(slot, tokens, min(depth, self._options.chain_len), min(nodes, self.nodes_by_depth[-1]))
             for slot, tokens, depth, nodes in each
         ]
-        return TokenTree.from_rows(rows, device=self._device)
+        tree = TokenTree.from_rows([draft.row for draft in drafts], device=self._device)
+        scores = [[*draft.scores, *[0.0] * (tree.width - len(draft.scores))] for draft in drafts]
+        return replace(tree, scores=floats_on(scores, self._device))
 
     def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> list[int]:
         """What followed the end of a drafted path earlier in the sequence; see `Lookup`."""
@@ -102,17 +120,33 @@ class NgramDrafter:
         """Forgets the index."""
         self._indices.pop(slot, None)
 
-    def _row(self, slot: int, tokens: Sequence[int], depth: int, max_nodes: int) -> TreeRow:
+    def _draft(self, slot: int, tokens: Sequence[int], depth: int, max_nodes: int) -> _Draft:
         """One sequence's tree: the first match's continuation, or those of all matches as far as nodes allow."""
         index = self._indices[slot]
         index.extend(tokens)
-        trie = Trie(tokens[-1])
+        trie, scores = Trie(tokens[-1]), [0.0]
         if depth > 0:
             for end in index.matches():
-                trie.add_path(_repeated(tokens[end : end + depth], depth), max_nodes)
+                nodes = trie.add_path(_repeated(tokens[end : end + depth], depth), max_nodes)
+                path_scores = _path_scores(_agreement(tokens, end), len(nodes))
+                scores += [-math.inf] * (len(trie.tokens) - len(scores))
+                for node, score in zip(nodes, path_scores, strict=True):
+                    scores[node] = max(scores[node], score)
                 if self._is_chain or len(trie.tokens) >= max_nodes:
                     break
-        return trie.row()
+        return _Draft(trie.row(), scores)
+
+
+def _agreement(tokens: Sequence[int], end: int) -> int:
+    """How many of the last tokens are those before the end of a match, as far as anyone looks."""
+    most, size = min(end, _LONGEST_AGREEMENT), len(tokens)
+    return next((back for back in range(most) if tokens[end - 1 - back] != tokens[size - 1 - back]), most)
+
+
+def _path_scores(agreement: int, depth: int) -> list[float]:
+    """Log-probabilities that a continuation is right down to each depth, after some tokens that agree."""
+    seen = agreement + 1
+    return [math.log(seen / (seen + below)) for below in range(1, depth + 1)]
 
 
 def _repeated(following: Sequence[int], depth: int) -> list[int]:

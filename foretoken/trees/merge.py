@@ -240,13 +240,16 @@ class Trie:
             self._index[parent, token] = node
         return node
 
-    def add_path(self, tokens: Sequence[int], max_nodes: int = MAX_NODES) -> None:
-        """Adds a path from the root, as far as `max_nodes` allows."""
+    def add_path(self, tokens: Sequence[int], max_nodes: int = MAX_NODES) -> list[int]:
+        """Adds a path from the root, as far as `max_nodes` allows; gives its nodes."""
+        path: list[int] = []
         node = 0
         for token in tokens:
             if len(self.tokens) >= max_nodes and self.child(node, token) is None:
-                return
+                break
             node = self.add(node, token)
+            path.append(node)
+        return path
 
     def row(self) -> TreeRow:
         """The trie as plain lists."""

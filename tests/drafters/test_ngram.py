@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 from drafting_contexts import attached, begin, context, continued
 from hypothesis import given
@@ -114,6 +115,25 @@ def test_a_tree_holds_what_followed_every_match(tokens: list[int], depth: int, m
 def path_of(node: int, ids: list[int], parents: list[int]) -> list[int]:
     """Tokens from below the root to a node."""
     return [*path_of(parents[node], ids, parents), ids[node]] if node else []
+
+
+@given(tokens=TOKENS, depth=st.integers(1, 6), kind=st.sampled_from(["chain", "tree"]))
+def test_scores_say_how_far_back_the_text_agrees(tokens: list[int], depth: int, kind: str) -> None:
+    tree = drafter(tree=kind, prompt_lookup_min=1, prompt_lookup_max=3).propose(context([tokens], max_depth=depth))
+    assert tree.scores is not None
+    (ids, parents), scores = tree.rows()[0], tree.scores[0].tolist()
+    ends = brute_force(tokens, 1, 3)
+    best = dict.fromkeys(range(1, len(ids)), 0.0)
+    for end in ends[:1] if kind == "chain" else ends:
+        longest = next(n for n in range(end, 0, -1) if tokens[end - n : end] == tokens[len(tokens) - n :])
+        agreement = min(longest, 32)
+        for node in best:
+            path = path_of(node, ids, parents)
+            if following(tokens, end, depth)[: len(path)] == path:
+                best[node] = max(best[node], (agreement + 1) / (agreement + 1 + len(path)))
+    assert scores[0] == 0
+    assert np.exp(scores[1:]) == pytest.approx(list(best.values()), rel=1e-5)
+    assert all(scores[node] <= scores[parents[node]] for node in best)
 
 
 def test_the_longest_match_wins_over_a_more_recent_one() -> None:
