@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from foretoken.control.base import UNBOUNDED, Allotment, Allowance
-from foretoken.control.buying import buy, earnings_by_depth
+from foretoken.control.buying import buy, drawn_nodes, earnings_by_depth
 from foretoken.control.calibration import Calibration
 from foretoken.control.fading_line import FadingLine
-from foretoken.control.host_trees import count_followed, on_host, values_of, with_values
+from foretoken.control.host_trees import count_followed, on_host, valued, values_of, with_values
 from foretoken.control.paying_depth import PayingDepth
 from foretoken.control.probing import WEIGHT_AT_PROBE, ProbeSchedule
 from foretoken.core.records import Declined
@@ -107,10 +107,13 @@ class BestNodes:
         (tree,) = trees.values()
         self._levels = tree.max_depth
         self._tree = on_host(tree)
-        valued = with_values(tree, values_of(self._tree, self._calibration))
-        bought = buy(valued, on_host(valued), self._cost, self._host, draft_s=self._draft_s, max_nodes=self._max_nodes)
+        values = values_of(self._tree, self._calibration)
+        bought = buy(
+            valued(self._tree, values), self._cost, self._host, draft_s=self._draft_s, max_nodes=self._max_nodes,
+            is_drawn=drawn_nodes(tree),
+        )  # fmt: skip
         self._note(bought)
-        return bought.taken_from(valued)
+        return bought.taken_from(tree if tree.distributions is None else with_values(tree, values))
 
     def learn(self, record: StepRecord) -> None:
         """Counts which nodes were accepted, what passes and drafts took; without drafts, now and then."""

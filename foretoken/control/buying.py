@@ -9,14 +9,13 @@ Letters: B sequences, N nodes.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 
 from foretoken.control.host_trees import falling, with_ancestors
-from foretoken.core.token_tree import MAX_NODES, PROBE, DrawKind, HostFacts
+from foretoken.core.token_tree import MAX_NODES, PROBE, DrawKind, HostFacts, TokenTree
 from foretoken.trees.merge import prune
 
 if TYPE_CHECKING:
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
 
     from foretoken.control.fading_line import FadingLine
     from foretoken.control.host_trees import HostTree
-    from foretoken.core.token_tree import TokenTree
     from foretoken.runner.cost_curve import CostCurve
 
 
@@ -80,14 +78,20 @@ class Purchase(NamedTuple):
     def taken_from(self, tree: TokenTree) -> TokenTree:
         """What is verified of the tree that was looked at; put together on the host unless it was drawn."""
         if tree.distributions is None:
-            return self._without_the_rest(tree)
+            return self.on(tree.tokens.device, has_sources=tree.source is not None)
         if not self.is_everything:
             tree = prune(tree, torch.from_numpy(self.kept).to(tree.tokens.device))
         return tree.narrowed()
 
-    def _without_the_rest(self, tree: TokenTree) -> TokenTree:
-        """The roots and the nodes that are kept, put together on the host, which knows them all."""
+    def on(self, device: torch.device, *, has_sources: bool = True) -> TokenTree:
+        """The roots and the nodes that are kept, of trees that the host knows whole.
+
+        Args:
+            device: Where the tree goes.
+            has_sources: Whether it says who proposed its nodes.
+        """
         host, kept = self.host, self.kept | (np.arange(self.kept.shape[1]) == 0)
+        assert host.scores is not None, "the trees are valued"
         counts, rows = kept.sum(1), np.arange(len(kept))[:, None]
         order = np.argsort(~kept, axis=1, kind="stable")[:, : counts.max()]
         places = kept.cumsum(1) - 1
@@ -95,56 +99,49 @@ class Purchase(NamedTuple):
         is_node = np.arange(order.shape[1]) < counts[:, None]
         parts = np.stack([host.tokens, parents, host.depths, host.sources])[:, rows, order]
         parts = np.where(is_node, parts, np.array([0, -1, 0, 0])[:, None, None])
-        tokens, new_parents, depths, sources = torch.from_numpy(parts).to(tree.tokens.device)
-        scores = None
-        if host.scores is not None:
-            kept_scores = np.where(is_node, host.scores[rows, order], np.float32(0.0))
-            scores = torch.from_numpy(kept_scores).to(tree.tokens.device)
-        deepest = parts[2].max(1).tolist()
-        return replace(
-            tree,
+        tokens, new_parents, depths, sources = torch.from_numpy(parts).to(device)
+        scores = torch.from_numpy(np.where(is_node, host.scores[rows, order], np.float32(0.0))).to(device)
+        deepest, sizes = parts[2].max(1).tolist(), counts.tolist()
+        return TokenTree(
             tokens=tokens,
             parents=new_parents,
             depths=depths,
-            num_nodes=torch.from_numpy(counts).to(tree.tokens.device),
+            num_nodes=torch.from_numpy(counts).to(device),
             max_depth=max(deepest),
             scores=scores,
-            source=None if tree.source is None else sources,
+            source=sources if has_sources else None,
             host_facts=HostFacts(
-                roots=parts[0, :, 0].tolist(),
-                depths=deepest,
-                num_nodes=counts.tolist(),
-                num_tokens=int(parts[0].max()) + 1,
+                roots=parts[0, :, 0].tolist(), depths=deepest, num_nodes=sizes, num_tokens=int(parts[0].max()) + 1
             ),
         )
 
 
 def buy(
-    tree: TokenTree,
     host: HostTree,
     cost: CostCurve,
     host_seconds: FadingLine,
     *,
     draft_s: float,
     max_nodes: int = MAX_NODES,
+    is_drawn: NDArray[np.bool_] | None = None,
 ) -> Purchase:
     """Chooses nodes.
 
     Args:
-        tree: With calibrated `scores`.
-        host: The same on the host.
+        host: Trees with calibrated `scores`.
         cost: Seconds of passes.
         host_seconds: Of the host, by the tokens generated.
         draft_s: Seconds that drafting took.
         max_nodes: Most nodes of each tree, root included; drawn nodes and probes are kept beyond.
+        is_drawn: (B, N), the nodes that were drawn from a draft distribution, see `drawn_nodes`; None for none.
     """
     assert host.scores is not None, "the trees are valued"
     batch = len(host.tokens)
-    is_fixed = np.zeros_like(host.is_drafted)
-    if tree.distributions is not None:  # a cut that looks at what was drawn would bias the output
-        is_fixed |= (tree.distributions.kinds != DrawKind.ONE_HOT).cpu().numpy() & host.is_drafted
-    if tree.source is not None:  # the drafter wants the target's answer there, whatever it costs
-        is_fixed |= (host.sources & PROBE).astype(bool) & (host.depths > 0)
+    # A cut that looks at what was drawn would bias the output. Probes: the drafter wants the target's answer there,
+    # whatever it costs.
+    is_fixed = (host.sources & PROBE).astype(bool) & (host.depths > 0)
+    if is_drawn is not None:
+        is_fixed |= is_drawn & host.is_drafted
     is_fixed = with_ancestors(is_fixed, host)
     values = np.exp(falling(host.scores.astype(np.float64), host))
     candidates = np.where(host.is_drafted & ~is_fixed, values, -1.0)
@@ -176,6 +173,14 @@ def buy(
         rate=float(tokens[best] / seconds[best]),
         ranked=ranked,
     )
+
+
+def drawn_nodes(tree: TokenTree) -> NDArray[np.bool_] | None:
+    """(B, N) bool, the nodes that were drawn from a draft distribution; None for none. Synchronises with the host."""
+    if tree.distributions is None:
+        return None
+    is_drawn: NDArray[np.bool_] = (tree.distributions.kinds != DrawKind.ONE_HOT).cpu().numpy()
+    return is_drawn
 
 
 def earnings_by_depth(

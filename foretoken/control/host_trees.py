@@ -53,12 +53,14 @@ def on_host(tree: TokenTree) -> HostTree:
 
 
 def falling(values: NDArray[np.float64], host: HostTree) -> NDArray[np.float64]:
-    """(B, N) values, none above its parent's."""
+    """(B, N) values, none above its parent's; those of roots bound nothing."""
     rows = np.arange(len(values))[:, None]
-    parents = np.maximum(host.parents, 0)
+    above = np.maximum(host.parents, 0)
     result = values.copy()
-    for depth in range(2, int(host.depths.max(initial=0)) + 1):
-        result = np.where(host.depths == depth, np.minimum(result, result[rows, parents]), result)
+    result[:, 0] = np.inf
+    for _ in range(int(host.depths.max(initial=0)).bit_length()):  # the least of 2, 4, 8, … nodes of a path
+        result, above = np.minimum(result, result[rows, above]), above[rows, above]
+    result[:, 0] = values[:, 0]
     return result
 
 
@@ -67,8 +69,13 @@ def values_of(host: HostTree, calibration: Calibration) -> NDArray[np.float64]:
     return falling(calibration.probabilities(host.depths, host.scores), host)
 
 
+def valued(host: HostTree, values: NDArray[np.float64]) -> HostTree:
+    """Trees with (B, N) probabilities of their nodes as scores."""
+    return host._replace(scores=np.log(np.maximum(values, 1e-30)).astype(np.float32))
+
+
 def with_values(tree: TokenTree, values: NDArray[np.float64]) -> TokenTree:
-    """A tree with (B, N) probabilities of its nodes as scores."""
+    """As `valued`, where the tree lies."""
     logarithms = torch.from_numpy(np.log(np.maximum(values, 1e-30)).astype(np.float32))
     return replace(tree, scores=logarithms.to(tree.tokens.device))
 

@@ -17,11 +17,12 @@ import numpy as np
 
 from foretoken.control.asking import AtHand, Candidate, Costs, best_depth, choose
 from foretoken.control.base import UNBOUNDED, Allotment, Allowance, Ask, Leaf
-from foretoken.control.buying import buy
+from foretoken.control.buying import buy, drawn_nodes
 from foretoken.control.calibration import Calibration
 from foretoken.control.draft_seconds import DraftSeconds
 from foretoken.control.fading_line import FadingLine
-from foretoken.control.host_trees import count_followed, on_host, values_of, with_values
+from foretoken.control.host_merge import HostMerge
+from foretoken.control.host_trees import count_followed, on_host, valued, values_of, with_values
 from foretoken.control.probing import WEIGHT_AT_PROBE, ProbeSchedule
 from foretoken.control.reach import Reach
 from foretoken.core.records import Declined
@@ -212,18 +213,38 @@ class SeveralDrafters:
         answers = self._fitting()
         if not answers:
             return next(iter(trees.values()))
-        # In the order in which they were asked: whether the later ones were may depend on what the earlier ones drew.
-        valued = [with_values(answer.tree, answer.values) for answer in answers.values()]
-        merged = merge_trees(valued, max_nodes=MAX_NODES, drafters=list(answers))
-        host = on_host(merged)
-        grafts = [] if continued is None else self._grafts_on(host, continued)
-        if grafts:
-            merged = grafted(merged, grafts, max_nodes=MAX_NODES)
-            host = on_host(merged)
         draft_s = self._draft_s() + float(self._merging(len(answers)))
-        bought = self._bought = buy(merged, host, self._cost, self._host, draft_s=draft_s, max_nodes=self._max_nodes)
+        device = next(iter(answers.values())).tree.tokens.device
+        if any(answer.tree.distributions is not None for answer in answers.values()):
+            merged = self._merged(answers, continued)
+            bought = self._bought = buy(
+                on_host(merged), self._cost, self._host, draft_s=draft_s, max_nodes=self._max_nodes,
+                is_drawn=drawn_nodes(merged),
+            )  # fmt: skip
+            self._note_widths(bought)
+            return bought.taken_from(merged)
+        host = self._merged_on_host(answers, continued)
+        bought = self._bought = buy(host, self._cost, self._host, draft_s=draft_s, max_nodes=self._max_nodes)
         self._note_widths(bought)
-        return bought.taken_from(merged)
+        return bought.on(device)
+
+    def _merged(self, answers: Mapping[int, _Answer], continued: Continue | None) -> TokenTree:
+        """Trees some of which were drawn as one, and what lookups say below them."""
+        # In the order in which they were asked: whether the later ones were may depend on what the earlier ones drew.
+        trees = [with_values(answer.tree, answer.values) for answer in answers.values()]
+        merged = merge_trees(trees, max_nodes=MAX_NODES, drafters=list(answers))
+        grafts = [] if continued is None else self._grafts_on(on_host(merged), continued)
+        return grafted(merged, grafts, max_nodes=MAX_NODES) if grafts else merged
+
+    def _merged_on_host(self, answers: Mapping[int, _Answer], continued: Continue | None) -> HostTree:
+        """Trees that were chosen as one, and what lookups say below them."""
+        trees = [valued(answer.host, answer.values) for answer in answers.values()]
+        union = HostMerge(trees, list(answers), max_nodes=MAX_NODES)
+        host = union.tree()
+        grafts = [] if continued is None else self._grafts_on(host, continued)
+        for graft in grafts:
+            union.graft(graft)
+        return union.tree() if grafts else host
 
     def _fitting(self) -> dict[int, _Answer]:
         """The trees that are merged, in the order in which they came.

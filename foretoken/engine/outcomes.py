@@ -105,21 +105,23 @@ def outcomes_of_choices(tree: TokenTree, choices: Seq[int], offsets: Seq[int]) -
     """
     paths = walk_chosen(tree, [choices[start:end] for start, end in pairwise(offsets)])
     facts = _facts_of_drafts(tree)
-    sizes = list(zip(facts.num_nodes, facts.depths, strict=True)) if facts is not None else _sizes(tree)
-    sources = None if tree.source is None else tree.source.tolist()
-    drafted = None if tree.source is None else torch.where(tree.parents >= 0, tree.source, 0).tolist()
+    rows = _drafted_of_rows(tree) if facts is None else []
     outcomes = []
     for row, (nodes, next_token) in enumerate(paths):
-        num_nodes, tree_depth = sizes[row]
+        if facts is None:
+            sources, num_drafted, tree_depth, drafted = rows[row]
+        else:
+            num_drafted, tree_depth = facts.num_nodes[row] - 1, facts.depths[row]
+            sources, drafted = None, [1] * num_drafted
         outcomes.append(
             Outcome(
                 path=nodes,
                 tokens=[*(choices[offsets[row] + node] for node in [0, *nodes][: len(nodes)]), next_token],
                 num_valid=len(nodes) + (next_token >= 0),
-                num_drafted=num_nodes - 1,
+                num_drafted=num_drafted,
                 tree_depth=tree_depth,
-                sources=[1] * len(nodes) if sources is None else [sources[row][node] for node in nodes],
-                drafted=[1] * (num_nodes - 1) if drafted is None else [each for each in drafted[row] if each],
+                sources=[1] * len(nodes) if sources is None else [sources[node] for node in nodes],
+                drafted=drafted,
             )
         )
     return outcomes
@@ -131,10 +133,31 @@ def _facts_of_drafts(tree: TokenTree) -> HostFacts | None:
     return facts if facts is not None and tree.source is None and facts.are_depths_exact else None
 
 
-def _sizes(tree: TokenTree) -> list[list[int]]:
-    """Of each tree, its nodes that can be accepted, the root counted, and their greatest depth."""
-    is_drafted = tree.parents >= 0
-    return torch.stack([is_drafted.sum(1) + 1, (tree.depths * is_drafted).amax(1)], dim=1).tolist()
+class _Drafted(NamedTuple):
+    """What could be accepted of one tree.
+
+    Attributes:
+        sources: Of all its nodes; None where one drafter proposed everything.
+        num_drafted: See `Outcome`, as the next two.
+        tree_depth: Of the tree.
+        drafted: Of the tree.
+    """
+
+    sources: list[int] | None
+    num_drafted: int
+    tree_depth: int
+    drafted: list[int]
+
+
+def _drafted_of_rows(tree: TokenTree) -> list[_Drafted]:
+    """What could be accepted of each tree, in plain Python: see `walk_chosen`."""
+    sources = [None] * tree.batch_size if tree.source is None else tree.source.tolist()
+    rows = []
+    for parents, depths, of_nodes in zip(tree.parents.tolist(), tree.depths.tolist(), sources, strict=True):
+        nodes = [node for node, parent in enumerate(parents) if parent >= 0]
+        drafted = [1] * len(nodes) if of_nodes is None else [of_nodes[node] for node in nodes if of_nodes[node]]
+        rows.append(_Drafted(of_nodes, len(nodes), max((depths[node] for node in nodes), default=0), drafted))
+    return rows
 
 
 def greatest_on_host(logits: Tensor) -> list[int]:

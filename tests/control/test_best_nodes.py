@@ -201,11 +201,11 @@ def test_what_smaller_depths_would_have_earned_is_what_is_bought_of_such_drafts(
     rows, values = [WIDE, TreeRow([7, 8, 9], [-1, 0, 0])], [VALUES, [0.6, 0.2]]
     tree = scored(rows, values)
     drafts = draft_s * np.arange(1, 4)
-    whole = buy(tree, on_host(tree), curve, host, draft_s=float(drafts[-1]))
+    whole = buy(on_host(tree), curve, host, draft_s=float(drafts[-1]))
     earned = earnings_by_depth(whole.ranked, curve, host, drafts)
     for depth in (1, 2, 3):
         cut = prune(tree, tree.depths <= depth)
-        bought = buy(cut, on_host(cut), curve, host, draft_s=float(drafts[depth - 1]))
+        bought = buy(on_host(cut), curve, host, draft_s=float(drafts[depth - 1]))
         seconds = earned.seconds[depth - 1] + drafts[depth - 1]
         assert earned.tokens[depth - 1] / seconds == pytest.approx(bought.rate)
 
@@ -223,7 +223,7 @@ def test_what_is_kept_is_put_together_as_pruning_does_it(slope: float, has_cut_n
         tree = replace(
             tree, parents=tree.parents.clone().index_put((torch.tensor(0), torch.tensor(5)), torch.tensor(-1))
         )
-    bought = buy(tree, on_host(tree), CostCurve((1, 64), (1.0, 1.0 + 63 * slope)), FadingLine(), draft_s=0.0)
+    bought = buy(on_host(tree), CostCurve((1, 64), (1.0, 1.0 + 63 * slope)), FadingLine(), draft_s=0.0)
     made, expected = bought.taken_from(tree), prune(tree, torch.from_numpy(bought.kept)).narrowed()
     for name in ("tokens", "parents", "depths", "num_nodes", "scores", "source"):
         ours, theirs = getattr(made, name), getattr(expected, name)
