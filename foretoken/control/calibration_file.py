@@ -28,7 +28,7 @@ _KEPT = KeptEntries(
     file="foretoken-acceptance.json", mark="foretoken_acceptance", holder="drafters",
     what="estimates of drafters' acceptance",
 )  # fmt: skip
-_FORMAT = 1
+_FORMAT = 2
 _LEAST_LEARNED = 64  # iterations, below which nothing is kept
 _EVERY = 4096  # iterations, after which it is kept for a process that may not end by itself
 _MOST, _MOST_KEPT = 1e6, 20.0  # observations that a bin may claim, and that it is believed to have: texts change

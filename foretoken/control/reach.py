@@ -1,4 +1,9 @@
-"""How deep a drafter's trees are right where those of the drafters asked before it are not, by what was generated."""
+"""How deep a drafter's trees are right where those of the drafters asked before it are not, by what was generated.
+
+Counted level by level, as P(it is right at a level | it is right at those above, and the drafters before are not down
+to there). A draft that was right to its end says nothing of deeper levels, and one that was wrong nothing of those
+below: shares of all drafts that are right down to a depth would count the wrong ones alone there, and fall for good.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +15,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _FADE = 0.5 ** (1 / 60)  # of an observation, by later ones
-_PRIOR = 4.0  # observations that the levels above are worth as a guess
+_PRIOR = 4.0  # observations that the mean rate is worth as a guess at each level
+_GUESS, _GUESS_WEIGHT = (
+    0.6,
+    10.0,
+)  # the mean rate to begin with, and tokens that it is worth: a few wrong drafts end none
 
 
 class Reach:
@@ -18,18 +27,20 @@ class Reach:
 
     def __init__(self, deepest: int) -> None:
         """Nothing was observed yet; deepest: levels that are drafted at most."""
-        self._seen, self._right = np.zeros(deepest), np.zeros(deepest)
-        self._tested, self._passed = 2.5, 1.5  # tokens that were tested after right ones, with a guess to begin with
+        self._seen, self._right = np.zeros(deepest), np.zeros(deepest)  # tested after right ones; of these, right ones
+        self._tested, self._passed = _GUESS_WEIGHT, _GUESS * _GUESS_WEIGHT  # likewise, where those before are right too
         self._estimate: NDArray[np.float64] | None = None
 
+    def rates(self) -> NDArray[np.float64]:
+        """(deepest,) shares of right tokens after right ones; where little is known, near the drafter's mean rate."""
+        mean = self._passed / self._tested
+        result: NDArray[np.float64] = (self._right + _PRIOR * mean) / (self._seen + _PRIOR)
+        return result
+
     def probabilities(self) -> NDArray[np.float64]:
-        """(deepest,), falling. Depths that little is known of go on from the ones above at the drafter's mean rate."""
+        """(deepest,), falling."""
         if self._estimate is None:
-            above, rate, result = 1.0, self._passed / self._tested, []
-            for seen, right in zip(self._seen.tolist(), self._right.tolist(), strict=True):
-                above = min((right + _PRIOR * above * rate) / (seen + _PRIOR), above)
-                result.append(above)
-            self._estimate = np.array(result)
+            self._estimate = self.rates().cumprod()
         return self._estimate
 
     def learn(self, *, before: int, right: int, asked: int, generated: int) -> None:
@@ -39,18 +50,16 @@ class Reach:
             before: Depth down to which the drafters asked before were right.
             right: Depth down to which this one was.
             asked: Levels that it was asked for.
-            generated: Tokens that followed the root: what is deeper than these is known only of drafts that were wrong
-                before their end.
+            generated: Tokens that followed the root: nobody knows what is right below them.
         """
-        asked = min(asked, len(self._seen))
-        last = min(asked, generated) if right >= generated else asked
+        last = min(asked, generated, len(self._seen))
+        right, tested = min(right, last), min(right + 1, last)
         self._seen *= _FADE
         self._right *= _FADE
-        if before < generated:  # else nobody knows how far those before are right
-            self._seen[before:last] += 1
-            self._right[before : min(right, last)] += 1
-        self._tested = self._tested * _FADE + min(right + 1, last)
-        self._passed = self._passed * _FADE + min(right, last)
+        self._seen[before:tested] += 1  # nothing where those before are right down to there
+        self._right[before:right] += 1
+        self._tested = self._tested * _FADE + tested
+        self._passed = self._passed * _FADE + right
         self._estimate = None
 
     def age(self, weight: float) -> None:
@@ -61,7 +70,7 @@ class Reach:
         self._estimate = None
 
     def counts(self) -> NDArray[np.float64]:
-        """(2, deepest): how often each depth was observed, and how often the drafter was right there."""
+        """(2, deepest): how often each level was tested after right ones, and how often the drafter was right there."""
         return np.stack([self._seen, self._right])
 
     def restore(self, counts: NDArray[np.float64]) -> None:

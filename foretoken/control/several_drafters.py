@@ -72,7 +72,8 @@ class _Known:
         known = self._reach.get(before)
         if known is None:
             known = self._reach[before] = Reach(self.deepest)
-            guess = 0.5 * self.first_reach.probabilities()
+            guess = self.first_reach.rates()
+            guess[0] *= 0.5
             known.restore(WEIGHT_AT_PROBE * np.stack([np.ones(self.deepest), guess]))
         return known
 

@@ -21,6 +21,26 @@ def test_reach_is_that_of_what_others_leave() -> None:
     assert 0 < found[3] < found[2] < found[1], "deeper ones go on at the mean rate"
 
 
+def test_drafts_that_are_right_to_their_end_do_not_hide_what_is_below() -> None:
+    """The drafter is right at 0.8 of all levels, and mostly asked for two: deeper ones are rarely seen."""
+    rng, reach = np.random.default_rng(2), Reach(6)
+    for index in range(3000):
+        asked = 6 if index % 10 == 0 else 2
+        right = next((depth for depth in range(asked) if rng.random() >= 0.8), asked)
+        reach.learn(before=0, right=right, asked=asked, generated=right + 1)
+    assert reach.probabilities() == pytest.approx(0.8 ** np.arange(1, 7), abs=0.12)
+
+
+def test_a_few_wrong_drafts_do_not_end_drafting() -> None:
+    reach = Reach(6)
+    for _ in range(3):
+        reach.learn(before=0, right=0, asked=4, generated=1)
+    assert reach.probabilities()[0] > 0.25
+    for _ in range(60):
+        reach.learn(before=0, right=0, asked=4, generated=1)
+    assert reach.probabilities()[0] < 0.05
+
+
 def test_what_nobody_knows_is_not_counted() -> None:
     reach = Reach(6)
     for _ in range(50):
