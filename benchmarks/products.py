@@ -1,9 +1,9 @@
 """Times one small-batch GEMM of a decoding pass on torch's kernels, on oneDNN's and MKL's packed ones, and on our own.
 
-python -m benchmarks.products --sizes 256,1024,2816 --threads 2
+python -m benchmarks.products --sizes 256,1024,3072x1024,1024x3072 --threads 2
 
-Weights rotate over more memory than caches hold, unless they are small enough to stay in one. Kernels take turns, and
-medians count.
+Weights rotate over more memory than caches hold, unless they are small enough to stay in one, in huge pages where the
+system has them, as a model's do. Kernels take turns, and medians count.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from foretoken.decoder.lean.huge_pages import use_huge_pages
 from foretoken.decoder.lean.native_linear import NativeLinear
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     Product = Callable[[], object]
 
 _ROTATED_BYTES = 150 * 2**20
-_TOKENS = (1, 4, 8, 16, 64)
+_TOKENS = (1, 4, 8, 16, 64, 200)
 
 
 def products(weights: Sequence[Tensor], num_tokens: int) -> dict[str, list[Product]]:
@@ -67,19 +68,21 @@ def microseconds(calls: dict[str, list[Product]], rounds: int) -> dict[str, floa
 def main() -> None:
     """Prints one Markdown table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sizes", default="256,1024,2816", help="K of square matrices")
+    parser.add_argument("--sizes", default="256,1024,2816", help="rows x columns, or K of square matrices")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    print(
-        f"| K x K, dtype | kernel | {' | '.join(f'M={count}' for count in _TOKENS)} |\n|{'---|' * (len(_TOKENS) + 2)}"
-    )
-    for size in map(int, options.sizes.split(",")):
+    print(f"| rows x columns, dtype | kernel | {' | '.join(f'M={count}' for count in _TOKENS)} |")
+    print(f"|{'---|' * (len(_TOKENS) + 2)}")
+    for size in options.sizes.split(","):
+        rows, cols = (int(part) for part in (size.split("x") * 2)[:2])
         for dtype in (torch.bfloat16, torch.float32):
-            total = 10 * 2**20 if size < 512 else _ROTATED_BYTES  # small layers stay in the cache when decoding too
-            weights = [torch.randn(size, size).to(dtype) for _ in range(total // (size * size * dtype.itemsize))]
+            # Small layers stay in the cache when decoding too.
+            total = 10 * 2**20 if rows * cols < 512**2 else _ROTATED_BYTES
+            weights = [torch.randn(rows, cols).to(dtype) for _ in range(total // (rows * cols * dtype.itemsize))]
+            use_huge_pages(weights)
             columns = [microseconds(products(weights, count), options.rounds) for count in _TOKENS]
             for row, name in enumerate(columns[0]):
                 label = f"{size}, {'bf16' if dtype == torch.bfloat16 else 'fp32'}" if row == 0 else ""

@@ -193,9 +193,18 @@ FORETOKEN_INLINE void emit_block(const Matrix& matrix, int64_t n, int64_t end, i
   }
 }
 
+// `dot_block` that fetches some lines a step meanwhile. Not inlined: what is done with the results is another for every
+// caller, this is not.
+template <class T, int R, int C>
+[[gnu::noinline]] void fetching_dot_block(const T* const* w, const typename Fragment<T>::Token* x, int64_t K, Into into, const char* ahead, int lines, float* out) {
+  if (into == Into::kAll) return dot_block<T, R, C>(w, x, K, LineFetch<Into::kAll>{ahead, lines}, out);
+  if (into == Into::kSecond) return dot_block<T, R, C>(w, x, K, LineFetch<Into::kSecond>{ahead, lines}, out);
+  dot_block<T, R, C>(w, x, K, LineFetch<Into::kNearest>{ahead, lines}, out);
+}
+
 // See `multiply`; for rows begin..end, each of which meets all tokens before the next ones. Meanwhile they fetch these.
-template <class T, int R, int C, Into kInto, class Emit>
-void multiply_rows(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t begin, int64_t end, Emit&& emit) {
+template <class T, int R, int C, class Emit>
+void multiply_rows(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t begin, int64_t end, Into into, Emit&& emit) {
   const int64_t blocks = (M + C - 1) / C, steps = matrix.cols / kStep<T>;
   const int lines = int((R + blocks - 1) / blocks);
   float out[2 * kLanes];
@@ -203,23 +212,19 @@ void multiply_rows(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t 
     const Rows<T, R> rows(matrix, n);
     const char* next = reinterpret_cast<const char*>(rows.at[0] + R * matrix.cols);  // a prefetch past the end is harmless
     for (int64_t block = 0; block < blocks; ++block) {
-      const LineFetch<kInto> fetch{next + block * steps * lines * kBytes, block < R ? lines : 0};
-      dot_block<T, R, C>(rows.at, x.at(block * C, 0), matrix.cols, fetch, out);
+      const char* ahead = next + block * steps * lines * kBytes;
+      fetching_dot_block<T, R, C>(rows.at, x.at(block * C, 0), matrix.cols, into, ahead, block < R ? lines : 0, out);
       emit_block<R, C>(matrix, n, end, block * C, M, out, emit);
     }
   }
 }
 
-// Adds steps from..to of R rows and a block of C tokens to the sums that wait, or to none yet. Meanwhile the block fetches its
-// share of the R rows at `next`, the same steps of each: `count` of them from row `first` on. Not inlined: what is done with
-// the sums is another for every caller, this is not.
+// `add_steps` for a block of tokens that fetches its share of R rows beginning at `next`, the same steps of each: `count` of
+// them from row `first` on.
 template <class T, int R, int C, Into kInto>
-[[gnu::noinline]] void add_part(const T* const* w, const typename Fragment<T>::Token* x, int64_t from, int64_t to, const T* next, int64_t K, int64_t first, int count, Lanes* waiting) {
+FORETOKEN_INLINE void add_fetching_steps(const T* const* w, const typename Fragment<T>::Token* x, int64_t from, int64_t to, const T* next, int64_t K, int64_t first, int count, Lanes (&sums)[R * C]) {
   const char* at = reinterpret_cast<const char*>(next + first * K);
   const int64_t stride = K * int64_t(sizeof(T));
-  Lanes sums[R * C];
-#pragma GCC unroll 32
-  for (int i = 0; i < R * C; ++i) sums[i] = from == 0 ? Lanes{} : waiting[i];
   if (first >= R) {
     add_steps<T, R, C>(w, x, from, to, NoFetch{}, sums);
   } else if (count == 1) {
@@ -231,14 +236,27 @@ template <class T, int R, int C, Into kInto>
   } else {
     add_steps<T, R, C>(w, x, from, to, RowFetch<kInto, R>{at, stride}, sums);
   }
+}
+
+// Likewise, to the sums that wait, or to none yet. Not inlined, see above.
+template <class T, int R, int C>
+[[gnu::noinline]] void add_part(const T* const* w, const typename Fragment<T>::Token* x, int64_t from, int64_t to, Into into, const T* next, int64_t K, int64_t first, int count, Lanes* waiting) {
+  Lanes sums[R * C];
+#pragma GCC unroll 32
+  for (int i = 0; i < R * C; ++i) sums[i] = from == 0 ? Lanes{} : waiting[i];
+  if (into == Into::kNearest) {
+    add_fetching_steps<T, R, C, Into::kNearest>(w, x, from, to, next, K, first, count, sums);
+  } else {
+    add_fetching_steps<T, R, C, Into::kAll>(w, x, from, to, next, K, first, count, sums);
+  }
 #pragma GCC unroll 32
   for (int i = 0; i < R * C; ++i) waiting[i] = sums[i];
 }
 
 // Likewise, part by part: some steps of `groups` times R rows meet all tokens of a panel, a block of them after another, then
 // the next steps do. The sums over lanes wait in memory meanwhile, so that every sum is taken in the same order.
-template <class T, int R, int C, int kMostGroups, int kMostTokens, Into kInto, class Emit>
-void multiply_parts(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t begin, int64_t end, Emit&& emit) {
+template <class T, int R, int C, int kMostGroups, int kMostTokens, class Emit>
+void multiply_parts(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t begin, int64_t end, Into into, Emit&& emit) {
   const int64_t K = matrix.cols, whole = K / kStep<T> * kStep<T>, depth = kPart * kStep<T>;
   float out[2 * kLanes];
   alignas(kBytes) Lanes waiting[kMostGroups][kMostTokens / C][R * C];
@@ -261,7 +279,7 @@ void multiply_parts(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t
           for (int64_t block = 0; block < blocks; ++block) {
             const int64_t m = first + block * C;
             Lanes* sums = waiting[group][block];
-            add_part<T, R, C, kInto>(rows.at, x.at(m, from), from, to, next, K, block * share, share, sums);
+            add_part<T, R, C>(rows.at, x.at(m, from), from, to, into, next, K, block * share, share, sums);
             if (to < whole) continue;
             finish_dots<T, R, C>(sums, rows.at, x.at(m, whole), whole, K, out);
             emit_block<R, C>(matrix, n, end, m, M, out, emit);
@@ -293,20 +311,15 @@ void multiply(const Matrix& matrix, const Inputs<T>& x, int64_t M, Emit&& emit) 
   // Whether rows go past the other caches, which would not keep them until the next pass, as the nearest one keeps them until
   // they are used.
   const bool skips = matrix.pass_bytes > last_cache_bytes() && (M == 1 ? kRowsOfOne * row <= 2 * nearest_bytes() : kRows * kPart * kBytes <= nearest_bytes());
+  const Into into = skips ? Into::kNearest : Into::kAll;
   if (M == 1) {
-    skips ? multiply_rows<T, kRowsOfOne, 1, Into::kNearest>(matrix, x, M, begin, end, emit)
-          : multiply_rows<T, kRowsOfOne, 1, Into::kAll>(matrix, x, M, begin, end, emit);
+    multiply_rows<T, kRowsOfOne, 1>(matrix, x, M, begin, end, into, emit);
   } else if (M <= kFewTokens && (M > kTokens || bytes > kNear)) {
-    skips ? multiply_parts<T, kRows, kTokens, kGroups, kFewTokens, Into::kNearest>(matrix, x, M, begin, end, emit)
-          : multiply_parts<T, kRows, kTokens, kGroups, kFewTokens, Into::kAll>(matrix, x, M, begin, end, emit);
-  } else if (bytes <= nearest_bytes()) {
-    skips ? multiply_rows<T, kRows, kTokens, Into::kNearest>(matrix, x, M, begin, end, emit)
-          : multiply_rows<T, kRows, kTokens, Into::kAll>(matrix, x, M, begin, end, emit);
+    multiply_parts<T, kRows, kTokens, kGroups, kFewTokens>(matrix, x, M, begin, end, into, emit);
   } else if (bytes <= kNear) {
-    multiply_rows<T, kRows, kTokens, Into::kSecond>(matrix, x, M, begin, end, emit);
+    multiply_rows<T, kRows, kTokens>(matrix, x, M, begin, end, bytes <= nearest_bytes() ? into : Into::kSecond, emit);
   } else {
-    skips ? multiply_parts<T, kRows, kTokens, 1, kPanel, Into::kNearest>(matrix, x, M, begin, end, emit)
-          : multiply_parts<T, kRows, kTokens, 1, kPanel, Into::kAll>(matrix, x, M, begin, end, emit);
+    multiply_parts<T, kRows, kTokens, 1, kPanel>(matrix, x, M, begin, end, into, emit);
   }
 }
 
