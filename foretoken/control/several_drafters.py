@@ -217,9 +217,9 @@ class SeveralDrafters:
         draft_s = self._draft_s() + float(self._merging(len(answers)))
         device = next(iter(answers.values())).tree.tokens.device
         if any(answer.tree.distributions is not None for answer in answers.values()):
-            merged = self._merged(answers, continued)
+            merged, host = self._merged(answers, continued)
             bought = self._bought = buy(
-                on_host(merged), self._cost, self._host, draft_s=draft_s, max_nodes=self._max_nodes,
+                host, self._cost, self._host, draft_s=draft_s, max_nodes=self._max_nodes,
                 is_drawn=drawn_nodes(merged),
             )  # fmt: skip
             self._note_widths(bought)
@@ -229,13 +229,17 @@ class SeveralDrafters:
         self._note_widths(bought)
         return bought.on(device)
 
-    def _merged(self, answers: Mapping[int, _Answer], continued: Continue | None) -> TokenTree:
-        """Trees some of which were drawn as one, and what lookups say below them."""
+    def _merged(self, answers: Mapping[int, _Answer], continued: Continue | None) -> tuple[TokenTree, HostTree]:
+        """Trees some of which were drawn as one, and what lookups say below them; and the same on the host."""
         # In the order in which they were asked: whether the later ones were may depend on what the earlier ones drew.
         trees = [with_values(answer.tree, answer.values) for answer in answers.values()]
         merged = merge_trees(trees, max_nodes=MAX_NODES, drafters=list(answers))
-        grafts = [] if continued is None else self._grafts_on(on_host(merged), continued)
-        return grafted(merged, grafts, max_nodes=MAX_NODES) if grafts else merged
+        host = on_host(merged)
+        grafts = [] if continued is None else self._grafts_on(host, continued)
+        if not grafts:
+            return merged, host
+        merged = grafted(merged, grafts, max_nodes=MAX_NODES)
+        return merged, on_host(merged)
 
     def _merged_on_host(self, answers: Mapping[int, _Answer], continued: Continue | None) -> HostTree:
         """Trees that were chosen as one, and what lookups say below them."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from foretoken.decoder.lean import huge_pages
 from foretoken.decoder.lean.huge_pages import use_huge_pages
 
 _MAPS = Path("/proc/self/smaps")
@@ -41,3 +42,13 @@ def test_weights_move_and_stay_what_they_are() -> None:
 def test_what_fills_no_page_is_left() -> None:
     assert use_huge_pages([]) == 0
     assert use_huge_pages([torch.ones(100_000), torch.ones(3, dtype=torch.bfloat16), torch.ones(0)]) == 0
+
+
+@pytest.mark.parametrize("setting", ["always madvise [never]\n", None])
+def test_nothing_is_asked_for_where_they_are_switched_off(
+    setting: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if setting is not None:
+        (tmp_path / "enabled").write_text(setting, encoding="ascii")
+    monkeypatch.setattr(huge_pages, "_SETTING", tmp_path / "enabled")
+    assert use_huge_pages([torch.ones(4 << 20)]) == 0

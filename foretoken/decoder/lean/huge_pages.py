@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foretoken.decoder.lean.threads import kernel_threads
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _PAGE = 1 << 21
 _PORTION = 1 << 26  # that one thread moves
 _GAP = 1 << 16  # of what an allocator puts between two tensors
@@ -28,7 +30,9 @@ def use_huge_pages(tensors: Iterable[Tensor]) -> int:
     """Moves the memory of tensors into huge pages, where the system has them; what they hold and their addresses stay.
 
     Tensors that lie side by side are taken together, and only pages that they fill. The system may decline: Linux
-    before 6.1 does it later and in its own time, other systems never. Takes a quarter of a second to two a GiB.
+    before 6.1 does it later and in its own time, other systems never, nor where an administrator has switched huge
+    pages off. Takes a quarter of a second to two a GiB. Memory that a process shares with the one that it was forked
+    from becomes its own, so load a model before forking.
 
     Args:
         tensors: Strided ones on a CPU that have been written already: memory never touched would be taken by this.
@@ -36,9 +40,12 @@ def use_huge_pages(tensors: Iterable[Tensor]) -> int:
     Returns:
         Bytes that the system has moved now, or had moved before.
     """
-    if not sys.platform.startswith("linux"):
+    if not sys.platform.startswith("linux") or _are_switched_off():
         return 0
-    advise = ctypes.CDLL(None).madvise
+    try:
+        advise = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):  # of an interpreter that is linked statically
+        return 0
     advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
     def move(begin: int, size: int) -> int:
@@ -55,6 +62,14 @@ def use_huge_pages(tensors: Iterable[Tensor]) -> int:
         return sum(move(*portion) for portion in portions)
     with ThreadPoolExecutor(kernel_threads(), "foretoken-huge-pages") as pool:
         return sum(pool.map(move, *zip(*portions, strict=True)))
+
+
+def _are_switched_off() -> bool:
+    """Whether the system keeps no huge pages for anyone, which a process that insists would still get."""
+    try:
+        return "[never]" in _SETTING.read_text(encoding="ascii")
+    except OSError:
+        return True
 
 
 def _spans(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:

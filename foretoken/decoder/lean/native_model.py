@@ -63,7 +63,7 @@ class NativeModel:
         self._kept: list[Tensor] = []
         self._kept_rows: list[Tensor] = []
         self._vectors = _Vectors((layers if ends is None else ends).tensors())
-        self._pass_bytes = _num_bytes(layers, quantization)
+        self._pass_bytes = _num_bytes(layers, ends, quantization)
         self._hidden = layers.hidden_size
         spec = layers.blocks[0].spec
         self._heads, self._kv_heads, self._head_dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
@@ -288,9 +288,10 @@ class NativeModel:
             raise UnsuitableError(lost_memory(tensor))
 
 
-def _num_bytes(layers: described.Blocks, quantization: Quantization | None) -> int:
-    """Of the matrices that a pass reads."""
+def _num_bytes(layers: described.Blocks, ends: LeanWeights | None, quantization: Quantization | None) -> int:
+    """Of the matrices that a pass reads: those of the blocks, and the LM head's."""
     matrices = [tensor for tensor in layers.tensors() if tensor.dim() > 1]
+    matrices += [] if ends is None else [each for each in ends.head.parameters() if each.dim() > 1]
     return sum(each.numel() * (each.itemsize if quantization is None else 1) for each in matrices)
 
 
