@@ -310,7 +310,7 @@ void multiply(const Matrix& matrix, const Inputs<T>& x, int64_t M, Emit&& emit) 
   const int64_t row = matrix.cols * int64_t(sizeof(T)), bytes = kRows * row;
   // Whether rows go past the other caches, which would not keep them until the next pass, as the nearest one keeps them until
   // they are used.
-  const bool skips = matrix.pass_bytes > last_cache_bytes() && (M == 1 ? kRowsOfOne * row <= 2 * nearest_bytes() : kRows * kPart * kBytes <= nearest_bytes());
+  const bool skips = M <= kFewTokens && matrix.pass_bytes > last_cache_bytes() && (M == 1 ? kRowsOfOne * row <= 2 * nearest_bytes() : kRows * kPart * kBytes <= nearest_bytes());
   const Into into = skips ? Into::kNearest : Into::kAll;
   if (M == 1) {
     multiply_rows<T, kRowsOfOne, 1>(matrix, x, M, begin, end, into, emit);
