@@ -71,13 +71,17 @@ def values_of(host: HostTree, calibration: Calibration) -> NDArray[np.float64]:
 
 def valued(host: HostTree, values: NDArray[np.float64]) -> HostTree:
     """Trees with (B, N) probabilities of their nodes as scores."""
-    return host._replace(scores=np.log(np.maximum(values, 1e-30)).astype(np.float32))
+    return host._replace(scores=_logarithms(values))
 
 
 def with_values(tree: TokenTree, values: NDArray[np.float64]) -> TokenTree:
     """As `valued`, where the tree lies."""
-    logarithms = torch.from_numpy(np.log(np.maximum(values, 1e-30)).astype(np.float32))
-    return replace(tree, scores=logarithms.to(tree.tokens.device))
+    return replace(tree, scores=torch.from_numpy(_logarithms(values)).to(tree.tokens.device))
+
+
+def _logarithms(values: NDArray[np.float64]) -> NDArray[np.float32]:
+    """Of probabilities, finite ones."""
+    return np.log(np.maximum(values, 1e-30)).astype(np.float32)
 
 
 def with_ancestors(nodes: NDArray[np.bool_], host: HostTree) -> NDArray[np.bool_]:

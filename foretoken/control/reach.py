@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 
 _FADE = 0.5 ** (1 / 60)  # of an observation, by later ones
 _PRIOR = 4.0  # observations that the mean rate is worth as a guess at each level
-_GUESS, _GUESS_WEIGHT = (
-    0.6,
-    10.0,
-)  # the mean rate to begin with, and tokens that it is worth: a few wrong drafts end none
+_GUESS = 0.6  # the mean rate to begin with,
+_GUESS_WEIGHT = 10.0  # and tokens that it is worth, so that a few wrong drafts are no reason to give up
 
 
 class Reach:

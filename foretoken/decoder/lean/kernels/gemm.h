@@ -308,10 +308,11 @@ template <class T, int kUnit = kShare, class Emit>
 void multiply(const Matrix& matrix, const Inputs<T>& x, int64_t M, Emit&& emit) {
   const auto [begin, end] = Share(matrix.rows, kUnit);
   const int64_t row = matrix.cols * int64_t(sizeof(T)), bytes = kRows * row;
-  // Whether rows go past the other caches, which would not keep them until the next pass, as the nearest one keeps them until
+  // Rows go past the other caches where these would not keep them until the next pass, and the nearest one keeps them until
   // they are used.
-  const bool skips = M <= kFewTokens && matrix.pass_bytes > last_cache_bytes() && (M == 1 ? kRowsOfOne * row <= 2 * nearest_bytes() : kRows * kPart * kBytes <= nearest_bytes());
-  const Into into = skips ? Into::kNearest : Into::kAll;
+  const bool are_lost = matrix.pass_bytes > last_cache_bytes();
+  const bool stay_near = M == 1 ? kRowsOfOne * row <= 2 * nearest_bytes() : kRows * kPart * kBytes <= nearest_bytes();
+  const Into into = M <= kFewTokens && are_lost && stay_near ? Into::kNearest : Into::kAll;
   if (M == 1) {
     multiply_rows<T, kRowsOfOne, 1>(matrix, x, M, begin, end, into, emit);
   } else if (M <= kFewTokens && (M > kTokens || bytes > kNear)) {

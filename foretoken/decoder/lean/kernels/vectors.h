@@ -95,6 +95,7 @@ inline void store_lanes(Bfloat16* p, Lanes x) {  // as `assign`
   *reinterpret_cast<Halves*>(p) = __builtin_convertvector(halves, Halves);
 }
 
+// A row of float32 in another dtype, rounded as `assign` does.
 template <class To>
 inline void copy_row(To* to, const float* from, int64_t count) {
   int64_t i = 0;
