@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections import deque
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from foretoken.control.base import Allotment, Allowance
 from foretoken.control.fading_line import FadingLine
 from foretoken.control.probing import WEIGHT_AT_PROBE, ProbeSchedule
@@ -49,10 +47,9 @@ class AdaptiveDepth:
         """
         max_depth = len(nodes_by_depth) - 1
         self._cost, self._max_depth = cost, max_depth
-        self._nodes = np.array(nodes_by_depth)
-        self._depths = np.arange(1, max_depth + 1)
-        self._reached = np.zeros(max_depth)  # drafts whose first d tokens were tested or accepted, fading
-        self._accepted = np.zeros(max_depth)  # of these, the ones that accepted token d
+        self._nodes = list(nodes_by_depth)
+        self._reached = [0.0] * max_depth  # drafts whose first d tokens were tested or accepted, fading
+        self._accepted = [0.0] * max_depth  # of these, the ones that accepted token d
         self._asked = self._answered = 1.0  # sequences that were to be drafted for, and those that were, fading
         self._levels: deque[float] = deque(level_seconds, maxlen=_DRAFTS_KEPT)  # seconds a level of recent drafts
         self._misses: deque[float] = deque(maxlen=_DRAFTS_KEPT)  # seconds of recent calls that brought nothing
@@ -60,7 +57,7 @@ class AdaptiveDepth:
         self._is_asking = False
         self._is_wanted = False  # whether drafting pays from the next iteration on, of which drafters hear first
         self._probes = ProbeSchedule()
-        self._table: tuple[int, np.ndarray] | None = None  # batch size, seconds of passes by depth
+        self._table: tuple[int, list[float]] | None = None  # batch size, seconds of passes by depth
         self._age = 0
         self._reason: Declined | None = None  # of the last decision against drafting
         self._price = 0.0  # what a probe adds to an iteration of plain decoding, as a share of it
@@ -80,7 +77,7 @@ class AdaptiveDepth:
             batch_size, may_draft_next
         ):  # fmt: skip
             return known
-        allowance = Allowance(depth=depth, nodes=int(self._nodes[-1]))
+        allowance = Allowance(depth=depth, nodes=self._nodes[-1])
         allotment = Allotment(
             allowances=[allowance] * batch_size, declined=self.declined, may_draft_next=may_draft_next
         )
@@ -121,30 +118,42 @@ class AdaptiveDepth:
         return not is_idle or idle % _DECIDE_EVERY == 0 or self._table is None or self._table[0] != batch_size
 
     def _paying_depth(self, batch_size: int) -> int:
-        """The depth that earns most; 0 where plain decoding does."""
+        """The depth that earns most; 0 where plain decoding does.
+
+        Plain numbers, not arrays: for a dozen depths numpy's operations take several times as long.
+        """
         # The fastest: a draft that also reads a prompt, or all that passed while nothing was drafted, takes many times
         # as long and says nothing of the next one.
-        miss = _fastest(self._misses)
-        drafts = np.maximum(self._depths * _fastest(self._levels), miss)
+        level, miss = _fastest(self._levels), _fastest(self._misses)
         passes = self._pass_seconds(batch_size)
-        plain = passes[0] + self._host(batch_size)
-        hit = self._answered / self._asked
-        tokens = 1.0 + self._conditional().cumprod().cumsum()
-        seconds = hit * (passes[1:] + drafts + self._host(batch_size * tokens)) + (1 - hit) * (plain + miss)
-        rates = (hit * tokens + 1 - hit) / seconds
-        losses = (passes[1:] - passes[0] + drafts) / plain  # of a draft of which nothing is accepted
-        best = int(np.where(losses <= self._probes.stake, rates, 0.0).argmax())
-        if rates[best] > 1.0 / plain and losses[best] <= self._probes.stake and not self._probes.is_spent:
-            return best + 1
-        best = int(rates.argmax())
+        host, host_per_token = self._host.line
+        plain = passes[0] + host + host_per_token * batch_size
+        hit, stake = self._answered / self._asked, self._probes.stake
+        conditional = self._conditional()
+        survival = tokens = 1.0
+        best = best_within = 0  # of all depths, and of those that do not lose more than may be lost
+        rate = rate_within = 0.0
+        for depth, each in enumerate(conditional, start=1):
+            survival *= each
+            tokens += survival
+            draft = max(depth * level, miss)
+            asked = passes[depth] + draft + host + host_per_token * batch_size * tokens
+            reached = (hit * tokens + 1 - hit) / (hit * asked + (1 - hit) * (plain + miss))
+            if reached > rate:
+                best, rate = depth, reached
+            # What a draft loses of which nothing is accepted.
+            if reached > rate_within and passes[depth] - passes[0] + draft <= stake * plain:
+                best_within, rate_within = depth, reached
+        if rate_within > 1.0 / plain and not self._probes.is_spent:
+            return best_within
         self._reason = Declined(
-            width=batch_size * int(self._nodes[best + 1]),
-            pass_cost=float(passes[best + 1] / passes[0]),
-            draft_cost=float(drafts[best] / passes[0]),
-            acceptance=float(self._conditional()[0]) if self._reached[0] else None,
-            hit_rate=float(hit),
+            width=batch_size * self._nodes[best],
+            pass_cost=passes[best] / passes[0],
+            draft_cost=max(best * level, miss) / passes[0],
+            acceptance=conditional[0] if self._reached[0] else None,
+            hit_rate=hit,
         )
-        self._price = float(drafts[0] + passes[1] - passes[0]) / plain
+        self._price = (max(level, miss) + passes[1] - passes[0]) / plain
         self._declining = None
         return 0
 
@@ -172,8 +181,8 @@ class AdaptiveDepth:
             if step.tree_depth == 0:
                 continue
             tested = min(step.num_accepted + 1, step.tree_depth, self._max_depth)
-            self._reached = self._reached * _FADE + (self._depths <= tested)
-            self._accepted = self._accepted * _FADE + (self._depths <= step.num_accepted)
+            self._reached = [each * _FADE + (depth < tested) for depth, each in enumerate(self._reached)]
+            self._accepted = [each * _FADE + (depth < step.num_accepted) for depth, each in enumerate(self._accepted)]
 
     def _spend(self, record: StepRecord, deepest: int, tokens: float) -> None:
         """Accounts for an iteration with a draft against plain decoding.
@@ -184,30 +193,32 @@ class AdaptiveDepth:
         seconds = record.seconds.total
         batch_size = len(record.sequences)
         if not self._probes.num_idle:
-            known = self._cost(record.num_tokens) + self._host(batch_size * tokens)
-            rest = min(seconds - record.seconds.draft, _LARGEST_RATIO * float(known))
+            known = self._cost(record.num_tokens) + float(self._host(batch_size * tokens))
+            rest = min(seconds - record.seconds.draft, _LARGEST_RATIO * known)
             seconds = rest + min(deepest * _fastest(self._levels), record.seconds.draft)
         plain = float(self._pass_seconds(batch_size)[0] + self._host(batch_size))
         self._probes.spend(seconds / plain - tokens, tokens)
 
-    def _pass_seconds(self, batch_size: int) -> np.ndarray:
+    def _pass_seconds(self, batch_size: int) -> list[float]:
         """Seconds of passes at depths 0, 1, …; read off the curve anew now and then, as it hardly moves."""
         if self._table is None or self._table[0] != batch_size or self._age >= _REFRESH_EVERY:
-            widths = batch_size * self._nodes
-            self._table, self._age = (batch_size, self._cost.seconds(widths)), 0
+            self._table, self._age = (batch_size, [self._cost(batch_size * nodes) for nodes in self._nodes]), 0
         self._age += 1
         return self._table[1]
 
     def _age_evidence(self) -> None:
         """Makes what was accepted before a probe count less than the probe, which may find another text."""
-        share = WEIGHT_AT_PROBE / max(float(self._reached[0]), WEIGHT_AT_PROBE)
-        self._reached, self._accepted = self._reached * share, self._accepted * share
+        share = WEIGHT_AT_PROBE / max(self._reached[0], WEIGHT_AT_PROBE)
+        self._reached = [each * share for each in self._reached]
+        self._accepted = [each * share for each in self._accepted]
 
-    def _conditional(self) -> np.ndarray:
+    def _conditional(self) -> list[float]:
         """P(token survives | the ones before did) by depth, drawn towards the pooled rate where little is known."""
-        pooled = (self._accepted.sum() + 1.5) / (self._reached.sum() + 2.5)
-        result: np.ndarray = (self._accepted + 4 * pooled) / (self._reached + 4)
-        return result
+        pooled = (sum(self._accepted) + 1.5) / (sum(self._reached) + 2.5)
+        return [
+            (accepted + 4 * pooled) / (reached + 4)
+            for accepted, reached in zip(self._accepted, self._reached, strict=True)
+        ]
 
 
 def _fastest(seconds: Sequence[float]) -> float:

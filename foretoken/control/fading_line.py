@@ -24,13 +24,19 @@ class FadingLine:
         self._xx = self._xx * _FADE + x * x
         self._xy = self._xy * _FADE + x * y
 
-    def __call__(self, x: float | np.ndarray) -> float | np.ndarray:
-        """The line's height; 0 before anything was observed."""
+    @property
+    def line(self) -> tuple[float, float]:
+        """Its height at 0, and its slope; 0 before anything was observed."""
         if not self._count:
-            return 0.0 * x
+            return 0.0, 0.0
         mean_x, mean_y = self._x / self._count, self._y / self._count
         variance = self._xx / self._count - mean_x**2
         slope = (self._xy / self._count - mean_x * mean_y) / variance if variance > 1e-6 else 0.0
         steepest = mean_y / mean_x if mean_x > 0 else 0.0
         slope = min(max(slope, 0.0), steepest)  # neither falls nor starts below 0
-        return mean_y + slope * (x - mean_x)
+        return mean_y - slope * mean_x, slope
+
+    def __call__(self, x: float | np.ndarray) -> float | np.ndarray:
+        """The line's height."""
+        start, slope = self.line
+        return start + slope * x

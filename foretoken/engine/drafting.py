@@ -161,6 +161,7 @@ class Drafting:
         self._controller, self._device = controller, device
         self._noise = DraftNoise()
         self.names = [guard.name for guard in self._guards]
+        self._credits: dict[int, tuple[str, ...]] = {}
         self._lookups = [index for index, guard in enumerate(self._guards) if guard.can_continue]
         self._max_nodes, self._nodes_by_depth = max_nodes, [list(drafter.nodes_by_depth) for drafter in drafters]
         self.reads = joint_reads(drafters)
@@ -298,9 +299,13 @@ class Drafting:
         if self._controller is not None and self.is_active and (record.asked or record.declined is not None):
             self._controller.learn(record)
 
-    def credit(self, source: int) -> list[str]:
+    def credit(self, source: int) -> tuple[str, ...]:
         """Names of the drafters in a bit set of `TokenTree.source`, a grammar's forced tokens after them all."""
-        return [name for bit, name in enumerate((*self.names, FORCED)) if source >> bit & 1]
+        known = self._credits.get(source)
+        if known is None:
+            known = tuple(name for bit, name in enumerate((*self.names, FORCED)) if source >> bit & 1)
+            self._credits[source] = known
+        return known
 
 
 def _num_proposed(drafts: Sequence[SafeDraft], max_depth: Sequence[int]) -> list[int | None]:

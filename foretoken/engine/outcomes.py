@@ -218,7 +218,9 @@ def newly_committed(
     paths = [outcome.path for outcome in outcomes]
     if features is not None:
         nodes = [start + node for start, path in zip(starts, paths, strict=True) for node in (0, *path)]
-        if len(nodes) < len(features) or nodes != list(range(len(nodes))):
+        if nodes == list(range(len(nodes))):
+            features = features[: len(nodes)]
+        else:
             features = features[torch.tensor(nodes, dtype=torch.int64, device=features.device)]
     return Committed(
         slots=trees.slots,
@@ -251,12 +253,13 @@ def sequence_step(
         ends_prompt: See `SequenceStep`.
     """
     accepted = min(len(outcome.path), len(generated))
-    accepted_from = [tuple(drafting.credit(source)) for source in outcome.sources[:accepted]]
+    accepted_from = [drafting.credit(source) for source in outcome.sources[:accepted]]
     if trace is not None and len(generated) <= len(outcome.path):
         trace = replace(trace, path=outcome.path[:accepted], next_token=None)
-    drafted = Counter[str]()
+    drafted: dict[str, int] = {}
     for source, count in Counter(outcome.drafted).items():
-        drafted.update(dict.fromkeys(drafting.credit(source), count))
+        for name in drafting.credit(source):
+            drafted[name] = drafted.get(name, 0) + count
     return SequenceStep(
         request_id=sequence.request_id,
         num_drafted=outcome.num_drafted,
@@ -265,7 +268,7 @@ def sequence_step(
         num_emitted=len(generated),
         tokens=generated,
         accepted_by=dict(Counter(name for names in accepted_from for name in names)),
-        drafted_by=dict(drafted),
+        drafted_by=drafted,
         num_proposed=num_proposed,
         accepted_from=accepted_from,
         ends_prompt=ends_prompt,

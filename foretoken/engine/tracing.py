@@ -36,7 +36,7 @@ def traced(
     rules: Sequence[str],
     root_positions: Tensor,
     outcomes: Sequence[Outcome],
-    credit: Callable[[int], list[str]],
+    credit: Callable[[int], Sequence[str]],
     impossible_ids: Tensor | None,
 ) -> list[TreeTrace]:
     """What became of the nodes of B trees, one transfer to the host.
@@ -69,7 +69,7 @@ def traced(
 
 
 def _trace(
-    values: list[float], rule: str, outcome: Outcome, *, has_scores: bool, credit: Callable[[int], list[str]]
+    values: list[float], rule: str, outcome: Outcome, *, has_scores: bool, credit: Callable[[int], Sequence[str]]
 ) -> TreeTrace:
     """One sequence's trace of what was brought to the host."""
     position, count, *packed = values

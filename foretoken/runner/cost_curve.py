@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,13 +34,12 @@ class CostCurve:
             widths: Ascending.
             seconds: One entry a width.
         """
-        self._widths = np.array(widths, dtype=np.float64)
-        self._seconds = np.array(seconds, dtype=np.float64)
+        self._widths, self._seconds = list(widths), [float(each) for each in seconds]
 
     @property
     def points(self) -> list[tuple[int, float]]:
         """Measured widths and seconds."""
-        return [(int(width), float(seconds)) for width, seconds in zip(self._widths, self._seconds, strict=True)]
+        return list(zip(self._widths, self._seconds, strict=True))
 
     @classmethod
     def measure(
@@ -76,25 +77,39 @@ class CostCurve:
 
     def seconds(self, widths: Any) -> Any:
         """Seconds of passes; widths: an array of numbers of tokens, gives an array of the same shape."""
-        rising = np.minimum.accumulate(self._seconds[::-1])[::-1]
+        rising = self._rising()
         inside = np.interp(widths, self._widths, rising)
-        if len(rising) == 1:
-            return inside
-        slope = (rising[-1] - rising[-2]) / (self._widths[-1] - self._widths[-2])
-        return inside + slope * np.maximum(np.asarray(widths) - self._widths[-1], 0.0)
+        return inside + self._slope(rising) * np.maximum(np.asarray(widths) - self._widths[-1], 0.0)
 
-    def __call__(self, width: int) -> float:
-        """Seconds of a pass of one width."""
-        return float(self.seconds(width))
+    def __call__(self, width: float) -> float:
+        """Seconds of a pass of one width: as `seconds`, without an array, as controllers ask several times a pass."""
+        rising, widths = self._rising(), self._widths
+        if width >= widths[-1]:
+            return rising[-1] + self._slope(rising) * (width - widths[-1])
+        after = bisect_right(widths, width)
+        if not after:
+            return rising[0]
+        share = (width - widths[after - 1]) / (widths[after] - widths[after - 1])
+        return rising[after - 1] + share * (rising[after] - rising[after - 1])
 
     def learn(self, width: int, seconds: float) -> None:
         """Moves the measured point of a width, if there is one, towards a pass that was just made, others a little."""
-        index = int(np.searchsorted(self._widths, width))
+        index = bisect_left(self._widths, width)
         if index < len(self._widths) and self._widths[index] == width:
             known = self._seconds[index]
             change = min(seconds / known, _LARGEST_RATIO) - 1
-            self._seconds *= 1 + _DRIFT_RATE * change
+            self._seconds = [each * (1 + _DRIFT_RATE * change) for each in self._seconds]
             self._seconds[index] = known * (1 + _LEARNING_RATE * change)
+
+    def _rising(self) -> list[float]:
+        """Seconds at the measured widths, none more than at a wider one."""
+        return [*accumulate(reversed(self._seconds), min)][::-1]
+
+    def _slope(self, rising: Sequence[float]) -> float:
+        """Seconds of a token past the last measured width; rising: see `_rising`."""
+        if len(rising) == 1:
+            return 0.0
+        return (rising[-1] - rising[-2]) / (self._widths[-1] - self._widths[-2])
 
 
 def _fastest(run: Callable[[int], None], width: int) -> float:
