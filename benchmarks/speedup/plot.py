@@ -173,16 +173,19 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, str, str]], theme: Theme)
     right = max(axes.get_xticks())
     ordered = sorted(ends)
     places = [log(value / low) / log(high / low) for value, _, _ in ordered]
+    gap = min(_LEAST_GAP, 0.96 / max(len(places) - 1, 1))
     for _ in range(100):
         for i in range(len(places) - 1):
-            lack = _LEAST_GAP - (places[i + 1] - places[i])
+            lack = gap - (places[i + 1] - places[i])
             if lack > 0:
                 places[i], places[i + 1] = places[i] - lack / 2, places[i + 1] + lack / 2
+        for i, place in enumerate(places):  # within the panel, with room for those below and above
+            places[i] = min(max(place, 0.02 + gap * i), 0.98 - gap * (len(places) - 1 - i))
     for place, (value, text, colour) in zip(places, ordered, strict=True):
         axes.annotate(
             text,
             (right, value),
-            xytext=(0.70, min(max(place, 0.02), 0.98)),
+            xytext=(0.70, place),
             textcoords="axes fraction",
             color=colour,
             fontsize=9,

@@ -57,11 +57,30 @@ def in_order(methods: list[str]) -> list[str]:
 
 
 def look_of(method: str, methods: list[str]) -> Look:
-    """How a method is shown among others."""
+    """How a method is shown among others: one of a shape of trees of its own in the method's colours.
+
+    Args:
+        method: A name, `NAME:dynamic`, or several of either with `+` between them, drafting for one tree.
+        methods: All that are shown.
+    """
     if method in _LOOKS:
         return _LOOKS[method]
-    others = [name for name in methods if name not in _LOOKS]
-    return Look(method, *_OTHERS[others.index(method) % len(_OTHERS)])
+    known = _LOOKS.get(method.partition(":")[0])
+    if known is not None and "+" not in method:
+        return Look(_title_of(method), known.light, known.dark, "d")
+    others = [name for name in methods if name not in _LOOKS and (":" not in name or "+" in name)]
+    return Look(_title_of(method), *_OTHERS[others.index(method) % len(_OTHERS)])
+
+
+def _title_of(method: str) -> str:
+    """A title that says which drafters there are and that their trees are dynamic; else the name as it is."""
+    titles = []
+    for part in method.split("+"):
+        name, _, tree = part.partition(":")
+        if name not in _LOOKS or tree not in ("", "dynamic"):
+            return method
+        titles.append(_LOOKS[name].title + (", dynamic trees" if tree else ""))
+    return " + ".join(titles)
 
 
 def distinct_look(number: int) -> Look:
