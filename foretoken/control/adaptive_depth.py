@@ -13,6 +13,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from foretoken.control.base import Allotment, Allowance
+from foretoken.control.draft_seconds import fastest_by_depth
 from foretoken.control.fading_line import FadingLine
 from foretoken.control.probing import WEIGHT_AT_PROBE, ProbeSchedule
 from foretoken.core.records import Declined
@@ -30,6 +31,9 @@ _DRAFTS_KEPT = 9
 _REFRESH_EVERY = 8  # iterations for which costs are taken from the table
 _DECIDE_EVERY = 32  # iterations without drafts after which the decision is made anew
 _LARGEST_RATIO = 2.0  # of what an iteration took to what it is known to take: one that was interrupted says little
+_GUESS, _GUESS_WEIGHT = 0.6, 2.5  # rate of all depths where none is known, and tokens that a guess is worth
+_PRIOR = 4.0  # tokens that the rate of all depths is worth at each depth
+_MOST_FIXED = 16.0  # levels that what is done once a draft may take
 _NUM_FREE = 2  # drafts whose seconds are not held against the next ones: the first reads the prompt
 _FADE = 0.5 ** (1.0 / _HALF_LIFE)
 
@@ -37,21 +41,35 @@ _FADE = 0.5 ** (1.0 / _HALF_LIFE)
 class AdaptiveDepth:
     """A controller that chooses the depth of the next draft from what recent drafts brought; for one drafter."""
 
-    def __init__(self, cost: CostCurve, nodes_by_depth: Sequence[int], *, level_seconds: Sequence[float] = ()) -> None:
-        """A controller that knows nothing of the drafter's acceptance yet.
+    def __init__(
+        self,
+        cost: CostCurve,
+        nodes_by_depth: Sequence[int],
+        *,
+        timed: Sequence[tuple[int, float]] = (),
+        expected: Sequence[float] = (),
+    ) -> None:
+        """A controller that has seen nothing of the drafter yet.
 
         Args:
             cost: Seconds of a pass.
             nodes_by_depth: Of the drafter, see `foretoken.drafters.base.Drafter`.
-            level_seconds: Seconds a level of drafts that were timed before, as far as there are some.
+            timed: Depth and seconds of drafts that were timed before, as far as there are some.
+            expected: P(token d survives | the ones before did) by depth, as far as it is known.
         """
         max_depth = len(nodes_by_depth) - 1
         self._cost, self._max_depth = cost, max_depth
         self._nodes = list(nodes_by_depth)
         self._reached = [0.0] * max_depth  # drafts whose first d tokens were tested or accepted, fading
         self._accepted = [0.0] * max_depth  # of these, the ones that accepted token d
+        self._guess = sum(expected) / len(expected) if expected else _GUESS
+        # Of each depth's rate to that of all depths.
+        self._shape = [each / self._guess for each in [*expected, *([self._guess] * max_depth)][:max_depth]]
         self._asked = self._answered = 1.0  # sequences that were to be drafted for, and those that were, fading
-        self._levels: deque[float] = deque(level_seconds, maxlen=_DRAFTS_KEPT)  # seconds a level of recent drafts
+        self._fixed = _fixed_levels(timed)  # what a draft takes besides its levels, in levels
+        self._levels = deque(  # seconds a level of recent drafts
+            (seconds / (self._fixed + depth) for depth, seconds in timed), maxlen=_DRAFTS_KEPT
+        )
         self._misses: deque[float] = deque(maxlen=_DRAFTS_KEPT)  # seconds of recent calls that brought nothing
         self._host = FadingLine()  # seconds of accepting and committing by tokens emitted
         self._is_asking = False
@@ -136,7 +154,7 @@ class AdaptiveDepth:
         for depth, each in enumerate(conditional, start=1):
             survival *= each
             tokens += survival
-            draft = max(depth * level, miss)
+            draft = max((self._fixed + depth) * level, miss)
             asked = passes[depth] + draft + host + host_per_token * batch_size * tokens
             reached = (hit * tokens + 1 - hit) / (hit * asked + (1 - hit) * (plain + miss))
             if reached > rate:
@@ -149,11 +167,11 @@ class AdaptiveDepth:
         self._reason = Declined(
             width=batch_size * self._nodes[best],
             pass_cost=passes[best] / passes[0],
-            draft_cost=max(best * level, miss) / passes[0],
+            draft_cost=max((self._fixed + best) * level, miss) / passes[0],
             acceptance=conditional[0] if self._reached[0] else None,
             hit_rate=hit,
         )
-        self._price = (max(level, miss) + passes[1] - passes[0]) / plain
+        self._price = (max((self._fixed + 1) * level, miss) + passes[1] - passes[0]) / plain
         self._declining = None
         return 0
 
@@ -169,7 +187,7 @@ class AdaptiveDepth:
             self._host.learn(emitted, record.seconds.accept + record.seconds.commit)
         deepest = max((step.tree_depth for step in record.sequences), default=0)
         if deepest:
-            self._levels.append(record.seconds.draft / deepest)
+            self._levels.append(record.seconds.draft / (self._fixed + deepest))
         elif self._is_asking:
             self._misses.append(record.seconds.draft)
         if self._is_asking and not record.num_prompt_tokens:
@@ -195,7 +213,8 @@ class AdaptiveDepth:
         if not self._probes.num_idle:
             known = self._cost(record.num_tokens) + float(self._host(batch_size * tokens))
             rest = min(seconds - record.seconds.draft, _LARGEST_RATIO * known)
-            seconds = rest + min(deepest * _fastest(self._levels), record.seconds.draft)
+            known_draft = (self._fixed + deepest) * _fastest(self._levels)
+            seconds = rest + min(known_draft, record.seconds.draft)
         plain = float(self._pass_seconds(batch_size)[0] + self._host(batch_size))
         self._probes.spend(seconds / plain - tokens, tokens)
 
@@ -214,11 +233,26 @@ class AdaptiveDepth:
 
     def _conditional(self) -> list[float]:
         """P(token survives | the ones before did) by depth, drawn towards the pooled rate where little is known."""
-        pooled = (sum(self._accepted) + 1.5) / (sum(self._reached) + 2.5)
+        pooled = (sum(self._accepted) + _GUESS_WEIGHT * self._guess) / (sum(self._reached) + _GUESS_WEIGHT)
         return [
-            (accepted + 4 * pooled) / (reached + 4)
-            for accepted, reached in zip(self._accepted, self._reached, strict=True)
+            (accepted + _PRIOR * min(pooled * shape, 1.0)) / (reached + _PRIOR)
+            for accepted, reached, shape in zip(self._accepted, self._reached, self._shape, strict=True)
         ]
+
+
+def _fixed_levels(timed: Sequence[tuple[int, float]]) -> float:
+    """How many levels take as long as what is done once a draft, by the fastest drafts of two depths.
+
+    Were drafts held to take as long as their levels alone, a shallow one would make deeper ones seem dearer than they
+    are, and nobody would try them.
+    """
+    fastest = fastest_by_depth(timed)
+    shallow, deep = min(fastest, default=0), max(fastest, default=0)
+    if shallow == deep:
+        return 0.0
+    level = max((fastest[deep] - fastest[shallow]) / (deep - shallow), 0.0)
+    most = _MOST_FIXED * level
+    return min(max(fastest[shallow] - shallow * level, 0.0), most) / level if level else _MOST_FIXED
 
 
 def _fastest(seconds: Sequence[float]) -> float:

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 from foretoken.control.fading_line import FadingLine
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import numpy as np
 
 _LONG_RATIO = 1.5  # of a proposal to what is known: one that also reads a prompt says nothing of the next; two do
@@ -17,20 +19,18 @@ _SMALLEST_RATIO = 0.5  # below it what is known is wrong: no proposal is faster 
 class DraftSeconds:
     """Seconds of one drafter's proposals."""
 
-    def __init__(self, deepest: int, level_seconds: tuple[int, float] | None = None) -> None:
+    def __init__(self, deepest: int, timed: Sequence[tuple[int, float]] = ()) -> None:
         """What is known beforehand.
 
         Args:
             deepest: Levels that are drafted at most.
-            level_seconds: The depth of proposals that were timed, and seconds a level of the fastest; None where none
-                were.
+            timed: Depth and seconds of proposals that were timed, the fastest of each depth of which count.
         """
         self._deepest, self._line, self._num = deepest, FadingLine(), 0
         self._was_long = False  # the last proposal, which was left out
-        if level_seconds is not None:
-            depth, seconds = level_seconds
-            self._line.learn(depth, depth * seconds)
-            self._num = 1
+        for depth, seconds in fastest_by_depth(timed).items():
+            self._line.learn(depth, seconds)
+            self._num += 1
 
     @property
     def is_known(self) -> bool:
@@ -59,3 +59,11 @@ class DraftSeconds:
                 seconds = min(seconds, _LARGEST_RATIO * known)
         self._num += 1
         self._line.learn(depth, seconds)
+
+
+def fastest_by_depth(timed: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """Seconds of the fastest draft of each depth, of depth and seconds of some."""
+    fastest: dict[int, float] = {}
+    for depth, seconds in timed:
+        fastest[depth] = min(fastest.get(depth, seconds), seconds)
+    return fastest

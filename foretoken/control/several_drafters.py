@@ -54,10 +54,10 @@ _LEAVES, _LEAST_VALUE = 4, 0.1  # that are grafted onto: at most so many and one
 class _Known:
     """What is known of one drafter."""
 
-    def __init__(self, nodes_by_depth: Sequence[int], level_seconds: tuple[int, float] | None) -> None:
+    def __init__(self, nodes_by_depth: Sequence[int], timed: Sequence[tuple[int, float]]) -> None:
         self.deepest, self.nodes_by_depth = min(len(nodes_by_depth) - 1, _DEEPEST), nodes_by_depth
         self.calibration, self.grafts = Calibration(), Calibration()
-        self.seconds = DraftSeconds(self.deepest, level_seconds)
+        self.seconds = DraftSeconds(self.deepest, timed)
         self.probes = ProbeSchedule()
         self.widths = np.minimum(np.diff(nodes_by_depth)[: self.deepest], 1.0)  # nodes bought a level; first a chain
         self._reach = {frozenset[int](): Reach(self.deepest)}
@@ -111,7 +111,7 @@ class SeveralDrafters:
         *,
         nodes_by_depth: Sequence[Sequence[int]],
         max_nodes: int,
-        level_seconds: Sequence[tuple[int, float] | None] = (),
+        timed: Sequence[Sequence[tuple[int, float]]] = (),
     ) -> None:
         """A controller that knows nothing of the drafters' acceptance yet.
 
@@ -119,11 +119,10 @@ class SeveralDrafters:
             cost: Seconds of a pass.
             nodes_by_depth: Of each drafter, see `foretoken.drafters.base.Drafter`.
             max_nodes: Most nodes of a verified tree, root included.
-            level_seconds: See `DraftSeconds`; of each drafter, or of none.
+            timed: See `DraftSeconds`; of each drafter, or of none.
         """
         self._cost, self._max_nodes = cost, max_nodes
-        timed = level_seconds or [None] * len(nodes_by_depth)
-        self._known = [_Known(*each) for each in zip(nodes_by_depth, timed, strict=True)]
+        self._known = [_Known(*each) for each in zip(nodes_by_depth, timed or [()] * len(nodes_by_depth), strict=True)]
         self._host, self._merging = FadingLine(), FadingLine()  # by tokens generated; by trees that had nodes
         self._num_declined = 0  # iterations in a row
         self._declined: Declined | None = None

@@ -296,6 +296,18 @@ class Lookup(Protocol):
         """
 
 
+@runtime_checkable
+class MeasuredDrafter(Protocol):
+    """What a trusted drafter may have besides: how often it was right where that was measured before.
+
+    It decides how deep the first drafts are; what is accepted of them counts more soon.
+    """
+
+    @property
+    def expected_acceptance(self) -> Sequence[float]:
+        """P(level d of a tree holds the target's token | the level above does), at depths 1, 2, …; empty if unknown."""
+
+
 TreeOption = str | InstanceOf[TreeShape]
 _OWN_TREES = ("chain", "tree", "dynamic")
 _TREE_TOP_K = 10  # EAGLE's

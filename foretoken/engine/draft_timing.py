@@ -7,6 +7,7 @@ allocate and capture, are over as well.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter, TargetHandle
 
 _PROMPT_LEN = 8
-TIMED_DEPTH = 4  # of the timed drafts, at most
-_NUM_DRAFTS = 4  # the first reads the prompt
+_DEEPEST = 4  # of the timed drafts, at most
+_NUM_DRAFTS = 7  # the first reads the prompt; then by turns of one level and of the deepest
 _LIMIT_S = 1.0  # no further draft after that, once two were timed
 _SLOT = 0
 
 
-def time_drafts(drafter: Drafter, target: TargetHandle) -> list[float]:
-    """Seconds of a level of some drafts over a text of zeros, the fastest of which says what drafting takes.
+def time_drafts(drafter: Drafter, target: TargetHandle) -> list[tuple[int, float]]:
+    """Depth and seconds of some drafts over a text of zeros, the fastest of which say what drafting takes.
 
     Args:
         drafter: Attached, and without a sequence in slot 0.
@@ -41,14 +42,14 @@ def time_drafts(drafter: Drafter, target: TargetHandle) -> list[float]:
         Of each draft that had nodes; none for a drafter of others, which would take the text for a request, and for
         one that proposes nothing or fails.
     """
-    deepest = min(TIMED_DEPTH, len(drafter.nodes_by_depth) - 1)
+    deepest = min(_DEEPEST, len(drafter.nodes_by_depth) - 1)
     if isinstance(drafter, UntrustedDrafter) or target.context_len <= _PROMPT_LEN + deepest:
         return []
     guard = DraftGuard(
         drafter, vocab_size=target.vocab_size, max_nodes=drafter.nodes_by_depth[-1], device=target.device
     )  # fmt: skip
     params, tokens = SamplingParams(temperature=0.0), [0] * (_PROMPT_LEN + 1)
-    seconds: list[float] = []
+    timed: list[tuple[int, float]] = []
     begin = time.perf_counter()
     with own_torch_state():
         guard.begin(_SLOT, DraftRequest(request_id="draft timing", prompt=list(tokens), params=params))
@@ -63,16 +64,17 @@ def time_drafts(drafter: Drafter, target: TargetHandle) -> list[float]:
             ),
             is_coupled=[False],
         )  # fmt: skip
-        while len(seconds) < _NUM_DRAFTS and (len(seconds) < 2 or time.perf_counter() - begin < _LIMIT_S):
+        shallow = replace(context, max_depth=[1])
+        while len(timed) < _NUM_DRAFTS and (len(timed) < 2 or time.perf_counter() - begin < _LIMIT_S):
             start = time.perf_counter()
-            depth = guard.propose(context).tree.max_depth
+            depth = guard.propose(shallow if len(timed) % 2 else context).tree.max_depth
             if not depth:
                 break
             if has_cuda_runtime(target.device):
                 torch.cuda.synchronize(target.device)
-            seconds.append((time.perf_counter() - start) / depth)
+            timed.append((depth, time.perf_counter() - start))
         guard.release(_SLOT)
-    return seconds
+    return timed
 
 
 def _prompt_in_cache(tokens: list[int], target: TargetHandle) -> Committed:

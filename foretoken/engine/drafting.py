@@ -14,10 +14,10 @@ from foretoken.control.fixed import Fixed
 from foretoken.control.several_drafters import SeveralDrafters
 from foretoken.core.records import AskedDrafter
 from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree
-from foretoken.drafters.base import TargetReads
+from foretoken.drafters.base import MeasuredDrafter, TargetReads
 from foretoken.engine.draft_guard import DraftGuard, SafeDraft
 from foretoken.engine.draft_noise import DraftNoise
-from foretoken.engine.draft_timing import TIMED_DEPTH, time_drafts
+from foretoken.engine.draft_timing import time_drafts
 from foretoken.engine.node_limits import within_node_limits
 from foretoken.engine.stage_clock import Laps
 from foretoken.grammars.drafts import FORCED, constrained_tree
@@ -92,7 +92,7 @@ def choose_controller(
             target.costs,
             nodes_by_depth=[drafter.nodes_by_depth for drafter in drafters],
             max_nodes=max(widest, min(most_nodes(drafters), _MOST_BOUGHT)),
-            level_seconds=[_timed(drafter, target) for drafter in drafters],
+            timed=[time_drafts(drafter, target) for drafter in drafters],
         )
         key = pair_key(target.model, options)
         if key is not None:
@@ -102,7 +102,11 @@ def choose_controller(
         return Fixed(most_nodes(drafters), [drafter.nodes_by_depth[-1] for drafter in drafters])
     is_dynamic = len(options) == 1 and options[0].tree == "dynamic"
     if len(options) == 1 and not is_dynamic and not (options[0].can_prune_tree and options[0].tree == "tree"):
-        return AdaptiveDepth(target.costs, drafters[0].nodes_by_depth, level_seconds=time_drafts(drafters[0], target))
+        drafter = drafters[0]
+        return AdaptiveDepth(
+            target.costs, drafter.nodes_by_depth, timed=time_drafts(drafter, target),
+            expected=drafter.expected_acceptance if isinstance(drafter, MeasuredDrafter) else (),
+        )  # fmt: skip
     deepest = len(drafters[0].nodes_by_depth) - 1 if is_dynamic else None
     return BestNodes(target.costs, max_nodes=widest, deepest=deepest)
 
@@ -119,12 +123,6 @@ def most_nodes(drafters: Sequence[Drafter]) -> int:
     as they are, and where nodes are bought, drawn nodes and probes are never left out.
     """
     return min(1 + sum(drafter.nodes_by_depth[-1] - 1 for drafter in drafters), MAX_NODES)
-
-
-def _timed(drafter: Drafter, target: TargetHandle) -> tuple[int, float] | None:
-    """The depth of some drafts and seconds a level of the fastest, see `time_drafts`; None where none was made."""
-    seconds = time_drafts(drafter, target)
-    return (min(TIMED_DEPTH, len(drafter.nodes_by_depth) - 1), min(seconds)) if seconds else None
 
 
 class Drafting:

@@ -93,11 +93,43 @@ def test_where_nothing_pays_a_percent_is_lost(alpha: float, level: float) -> Non
 
 def test_known_costs_spare_the_first_drafts() -> None:
     """A drafter that was timed before and cannot pay is not asked before a probe of it is saved up."""
-    timed = AdaptiveDepth(CostCurve(*FLAT), chain(8), level_seconds=[3.0, 2.0])
+    timed = AdaptiveDepth(CostCurve(*FLAT), chain(8), timed=[(1, 3.0), (1, 2.0)])
     assert not any(live(timed, 0.9, 2.0, 390))
     assert any(live(timed, 0.9, 2.0, 100))
-    cheap = AdaptiveDepth(CostCurve(*FLAT), chain(8), level_seconds=[3.0, 0.05])
+    cheap = AdaptiveDepth(CostCurve(*FLAT), chain(8), timed=[(1, 3.0), (1, 0.05)])
     assert all(live(cheap, 0.9, 0.05, 300))
+
+
+def test_what_is_done_once_a_draft_is_no_levels() -> None:
+    """Eight levels take 1.2 passes, one takes 0.5: were levels all there is, eight would seem to take four."""
+    depths = live_beside_fixed_work(AdaptiveDepth(CostCurve(*FLAT), chain(8), timed=[(4, 0.8), (1, 0.5), (4, 0.8)]))
+    assert sum(depths[-100:]) / 100 > 7
+    assert min(depths[-100:]) > 0
+    # Nothing is known of what is done once where drafts of one depth were timed.
+    assert not any(live_beside_fixed_work(AdaptiveDepth(CostCurve(*FLAT), chain(8), timed=[(1, 0.9), (1, 0.9)]), 20))
+
+
+def live_beside_fixed_work(budget: AdaptiveDepth, iterations: int = 300) -> list[int]:
+    """As `live`, for drafts that take 0.4 besides 0.1 a level; nine in ten tokens are right."""
+    depths = []
+    for i in range(iterations):
+        depth = budget.depth(1)
+        depths.append(depth)
+        accepted = min(depth, int(math.log(1 - (i * 0.6180339887) % 1) / math.log(0.9)))
+        budget.learn(record(depth, [accepted], level=0.1, seconds=0.4 * (depth > 0)))
+    return depths
+
+
+def test_measured_acceptance_says_how_deep_the_first_drafts_are() -> None:
+    def first(expected: list[float]) -> int:
+        return AdaptiveDepth(CostCurve(*FLAT), chain(8), timed=[(1, 0.2), (1, 0.2)], expected=expected).depth(1)
+
+    unknown = first([])
+    assert first([0.95] * 8) > unknown > first([0.3] * 8) == 1
+    assert first([0.95, 0.95, 0.95]) == first([0.95] * 8), "further levels are held for what is known of the first"
+    assert first([0.95, 0.95, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]) == 2
+    wrong = AdaptiveDepth(CostCurve(*FLAT), chain(8), timed=[(1, 0.2), (1, 0.2)], expected=[0.95] * 8)
+    assert max(live(wrong, 0.3, 0.2, 100)[-50:]) <= 2, "what is accepted counts more soon"
 
 
 def test_a_change_of_text_is_found() -> None:

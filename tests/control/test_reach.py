@@ -73,12 +73,15 @@ def test_a_draft_that_reads_a_prompt_says_little_of_the_next() -> None:
 
 
 def test_timed_drafts_are_known_beforehand() -> None:
-    assert DraftSeconds(4, (4, 0.5)).of_deepest == pytest.approx(2.0)
+    """The fastest of each depth: the first reads the prompt."""
+    assert DraftSeconds(4, [(4, 9.0), (4, 2.0), (4, 2.5)]).of_deepest == pytest.approx(2.0)
+    seconds = DraftSeconds(8, [(4, 9.0), (1, 1.1), (4, 2.5), (1, 1.0)])
+    assert [float(seconds(depth)) for depth in (1.0, 4.0, 8.0)] == pytest.approx([1.0, 2.5, 4.5], rel=0.01)
 
 
 def test_one_long_proposal_says_nothing_and_two_in_a_row_are_believed() -> None:
     """The first of a request reads the prompt."""
-    seconds = DraftSeconds(4, (4, 0.25))
+    seconds = DraftSeconds(4, [(4, 1.0)])
     for _ in range(10):
         seconds.learn(4, 1.0)
     seconds.learn(2, 30.0)

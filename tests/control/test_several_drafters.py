@@ -179,7 +179,7 @@ def test_a_drafter_that_becomes_good_is_found() -> None:
 def test_without_a_free_drafter_iterations_are_declined() -> None:
     """Two models that do not pay: nobody is asked, with a reason, and drafters hear of an iteration before a draft."""
     cost, chain = CostCurve(*STEEP), range(1, 5)
-    made = SeveralDrafters(cost, nodes_by_depth=[chain, chain], max_nodes=16, level_seconds=[(4, 2.0), (4, 3.0)])
+    made = SeveralDrafters(cost, nodes_by_depth=[chain, chain], max_nodes=16, timed=[[(4, 8.0)], [(4, 12.0)]])
     told = asked = True
     num_asked = 0
     for _ in range(1500):

@@ -16,7 +16,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.token_tree import DrawKind
 from foretoken.decoder.lean.head_kernels import HeadKernels
-from foretoken.drafters.base import Committed
+from foretoken.drafters.base import Committed, MeasuredDrafter
 from foretoken.drafters.heads.drafter import load_head
 from foretoken.drafters.registry import create_drafter, drafter_options
 from foretoken.formats import hub, native
@@ -68,6 +68,17 @@ def test_the_tree_is_bought_by_acceptance_and_cost(method: str, tmp_path: Path) 
     assert free.nodes_by_depth == [1, 4, 13]
     assert dear.shape.choices == ((0,),)
     assert drafter(directory, method, num_speculative_tokens=1).shape.depth == 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_table_says_how_often_each_level_is_right(method: str, tmp_path: Path) -> None:
+    directory = saved(tmp_path / "head", method, acceptance=TABLE)
+    wide = drafter(directory, method, tree=[[0], [1], [0, 0], [0, 1], [1, 0], [1, 1], [1, 2]])
+    assert isinstance(wide, MeasuredDrafter)
+    assert wide.expected_acceptance == pytest.approx([0.6 + 0.2, 0.5 + 0.1])
+    assert drafter(directory, method, tree=[[0]]).expected_acceptance == [0.6]
+    assert drafter(directory, method, tree="dynamic").expected_acceptance == []
+    assert drafter(saved(tmp_path / "unmeasured", method), method).expected_acceptance == []
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -84,6 +84,7 @@ def test_drafting_goes_on_where_it_was_announced(monkeypatch: pytest.MonkeyPatch
     """Features of the last position are there when a probe asks for them, after many that were left out."""
     calls = Calls(monkeypatch, ((1, 64), (1.0, 1.0)), adaptive("medusa"))
     controller: Any = calls.engine._engine._drafting._controller
+    controller._fixed = 0.0
     controller._levels.extend([5.0] * 9)  # drafts are said to take five passes; probes find out that they do not
     controller._probes._saved = 100.0
     calls.engine.generate([5, 6, 7], replace(PARAMS, max_tokens=80))
@@ -99,10 +100,10 @@ def test_drafting_goes_on_where_it_was_announced(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_timed_draft_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts that are timed before the first request change no draft, and say what a level takes."""
-    timed: list[list[float]] = []
+    """Drafts that are timed before the first request change no draft, and say what they take by depth."""
+    timed: list[list[tuple[int, float]]] = []
 
-    def timing(drafter: Any, target: Any) -> list[float]:
+    def timing(drafter: Any, target: Any) -> list[tuple[int, float]]:
         timed.append(time_drafts(drafter, target))
         return timed[-1]
 
@@ -111,7 +112,8 @@ def test_a_timed_draft_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) ->
     engine = llm(config)
     assert len(timed) == 1
     assert len(timed[0]) >= 2
-    assert min(timed[0]) > 0
+    assert min(seconds for _, seconds in timed[0]) > 0
+    assert {depth for depth, _ in timed[0]} == {1, max(timed[0])[0]}
     features = engine.drafters[0]._features  # type: ignore[attr-defined]
     assert isinstance(features, PrefixFeatures)
     assert all(held.length == 0 for held in engine._engine._scheduler._slots._free), (

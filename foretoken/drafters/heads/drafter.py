@@ -114,6 +114,15 @@ class HeadDrafter:
         """See `PrefixKeeper`."""
         return self._features.reusable(slot, length)
 
+    @property
+    def expected_acceptance(self) -> list[float]:
+        """See `MeasuredDrafter`: below the best node of each level, by the table stored with the head."""
+        table, shape = self.loaded.checkpoint.acceptance, self.shape
+        if table is None or not isinstance(shape, TreeShape):
+            return []
+        widths = [sum(choice[:-1] == (0,) * depth for choice in shape.choices) for depth in range(shape.depth)]
+        return [min(sum(row[:width]), 1.0) for row, width in zip(table, widths, strict=False)]
+
     def features_for(self, target: TargetHandle) -> KeptFeatures:
         """What is kept of the target's features: the last one of each slot."""
         return LastFeatures(
