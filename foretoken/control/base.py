@@ -66,12 +66,14 @@ class Allotment:
         declined: Why nothing is to be drafted at all; None where something is.
         may_draft_next: Whether something may be drafted in the next iteration. Where it may not, drafters need not hear
             of this one.
+        measures_plain: Whether nothing is drafted in this iteration only to see what it takes without.
     """
 
     allowances: Sequence[Allowance]
     first: Ask | None = None
     declined: Declined | None = None
     may_draft_next: bool = True
+    measures_plain: bool = False
 
 
 class Controller(Protocol):

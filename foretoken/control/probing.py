@@ -43,6 +43,11 @@ class ProbeSchedule:
         return self._is_spent
 
     @property
+    def saved(self) -> float:
+        """What drafts may still lose; below 0 a debt."""
+        return self._saved
+
+    @property
     def stake(self) -> float:
         """The most that one draft should be able to lose, so that a few bad ones in a row do not end drafting."""
         return _STAKE * self._saved

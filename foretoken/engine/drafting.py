@@ -11,6 +11,7 @@ from foretoken.control.beside_prompts import BesidePrompts
 from foretoken.control.best_nodes import BestNodes
 from foretoken.control.calibration_file import KeptAcceptance, pair_key
 from foretoken.control.fixed import Fixed
+from foretoken.control.measured_gain import MeasuredGain
 from foretoken.control.several_drafters import SeveralDrafters
 from foretoken.core.records import AskedDrafter
 from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree
@@ -84,7 +85,8 @@ def choose_controller(
     Returns:
         The one that asks for whole drafts where options fix their size or a caller made the drafter; else the one that
         chooses among several drafters and buys their nodes, the one that buys nodes of dynamic trees and of trees that
-        are drafted at once, and the one that chooses a depth for a drafter that drafts level by level.
+        are drafted at once, and the one that chooses a depth for a drafter that drafts level by level; these three as
+        long as drafting pays by the clock.
     """
     widest = max(drafter.nodes_by_depth[-1] for drafter in drafters)
     if len(options) > 1 and all(each.is_adaptive for each in options):
@@ -97,18 +99,19 @@ def choose_controller(
         key = pair_key(target.model, options)
         if key is not None:
             several.keep_learned(KeptAcceptance(several.learners, key))
-        return several
+        return MeasuredGain(several)
     if not options or not all(each.is_adaptive for each in options):
         return Fixed(most_nodes(drafters), [drafter.nodes_by_depth[-1] for drafter in drafters])
     is_dynamic = len(options) == 1 and options[0].tree == "dynamic"
     if len(options) == 1 and not is_dynamic and not (options[0].can_prune_tree and options[0].tree == "tree"):
         drafter = drafters[0]
-        return AdaptiveDepth(
+        depths = AdaptiveDepth(
             target.costs, drafter.nodes_by_depth, timed=time_drafts(drafter, target),
             expected=drafter.expected_acceptance if isinstance(drafter, MeasuredDrafter) else (),
         )  # fmt: skip
+        return MeasuredGain(depths)
     deepest = len(drafters[0].nodes_by_depth) - 1 if is_dynamic else None
-    return BestNodes(target.costs, max_nodes=widest, deepest=deepest)
+    return MeasuredGain(BestNodes(target.costs, max_nodes=widest, deepest=deepest))
 
 
 def room_beside_prompts(controller: Controller, target: TargetHandle) -> BesidePrompts | None:
@@ -158,6 +161,7 @@ class Drafting:
         ]
         self._controller, self._device = controller, device
         self._noise = DraftNoise()
+        self._measures_plain = False  # whether the present iteration makes no draft for the controller to see its time
         self.names = [guard.name for guard in self._guards]
         self._credits: dict[int, tuple[str, ...]] = {}
         self._lookups = [index for index, guard in enumerate(self._guards) if guard.can_continue]
@@ -197,12 +201,16 @@ class Drafting:
             context: Its bounds are those of requests and cache; the controller's are put in here.
             num_prompt_tokens: Of others' prompts that a pass without drafts would read.
         """
+        self._measures_plain = False
         if not self.is_active or self._controller is None:
             return self._no_draft(context, is_committed=False)
         beside = self._beside_prompts
         if beside is not None and not beside.has_room(len(context.slots), num_prompt_tokens):
             return self._no_draft(context)
         allotment = self._controller.allot(len(context.slots))
+        self._measures_plain = allotment.measures_plain
+        if allotment.measures_plain:
+            return self._no_draft(context)
         if allotment.declined is not None:
             is_committed = allotment.may_draft_next or not self.reads.is_last_enough
             return self._no_draft(context, allotment.declined, is_committed=is_committed)
@@ -294,7 +302,8 @@ class Drafting:
 
     def learn(self, record: StepRecord) -> None:
         """Tells the controller what an iteration brought, unless requests or prompts left it nothing to ask for."""
-        if self._controller is not None and self.is_active and (record.asked or record.declined is not None):
+        has_decided = record.asked or record.declined is not None or self._measures_plain
+        if self._controller is not None and self.is_active and has_decided:
             self._controller.learn(record)
 
     def credit(self, source: int) -> tuple[str, ...]:

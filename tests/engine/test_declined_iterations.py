@@ -83,7 +83,8 @@ def test_an_iteration_without_a_draft_is_one_of_plain_decoding(method: str, monk
 def test_drafting_goes_on_where_it_was_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Features of the last position are there when a probe asks for them, after many that were left out."""
     calls = Calls(monkeypatch, ((1, 64), (1.0, 1.0)), adaptive("medusa"))
-    controller: Any = calls.engine._engine._drafting._controller
+    engine_drafting: Any = calls.engine._engine._drafting
+    controller = engine_drafting._controller = engine_drafting._controller.inner  # the costs are not those of the clock
     controller._fixed = 0.0
     controller._levels.extend([5.0] * 9)  # drafts are said to take five passes; probes find out that they do not
     controller._probes._saved = 100.0

@@ -1,0 +1,152 @@
+"""Drafting against the clock: what it may lose, what looking at plain decoding costs, and who hears of what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+
+from foretoken.control.base import Allotment, Allowance
+from foretoken.control.measured_gain import MeasuredGain
+from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, StepRecord
+from foretoken.core.token_tree import TokenTree
+
+World = Callable[[int, bool], tuple[float, int]]  # seconds and tokens of an iteration, drafted or not
+
+
+class Always:
+    """Asks for a draft in every iteration."""
+
+    def __init__(self) -> None:
+        self.num_allotted = self.num_learned = 0
+
+    def allot(self, batch_size: int) -> Allotment:
+        self.num_allotted += 1
+        return Allotment(allowances=[Allowance(depth=4, nodes=5)] * batch_size)
+
+    def further(self, trees: Any) -> None: ...
+
+    def select(self, trees: Any, continued: Any = None) -> TokenTree:
+        raise AssertionError("nobody asks here")
+
+    def learn(self, record: StepRecord) -> None:
+        self.num_learned += 1
+        assert record.asked
+
+
+def record(batch: int, seconds: float, tokens: int, *, is_drafted: bool, num_prompt_tokens: int = 0) -> StepRecord:
+    step = SequenceStep(
+        request_id="r", num_drafted=4 * is_drafted, tree_depth=4 * is_drafted, num_accepted=tokens - 1,
+        num_emitted=tokens, accepted_by={},
+    )  # fmt: skip
+    return StepRecord(
+        sequences=[step] * batch,
+        num_tokens=batch * (5 if is_drafted else 1),
+        num_prompt_tokens=num_prompt_tokens,
+        seconds=StageSeconds(draft=0.25 * seconds * is_drafted, verify=seconds * (0.75 if is_drafted else 1.0)),
+        asked=[AskedDrafter(index=0, name="d", depth=4, seconds=0.25 * seconds)] if is_drafted else [],
+    )
+
+
+class Run:
+    """Iterations that were made."""
+
+    def __init__(self) -> None:
+        self.inner = Always()
+        self.controller = MeasuredGain(self.inner)
+        self.drafted: list[bool] = []
+        self.seconds = self.tokens = 0.0
+        self.num_declined = self.num_looks = 0
+
+    def go_on(self, world: World, iterations: int, batches: Iterable[int] = ()) -> list[bool]:
+        """Makes some more, and says which of them drafted."""
+        sizes, may_draft = iter(batches), True
+        before = len(self.drafted)
+        for i in range(iterations):
+            batch = next(sizes, 1)
+            allotment = self.controller.allot(batch)
+            is_drafted = max(allowance.depth for allowance in allotment.allowances) > 0
+            assert len(allotment.allowances) == batch
+            assert may_draft or not is_drafted, "drafters have heard of the iteration before"
+            assert is_drafted != (allotment.measures_plain or allotment.declined is not None)
+            may_draft = allotment.may_draft_next
+            self.num_declined += allotment.declined is not None
+            self.num_looks += allotment.measures_plain
+            seconds, tokens = world(i, is_drafted)
+            self.drafted.append(is_drafted)
+            self.seconds, self.tokens = self.seconds + seconds, self.tokens + tokens
+            self.controller.learn(record(batch, seconds, tokens, is_drafted=is_drafted))
+        assert self.inner.num_allotted == self.inner.num_learned == sum(self.drafted)
+        return self.drafted[before:]
+
+
+def steady(seconds: float, tokens: int) -> World:
+    """Plain decoding takes one second a token, an iteration with a draft always the same."""
+    return lambda _, is_drafted: (seconds, tokens) if is_drafted else (1.0, 1)
+
+
+@pytest.mark.parametrize(("seconds", "tokens"), [(4.0, 3), (1.1, 1), (7.0, 2), (2.1, 2)])
+def test_what_drafts_lose_is_bounded(seconds: float, tokens: int) -> None:
+    run = Run()
+    run.go_on(steady(seconds, tokens), 4000)
+    # The first drafts, before plain decoding was seen, whatever they take; the credit; one iteration in a hundred.
+    assert run.seconds - run.tokens <= 5 * (seconds - tokens) + 8 + seconds + 0.012 * 4000
+    reason = run.controller.allot(1).declined
+    assert reason is not None
+    assert reason.width == 5
+    assert reason.pass_cost == pytest.approx(0.75 * seconds)
+    assert reason.draft_cost == pytest.approx(0.25 * seconds)
+    assert reason.acceptance == (1.0 if tokens > 1 else 0.0)
+
+
+def test_drafts_that_gain_hardly_pay_for_looking() -> None:
+    much, little = Run(), Run()
+    assert sum(much.go_on(steady(1.5, 4), 2000)) >= 2000 * 0.99
+    assert sum(little.go_on(steady(1.5, 2), 2000)) >= 2000 * 0.96
+    assert little.num_looks > much.num_looks > 2
+    assert not little.num_declined
+    assert not much.num_declined
+
+
+def test_a_machine_that_slows_down_is_no_reason_to_give_up() -> None:
+    """Everything takes five times as long from one iteration to the next; iterations without drafts are seen again."""
+    run = Run()
+    run.go_on(steady(1.5, 4), 300)
+    run.go_on(lambda _, is_drafted: (7.5, 4) if is_drafted else (5.0, 1), 300)
+    run.go_on(lambda i, is_drafted: (60.0 if i % 50 == 0 else 1.5, 4) if is_drafted else (1.0, 1), 300)  # interrupted
+    assert not run.num_declined
+
+
+def test_dear_drafts_are_made_seldom() -> None:
+    """A debt is limited, as texts change: drafts that lose far more than is saved cost more than they account for."""
+    run = Run()
+    run.go_on(steady(20.0, 2), 4000)
+    assert sum(run.drafted) < 20
+
+
+def test_drafts_come_back_where_the_text_changes() -> None:
+    run = Run()
+    assert sum(run.go_on(steady(2.5, 1), 3000)) < 100
+    later = run.go_on(steady(1.5, 4), 2000)
+    change = next(i for i in range(2000) if sum(later[i : i + 50]) >= 45)
+    assert change <= 1000
+
+
+def test_numbers_of_sequences_are_told_apart() -> None:
+    """A batch that grows and shrinks looks no more often than one that stays; more sequences take longer."""
+    run = Run()
+    sizes = [1 + i % 3 for i in range(3000)]
+    drafted = run.go_on(
+        lambda i, is_drafted: (sizes[i] * (1.5 if is_drafted else 1.0), 4 if is_drafted else 1), 3000, sizes
+    )
+    assert sum(drafted) >= 3000 * 0.98
+    assert not run.num_declined
+
+
+def test_passes_that_read_prompts_say_nothing() -> None:
+    controller = MeasuredGain(Always())
+    for _ in range(200):
+        allotment = controller.allot(1)
+        assert allotment.allowances[0].depth == 4
+        controller.learn(record(1, 100.0, 1, is_drafted=True, num_prompt_tokens=50))
