@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from foretoken.core.records import StepRecord
     from foretoken.core.token_tree import TokenTree
 
-_FIRST_LOOK = 4  # iterations with drafts before the first one without, as the first ones warm up
+_FIRST_LOOK = 4  # iterations with drafts before the very first one without, as the first ones warm up
 _SELDOM, _OFTEN, _VERY_OFTEN = 256, 32, 4  # iterations between two looks: while drafts gain much, gain, and lose
 _MUCH = 1.5  # times plain decoding's speed
 _FRESH = 16  # iterations for which a look counts beside later ones
@@ -66,12 +66,11 @@ class _Measured:
         plain = self.plain_s
         return 0.0 if plain is None else max(self.drafted_s / plain - 1, 0.0)
 
-    @property
-    def is_look_due(self) -> bool:
-        """Whether to see again what an iteration without drafts takes."""
+    def is_look_due(self, *, is_first: bool) -> bool:
+        """Whether to see what an iteration without drafts takes; is_first: no batch of any size was looked at yet."""
         gain = self.gain
         if gain is None:
-            return self.since_look >= _FIRST_LOOK
+            return self.since_look >= (_FIRST_LOOK if is_first else _OFTEN)
         return self.since_look >= (_SELDOM if gain > _MUCH else _OFTEN if gain > 1 else _VERY_OFTEN)
 
     def learn(self, record: StepRecord) -> None:
@@ -113,7 +112,7 @@ class MeasuredGain:
         self._probes = ProbeSchedule()
         self._measured: dict[int, _Measured] = {}  # by the number of sequences
         self._now = _Measured()
-        self._is_delegated = self._is_looking = False
+        self._is_delegated = self._is_looking = self._has_looked = False
         self._is_unannounced = False  # whether drafters may not have heard of the last iteration
         self._declining: tuple[_Measured, Allotment] | None = None  # since drafting was given up
 
@@ -129,7 +128,7 @@ class MeasuredGain:
         else:
             self._probes.reset()
             self._declining = None
-            if self._now.is_look_due:
+            if self._now.is_look_due(is_first=not self._has_looked):
                 self._is_looking = True
                 return Allotment(allowances=_nothing(batch_size), measures_plain=True)
         self._is_delegated = True
@@ -151,6 +150,7 @@ class MeasuredGain:
         if record.num_prompt_tokens or now is not self._measured.get(len(record.sequences)):
             return
         now.learn(record)
+        self._has_looked |= not record.asked
         if record.asked:
             plain, batch = now.plain_s, len(record.sequences)
             if plain is not None:

@@ -142,6 +142,10 @@ def test_numbers_of_sequences_are_told_apart() -> None:
     )
     assert sum(drafted) >= 3000 * 0.98
     assert not run.num_declined
+    assert run.num_looks >= 3
+    short = Run()
+    short.go_on(steady(1.5, 4), 40, [1 + i // 5 for i in range(40)])
+    assert short.num_looks == 1, "a few requests that come and go are hardly held up"
 
 
 def test_passes_that_read_prompts_say_nothing() -> None:
