@@ -47,6 +47,7 @@ _LOOKS = {
     "mlp_speculator": Look("MLP speculator", "#0f766e", "#2dd4bf", "^"),
     "medusa": Look("Medusa", "#a16207", "#facc15", "v"),
 }
+_SHAPES = ("d", "<", ">")  # markers of a method's shapes of trees
 _OTHERS = (("#be185d", "#f472b6", "P"), ("#57534e", "#d6d3d1", "X"), ("#0e7490", "#22d3ee", "p"))
 
 
@@ -60,16 +61,23 @@ def look_of(method: str, methods: list[str]) -> Look:
     """How a method is shown among others: one of a shape of trees of its own in the method's colours.
 
     Args:
-        method: A name, `NAME:dynamic`, or several of either with `+` between them, drafting for one tree.
-        methods: All that are shown.
+        method: One of these.
+        methods: All that are shown: a name, `NAME:TREE`, or several of either with `+` between them, drafting for one
+            tree.
     """
     if method in _LOOKS:
         return _LOOKS[method]
-    known = _LOOKS.get(method.partition(":")[0])
-    if known is not None and "+" not in method:
-        return Look(_title_of(method), known.light, known.dark, "d")
-    others = [name for name in methods if name not in _LOOKS and (":" not in name or "+" in name)]
+    known = _known(method)
+    if known is not None:
+        shapes = [name for name in methods if name not in _LOOKS and _known(name) is known]
+        return Look(_title_of(method), known.light, known.dark, _SHAPES[shapes.index(method) % len(_SHAPES)])
+    others = [name for name in methods if _known(name) is None]
     return Look(_title_of(method), *_OTHERS[others.index(method) % len(_OTHERS)])
+
+
+def _known(method: str) -> Look | None:
+    """The look of a method itself, whatever its trees are; None for several in one tree, and for others."""
+    return None if "+" in method else _LOOKS.get(method.partition(":")[0])
 
 
 def _title_of(method: str) -> str:

@@ -31,8 +31,10 @@ _DRAFTS_KEPT = 9
 _REFRESH_EVERY = 8  # iterations for which costs are taken from the table
 _DECIDE_EVERY = 32  # iterations without drafts after which the decision is made anew
 _LARGEST_RATIO = 2.0  # of what an iteration took to what it is known to take: one that was interrupted says little
-_GUESS, _GUESS_WEIGHT = 0.6, 2.5  # rate of all depths where none is known, and tokens that a guess is worth
-_PRIOR = 4.0  # tokens that the rate of all depths is worth at each depth
+_GUESS, _LEAST_RATE, _LARGEST_RATE = 0.6, 0.05, 0.98  # rate where none is known, and of those that are believed
+_SCALE_WEIGHT = 1.5  # accepted tokens that expected rates are worth as they are
+_PRIOR = 4.0  # tokens that the expected rate is worth at each depth
+_STEEPEST = 0.5  # of a rate to the one before, as far as it is expected alone: deeper drafts are tried then
 _MOST_FIXED = 16.0  # levels that what is done once a draft may take
 _NUM_FREE = 2  # drafts whose seconds are not held against the next ones: the first reads the prompt
 _FADE = 0.5 ** (1.0 / _HALF_LIFE)
@@ -62,9 +64,8 @@ class AdaptiveDepth:
         self._nodes = list(nodes_by_depth)
         self._reached = [0.0] * max_depth  # drafts whose first d tokens were tested or accepted, fading
         self._accepted = [0.0] * max_depth  # of these, the ones that accepted token d
-        self._guess = sum(expected) / len(expected) if expected else _GUESS
-        # Of each depth's rate to that of all depths.
-        self._shape = [each / self._guess for each in [*expected, *([self._guess] * max_depth)][:max_depth]]
+        known = [min(max(each, _LEAST_RATE), _LARGEST_RATE) for each in expected] or [_GUESS]
+        self._expected = [*known, *([known[-1]] * max_depth)][:max_depth]
         self._asked = self._answered = 1.0  # sequences that were to be drafted for, and those that were, fading
         self._fixed = _fixed_levels(timed)  # what a draft takes besides its levels, in levels
         self._levels = deque(  # seconds a level of recent drafts
@@ -146,7 +147,7 @@ class AdaptiveDepth:
         passes = self._pass_seconds(batch_size)
         host, host_per_token = self._host.line
         plain = passes[0] + host + host_per_token * batch_size
-        hit, stake = self._answered / self._asked, self._probes.stake
+        hit, stake = self._answered / self._asked, self._probes.savings.stake
         conditional = self._conditional()
         survival = tokens = 1.0
         best = best_within = 0  # of all depths, and of those that do not lose more than may be lost
@@ -162,7 +163,7 @@ class AdaptiveDepth:
             # What a draft loses of which nothing is accepted.
             if reached > rate_within and passes[depth] - passes[0] + draft <= stake * plain:
                 best_within, rate_within = depth, reached
-        if rate_within > 1.0 / plain and not self._probes.is_spent:
+        if rate_within > 1.0 / plain and not self._probes.savings.is_spent:
             return best_within
         self._reason = Declined(
             width=batch_size * self._nodes[best],
@@ -232,12 +233,18 @@ class AdaptiveDepth:
         self._accepted = [each * share for each in self._accepted]
 
     def _conditional(self) -> list[float]:
-        """P(token survives | the ones before did) by depth, drawn towards the pooled rate where little is known."""
-        pooled = (sum(self._accepted) + _GUESS_WEIGHT * self._guess) / (sum(self._reached) + _GUESS_WEIGHT)
-        return [
-            (accepted + _PRIOR * min(pooled * shape, 1.0)) / (reached + _PRIOR)
-            for accepted, reached, shape in zip(self._accepted, self._reached, self._shape, strict=True)
-        ]
+        """P(token survives | the ones before did) by depth, drawn towards what is expected where little is known.
+
+        Expected rates count in their proportion: all are scaled by what was accepted for what they had led to expect.
+        """
+        led_to = sum(reached * expected for reached, expected in zip(self._reached, self._expected, strict=True))
+        scale = (sum(self._accepted) + _SCALE_WEIGHT) / (led_to + _SCALE_WEIGHT)
+        rates: list[float] = []
+        for accepted, reached, expected in zip(self._accepted, self._reached, self._expected, strict=True):
+            least = _STEEPEST * rates[-1] if rates else 0.0
+            guess = min(max(scale * expected, least), 1.0)
+            rates.append((accepted + _PRIOR * guess) / (reached + _PRIOR))
+        return rates
 
 
 def _fixed_levels(timed: Sequence[tuple[int, float]]) -> float:

@@ -67,7 +67,7 @@ class BestNodes:
     def allot(self, batch_size: int) -> Allotment:
         """Whole drafts for everyone, or nothing while drafts do not pay."""
         self._tree = None
-        if self._gain >= _NO_GAIN and not self._probes.is_spent:
+        if self._gain >= _NO_GAIN and not self._probes.savings.is_spent:
             self._probes.reset()
             self._is_asking = True
         else:

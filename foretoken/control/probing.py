@@ -1,29 +1,27 @@
-"""What drafting may lose against plain decoding, and when to try again what did not pay.
+"""When to try again drafts that did not pay. All amounts are in iterations of plain decoding, see `savings`."""
 
-Drafts that turn out slower than plain decoding are paid for out of savings: a small credit to begin with, a small share
-of all iterations without drafts, and what faster ones gained. So the loss over a whole run is bounded, whatever drafts
-cost and however often they are judged wrongly. All amounts are in iterations of plain decoding.
-"""
+import math
+
+from foretoken.control.savings import CREDIT, MOST, SHARE, Savings
 
 _FIRST, _LAST = 32, 512  # iterations between two probes, at least
-_SHARE = 0.01  # of an iteration without drafts, which drafts may lose
-_CREDIT = 8.0  # iterations that drafts that are expected to pay may lose at the beginning
-_ENOUGH = 2.0  # savings with which drafting goes on after they were spent
-_STAKE = 0.5  # of the savings, for one draft
-_MOST = 20.0  # savings beyond which nothing is added, but for dear probes
 WEIGHT_AT_PROBE = 8.0  # drafts that all earlier ones count as when probes begin: they are old
 
 
 class ProbeSchedule:
-    """Keeps account of what drafting lost, and says when to draft although it does not pay, to learn from it."""
+    """Says when to draft although it does not pay, to learn from it, as far as savings allow.
+
+    Attributes:
+        savings: What drafts may lose.
+    """
 
     def __init__(self) -> None:
+        """Drafting pays until somebody asks whether to probe."""
+        self.savings = Savings()
         self._idle, self._next = 0, _FIRST
         self._num_probes = 0  # in a row, up to this iteration
         self._is_promising = False  # whether the last probe's draft was accepted
-        self._saved = _CREDIT  # below 0 a debt
-        self._is_spent = False
-        self._wanted = _CREDIT  # savings with which probes begin
+        self._wanted = CREDIT  # savings with which probes begin
         self._first_loss = 0.0  # of the first of the last probes
         self._catch_up = 0.0  # by which the first one is dearer, for each iteration that it catches up with
 
@@ -38,24 +36,11 @@ class ProbeSchedule:
         return self._num_probes == 1
 
     @property
-    def is_spent(self) -> bool:
-        """Whether drafts lost more than was saved: they do not pay, whatever is expected of them."""
-        return self._is_spent
-
-    @property
-    def saved(self) -> float:
-        """What drafts may still lose; below 0 a debt."""
-        return self._saved
-
-    @property
-    def stake(self) -> float:
-        """The most that one draft should be able to lose, so that a few bad ones in a row do not end drafting."""
-        return _STAKE * self._saved
-
-    @property
     def is_near(self) -> bool:
         """Whether the next iteration may be a probe."""
-        return self._num_probes > 0 or (self._idle + 1 >= self._next and self._saved + 2 * _SHARE >= self._wanted)
+        return self._num_probes > 0 or (
+            self._idle + 1 >= self._next and self.savings.amount + 2 * SHARE >= self._wanted
+        )
 
     def reset(self) -> None:
         """Drafting pays."""
@@ -69,20 +54,20 @@ class ProbeSchedule:
         """
         # Two in a row: the first catches up with what it missed, the second shows what a draft costs. Further ones as
         # long as drafts are accepted, so that a change is believed soon.
-        if self._num_probes == 1 or (self._num_probes and self._is_promising and self._saved >= _CREDIT + price):
+        if self._num_probes == 1 or (self._num_probes and self._is_promising and self.savings.amount >= CREDIT + price):
             self._num_probes += 1
             return True
         if self._num_probes:  # in vain
             self._idle, self._next, self._num_probes = 0, min(2 * self._next, _LAST), 0
         self._idle += 1
-        self._wanted = _CREDIT + 2 * price + self._catch_up * self._idle
-        if self._idle >= self._next and self._saved >= self._wanted:
+        self._wanted = CREDIT + 2 * price + self._catch_up * self._idle
+        if self._idle >= self._next and self.savings.amount >= self._wanted:
             self._num_probes = 1
         return self._num_probes > 0
 
     def save(self) -> None:
         """An iteration without a draft is over."""
-        self._change(_SHARE, most=max(_MOST, self._wanted))
+        self.savings.save(max(MOST, self._wanted))
 
     def spend(self, loss: float, tokens: float) -> None:
         """An iteration with a draft is over, be it a probe.
@@ -91,16 +76,10 @@ class ProbeSchedule:
             loss: By how much it was slower than plain decoding of its tokens; below 0 where it was faster.
             tokens: It generated, for each sequence.
         """
-        if not self._num_probes:
-            loss = min(loss, self._saved + _MOST)  # nobody knew what it takes: the debt is limited
-        self._change(-loss, most=_MOST)
+        # The debt is limited but for probes: nobody knew what it takes.
+        self.savings.spend(loss, math.inf if self._num_probes else MOST)
         self._is_promising = tokens > 1.5
         if self._num_probes == 1:
             self._first_loss = loss
         elif self._num_probes == 2:
             self._catch_up = max(self._first_loss - loss, 0.0) / self._idle
-
-    def _change(self, amount: float, *, most: float) -> None:
-        """Adds to the savings, which stay below `most` where they are."""
-        self._saved = min(self._saved + amount, max(self._saved, most))
-        self._is_spent = self._saved < (_ENOUGH if self._is_spent else 0.0)

@@ -177,7 +177,7 @@ class SeveralDrafters:
             return None
         at_hand, costs = self._at_hand(), self._costs()
         candidates = {i: self._candidate(i) for i in costly}
-        paying = {i: each for i, each in candidates.items() if not self._known[i].probes.is_spent}
+        paying = {i: each for i, each in candidates.items() if not self._known[i].probes.savings.is_spent}
         choice = choose(at_hand, paying, costs)
         if choice.drafter is not None:
             self._judged.add(choice.drafter)

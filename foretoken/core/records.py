@@ -126,8 +126,8 @@ class StepRecord:
         seconds: Where the time went.
         asked: The drafters that were asked, in that order.
         draft_error: Why the drafter was ignored in this iteration, or None.
-        declined: Why the engine did not ask the drafter for anything in this iteration; None where it did, or where
-            there is no drafter.
+        declined: Why drafting is not expected to pay, and no drafter was asked; None where one was, where there is
+            none, where requests or prompts left no room for drafts, and where the iteration only measures plain decoding.
         lossy_tv: Mean total-variation distance per tested position of a lossy rule; 0 for lossless rules.
     """
 

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 _PROMPT_LEN = 8
 _DEEPEST = 4  # of the timed drafts, at most
 _NUM_DRAFTS = 7  # the first reads the prompt; then by turns of one level and of the deepest
-_LIMIT_S = 1.0  # no further draft after that, once two were timed
+_LIMIT_S = 1.0  # no further draft after that, once two of each depth were timed: the first ones are slow
+_NUM_NEEDED = 4
 _SLOT = 0
 
 
@@ -65,7 +66,7 @@ def time_drafts(drafter: Drafter, target: TargetHandle) -> list[tuple[int, float
             is_coupled=[False],
         )  # fmt: skip
         shallow = replace(context, max_depth=[1])
-        while len(timed) < _NUM_DRAFTS and (len(timed) < 2 or time.perf_counter() - begin < _LIMIT_S):
+        while len(timed) < _NUM_DRAFTS and (len(timed) < _NUM_NEEDED or time.perf_counter() - begin < _LIMIT_S):
             start = time.perf_counter()
             depth = guard.propose(shallow if len(timed) % 2 else context).tree.max_depth
             if not depth:

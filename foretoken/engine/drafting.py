@@ -50,6 +50,7 @@ class Draft(NamedTuple):
         asked: The places of those that were asked, in that order, and how deep each one's tree is at most.
         laps: What each of these took; None where nobody was asked.
         has_forced: Whether the tree holds tokens that nobody but a grammar proposed.
+        measures_plain: Whether nothing is drafted for the controller to see what that takes.
     """
 
     tree: TokenTree
@@ -60,6 +61,7 @@ class Draft(NamedTuple):
     asked: Sequence[tuple[int, int]] = ()
     laps: Laps | None = None
     has_forced: bool = False
+    measures_plain: bool = False
 
 
 def joint_reads(drafters: Sequence[Drafter]) -> TargetReads:
@@ -161,7 +163,6 @@ class Drafting:
         ]
         self._controller, self._device = controller, device
         self._noise = DraftNoise()
-        self._measures_plain = False  # whether the present iteration makes no draft for the controller to see its time
         self.names = [guard.name for guard in self._guards]
         self._credits: dict[int, tuple[str, ...]] = {}
         self._lookups = [index for index, guard in enumerate(self._guards) if guard.can_continue]
@@ -201,16 +202,14 @@ class Drafting:
             context: Its bounds are those of requests and cache; the controller's are put in here.
             num_prompt_tokens: Of others' prompts that a pass without drafts would read.
         """
-        self._measures_plain = False
         if not self.is_active or self._controller is None:
             return self._no_draft(context, is_committed=False)
         beside = self._beside_prompts
         if beside is not None and not beside.has_room(len(context.slots), num_prompt_tokens):
             return self._no_draft(context)
         allotment = self._controller.allot(len(context.slots))
-        self._measures_plain = allotment.measures_plain
         if allotment.measures_plain:
-            return self._no_draft(context)
+            return self._no_draft(context)._replace(measures_plain=True)
         if allotment.declined is not None:
             is_committed = allotment.may_draft_next or not self.reads.is_last_enough
             return self._no_draft(context, allotment.declined, is_committed=is_committed)
@@ -300,9 +299,9 @@ class Drafting:
         for guard in self._guards:
             guard.release(slot)
 
-    def learn(self, record: StepRecord) -> None:
-        """Tells the controller what an iteration brought, unless requests or prompts left it nothing to ask for."""
-        has_decided = record.asked or record.declined is not None or self._measures_plain
+    def learn(self, draft: Draft, record: StepRecord) -> None:
+        """Tells the controller what a draft brought, unless requests or prompts left it nothing to ask for."""
+        has_decided = draft.asked or draft.declined is not None or draft.measures_plain
         if self._controller is not None and self.is_active and has_decided:
             self._controller.learn(record)
 

@@ -219,7 +219,8 @@ def newly_committed(
     if features is not None:
         nodes = [start + node for start, path in zip(starts, paths, strict=True) for node in (0, *path)]
         if nodes == list(range(len(nodes))):
-            features = features[: len(nodes)]
+            # Not a view: drafters keep it, and would keep the features of the whole pass with it.
+            features = features if len(nodes) == len(features) else features[: len(nodes)].clone()
         else:
             features = features[torch.tensor(nodes, dtype=torch.int64, device=features.device)]
     return Committed(

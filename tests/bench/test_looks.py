@@ -19,6 +19,14 @@ def test_dynamic_trees_have_their_methods_colour_and_a_marker_of_their_own() -> 
     assert own.marker != dynamic.marker
 
 
+def test_every_method_has_a_look_whatever_its_trees_are() -> None:
+    methods = ["eagle", "eagle:tree", "eagle:dynamic", "eagle:chain", "suffix", "suffix:x", "early_exit:dynamic"]
+    looks = [look_of(method, methods) for method in methods]
+    assert len(set(looks)) == len(methods)
+    assert len({look.light for look in looks[:4]}) == 1
+    assert len({look.marker for look in looks[:4]}) == 4
+
+
 def test_several_drafters_are_told_apart() -> None:
     methods = ["hass:dynamic", "ngram+hass", "ngram+draft_model", "suffix"]
     assert len({look_of(method, methods).light for method in methods}) == len(methods)

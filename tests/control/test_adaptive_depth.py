@@ -127,9 +127,16 @@ def test_measured_acceptance_says_how_deep_the_first_drafts_are() -> None:
     unknown = first([])
     assert first([0.95] * 8) > unknown > first([0.3] * 8) == 1
     assert first([0.95, 0.95, 0.95]) == first([0.95] * 8), "further levels are held for what is known of the first"
-    assert first([0.95, 0.95, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]) == 2
+    assert first([0.95, 0.95, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]) <= 3
     wrong = AdaptiveDepth(CostCurve(*FLAT), chain(8), timed=[(1, 0.2), (1, 0.2)], expected=[0.95] * 8)
     assert max(live(wrong, 0.3, 0.2, 100)[-50:]) <= 2, "what is accepted counts more soon"
+
+
+@pytest.mark.parametrize("expected", [[0.0] * 8, [0.9, 0.9, *([0.0] * 6)], [0.6, 0.2, 0.05, *([0.01] * 5)]])
+def test_what_a_checkpoint_says_of_its_heads_is_no_limit(expected: list[float]) -> None:
+    """Depths that are said never to be right are tried once the ones before them are."""
+    budget = AdaptiveDepth(CostCurve(*FLAT), chain(8), timed=[(1, 0.05), (1, 0.05)], expected=expected)
+    assert sum(live(budget, 0.95, 0.05, 600)[-100:]) / 100 > 4.5
 
 
 def test_a_change_of_text_is_found() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -91,7 +92,7 @@ def test_what_drafts_lose_is_bounded(seconds: float, tokens: int) -> None:
     run = Run()
     run.go_on(steady(seconds, tokens), 4000)
     # The first drafts, before plain decoding was seen, whatever they take; the credit; one iteration in a hundred.
-    assert run.seconds - run.tokens <= 5 * (seconds - tokens) + 8 + seconds + 0.012 * 4000
+    assert run.seconds - run.tokens <= 7 * (seconds - tokens) + 8 + seconds + 0.012 * 4000
     reason = run.controller.allot(1).declined
     assert reason is not None
     assert reason.width == 5
@@ -145,7 +146,78 @@ def test_numbers_of_sequences_are_told_apart() -> None:
     assert run.num_looks >= 3
     short = Run()
     short.go_on(steady(1.5, 4), 40, [1 + i // 5 for i in range(40)])
-    assert short.num_looks == 1, "a few requests that come and go are hardly held up"
+    assert short.num_looks <= 3, "a few requests that come and go are hardly held up"
+
+
+@pytest.mark.parametrize("slow", [0, 2, 9, 12])
+def test_one_slow_draft_is_no_reason_to_give_up(slow: int) -> None:
+    """Whenever it happens: it reads a prompt, compiles, or waits for another program."""
+    run = Run()
+    run.go_on(lambda i, is_drafted: (80.0 if i == slow else 1.5, 4) if is_drafted else (1.0, 1), 500)
+    assert not run.num_declined
+
+
+@pytest.mark.parametrize("slow", [1, 2])
+def test_a_slow_look_is_not_believed(slow: int) -> None:
+    """Drafts that lose are found out as soon as without it: of two looks the faster one counts."""
+    run, num_looks = Run(), 0
+
+    def world(_: int, is_drafted: bool) -> tuple[float, int]:
+        nonlocal num_looks
+        num_looks += not is_drafted
+        return (1.3, 1) if is_drafted else (30.0 if num_looks == slow else 1.0, 1)
+
+    assert sum(run.go_on(world, 1000)) < 80
+
+
+@pytest.mark.parametrize("a_missed", [0.005, 0.02])
+def test_drafters_that_catch_up_after_a_rest_are_given_time(a_missed: float) -> None:
+    """The first draft reads what was missed: that is paid for, but drafts are not judged by it."""
+    run, idle = Run(), 0
+
+    def world(tokens: int) -> World:
+        def made(_: int, is_drafted: bool) -> tuple[float, int]:
+            nonlocal idle
+            catch_up, idle = (a_missed * idle, 0) if is_drafted else (0.0, idle + 1)
+            return (2.0 + catch_up, tokens) if is_drafted else (1.0, 1)
+
+        return made
+
+    losing = run.go_on(world(1), 6000)
+    assert losing.count(True) < 200
+    assert run.seconds - run.tokens <= 7 + 8 + 4 + 0.02 * 6000
+    later = run.go_on(world(4), 2500)
+    assert sum(later[-500:]) > 480
+
+
+def test_looks_that_cannot_be_counted_are_put_off() -> None:
+    """While prompts are read no iteration shows what plain decoding takes."""
+    controller, num_looks = MeasuredGain(Always()), 0
+    for i in range(400):
+        allotment = controller.allot(1)
+        num_looks += allotment.measures_plain
+        is_drafted = allotment.allowances[0].depth > 0
+        num_prompt_tokens = 50 if i > 20 else 0
+        controller.learn(record(1, 1.5, 2, is_drafted=is_drafted, num_prompt_tokens=num_prompt_tokens))
+    assert num_looks <= 4
+
+
+def test_any_number_of_sequences_costs_few_looks() -> None:
+    run, sizes = Run(), random.Random(3).choices(range(1, 65), k=4000)
+    run.go_on(steady(1.5, 4), 4000, sizes)
+    assert run.num_looks <= 3 + 4000 / 32
+    losing = Run()
+    losing.go_on(steady(1.5, 1), 12000, random.Random(3).choices(range(1, 65), k=12000))
+    assert sum(losing.drafted) < 2000
+
+
+def test_the_reason_is_that_of_the_drafts_that_lost() -> None:
+    """Also for a number of sequences that was never drafted for."""
+    run = Run()
+    run.go_on(steady(2.5, 1), 200)
+    reason = run.controller.allot(7).declined
+    assert reason is not None
+    assert (reason.width, reason.acceptance, reason.hit_rate) == (5, 0.0, 1.0)
 
 
 def test_passes_that_read_prompts_say_nothing() -> None:

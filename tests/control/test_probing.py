@@ -68,7 +68,7 @@ def test_drafts_that_lose_are_stopped_whatever_was_expected_of_them() -> None:
     """A method that is judged wrongly over and over loses no more than one that is not."""
     schedule, lost = ProbeSchedule(), 0.0
     for _ in range(5000):
-        if not schedule.is_spent:  # expected to pay, always
+        if not schedule.savings.is_spent:  # expected to pay, always
             schedule.reset()
             schedule.spend(0.3, 1.2)
             lost += 0.3
@@ -84,7 +84,7 @@ def test_drafts_that_gain_may_lose_now_and_then() -> None:
     schedule = ProbeSchedule()
     for index in range(3000):
         schedule.spend([1.5, -1.0, 1.5, -2.5][index % 4], 1.0)
-        assert not schedule.is_spent
+        assert not schedule.savings.is_spent
 
 
 def test_paying_again_starts_anew() -> None:

@@ -59,6 +59,7 @@ def test_drafters_asked_by_turns_change_no_text(
     monkeypatch.setattr("foretoken.engine.llm.pass_costs", lambda model, name: PassCosts(*[free] * 3))
     monkeypatch.setattr(drafting, "SeveralDrafters", ByTurns)
     monkeypatch.setattr(drafting, "time_drafts", lambda drafter, target: [])
+    monkeypatch.setattr(drafting, "MeasuredGain", lambda turns: turns)  # no turn depends on the clock
     monkeypatch.setattr(ByTurns, "num_grafts", 0)
     mix, plain, records = request_mix(), plain_mix(), list[StepRecord]()
     config: dict[str, Any] = {
@@ -73,7 +74,7 @@ def test_drafters_asked_by_turns_change_no_text(
     turns = Counter(asked.name for record in records for asked in record.asked)
     assert turns["ngram"] > 2 * turns["draft_model"] > 0
     assert turns["hydra"] > 0
-    assert ByTurns.num_grafts > 5
+    assert ByTurns.num_grafts > 20
     assert not any(record.draft_error for record in records)
     greedy = {output.request_id for output, request in zip(got, mix, strict=True) if request.name == "greedy"}
     for record in records:

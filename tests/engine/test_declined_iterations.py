@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 from end_to_end.tiny_heads import head
 from end_to_end.tiny_llms import llm
 
 from foretoken import SamplingParams
-from foretoken.core.records import StepRecord
+from foretoken.control.fixed import Fixed
+from foretoken.control.measured_gain import MeasuredGain
+from foretoken.core.records import StageSeconds, StepRecord
 from foretoken.drafters.base import DraftRequest
 from foretoken.drafters.heads.prefix_features import PrefixFeatures
 from foretoken.engine import drafting
@@ -87,7 +92,7 @@ def test_drafting_goes_on_where_it_was_announced(monkeypatch: pytest.MonkeyPatch
     controller = engine_drafting._controller = engine_drafting._controller.inner  # the costs are not those of the clock
     controller._fixed = 0.0
     controller._levels.extend([5.0] * 9)  # drafts are said to take five passes; probes find out that they do not
-    controller._probes._saved = 100.0
+    controller._probes.savings.amount = 100.0
     calls.engine.generate([5, 6, 7], replace(PARAMS, max_tokens=80))
     num_declined = sum(record.declined is not None for record in calls.records)
     assert 31 <= num_declined < 40
@@ -98,6 +103,45 @@ def test_drafting_goes_on_where_it_was_announced(monkeypatch: pytest.MonkeyPatch
     assert len(later) > 5
     assert all(record.sequences[0].tree_depth > 0 for record in later), "none was asked for without a feature"
     assert calls.tapped == calls.committed < 55
+
+
+def test_drafting_rests_where_the_clock_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Iterations without drafts are looked at; then nobody is told, until drafts are tried with a feature at hand."""
+    monkeypatch.setattr("foretoken.control.savings.SHARE", 0.25)
+    calls = Calls(monkeypatch, ((1, 64), (1.0, 1.0)), adaptive("medusa"))
+    engine_drafting: Any = calls.engine._engine._drafting
+    controller = MeasuredGain(Fixed(16))  # which asks always
+
+    def learn(record: StepRecord) -> None:
+        seconds = StageSeconds(draft=1.0, verify=2.0) if record.asked else StageSeconds(verify=1.0)
+        controller.learn(replace(record, seconds=seconds))
+
+    monkeypatch.setattr(engine_drafting, "_controller", mock.Mock(wraps=controller, learn=learn))
+    got = calls.engine.generate([5, 6, 7], replace(PARAMS, max_tokens=120))[0].outputs[0].token_ids
+    assert got == llm({}).generate([5, 6, 7], replace(PARAMS, max_tokens=120))[0].outputs[0].token_ids
+    kinds = [
+        "look" if not record.asked and record.declined is None else "draft" if record.asked else "rest"
+        for record in calls.records[1:-1]  # the prompt's, and the last token's, after which there is no room
+    ]
+    assert kinds[:8] == ["draft"] * 4 + ["look"] + ["draft"] * 2 + ["look"]
+    assert kinds.index("rest") < 20
+    rests = [len([*each]) for kind, each in itertools.groupby(kinds) if kind == "rest"]
+    assert len(rests) >= 2
+    assert all(8 <= rest <= 60 for rest in rests[:-1])
+    drafted = [record for record in calls.records if record.asked]
+    assert all(record.sequences[0].tree_depth > 0 for record in drafted), "none was asked for without a feature"
+    assert calls.tapped == calls.committed <= len(calls.records) - sum(rests) + 2 * len(rests) + 1
+
+
+def test_a_slow_first_draft_is_not_the_last_one_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles or captures; of each depth the fastest draft counts, so there is another one of each."""
+    timed: list[list[tuple[int, float]]] = []
+    monkeypatch.setattr("foretoken.engine.draft_timing._LIMIT_S", 0.0)
+    monkeypatch.setattr(
+        drafting, "time_drafts", lambda drafter, target: timed.append(time_drafts(drafter, target)) or timed[-1]
+    )
+    llm(adaptive("hydra++"))
+    assert sorted(Counter(depth for depth, _ in timed[0]).values()) == [2, 2]
 
 
 def test_a_timed_draft_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,7 +162,7 @@ def test_nobody_is_asked_beside_prompts_that_fill_a_pass() -> None:
     assert controller.allot.call_count == 2
     assert made[2].is_committed, "drafters hear what such a pass brought"
     assert made[2].declined is None
-    drafting.learn(StepRecord(sequences=(), num_tokens=2, num_prompt_tokens=9, seconds=StageSeconds()))
+    drafting.learn(made[2], StepRecord(sequences=(), num_tokens=2, num_prompt_tokens=9, seconds=StageSeconds()))
     controller.learn.assert_not_called()
 
 
