@@ -127,8 +127,7 @@ class NativeBlocks:
         self._dtype, self._taps = layers.dtype, list(taps)
         if any(not 0 <= tap <= len(layers.blocks) + 1 for tap in self._taps):
             raise UnsuitableError(f"taps {self._taps} do not all exist.")
-        self._tap_order = torch.tensor(sorted(set(self._taps)), dtype=torch.int64, device="cpu")
-        self._taken = torch.searchsorted(self._tap_order, torch.tensor(self._taps, dtype=torch.int64, device="cpu"))
+        self._tap_indices = (c_int64 * len(self._taps))(*self._taps)
         self._layers, self._ends, self._cache, self._quantization = layers, ends, cache, quantization
         self._described = NativeModel(layers, ends, cache, quantization)  # holds what the structure points to
         self._model = self._described.structure
@@ -152,8 +151,8 @@ class NativeBlocks:
         if not work.has_features or work.num_layers is not None:
             arguments.num_taps = 0
         elif self._taps:
-            shape = (len(self._tap_order), work.num_tokens, self._model.hidden)
-            features = torch.empty(shape, dtype=torch.float32, device="cpu")
+            shape = (work.num_tokens, len(self._taps), self._model.hidden)
+            features = torch.empty(shape, dtype=self._dtype, device="cpu")
             arguments.features = features.data_ptr()
         if work.logit_rows is not None:
             wanted = (len(work.logit_rows), self._model.head.rows)
@@ -163,9 +162,6 @@ class NativeBlocks:
             arguments.chosen = chosen.data_ptr()
         self._call(described, arguments, work)
         del held  # the kernels read it until here
-        if features is not None:
-            features = features[0].unsqueeze(1) if len(self._taps) == 1 else features[self._taken].transpose(0, 1)
-            features = features.to(self._dtype)
         return PassOutput(logits=logits, features=features, chosen=chosen)
 
     def append(self, work: Pass, inputs: Tensor, sides: Tensor | None = None) -> None:
@@ -300,8 +296,9 @@ class NativeBlocks:
             prefix=prefix,
             starts=starts,
             node_starts=node_starts,
-            taps=self._tap_order.data_ptr(),
-            num_taps=len(self._tap_order),
+            taps=ctypes.addressof(self._tap_indices),
+            num_taps=len(self._taps),
+            features_are_bfloat16=self._dtype == torch.bfloat16,
         )
         held: list[Any] = [*lists, positions, parents]
         if inputs is not None:

@@ -79,6 +79,7 @@ class PassArguments(Structure):
         ("num_impossible", c_int64),
         ("num_taps", c_int64),
         ("is_append", c_int64),
+        ("features_are_bfloat16", c_int64),
         ("features", c_void_p),
         ("workspace", c_void_p),
     )  # fmt: skip

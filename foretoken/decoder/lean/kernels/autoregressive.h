@@ -88,6 +88,7 @@ class HeadLevels {
     pass.taps = &tap_;
     pass.num_taps = 1;
     pass.features = space.outputs;
+    pass.features_are_bfloat16 = 0;
   }
   HeadLevels(const HeadLevels&) = delete;  // the pass has the address of `tap_`
 

@@ -313,26 +313,28 @@ class Decoder {
   int64_t num_earlier(int64_t s) const { return pass_.node_starts[s + 1] - pass_.node_starts[s] - num_tokens(s); }
   int64_t chunks_of(int64_t s) const { return (group_ * num_tokens(s) + kTokens - 1) / kTokens; }  // portions of kTokens queries
 
-  bool wants(int64_t tap) const { return std::binary_search(pass_.taps, pass_.taps + pass_.num_taps, tap); }
-
-  float* features(int64_t tap) const {
-    const int64_t index = std::lower_bound(pass_.taps, pass_.taps + pass_.num_taps, tap) - pass_.taps;
-    return pass_.features + index * rows_ * model_.hidden;
-  }
+  bool wants(int64_t tap) const { return std::find(pass_.taps, pass_.taps + pass_.num_taps, tap) != pass_.taps + pass_.num_taps; }
 
   void keep_features(int64_t tap) {
-    if (!wants(tap)) return;
-    float* out = features(tap);
-    share(rows_, [&](int64_t m) {
-      std::copy_n(space_.residual + m * model_.hidden, model_.hidden, out + m * model_.hidden);
-    });
+    keep(tap, [&](auto* out, int64_t m) { copy_row(out, space_.residual + m * model_.hidden, model_.hidden); });
   }
 
   void keep_final() {
-    float* out = features(model_.num_layers + 1);
-    share(rows_, [&](int64_t m) {
-      for (int64_t k = 0; k < model_.hidden; ++k) out[m * model_.hidden + k] = to_float(*normed_.at(m, k));
+    keep(model_.num_layers + 1, [&](auto* out, int64_t m) {
+      for (int64_t k = 0; k < model_.hidden; ++k) assign(out[k], to_float(*normed_.at(m, k)));
     });
+  }
+
+  // write(out, m) writes a token's row wherever this tap is wanted.
+  template <class Write>
+  void keep(int64_t tap, Write&& write) {
+    for (int64_t f = 0; f < pass_.num_taps; ++f) {
+      if (pass_.taps[f] != tap) continue;
+      share(rows_, [&](int64_t m) {
+        const int64_t at = (m * pass_.num_taps + f) * model_.hidden;
+        pass_.features_are_bfloat16 ? write(static_cast<Bfloat16*>(pass_.features) + at, m) : write(static_cast<float*>(pass_.features) + at, m);
+      });
+    }
   }
 
   const Model& model_;

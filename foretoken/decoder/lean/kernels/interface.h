@@ -79,11 +79,12 @@ struct Pass {
   const int64_t* seeds;                  // (R,)
   const int64_t* impossible;             // (U,) tokens whose logits become -inf before one is chosen
   int64_t* chosen;                       // (R,) the tokens after the rows, -1 where the greatest logit is not finite; or null
-  const int64_t* taps;                   // (F,) ascending boundary indices; layers + 1 means after the final norm
+  const int64_t* taps;                   // (F,) boundary indices; layers + 1 means after the final norm
   int64_t num_impossible;
   int64_t num_taps;
   int64_t is_append;                     // whether the last layer computes keys and values alone, and nothing comes out
-  float* features;                       // (F, M, hidden)
+  int64_t features_are_bfloat16;         // else they are float32
+  void* features;                        // (M, F, hidden)
   void* workspace;                       // of at least `foretoken_workspace_bytes`
 };
 
