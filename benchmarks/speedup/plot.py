@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 _TICKS = (0.25, 0.35, 0.5, 0.7, 1, 1.4, 2, 3, 4, 6, 8, 12, 16)
 _LEAST_GAP = 0.062  # between labels at the ends of lines, in heights of a panel
-_LEAST_TICK_GAP = 0.1  # between labels of sizes, in widths of a panel
+_LEAST_TICK_GAP = 0.14  # between labels of sizes, in widths of a panel
+_ROOM = 0.62  # of the axis of target passes, for the methods' names
 
 
 def write_pictures(rows: Sequence[Row], out: Path, what: str) -> dict[str, str]:
@@ -58,10 +59,12 @@ def write_pictures(rows: Sequence[Row], out: Path, what: str) -> dict[str, str]:
 
 def draw_curve(rows: Sequence[Row], theme: Theme, what: str) -> Any:
     """One panel a temperature, one line a method; returns the figure."""
-    figure, panels = _figure(rows, theme, "From which target pass on drafting pays", what, height=4.6)
+    methods = [m for m in dict.fromkeys(row.method for row in rows) if m != PLAIN]
+    figure, panels = _figure(
+        rows, theme, "From which target pass on drafting pays", what, height=3.0 + 0.19 * len(methods)
+    )
     for temperature, axes in panels.items():
         own = [row for row in rows if row.temperature == temperature]
-        methods = [m for m in dict.fromkeys(row.method for row in own) if m != PLAIN]
         ends = []
         for method in methods:
             line = sorted((row for row in own if row.method == method), key=lambda row: row.plain_pass_ms)
@@ -156,11 +159,11 @@ def _mark_sizes(axes: Any, rows: Sequence[Row]) -> None:
     least, most = found[0][0], found[-1][0]
     span = max(most / least, 2.0)
     axes.set_xscale("log")
-    axes.set_xlim(least / span**0.06, most * span**0.5)
+    axes.set_xlim(least / span**0.06, most * span**_ROOM)
     labels: list[str] = []
     for number, (ms, size) in enumerate(found):
         label = f"{ms:.2g} ms\n{size.replace(' ', '')}"
-        is_near = number > 0 and log(ms / found[number - 1][0]) < _LEAST_TICK_GAP * log(span**1.56)
+        is_near = number > 0 and log(ms / found[number - 1][0]) < _LEAST_TICK_GAP * log(span ** (1.06 + _ROOM))
         labels.append(f"\n\n{label}" if is_near and not labels[-1].startswith("\n") else label)
     axes.set_xticks([ms for ms, _ in found], labels, fontsize=8)
     axes.set_xticks([], minor=True)
@@ -185,7 +188,7 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, str, str]], theme: Theme)
         axes.annotate(
             text,
             (right, value),
-            xytext=(0.70, place),
+            xytext=(0.66, place),
             textcoords="axes fraction",
             color=colour,
             fontsize=9,

@@ -47,7 +47,7 @@ _LOOKS = {
     "mlp_speculator": Look("MLP speculator", "#0f766e", "#2dd4bf", "^"),
     "medusa": Look("Medusa", "#a16207", "#facc15", "v"),
 }
-_SHAPES = ("d", "<", ">")  # markers of a method's shapes of trees
+_DYNAMIC, _SHAPES = "d", ("<", ">", "1", "2")  # markers of a method's dynamic trees, and of its other ones
 _OTHERS = (("#be185d", "#f472b6", "P"), ("#57534e", "#d6d3d1", "X"), ("#0e7490", "#22d3ee", "p"))
 
 
@@ -69,8 +69,9 @@ def look_of(method: str, methods: list[str]) -> Look:
         return _LOOKS[method]
     known = _known(method)
     if known is not None:
-        shapes = [name for name in methods if name not in _LOOKS and _known(name) is known]
-        return Look(_title_of(method), known.light, known.dark, _SHAPES[shapes.index(method) % len(_SHAPES)])
+        shapes = sorted(name for name in methods if name not in _LOOKS and _known(name) is known)
+        marker = _DYNAMIC if method.endswith(":dynamic") else _SHAPES[shapes.index(method) % len(_SHAPES)]
+        return Look(_title_of(method), known.light, known.dark, marker)
     others = [name for name in methods if _known(name) is None]
     return Look(_title_of(method), *_OTHERS[others.index(method) % len(_OTHERS)])
 

@@ -2,13 +2,14 @@
 
 Drafts that turn out slower than plain decoding are paid for out of savings: a small credit to begin with, a small share
 of all iterations without drafts, and what faster drafts gained. So the loss over a whole run is bounded, whatever
-drafts cost and however often they are judged wrongly. All amounts are in iterations of plain decoding.
+drafts are expected to bring, as far as it is known and no debt is forgotten (`largest_debt`). All amounts are in
+iterations of plain decoding.
 """
 
 SHARE = 0.01  # of an iteration without drafts, which drafts may lose
 CREDIT = 8.0  # iterations that drafts that are expected to pay may lose at the beginning
 MOST = 20.0  # savings beyond which nothing is added, unless a caller needs more
-_ENOUGH = 2.0  # savings with which drafting goes on after they were spent
+ENOUGH = 2.0  # savings with which drafting goes on after they were spent
 _STAKE = 0.5  # of the savings, for one draft
 
 
@@ -21,9 +22,9 @@ class Savings:
             expected of them.
     """
 
-    def __init__(self) -> None:
-        """The credit."""
-        self.amount, self.is_spent = CREDIT, False
+    def __init__(self, credit: float = CREDIT) -> None:
+        """What may be lost to begin with."""
+        self.amount, self.is_spent = credit, False
 
     @property
     def stake(self) -> float:
@@ -46,4 +47,4 @@ class Savings:
     def _change(self, amount: float, most: float) -> None:
         """Adds to the savings, which stay above `most` where they are."""
         self.amount = min(self.amount + amount, max(self.amount, most))
-        self.is_spent = self.amount < (_ENOUGH if self.is_spent else 0.0)
+        self.is_spent = self.amount < (ENOUGH if self.is_spent else 0.0)

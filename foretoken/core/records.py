@@ -127,7 +127,7 @@ class StepRecord:
         asked: The drafters that were asked, in that order.
         draft_error: Why the drafter was ignored in this iteration, or None.
         declined: Why drafting is not expected to pay, and no drafter was asked; None where one was, where there is
-            none, where requests or prompts left no room for drafts, and where the iteration only measures plain decoding.
+            none, where requests or prompts left no room for drafts, and where the iteration measures plain decoding.
         lossy_tv: Mean total-variation distance per tested position of a lossy rule; 0 for lossless rules.
     """
 

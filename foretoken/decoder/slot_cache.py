@@ -202,11 +202,13 @@ class SlotCache:
             source: Rows to move, in order; may overlap the destination.
             start: First destination row.
         """
-        if list(source) == list(range(start, start + len(source))):
+        in_place = next((i for i, row in enumerate(source) if row != start + i), None)
+        if in_place is None:
             return
+        source, start = source[in_place:], start + in_place
         (place,) = self.places([slot])
+        rows = integers_on(source, self.keys[0].device)
         for store in self._stores.values():
-            rows = torch.tensor(source, device=store.device)
             store[:, place, :, start : start + len(source)] = store[:, place].index_select(2, rows)
 
     def copy_rows(self, source: int, slot: int, count: int) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from foretoken.acceptance.walk import walk_chosen
+from foretoken.core.backend import integers_on
 from foretoken.core.records import SequenceStep
 from foretoken.drafters.base import Committed, Verified
 from foretoken.engine.sequence import TokenScores
@@ -222,7 +223,7 @@ def newly_committed(
             # Not a view: drafters keep it, and would keep the features of the whole pass with it.
             features = features if len(nodes) == len(features) else features[: len(nodes)].clone()
         else:
-            features = features[torch.tensor(nodes, dtype=torch.int64, device=features.device)]
+            features = features.index_select(0, integers_on(nodes, features.device))
     return Committed(
         slots=trees.slots,
         starts=trees.prefix_lens,

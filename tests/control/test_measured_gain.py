@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -191,15 +192,64 @@ def test_drafters_that_catch_up_after_a_rest_are_given_time(a_missed: float) -> 
 
 
 def test_looks_that_cannot_be_counted_are_put_off() -> None:
-    """While prompts are read no iteration shows what plain decoding takes."""
-    controller, num_looks = MeasuredGain(Always()), 0
-    for i in range(400):
+    """Half of all passes read prompts, and none of these shows what plain decoding takes."""
+    controller, looks = MeasuredGain(Always()), list[int]()
+    for i in range(100):
         allotment = controller.allot(1)
-        num_looks += allotment.measures_plain
+        if allotment.measures_plain:
+            looks.append(i)
         is_drafted = allotment.allowances[0].depth > 0
-        num_prompt_tokens = 50 if i > 20 else 0
-        controller.learn(record(1, 1.5, 2, is_drafted=is_drafted, num_prompt_tokens=num_prompt_tokens))
-    assert num_looks <= 4
+        has_prompt = is_drafted == bool(i % 2)  # of the looks those whose number is even
+        controller.learn(record(1, 1.5, 2, is_drafted=is_drafted, num_prompt_tokens=50 * has_prompt))
+    assert all(later - earlier >= 2 for earlier, later in itertools.pairwise(looks))
+    assert 2 <= len(looks) < 12
+
+
+@pytest.mark.parametrize("sizes", [[1] * 40 + [2] * 4000, [1, 2] * 2000, [1, 2, 3, 4] * 1000, [*range(1, 9)] * 500])
+def test_every_number_of_sequences_is_measured_before_drafts_lose_much(sizes: list[int]) -> None:
+    run = Run()
+    run.go_on(steady(10.0, 1), len(sizes), sizes)
+    assert sum(run.drafted) < 110
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9])
+def test_drafts_that_lose_beside_prompts_are_found_out(share: float) -> None:
+    """Few iterations read no prompt, so that many looks cannot be counted."""
+    controller, draw = MeasuredGain(Always()), random.Random(1)
+    drafted = []
+    for _ in range(12000):
+        allotment = controller.allot(1)
+        drafted.append(allotment.allowances[0].depth > 0)
+        num_prompt_tokens = 50 * (draw.random() < share)
+        seconds = 3.0 if drafted[-1] else 1.0
+        controller.learn(record(1, seconds, 1, is_drafted=drafted[-1], num_prompt_tokens=num_prompt_tokens))
+    assert sum(drafted) < 4000
+
+
+def test_drafts_that_lose_now_and_then_are_found_out() -> None:
+    """A lookup that finds something in one iteration of five, for less than it takes: the usual iteration is plain."""
+    run = Run()
+    run.go_on(lambda i, is_drafted: ((4.0, 2) if i % 5 == 0 else (1.0, 1)) if is_drafted else (1.0, 1), 6000)
+    assert sum(run.drafted) < 1500
+
+
+def test_losses_over_many_sequences_do_not_end_drafting_over_one() -> None:
+    run, sizes = Run(), ([1] * 100 + [8] * 100) * 20
+    gaining, losing = (1.5, 4), (2.0, 1)
+    drafted = run.go_on(
+        lambda i, is_drafted: (gaining if sizes[i] == 1 else losing) if is_drafted else (1.0, 1), len(sizes), sizes
+    )
+    assert sum(drafted[i] for i in range(len(sizes)) if sizes[i] == 1) > 0.95 * 2000
+    assert sum(drafted[i] for i in range(len(sizes)) if sizes[i] == 8) < 0.05 * 2000
+
+
+def test_a_rest_ends_while_prompts_are_read() -> None:
+    run = Run()
+    run.go_on(steady(3.0, 1), 200)
+    for _ in range(800):
+        is_drafted = run.controller.allot(1).allowances[0].depth > 0
+        run.controller.learn(record(1, 1.0, 1, is_drafted=is_drafted, num_prompt_tokens=50))
+    assert is_drafted
 
 
 def test_any_number_of_sequences_costs_few_looks() -> None:
@@ -212,11 +262,13 @@ def test_any_number_of_sequences_costs_few_looks() -> None:
 
 
 def test_the_reason_is_that_of_the_drafts_that_lost() -> None:
-    """Also for a number of sequences that was never drafted for."""
+    """Also where another number of sequences follows, whose drafts are to be announced first."""
     run = Run()
     run.go_on(steady(2.5, 1), 200)
-    reason = run.controller.allot(7).declined
+    allotment = run.controller.allot(7)
+    reason = allotment.declined
     assert reason is not None
+    assert allotment.may_draft_next
     assert (reason.width, reason.acceptance, reason.hit_rate) == (5, 0.0, 1.0)
 
 

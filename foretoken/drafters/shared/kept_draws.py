@@ -44,8 +44,9 @@ class KeptDraws:
         Returns:
             (B,) int64 root tokens, and the draws of these sequences.
         """
-        last = [[tokens[-1], len(tokens) - 1] for tokens in (context.tokens[row] for row in rows)]
-        roots, positions = integers_on(last, device).T.contiguous().unbind()
+        texts = [context.tokens[row] for row in rows]
+        last = [[tokens[-1] for tokens in texts], [len(tokens) - 1 for tokens in texts]]
+        roots, positions = integers_on(last, device).unbind()
         sampling, are_coupled = context.sampling, [context.is_coupled[row] for row in rows]
         if len(rows) < len(context.slots):
             sampling = sampling.select(torch.tensor(rows, device=device))
