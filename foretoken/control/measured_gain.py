@@ -29,6 +29,7 @@ _MUCH = 1.5  # times plain decoding's speed
 _PUT_OFF, _LONGEST_PUT_OFF = 2, 16  # iterations with drafts between two looks that make one measurement
 _NEW_EVERY = 32  # iterations with drafts for each look at a number of sequences that was not measured yet
 _FRESH = 16  # iterations for which a look counts beside later ones
+_LEARN_EVERY = 4  # iterations in which nothing was drafted as it does not pay
 _RECENT = 9  # looks, and seconds of iterations with drafts, that are kept
 _FEW = 3  # iterations with drafts that do not show yet what one usually takes
 _SMALLEST_DEBT = 4.0  # that drafts are given up with at most, unless they cost more: texts change
@@ -188,6 +189,7 @@ class MeasuredGain:
         self._now = _Measured(CREDIT)
         self._new_looks = 2.0  # that may be made at numbers of sequences that were not measured yet
         self._is_delegated = self._is_looking = False
+        self._num_declined = 0
         self._num_rested = 0  # iterations since the inner controller last decided
         self._is_unannounced = False  # whether drafters may not have heard of the last iteration
         self._is_catching_up = False  # whether the next draft is the first one after iterations that drafters missed
@@ -227,6 +229,9 @@ class MeasuredGain:
             self.inner.learn(record)
         if not self._is_looking and not record.asked:
             now.savings.save()
+            self._num_declined += 1
+            if self._num_declined % _LEARN_EVERY:  # one of some is enough to learn from
+                return
         if record.num_prompt_tokens or now is not self._measured.get(len(record.sequences)):
             return  # it took longer than its trees do
         if not record.asked:

@@ -392,7 +392,8 @@ class Engine:
             sequence.credit(step)
         self.counts.add(record)
         if not draft.has_forced:  # whose acceptance and cost say nothing of the drafters'
-            self._drafting.learn(draft, replace(record, sequences=record.sequences[:num_decoding]))
+            drafted = record if not num_ending else replace(record, sequences=record.sequences[:num_decoding])
+            self._drafting.learn(draft, drafted)
         self._call_back(record)
 
     def _top_ids(self, verified: Verified) -> Tensor | None:
