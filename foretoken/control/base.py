@@ -63,7 +63,7 @@ class Allotment:
     Attributes:
         allowances: One a sequence of the batch.
         first: Who is asked first; None for all drafters.
-        declined: Why nothing is to be drafted at all; None where something is.
+        declined: Why nothing is to be drafted at all; None where something is, and where `measures_plain`.
         may_draft_next: Whether something may be drafted in the next iteration. Where it may not, drafters need not hear
             of this one.
         measures_plain: Whether nothing is drafted in this iteration only to see what it takes without.

@@ -4,6 +4,7 @@ The controllers within reckon with what passes, drafts and the host are expected
 nothing of plain decoding. Now and then an iteration therefore makes no draft, and its seconds are what the others are
 held against: seldom while drafts gain much, often while they lose. What drafts lose is paid out of `Savings`; when
 these are spent, drafting rests until enough was saved again. All of this for each number of sequences by itself.
+Iterations whose pass reads prompts, or in which a grammar adds tokens, show neither and are not counted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _RECENT = 9  # looks, and seconds of iterations with drafts, that are kept
 _FEW = 3  # iterations with drafts that do not show yet what one usually takes
 _SMALLEST_DEBT = 4.0  # that drafts are given up with at most, unless they cost more: texts change
 _LARGEST_CATCH_UP = 10.0  # that is accounted for
-_LONGER = 1.25  # than the second longest of recent iterations with drafts, at most: what one took counts so far
+_LONGER = 1.25  # than the second longest of recent iterations of its kind, at most: what one took counts so far
 _ALIKE = 2.0  # ratio of looks that agree
 _STAY_NEAR = 16  # iterations after which drafters need not hear of others, as no number of sequences is drafted for
 _FADE = 0.5 ** (1 / 16)  # of what drafts brought and took, by iteration
@@ -76,6 +77,8 @@ class _Measured:
         self._age = 0
         self._looks: deque[tuple[int, float]] = deque(maxlen=_RECENT)  # iteration, seconds
         self._recent: deque[float] = deque(maxlen=_RECENT)  # seconds of iterations with drafts
+        # The same of narrow passes and of wide ones, by the mean width.
+        self._alike: tuple[deque[float], deque[float]] = deque(maxlen=_RECENT), deque(maxlen=_RECENT)
         self._sums = _Sums()
 
     @property
@@ -88,7 +91,7 @@ class _Measured:
     def gain(self) -> float | None:
         """Speed of recent iterations with drafts over that of iterations without; None before both were made."""
         plain, usual, sums = self.plain_s, self.usual_s, self._sums
-        return None if plain is None or usual is None or not sums.num else sums.tokens / sums.num * plain / usual
+        return None if plain is None or not usual or not sums.num else sums.tokens / sums.num * plain / usual
 
     def is_look_due(self, *, is_new_allowed: bool) -> bool:
         """Whether to see what an iteration without drafts takes.
@@ -126,6 +129,8 @@ class _Measured:
         self._is_half = False
         self.plain_s, self._since_look = median_low(fresh), 0
         self._is_sure = max(fresh) < _ALIKE * min(fresh)
+        if self.savings.is_spent and self._sums.tokens * self.plain_s > self._sums.seconds:
+            self.savings = Savings(ENOUGH)  # drafts were held against an iteration of other times
 
     def learn(self, record: StepRecord) -> float | None:
         """Takes in an iteration with drafts.
@@ -137,19 +142,22 @@ class _Measured:
         self._age += 1
         self._since_look += 1
         self._held_off = max(self._held_off - 1, 0)
-        longest, batch = sorted(self._recent)[-2:], len(record.sequences)
+        sums, batch = self._sums, len(record.sequences)
+        alike = self._alike[record.num_tokens * sums.num > sums.width]
+        *_, second_longest, _ = [0.0, 0.0, *sorted(alike if len(alike) > 1 else self._recent)]
         self._recent.append(record.seconds.total)
-        if self.plain_s is None or len(self._recent) <= _FEW:
+        alike.append(record.seconds.total)
+        if not self.plain_s or len(self._recent) <= _FEW:
             return None
         # Of nine iterations one may have been interrupted; two that are long are of a kind.
-        seconds = min(record.seconds.total, _LONGER * longest[0])
+        seconds = min(record.seconds.total, _LONGER * second_longest)
         tokens = sum(step.num_emitted for step in record.sequences) / batch
         new = _Sums(
             num=1.0, tokens=tokens, seconds=seconds, draft_s=min(record.seconds.draft, seconds),
             width=record.num_tokens, drafted=sum(step.tree_depth > 0 for step in record.sequences) / batch,
             accepted=sum(step.num_accepted > 0 for step in record.sequences) / batch,
         )  # fmt: skip
-        self._sums = self._sums.plus(new)
+        self._sums = sums.plus(new)
         if self._is_half:
             return max(seconds / max(self.plain_s, self._looks[-1][1]) - tokens, 0.0)
         return seconds / self.plain_s - tokens
@@ -203,7 +211,7 @@ class MeasuredGain:
             now = self._measured[batch_size] = _Measured(ENOUGH if self._measured else CREDIT)
         self._now, self._is_delegated, self._is_looking = now, False, False
         if now.savings.is_spent or self._is_unannounced:
-            self._num_rested += 1
+            self._num_rested = self._num_rested + 1 if now.savings.is_spent else 0
             return self._decline(batch_size, may_draft_next=not now.savings.is_spent or self._num_rested < _STAY_NEAR)
         self._declining, self._num_rested = None, 0
         is_new_allowed = self._new_looks >= 1 or any(each.savings.is_spent for each in self._measured.values())

@@ -37,14 +37,16 @@ class Always:
         assert record.asked
 
 
-def record(batch: int, seconds: float, tokens: int, *, is_drafted: bool, num_prompt_tokens: int = 0) -> StepRecord:
+def record(
+    batch: int, seconds: float, tokens: int, *, is_drafted: bool, num_prompt_tokens: int = 0, width: int = 5
+) -> StepRecord:
     step = SequenceStep(
         request_id="r", num_drafted=4 * is_drafted, tree_depth=4 * is_drafted, num_accepted=tokens - 1,
         num_emitted=tokens, accepted_by={},
     )  # fmt: skip
     return StepRecord(
         sequences=[step] * batch,
-        num_tokens=batch * (5 if is_drafted else 1),
+        num_tokens=batch * (width if is_drafted else 1),
         num_prompt_tokens=num_prompt_tokens,
         seconds=StageSeconds(draft=0.25 * seconds * is_drafted, verify=seconds * (0.75 if is_drafted else 1.0)),
         asked=[AskedDrafter(index=0, name="d", depth=4, seconds=0.25 * seconds)] if is_drafted else [],
@@ -60,6 +62,7 @@ class Run:
         self.drafted: list[bool] = []
         self.seconds = self.tokens = 0.0
         self.num_declined = self.num_looks = 0
+        self.width = 5  # of passes with drafts
 
     def go_on(self, world: World, iterations: int, batches: Iterable[int] = ()) -> list[bool]:
         """Makes some more, and says which of them drafted."""
@@ -78,7 +81,7 @@ class Run:
             seconds, tokens = world(i, is_drafted)
             self.drafted.append(is_drafted)
             self.seconds, self.tokens = self.seconds + seconds, self.tokens + tokens
-            self.controller.learn(record(batch, seconds, tokens, is_drafted=is_drafted))
+            self.controller.learn(record(batch, seconds, tokens, is_drafted=is_drafted, width=self.width))
         assert self.inner.num_allotted == self.inner.num_learned == sum(self.drafted)
         return self.drafted[before:]
 
@@ -233,14 +236,37 @@ def test_drafts_that_lose_now_and_then_are_found_out() -> None:
     assert sum(run.drafted) < 1500
 
 
-def test_losses_over_many_sequences_do_not_end_drafting_over_one() -> None:
-    run, sizes = Run(), ([1] * 100 + [8] * 100) * 20
-    gaining, losing = (1.5, 4), (2.0, 1)
+@pytest.mark.parametrize("sizes", [([1] * 100 + [8] * 100) * 20, [1] * 100 + [8] * 200 + [1, 8] * 1900])
+def test_losses_over_many_sequences_do_not_end_drafting_over_one(sizes: list[int]) -> None:
+    run = Run()
+    gaining, losing = (1.5, 4), (10.0, 1)
     drafted = run.go_on(
         lambda i, is_drafted: (gaining if sizes[i] == 1 else losing) if is_drafted else (1.0, 1), len(sizes), sizes
     )
     assert sum(drafted[i] for i in range(len(sizes)) if sizes[i] == 1) > 0.95 * 2000
     assert sum(drafted[i] for i in range(len(sizes)) if sizes[i] == 8) < 0.05 * 2000
+
+
+@pytest.mark.parametrize("moment", range(0, 40, 3))
+def test_a_rest_ends_as_soon_as_plain_decoding_turns_out_to_be_slower(moment: int) -> None:
+    """Contexts become longer: drafts are held against iterations of shorter ones until others are seen."""
+    run = Run()
+    run.go_on(steady(1.5, 2), 300 + moment)
+    later = run.go_on(lambda _, is_drafted: (6.0, 2) if is_drafted else (4.0, 1), 400)
+    assert sum(later) > 360
+
+
+@pytest.mark.parametrize(("seconds", "every"), [(3.0, 8), (4.0, 12), (8.0, 20), (8.0, 10)])
+def test_drafts_that_seldom_lose_much_are_found_out(seconds: float, every: int) -> None:
+    """Hits are dear and bring a token each: seconds of one count beside those of others, not of misses."""
+    run, hit = Run(), (seconds, 2)
+
+    def world(i: int, is_drafted: bool) -> tuple[float, int]:
+        run.width = 9 if is_drafted and i % every == 0 else 2
+        return (hit if run.width == 9 else (1.02, 1)) if is_drafted else (1.0, 1)
+
+    run.go_on(world, 10000)
+    assert run.seconds / run.tokens < 1.03
 
 
 def test_a_rest_ends_while_prompts_are_read() -> None:
