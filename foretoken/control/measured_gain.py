@@ -175,11 +175,11 @@ class _Measured:
 
     def reason(self) -> Declined:
         """Why nothing is drafted, after some drafts."""
-        count, _, seconds, draft_s, width, drafted, accepted = self._sums
-        plain = count * self.plain_s if self.plain_s else seconds - draft_s
+        num, _, seconds, draft_s, width, drafted, accepted = self._sums
+        plain = num * self.plain_s if self.plain_s else seconds - draft_s
         return Declined(
-            width=round(width / count), pass_cost=(seconds - draft_s) / plain, draft_cost=draft_s / plain,
-            acceptance=accepted / drafted if drafted else None, hit_rate=drafted / count,
+            width=round(width / num), pass_cost=(seconds - draft_s) / plain, draft_cost=draft_s / plain,
+            acceptance=accepted / drafted if drafted else None, hit_rate=drafted / num,
         )  # fmt: skip
 
 
@@ -197,7 +197,7 @@ class MeasuredGain:
         self._now = _Measured(CREDIT)
         self._new_looks = 2.0  # that may be made at numbers of sequences that were not measured yet
         self._is_delegated = self._is_looking = False
-        self._num_declined = 0
+        self._num_declined = 0  # iterations without a draft that were not made to measure plain decoding
         self._num_rested = 0  # iterations since the inner controller last decided
         self._is_unannounced = False  # whether drafters may not have heard of the last iteration
         self._is_catching_up = False  # whether the next draft is the first one after iterations that drafters missed

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _PROMPT_LEN = 8
 _DEEPEST = 4  # of the timed drafts, at most
 _NUM_DRAFTS = 7  # the first reads the prompt; then by turns of one level and of the deepest
-_LIMIT_S = 1.0  # no further draft after that, once two of each depth were timed: the first ones are slow
-_NUM_NEEDED = 4
+_NUM_NEEDED = 4  # drafts, two of each depth: the first ones are slow
+_LIMIT_S = 1.0  # no further draft after that, once those were timed
 _SLOT = 0
 
 
