@@ -16,7 +16,7 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +31,8 @@ _SOURCE = Path(__file__).with_name("decoder.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
 _WIDE = "-mprefer-vector-width=512"  # x86: compilers hesitate to use the widest registers
+_NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
+_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: the call, what it does, the registers
 _SANITIZE = (
     "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
 )  # fmt: skip
@@ -112,7 +114,18 @@ def _flags() -> tuple[str, ...]:
     if sanitize not in ("0", "1"):
         raise ConfigError(f"FORETOKEN_SANITIZE is '{sanitize}'. Expected 0 or 1.")
     wide = (_WIDE,) if platform.machine() in ("x86_64", "AMD64") else ()
-    return (*_FLAGS, *wide, *(_SANITIZE if sanitize == "1" else ()))
+    tiles = _NO_TILES if torch.cpu.get_capabilities().get("amx_tile") and not _may_use_tiles() else ()
+    return (*_FLAGS, *wide, *tiles, *(_SANITIZE if sanitize == "1" else ()))
+
+
+@cache
+def _may_use_tiles() -> bool:
+    """Asks Linux for the tile registers of matrix units (AMX), which a process has to; children inherit the answer."""
+    try:
+        system: Any = ctypes.CDLL(None, use_errno=True)
+        return system.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+    except (OSError, AttributeError):  # another system
+        return False
 
 
 def _kept_library(path: Path) -> ctypes.CDLL | None:

@@ -25,10 +25,11 @@
 #include "kernels/decoder.h"
 #include "kernels/draft.h"
 #include "kernels/elementwise.h"
-#include "kernels/gemm.h"
 #include "kernels/heads.h"
+#include "kernels/inputs.h"
 #include "kernels/interface.h"
 #include "kernels/model_draft.h"
+#include "kernels/tiles.h"
 #include "kernels/workspace.h"
 
 namespace {
@@ -128,10 +129,10 @@ Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* 
   if (num_threads < 1 || num_threads > std::numeric_limits<int>::max()) return Status::kThreads;
   const auto run = [&](auto type) {
     using T = decltype(type);
-    using Token = typename Inputs<T>::Token;
+    using Token = typename MatrixInputs<T>::Token;
     const int64_t K = matrix->cols;
-    const std::unique_ptr<Token[]> data(new Token[size_t(M == 1 ? Inputs<T>::padded(K) : Inputs<T>::size(M, K))]);
-    const Inputs<T> inputs(data.get(), K, M == 1);
+    const std::unique_ptr<Token[]> data(new Token[size_t(MatrixInputs<T>::size(M, K))]);
+    const MatrixInputs<T> inputs(data.get(), M, K);
     Barrier barrier;
 #pragma omp parallel num_threads(int(num_threads))
     {

@@ -6,7 +6,9 @@
 #include <cstdint>
 
 #include "gemm.h"
+#include "inputs.h"
 #include "interface.h"
+#include "tiles.h"
 #include "vectors.h"
 
 namespace {
@@ -53,6 +55,32 @@ View view_of(const Pass& pass, const int32_t* runs, int64_t window, int64_t s, i
   return {low, prefix, count, scratch};
 }
 
+// Dot products of kTokens queries with some keys, in vector registers.
+template <class T>
+struct VectorDots {
+  static constexpr int kKeys = 4;
+
+  // Set for heads of D elements while dot products are taken: nothing.
+  struct Registers {
+    explicit Registers(int64_t) {}
+  };
+
+  // Of the first `count` keys, at most kKeys of them: (kTokens, kKeys), the rest of which is anything.
+  static void run(const typename Fragment<T>::Token* queries, const T* keys, int64_t count, int64_t D, float* out) {
+    const T* rows[kKeys];
+    for (int r = 0; r < kKeys; ++r) rows[r] = keys + std::min<int64_t>(r, count - 1) * D;
+    dot_block<T, kKeys, kTokens>(rows, queries, D, NoFetch{}, out);
+  }
+};
+
+#if defined(__AMX_TILE__)
+template <class T>
+using Dots = std::conditional_t<kIsTiled<T>, TileDots, VectorDots<T>>;
+#else
+template <class T>
+using Dots = VectorDots<T>;
+#endif
+
 // Attention of up to kTokens queries that share keys and values: (rows, D) of one head of one sequence. What a query gets
 // does not depend on the others: its keys are taken in the order of its view.
 template <class T>
@@ -68,11 +96,11 @@ class SharedAttention {
     }
   }
 
-  // Scores of all queries, `queries` being in the order of `Inputs`; then what exp leaves of them, and 1 / its sum.
+  // Scores of all queries, `queries` being in the order of `QueryInputs`, while the registers of `Dots` are set; then what exp leaves of them, and 1 / its sum.
   // A softcap above 0 bounds the scores.
-  void score(const typename Fragment<T>::Token* queries, float scale, float softcap) {
+  void score(const typename QueryInputs<T>::Token* queries, float scale, float softcap) {
     const int64_t prefix = views_[0].prefix;
-    float out[2 * kLanes];
+    float out[kTokens * kKeys];
     for (int64_t row = first_; row < prefix; row += kKeys) {
       dot(queries, row, prefix, out);
       const bool is_shared = row >= common_ && row + kKeys <= prefix;
@@ -120,13 +148,13 @@ class SharedAttention {
   }
 
  private:
+  static constexpr int kKeys = Dots<T>::kKeys;
+
   float* of(int c) const { return scores_ + c * stride_; }
 
-  // Dot products of the queries with kKeys keys from `row` on; keys from `end` on repeat the last one.
-  void dot(const typename Fragment<T>::Token* queries, int64_t row, int64_t end, float* out) const {
-    const T* rows[kKeys];
-    for (int r = 0; r < kKeys; ++r) rows[r] = keys_ + std::min(row + r, end - 1) * D_;
-    dot_block<T, kKeys, kTokens>(rows, queries, D_, NoFetch{}, out);
+  // Dot products of the queries with the keys from `row` on, before `end`.
+  void dot(const typename QueryInputs<T>::Token* queries, int64_t row, int64_t end, float* out) const {
+    Dots<T>::run(queries, keys_ + row * D_, std::min<int64_t>(kKeys, end - row), D_, out);
   }
 
   // Scales and caps scores. Past the last one there is room for a register.

@@ -12,8 +12,9 @@
 #include "choice.h"
 #include "elementwise.h"
 #include "experts.h"
-#include "gemm.h"
+#include "inputs.h"
 #include "interface.h"
+#include "tiles.h"
 #include "vectors.h"
 #include "workspace.h"
 
@@ -28,8 +29,8 @@ class Decoder {
         pass_(pass),
         rows_(pass.starts[pass.num_sequences]),
         space_(model, pass.node_starts[pass.num_sequences], pass.num_threads, pass.workspace),
-        normed_(space_.normed, model.hidden, rows_ == 1),
-        mixed_(space_.mixed, model.heads * model.head_dim, rows_ == 1),
+        normed_(space_.normed, rows_, model.hidden),
+        mixed_(space_.mixed, rows_, model.heads * model.head_dim),
         group_(group_size(model)) {
     space_.units[0] = 0;
     for (int64_t s = 0; s < pass.num_sequences; ++s) {
@@ -60,7 +61,7 @@ class Decoder {
       project(model_.head, normed_, rows_, pass_.logits);
     } else if (pass_.logits != nullptr) {
       barrier_.wait();
-      const Inputs<W> chosen(space_.normed, model_.hidden, pass_.num_logits == 1);
+      const MatrixInputs<W> chosen(space_.normed, pass_.num_logits, model_.hidden);
       normalise(model_.final_norm, chosen, pass_.num_logits, [&](int64_t r) { return pass_.logit_rows[r]; });
       project(model_.head, chosen, pass_.num_logits, pass_.logits);
     }
@@ -82,7 +83,7 @@ class Decoder {
   }
 
   void attend(const Layer& layer) {
-    const Inputs<W> inputs = attention_inputs(layer);
+    const MatrixInputs<W> inputs = attention_inputs(layer);
     project(layer.query, inputs, rows_, space_.query);
     project(layer.key, inputs, rows_, space_.key);
     project(layer.value, inputs, rows_, space_.value);
@@ -92,29 +93,34 @@ class Decoder {
       place_keys(layer, m);
     });
     barrier_.wait();
+    attend_all(layer);
+    barrier_.wait();
+    add(layer.output, mixed_, layer.attention_post_norm);
+  }
+
+  void attend_all(const Layer& layer) {
+    const typename Dots<T>::Registers registers(model_.head_dim);
     const int64_t* ends = space_.units + 1;
     share(space_.units[pass_.num_sequences], [&](int64_t unit) {
       const int64_t s = std::upper_bound(ends, ends + pass_.num_sequences, unit) - ends;
       const int64_t chunks = chunks_of(s), place = unit - space_.units[s];
       attend(layer, s, place / chunks, place % chunks * kTokens);
     });
-    barrier_.wait();
-    add(layer.output, mixed_, layer.attention_post_norm);
   }
 
   // What attention reads: the norm of the stream, behind that of the second input where the layer has one. Lies where
   // `normed_` does.
-  Inputs<W> attention_inputs(const Layer& layer) {
+  MatrixInputs<W> attention_inputs(const Layer& layer) {
     if (layer.side_norm.weight == nullptr) {
       normalise(layer.attention_norm);
       return normed_;
     }
     const int64_t E = model_.hidden;
-    const Inputs<W> both(space_.normed, 2 * E, rows_ == 1);
+    const MatrixInputs<W> both(space_.normed, rows_, 2 * E);
     share(rows_, [&](int64_t m) {
       normalise_row(layer.side_norm, pass_.sides + m * E, E, [&](int64_t k, auto values) { both.put(m, k, values); });
       normalise_row(layer.attention_norm, space_.residual + m * E, E,
-                    [&](int64_t k, auto values) { both.put_anywhere(m, E + k, values); });
+                    [&](int64_t k, auto values) { put_anywhere(both, m, E + k, values); });
     });
     barrier_.wait();
     return both;
@@ -122,7 +128,7 @@ class Decoder {
 
   // The keys and values of the last layer, whose output nobody reads.
   void append(const Layer& layer) {
-    const Inputs<W> inputs = attention_inputs(layer);
+    const MatrixInputs<W> inputs = attention_inputs(layer);
     project(layer.key, inputs, rows_, space_.key);
     project(layer.value, inputs, rows_, space_.value);
     barrier_.wait();
@@ -136,10 +142,10 @@ class Decoder {
     }
     const int64_t I = layer.up.rows;
     const float* gates = layer.gate.weight == nullptr ? nullptr : space_.gate;
-    if (gates != nullptr) project<kWholeShare>(layer.gate, normed_, rows_, space_.gate);
-    project<kWholeShare>(layer.up, normed_, rows_, space_.up);
-    const Inputs<W> inner(space_.inner, I, rows_ == 1);
-    const auto [begin, end] = Share(I, kWholeShare);  // what this thread has computed, and has near
+    if (gates != nullptr) project<MatrixInputs<W>::kWholeShare>(layer.gate, normed_, rows_, space_.gate);
+    project<MatrixInputs<W>::kWholeShare>(layer.up, normed_, rows_, space_.up);
+    const MatrixInputs<W> inner(space_.inner, rows_, I);
+    const auto [begin, end] = Share(I, MatrixInputs<W>::kWholeShare);  // what this thread has computed, and has near
     for (int64_t m = 0; m < rows_; ++m) {
       activate_portion(layer.activation, inner, m, gates == nullptr ? nullptr : gates + m * I, space_.up + m * I, begin, end);
     }
@@ -166,7 +172,7 @@ class Decoder {
 
   // The norm of `count` tokens; token(i) is the i-th of them.
   template <class Token>
-  void normalise(const Norm& norm, const Inputs<W>& out, int64_t count, Token&& token) {
+  void normalise(const Norm& norm, const MatrixInputs<W>& out, int64_t count, Token&& token) {
     share(count, [&](int64_t i) {
       const float* x = space_.residual + token(i) * model_.hidden;
       normalise_row(norm, x, model_.hidden, [&](int64_t k, auto values) { out.put(i, k, values); });
@@ -175,15 +181,15 @@ class Decoder {
   }
 
   // out = x (M, K) times the transposed matrix.
-  template <int kUnit = kShare>
-  void project(const Matrix& matrix, const Inputs<W>& x, int64_t M, float* out) {
-    multiply<W, kUnit>(matrix, x, M, [&](int64_t m, int64_t n, auto count, const float* values) {
+  template <int kUnit = MatrixInputs<W>::kShare>
+  void project(const Matrix& matrix, const MatrixInputs<W>& x, int64_t M, float* out) {
+    multiply<kUnit>(matrix, x, M, [&](int64_t m, int64_t n, auto count, const float* values) {
       for (int i = 0; i < count; ++i) out[m * matrix.rows + n + i] = values[i];
     });
   }
 
   // Adds x times the transposed matrix to the residual stream, after a norm where there is one.
-  void add(const Matrix& matrix, const Inputs<W>& x, const Norm& post) {
+  void add(const Matrix& matrix, const MatrixInputs<W>& x, const Norm& post) {
     if (post.weight != nullptr) {
       project(matrix, x, rows_, space_.branch);
       barrier_.wait();
@@ -244,8 +250,11 @@ class Decoder {
     for (int64_t h = 0; h < model_.heads; ++h) {
       float* query = space_.query + (m * model_.heads + h) * D;
       rotate_head(layer, layer.query_norm, query, m);
-      const Inputs<T> queries = queries_of(s, h / group_);
-      for (int64_t i = 0; i < D; ++i) queries.put(t * group_ + h % group_, i, query[i]);
+      const QueryInputs<T> queries = queries_of(s, h / group_);
+      const int64_t q = t * group_ + h % group_;
+      int64_t i = 0;
+      for (; i + kLanes <= D; i += kLanes) queries.put(q, i, load_lanes(query + i));
+      for (; i < D; ++i) queries.put(q, i, query[i]);
     }
   }
 
@@ -286,15 +295,15 @@ class Decoder {
     attention.score(queries_of(s, kv_head).at(first, 0), layer.scale, layer.softcap);
     attention.mix([&](int c, int64_t d, auto values) {
       const int64_t m = pass_.starts[s] + (first + c) / group_, k = (kv_head * group_ + (first + c) % group_) * D + d;
-      mixed_.put_anywhere(m, k, values);
+      put_anywhere(mixed_, m, k, values);
     });
   }
 
   // Rotated queries of all tokens of a sequence and of the heads that share a KV head. They take no more than as many
   // times the room of one token's queries.
-  Inputs<T> queries_of(int64_t s, int64_t kv_head) const {
+  QueryInputs<T> queries_of(int64_t s, int64_t kv_head) const {
     const int64_t D = model_.head_dim, first = pass_.starts[s] * model_.kv_heads * Inputs<T>::size(group_, D);
-    return {space_.rotated + first + kv_head * Inputs<T>::size(group_ * num_tokens(s), D), D, false};
+    return {space_.rotated + first + kv_head * Inputs<T>::size(group_ * num_tokens(s), D), std::max<int64_t>(group_ * num_tokens(s), kTokens), D};
   }
 
   int64_t cache_row(int64_t s, int64_t head, int64_t row) const {
@@ -341,7 +350,7 @@ class Decoder {
   const Pass& pass_;
   const int64_t rows_;
   const Workspace<T, W> space_;
-  const Inputs<W> normed_, mixed_;
+  const MatrixInputs<W> normed_, mixed_;
   const int64_t group_;  // query heads a KV head
   Barrier barrier_;
 };

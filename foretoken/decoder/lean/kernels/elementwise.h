@@ -8,7 +8,6 @@
 
 #include <omp.h>
 
-#include "gemm.h"
 #include "interface.h"
 #include "vectors.h"
 
@@ -85,8 +84,8 @@ void rotate(float* x, const float* cos, const float* sin, int64_t pairs) {
 }
 
 // Activates elements begin..end of row m of `inner`: f(gate) * up, or f(up) where there is no gate.
-template <class T, class Function>
-void activate_portion(const Inputs<T>& inner, int64_t m, const float* gate, const float* up, int64_t begin, int64_t end, Function f) {
+template <class X, class Function>
+void activate_portion(const X& inner, int64_t m, const float* gate, const float* up, int64_t begin, int64_t end, Function f) {
   int64_t k = begin;
   if (gate == nullptr) {
     for (; k + kLanes <= end; k += kLanes) inner.put(m, k, f(load_lanes(up + k)));
@@ -97,8 +96,8 @@ void activate_portion(const Inputs<T>& inner, int64_t m, const float* gate, cons
   }
 }
 
-template <class T>
-void activate_portion(int64_t activation, const Inputs<T>& inner, int64_t m, const float* gate, const float* up, int64_t begin, int64_t end) {
+template <class X>
+void activate_portion(int64_t activation, const X& inner, int64_t m, const float* gate, const float* up, int64_t begin, int64_t end) {
   switch (activation) {
     case kGeluTanh: return activate_portion(inner, m, gate, up, begin, end, [](Lanes x) { return gelu_tanh(x); });
     case kGelu: return activate_portion(inner, m, gate, up, begin, end, [](Lanes x) { return gelu(x); });

@@ -15,8 +15,9 @@
 
 #include "barrier.h"
 #include "elementwise.h"
-#include "gemm.h"
+#include "inputs.h"
 #include "interface.h"
+#include "tiles.h"
 #include "workspace.h"
 
 namespace {
@@ -50,7 +51,7 @@ class ExpertLayer {
 
   // Runs inside a parallel region, all threads together, once the inputs are there; afterwards the output of every pair
   // lies in its place of `pair_out`.
-  void run(const Inputs<T>& inputs) const {
+  void run(const MatrixInputs<T>& inputs) const {
     multiply(experts_.router, inputs, M_, [&](int64_t m, int64_t n, auto count, const float* values) {
       for (int i = 0; i < count; ++i) space_.router[m * experts_.count + n + i] = values[i];
     });
@@ -66,7 +67,7 @@ class ExpertLayer {
     barrier_.wait();
     for_each_expert([&](int64_t e, int64_t first, int64_t count) {
       const int64_t rows = experts_.intermediate;
-      const Inputs<T> x = inputs_of(space_.pair_inputs, e, hidden_, count);
+      const MatrixInputs<T> x = inputs_of(space_.pair_inputs, e, hidden_, count);
       const T* gate_up = static_cast<const T*>(experts_.gate_up) + e * 2 * rows * hidden_;
       project({gate_up, nullptr, rows, hidden_}, x, count, space_.pair_gate + first * rows);
       project({gate_up + rows * hidden_, nullptr, rows, hidden_}, x, count, space_.pair_up + first * rows);
@@ -75,7 +76,7 @@ class ExpertLayer {
     const int64_t width = experts_.intermediate, portions = portions_of(width);
     share(num_pairs_ * portions, [&](int64_t unit) {
       const int64_t pair = unit / portions, begin = unit % portions * kPortion, e = space_.experts[pair];
-      const Inputs<T> inner = inputs_of(space_.pair_inner, e, width, space_.starts[e + 1] - space_.starts[e]);
+      const MatrixInputs<T> inner = inputs_of(space_.pair_inner, e, width, space_.starts[e + 1] - space_.starts[e]);
       activate_portion(layer_.activation, inner, pair - space_.starts[e], space_.pair_gate + pair * width,
                        space_.pair_up + pair * width, begin, std::min(begin + kPortion, width));
     });
@@ -109,7 +110,7 @@ class ExpertLayer {
     for (int64_t j = 0; j < num_pairs_; ++j) ++space_.starts[space_.chosen[j] + 1];
     space_.blocks[0] = 0;
     for (int64_t e = 0; e < count; ++e) {
-      space_.blocks[e + 1] = space_.blocks[e] + (space_.starts[e + 1] + kTokens - 1) / kTokens * kTokens;
+      space_.blocks[e + 1] = space_.blocks[e] + MatrixInputs<T>::padded_tokens(space_.starts[e + 1]);
       space_.starts[e + 1] += space_.starts[e];
     }
     for (int64_t j = 0; j < num_pairs_; ++j) {  // `starts` counts up meanwhile, and is moved back afterwards
@@ -123,19 +124,16 @@ class ExpertLayer {
   }
 
   // Copies the inputs of a pair's token to where those of its expert lie.
-  void gather(const Inputs<T>& inputs, int64_t pair) const {
+  void gather(const MatrixInputs<T>& inputs, int64_t pair) const {
     const int64_t e = space_.experts[pair], first = space_.starts[e];
-    const Inputs<T> to = inputs_of(space_.pair_inputs, e, hidden_, space_.starts[e + 1] - first);
-    for (int64_t k = 0; k < hidden_; k += kStep<T>) {
-      std::copy_n(inputs.at(space_.tokens[pair], k), kStep<T>, to.at(pair - first, k));
-    }
+    inputs_of(space_.pair_inputs, e, hidden_, space_.starts[e + 1] - first).copy(pair - first, inputs, space_.tokens[pair], hidden_);
   }
 
-  Inputs<T> inputs_of(typename Fragment<T>::Token* base, int64_t e, int64_t width, int64_t count) const {
-    return {base + space_.blocks[e] * Inputs<T>::padded(width), width, count == 1};
+  MatrixInputs<T> inputs_of(typename MatrixInputs<T>::Token* base, int64_t e, int64_t width, int64_t count) const {
+    return {base + space_.blocks[e] * MatrixInputs<T>::padded(width), count, width};
   }
 
-  void project(const Matrix& matrix, const Inputs<T>& x, int64_t count, float* out) const {
+  void project(const Matrix& matrix, const MatrixInputs<T>& x, int64_t count, float* out) const {
     multiply(matrix, x, count, [&](int64_t m, int64_t n, auto number, const float* values) {
       for (int i = 0; i < number; ++i) out[m * matrix.rows + n + i] = values[i];
     });

@@ -4,14 +4,12 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
-#include <numeric>
 #include <type_traits>
 
-#include <omp.h>
 #include <unistd.h>
 
 #include "fragments.h"
+#include "inputs.h"
 #include "interface.h"
 #include "vectors.h"
 
@@ -24,8 +22,6 @@ constexpr int kPanel = 64;          // tokens that meet such a part of kRows row
 constexpr int kFewTokens = 16;      // or so few that their part stays in the nearest cache
 constexpr int kGroups = 8;          // while that many times kRows rows meet them
 constexpr int kRowsOfOne = 8;       // rows side by side when there is one token
-constexpr int kShare = 24;          // rows are dealt out to threads in multiples of this,
-constexpr int kWholeShare = std::lcm(kShare, kLanes);  // or of this, where each thread's rows have to fill registers
 
 // Bytes of rows that fit the nearest cache together with the next ones and with tokens.
 inline int64_t nearest_bytes() {
@@ -49,36 +45,6 @@ inline int64_t last_cache_bytes() {
   }();
   return bytes;
 }
-
-// Inputs of a matrix in the order in which they are read. A step's elements of kTokens tokens stand side by side, then come
-// the next elements of these tokens; a single token is one step after another.
-template <class T>
-struct Inputs {
-  using Token = typename Fragment<T>::Token;
-  Token* data;
-  int64_t block, step;  // from one block of tokens, one step, to the next
-
-  Inputs(Token* data, int64_t K, bool is_single)
-      : data(data), block(kTokens * padded(K)), step(is_single ? kStep<T> : kTokens * kStep<T>) {}
-  Token* at(int64_t m, int64_t k) const {
-    return data + m / kTokens * block + k / kStep<T> * step + m % kTokens * kStep<T> + Fragment<T>::place(k % kStep<T>);
-  }
-  void put(int64_t m, int64_t k, float value) const { assign(*at(m, k), value); }
-  void put(int64_t m, int64_t k, Lanes values) const {  // k: a multiple of kLanes
-    constexpr int kSide = Fragment<T>::kSide;
-    if constexpr (kSide == kLanes) return store_lanes(at(m, k), values);
-    Token tokens[kLanes];
-    store_lanes(tokens, values);
-    for (int i = 0; i < kLanes; i += kSide) std::memcpy(at(m, k + i), tokens + i, kSide * sizeof(Token));
-  }
-  void put_anywhere(int64_t m, int64_t k, float value) const { put(m, k, value); }
-  void put_anywhere(int64_t m, int64_t k, Lanes values) const {
-    if (k % kLanes == 0) return put(m, k, values);
-    for (int i = 0; i < kLanes; ++i) put(m, k + i, values[i]);
-  }
-  static int64_t padded(int64_t K) { return (K + kStep<T> - 1) / kStep<T> * kStep<T>; }
-  static int64_t size(int64_t M, int64_t K) { return (M + kTokens - 1) / kTokens * kTokens * padded(K); }
-};
 
 // Where a cache line is fetched into: all caches; only as near as the second one; or the nearest one alone, so that what else
 // is in the others stays there. A line that leaves the nearest cache unused is then read from memory again.
@@ -171,26 +137,22 @@ struct Rows {
   }
 };
 
-// Scales the dot products (C, R) at row n and token m, adds biases and hands them on, see `multiply`; for rows before `end`.
-template <int R, int C, class Emit>
-FORETOKEN_INLINE void emit_block(const Matrix& matrix, int64_t n, int64_t end, int64_t m, int64_t M, float* out, Emit&& emit) {
-  if (matrix.scales != nullptr) {  // by fma, or a compiler joins some of these products with what `emit` adds
-    for (int c = 0; c < C; ++c) {
-      for (int r = 0; r < R; ++r) out[c * R + r] = std::fma(out[c * R + r], matrix.scales[std::min(n + r, matrix.rows - 1)], 0.0f);
+// Scales the dot products of R rows from row n on with `count` tokens from m on, (count, R), adds biases and hands them on,
+// see `multiply`; for rows before `end`.
+template <int R, class Emit>
+FORETOKEN_INLINE void emit_block(const Matrix& matrix, int64_t n, int64_t end, int64_t m, int64_t count, float* out, Emit&& emit) {
+  const auto finish = [&](auto rows) {
+    for (int64_t c = 0; c < count; ++c, out += R) {
+      if (matrix.scales != nullptr) {  // by fma, or a compiler joins some of these products with what `emit` adds
+        for (int r = 0; r < rows; ++r) out[r] = std::fma(out[r], matrix.scales[n + r], 0.0f);
+      }
+      if (matrix.bias != nullptr) {
+        for (int r = 0; r < rows; ++r) out[r] += matrix.bias[n + r];
+      }
+      emit(m + c, n, rows, out);
     }
-  }
-  if (matrix.bias != nullptr) {
-    for (int c = 0; c < C; ++c) {
-      for (int r = 0; r < R; ++r) out[c * R + r] += matrix.bias[std::min(n + r, matrix.rows - 1)];
-    }
-  }
-  for (int c = 0; c < std::min<int64_t>(C, M - m); ++c) {
-    if (n + R <= end) {
-      emit(m + c, n, std::integral_constant<int, R>(), out + c * R);
-    } else {
-      emit(m + c, n, int(end - n), out + c * R);
-    }
-  }
+  };
+  n + R <= end ? finish(std::integral_constant<int, R>()) : finish(int(end - n));
 }
 
 // `dot_block` that fetches some lines a step meanwhile. Not inlined: what is done with the results is another for every
@@ -214,7 +176,7 @@ void multiply_rows(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t 
     for (int64_t block = 0; block < blocks; ++block) {
       const char* ahead = next + block * steps * lines * kBytes;
       fetching_dot_block<T, R, C>(rows.at, x.at(block * C, 0), matrix.cols, into, ahead, block < R ? lines : 0, out);
-      emit_block<R, C>(matrix, n, end, block * C, M, out, emit);
+      emit_block<R>(matrix, n, end, block * C, std::min<int64_t>(C, M - block * C), out, emit);
     }
   }
 }
@@ -282,7 +244,7 @@ void multiply_parts(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t
             add_part<T, R, C>(rows.at, x.at(m, from), from, to, into, next, K, block * share, share, sums);
             if (to < whole) continue;
             finish_dots<T, R, C>(sums, rows.at, x.at(m, whole), whole, K, out);
-            emit_block<R, C>(matrix, n, end, m, M, out, emit);
+            emit_block<R>(matrix, n, end, m, std::min<int64_t>(C, M - m), out, emit);
           }
         }
         from = to;
@@ -291,22 +253,11 @@ void multiply_parts(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t
   }
 }
 
-// The rows begin..end of a matrix that this thread computes, dealt out in multiples of `unit`.
-struct Share {
-  int64_t begin, end;
-
-  Share(int64_t rows, int64_t unit) {
-    const int64_t threads = omp_get_num_threads(), thread = omp_get_thread_num(), units = (rows + unit - 1) / unit;
-    begin = units * thread / threads * unit;
-    end = std::min(units * (thread + 1) / threads * unit, rows);
-  }
-};
-
 // x (M, K) times the transposed matrix, this thread's share of the rows. emit(m, n, count, values) takes the outputs of
 // token m at `count` rows from n on.
-template <class T, int kUnit = kShare, class Emit>
+template <int kUnit = 0, class T, class Emit>
 void multiply(const Matrix& matrix, const Inputs<T>& x, int64_t M, Emit&& emit) {
-  const auto [begin, end] = Share(matrix.rows, kUnit);
+  const auto [begin, end] = Share(matrix.rows, kUnit > 0 ? kUnit : Inputs<T>::kShare);
   const int64_t row = matrix.cols * int64_t(sizeof(T)), bytes = kRows * row;
   // Rows go past the other caches where these would not keep them until the next pass, and the nearest one keeps them until
   // they are used.

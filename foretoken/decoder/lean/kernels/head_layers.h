@@ -9,16 +9,17 @@
 
 #include "barrier.h"
 #include "elementwise.h"
-#include "gemm.h"
 #include "head_interface.h"
+#include "inputs.h"
 #include "interface.h"
+#include "tiles.h"
 #include "vectors.h"
 
 namespace {
 
 // Puts a row of `size` elements times a factor into an input, from element `first` on.
-template <class T, class E>
-void put_row(const Inputs<T>& inputs, int64_t m, int64_t first, const E* row, int64_t size, float factor) {
+template <class X, class E>
+void put_row(const X& inputs, int64_t m, int64_t first, const E* row, int64_t size, float factor) {
   int64_t k = 0;
   if (first % kLanes == 0) {
     for (; k + kLanes <= size; k += kLanes) inputs.put(m, first + k, load_lanes(row + k) * factor);
@@ -30,8 +31,8 @@ void put_row(const Inputs<T>& inputs, int64_t m, int64_t first, const E* row, in
 struct PutRows {
   const float* rows;
   int64_t size;
-  template <class T>
-  void operator()(int64_t m, const Inputs<T>& inputs) const {
+  template <class X>
+  void operator()(int64_t m, const X& inputs) const {
     put_row(inputs, m, 0, rows + m * size, size, 1.0f);
   }
 };
@@ -78,8 +79,8 @@ class HeadLayers {
 
  private:
   template <class T>
-  Inputs<T> inputs(const Matrix& matrix, int64_t M) const {
-    return {reinterpret_cast<typename Inputs<T>::Token*>(inputs_), matrix.cols, M == 1};
+  MatrixInputs<T> inputs(const Matrix& matrix, int64_t M) const {
+    return {reinterpret_cast<typename MatrixInputs<T>::Token*>(inputs_), M, matrix.cols};
   }
 
   // run(inputs), these in the dtype of a matrix.

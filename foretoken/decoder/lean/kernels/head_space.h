@@ -7,7 +7,6 @@
 #include <cstdint>
 
 #include "checks.h"
-#include "gemm.h"
 #include "head_interface.h"
 #include "interface.h"
 #include "vectors.h"
@@ -30,7 +29,7 @@ struct HeadSpace {
     take(base, size, logits, rows, head.vocab);
     take(base, size, wide, rows, 2 * head.width);
     for (float*& state : states) take(base, size, state, rows, head.width);
-    take(base, size, inputs, (rows + kTokens - 1) / kTokens * kTokens, Inputs<Int8>::padded(longest));
+    take(base, size, inputs, most_inputs(rows), Inputs<Int8>::padded(longest));
     take(base, size, places, num_nodes, 1);
   }
 };

@@ -107,8 +107,8 @@ class HeadSteps {
   }
 
   // [feature; embeddings of the tokens from the root down to the node].
-  template <class T>
-  void put_path(int64_t depth, int64_t m, const Inputs<T>& inputs) const {
+  template <class X>
+  void put_path(int64_t depth, int64_t m, const X& inputs) const {
     const int64_t E = head_.hidden, sequence = m / children_.num_inner(depth);
     put_row(inputs, m, 0, features_ + sequence * E, E, 1.0f);
     int64_t node = node_of(depth, m);
@@ -120,8 +120,8 @@ class HeadSteps {
   }
 
   // What the step before left of the parent, or the feature.
-  template <class T>
-  void put_state(int64_t depth, int64_t m, const Inputs<T>& inputs) const {
+  template <class X>
+  void put_state(int64_t depth, int64_t m, const X& inputs) const {
     const int64_t sequence = m / children_.num_inner(depth), K = depth == 0 ? head_.hidden : head_.width;
     const float* row = features_ + sequence * K;
     if (depth == 0) {

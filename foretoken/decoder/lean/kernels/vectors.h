@@ -23,7 +23,6 @@ constexpr int kTokens = 4;        // tokens that meet a weight while it is in a 
 constexpr int kBytes = 32;
 constexpr int kTokens = 2;
 #endif
-constexpr int kKeys = 4;  // keys that meet as many queries likewise
 constexpr int kLanes = kBytes / int(sizeof(float));
 typedef float Lanes __attribute__((vector_size(kBytes), aligned(4), may_alias));
 typedef int32_t IntLanes __attribute__((vector_size(kBytes), aligned(4), may_alias));

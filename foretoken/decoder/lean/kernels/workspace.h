@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <limits>
 
-#include "gemm.h"
+#include "inputs.h"
 #include "interface.h"
 
 namespace {
@@ -37,7 +37,7 @@ void take(void* base, int64_t& size, E*& part, int64_t rows, int64_t cols) {
 // Buffers of a pass; `size` is what they take. T and W as of the decoder.
 template <class T, class W = T>
 struct Workspace {
-  using Token = typename Fragment<W>::Token;
+  using Token = typename MatrixInputs<W>::Token;
 
   float *residual, *query, *key, *value, *gate, *up;
   float* branch;      // (M, hidden), what is added to the residual stream after a norm; of no size without such norms
@@ -63,12 +63,12 @@ struct Workspace {
   Workspace(const Model& model, int64_t M, int64_t threads, void* base) {
     const int64_t q = model.heads * model.head_dim, kv = model.kv_heads * model.head_dim;
     int64_t pairs = 0;
-    if (M > std::numeric_limits<int64_t>::max() - kTokens || __builtin_mul_overflow(M, model.top_k, &pairs) ||
-        pairs > std::numeric_limits<int64_t>::max() / kTokens) {
+    if (M > std::numeric_limits<int64_t>::max() - kMostTokens || __builtin_mul_overflow(M, model.top_k, &pairs) ||
+        pairs > std::numeric_limits<int64_t>::max() / kMostTokens) {
       size = -1;
     }
-    const int64_t padded_M = size < 0 ? 0 : (M + kTokens - 1) / kTokens * kTokens;
-    const int64_t padded_pairs = size < 0 ? 0 : pairs + std::min(pairs, model.num_experts) * (kTokens - 1);
+    const int64_t padded_M = size < 0 ? 0 : most_inputs(M);
+    const int64_t padded_pairs = size < 0 ? 0 : pairs + std::min(pairs, model.num_experts) * (kMostTokens - 1);
     take(base, residual, M, model.hidden);
     take(base, query, M, q);
     take(base, key, M, kv);
@@ -77,9 +77,9 @@ struct Workspace {
     take(base, up, M, model.intermediate);
     take(base, branch, model.has_post_norms ? M : 0, model.hidden);
     take(base, rotated, M, model.kv_heads * Inputs<T>::size(group_size(model), model.head_dim));
-    take(base, normed, padded_M, Inputs<W>::padded(attention_width(model)));
-    take(base, mixed, padded_M, Inputs<W>::padded(q));
-    take(base, inner, padded_M, Inputs<W>::padded(model.intermediate));
+    take(base, normed, padded_M, MatrixInputs<W>::padded(attention_width(model)));
+    take(base, mixed, padded_M, MatrixInputs<W>::padded(q));
+    take(base, inner, padded_M, MatrixInputs<W>::padded(model.intermediate));
     take(base, scores, threads, kTokens * greatest_rows(model));
     take(base, scratch, threads, kTokens * greatest_rows(model));
     take(base, runs, M, 1);
@@ -91,8 +91,8 @@ struct Workspace {
     for (int64_t** each : {&starts, &blocks}) take(base, *each, model.num_experts + 1, 1);
     for (float** each : {&pair_gate, &pair_up}) take(base, *each, pairs, model.expert_intermediate);
     take(base, pair_out, pairs, model.hidden);
-    take(base, pair_inputs, padded_pairs, Inputs<W>::padded(model.hidden));
-    take(base, pair_inner, padded_pairs, Inputs<W>::padded(model.expert_intermediate));
+    take(base, pair_inputs, padded_pairs, MatrixInputs<W>::padded(model.hidden));
+    take(base, pair_inner, padded_pairs, MatrixInputs<W>::padded(model.expert_intermediate));
   }
 
  private:

@@ -1,0 +1,252 @@
+// GEMM on matrix units (AMX): sixteen rows of weights meet up to sixteen tokens in one instruction.
+//
+// A tile of weights is sixteen rows of them as they stand in memory, 32 elements each; a tile of inputs has these elements of
+// the tokens, see `TileInputs`. Every sum takes its products in the order of the elements, two at a time, whatever other
+// tokens there are: one token runs on the same instruction as sixteen, and has the same bits. Weights are not fetched by
+// hand: rows are read along, which the processor foresees.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "gemm.h"
+#include "inputs.h"
+#include "interface.h"
+#include "vectors.h"
+
+namespace {
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+
+constexpr int kTileRows = 16;
+constexpr int64_t kPanelBytes = 1 << 20;  // of inputs that meet all rows of a thread before the next ones do: they stay in the second cache
+
+// The shape of each tile register of this thread, which gives them back in the end.
+class TileRegisters {
+ public:
+  TileRegisters() = default;
+  ~TileRegisters() { _tile_release(); }
+  TileRegisters(const TileRegisters&) = delete;
+
+ protected:
+  void shape(int tile, int64_t rows, int64_t bytes) {
+    shapes_.rows[tile] = uint8_t(rows);
+    shapes_.bytes[tile] = uint16_t(bytes);
+  }
+  // Gcc's intrinsic says of the first bytes alone that they are read.
+  void use() const { __asm__ volatile("ldtilecfg %0" : : "m"(shapes_)); }
+
+ private:
+  struct {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t bytes[16] = {};
+    uint8_t rows[16] = {};
+  } shapes_;
+};
+
+// Of a product: 0 to 3 are sums of rows by tokens, 4 and 5 weights, 6 and 7 inputs.
+class ProductRegisters : TileRegisters {
+ public:
+  ProductRegisters(int64_t rows, int64_t tokens) {
+    for (int i = 0; i < 4; ++i) shape(i, rows, 4 * tokens);
+    for (int i : {4, 5}) shape(i, rows, 2 * kTileStep);
+    for (int i : {6, 7}) shape(i, kTileStep / 2, 4 * tokens);
+    use();
+  }
+};
+
+// Sums of R tiles of rows with C tiles of tokens: out (R, C, kTileRows, width). The tiles of rows begin at `weights`;
+// meanwhile `count` rows from `ahead` on are fetched into the second cache.
+template <int R, int C>
+inline void tile_sums(const Bfloat16* const (&weights)[2], int64_t K, const TileInputs<kTileTokens>& x, int64_t m, const Bfloat16* ahead, int count, float* out) {
+  const int64_t row = K * int64_t(sizeof(Bfloat16)), pair = x.width * 2 * int64_t(sizeof(Bfloat16)), size = kTileRows * x.width;
+  const Bfloat16 *first = x.at(m, 0), *second = first + x.block;
+  _tile_zero(0);
+  if constexpr (R > 1) _tile_zero(1);
+  if constexpr (C > 1) _tile_zero(2);
+  if constexpr (R > 1 && C > 1) _tile_zero(3);
+  for (int64_t k = 0; k + kTileStep <= K; k += kTileStep) {
+    for (int i = 0; i < count; ++i) __builtin_prefetch(ahead + i * K + k, 0, 2);
+    _tile_loadd(6, first + k * x.width, pair);
+    _tile_loadd(4, weights[0] + k, row);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (R > 1) {
+      _tile_loadd(5, weights[1] + k, row);
+      _tile_dpbf16ps(1, 5, 6);
+    }
+    if constexpr (C > 1) {
+      _tile_loadd(7, second + k * x.width, pair);
+      _tile_dpbf16ps(2, 4, 7);
+      if constexpr (R > 1) _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, out, pair);
+  if constexpr (R > 1) _tile_stored(1, out + C * size, pair);
+  if constexpr (C > 1) _tile_stored(2, out + size, pair);
+  if constexpr (R > 1 && C > 1) _tile_stored(3, out + (C + 1) * size, pair);
+}
+
+// Turns sums (kTileRows, width) into dot products (width, kTileRows). Past both there is room for another row.
+inline void transpose(const float* sums, int64_t width, float* out) {
+  __m512 rows[16], pairs[16], turned[16];
+  if (width == 1) return _mm512_storeu_ps(out, _mm512_loadu_ps(sums));
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) rows[i] = _mm512_loadu_ps(sums + i * width);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    pairs[i] = _mm512_unpacklo_ps(rows[i], rows[i + 1]);
+    pairs[i + 1] = _mm512_unpackhi_ps(rows[i], rows[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {  // a quarter q of rows[i + j] has token 4 q + j of rows i to i + 3
+    for (int j = 0; j < 2; ++j) {
+      const __m512d lower = _mm512_castps_pd(pairs[i + j]), upper = _mm512_castps_pd(pairs[i + j + 2]);
+      rows[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(lower, upper));
+      rows[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(lower, upper));
+    }
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const __m512 even[2] = {_mm512_shuffle_f32x4(rows[j], rows[4 + j], 0x88), _mm512_shuffle_f32x4(rows[8 + j], rows[12 + j], 0x88)};
+    const __m512 odd[2] = {_mm512_shuffle_f32x4(rows[j], rows[4 + j], 0xdd), _mm512_shuffle_f32x4(rows[8 + j], rows[12 + j], 0xdd)};
+    turned[j] = _mm512_shuffle_f32x4(even[0], even[1], 0x88);
+    turned[4 + j] = _mm512_shuffle_f32x4(odd[0], odd[1], 0x88);
+    turned[8 + j] = _mm512_shuffle_f32x4(even[0], even[1], 0xdd);
+    turned[12 + j] = _mm512_shuffle_f32x4(odd[0], odd[1], 0xdd);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) _mm512_storeu_ps(out + i * kTileRows, turned[i]);
+}
+
+// See `multiply`, of R tiles of rows from row n on, for rows before `end`, with tokens first..last.
+template <int R, class Emit>
+void multiply_tiles(const Matrix& matrix, const TileInputs<kTileTokens>& x, int64_t first, int64_t last, int64_t n, int64_t end, Emit&& emit) {
+  const int64_t K = matrix.cols, whole = K / kTileStep * kTileStep;
+  int64_t rows[2];
+  const Bfloat16* weights[2];
+  for (int i = 0; i < R; ++i) {  // a tile may not go past the last row: it begins with some of the rows before it then
+    rows[i] = std::max<int64_t>(0, std::min(n + i * kTileRows, matrix.rows - kTileRows));
+    weights[i] = static_cast<const Bfloat16*>(matrix.weight) + rows[i] * K;
+  }
+  alignas(kBytes) float sums[4 * kTileRows * kTileTokens + kTileRows], out[kTileRows * kTileTokens + kTileRows];
+  // Where all tokens meet the rows at once, memory is read all the time, and the processor foresees what comes. Else each
+  // turn fetches some of the rows that come next.
+  const int64_t turns = (last - first + 2 * x.width - 1) / (2 * x.width);
+  const int fetched = turns > 1 ? int((R * kTileRows + turns - 1) / turns) : 0;
+  const Bfloat16* ahead = weights[0] + R * kTileRows * K;
+  for (int64_t m = first; m < last; m += 2 * x.width, ahead += fetched * K) {
+    const int tiles = last - m > x.width ? 2 : 1;
+    const auto multiply = tiles == 2 ? tile_sums<R, 2> : tile_sums<R, 1>;
+    multiply(weights, K, x, m, ahead, fetched, sums);
+    for (int i = 0; i < R; ++i) {
+      for (int j = 0; j < tiles; ++j) {
+        const int64_t at = m + j * x.width, count = std::min(x.width, last - at), skipped = n + i * kTileRows - rows[i];
+        transpose(sums + (i * tiles + j) * kTileRows * x.width, x.width, out);
+        for (int64_t k = whole; k < K; ++k) {
+          for (int64_t c = 0; c < count; ++c) {
+            for (int64_t r = skipped; r < std::min<int64_t>(kTileRows, matrix.rows); ++r) {
+              float& sum = out[c * kTileRows + r];
+              sum = std::fma(to_float(weights[i][r * K + k]), to_float(*x.at(at + c, k)), sum);
+            }
+          }
+        }
+        emit_block<kTileRows>(matrix, n + i * kTileRows, end, at, count, out + skipped, emit);
+      }
+    }
+  }
+}
+
+// See `multiply` for vector registers.
+template <int kUnit = TileInputs<kTileTokens>::kShare, class Emit>
+void multiply(const Matrix& matrix, const TileInputs<kTileTokens>& x, int64_t M, Emit&& emit) {
+  const auto [begin, end] = Share(matrix.rows, kUnit);
+  if (begin >= end) return;
+  const ProductRegisters registers(std::min<int64_t>(matrix.rows, kTileRows), x.width);
+  const int64_t fit = kPanelBytes / (matrix.cols * int64_t(sizeof(Bfloat16))) / (2 * x.width) * (2 * x.width);
+  const int64_t panel = std::max(fit, 2 * x.width);
+  for (int64_t first = 0; first < M; first += panel) {
+    const int64_t last = std::min(first + panel, M);
+    int64_t n = begin;
+    for (; n + kTileRows < end; n += 2 * kTileRows) multiply_tiles<2>(matrix, x, first, last, n, end, emit);
+    if (n < end) multiply_tiles<1>(matrix, x, first, last, n, end, emit);
+  }
+}
+
+// See `VectorDots`, of as many queries.
+struct TileDots {
+  static constexpr int kKeys = kTileRows;
+
+  // 0: sums of keys by queries; 4 and 6: keys and queries, 5 and 7 those of the elements past the last whole step.
+  class Registers : TileRegisters {
+   public:
+    explicit Registers(int64_t D) {
+      const int64_t rest = D % kTileStep / 2 * 2, whole = D < kTileStep ? 0 : kTileStep;
+      shape(0, kKeys, 4 * kTokens);
+      if (whole > 0) shape(4, kKeys, 2 * whole);
+      if (whole > 0) shape(6, whole / 2, 4 * kTokens);
+      if (rest > 0) shape(5, kKeys, 2 * rest);
+      if (rest > 0) shape(7, rest / 2, 4 * kTokens);
+      use();
+    }
+  };
+
+  static void run(const Bfloat16* queries, const Bfloat16* keys, int64_t count, int64_t D, float* out) {
+    constexpr int64_t kPair = kTokens * 2 * int64_t(sizeof(Bfloat16));
+    alignas(kBytes) float sums[kKeys * kTokens];
+    Rows rows(keys, count, D);
+    int64_t k = 0;
+    _tile_zero(0);
+    for (; k + kTileStep <= D; k += kTileStep) {
+      const Bfloat16* from = rows.at(k, kTileStep);
+      _tile_loadd(4, from, rows.stride);
+      _tile_loadd(6, queries + k * kTokens, kPair);
+      _tile_dpbf16ps(0, 4, 6);
+    }
+    if (k + 2 <= D) {
+      const Bfloat16* from = rows.at(k, D - k);
+      _tile_loadd(5, from, rows.stride);
+      _tile_loadd(7, queries + k * kTokens, kPair);
+      _tile_dpbf16ps(0, 5, 7);
+    }
+    _tile_stored(0, sums, kPair);
+    for (int64_t i = 0; D % 2 > 0 && i < count * kTokens; ++i) {
+      const float key = to_float(keys[i / kTokens * D + D - 1]), query = to_float(queries[(D - 1) * kTokens + i % kTokens * 2]);
+      sums[i] = std::fma(key, query, sums[i]);
+    }
+    transpose_quarters(sums, out);
+  }
+
+ private:
+  // Keys as a tile reads them: where they are, or copied where there are fewer than it reads.
+  struct Rows {
+    const Bfloat16* keys;
+    const int64_t count, D, stride;  // stride: bytes
+    Bfloat16 copied[kKeys * kTileStep];
+
+    Rows(const Bfloat16* keys, int64_t count, int64_t D)
+        : keys(keys), count(count), D(D), stride((count < kKeys ? kTileStep : D) * int64_t(sizeof(Bfloat16))) {}
+    const Bfloat16* at(int64_t k, int64_t size) {
+      if (count >= kKeys) return keys + k;
+      for (int64_t r = 0; r < count; ++r) std::copy_n(keys + r * D + k, size, copied + r * kTileStep);
+      __asm__ volatile("" : : : "memory");  // loading a tile does not say which memory it reads
+      return copied;
+    }
+  };
+
+  // Turns (kKeys, kTokens) into (kTokens, kKeys).
+  static void transpose_quarters(const float* sums, float* out) {
+    static_assert(kTokens == 4 && kKeys == 16);
+    const __m512 a = _mm512_loadu_ps(sums), b = _mm512_loadu_ps(sums + 16), c = _mm512_loadu_ps(sums + 32), d = _mm512_loadu_ps(sums + 48);
+    for (int i = 0; i < kTokens; ++i) {
+      const __m512i every = _mm512_add_epi32(_mm512_set1_epi32(i), _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 0, 0, 0, 0, 0, 0, 0));
+      const __m256 first = _mm512_castps512_ps256(_mm512_permutex2var_ps(a, every, b));
+      const __m256 second = _mm512_castps512_ps256(_mm512_permutex2var_ps(c, every, d));
+      _mm512_storeu_ps(out + i * kKeys, _mm512_insertf32x8(_mm512_castps256_ps512(first), second, 1));
+    }
+  }
+};
+
+#endif
+
+}  // namespace
