@@ -55,25 +55,28 @@ View view_of(const Pass& pass, const int32_t* runs, int64_t window, int64_t s, i
   return {low, prefix, count, scratch};
 }
 
-// Dot products of kTokens queries with some keys, in vector registers.
+// Dot products of up to kQueries queries with up to kKeys keys, in vector registers.
 template <class T>
 struct VectorDots {
-  static constexpr int kKeys = 4;
+  static constexpr int kKeys = 4, kQueries = kTokens;
 
-  // Set for heads of D elements while dot products are taken: nothing.
+  // As how many so many queries stand side by side.
+  static int64_t padded(int64_t queries) { return (queries + kQueries - 1) / kQueries * kQueries; }
+
+  // What is set while dot products are taken: nothing.
   struct Registers {
-    explicit Registers(int64_t) {}
+    Registers(const Inputs<T>&, int64_t) {}
   };
 
-  // Of the first `count` keys, at most kKeys of them: (kTokens, kKeys), the rest of which is anything.
-  static void run(const typename Fragment<T>::Token* queries, const T* keys, int64_t count, int64_t D, float* out) {
+  // Of the queries from `first` on with the first `count` of some keys: (queries, kKeys), the rest of which is anything.
+  static void run(const Inputs<T>& queries, int64_t first, const T* keys, int64_t count, int64_t D, float* out) {
     const T* rows[kKeys];
     for (int r = 0; r < kKeys; ++r) rows[r] = keys + std::min<int64_t>(r, count - 1) * D;
-    dot_block<T, kKeys, kTokens>(rows, queries, D, NoFetch{}, out);
+    dot_block<T, kKeys, kQueries>(rows, queries.at(first, 0), D, NoFetch{}, out);
   }
 };
 
-#if defined(__AMX_TILE__)
+#if defined(FORETOKEN_TILES)
 template <class T>
 using Dots = std::conditional_t<kIsTiled<T>, TileDots, VectorDots<T>>;
 #else
@@ -81,32 +84,33 @@ template <class T>
 using Dots = VectorDots<T>;
 #endif
 
-// Attention of up to kTokens queries that share keys and values: (rows, D) of one head of one sequence. What a query gets
+constexpr int64_t kMostPerQuery = 4;  // that `Dots<T>::padded` makes of one
+
+// Attention of up to kQueries queries that share keys and values: (rows, D) of one head of one sequence. What a query gets
 // does not depend on the others: its keys are taken in the order of its view.
 template <class T>
 class SharedAttention {
  public:
-  SharedAttention(const View* views, int count, const T* keys, const T* values, int64_t D, float* scores, int64_t stride)
-      : views_(views), count_(count), keys_(keys), values_(values), D_(D), scores_(scores), stride_(stride) {
-    for (int c = 0; c < count; ++c) {
-      first_ = std::min(first_, views[c].low);
-      common_ = std::max(common_, views[c].low);
-      shared_ = std::min(shared_, views[c].first_gap());
-      if (views[c].count > 0) scratch_ = std::max<int64_t>(scratch_, views[c].scratch[views[c].count - 1] + 1);
-    }
-  }
+  static constexpr int kKeys = Dots<T>::kKeys, kQueries = Dots<T>::kQueries;
 
-  // Scores of all queries, `queries` being in the order of `QueryInputs`, while the registers of `Dots` are set; then what exp leaves of them, and 1 / its sum.
-  // A softcap above 0 bounds the scores.
-  void score(const typename QueryInputs<T>::Token* queries, float scale, float softcap) {
+  SharedAttention(const View* views, int count, const T* keys, const T* values, int64_t D, float* scores, int64_t stride)
+      : views_(views), count_(count), keys_(keys), values_(values), D_(D), scores_(scores), stride_(stride) {}
+
+  // Scores of the queries from `first` on; then what exp leaves of them, and 1 / its sum. A softcap above 0 bounds the scores.
+  void score(const MatrixInputs<T>& queries, int64_t first, float scale, float softcap) {
+    const typename Dots<T>::Registers registers(queries, D_);
     const int64_t prefix = views_[0].prefix;
-    float out[kTokens * kKeys];
-    for (int64_t row = first_; row < prefix; row += kKeys) {
-      dot(queries, row, prefix, out);
-      const bool is_shared = row >= common_ && row + kKeys <= prefix;
+    const Seen seen(views_, count_);
+    float out[kQueries * kKeys];
+    const auto dots = [&](int64_t row, int64_t end) {
+      Dots<T>::run(queries, first, keys_ + row * D_, std::min<int64_t>(kKeys, end - row), D_, out);
+    };
+    for (int64_t row = seen.low; row < prefix; row += kKeys) {
+      dots(row, prefix);
+      const bool is_common = row >= seen.common && row + kKeys <= prefix;
       for (int c = 0; c < count_; ++c) {
         float* scores = of(c) + row - views_[c].low;
-        if (is_shared) {
+        if (is_common) {
           std::copy_n(out + c * kKeys, kKeys, scores);
         } else {
           for (int r = 0; r < kKeys; ++r) {
@@ -115,12 +119,18 @@ class SharedAttention {
         }
       }
     }
-    int64_t next[kTokens] = {};
-    for (int64_t row = 0; row < scratch_; row += kKeys) {
-      dot(queries, prefix + row, prefix + scratch_, out);
+    int64_t next[kQueries] = {};
+    for (int64_t row = 0; row < seen.scratch; row += kKeys) {
+      dots(prefix + row, prefix + seen.scratch);
+      const bool is_common = row + kKeys <= seen.shared;
       for (int c = 0; c < count_; ++c) {
         const View& view = views_[c];
         float* scores = of(c) + prefix - view.low;
+        if (is_common) {
+          std::copy_n(out + c * kKeys, kKeys, scores + row);
+          next[c] = row + kKeys;
+          continue;
+        }
         for (; next[c] < view.count && view.scratch[next[c]] < row + kKeys; ++next[c]) {
           scores[next[c]] = out[c * kKeys + view.scratch[next[c]] - row];
         }
@@ -134,28 +144,46 @@ class SharedAttention {
   // Calls emit(query, d, values...) with the values' mixture: kLanes at a time, the last ones of an odd D one by one.
   template <class Emit>
   void mix(Emit&& emit) const {
-    int64_t d = 0;
-    for (; d + 4 * kLanes <= D_; d += 4 * kLanes) mix_lanes<4>(d, emit);
-    for (; d + 2 * kLanes <= D_; d += 2 * kLanes) mix_lanes<2>(d, emit);
-    for (; d + kLanes <= D_; d += kLanes) mix_lanes<1>(d, emit);
-    for (; d < D_; ++d) {
-      for (int c = 0; c < count_; ++c) {
-        float sum = 0;
-        walk(c, [&](float weight, const T* value) { sum = std::fma(weight, to_float(value[d]), sum); });
-        emit(c, d, sum * factors_[c]);
+    for (int first = 0; first < count_; first += kTokens) {
+      const Group group(views_ + first, first, std::min(kTokens, count_ - first));
+      int64_t d = 0;
+      for (; d + 4 * kLanes <= D_; d += 4 * kLanes) mix_lanes<4>(group, d, emit);
+      for (; d + 2 * kLanes <= D_; d += 2 * kLanes) mix_lanes<2>(group, d, emit);
+      for (; d + kLanes <= D_; d += kLanes) mix_lanes<1>(group, d, emit);
+      for (; d < D_; ++d) {
+        for (int c = first; c < first + group.count; ++c) {
+          float sum = 0;
+          walk(c, [&](float weight, const T* value) { sum = std::fma(weight, to_float(value[d]), sum); });
+          emit(c, d, sum * factors_[c]);
+        }
       }
     }
   }
 
  private:
-  static constexpr int kKeys = Dots<T>::kKeys;
+  // What some queries see: cache rows from `low` on, and all of them those from `common` on; scratch rows before `scratch`,
+  // and all of them those before `shared`.
+  struct Seen {
+    int64_t low = INT64_MAX, common = 0, scratch = 0, shared = INT64_MAX;
+
+    Seen(const View* views, int count) {
+      for (int c = 0; c < count; ++c) {
+        low = std::min(low, views[c].low);
+        common = std::max(common, views[c].low);
+        shared = std::min(shared, views[c].first_gap());
+        if (views[c].count > 0) scratch = std::max<int64_t>(scratch, views[c].scratch[views[c].count - 1] + 1);
+      }
+    }
+  };
+
+  // Queries whose values are mixed together.
+  struct Group : Seen {
+    int first, count;
+
+    Group(const View* views, int first, int count) : Seen(views, count), first(first), count(count) {}
+  };
 
   float* of(int c) const { return scores_ + c * stride_; }
-
-  // Dot products of the queries with the keys from `row` on, before `end`.
-  void dot(const typename QueryInputs<T>::Token* queries, int64_t row, int64_t end, float* out) const {
-    Dots<T>::run(queries, keys_ + row * D_, std::min<int64_t>(kKeys, end - row), D_, out);
-  }
 
   // Scales and caps scores. Past the last one there is room for a register.
   static void cap(float* scores, int64_t size, float scale, float softcap) {
@@ -195,25 +223,27 @@ class SharedAttention {
   }
 
   template <int kRegisters, class Emit>
-  void mix_lanes(int64_t d, Emit&& emit) const {
+  void mix_lanes(const Group& group, int64_t d, Emit&& emit) const {
     const int64_t prefix = views_[0].prefix;
     Lanes sums[kTokens][kRegisters] = {};
-    for (int c = 0; c < count_; ++c) {
+    for (int i = 0; i < group.count; ++i) {
+      const int c = group.first + i;
       Lanes own[kRegisters] = {};
-      for (int64_t row = views_[c].low; row < common_; ++row) add<kRegisters>(c, row, row, d, own);
-      for (int i = 0; i < kRegisters; ++i) sums[c][i] = own[i];
+      for (int64_t row = views_[c].low; row < group.common; ++row) add<kRegisters>(c, row, row, d, own);
+      for (int j = 0; j < kRegisters; ++j) sums[i][j] = own[j];
     }
-    if (count_ == 1) add_common<1>(d, sums);
-    if (count_ == 2) add_common<2>(d, sums);
+    if (group.count == 1) add_common<1>(group, d, sums);
+    if (group.count == 2) add_common<2>(group, d, sums);
     if constexpr (kTokens > 2) {
-      if (count_ == 3) add_common<3>(d, sums);
-      if (count_ == 4) add_common<4>(d, sums);
+      if (group.count == 3) add_common<3>(group, d, sums);
+      if (group.count == 4) add_common<4>(group, d, sums);
     }
-    for (int c = 0; c < count_; ++c) {
+    for (int i = 0; i < group.count; ++i) {
+      const int c = group.first + i;
       Lanes own[kRegisters];
-      for (int i = 0; i < kRegisters; ++i) own[i] = sums[c][i];
-      for (int64_t j = shared_; j < views_[c].count; ++j) add<kRegisters>(c, prefix + j, prefix + views_[c].scratch[j], d, own);
-      for (int i = 0; i < kRegisters; ++i) emit(c, d + i * kLanes, own[i] * factors_[c]);
+      for (int j = 0; j < kRegisters; ++j) own[j] = sums[i][j];
+      for (int64_t j = group.shared; j < views_[c].count; ++j) add<kRegisters>(c, prefix + j, prefix + views_[c].scratch[j], d, own);
+      for (int j = 0; j < kRegisters; ++j) emit(c, d + j * kLanes, own[j] * factors_[c]);
     }
   }
 
@@ -228,16 +258,16 @@ class SharedAttention {
   // The rows that all queries see: each value is loaded once for all of them. Their number is known when this is compiled,
   // or their sums would not stay in registers.
   template <int kCount, int kRegisters>
-  void add_common(int64_t d, Lanes (&totals)[kTokens][kRegisters]) const {
+  void add_common(const Group& group, int64_t d, Lanes (&totals)[kTokens][kRegisters]) const {
     static_assert(kCount <= kTokens);
     Lanes sums[kCount][kRegisters];
     const float* weights[kCount];
     for (int c = 0; c < kCount; ++c) {
-      weights[c] = of(c) - views_[c].low;
+      weights[c] = of(group.first + c) - views_[group.first + c].low;
       for (int i = 0; i < kRegisters; ++i) sums[c][i] = totals[c][i];
     }
-    const int64_t end = views_[0].prefix + shared_;
-    for (int64_t row = common_; row < end; ++row) {
+    const int64_t end = views_[0].prefix + group.shared;
+    for (int64_t row = group.common; row < end; ++row) {
       const T* value = values_ + row * D_ + d;
 #pragma GCC unroll 4
       for (int i = 0; i < kRegisters; ++i) {
@@ -257,8 +287,7 @@ class SharedAttention {
   const int64_t D_;
   float* const scores_;
   const int64_t stride_;
-  int64_t first_ = INT64_MAX, common_ = 0, scratch_ = 0, shared_ = INT64_MAX;
-  float factors_[kTokens];
+  float factors_[kQueries];
 };
 
 }  // namespace

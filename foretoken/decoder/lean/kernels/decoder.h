@@ -99,12 +99,11 @@ class Decoder {
   }
 
   void attend_all(const Layer& layer) {
-    const typename Dots<T>::Registers registers(model_.head_dim);
     const int64_t* ends = space_.units + 1;
     share(space_.units[pass_.num_sequences], [&](int64_t unit) {
       const int64_t s = std::upper_bound(ends, ends + pass_.num_sequences, unit) - ends;
       const int64_t chunks = chunks_of(s), place = unit - space_.units[s];
-      attend(layer, s, place / chunks, place % chunks * kTokens);
+      attend(layer, s, place / chunks, place % chunks * SharedAttention<T>::kQueries);
     });
   }
 
@@ -250,7 +249,7 @@ class Decoder {
     for (int64_t h = 0; h < model_.heads; ++h) {
       float* query = space_.query + (m * model_.heads + h) * D;
       rotate_head(layer, layer.query_norm, query, m);
-      const QueryInputs<T> queries = queries_of(s, h / group_);
+      const MatrixInputs<T> queries = queries_of(s, h / group_);
       const int64_t q = t * group_ + h % group_;
       int64_t i = 0;
       for (; i + kLanes <= D; i += kLanes) queries.put(q, i, load_lanes(query + i));
@@ -282,28 +281,31 @@ class Decoder {
   // sequence's token t.
   void attend(const Layer& layer, int64_t s, int64_t kv_head, int64_t first) {
     const int64_t D = model_.head_dim, thread = omp_get_thread_num(), stride = greatest_rows(model_);
-    const int count = int(std::min<int64_t>(kTokens, group_ * num_tokens(s) - first));
-    View views[kTokens];
+    constexpr int kQueries = SharedAttention<T>::kQueries;
+    const int count = int(std::min<int64_t>(kQueries, group_ * num_tokens(s) - first));
+    View views[kQueries];
     for (int c = 0; c < count; ++c) {
-      int32_t* scratch = space_.scratch + (thread * kTokens + c) * stride;
-      views[c] = view_of(pass_, space_.runs, layer.window, s, num_earlier(s) + (first + c) / group_, scratch);
+      const int64_t token = (first + c) / group_;
+      int32_t* scratch = space_.scratch + (thread * kQueries + c) * stride;
+      const bool is_same = c > 0 && (first + c - 1) / group_ == token;
+      views[c] = is_same ? views[c - 1] : view_of(pass_, space_.runs, layer.window, s, num_earlier(s) + token, scratch);
     }
     const int64_t start = cache_row(s, kv_head, 0);
     SharedAttention<T> attention(views, count, static_cast<const T*>(layer.keys) + start,
                                  static_cast<const T*>(layer.values) + start, D,
-                                 space_.scores + thread * kTokens * stride, stride);
-    attention.score(queries_of(s, kv_head).at(first, 0), layer.scale, layer.softcap);
+                                 space_.scores + thread * kQueries * stride, stride);
+    attention.score(queries_of(s, kv_head), first, layer.scale, layer.softcap);
     attention.mix([&](int c, int64_t d, auto values) {
       const int64_t m = pass_.starts[s] + (first + c) / group_, k = (kv_head * group_ + (first + c) % group_) * D + d;
       put_anywhere(mixed_, m, k, values);
     });
   }
 
-  // Rotated queries of all tokens of a sequence and of the heads that share a KV head. They take no more than as many
-  // times the room of one token's queries.
-  QueryInputs<T> queries_of(int64_t s, int64_t kv_head) const {
-    const int64_t D = model_.head_dim, first = pass_.starts[s] * model_.kv_heads * Inputs<T>::size(group_, D);
-    return {space_.rotated + first + kv_head * Inputs<T>::size(group_ * num_tokens(s), D), std::max<int64_t>(group_ * num_tokens(s), kTokens), D};
+  // Rotated queries of all tokens of a sequence and of the heads that share a KV head.
+  MatrixInputs<T> queries_of(int64_t s, int64_t kv_head) const {
+    const int64_t D = model_.head_dim, count = Dots<T>::padded(group_ * num_tokens(s));
+    const int64_t first = pass_.starts[s] * model_.heads * kMostPerQuery + kv_head * count;
+    return {space_.rotated + first * MatrixInputs<T>::padded(D), count, D};
   }
 
   int64_t cache_row(int64_t s, int64_t head, int64_t row) const {
@@ -320,7 +322,7 @@ class Decoder {
 
   int64_t num_tokens(int64_t s) const { return pass_.starts[s + 1] - pass_.starts[s]; }
   int64_t num_earlier(int64_t s) const { return pass_.node_starts[s + 1] - pass_.node_starts[s] - num_tokens(s); }
-  int64_t chunks_of(int64_t s) const { return (group_ * num_tokens(s) + kTokens - 1) / kTokens; }  // portions of kTokens queries
+  int64_t chunks_of(int64_t s) const { return (group_ * num_tokens(s) + SharedAttention<T>::kQueries - 1) / SharedAttention<T>::kQueries; }  // portions of queries
 
   bool wants(int64_t tap) const { return std::find(pass_.taps, pass_.taps + pass_.num_taps, tap) != pass_.taps + pass_.num_taps; }
 

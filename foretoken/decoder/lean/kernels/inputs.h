@@ -58,11 +58,10 @@ struct Inputs {
   static int64_t size(int64_t M, int64_t K) { return padded_tokens(M) * padded(K); }
 };
 
-// Of products in tiles, see `tiles.h`: of up to kMost tokens two elements each stand side by side, then the next two of them
-// all. As many tokens as there are stand so, if they are fewer.
+// Of products in tiles, see `tiles.h`: of up to kTileTokens tokens two elements each stand side by side, then the next two of
+// them all. As many tokens as there are stand so, if they are fewer.
 constexpr int kTileTokens = 16;  // that meet rows of weights in one instruction,
 constexpr int kTileStep = 32;    // with as many elements of each
-template <int kMost>
 struct TileInputs {
   using Token = Bfloat16;
   static constexpr int kShare = 32, kWholeShare = 32;  // see `Inputs`
@@ -71,9 +70,9 @@ struct TileInputs {
 
   // data: room for `size(M, K)` elements.
   TileInputs(Token* data, int64_t M, int64_t K)
-      : data(data), width(std::min<int64_t>(M, kMost)), block(width * padded(K)) {}
+      : data(data), width(std::min<int64_t>(M, kTileTokens)), block(width * padded(K)) {}
   Token* at(int64_t m, int64_t k) const {
-    return data + m / kMost * block + (k / 2 * width + m % kMost) * 2 + k % 2;
+    return data + m / kTileTokens * block + (k / 2 * width + m % kTileTokens) * 2 + k % 2;
   }
   void put(int64_t m, int64_t k, float value) const { assign(*at(m, k), value); }
   void put(int64_t m, int64_t k, Lanes values) const {  // k: a multiple of 2
@@ -86,24 +85,22 @@ struct TileInputs {
     for (int64_t k = 0; k < K; k += 2) std::memcpy(at(m, k), from.at(source, k), 2 * sizeof(Token));
   }
   static int64_t padded(int64_t K) { return (K + kTileStep - 1) / kTileStep * kTileStep; }
-  static int64_t padded_tokens(int64_t M) { return M <= kMost ? M : (M + kMost - 1) / kMost * kMost; }
+  static int64_t padded_tokens(int64_t M) { return M <= kTileTokens ? M : (M + kTileTokens - 1) / kTileTokens * kTileTokens; }
   static int64_t size(int64_t M, int64_t K) { return padded_tokens(M) * padded(K); }
 };
 
-// Whether products of matrices in bfloat16 run on matrix units.
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+// Whether products of matrices in bfloat16 run on matrix units (AMX).
+#if defined(FORETOKEN_TILES)
 constexpr bool kHasTiles = true;
 #else
 constexpr bool kHasTiles = false;
 #endif
 
-// Of matrices in a dtype, and queries that meet keys in it.
+// Of matrices in a dtype, or of keys.
 template <class T>
 constexpr bool kIsTiled = kHasTiles && std::is_same_v<T, Bfloat16>;
 template <class T>
-using MatrixInputs = std::conditional_t<kIsTiled<T>, TileInputs<kTileTokens>, Inputs<T>>;
-template <class T>
-using QueryInputs = std::conditional_t<kIsTiled<T>, TileInputs<kTokens>, Inputs<T>>;
+using MatrixInputs = std::conditional_t<kIsTiled<T>, TileInputs, Inputs<T>>;
 
 // Tokens that inputs have room for in blocks of any kernel.
 constexpr int kMostTokens = kTileTokens;

@@ -17,7 +17,7 @@
 
 namespace {
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#if defined(FORETOKEN_TILES)
 
 constexpr int kTileRows = 16;
 constexpr int64_t kPanelBytes = 1 << 20;  // of inputs that meet all rows of a thread before the next ones do: they stay in the second cache
@@ -59,7 +59,7 @@ class ProductRegisters : TileRegisters {
 // Sums of R tiles of rows with C tiles of tokens: out (R, C, kTileRows, width). The tiles of rows begin at `weights`;
 // meanwhile `count` rows from `ahead` on are fetched into the second cache.
 template <int R, int C>
-inline void tile_sums(const Bfloat16* const (&weights)[2], int64_t K, const TileInputs<kTileTokens>& x, int64_t m, const Bfloat16* ahead, int count, float* out) {
+inline void tile_sums(const Bfloat16* const (&weights)[2], int64_t K, const TileInputs& x, int64_t m, const Bfloat16* ahead, int count, float* out) {
   const int64_t row = K * int64_t(sizeof(Bfloat16)), pair = x.width * 2 * int64_t(sizeof(Bfloat16)), size = kTileRows * x.width;
   const Bfloat16 *first = x.at(m, 0), *second = first + x.block;
   _tile_zero(0);
@@ -121,7 +121,7 @@ inline void transpose(const float* sums, int64_t width, float* out) {
 
 // See `multiply`, of R tiles of rows from row n on, for rows before `end`, with tokens first..last.
 template <int R, class Emit>
-void multiply_tiles(const Matrix& matrix, const TileInputs<kTileTokens>& x, int64_t first, int64_t last, int64_t n, int64_t end, Emit&& emit) {
+void multiply_tiles(const Matrix& matrix, const TileInputs& x, int64_t first, int64_t last, int64_t n, int64_t end, Emit&& emit) {
   const int64_t K = matrix.cols, whole = K / kTileStep * kTileStep;
   int64_t rows[2];
   const Bfloat16* weights[2];
@@ -158,8 +158,8 @@ void multiply_tiles(const Matrix& matrix, const TileInputs<kTileTokens>& x, int6
 }
 
 // See `multiply` for vector registers.
-template <int kUnit = TileInputs<kTileTokens>::kShare, class Emit>
-void multiply(const Matrix& matrix, const TileInputs<kTileTokens>& x, int64_t M, Emit&& emit) {
+template <int kUnit = TileInputs::kShare, class Emit>
+void multiply(const Matrix& matrix, const TileInputs& x, int64_t M, Emit&& emit) {
   const auto [begin, end] = Share(matrix.rows, kUnit);
   if (begin >= end) return;
   const ProductRegisters registers(std::min<int64_t>(matrix.rows, kTileRows), x.width);
@@ -173,48 +173,51 @@ void multiply(const Matrix& matrix, const TileInputs<kTileTokens>& x, int64_t M,
   }
 }
 
-// See `VectorDots`, of as many queries.
+// See `VectorDots`. Up to kFew queries stand side by side as if they were so many, more as if they were kQueries.
 struct TileDots {
-  static constexpr int kKeys = kTileRows;
+  static constexpr int kKeys = kTileRows, kQueries = kTileTokens, kFew = 4;
+
+  static int64_t padded(int64_t queries) { return queries <= kFew ? kFew : (queries + kQueries - 1) / kQueries * kQueries; }
 
   // 0: sums of keys by queries; 4 and 6: keys and queries, 5 and 7 those of the elements past the last whole step.
   class Registers : TileRegisters {
    public:
-    explicit Registers(int64_t D) {
-      const int64_t rest = D % kTileStep / 2 * 2, whole = D < kTileStep ? 0 : kTileStep;
-      shape(0, kKeys, 4 * kTokens);
-      if (whole > 0) shape(4, kKeys, 2 * whole);
-      if (whole > 0) shape(6, whole / 2, 4 * kTokens);
+    Registers(const TileInputs& queries, int64_t D) {
+      const int64_t rest = D % kTileStep / 2 * 2, pairs = 4 * queries.width;
+      shape(0, kKeys, pairs);
+      if (D >= kTileStep) shape(4, kKeys, 2 * kTileStep);
+      if (D >= kTileStep) shape(6, kTileStep / 2, pairs);
       if (rest > 0) shape(5, kKeys, 2 * rest);
-      if (rest > 0) shape(7, rest / 2, 4 * kTokens);
+      if (rest > 0) shape(7, rest / 2, pairs);
       use();
     }
   };
 
-  static void run(const Bfloat16* queries, const Bfloat16* keys, int64_t count, int64_t D, float* out) {
-    constexpr int64_t kPair = kTokens * 2 * int64_t(sizeof(Bfloat16));
-    alignas(kBytes) float sums[kKeys * kTokens];
+  static void run(const TileInputs& queries, int64_t first, const Bfloat16* keys, int64_t count, int64_t D, float* out) {
+    const int64_t width = queries.width, pairs = width * 2 * int64_t(sizeof(Bfloat16));
+    const Bfloat16* const x = queries.at(first, 0);
+    alignas(kBytes) float sums[kKeys * (kQueries + 1)];
     Rows rows(keys, count, D);
     int64_t k = 0;
     _tile_zero(0);
     for (; k + kTileStep <= D; k += kTileStep) {
       const Bfloat16* from = rows.at(k, kTileStep);
       _tile_loadd(4, from, rows.stride);
-      _tile_loadd(6, queries + k * kTokens, kPair);
+      _tile_loadd(6, x + k * width, pairs);
       _tile_dpbf16ps(0, 4, 6);
     }
     if (k + 2 <= D) {
       const Bfloat16* from = rows.at(k, D - k);
       _tile_loadd(5, from, rows.stride);
-      _tile_loadd(7, queries + k * kTokens, kPair);
+      _tile_loadd(7, x + k * width, pairs);
       _tile_dpbf16ps(0, 5, 7);
     }
-    _tile_stored(0, sums, kPair);
-    for (int64_t i = 0; D % 2 > 0 && i < count * kTokens; ++i) {
-      const float key = to_float(keys[i / kTokens * D + D - 1]), query = to_float(queries[(D - 1) * kTokens + i % kTokens * 2]);
+    _tile_stored(0, sums, pairs);
+    for (int64_t i = 0; D % 2 > 0 && i < count * width; ++i) {
+      const float key = to_float(keys[i / width * D + D - 1]), query = to_float(x[(D - 1) * width + i % width * 2]);
       sums[i] = std::fma(key, query, sums[i]);
     }
-    transpose_quarters(sums, out);
+    width == kFew ? transpose_few(sums, out) : transpose(sums, width, out);
   }
 
  private:
@@ -234,11 +237,11 @@ struct TileDots {
     }
   };
 
-  // Turns (kKeys, kTokens) into (kTokens, kKeys).
-  static void transpose_quarters(const float* sums, float* out) {
-    static_assert(kTokens == 4 && kKeys == 16);
+  // Turns (kKeys, kFew) into (kFew, kKeys).
+  static void transpose_few(const float* sums, float* out) {
+    static_assert(kFew == 4 && kKeys == 16);
     const __m512 a = _mm512_loadu_ps(sums), b = _mm512_loadu_ps(sums + 16), c = _mm512_loadu_ps(sums + 32), d = _mm512_loadu_ps(sums + 48);
-    for (int i = 0; i < kTokens; ++i) {
+    for (int i = 0; i < kFew; ++i) {
       const __m512i every = _mm512_add_epi32(_mm512_set1_epi32(i), _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 0, 0, 0, 0, 0, 0, 0));
       const __m256 first = _mm512_castps512_ps256(_mm512_permutex2var_ps(a, every, b));
       const __m256 second = _mm512_castps512_ps256(_mm512_permutex2var_ps(c, every, d));

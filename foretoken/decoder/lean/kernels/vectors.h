@@ -14,6 +14,10 @@
 // inlines of its own accord changes with every file that uses them.
 #define FORETOKEN_INLINE inline __attribute__((always_inline))
 
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+#define FORETOKEN_TILES  // bfloat16 is multiplied by matrix units
+#endif
+
 namespace {
 
 #if defined(__AVX512F__)

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <limits>
 
+#include "attention.h"
 #include "inputs.h"
 #include "interface.h"
 
@@ -42,8 +43,8 @@ struct Workspace {
   float *residual, *query, *key, *value, *gate, *up;
   float* branch;      // (M, hidden), what is added to the residual stream after a norm; of no size without such norms
   Token *normed, *mixed, *inner;  // normed: twice as wide where the first layer has a second input
-  typename Fragment<T>::Token* rotated;
-  float* scores;      // kTokens rows a thread
+  typename MatrixInputs<T>::Token* rotated;
+  float* scores;      // kQueries rows a thread
   int32_t* scratch;   // likewise
   int32_t* runs;      // (W,), see `view_of`
   int64_t *sequence;  // (M,), of each token
@@ -76,12 +77,12 @@ struct Workspace {
     take(base, gate, M, model.intermediate);
     take(base, up, M, model.intermediate);
     take(base, branch, model.has_post_norms ? M : 0, model.hidden);
-    take(base, rotated, M, model.kv_heads * Inputs<T>::size(group_size(model), model.head_dim));
+    take(base, rotated, M, kMostPerQuery * model.heads * MatrixInputs<T>::padded(model.head_dim));
     take(base, normed, padded_M, MatrixInputs<W>::padded(attention_width(model)));
     take(base, mixed, padded_M, MatrixInputs<W>::padded(q));
     take(base, inner, padded_M, MatrixInputs<W>::padded(model.intermediate));
-    take(base, scores, threads, kTokens * greatest_rows(model));
-    take(base, scratch, threads, kTokens * greatest_rows(model));
+    take(base, scores, threads, Dots<T>::kQueries * greatest_rows(model));
+    take(base, scratch, threads, Dots<T>::kQueries * greatest_rows(model));
     take(base, runs, M, 1);
     take(base, sequence, M, 1);
     take(base, units, padded_M + 1, 1);
