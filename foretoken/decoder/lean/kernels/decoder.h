@@ -84,26 +84,43 @@ class Decoder {
 
   void attend(const Layer& layer) {
     const MatrixInputs<W> inputs = attention_inputs(layer);
+    const bool is_divided = model_.kv_heads % omp_get_num_threads() == 0 && !layer.norms_all_heads;
+    is_divided ? attend_own_heads(layer, inputs) : attend_all(layer, inputs);
+    barrier_.wait();
+    add(layer.output, mixed_, layer.attention_post_norm);
+  }
+
+  // Each thread computes queries, keys and values of some KV heads, and their attention: it waits for no other, and nothing
+  // of them leaves its caches.
+  void attend_own_heads(const Layer& layer, const MatrixInputs<W>& inputs) {
+    const int64_t count = model_.kv_heads / omp_get_num_threads(), first = count * omp_get_thread_num();
+    const int64_t rows = count * model_.head_dim;
+    project(layer.query, inputs, rows_, space_.query, rows * group_);
+    project(layer.key, inputs, rows_, space_.key, rows);
+    project(layer.value, inputs, rows_, space_.value, rows);
+    for (int64_t m = 0; m < rows_; ++m) {
+      place_queries(layer, m, first, first + count);
+      place_keys(layer, m, first, first + count);
+    }
+    for (int64_t s = 0; s < pass_.num_sequences; ++s) {
+      for (int64_t unit = first * chunks_of(s); unit < (first + count) * chunks_of(s); ++unit) attend(layer, s, unit);
+    }
+  }
+
+  void attend_all(const Layer& layer, const MatrixInputs<W>& inputs) {
     project(layer.query, inputs, rows_, space_.query);
     project(layer.key, inputs, rows_, space_.key);
     project(layer.value, inputs, rows_, space_.value);
     barrier_.wait();
     share(rows_, [&](int64_t m) {
-      place_queries(layer, m);
-      place_keys(layer, m);
+      place_queries(layer, m, 0, model_.kv_heads);
+      place_keys(layer, m, 0, model_.kv_heads);
     });
     barrier_.wait();
-    attend_all(layer);
-    barrier_.wait();
-    add(layer.output, mixed_, layer.attention_post_norm);
-  }
-
-  void attend_all(const Layer& layer) {
     const int64_t* ends = space_.units + 1;
     share(space_.units[pass_.num_sequences], [&](int64_t unit) {
       const int64_t s = std::upper_bound(ends, ends + pass_.num_sequences, unit) - ends;
-      const int64_t chunks = chunks_of(s), place = unit - space_.units[s];
-      attend(layer, s, place / chunks, place % chunks * SharedAttention<T>::kQueries);
+      attend(layer, s, unit - space_.units[s]);
     });
   }
 
@@ -131,7 +148,7 @@ class Decoder {
     project(layer.key, inputs, rows_, space_.key);
     project(layer.value, inputs, rows_, space_.value);
     barrier_.wait();
-    share(rows_, [&](int64_t m) { place_keys(layer, m); });
+    share(rows_, [&](int64_t m) { place_keys(layer, m, 0, model_.kv_heads); });
   }
 
   void feed_forward(const Layer& layer) {
@@ -141,8 +158,8 @@ class Decoder {
     }
     const int64_t I = layer.up.rows;
     const float* gates = layer.gate.weight == nullptr ? nullptr : space_.gate;
-    if (gates != nullptr) project<MatrixInputs<W>::kWholeShare>(layer.gate, normed_, rows_, space_.gate);
-    project<MatrixInputs<W>::kWholeShare>(layer.up, normed_, rows_, space_.up);
+    if (gates != nullptr) project(layer.gate, normed_, rows_, space_.gate, MatrixInputs<W>::kWholeShare);
+    project(layer.up, normed_, rows_, space_.up, MatrixInputs<W>::kWholeShare);
     const MatrixInputs<W> inner(space_.inner, rows_, I);
     const auto [begin, end] = Share(I, MatrixInputs<W>::kWholeShare);  // what this thread has computed, and has near
     for (int64_t m = 0; m < rows_; ++m) {
@@ -179,12 +196,12 @@ class Decoder {
     barrier_.wait();
   }
 
-  // out = x (M, K) times the transposed matrix.
-  template <int kUnit = MatrixInputs<W>::kShare>
-  void project(const Matrix& matrix, const MatrixInputs<W>& x, int64_t M, float* out) {
-    multiply<kUnit>(matrix, x, M, [&](int64_t m, int64_t n, auto count, const float* values) {
+  // out = x (M, K) times the transposed matrix, whose rows are dealt out in multiples of `unit`.
+  void project(const Matrix& matrix, const MatrixInputs<W>& x, int64_t M, float* out, int64_t unit = MatrixInputs<W>::kShare) {
+    const auto emit = [&](int64_t m, int64_t n, auto count, const float* values) {
       for (int i = 0; i < count; ++i) out[m * matrix.rows + n + i] = values[i];
-    });
+    };
+    multiply(matrix, x, M, emit, unit);
   }
 
   // Adds x times the transposed matrix to the residual stream, after a norm where there is one.
@@ -242,11 +259,11 @@ class Decoder {
     });
   }
 
-  // Norms and rotates a token's queries.
-  void place_queries(const Layer& layer, int64_t m) {
+  // Norms and rotates a token's queries of the KV heads first..last.
+  void place_queries(const Layer& layer, int64_t m, int64_t first, int64_t last) {
     const int64_t D = model_.head_dim, s = space_.sequence[m], t = m - pass_.starts[s];
     if (layer.norms_all_heads) normalise_head(layer.query_norm, space_.query + m * model_.heads * D, model_.heads * D);
-    for (int64_t h = 0; h < model_.heads; ++h) {
+    for (int64_t h = first * group_; h < last * group_; ++h) {
       float* query = space_.query + (m * model_.heads + h) * D;
       rotate_head(layer, layer.query_norm, query, m);
       const MatrixInputs<T> queries = queries_of(s, h / group_);
@@ -257,11 +274,11 @@ class Decoder {
     }
   }
 
-  // Norms and rotates a token's keys, and writes its keys and values to their cache rows.
-  void place_keys(const Layer& layer, int64_t m) {
+  // Norms and rotates a token's keys of the KV heads first..last, and writes their keys and values to the cache rows.
+  void place_keys(const Layer& layer, int64_t m, int64_t first, int64_t last) {
     const int64_t D = model_.head_dim, s = space_.sequence[m], row = pass_.prefix[s] + node_of(m);
     if (layer.norms_all_heads) normalise_head(layer.key_norm, space_.key + m * model_.kv_heads * D, model_.kv_heads * D);
-    for (int64_t h = 0; h < model_.kv_heads; ++h) {
+    for (int64_t h = first; h < last; ++h) {
       float *key = space_.key + (m * model_.kv_heads + h) * D, *value = space_.value + (m * model_.kv_heads + h) * D;
       rotate_head(layer, layer.key_norm, key, m);
       const int64_t at = cache_row(s, h, row);
@@ -277,9 +294,10 @@ class Decoder {
     if (layer.pairs > 0) rotate(x, layer.cos + first, layer.sin + first, layer.pairs);
   }
 
-  // Attention of the queries first.. of the group of heads that shares a KV head; query t * group + h is head h of the
-  // sequence's token t.
-  void attend(const Layer& layer, int64_t s, int64_t kv_head, int64_t first) {
+  // Attention of a portion of a sequence's queries: of those of a group of heads that shares a KV head, where query
+  // t * group + h is head h of token t. `unit` counts the portions of all KV heads.
+  void attend(const Layer& layer, int64_t s, int64_t unit) {
+    const int64_t kv_head = unit / chunks_of(s), first = unit % chunks_of(s) * SharedAttention<T>::kQueries;
     const int64_t D = model_.head_dim, thread = omp_get_thread_num(), stride = greatest_rows(model_);
     constexpr int kQueries = SharedAttention<T>::kQueries;
     const int count = int(std::min<int64_t>(kQueries, group_ * num_tokens(s) - first));

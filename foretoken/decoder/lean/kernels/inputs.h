@@ -79,7 +79,8 @@ struct TileInputs {
     Token tokens[kLanes];
     store_lanes(tokens, values);
     Token* to = at(m, k);
-    for (int i = 0; i < kLanes; i += 2) std::memcpy(to + i * width, tokens + i, 2 * sizeof(Token));
+    const int64_t stride = width;  // which no store changes
+    for (int i = 0; i < kLanes; i += 2) std::memcpy(to + i * stride, tokens + i, 2 * sizeof(Token));
   }
   void copy(int64_t m, const TileInputs& from, int64_t source, int64_t K) const {
     for (int64_t k = 0; k < K; k += 2) std::memcpy(at(m, k), from.at(source, k), 2 * sizeof(Token));

@@ -158,9 +158,9 @@ void multiply_tiles(const Matrix& matrix, const TileInputs& x, int64_t first, in
 }
 
 // See `multiply` for vector registers.
-template <int kUnit = TileInputs::kShare, class Emit>
-void multiply(const Matrix& matrix, const TileInputs& x, int64_t M, Emit&& emit) {
-  const auto [begin, end] = Share(matrix.rows, kUnit);
+template <class Emit>
+void multiply(const Matrix& matrix, const TileInputs& x, int64_t M, Emit&& emit, int64_t unit = TileInputs::kShare) {
+  const auto [begin, end] = Share(matrix.rows, unit);
   if (begin >= end) return;
   const ProductRegisters registers(std::min<int64_t>(matrix.rows, kTileRows), x.width);
   const int64_t fit = kPanelBytes / (matrix.cols * int64_t(sizeof(Bfloat16))) / (2 * x.width) * (2 * x.width);
