@@ -90,7 +90,7 @@ struct TileInputs {
   static int64_t size(int64_t M, int64_t K) { return padded_tokens(M) * padded(K); }
 };
 
-// Whether products of matrices in bfloat16 run on matrix units (AMX).
+// Whether products of matrices in bfloat16 and int8 run on matrix units (AMX).
 #if defined(FORETOKEN_TILES)
 constexpr bool kHasTiles = true;
 #else
@@ -99,7 +99,7 @@ constexpr bool kHasTiles = false;
 
 // Of matrices in a dtype, or of keys.
 template <class T>
-constexpr bool kIsTiled = kHasTiles && std::is_same_v<T, Bfloat16>;
+constexpr bool kIsTiled = kHasTiles && !std::is_same_v<T, float>;
 template <class T>
 using MatrixInputs = std::conditional_t<kIsTiled<T>, TileInputs, Inputs<T>>;
 

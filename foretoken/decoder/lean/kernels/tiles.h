@@ -1,9 +1,8 @@
 // GEMM on matrix units (AMX): sixteen rows of weights meet up to sixteen tokens in one instruction.
 //
-// A tile of weights is sixteen rows of them as they stand in memory, 32 elements each; a tile of inputs has these elements of
-// the tokens, see `TileInputs`. Every sum takes its products in the order of the elements, two at a time, whatever other
-// tokens there are: one token runs on the same instruction as sixteen, and has the same bits. Weights are not fetched by
-// hand: rows are read along, which the processor foresees.
+// A tile of weights is sixteen rows of them, 32 elements each, as they stand in memory or widened from int8; a tile of inputs
+// has these elements of the tokens, see `TileInputs`. Every sum takes its products in the order of the elements, two at a
+// time, whatever other tokens there are: one token runs on the same instruction as sixteen, and has the same bits.
 #pragma once
 
 #include <algorithm>
@@ -56,11 +55,55 @@ class ProductRegisters : TileRegisters {
   }
 };
 
-// Sums of R tiles of rows with C tiles of tokens: out (R, C, kTileRows, width). The tiles of rows begin at `weights`;
-// meanwhile `count` rows from `ahead` on are fetched into the second cache.
-template <int R, int C>
-inline void tile_sums(const Bfloat16* const (&weights)[2], int64_t K, const TileInputs& x, int64_t m, const Bfloat16* ahead, int count, float* out) {
-  const int64_t row = K * int64_t(sizeof(Bfloat16)), pair = x.width * 2 * int64_t(sizeof(Bfloat16)), size = kTileRows * x.width;
+// Sixteen rows of weights as tiles read them: where they are, or some steps of them in bfloat16.
+template <class T>
+class TileRows;
+template <>
+class TileRows<Bfloat16> {
+ public:
+  const int64_t stride;  // bytes
+
+  TileRows(const Bfloat16* rows, int64_t, int64_t K) : stride(K * int64_t(sizeof(Bfloat16))), rows_(rows) {}
+  const Bfloat16* at(int64_t k) { return rows_ + k; }
+
+ private:
+  const Bfloat16* rows_;
+};
+template <>
+class TileRows<Int8> {
+ public:
+  const int64_t stride = kTileStep * int64_t(sizeof(Bfloat16));
+
+  TileRows(const Int8* rows, int64_t count, int64_t K) : rows_(rows), count_(count), K_(K) {}
+  const Bfloat16* at(int64_t k) {
+    const int64_t step = k / kTileStep % kSteps;
+    if (step == 0) widen(k, std::min<int64_t>(kSteps, (K_ - k) / kTileStep));
+    return widened_[step];
+  }
+
+ private:
+  void widen(int64_t k, int64_t steps) {
+    for (int64_t r = 0; r < count_; ++r) {
+      const Int8* row = rows_ + r * K_ + k;
+      for (int64_t i = 0; i < steps; ++i, row += kTileStep) {
+        const auto both = _mm512_cvtne2ps_pbh((__m512)load_lanes(row + kLanes), (__m512)load_lanes(row));
+        _mm512_store_si512(widened_[i] + r * kTileStep, (__m512i)both);
+      }
+    }
+    __asm__ volatile("" : : : "memory");  // loading a tile does not say which memory it reads
+  }
+
+  static constexpr int kSteps = 8;  // at a time: a row is read along, and nothing is loaded right after it was stored
+  const Int8* rows_;
+  const int64_t count_, K_;
+  alignas(kBytes) Bfloat16 widened_[kSteps][kTileRows * kTileStep];
+};
+
+// Sums of R tiles of rows with C tiles of tokens: out (R, C, kTileRows, width). Meanwhile `count` rows from `ahead` on are
+// fetched into the second cache.
+template <int R, int C, class T>
+void tile_sums(TileRows<T> (&rows)[2], int64_t K, const TileInputs& x, int64_t m, const T* ahead, int count, float* out) {
+  const int64_t pair = x.width * 2 * int64_t(sizeof(Bfloat16)), size = kTileRows * x.width;
   const Bfloat16 *first = x.at(m, 0), *second = first + x.block;
   _tile_zero(0);
   if constexpr (R > 1) _tile_zero(1);
@@ -68,11 +111,13 @@ inline void tile_sums(const Bfloat16* const (&weights)[2], int64_t K, const Tile
   if constexpr (R > 1 && C > 1) _tile_zero(3);
   for (int64_t k = 0; k + kTileStep <= K; k += kTileStep) {
     for (int i = 0; i < count; ++i) __builtin_prefetch(ahead + i * K + k, 0, 2);
+    const Bfloat16* weights = rows[0].at(k);
     _tile_loadd(6, first + k * x.width, pair);
-    _tile_loadd(4, weights[0] + k, row);
+    _tile_loadd(4, weights, rows[0].stride);
     _tile_dpbf16ps(0, 4, 6);
     if constexpr (R > 1) {
-      _tile_loadd(5, weights[1] + k, row);
+      weights = rows[1].at(k);
+      _tile_loadd(5, weights, rows[1].stride);
       _tile_dpbf16ps(1, 5, 6);
     }
     if constexpr (C > 1) {
@@ -120,46 +165,44 @@ inline void transpose(const float* sums, int64_t width, float* out) {
 }
 
 // See `multiply`, of R tiles of rows from row n on, for rows before `end`, with tokens first..last.
-template <int R, class Emit>
+template <int R, class T, class Emit>
 void multiply_tiles(const Matrix& matrix, const TileInputs& x, int64_t first, int64_t last, int64_t n, int64_t end, Emit&& emit) {
-  const int64_t K = matrix.cols, whole = K / kTileStep * kTileStep;
-  int64_t rows[2];
-  const Bfloat16* weights[2];
-  for (int i = 0; i < R; ++i) {  // a tile may not go past the last row: it begins with some of the rows before it then
-    rows[i] = std::max<int64_t>(0, std::min(n + i * kTileRows, matrix.rows - kTileRows));
-    weights[i] = static_cast<const Bfloat16*>(matrix.weight) + rows[i] * K;
-  }
+  const int64_t K = matrix.cols, whole = K / kTileStep * kTileStep, count = std::min<int64_t>(kTileRows, matrix.rows);
+  const T* const weights = static_cast<const T*>(matrix.weight);
+  // A tile may not go past the last row: it begins with some of the rows before it then.
+  const auto begin = [&](int i) { return std::max<int64_t>(0, std::min(n + i * kTileRows, matrix.rows - kTileRows)); };
+  TileRows<T> rows[2] = {{weights + begin(0) * K, count, K}, {weights + begin(R - 1) * K, count, K}};
   alignas(kBytes) float sums[4 * kTileRows * kTileTokens + kTileRows], out[kTileRows * kTileTokens + kTileRows];
   // Where all tokens meet the rows at once, memory is read all the time, and the processor foresees what comes. Else each
   // turn fetches some of the rows that come next.
   const int64_t turns = (last - first + 2 * x.width - 1) / (2 * x.width);
   const int fetched = turns > 1 ? int((R * kTileRows + turns - 1) / turns) : 0;
-  const Bfloat16* ahead = weights[0] + R * kTileRows * K;
+  const T* ahead = weights + (n + R * kTileRows) * K;
   for (int64_t m = first; m < last; m += 2 * x.width, ahead += fetched * K) {
     const int tiles = last - m > x.width ? 2 : 1;
-    const auto multiply = tiles == 2 ? tile_sums<R, 2> : tile_sums<R, 1>;
-    multiply(weights, K, x, m, ahead, fetched, sums);
+    const auto sum = tiles == 2 ? tile_sums<R, 2, T> : tile_sums<R, 1, T>;
+    sum(rows, K, x, m, ahead, fetched, sums);
     for (int i = 0; i < R; ++i) {
       for (int j = 0; j < tiles; ++j) {
-        const int64_t at = m + j * x.width, count = std::min(x.width, last - at), skipped = n + i * kTileRows - rows[i];
+        const int64_t at = m + j * x.width, tokens = std::min(x.width, last - at), skipped = n + i * kTileRows - begin(i);
         transpose(sums + (i * tiles + j) * kTileRows * x.width, x.width, out);
         for (int64_t k = whole; k < K; ++k) {
-          for (int64_t c = 0; c < count; ++c) {
-            for (int64_t r = skipped; r < std::min<int64_t>(kTileRows, matrix.rows); ++r) {
-              float& sum = out[c * kTileRows + r];
-              sum = std::fma(to_float(weights[i][r * K + k]), to_float(*x.at(at + c, k)), sum);
+          for (int64_t c = 0; c < tokens; ++c) {
+            for (int64_t r = skipped; r < count; ++r) {
+              float& value = out[c * kTileRows + r];
+              value = std::fma(to_float(weights[(begin(i) + r) * K + k]), to_float(*x.at(at + c, k)), value);
             }
           }
         }
-        emit_block<kTileRows>(matrix, n + i * kTileRows, end, at, count, out + skipped, emit);
+        emit_block<kTileRows>(matrix, n + i * kTileRows, end, at, tokens, out + skipped, emit);
       }
     }
   }
 }
 
-// See `multiply` for vector registers.
-template <class Emit>
-void multiply(const Matrix& matrix, const TileInputs& x, int64_t M, Emit&& emit, int64_t unit = TileInputs::kShare) {
+// See `multiply`; of weights in a dtype.
+template <class T, class Emit>
+void multiply_in_tiles(const Matrix& matrix, const TileInputs& x, int64_t M, Emit&& emit, int64_t unit) {
   const auto [begin, end] = Share(matrix.rows, unit);
   if (begin >= end) return;
   const ProductRegisters registers(std::min<int64_t>(matrix.rows, kTileRows), x.width);
@@ -168,9 +211,15 @@ void multiply(const Matrix& matrix, const TileInputs& x, int64_t M, Emit&& emit,
   for (int64_t first = 0; first < M; first += panel) {
     const int64_t last = std::min(first + panel, M);
     int64_t n = begin;
-    for (; n + kTileRows < end; n += 2 * kTileRows) multiply_tiles<2>(matrix, x, first, last, n, end, emit);
-    if (n < end) multiply_tiles<1>(matrix, x, first, last, n, end, emit);
+    for (; n + kTileRows < end; n += 2 * kTileRows) multiply_tiles<2, T>(matrix, x, first, last, n, end, emit);
+    if (n < end) multiply_tiles<1, T>(matrix, x, first, last, n, end, emit);
   }
+}
+
+// See `multiply` for vector registers.
+template <class Emit>
+void multiply(const Matrix& matrix, const TileInputs& x, int64_t M, Emit&& emit, int64_t unit = TileInputs::kShare) {
+  matrix.scales == nullptr ? multiply_in_tiles<Bfloat16>(matrix, x, M, emit, unit) : multiply_in_tiles<Int8>(matrix, x, M, emit, unit);
 }
 
 // See `VectorDots`. Up to kFew queries stand side by side as if they were so many, more as if they were kQueries.
