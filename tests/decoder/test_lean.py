@@ -280,7 +280,7 @@ class TestWhatIsLeftToTheGenericRunner:
 def test_the_exact_decoder_is_the_default_on_every_processor(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Matrix units, which only the stock kernels use, are faster and not exact: they are taken when asked for."""
+    """Whatever matrix units the processor says that it has: the stock kernels are taken when asked for."""
     capabilities = {**torch.cpu.get_capabilities(), "amx_bf16": True, "amx_tile": True}
     model = wrap_model(tiny_model("llama", dtype=dtype), name="tiny")
     made = Runner(model, num_slots=1)  # compiled for the processor that there is

@@ -165,3 +165,22 @@ def drafted_tree(made: Runner) -> TokenTree:
     root = Pass.of_chains([[5]], slots=[0], prefix_lens=[9], has_last_logits=True)
     assert made.draft_trees(root, expansion, vocab_size=made.vocab_size)
     return expansion.finish([0], [2], [5])
+
+
+def test_matrix_units_are_left_out_where_the_system_does_not_allow_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    has = {**torch.cpu.get_capabilities(), "amx_tile": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    for is_allowed in (True, False):
+        monkeypatch.setattr(build, "_may_use_tiles", lambda answer=is_allowed: answer)
+        assert ("-mno-amx-tile" in build._flags()) != is_allowed
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {**has, "amx_tile": False})
+    assert "-mno-amx-tile" not in build._flags(), "compilers of other processors do not know it"
+
+
+def test_asking_for_matrix_units() -> None:
+    """The answer is the same however often one asks; a processor without them never allows them."""
+    build._may_use_tiles.cache_clear()
+    first = build._may_use_tiles()
+    build._may_use_tiles.cache_clear()
+    assert build._may_use_tiles() == first
+    assert torch.cpu.get_capabilities().get("amx_tile") or not first

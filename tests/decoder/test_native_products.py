@@ -7,8 +7,9 @@ import torch
 
 from foretoken.decoder.lean.native_linear import NativeLinear
 
-# Rows of weights by their length: within the nearest cache, past it, and so long that tokens meet them part by part.
-LENGTHS = [1, 31, 256, 1000, 1024, 2049, 4500]
+# Rows of weights by their length: within the nearest cache, past it, so long that tokens meet them part by part, and so long
+# that matrix units do not meet all tokens at once.
+LENGTHS = [1, 31, 256, 1000, 1024, 2049, 4500, 9000]
 ROWS = 133  # more than two batches of groups that meet the same tokens, for one thread or two
 TOKENS = [1, 2, 4, 5, 8, 13, 16, 17, 63, 64, 65, 131]
 
@@ -16,9 +17,10 @@ TOKENS = [1, 2, 4, 5, 8, 13, 16, 17, 63, 64, 65, 131]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products(length: int, has_bias: bool, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("rows", [5, ROWS])
+def test_products(length: int, has_bias: bool, dtype: torch.dtype, rows: int) -> None:
     torch.manual_seed(length)
-    weight, bias = torch.randn(ROWS, length).to(dtype), torch.randn(ROWS)
+    weight, bias = torch.randn(rows, length).to(dtype), torch.randn(rows)
     linear = NativeLinear(weight, bias if has_bias else None)
     x = torch.randn(max(TOKENS), length).to(dtype).float()
     alone = torch.cat([linear(row) for row in x.split(1)])
@@ -28,6 +30,16 @@ def test_products(length: int, has_bias: bool, dtype: torch.dtype) -> None:
     for count in TOKENS:
         assert torch.equal(linear(x[:count]), alone[:count])
         assert torch.equal(linear(x[-count:]), alone[-count:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("rows", [5, ROWS])
+def test_products_of_int8_are_exact(length: int, dtype: torch.dtype, rows: int) -> None:
+    linear = NativeLinear(torch.randn(rows, length).to(dtype), torch.randn(rows), quantization="int8")
+    x = torch.randn(max(TOKENS), length)
+    alone = torch.cat([linear(row) for row in x.split(1)])
+    assert all(torch.equal(linear(x[:count]), alone[:count]) for count in TOKENS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

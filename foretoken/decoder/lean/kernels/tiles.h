@@ -82,9 +82,13 @@ class TileRows<Int8> {
   }
 
  private:
+  // Meanwhile the next steps are fetched, or the first ones of the rows that come after these.
   void widen(int64_t k, int64_t steps) {
+    const int64_t next = k + kSteps * kTileStep < K_ ? kSteps * kTileStep : 2 * kTileRows * K_ - k;
     for (int64_t r = 0; r < count_; ++r) {
       const Int8* row = rows_ + r * K_ + k;
+      for (int64_t i = 0; i < kSteps * kTileStep; i += 64) __builtin_prefetch(row + next + i);
+#pragma GCC unroll 4
       for (int64_t i = 0; i < steps; ++i, row += kTileStep) {
         const auto both = _mm512_cvtne2ps_pbh((__m512)load_lanes(row + kLanes), (__m512)load_lanes(row));
         _mm512_store_si512(widened_[i] + r * kTileStep, (__m512i)both);
@@ -93,7 +97,7 @@ class TileRows<Int8> {
     __asm__ volatile("" : : : "memory");  // loading a tile does not say which memory it reads
   }
 
-  static constexpr int kSteps = 8;  // at a time: a row is read along, and nothing is loaded right after it was stored
+  static constexpr int kSteps = 4;  // at a time: nothing is loaded right after it was stored
   const Int8* rows_;
   const int64_t count_, K_;
   alignas(kBytes) Bfloat16 widened_[kSteps][kTileRows * kTileStep];
