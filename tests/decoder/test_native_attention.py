@@ -26,12 +26,18 @@ def layers_of(heads: int, kv_heads: int, size: int, *, window: int | None = None
     made = [
         block(
             seed,
-            spec={"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": size, "window": window, "scale": 0.3 / size},
+            spec={
+                "num_heads": heads,
+                "num_kv_heads": kv_heads,
+                "head_dim": size,
+                "window": window,
+                "scale": 0.3 / size,
+            },
             query=matrix(heads * size, E, seed + 1),
             key=matrix(kv_heads * size, E, seed + 2),
             value=matrix(kv_heads * size, E, seed + 3),
             output=matrix(E, heads * size, seed + 4),
-            rotary=None if size % 2 else Rotary.plain(num_positions=CAPACITY, head_dim=6, theta=100.0),
+            rotary=None if size % 2 else Rotary.plain(num_positions=CAPACITY, head_dim=size, theta=100.0),
         )
         for seed in (0, 100)
     ]

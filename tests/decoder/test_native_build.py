@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import stat
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,14 +168,24 @@ def drafted_tree(made: Runner) -> TokenTree:
     return expansion.finish([0], [2], [5])
 
 
-def test_matrix_units_are_left_out_where_the_system_does_not_allow_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    has = {**torch.cpu.get_capabilities(), "amx_tile": True}
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+def test_matrix_units_are_used_where_the_system_allows_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Asked for without permission their registers end the process."""
+    flag, is_x86 = build._MAY_USE_TILES, platform.machine() in ("x86_64", "AMD64")
     for is_allowed in (True, False):
         monkeypatch.setattr(build, "_may_use_tiles", lambda answer=is_allowed: answer)
-        assert ("-mno-amx-tile" in build._flags()) != is_allowed
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {**has, "amx_tile": False})
-    assert "-mno-amx-tile" not in build._flags(), "compilers of other processors do not know it"
+        assert (flag in build._flags()) == (is_allowed and is_x86)
+    monkeypatch.undo()
+    has = {**torch.cpu.get_capabilities(), "amx_tile": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: has)
+    monkeypatch.setattr(build, "_TILE_DATA", 63)  # which no processor has
+    build._may_use_tiles.cache_clear()
+    with caplog.at_level("INFO", logger=build.__name__):
+        assert not build._may_use_tiles()
+    build._may_use_tiles.cache_clear()
+    if platform.system() == "Linux":
+        assert re.search(r"does not let this process use matrix units \(.+\): vector registers are used", caplog.text)
 
 
 def test_asking_for_matrix_units() -> None:

@@ -7,8 +7,8 @@ import torch
 
 from foretoken.decoder.lean.native_linear import NativeLinear
 
-# Rows of weights by their length: within the nearest cache, past it, so long that tokens meet them part by part, and so long
-# that matrix units do not meet all tokens at once.
+# Rows of weights by their length: within the nearest cache, past it, so long that tokens meet them part by part, and so
+# long that matrix units do not meet all tokens at once.
 LENGTHS = [1, 31, 256, 1000, 1024, 2049, 4500, 9000]
 ROWS = 133  # more than two batches of groups that meet the same tokens, for one thread or two
 TOKENS = [1, 2, 4, 5, 8, 13, 16, 17, 63, 64, 65, 131]

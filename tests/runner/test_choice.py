@@ -37,8 +37,8 @@ def priced(step_ms: float, tree_ms: float, prompt_ms: float, *, slot_ms: float =
     )
 
 
-# Measured on a Xeon with AMX, 24 layers of 1024 in bfloat16, before the native kernels used its matrix units; the generic
-# one is an invention.
+# Measured on a Xeon with AMX, 24 layers of 1024 in bfloat16, before the native kernels used its matrix units; the
+# generic one is an invention.
 XEON = {
     "lean-native": priced(35, 421, 2600, slot_ms=6),
     "lean-stock": priced(48, 75, 300, slot_ms=1),

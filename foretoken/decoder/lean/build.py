@@ -31,7 +31,7 @@ _SOURCE = Path(__file__).with_name("decoder.cpp")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-O3", "-march=native", "-std=c++20", "-fPIC", "-shared", "-fopenmp")
 _WIDE = "-mprefer-vector-width=512"  # x86: compilers hesitate to use the widest registers
-_NO_TILES = ("-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8")
+_MAY_USE_TILES = "-DFORETOKEN_MAY_USE_TILES"
 _ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA = 158, 0x1023, 18  # Linux on x86-64: the call, what it does, the registers
 _SANITIZE = (
     "-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined",
@@ -113,19 +113,22 @@ def _flags() -> tuple[str, ...]:
     sanitize = os.environ.get("FORETOKEN_SANITIZE", "0")
     if sanitize not in ("0", "1"):
         raise ConfigError(f"FORETOKEN_SANITIZE is '{sanitize}'. Expected 0 or 1.")
-    wide = (_WIDE,) if platform.machine() in ("x86_64", "AMD64") else ()
-    tiles = _NO_TILES if torch.cpu.get_capabilities().get("amx_tile") and not _may_use_tiles() else ()
-    return (*_FLAGS, *wide, *tiles, *(_SANITIZE if sanitize == "1" else ()))
+    is_x86 = platform.machine() in ("x86_64", "AMD64")
+    machine = (_WIDE, *((_MAY_USE_TILES,) if _may_use_tiles() else ())) if is_x86 else ()
+    return (*_FLAGS, *machine, *(_SANITIZE if sanitize == "1" else ()))
 
 
 @cache
 def _may_use_tiles() -> bool:
-    """Asks Linux for the tile registers of matrix units (AMX), which a process has to; children inherit the answer."""
-    try:
-        system: Any = ctypes.CDLL(None, use_errno=True)
-        return system.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
-    except (OSError, AttributeError):  # another system
+    """Asks Linux on x86-64 for the tile registers of matrix units (AMX), which a process has to; forks inherit them."""
+    if platform.system() != "Linux":
         return False
+    system: Any = ctypes.CDLL(None, use_errno=True)
+    is_granted: bool = system.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
+    if not is_granted and torch.cpu.get_capabilities().get("amx_tile"):
+        reason = os.strerror(ctypes.get_errno())
+        _log.info("the system does not let this process use matrix units (%s): vector registers are used", reason)
+    return is_granted
 
 
 def _kept_library(path: Path) -> ctypes.CDLL | None:

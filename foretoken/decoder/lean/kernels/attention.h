@@ -84,7 +84,7 @@ template <class T>
 using Dots = VectorDots<T>;
 #endif
 
-constexpr int64_t kMostPerQuery = 4;  // that `Dots<T>::padded` makes of one
+constexpr int64_t kMostPerQuery = 4;  // `Dots<T>::padded(n)` is at most that many times n
 
 // Attention of up to kQueries queries that share keys and values: (rows, D) of one head of one sequence. What a query gets
 // does not depend on the others: its keys are taken in the order of its view.

@@ -74,12 +74,13 @@ void normalise_head(const Norm& norm, float* x, int64_t size) {
   for (int64_t i = 0; i < size; ++i) x[i] *= factor * norm.weight[i];
 }
 
-// Rotary embedding of one head: element i turns with element i + pairs.
+// Rotary embedding of one head: element i turns with element i + pairs. By std::fma: it is inlined in several places, and a
+// compiler may join a product with a sum in one and not in the other.
 void rotate(float* x, const float* cos, const float* sin, int64_t pairs) {
   for (int64_t i = 0; i < pairs; ++i) {
     const float a = x[i], b = x[i + pairs];
-    x[i] = a * cos[i] - b * sin[i];
-    x[i + pairs] = b * cos[i] + a * sin[i];
+    x[i] = std::fma(a, cos[i], -(b * sin[i]));
+    x[i + pairs] = std::fma(b, cos[i], a * sin[i]);
   }
 }
 

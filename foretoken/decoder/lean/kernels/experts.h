@@ -103,7 +103,7 @@ class ExpertLayer {
 
  private:
   // Where the pairs of each expert begin (`starts`), and the place of every pair among all of them. `blocks` are the
-  // same in multiples of the tokens that meet a weight together.
+  // same with what pads the inputs of each expert.
   void sort_pairs() const {
     const int64_t count = experts_.count, top_k = experts_.top_k;
     std::fill(space_.starts, space_.starts + count + 1, 0);

@@ -90,7 +90,6 @@ struct TileInputs {
   static int64_t size(int64_t M, int64_t K) { return padded_tokens(M) * padded(K); }
 };
 
-// Whether products of matrices in bfloat16 and int8 run on matrix units (AMX).
 #if defined(FORETOKEN_TILES)
 constexpr bool kHasTiles = true;
 #else
@@ -103,9 +102,11 @@ constexpr bool kIsTiled = kHasTiles && !std::is_same_v<T, float>;
 template <class T>
 using MatrixInputs = std::conditional_t<kIsTiled<T>, TileInputs, Inputs<T>>;
 
-// Tokens that inputs have room for in blocks of any kernel.
+// Tokens that inputs have room for in blocks of any kernel; -1 where that is beyond what 64 bits count.
 constexpr int kMostTokens = kTileTokens;
-inline int64_t most_inputs(int64_t M) { return (M + kMostTokens - 1) / kMostTokens * kMostTokens; }
+inline int64_t most_inputs(int64_t M) {
+  return M > INT64_MAX - kMostTokens ? -1 : (M + kMostTokens - 1) / kMostTokens * kMostTokens;
+}
 
 // Puts elements from anywhere on.
 template <class X>

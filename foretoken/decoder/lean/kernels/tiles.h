@@ -1,8 +1,11 @@
 // GEMM on matrix units (AMX): sixteen rows of weights meet up to sixteen tokens in one instruction.
 //
 // A tile of weights is sixteen rows of them, 32 elements each, as they stand in memory or widened from int8; a tile of inputs
-// has these elements of the tokens, see `TileInputs`. Every sum takes its products in the order of the elements, two at a
-// time, whatever other tokens there are: one token runs on the same instruction as sixteen, and has the same bits.
+// has these elements of the tokens, see `TileInputs`. The instruction fixes the order in which a token's products are summed,
+// whatever other tokens there are: one token runs on the same instruction as sixteen, and has the same bits.
+//
+// Gcc's intrinsics do not say that loading a tile reads memory. What is written right before it, or is written again right
+// after it, is kept in order by `fence`.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +20,8 @@
 namespace {
 
 #if defined(FORETOKEN_TILES)
+
+FORETOKEN_INLINE void fence() { __asm__ volatile("" : : : "memory"); }
 
 constexpr int kTileRows = 16;
 constexpr int64_t kPanelBytes = 1 << 20;  // of inputs that meet all rows of a thread before the next ones do: they stay in the second cache
@@ -33,8 +38,8 @@ class TileRegisters {
     shapes_.rows[tile] = uint8_t(rows);
     shapes_.bytes[tile] = uint16_t(bytes);
   }
-  // Gcc's intrinsic says of the first bytes alone that they are read.
-  void use() const { __asm__ volatile("ldtilecfg %0" : : "m"(shapes_)); }
+  // Gcc's intrinsic says of the first bytes alone that they are read. A fence for all that is loaded afterwards.
+  void use() const { __asm__ volatile("ldtilecfg %0" : : "m"(shapes_) : "memory"); }
 
  private:
   struct {
@@ -84,6 +89,7 @@ class TileRows<Int8> {
  private:
   // Meanwhile the next steps are fetched, or the first ones of the rows that come after these.
   void widen(int64_t k, int64_t steps) {
+    fence();
     const int64_t next = k + kSteps * kTileStep < K_ ? kSteps * kTileStep : 2 * kTileRows * K_ - k;
     for (int64_t r = 0; r < count_; ++r) {
       const Int8* row = rows_ + r * K_ + k;
@@ -94,7 +100,7 @@ class TileRows<Int8> {
         _mm512_store_si512(widened_[i] + r * kTileStep, (__m512i)both);
       }
     }
-    __asm__ volatile("" : : : "memory");  // loading a tile does not say which memory it reads
+    fence();
   }
 
   static constexpr int kSteps = 4;  // at a time: nothing is loaded right after it was stored
@@ -184,8 +190,8 @@ void multiply_tiles(const Matrix& matrix, const TileInputs& x, int64_t first, in
   const T* ahead = weights + (n + R * kTileRows) * K;
   for (int64_t m = first; m < last; m += 2 * x.width, ahead += fetched * K) {
     const int tiles = last - m > x.width ? 2 : 1;
-    const auto sum = tiles == 2 ? tile_sums<R, 2, T> : tile_sums<R, 1, T>;
-    sum(rows, K, x, m, ahead, fetched, sums);
+    const auto add_up = tiles == 2 ? tile_sums<R, 2, T> : tile_sums<R, 1, T>;
+    add_up(rows, K, x, m, ahead, fetched, sums);
     for (int i = 0; i < R; ++i) {
       for (int j = 0; j < tiles; ++j) {
         const int64_t at = m + j * x.width, tokens = std::min(x.width, last - at), skipped = n + i * kTileRows - begin(i);
@@ -250,7 +256,7 @@ struct TileDots {
     const int64_t width = queries.width, pairs = width * 2 * int64_t(sizeof(Bfloat16));
     const Bfloat16* const x = queries.at(first, 0);
     alignas(kBytes) float sums[kKeys * (kQueries + 1)];
-    Rows rows(keys, count, D);
+    KeyRows rows(keys, count, D);
     int64_t k = 0;
     _tile_zero(0);
     for (; k + kTileStep <= D; k += kTileStep) {
@@ -275,17 +281,18 @@ struct TileDots {
 
  private:
   // Keys as a tile reads them: where they are, or copied where there are fewer than it reads.
-  struct Rows {
+  struct KeyRows {
     const Bfloat16* keys;
     const int64_t count, D, stride;  // stride: bytes
     Bfloat16 copied[kKeys * kTileStep];
 
-    Rows(const Bfloat16* keys, int64_t count, int64_t D)
+    KeyRows(const Bfloat16* keys, int64_t count, int64_t D)
         : keys(keys), count(count), D(D), stride((count < kKeys ? kTileStep : D) * int64_t(sizeof(Bfloat16))) {}
     const Bfloat16* at(int64_t k, int64_t size) {
       if (count >= kKeys) return keys + k;
+      fence();
       for (int64_t r = 0; r < count; ++r) std::copy_n(keys + r * D + k, size, copied + r * kTileStep);
-      __asm__ volatile("" : : : "memory");  // loading a tile does not say which memory it reads
+      fence();
       return copied;
     }
   };

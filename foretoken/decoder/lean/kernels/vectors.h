@@ -14,8 +14,10 @@
 // inlines of its own accord changes with every file that uses them.
 #define FORETOKEN_INLINE inline __attribute__((always_inline))
 
-#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
-#define FORETOKEN_TILES  // bfloat16 is multiplied by matrix units
+// Whether matrix units multiply bfloat16, int8 that is widened to it, and queries with keys. Where the system was not asked
+// for their registers, using them ends the process.
+#if defined(FORETOKEN_MAY_USE_TILES) && defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__AVX512DQ__) && defined(__AVX512BF16__)
+#define FORETOKEN_TILES
 #endif
 
 namespace {
