@@ -12,8 +12,8 @@ import torch
 
 from foretoken.decoder.lean import build
 
-# What -march is, and what that takes: this machine; vectors without intrinsics; AVX2; AVX-512 without bfloat16; and with
-# it, where this machine has matrix units beside (elsewhere that is the machine's own).
+# What -march is, and what that takes: this machine; vectors without intrinsics; AVX2; AVX-512 without bfloat16; and
+# with it, where this machine has matrix units beside (elsewhere that is the machine's own).
 INSTRUCTION_SETS = {
     "native": (), "x86-64": (), "x86-64-v3": ("avx2",), "x86-64-v4": ("avx512_f",), "cooperlake": ("amx_tile",),
 }  # fmt: skip
