@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "gemm.h"
 #include "inputs.h"
@@ -218,11 +219,12 @@ void multiply_in_tiles(const Matrix& matrix, const TileInputs& x, int64_t M, Emi
   const ProductRegisters registers(std::min<int64_t>(matrix.rows, kTileRows), x.width);
   const int64_t fit = kPanelBytes / (matrix.cols * int64_t(sizeof(Bfloat16))) / (2 * x.width) * (2 * x.width);
   const int64_t panel = std::max(fit, 2 * x.width);
+  const bool is_alone = std::is_same_v<T, Bfloat16> && M <= kTileTokens;  // one tile of tokens is loaded faster than rows are
   for (int64_t first = 0; first < M; first += panel) {
     const int64_t last = std::min(first + panel, M);
     int64_t n = begin;
-    for (; n + kTileRows < end; n += 2 * kTileRows) multiply_tiles<2, T>(matrix, x, first, last, n, end, emit);
-    if (n < end) multiply_tiles<1, T>(matrix, x, first, last, n, end, emit);
+    for (; !is_alone && n + kTileRows < end; n += 2 * kTileRows) multiply_tiles<2, T>(matrix, x, first, last, n, end, emit);
+    for (; n < end; n += kTileRows) multiply_tiles<1, T>(matrix, x, first, last, n, end, emit);
   }
 }
 
