@@ -6,6 +6,7 @@ Each picture is drawn for pages with a light and with a dark background.
 from __future__ import annotations
 
 from math import log
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.looks import DARK, LIGHT, look_of, page_style
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 _TICKS = (0.25, 0.35, 0.5, 0.7, 1, 1.4, 2, 3, 4, 6, 8, 12, 16)
 _LEAST_GAP = 0.062  # between labels at the ends of lines, in heights of a panel
 _LEAST_TICK_GAP = 0.14  # between labels of sizes, in widths of a panel
+_LETTERS = 75  # of a line below the title, over one panel
 _ROOM = 0.62  # of the axis of target passes, for the methods' names
 
 
@@ -127,8 +129,9 @@ def _figure(rows: Sequence[Row], theme: Theme, title: str, what: str, *, height:
     temperatures = list(dict.fromkeys(row.temperature for row in rows))
     figure: Any = Figure(figsize=(5.2 * len(temperatures), height), layout="constrained", facecolor=theme.page)
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.08)
-    figure.suptitle(f"{title}\n", fontsize=12.5, fontweight="bold", x=0.012, ha="left")
-    figure.text(0.012, 1 - 0.46 / height, what, fontsize=9, alpha=0.8, va="center")
+    lines = wrap(what, _LETTERS * len(temperatures))
+    figure.suptitle(title + "\n" * len(lines), fontsize=12.5, fontweight="bold", x=0.012, ha="left")
+    figure.text(0.012, 1 - 0.38 / height, "\n".join(lines), fontsize=9, alpha=0.8, va="top")
     panels: Any = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
     for temperature, axes in zip(temperatures, panels, strict=True):
         name = "greedy, T 0" if temperature == 0 else f"sampled, T {temperature:g}"
