@@ -94,7 +94,7 @@ inline Lanes load_lanes(const Int8* p) {
 inline void store_lanes(float* p, Lanes x) { *reinterpret_cast<Lanes*>(p) = x; }
 inline void store_lanes(Bfloat16* p, Lanes x) {  // as `assign`
   typedef uint16_t Halves __attribute__((vector_size(kBytes / 2), aligned(2), may_alias));
-  typedef uint32_t Words __attribute__((vector_size(kBytes)));
+  typedef uint32_t Words __attribute__((vector_size(kBytes), aligned(4), may_alias));
   const Words bits = reinterpret_cast<const Words&>(x), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
   const Words halves = x != x ? Words{} + 0x7fc0 : rounded;
   *reinterpret_cast<Halves*>(p) = __builtin_convertvector(halves, Halves);
