@@ -121,7 +121,7 @@ def _flags() -> tuple[str, ...]:
 @cache
 def _may_use_tiles() -> bool:
     """Asks Linux on x86-64 for the tile registers of matrix units (AMX), which a process has to; forks inherit them."""
-    if platform.system() != "Linux":
+    if platform.system() != "Linux" or platform.machine() != "x86_64":  # elsewhere the number is another call's
         return False
     system: Any = ctypes.CDLL(None, use_errno=True)
     is_granted: bool = system.syscall(_ARCH_PRCTL, _REQUEST_PERMISSION, _TILE_DATA) == 0
