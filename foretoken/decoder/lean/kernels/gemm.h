@@ -264,8 +264,8 @@ void multiply_parts(const Matrix& matrix, const Inputs<T>& x, int64_t M, int64_t
   }
 }
 
-// x (M, K) times the transposed matrix, this thread's share of the rows, in multiples of `unit`. emit(m, n, count, values) takes the outputs of
-// token m at `count` rows from n on.
+// x (M, K) times the transposed matrix, this thread's share of the rows, in multiples of `unit`. emit(m, n, count, values)
+// takes the outputs of token m at `count` rows from n on.
 template <class T, class Emit>
 void multiply(const Matrix& matrix, const Inputs<T>& x, int64_t M, Emit&& emit, int64_t unit = Inputs<T>::kShare) {
   const auto [begin, end] = Share(matrix.rows, unit);

@@ -30,7 +30,7 @@ struct Share {
 template <class T>
 struct Inputs {
   using Token = typename Fragment<T>::Token;
-  static constexpr int kShare = 24;                               // rows are dealt out to threads in multiples of this,
+  static constexpr int kShare = 24;                             // rows are dealt out to threads in multiples of this,
   static constexpr int kWholeShare = std::lcm(kShare, kLanes);  // or of this, where each thread's rows have to fill registers
   Token* data;
   int64_t block, step;  // from one block of tokens, one step, to the next
@@ -58,10 +58,11 @@ struct Inputs {
   static int64_t size(int64_t M, int64_t K) { return padded_tokens(M) * padded(K); }
 };
 
-// Of products in tiles, see `tiles.h`: of up to kTileTokens tokens two elements each stand side by side, then the next two of
-// them all. As many tokens as there are stand so, if they are fewer.
 constexpr int kTileTokens = 16;  // that meet rows of weights in one instruction,
 constexpr int kTileStep = 32;    // with as many elements of each
+
+// Of products in tiles, see `tiles.h`: of up to kTileTokens tokens two elements each stand side by side, then the next two of
+// them all. As many tokens as there are stand so, if they are fewer.
 struct TileInputs {
   using Token = Bfloat16;
   static constexpr int kShare = 32, kWholeShare = 32;  // see `Inputs`
