@@ -140,9 +140,7 @@ Status foretoken_linear(const Matrix* matrix, int64_t is_bfloat16, const float* 
         normalise_row(Norm{}, x + m * K, K, [&](int64_t k, auto values) { inputs.put(m, k, values); });
       });
       barrier.wait();
-      multiply(*matrix, inputs, M, [&](int64_t m, int64_t n, auto count, const float* values) {
-        for (int i = 0; i < count; ++i) y[m * matrix->rows + n + i] = values[i];
-      });
+      multiply_into(*matrix, inputs, M, y);
     }
   };
   try {

@@ -12,6 +12,7 @@
 #include "choice.h"
 #include "elementwise.h"
 #include "experts.h"
+#include "feed_forward.h"
 #include "inputs.h"
 #include "interface.h"
 #include "tiles.h"
@@ -58,12 +59,12 @@ class Decoder {
     if (has_all_logits || wants(model_.num_layers + 1)) normalise(model_.final_norm);
     if (wants(model_.num_layers + 1)) keep_final();
     if (has_all_logits) {
-      project(model_.head, normed_, rows_, pass_.logits);
+      multiply_into(model_.head, normed_, rows_, pass_.logits);
     } else if (pass_.logits != nullptr) {
       barrier_.wait();
       const MatrixInputs<W> chosen(space_.normed, pass_.num_logits, model_.hidden);
       normalise(model_.final_norm, chosen, pass_.num_logits, [&](int64_t r) { return pass_.logit_rows[r]; });
-      project(model_.head, chosen, pass_.num_logits, pass_.logits);
+      multiply_into(model_.head, chosen, pass_.num_logits, pass_.logits);
     }
     if (pass_.logits != nullptr) finish_logits();
   }
@@ -95,9 +96,9 @@ class Decoder {
   void attend_own_heads(const Layer& layer, const MatrixInputs<W>& inputs) {
     const int64_t count = model_.kv_heads / omp_get_num_threads(), first = count * omp_get_thread_num();
     const int64_t rows = count * model_.head_dim;
-    project(layer.query, inputs, rows_, space_.query, rows * group_);
-    project(layer.key, inputs, rows_, space_.key, rows);
-    project(layer.value, inputs, rows_, space_.value, rows);
+    multiply_into(layer.query, inputs, rows_, space_.query, rows * group_);
+    multiply_into(layer.key, inputs, rows_, space_.key, rows);
+    multiply_into(layer.value, inputs, rows_, space_.value, rows);
     for (int64_t m = 0; m < rows_; ++m) {
       place_queries(layer, m, first, first + count);
       place_keys(layer, m, first, first + count);
@@ -108,9 +109,9 @@ class Decoder {
   }
 
   void attend_all(const Layer& layer, const MatrixInputs<W>& inputs) {
-    project(layer.query, inputs, rows_, space_.query);
-    project(layer.key, inputs, rows_, space_.key);
-    project(layer.value, inputs, rows_, space_.value);
+    multiply_into(layer.query, inputs, rows_, space_.query);
+    multiply_into(layer.key, inputs, rows_, space_.key);
+    multiply_into(layer.value, inputs, rows_, space_.value);
     barrier_.wait();
     share(rows_, [&](int64_t m) {
       place_queries(layer, m, 0, model_.kv_heads);
@@ -145,8 +146,8 @@ class Decoder {
   // The keys and values of the last layer, whose output nobody reads.
   void append(const Layer& layer) {
     const MatrixInputs<W> inputs = attention_inputs(layer);
-    project(layer.key, inputs, rows_, space_.key);
-    project(layer.value, inputs, rows_, space_.value);
+    multiply_into(layer.key, inputs, rows_, space_.key);
+    multiply_into(layer.value, inputs, rows_, space_.value);
     barrier_.wait();
     share(rows_, [&](int64_t m) { place_keys(layer, m, 0, model_.kv_heads); });
   }
@@ -156,15 +157,8 @@ class Decoder {
     if constexpr (std::is_same_v<T, W>) {  // experts are kept in the model's dtype
       if (layer.experts.count > 0) return add_experts(layer);
     }
-    const int64_t I = layer.up.rows;
-    const float* gates = layer.gate.weight == nullptr ? nullptr : space_.gate;
-    if (gates != nullptr) project(layer.gate, normed_, rows_, space_.gate, MatrixInputs<W>::kWholeShare);
-    project(layer.up, normed_, rows_, space_.up, MatrixInputs<W>::kWholeShare);
-    const MatrixInputs<W> inner(space_.inner, rows_, I);
-    const auto [begin, end] = Share(I, MatrixInputs<W>::kWholeShare);  // what this thread has computed, and has near
-    for (int64_t m = 0; m < rows_; ++m) {
-      activate_portion(layer.activation, inner, m, gates == nullptr ? nullptr : gates + m * I, space_.up + m * I, begin, end);
-    }
+    const MatrixInputs<W> inner(space_.inner, rows_, layer.up.rows);
+    multiply_activated(layer.activation, layer.gate, layer.up, normed_, rows_, inner, space_.gate, space_.up);
     barrier_.wait();
     add(layer.down, inner, layer.mlp_post_norm);
   }
@@ -196,18 +190,10 @@ class Decoder {
     barrier_.wait();
   }
 
-  // out = x (M, K) times the transposed matrix, whose rows are dealt out in multiples of `unit`.
-  void project(const Matrix& matrix, const MatrixInputs<W>& x, int64_t M, float* out, int64_t unit = MatrixInputs<W>::kShare) {
-    const auto emit = [&](int64_t m, int64_t n, auto count, const float* values) {
-      for (int i = 0; i < count; ++i) out[m * matrix.rows + n + i] = values[i];
-    };
-    multiply(matrix, x, M, emit, unit);
-  }
-
   // Adds x times the transposed matrix to the residual stream, after a norm where there is one.
   void add(const Matrix& matrix, const MatrixInputs<W>& x, const Norm& post) {
     if (post.weight != nullptr) {
-      project(matrix, x, rows_, space_.branch);
+      multiply_into(matrix, x, rows_, space_.branch);
       barrier_.wait();
       share(rows_, [&](int64_t m) { add_normed(post, m); });
     } else {

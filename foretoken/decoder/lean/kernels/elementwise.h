@@ -84,7 +84,17 @@ void rotate(float* x, const float* cos, const float* sin, int64_t pairs) {
   }
 }
 
-// Activates elements begin..end of row m of `inner`: f(gate) * up, or f(up) where there is no gate.
+// Calls run(f) with an activation.
+template <class Run>
+void with_activation(int64_t activation, Run&& run) {
+  switch (activation) {
+    case kGeluTanh: return run([](Lanes x) { return gelu_tanh(x); });
+    case kGelu: return run([](Lanes x) { return gelu(x); });
+    default: return run([](Lanes x) { return silu(x); });
+  }
+}
+
+// Puts elements begin..end of row m of `inner`: f(gate) * up, or f(up) where there is no gate.
 template <class X, class Function>
 void activate_portion(const X& inner, int64_t m, const float* gate, const float* up, int64_t begin, int64_t end, Function f) {
   int64_t k = begin;
@@ -94,15 +104,6 @@ void activate_portion(const X& inner, int64_t m, const float* gate, const float*
   } else {
     for (; k + kLanes <= end; k += kLanes) inner.put(m, k, f(load_lanes(gate + k)) * load_lanes(up + k));
     for (; k < end; ++k) inner.put(m, k, f(Lanes{} + gate[k])[0] * up[k]);
-  }
-}
-
-template <class X>
-void activate_portion(int64_t activation, const X& inner, int64_t m, const float* gate, const float* up, int64_t begin, int64_t end) {
-  switch (activation) {
-    case kGeluTanh: return activate_portion(inner, m, gate, up, begin, end, [](Lanes x) { return gelu_tanh(x); });
-    case kGelu: return activate_portion(inner, m, gate, up, begin, end, [](Lanes x) { return gelu(x); });
-    default: return activate_portion(inner, m, gate, up, begin, end, [](Lanes x) { return silu(x); });
   }
 }
 

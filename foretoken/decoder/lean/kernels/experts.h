@@ -15,9 +15,9 @@
 
 #include "barrier.h"
 #include "elementwise.h"
+#include "feed_forward.h"
 #include "inputs.h"
 #include "interface.h"
-#include "tiles.h"
 #include "workspace.h"
 
 namespace {
@@ -52,9 +52,7 @@ class ExpertLayer {
   // Runs inside a parallel region, all threads together, once the inputs are there; afterwards the output of every pair
   // lies in its place of `pair_out`.
   void run(const MatrixInputs<T>& inputs) const {
-    multiply(experts_.router, inputs, M_, [&](int64_t m, int64_t n, auto count, const float* values) {
-      for (int i = 0; i < count; ++i) space_.router[m * experts_.count + n + i] = values[i];
-    });
+    multiply_into(experts_.router, inputs, M_, space_.router);
     barrier_.wait();
     const int64_t top_k = experts_.top_k;
     share(M_, [&](int64_t m) {
@@ -65,26 +63,18 @@ class ExpertLayer {
     barrier_.wait();
     share(num_pairs_, [&](int64_t pair) { gather(inputs, pair); });
     barrier_.wait();
+    const int64_t width = experts_.intermediate;
     for_each_expert([&](int64_t e, int64_t first, int64_t count) {
-      const int64_t rows = experts_.intermediate;
-      const MatrixInputs<T> x = inputs_of(space_.pair_inputs, e, hidden_, count);
-      const T* gate_up = static_cast<const T*>(experts_.gate_up) + e * 2 * rows * hidden_;
-      project({gate_up, nullptr, rows, hidden_}, x, count, space_.pair_gate + first * rows);
-      project({gate_up + rows * hidden_, nullptr, rows, hidden_}, x, count, space_.pair_up + first * rows);
-    });
-    barrier_.wait();
-    const int64_t width = experts_.intermediate, portions = portions_of(width);
-    share(num_pairs_ * portions, [&](int64_t unit) {
-      const int64_t pair = unit / portions, begin = unit % portions * kPortion, e = space_.experts[pair];
-      const MatrixInputs<T> inner = inputs_of(space_.pair_inner, e, width, space_.starts[e + 1] - space_.starts[e]);
-      activate_portion(layer_.activation, inner, pair - space_.starts[e], space_.pair_gate + pair * width,
-                       space_.pair_up + pair * width, begin, std::min(begin + kPortion, width));
+      const T* gate_up = static_cast<const T*>(experts_.gate_up) + e * 2 * width * hidden_;
+      const Matrix gate{gate_up, nullptr, width, hidden_}, up{gate_up + width * hidden_, nullptr, width, hidden_};
+      multiply_activated(layer_.activation, gate, up, inputs_of(space_.pair_inputs, e, hidden_, count), count,
+                         inputs_of(space_.pair_inner, e, width, count), space_.pair_gate + first * width, space_.pair_up + first * width);
     });
     barrier_.wait();
     for_each_expert([&](int64_t e, int64_t first, int64_t count) {
       const T* down = static_cast<const T*>(experts_.down) + e * hidden_ * width;
-      project({down, nullptr, hidden_, width}, inputs_of(space_.pair_inner, e, width, count), count,
-              space_.pair_out + first * hidden_);
+      multiply_into(Matrix{down, nullptr, hidden_, width}, inputs_of(space_.pair_inner, e, width, count), count,
+                    space_.pair_out + first * hidden_);
     });
     barrier_.wait();
   }
@@ -131,12 +121,6 @@ class ExpertLayer {
 
   MatrixInputs<T> inputs_of(typename MatrixInputs<T>::Token* base, int64_t e, int64_t width, int64_t count) const {
     return {base + space_.blocks[e] * MatrixInputs<T>::padded(width), count, width};
-  }
-
-  void project(const Matrix& matrix, const MatrixInputs<T>& x, int64_t count, float* out) const {
-    multiply(matrix, x, count, [&](int64_t m, int64_t n, auto number, const float* values) {
-      for (int i = 0; i < number; ++i) out[m * matrix.rows + n + i] = values[i];
-    });
   }
 
   template <class Work>

@@ -286,4 +286,13 @@ void multiply(const Matrix& matrix, const Inputs<T>& x, int64_t M, Emit&& emit, 
   }
 }
 
+// out (M, rows) = x (M, K) times the transposed matrix, see `multiply`.
+template <class X>
+void multiply_into(const Matrix& matrix, const X& x, int64_t M, float* out, int64_t unit = X::kShare) {
+  const auto emit = [&](int64_t m, int64_t n, auto count, const float* values) {
+    for (int i = 0; i < count; ++i) out[m * matrix.rows + n + i] = values[i];
+  };
+  multiply(matrix, x, M, emit, unit);
+}
+
 }  // namespace

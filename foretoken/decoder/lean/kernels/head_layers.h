@@ -101,12 +101,7 @@ class HeadLayers {
 
   // These two know nothing of who set the inputs, so that they are compiled once.
   void multiply_all(const HeadMatrix& matrix, int64_t M, float* out) const {
-    const int64_t N = matrix.matrix.rows;
-    with_inputs(matrix, M, [&](const auto& inputs) {
-      multiply(matrix.matrix, inputs, M, [&](int64_t m, int64_t n, auto count, const float* values) {
-        for (int i = 0; i < count; ++i) out[m * N + n + i] = values[i];
-      });
-    });
+    with_inputs(matrix, M, [&](const auto& inputs) { multiply_into(matrix.matrix, inputs, M, out); });
   }
 
   void multiply_logits(const LmHead& head, int64_t M, float* out) const {

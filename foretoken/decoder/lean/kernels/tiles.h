@@ -25,7 +25,8 @@ namespace {
 FORETOKEN_INLINE void fence() { __asm__ volatile("" : : : "memory"); }
 
 constexpr int kTileRows = 16;
-constexpr int64_t kPanelBytes = 1 << 20;  // of inputs that meet all rows of a thread before the next ones do: they stay in the second cache
+constexpr int64_t kStored = 8 * kTileStep;   // elements of a sum after which it is stored once
+constexpr int64_t kPanelBytes = 3 << 19;  // of inputs that meet all rows of a thread before the next ones do: they stay in the second cache
 
 // The shape of each tile register of this thread, which gives them back in the end.
 class TileRegisters {
@@ -61,26 +62,50 @@ class ProductRegisters : TileRegisters {
   }
 };
 
-// Sixteen rows of weights as tiles read them: where they are, or some steps of them in bfloat16.
+// Up to sixteen rows of a matrix, from row n on, that a tile of weights takes. A tile may not go past the last row: it begins
+// with some of the rows before it then, which are `skipped`.
+template <class T>
+class MatrixRows {
+ public:
+  const int64_t count, skipped;
+
+  // distance: from these rows to those which the thread takes next.
+  MatrixRows(const Matrix& matrix, int64_t n, int64_t distance)
+      : count(std::min<int64_t>(kTileRows, matrix.rows)),
+        skipped(n - std::max<int64_t>(0, std::min(n, matrix.rows - kTileRows))),
+        first_(static_cast<const T*>(matrix.weight) + (n - skipped) * matrix.cols),
+        K_(matrix.cols),
+        distance_((skipped + distance) * matrix.cols) {}
+
+  float weight(int64_t r, int64_t k) const { return to_float(first_[r * K_ + k]); }
+  // Fetches a step of `number` of the rows that come next into the second cache.
+  void fetch(int64_t row, int number, int64_t k) const {
+    const T* from = first_ + distance_ + row * K_ + k;  // a prefetch past the end is harmless
+    for (int i = 0; i < number; ++i) __builtin_prefetch(from + i * K_, 0, 2);
+  }
+
+ protected:
+  const T* const first_;
+  const int64_t K_, distance_;
+};
+
+// Rows as tiles read them, `stride` bytes apart: where they are, or some steps of them in bfloat16.
 template <class T>
 class TileRows;
 template <>
-class TileRows<Bfloat16> {
+class TileRows<Bfloat16> : public MatrixRows<Bfloat16> {
  public:
-  const int64_t stride;  // bytes
+  const int64_t stride = K_ * int64_t(sizeof(Bfloat16));
 
-  TileRows(const Bfloat16* rows, int64_t, int64_t K) : stride(K * int64_t(sizeof(Bfloat16))), rows_(rows) {}
-  const Bfloat16* at(int64_t k) { return rows_ + k; }
-
- private:
-  const Bfloat16* rows_;
+  using MatrixRows::MatrixRows;
+  const Bfloat16* at(int64_t k) { return first_ + k; }
 };
 template <>
-class TileRows<Int8> {
+class TileRows<Int8> : public MatrixRows<Int8> {
  public:
   const int64_t stride = kTileStep * int64_t(sizeof(Bfloat16));
 
-  TileRows(const Int8* rows, int64_t count, int64_t K) : rows_(rows), count_(count), K_(K) {}
+  using MatrixRows::MatrixRows;
   const Bfloat16* at(int64_t k) {
     const int64_t step = k / kTileStep % kSteps;
     if (step == 0) widen(k, std::min<int64_t>(kSteps, (K_ - k) / kTileStep));
@@ -91,9 +116,9 @@ class TileRows<Int8> {
   // Meanwhile the next steps are fetched, or the first ones of the rows that come after these.
   void widen(int64_t k, int64_t steps) {
     fence();
-    const int64_t next = k + kSteps * kTileStep < K_ ? kSteps * kTileStep : 2 * kTileRows * K_ - k;
-    for (int64_t r = 0; r < count_; ++r) {
-      const Int8* row = rows_ + r * K_ + k;
+    const int64_t next = k + kSteps * kTileStep < K_ ? kSteps * kTileStep : distance_ - k;
+    for (int64_t r = 0; r < count; ++r) {
+      const Int8* row = first_ + r * K_ + k;
       for (int64_t i = 0; i < kSteps * kTileStep; i += 64) __builtin_prefetch(row + next + i);
 #pragma GCC unroll 4
       for (int64_t i = 0; i < steps; ++i, row += kTileStep) {
@@ -105,25 +130,35 @@ class TileRows<Int8> {
   }
 
   static constexpr int kSteps = 4;  // at a time: nothing is loaded right after it was stored
-  const Int8* rows_;
-  const int64_t count_, K_;
   alignas(kBytes) Bfloat16 widened_[kSteps][kTileRows * kTileStep];
 };
 
-// Sums of R tiles of rows with C tiles of tokens: out (R, C, kTileRows, width). Meanwhile `count` rows from `ahead` on are
-// fetched into the second cache.
+// What one instruction after another leaves of R tiles of rows and up to two tiles of tokens: (R, 2, kTileRows, width). Past
+// it there is room for another row.
+template <int R>
+struct TileSums {
+  alignas(kBytes) float data[R * 2 * kTileRows * kTileTokens + kTileRows];
+
+  static int64_t size(int64_t width) { return kTileRows * width; }
+  float* of(int rows, int tokens, int64_t width) { return data + (rows * 2 + tokens) * size(width); }
+};
+
+// Sums of R tiles of rows with C tiles of tokens from token m on. Meanwhile each tile of rows fetches `number` of those that
+// come next, from their row `row` on.
 template <int R, int C, class T>
-void tile_sums(TileRows<T> (&rows)[2], int64_t K, const TileInputs& x, int64_t m, const T* ahead, int count, float* out) {
-  const int64_t pair = x.width * 2 * int64_t(sizeof(Bfloat16)), size = kTileRows * x.width;
+void tile_sums(TileRows<T> (&rows)[2], int64_t K, const TileInputs& x, int64_t m, int64_t row, int number, TileSums<R>& out) {
+  const int64_t width = x.width, pair = width * 2 * int64_t(sizeof(Bfloat16));
   const Bfloat16 *first = x.at(m, 0), *second = first + x.block;
   _tile_zero(0);
   if constexpr (R > 1) _tile_zero(1);
   if constexpr (C > 1) _tile_zero(2);
   if constexpr (R > 1 && C > 1) _tile_zero(3);
   for (int64_t k = 0; k + kTileStep <= K; k += kTileStep) {
-    for (int i = 0; i < count; ++i) __builtin_prefetch(ahead + i * K + k, 0, 2);
+    for (int i = 0; i < R; ++i) rows[i].fetch(row, number, k);
+    // A core that stored no tile for a microsecond takes another quarter of one for the next: it is kept in the way of it.
+    if (k % kStored == 0 && k > 0) _tile_stored(0, out.data, pair);
     const Bfloat16* weights = rows[0].at(k);
-    _tile_loadd(6, first + k * x.width, pair);
+    _tile_loadd(6, first + k * width, pair);
     _tile_loadd(4, weights, rows[0].stride);
     _tile_dpbf16ps(0, 4, 6);
     if constexpr (R > 1) {
@@ -132,15 +167,43 @@ void tile_sums(TileRows<T> (&rows)[2], int64_t K, const TileInputs& x, int64_t m
       _tile_dpbf16ps(1, 5, 6);
     }
     if constexpr (C > 1) {
-      _tile_loadd(7, second + k * x.width, pair);
+      _tile_loadd(7, second + k * width, pair);
       _tile_dpbf16ps(2, 4, 7);
       if constexpr (R > 1) _tile_dpbf16ps(3, 5, 7);
     }
   }
-  _tile_stored(0, out, pair);
-  if constexpr (R > 1) _tile_stored(1, out + C * size, pair);
-  if constexpr (C > 1) _tile_stored(2, out + size, pair);
-  if constexpr (R > 1 && C > 1) _tile_stored(3, out + (C + 1) * size, pair);
+  _tile_stored(0, out.of(0, 0, width), pair);
+  if constexpr (R > 1) _tile_stored(1, out.of(1, 0, width), pair);
+  if constexpr (C > 1) _tile_stored(2, out.of(0, 1, width), pair);
+  if constexpr (R > 1 && C > 1) _tile_stored(3, out.of(1, 1, width), pair);
+}
+
+// Hands on sums of R tiles of rows with tokens first..last: take(m, count, sums) gets those of `count` tokens from m on, a
+// tile of rows (kTileRows, width) every `2 * TileSums<R>::size(width)`.
+template <int R, class T, class Take>
+void sum_tiles(TileRows<T> (&rows)[2], int64_t K, const TileInputs& x, int64_t first, int64_t last, Take&& take) {
+  TileSums<R> sums;
+  // Where all tokens meet the rows at once, memory is read all the time, and the processor foresees what comes. Else each
+  // turn fetches some of the rows that come next.
+  const int64_t width = x.width, turns = (last - first + 2 * width - 1) / (2 * width), whole = K / kTileStep * kTileStep;
+  const int fetched = turns > 1 ? int((kTileRows + turns - 1) / turns) : 0;
+  for (int64_t m = first, row = 0; m < last; m += 2 * width, row += fetched) {
+    const int tiles = last - m > width ? 2 : 1;
+    const auto add_up = tiles == 2 ? tile_sums<R, 2, T> : tile_sums<R, 1, T>;
+    add_up(rows, K, x, m, row, fetched, sums);
+    for (int j = 0; j < tiles; ++j) {
+      const int64_t at = m + j * width, count = std::min(width, last - at);
+      for (int64_t k = whole; k < K; ++k) {  // past the last whole step
+        for (int i = 0; i < R; ++i) {
+          float* sum = sums.of(i, j, width);
+          for (int64_t r = 0; r < rows[i].count; ++r) {
+            for (int64_t c = 0; c < count; ++c) sum[r * width + c] = std::fma(rows[i].weight(r, k), to_float(*x.at(at + c, k)), sum[r * width + c]);
+          }
+        }
+      }
+      take(at, count, sums.of(0, j, width));
+    }
+  }
 }
 
 // Turns sums (kTileRows, width) into dot products (width, kTileRows). Past both there is room for another row.
@@ -175,63 +238,99 @@ inline void transpose(const float* sums, int64_t width, float* out) {
   for (int i = 0; i < 16; ++i) _mm512_storeu_ps(out + i * kTileRows, turned[i]);
 }
 
-// See `multiply`, of R tiles of rows from row n on, for rows before `end`, with tokens first..last.
-template <int R, class T, class Emit>
-void multiply_tiles(const Matrix& matrix, const TileInputs& x, int64_t first, int64_t last, int64_t n, int64_t end, Emit&& emit) {
-  const int64_t K = matrix.cols, whole = K / kTileStep * kTileStep, count = std::min<int64_t>(kTileRows, matrix.rows);
-  const T* const weights = static_cast<const T*>(matrix.weight);
-  // A tile may not go past the last row: it begins with some of the rows before it then.
-  const auto begin = [&](int i) { return std::max<int64_t>(0, std::min(n + i * kTileRows, matrix.rows - kTileRows)); };
-  TileRows<T> rows[2] = {{weights + begin(0) * K, count, K}, {weights + begin(R - 1) * K, count, K}};
-  alignas(kBytes) float sums[4 * kTileRows * kTileTokens + kTileRows], out[kTileRows * kTileTokens + kTileRows];
-  // Where all tokens meet the rows at once, memory is read all the time, and the processor foresees what comes. Else each
-  // turn fetches some of the rows that come next.
-  const int64_t turns = (last - first + 2 * x.width - 1) / (2 * x.width);
-  const int fetched = turns > 1 ? int((R * kTileRows + turns - 1) / turns) : 0;
-  const T* ahead = weights + (n + R * kTileRows) * K;
-  for (int64_t m = first; m < last; m += 2 * x.width, ahead += fetched * K) {
-    const int tiles = last - m > x.width ? 2 : 1;
-    const auto add_up = tiles == 2 ? tile_sums<R, 2, T> : tile_sums<R, 1, T>;
-    add_up(rows, K, x, m, ahead, fetched, sums);
-    for (int i = 0; i < R; ++i) {
-      for (int j = 0; j < tiles; ++j) {
-        const int64_t at = m + j * x.width, tokens = std::min(x.width, last - at), skipped = n + i * kTileRows - begin(i);
-        transpose(sums + (i * tiles + j) * kTileRows * x.width, x.width, out);
-        for (int64_t k = whole; k < K; ++k) {
-          for (int64_t c = 0; c < tokens; ++c) {
-            for (int64_t r = skipped; r < count; ++r) {
-              float& value = out[c * kTileRows + r];
-              value = std::fma(to_float(weights[(begin(i) + r) * K + k]), to_float(*x.at(at + c, k)), value);
-            }
-          }
-        }
-        emit_block<kTileRows>(matrix, n + i * kTileRows, end, at, tokens, out + skipped, emit);
-      }
-    }
-  }
-}
-
-// See `multiply`; of weights in a dtype.
-template <class T, class Emit>
-void multiply_in_tiles(const Matrix& matrix, const TileInputs& x, int64_t M, Emit&& emit, int64_t unit) {
+// This thread's share of the rows of a matrix, and work(first, last, begin, end) for each panel of tokens first..last.
+template <class Work>
+void for_each_panel(const Matrix& matrix, const TileInputs& x, int64_t M, int64_t unit, Work&& work) {
   const auto [begin, end] = Share(matrix.rows, unit);
   if (begin >= end) return;
   const ProductRegisters registers(std::min<int64_t>(matrix.rows, kTileRows), x.width);
   const int64_t fit = kPanelBytes / (matrix.cols * int64_t(sizeof(Bfloat16))) / (2 * x.width) * (2 * x.width);
   const int64_t panel = std::max(fit, 2 * x.width);
-  const bool is_alone = std::is_same_v<T, Bfloat16> && M <= kTileTokens;  // one tile of tokens is loaded faster than rows are
-  for (int64_t first = 0; first < M; first += panel) {
-    const int64_t last = std::min(first + panel, M);
-    int64_t n = begin;
-    for (; !is_alone && n + kTileRows < end; n += 2 * kTileRows) multiply_tiles<2, T>(matrix, x, first, last, n, end, emit);
-    for (; n < end; n += kTileRows) multiply_tiles<1, T>(matrix, x, first, last, n, end, emit);
-  }
+  for (int64_t first = 0; first < M; first += panel) work(first, std::min(first + panel, M), begin, end);
 }
 
+// See `multiply`, of R tiles of rows from row n on, for rows before `end`, with tokens first..last.
+template <int R, class T, class Emit>
+void multiply_tiles(const Matrix& matrix, const TileInputs& x, int64_t first, int64_t last, int64_t n, int64_t end, Emit&& emit) {
+  constexpr int kAll = R * kTileRows;
+  TileRows<T> rows[2] = {{matrix, n, kAll}, {matrix, n + kAll - kTileRows, kAll}};
+  alignas(kBytes) float out[kTileRows * kTileTokens + kTileRows];
+  sum_tiles<R, T>(rows, matrix.cols, x, first, last, [&](int64_t m, int64_t count, float* sums) {
+    for (int i = 0; i < R; ++i, sums += 2 * TileSums<R>::size(x.width)) {
+      transpose(sums, x.width, out);
+      emit_block<kTileRows>(matrix, n + i * kTileRows, end, m, count, out + rows[i].skipped, emit);
+    }
+  });
+}
+
+// See `multiply`; of weights in a dtype.
+template <class T, class Emit>
+void multiply_in_tiles(const Matrix& matrix, const TileInputs& x, int64_t M, Emit&& emit, int64_t unit) {
+  for_each_panel(matrix, x, M, unit, [&](int64_t first, int64_t last, int64_t n, int64_t end) {
+    for (; n + kTileRows < end; n += 2 * kTileRows) multiply_tiles<2, T>(matrix, x, first, last, n, end, emit);
+    for (; n < end; n += kTileRows) multiply_tiles<1, T>(matrix, x, first, last, n, end, emit);
+  });
+}
+
+// Scales sums of sixteen rows, (kTileRows, width), and adds biases, for rows from n on.
+inline void finish_sums(const Matrix& matrix, int64_t n, int64_t skipped, int64_t count, int64_t width, float* sums) {
+  if (matrix.scales == nullptr && matrix.bias == nullptr) return;
+  for (int64_t r = skipped; r < count; ++r) {
+    const int64_t row = n + r - skipped;
+    for (int64_t c = 0; c < width; ++c) {
+      float& sum = sums[r * width + c];
+      if (matrix.scales != nullptr) sum = std::fma(sum, matrix.scales[row], 0.0f);
+      if (matrix.bias != nullptr) sum += matrix.bias[row];
+    }
+  }
+}
 // See `multiply` for vector registers.
 template <class Emit>
 void multiply(const Matrix& matrix, const TileInputs& x, int64_t M, Emit&& emit, int64_t unit = TileInputs::kShare) {
   matrix.scales == nullptr ? multiply_in_tiles<Bfloat16>(matrix, x, M, emit, unit) : multiply_in_tiles<Int8>(matrix, x, M, emit, unit);
+}
+
+// Puts f(gate) * up, of tiles of sums (kTileRows, width), as elements n.. of tokens m..m + count, in the place of inputs of as
+// many tokens; those from `skipped` on.
+template <class Function>
+void put_gated(const float* gate, const float* up, const TileInputs& inner, int64_t m, int64_t count, int64_t n, int64_t skipped, int64_t rows, Function f) {
+  const int64_t width = inner.width;
+  float values[kTileRows * kTileTokens + kTileRows];
+  for (int64_t i = 0; i < kTileRows * width; i += kLanes) store_lanes(values + i, f(load_lanes(gate + i)) * load_lanes(up + i));
+  if (skipped > 0 || rows < kTileRows) {
+    for (int64_t r = skipped; r < rows; ++r) {
+      for (int64_t c = 0; c < count; ++c) inner.put(m + c, n + r - skipped, values[r * width + c]);
+    }
+    return;
+  }
+  Bfloat16* out = inner.at(m, n);
+  for (int64_t r = 0; r < kTileRows; r += 2, out += 2 * width) {  // two elements of each token side by side
+    const BitLanes pairs = rounded(load_lanes(values + r * width)) | rounded(load_lanes(values + (r + 1) * width)) << 16;
+    _mm512_mask_storeu_epi16(out, uint32_t((uint64_t(1) << 2 * width) - 1), (__m512i)pairs);
+  }
+}
+
+// See `multiply_gated`; of weights in a dtype.
+template <class T, class Function>
+void multiply_gated_tiles(const Matrix& gate, const Matrix& up, const TileInputs& x, int64_t M, const TileInputs& inner, Function f) {
+  const int64_t size = 2 * TileSums<2>::size(x.width);
+  for_each_panel(gate, x, M, TileInputs::kWholeShare, [&](int64_t first, int64_t last, int64_t n, int64_t end) {
+    for (; n < end; n += kTileRows) {
+      TileRows<T> rows[2] = {{gate, n, kTileRows}, {up, n, kTileRows}};
+      sum_tiles<2, T>(rows, gate.cols, x, first, last, [&](int64_t m, int64_t count, float* sums) {
+        finish_sums(gate, n, rows[0].skipped, rows[0].count, x.width, sums);
+        finish_sums(up, n, rows[1].skipped, rows[1].count, x.width, sums + size);
+        put_gated(sums, sums + size, inner, m, count, n, rows[0].skipped, rows[0].count, f);
+      });
+    }
+  });
+}
+
+// Puts f(x times the transposed `gate`) * (x times the transposed `up`), this thread's share of their rows, where `inner` has
+// these elements. The sums of both meet in the caches, and stand there in the order in which `inner` is read.
+template <class Function>
+void multiply_gated(const Matrix& gate, const Matrix& up, const TileInputs& x, int64_t M, const TileInputs& inner, Function f) {
+  gate.scales == nullptr ? multiply_gated_tiles<Bfloat16>(gate, up, x, M, inner, f) : multiply_gated_tiles<Int8>(gate, up, x, M, inner, f);
 }
 
 // See `VectorDots`. Up to kFew queries stand side by side as if they were so many, more as if they were kQueries.

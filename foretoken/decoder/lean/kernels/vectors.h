@@ -32,6 +32,7 @@ constexpr int kTokens = 2;
 constexpr int kLanes = kBytes / int(sizeof(float));
 typedef float Lanes __attribute__((vector_size(kBytes), aligned(4), may_alias));
 typedef int32_t IntLanes __attribute__((vector_size(kBytes), aligned(4), may_alias));
+typedef uint32_t BitLanes __attribute__((vector_size(kBytes), aligned(4), may_alias));
 
 struct Bfloat16 {
   uint16_t bits;
@@ -65,8 +66,7 @@ inline Lanes load_lanes(const Bfloat16* p) {
   return (Lanes)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16);
 #else
   typedef uint16_t Halves __attribute__((vector_size(kBytes / 2), aligned(2), may_alias));
-  typedef uint32_t Words __attribute__((vector_size(kBytes)));
-  const Words words = __builtin_convertvector(*reinterpret_cast<const Halves*>(p), Words) << 16;
+  const BitLanes words = __builtin_convertvector(*reinterpret_cast<const Halves*>(p), BitLanes) << 16;
   return reinterpret_cast<const Lanes&>(words);
 #endif
 }
@@ -92,12 +92,13 @@ inline Lanes load_lanes(const Int8* p) {
 #endif
 }
 inline void store_lanes(float* p, Lanes x) { *reinterpret_cast<Lanes*>(p) = x; }
-inline void store_lanes(Bfloat16* p, Lanes x) {  // as `assign`
+inline BitLanes rounded(Lanes x) {  // to bfloat16 in each lower half, as `assign`
+  const BitLanes bits = reinterpret_cast<const BitLanes&>(x);
+  return x != x ? BitLanes{} + 0x7fc0 : (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+inline void store_lanes(Bfloat16* p, Lanes x) {
   typedef uint16_t Halves __attribute__((vector_size(kBytes / 2), aligned(2), may_alias));
-  typedef uint32_t Words __attribute__((vector_size(kBytes), aligned(4), may_alias));
-  const Words bits = reinterpret_cast<const Words&>(x), rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const Words halves = x != x ? Words{} + 0x7fc0 : rounded;
-  *reinterpret_cast<Halves*>(p) = __builtin_convertvector(halves, Halves);
+  *reinterpret_cast<Halves*>(p) = __builtin_convertvector(rounded(x), Halves);
 }
 
 // A row of float32 in another dtype, rounded as `assign` does.
