@@ -166,7 +166,7 @@ def _compile(compiler: Sequence[str], library: Path) -> None:
     result = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
     if result.returncode:
         lines = result.stderr.decode(errors="replace").splitlines()
-        errors = [line for line in lines if "error" in line]  # files that include one another are named before it
+        errors = [line for line in lines if "error:" in line]  # behind the files that include one another
         reason = [*errors, *lines, "no message"][0]
         raise UnsuitableError(f"'{shlex.join(compiler)}' cannot compile its kernels: {reason}.")
     library.chmod(0o700)

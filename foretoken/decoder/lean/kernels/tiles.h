@@ -25,8 +25,8 @@ namespace {
 FORETOKEN_INLINE void fence() { __asm__ volatile("" : : : "memory"); }
 
 constexpr int kTileRows = 16;
-constexpr int64_t kStored = 8 * kTileStep;   // elements of a sum after which it is stored once
-constexpr int64_t kPanelBytes = 3 << 19;  // of inputs that meet all rows of a thread before the next ones do: they stay in the second cache
+constexpr int64_t kStored = 8 * kTileStep;  // elements of K between two stores of a tile, see `tile_sums`
+constexpr int64_t kPanelBytes = 3 << 19;    // of inputs that meet all rows of a thread before the next ones do: they stay in the second cache
 
 // The shape of each tile register of this thread, which gives them back in the end.
 class TileRegisters {
@@ -133,8 +133,8 @@ class TileRows<Int8> : public MatrixRows<Int8> {
   alignas(kBytes) Bfloat16 widened_[kSteps][kTileRows * kTileStep];
 };
 
-// What one instruction after another leaves of R tiles of rows and up to two tiles of tokens: (R, 2, kTileRows, width). Past
-// it there is room for another row.
+// Dot products of R tiles of rows with up to two tiles of tokens, (R, 2, kTileRows, width) in float32. Past them there is
+// room for another row, which `transpose` reads.
 template <int R>
 struct TileSums {
   alignas(kBytes) float data[R * 2 * kTileRows * kTileTokens + kTileRows];
@@ -143,8 +143,8 @@ struct TileSums {
   float* of(int rows, int tokens, int64_t width) { return data + (rows * 2 + tokens) * size(width); }
 };
 
-// Sums of R tiles of rows with C tiles of tokens from token m on. Meanwhile each tile of rows fetches `number` of those that
-// come next, from their row `row` on.
+// Dot products, over the whole steps of K, of R tiles of rows with C tiles of tokens from token m on. Meanwhile `number` of the
+// rows that come next are prefetched for each tile of rows, from their row `row` on.
 template <int R, int C, class T>
 void tile_sums(TileRows<T> (&rows)[2], int64_t K, const TileInputs& x, int64_t m, int64_t row, int number, TileSums<R>& out) {
   const int64_t width = x.width, pair = width * 2 * int64_t(sizeof(Bfloat16));
@@ -155,7 +155,8 @@ void tile_sums(TileRows<T> (&rows)[2], int64_t K, const TileInputs& x, int64_t m
   if constexpr (R > 1 && C > 1) _tile_zero(3);
   for (int64_t k = 0; k + kTileStep <= K; k += kTileStep) {
     for (int i = 0; i < R; ++i) rows[i].fetch(row, number, k);
-    // A core that stored no tile for a microsecond takes another quarter of one for the next: it is kept in the way of it.
+    // An unfinished sum, which the last store replaces: a Xeon takes 800 cycles more for a store where the last one was more
+    // than 2400 cycles before (`benchmarks/NOTES.md`).
     if (k % kStored == 0 && k > 0) _tile_stored(0, out.data, pair);
     const Bfloat16* weights = rows[0].at(k);
     _tile_loadd(6, first + k * width, pair);
@@ -178,8 +179,9 @@ void tile_sums(TileRows<T> (&rows)[2], int64_t K, const TileInputs& x, int64_t m
   if constexpr (R > 1 && C > 1) _tile_stored(3, out.of(1, 1, width), pair);
 }
 
-// Hands on sums of R tiles of rows with tokens first..last: take(m, count, sums) gets those of `count` tokens from m on, a
-// tile of rows (kTileRows, width) every `2 * TileSums<R>::size(width)`.
+// Dot products of R tiles of rows with tokens first..last: calls take(m, count, sums) for up to kTileTokens tokens at a time,
+// `count` of them from m on. sums: (kTileRows, width) of the first tile of rows; those of the second one lie
+// 2 * TileSums<R>::size(width) behind.
 template <int R, class T, class Take>
 void sum_tiles(TileRows<T> (&rows)[2], int64_t K, const TileInputs& x, int64_t first, int64_t last, Take&& take) {
   TileSums<R> sums;
@@ -272,7 +274,7 @@ void multiply_in_tiles(const Matrix& matrix, const TileInputs& x, int64_t M, Emi
   });
 }
 
-// Scales sums of sixteen rows, (kTileRows, width), and adds biases, for rows from n on.
+// Multiplies sums (kTileRows, width) by the scales of int8 weights and adds biases, as `emit_block` does. Row `skipped` of them is row n of the matrix.
 inline void finish_sums(const Matrix& matrix, int64_t n, int64_t skipped, int64_t count, int64_t width, float* sums) {
   if (matrix.scales == nullptr && matrix.bias == nullptr) return;
   for (int64_t r = skipped; r < count; ++r) {
@@ -284,14 +286,15 @@ inline void finish_sums(const Matrix& matrix, int64_t n, int64_t skipped, int64_
     }
   }
 }
+
 // See `multiply` for vector registers.
 template <class Emit>
 void multiply(const Matrix& matrix, const TileInputs& x, int64_t M, Emit&& emit, int64_t unit = TileInputs::kShare) {
   matrix.scales == nullptr ? multiply_in_tiles<Bfloat16>(matrix, x, M, emit, unit) : multiply_in_tiles<Int8>(matrix, x, M, emit, unit);
 }
 
-// Puts f(gate) * up, of tiles of sums (kTileRows, width), as elements n.. of tokens m..m + count, in the place of inputs of as
-// many tokens; those from `skipped` on.
+// Puts f(gate) * up of two tiles of sums (kTileRows, width) into `inner`: elements n.. of `count` tokens from m on. The first
+// `skipped` of `rows` rows are left out.
 template <class Function>
 void put_gated(const float* gate, const float* up, const TileInputs& inner, int64_t m, int64_t count, int64_t n, int64_t skipped, int64_t rows, Function f) {
   const int64_t width = inner.width;
@@ -326,8 +329,9 @@ void multiply_gated_tiles(const Matrix& gate, const Matrix& up, const TileInputs
   });
 }
 
-// Puts f(x times the transposed `gate`) * (x times the transposed `up`), this thread's share of their rows, where `inner` has
-// these elements. The sums of both meet in the caches, and stand there in the order in which `inner` is read.
+// inner (M, rows) = f(x times the transposed `gate`) * (x times the transposed `up`), this thread's share of the rows. Sixteen
+// rows of both are computed together, so that their dot products are still in the nearest cache, where they lie in the order in
+// which tiles read `inner`: nothing is transposed.
 template <class Function>
 void multiply_gated(const Matrix& gate, const Matrix& up, const TileInputs& x, int64_t M, const TileInputs& inner, Function f) {
   gate.scales == nullptr ? multiply_gated_tiles<Bfloat16>(gate, up, x, M, inner, f) : multiply_gated_tiles<Int8>(gate, up, x, M, inner, f);
