@@ -62,9 +62,8 @@ def write_pictures(rows: Sequence[Row], out: Path, what: str) -> dict[str, str]:
 def draw_curve(rows: Sequence[Row], theme: Theme, what: str) -> Any:
     """One panel a temperature, one line a method; returns the figure."""
     methods = [m for m in dict.fromkeys(row.method for row in rows) if m != PLAIN]
-    figure, panels = _figure(
-        rows, theme, "From which target pass on drafting pays", what, height=3.0 + 0.19 * len(methods)
-    )
+    title, height = "From which target pass on drafting pays", 3.0 + 0.19 * len(methods)
+    figure, panels = _figure(rows, theme, title, what, height=height, has_common_y=False)
     for temperature, axes in panels.items():
         own = [row for row in rows if row.temperature == temperature]
         ends = []
@@ -84,7 +83,7 @@ def draw_curve(rows: Sequence[Row], theme: Theme, what: str) -> Any:
             )
             ends.append((y[-1], f"{look.title}  {y[-1]:.2f}", colour))
         _mark_sizes(axes, own)
-        _scale(axes, rows, "y", theme)
+        _scale(axes, own, "y", theme)
         axes.tick_params(axis="y", length=0)
         _label_ends(axes, ends, theme)
     first = next(iter(panels.values()))
@@ -122,7 +121,9 @@ def draw_methods(rows: Sequence[Row], theme: Theme, what: str) -> Any:
     return figure
 
 
-def _figure(rows: Sequence[Row], theme: Theme, title: str, what: str, *, height: float) -> tuple[Any, dict[float, Any]]:
+def _figure(
+    rows: Sequence[Row], theme: Theme, title: str, what: str, *, height: float, has_common_y: bool = True
+) -> tuple[Any, dict[float, Any]]:
     """A figure with a title and one panel a temperature."""
     from matplotlib.figure import Figure
 
@@ -132,7 +133,7 @@ def _figure(rows: Sequence[Row], theme: Theme, title: str, what: str, *, height:
     lines = wrap(what, _LETTERS * len(temperatures))
     figure.suptitle(title + "\n" * len(lines), fontsize=12.5, fontweight="bold", x=0.012, ha="left")
     figure.text(0.012, 1 - 0.38 / height, "\n".join(lines), fontsize=9, alpha=0.8, va="top")
-    panels: Any = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
+    panels: Any = figure.subplots(1, len(temperatures), sharey=has_common_y, squeeze=False)[0]
     for temperature, axes in zip(temperatures, panels, strict=True):
         name = "greedy, T 0" if temperature == 0 else f"sampled, T {temperature:g}"
         axes.set_title(name, loc="left", fontsize=10)
@@ -197,7 +198,7 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, str, str]], theme: Theme)
             fontsize=9,
             va="center",
             bbox={"facecolor": theme.page, "edgecolor": "none", "alpha": 0.8, "pad": 0.6},
-            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.7, "alpha": 0.6, "shrinkA": 1, "shrinkB": 5},
+            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.7, "alpha": 0.6, "relpos": (0.0, 0.5), "shrinkA": 1, "shrinkB": 5},
         )
 
 
