@@ -1,9 +1,10 @@
-"""Exception types, suggestions of near names, and one-line descriptions of foreign exceptions.
+"""Exception types, suggestions of near names, and exceptions of foreign code as one line or as one type.
 
 Every message has three parts: what was wrong (with the value), what was expected, how to mend it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 
 _LONGEST_DESCRIPTION = 300  # characters
@@ -65,6 +66,27 @@ def nearest_name_hint(name: str, known: Iterable[str]) -> str:
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     question = f"Did you mean '{close[0]}'? " if close else ""
     return f"{question}Known: {', '.join(names)}."
+
+
+@contextmanager
+def foreign_errors_as(
+    error: type[Exception], told: Callable[[Exception], str], *, passing: tuple[type[Exception], ...] = ()
+) -> Iterator[None]:
+    """Turns whatever foreign code raises in the block into one type; what is no `Exception`, as Ctrl-C, passes.
+
+    For code of users, tokenizers, chat templates and readers of damaged files, which raise anything.
+
+    Args:
+        error: The type that is raised instead, from the original.
+        told: Its message, made of the original; may itself raise what says more.
+        passing: Types that pass as they are.
+    """
+    try:
+        yield
+    except passing:
+        raise
+    except Exception as err:
+        raise error(told(err)) from err
 
 
 def described(error: BaseException) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import foretoken.drafters
 from foretoken.core.checks import shown
-from foretoken.core.errors import ConfigError, described, nearest_name_hint
+from foretoken.core.errors import ConfigError, described, foreign_errors_as, nearest_name_hint
 from foretoken.core.validation import validated
 from foretoken.drafters.base import DrafterOptions
 
@@ -142,10 +142,10 @@ def _module(method: str) -> Any:
         ConfigError: When it cannot be imported or lacks what a method is made of.
     """
     path = method if is_import_path(method) else _installed().get(method, f"foretoken.drafters.{method}")
-    try:
+    with foreign_errors_as(
+        ConfigError, lambda err: f"the file of method '{method}' cannot be imported: {described(err)}. Mend it."
+    ):
         module = import_module(path)
-    except Exception as err:  # the file may be anybody's
-        raise ConfigError(f"the file of method '{method}' cannot be imported: {described(err)}. Mend it.") from err
     options, create = getattr(module, "Options", None), getattr(module, "create", getattr(module, "create_for", None))
     if not (isinstance(options, type) and issubclass(options, DrafterOptions) and callable(create)):
         raise ConfigError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import check_boolean, check_text, shown
-from foretoken.core.errors import RequestError, nearest_name_hint, one_line
+from foretoken.core.errors import RequestError, foreign_errors_as, nearest_name_hint, one_line
 
 if TYPE_CHECKING:
     from foretoken.engine.codec import Codec
@@ -95,14 +95,12 @@ def chat_prompts(messages: Any, tokenizer: Any, codec: Codec | None, form: ChatF
 
 def _prompt(conversation: list[dict[str, Any]], tokenizer: Any, codec: Codec, form: ChatFormat) -> dict[str, Any]:
     """One conversation as text and token ids."""
-    try:
+    with foreign_errors_as(RequestError, lambda err: f"the chat template refuses the conversation: {one_line(err)}."):
         text = tokenizer.apply_chat_template(
             conversation, chat_template=form.chat_template, add_generation_prompt=form.add_generation_prompt,
             continue_final_message=form.continue_final_message, tools=form.tools, tokenize=False,
             **form.chat_template_kwargs,
         )  # fmt: skip
-    except Exception as err:  # templates raise what they like
-        raise RequestError(f"the chat template refuses the conversation: {one_line(err)}.") from err
     check_text("what the chat template makes", text)
     return {"prompt": text, "prompt_token_ids": codec.encode(text, "the conversation", add_special_tokens=False)}
 

@@ -8,11 +8,14 @@ Knows, besides, what text each token adds to others, so that most text is decode
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import checked_token_ids, shown
-from foretoken.core.errors import RequestError, one_line
+from foretoken.core.errors import RequestError, foreign_errors_as, one_line
 from foretoken.core.fork_lock import ForkLock
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
 
 REPLACEMENT = "\ufffd"  # what decoding shows for bytes that do not make a character
 
@@ -38,15 +41,10 @@ class Codec:
         Raises:
             RequestError: When the tokenizer fails or gives anything but ids of the target's vocabulary.
         """
-        try:
-            with self._lock:
-                encoding = self._tokenizer(text, **options)
-                ids = encoding["input_ids"]
-        except Exception as err:  # a tokenizer may raise anything
-            raise RequestError(
-                f"the tokenizer cannot encode {where}: {type(err).__name__}: {one_line(err)}. Expected a call that "
-                "gives a mapping with 'input_ids', as transformers tokenizers do."
-            ) from err
+        expected = "a call that gives a mapping with 'input_ids', as transformers tokenizers do"
+        with _telling(f"encode {where}", expected), self._lock:
+            encoding = self._tokenizer(text, **options)
+            ids = encoding["input_ids"]
         ids = ids.tolist() if hasattr(ids, "tolist") else ids
         if not isinstance(ids, Sequence) or isinstance(ids, str | bytes) or any(isinstance(i, Sequence) for i in ids):
             raise RequestError(
@@ -60,16 +58,10 @@ class Codec:
         Raises:
             RequestError: When the tokenizer fails or gives no text.
         """
-        try:
-            with self._lock:
-                text = self._tokenizer.decode(
-                    tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
-                )
-        except Exception as err:  # as in `encode`
-            raise RequestError(
-                f"the tokenizer cannot decode token ids: {type(err).__name__}: {one_line(err)}. Expected what "
-                "transformers tokenizers take and give."
-            ) from err
+        with _telling("decode token ids", "what transformers tokenizers take and give"), self._lock:
+            text = self._tokenizer.decode(
+                tokens, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
         if not isinstance(text, str):
             raise RequestError(f"what the tokenizer decodes is {shown(text)}. Expected text.")
         return text
@@ -94,3 +86,11 @@ class Codec:
             added = both.removeprefix(first)
             self._added[key] = added if added and both.startswith(first) and REPLACEMENT not in both else None
         return self._added[key]
+
+
+def _telling(what: str, expected: str) -> AbstractContextManager[None]:
+    """Turns whatever a tokenizer raises into a `RequestError` that says what it cannot do."""
+    return foreign_errors_as(
+        RequestError,
+        lambda err: f"the tokenizer cannot {what}: {type(err).__name__}: {one_line(err)}. Expected {expected}.",
+    )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import check_integer, check_text, shown
-from foretoken.core.errors import ConfigError, ForetokenError, described
+from foretoken.core.errors import ConfigError, ForetokenError, described, foreign_errors_as
 from foretoken.core.token_tree import MAX_NODES
 from foretoken.drafters.base import TargetReads
 from foretoken.engine.torch_state import restored_torch_state
 from foretoken.engine.untrusted_drafter import UntrustedDrafter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -72,19 +72,13 @@ def attach_drafter(drafter: Drafter, target: TargetHandle) -> None:
         )
 
 
-@contextmanager
-def _explained(what: str, expected: str) -> Iterator[None]:
-    """Turns what a caller's code raises into a sentence; what the package raises itself passes.
-
-    Raises:
-        ConfigError: For anything else that derives from `Exception`.
-    """
-    try:
-        yield
-    except ForetokenError:
-        raise
-    except Exception as err:  # a caller's code
-        raise ConfigError(f"{what} raised {described(err)}. Expected it to {expected}.") from err
+def _explained(what: str, expected: str) -> AbstractContextManager[None]:
+    """Turns what a caller's code raises into a sentence, as `ConfigError`; what the package raises itself passes."""
+    return foreign_errors_as(
+        ConfigError,
+        lambda err: f"{what} raised {described(err)}. Expected it to {expected}.",
+        passing=(ForetokenError,),
+    )
 
 
 def _checked(drafter: object, parts: dict[str, Any], maker: str) -> tuple[str, TargetReads, list[int]]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.checks import shown
-from foretoken.core.errors import ConfigError, one_line
+from foretoken.core.errors import ConfigError, foreign_errors_as, one_line
 
 if TYPE_CHECKING:
     from foretoken.runner.runner import Runner
@@ -23,13 +23,14 @@ def check_vocabulary(tokenizer: Any) -> None:
     """
     if not hasattr(tokenizer, "get_vocab"):
         return
-    try:
-        values = list(tokenizer.get_vocab().values())
-    except Exception as err:  # a caller's tokenizer may raise anything
-        raise ConfigError(
+    with foreign_errors_as(
+        ConfigError,
+        lambda err: (
             f"get_vocab of the tokenizer fails: {type(err).__name__}: {one_line(err)}. Expected a mapping of tokens "
             "to ids."
-        ) from err
+        ),
+    ):
+        values = list(tokenizer.get_vocab().values())
     foreign = [value for value in values if not isinstance(value, Integral) or isinstance(value, bool)]
     if foreign:
         raise ConfigError(

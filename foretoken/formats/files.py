@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foretoken.core.bounded_reads import check_regular
-from foretoken.core.errors import ModelError, one_line
+from foretoken.core.errors import ModelError, foreign_errors_as, one_line
 from foretoken.core.json_files import read_json_object
 from foretoken.hf.model_files import indexed_files
 
@@ -190,16 +190,18 @@ def _open_safetensors(path: Path) -> Weights:
 
 def _open_pickle(path: Path) -> Weights:
     """Maps the tensors of a state dictionary, which may lie inside a training checkpoint."""
-    try:
-        with warnings.catch_warnings(action="ignore"):  # about old pickle protocols
-            value = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
-    except Exception as err:  # a damaged pickle raises anything
-        if isinstance(err, pickle.UnpicklingError):  # torch's own advice is to load it without care
-            raise ModelError(
+
+    def told(error: Exception) -> str:
+        if isinstance(error, pickle.UnpicklingError):  # torch's own advice is to load it without care
+            return (
                 f"{path} is damaged, or a pickle of more than tensors, which could run code when it is loaded. "
                 "Expected a state dictionary. Save it as safetensors where you trust its origin."
-            ) from err
-        raise ModelError(f"{path} is damaged: {one_line(err)}. Copy or download it again.") from err
+            )
+        return f"{path} is damaged: {one_line(error)}. Copy or download it again."
+
+    # Warnings about old pickle protocols are ignored.
+    with foreign_errors_as(ModelError, told), warnings.catch_warnings(action="ignore"):
+        value = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
     if isinstance(value, dict):
         value = next((value[key] for key in _WRAPPERS if isinstance(value.get(key), dict)), value)
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from foretoken.core.errors import ModelError, one_line
+from foretoken.core.errors import ModelError, foreign_errors_as, one_line
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 _PLAIN = ["*.json", "*.safetensors"]
@@ -53,11 +53,12 @@ def local_head(name: str, revision: str | None = None, *, what: str = "head") ->
 
 def _download(name: str, revision: str | None, patterns: list[str], what: str) -> Path:
     """A snapshot with the files of some patterns."""
-    try:
-        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=_ELSEWHERE))
-    except Exception as err:  # no such repository, no right to read it, no network, no room: each has its own type
-        at = "" if revision is None else f" at revision '{revision}'"
-        raise ModelError(
+    at = "" if revision is None else f" at revision '{revision}'"
+    with foreign_errors_as(  # no such repository, no right to read it, no network, no room: each has its own type
+        ModelError,
+        lambda err: (
             f"{what} '{name}'{at} cannot be fetched from the hub: {one_line(err)}. Expected a repository that may be "
             "read, or one in the cache. Check its name and the network, or pass a directory."
-        ) from err
+        ),
+    ):
+        return Path(snapshot_download(name, revision=revision, allow_patterns=patterns, ignore_patterns=_ELSEWHERE))

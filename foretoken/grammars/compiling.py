@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import shown
-from foretoken.core.errors import RequestError, one_line
+from foretoken.core.errors import RequestError, foreign_errors_as, one_line
 from foretoken.core.fork_lock import ForkLock
 from foretoken.grammars.byte_cache import ByteCache
 from foretoken.grammars.checks import Form, GrammarChecks, TooSlow
@@ -139,13 +139,14 @@ class Grammars:
         from llguidance.hf import from_tokenizer
 
         size = max(self._vocab_size, len(self._tokenizer))
-        try:
-            return from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._eos_ids)
-        except Exception as err:  # a tokenizer of any make
-            raise RequestError(
+        with foreign_errors_as(
+            RequestError,
+            lambda err: (
                 f"structured_outputs cannot read the tokenizer: {one_line(err)}. Expected a fast tokenizer of "
                 "transformers."
-            ) from err
+            ),
+        ):
+            return from_tokenizer(self._tokenizer, n_vocab=size, eos_token=self._eos_ids)
 
 
 def _form(asked: StructuredOutputsParams, kind: str) -> Form:

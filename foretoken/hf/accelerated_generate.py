@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from foretoken.core.errors import RequestError
+from foretoken.core.errors import RequestError, foreign_errors_as
 from foretoken.hf.generate_fields import set_argument, set_field
 from foretoken.hf.generate_replay import replay
 from foretoken.hf.generate_request import EngineLimits, GenerateRequest, Unserved, read_request
@@ -118,10 +118,8 @@ class AcceleratedGenerate:
             Unserved: When transformers refuses them; it will say why.
         """
         inputs = {name: value for name, value in more.items() if name not in ("tokenizer", "trust_remote_code")}
-        try:
+        with foreign_errors_as(Unserved, lambda _: "transformers refuses its arguments"):
             prepared: tuple[GenerationConfig, dict[str, Any]] = self._model._prepare_generation_config(config, **inputs)
-        except Exception as err:  # whatever its checks raise
-            raise Unserved("transformers refuses its arguments") from err
         return prepared
 
     def _decoder(self, streamer: Any) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from foretoken.core.errors import ModelError, one_line
+from foretoken.core.errors import ModelError, foreign_errors_as, one_line
 from foretoken.hf.adapters import adapt_attention
 from foretoken.hf.config_checks import check_quantization, check_sizes, end_tokens
 from foretoken.hf.model_files import check_model_files, check_readable
@@ -114,7 +114,12 @@ def load_model(
         check_total(name, config, headers)
     if not sys.stderr.isatty():
         disable_progress_bar()
-    try:
+
+    def told(error: Exception) -> str:
+        check_shapes(name, config, headers)  # which names the weights where their shapes are what is wrong
+        return f"model '{name}' cannot be loaded: {one_line(error)}. Check that it is complete."
+
+    with foreign_errors_as(ModelError, told):
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name,
             config=config,
@@ -125,9 +130,6 @@ def load_model(
             use_safetensors=True,
             output_loading_info=True,
         )
-    except Exception as err:  # damaged files and configurations raise anything inside transformers
-        check_shapes(name, config, headers)
-        raise ModelError(f"model '{name}' cannot be loaded: {one_line(err)}. Check that it is complete.") from err
     module, info = loaded
     check_keys(name, missing=info["missing_keys"], misshaped=[str(key) for key in info["mismatched_keys"]])
     check_unused(info["unexpected_keys"], config.get_text_config(), name)
@@ -247,10 +249,8 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any | None:
         check_readable(directory)
     if directory.is_dir() and not any(directory.glob("tokenizer*")) and not any(directory.glob("*vocab*")):
         return None
-    try:
+    with foreign_errors_as(ModelError, lambda err: f"the tokenizer of '{name}' cannot be loaded: {one_line(err)}."):
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
-    except Exception as err:  # damaged files raise anything inside tokenizers, even bare Exception
-        raise ModelError(f"the tokenizer of '{name}' cannot be loaded: {one_line(err)}.") from err
 
 
 def check_architecture(config: Any, name: str, *, is_stateful: bool = False) -> None:
@@ -278,10 +278,8 @@ def load_config(name: str, revision: str | None = None) -> Any:
     Raises:
         ModelError: When it cannot be read or makes no sense.
     """
-    try:
+    with foreign_errors_as(ModelError, lambda err: f"the configuration of '{name}' cannot be read: {one_line(err)}."):
         return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
-    except Exception as err:  # a field of the wrong type raises anything, ZeroDivisionError included
-        raise ModelError(f"the configuration of '{name}' cannot be read: {one_line(err)}.") from err
 
 
 def _context_len(config: Any) -> int:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from foretoken.core.errors import ModelError
+from foretoken.core.errors import ModelError, foreign_errors_as
 from foretoken.decoder.held_memory import has_memory, lost_memory, plain_tensors
 
 
@@ -28,13 +28,14 @@ def shared_copy(model: Any) -> Any:
         ModelError: When it is anything else, or its weights lie nowhere, or on several devices.
     """
     source = _plain_model(model)
-    try:
-        return copy.deepcopy(source, _kept_as_they_are(source))
-    except Exception as err:  # an attribute may hold anything: locks, files, generators
-        raise ModelError(
+    with foreign_errors_as(  # an attribute may hold anything: locks, files, generators
+        ModelError,
+        lambda err: (
             f"{type(source).__name__} holds something that cannot be copied ({type(err).__name__}). Expected a "
             "transformers causal LM as it was loaded. Save it with save_pretrained and pass the directory."
-        ) from err
+        ),
+    ):
+        return copy.deepcopy(source, _kept_as_they_are(source))
 
 
 def _plain_model(model: Any) -> PreTrainedModel:

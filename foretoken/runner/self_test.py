@@ -9,13 +9,12 @@ a few tokens, two prompts and one pass, whatever the model.
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from foretoken.core.errors import ForetokenError, ModelError, one_line
+from foretoken.core.errors import ForetokenError, ModelError, foreign_errors_as, one_line
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.slot_cache import LayerShape
@@ -23,7 +22,8 @@ from foretoken.hf.plain import run_plain
 from foretoken.hf.plugin import current_pass
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
+    from contextlib import AbstractContextManager
 
     from foretoken.decoder.base import Decoder
     from foretoken.decoder.slot_cache import SlotCache
@@ -169,15 +169,13 @@ def _errors(tested: _Tested, first_token: int) -> list[float]:
     return errors
 
 
-@contextmanager
-def _refusing(model: nn.Module, what: str, advice: str) -> Iterator[None]:
+def _refusing(model: nn.Module, what: str, advice: str) -> AbstractContextManager[None]:
     """Turns whatever a model raises into a `ModelError` that says what it cannot do; memory errors go through."""
-    try:
-        yield
-    except (ForetokenError, torch.OutOfMemoryError, MemoryError):
-        raise
-    except Exception as err:  # code of any architecture, on a configuration of anybody
-        raise ModelError(f"{type(model).__name__} {what} ({one_line(err)}). {advice}") from err
+    return foreign_errors_as(
+        ModelError,
+        lambda err: f"{type(model).__name__} {what} ({one_line(err)}). {advice}",
+        passing=(ForetokenError, torch.OutOfMemoryError, MemoryError),
+    )
 
 
 def _comparable(logits: Tensor) -> Tensor:

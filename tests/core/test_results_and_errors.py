@@ -1,11 +1,11 @@
-"""Counting steps into metrics, adding seconds, suggesting names, and describing foreign exceptions."""
+"""Counting steps into metrics, adding seconds, suggesting names, and foreign exceptions as text or as one type."""
 
 import json
 from dataclasses import replace
 
 import pytest
 
-from foretoken.core.errors import described, nearest_name_hint
+from foretoken.core.errors import ConfigError, RequestError, described, foreign_errors_as, nearest_name_hint
 from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
 from foretoken.core.results import GenerationMetrics
 
@@ -127,3 +127,18 @@ def test_descriptions_are_bounded() -> None:
     for error in (ValueError("a" * 10**7), type("E" * 10**5, (Exception,), {})("b" * 1000)):
         assert 200 < len(described(error)) <= 300
     assert described(type("A\nB", (Exception,), {})("b")).isprintable()
+
+
+def test_foreign_errors_become_one_type_from_the_original() -> None:
+    original = ZeroDivisionError("of a template")
+    with pytest.raises(RequestError) as caught, foreign_errors_as(RequestError, lambda err: f"no: {described(err)}"):
+        raise original
+    assert str(caught.value) == "no: ZeroDivisionError: of a template"
+    assert caught.value.__cause__ is original
+
+
+@pytest.mark.parametrize("error", [ConfigError("ours"), KeyboardInterrupt(), SystemExit(3), GeneratorExit()])
+def test_named_types_and_what_is_no_exception_pass_as_they_are(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, foreign_errors_as(RequestError, described, passing=(ConfigError,)):
+        raise error
+    assert caught.value is error

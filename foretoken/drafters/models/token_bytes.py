@@ -12,7 +12,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from foretoken.core.errors import ConfigError, described
+from foretoken.core.errors import ConfigError, described, foreign_errors_as
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -53,7 +53,13 @@ class Vocabulary:
             ConfigError: When the bytes of its tokens cannot be told.
         """
         backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-        try:
+        with foreign_errors_as(
+            ConfigError,
+            lambda err: (
+                f"the tokenizer of '{name}' does not tell the bytes of its tokens: {described(err)}. Expected a fast "
+                "tokenizer that is byte-level, or marks spaces as SentencePiece does."
+            ),
+        ):
             parts = json.loads(backend.to_str())
             rules = _Rules.read(parts["decoder"])
             for key in ("normalizer", "pre_tokenizer"):
@@ -61,11 +67,6 @@ class Vocabulary:
             parts.update(truncation=None, padding=None)
             self._backend = type(backend).from_str(json.dumps(parts))
             self._backend.encode_special_tokens = True  # "</s>" in a text is text
-        except Exception as err:
-            raise ConfigError(
-                f"the tokenizer of '{name}' does not tell the bytes of its tokens: {described(err)}. Expected a fast "
-                "tokenizer that is byte-level, or marks spaces as SentencePiece does."
-            ) from err
         added = self._backend.get_added_tokens_decoder()
         self.specials: Mapping[int, str] = {
             token: self._backend.id_to_token(token)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.errors import ConfigError, RequestError, one_line
+from foretoken.core.errors import ConfigError, RequestError, foreign_errors_as, one_line
 from foretoken.training.data.records import Record, read_row
 from foretoken.training.data.sources import Source
 
@@ -44,20 +44,16 @@ def dataset_source(name: str, *, config: str | None = None, split: str = "train"
             f"the data set '{name}' needs the package 'datasets', which is not installed. "
             'Install it: pip install "foretoken[datasets]", or pass files with --jsonl or --text.'
         ) from err
-    try:
+    hint = "" if config is None else f" ({config})"
+    opening = f"split '{split}' of data set '{name}'{hint} cannot be opened"
+    with foreign_errors_as(RequestError, lambda err: f"{opening}: {one_line(err)}."):
         rows, total = _open(datasets, name, config, split)
-    except Exception as err:  # missing names, splits and damaged files raise anything inside datasets
-        hint = "" if config is None else f" ({config})"
-        raise RequestError(f"split '{split}' of data set '{name}'{hint} cannot be opened: {one_line(err)}.") from err
 
     def records() -> Iterator[Record]:
-        try:
+        reading, ours = f"data set '{name}' cannot be read", (ConfigError, RequestError)
+        with foreign_errors_as(RequestError, lambda err: f"{reading}: {one_line(err)}.", passing=ours):
             found = _rows(rows, f"{name}[{split}]", text_column)
             yield from _articles(found)
-        except (ConfigError, RequestError):
-            raise
-        except Exception as err:
-            raise RequestError(f"data set '{name}' cannot be read: {one_line(err)}.") from err
 
     shown = name if config is None else f"{name}/{config}"
     return Source(name=f"{shown}[{split}]", records=records, total=total, unit="rows")
