@@ -20,6 +20,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from foretoken.core.undoing import undone_on_error
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -55,7 +57,7 @@ def new_file(path: Path, *, mode: int | None = None, follows_links: bool = True)
     new = _beside(place, place.parent)
     if mode is None and place.exists():
         mode = stat.S_IMODE(place.stat().st_mode)
-    try:
+    with undone_on_error(lambda: _remove_begun(new)):
         created = (0o666 if mode is None else mode) | stat.S_IRUSR | stat.S_IWUSR
         os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, created))
         wanted = stat.S_IMODE(new.stat().st_mode) if mode is None else mode
@@ -63,10 +65,6 @@ def new_file(path: Path, *, mode: int | None = None, follows_links: bool = True)
         _sync(new)
         new.chmod(wanted)
         new.replace(place)
-    except BaseException:
-        with suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise
     _sync_names(place.parent)
 
 
@@ -111,7 +109,7 @@ def new_directory(
     place = _resolved(path)
     _check_place(place, existing)
     work = _beside(place, next((above for above in place.parents if above.exists()), place.parent))
-    new, old = work / "new", work / "old"
+    new, old, is_needed = work / "new", work / "old", False
     try:
         work.mkdir(mode=0o700)
         new.mkdir()
@@ -124,12 +122,12 @@ def new_directory(
             _check_place(place, existing)
             _put(new, place, old)
             _sync_names(place.parent)
-    except NotPutBackError:  # what was there is still needed
+    except NotPutBackError:  # what was there lies in it
+        is_needed = True
         raise
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-    shutil.rmtree(work, ignore_errors=True)
+    finally:
+        if not is_needed:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 @contextmanager
@@ -162,26 +160,33 @@ def _check_place(place: Path, existing: str) -> None:
 def _put(new: Path, place: Path, old: Path) -> None:
     """Moves a directory to its place; one that is there goes to `old`, and comes back when this fails."""
     made = [above for above in place.parents if not above.exists()]  # deepest first
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        if place.exists():
-            new.chmod(stat.S_IMODE(place.stat().st_mode))
-            place.rename(old)
-        new.rename(place)
-    except BaseException:
+
+    def undo() -> None:
         if old.exists() and not place.exists():
             _put_back({old: place}, old)
         for parent in made:
             with suppress(OSError):  # it was not made, or somebody else put something there
                 parent.rmdir()
-        raise
+
+    with undone_on_error(undo):
+        place.parent.mkdir(parents=True, exist_ok=True)
+        if place.exists():
+            new.chmod(stat.S_IMODE(place.stat().st_mode))
+            place.rename(old)
+        new.rename(place)
 
 
 def _merge(new: Path, place: Path, old: Path, last: str) -> None:
     """Moves files beside those that are there; ones of the same name go to `old`, and come back when this fails."""
     old.mkdir()
     moved: list[str] = []
-    try:
+
+    def undo() -> None:
+        back = {place / name: new / name for name in moved if not (new / name).exists()}
+        back |= {old / name: place / name for name in moved if (old / name).exists()}
+        _put_back(back, old)
+
+    with undone_on_error(undo):
         for path in sorted(new.iterdir(), key=lambda path: (path.name == last, path.name)):
             here = place / path.name
             if os.path.lexists(here) and (here.is_symlink() or not here.is_file()):
@@ -191,11 +196,6 @@ def _merge(new: Path, place: Path, old: Path, last: str) -> None:
             if here.exists():
                 here.rename(old / path.name)
             path.rename(here)
-    except BaseException:
-        back = {place / name: new / name for name in moved if not (new / name).exists()}
-        back |= {old / name: place / name for name in moved if (old / name).exists()}
-        _put_back(back, old)
-        raise
 
 
 def _put_back(moves: dict[Path, Path], old: Path) -> None:
@@ -206,6 +206,12 @@ def _put_back(moves: dict[Path, Path], old: Path) -> None:
     except OSError as err:
         reason = err.strerror or str(err)
         raise NotPutBackError(err.errno, f"{reason}; what was there before lies in '{old}': move it back") from err
+
+
+def _remove_begun(path: Path) -> None:
+    """Removes a file that was being written, if it is there and can be."""
+    with suppress(OSError):
+        path.unlink(missing_ok=True)
 
 
 def _resolved(path: Path, *, follows_links: bool = True) -> Path:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -18,7 +20,7 @@ from foretoken.drafters.base import Committed, Lookup, PrefixKeeper
 from foretoken.engine.tree_checks import cut_invalid_nodes, find_fault
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     import torch
 
@@ -40,6 +42,17 @@ class SafeDraft(NamedTuple):
     tree: TokenTree
     error: str | None
     num_proposed: Sequence[int] | None
+
+
+@dataclass(slots=True)
+class _Call:
+    """One call of a drafter.
+
+    Attributes:
+        error: What is wrong with what came of it; None where nothing is.
+    """
+
+    error: str | None = None
 
 
 class DraftGuard:
@@ -65,11 +78,8 @@ class DraftGuard:
         """Passes on that a sequence begins, and what of it need not be read, see `PrefixKeeper`."""
         if self._drafter is None:
             return
-        try:
+        with self._guarded("begin"):
             self._drafter.begin(slot, request)
-            self._count("begin")
-        except Exception as err:  # noqa: BLE001 - whatever a drafter raises must not cost text
-            self._failed("begin", err)
         if request.prefix is not None and not isinstance(self._drafter, PrefixKeeper):
             tokens = request.prompt[: request.prefix.length]
             self.commit(Committed(slots=[slot], starts=[0], tokens=[tokens], features=None))
@@ -81,12 +91,9 @@ class DraftGuard:
             return length
         if not isinstance(drafter, PrefixKeeper):
             return 0 if self._has_features else length
-        try:
+        found = 0
+        with self._guarded("reusable"):
             found = drafter.reusable(slot, length)
-            self._count("reusable")
-        except Exception as err:  # noqa: BLE001 - as above
-            self._failed("reusable", err)
-            return 0
         return min(max(found, 0), length)
 
     def propose(self, context: DraftContext) -> SafeDraft:
@@ -98,18 +105,15 @@ class DraftGuard:
         roots, error = context.roots, None
         tree: TokenTree | None = None
         num_proposed: Sequence[int] | None = [0] * len(roots)
-        drafter = self._drafter
-        if drafter is not None:
-            try:
-                draft = drafter.propose(context)
+        if self._drafter is not None:
+            with self._guarded("propose") as call:
+                draft = self._drafter.propose(context)
                 finding = find_fault(draft, roots, self._max_nodes, self._device)
-                error = finding.fault
-                if error is None:
+                call.error = finding.fault
+                if call.error is None:
                     tree = cut_invalid_nodes(draft, self._vocab_size, context.max_depth)
                     num_proposed = finding.num_proposed
-                self._count("propose", "tree", error)
-            except Exception as err:  # noqa: BLE001 - whatever a drafter raises must not cost text
-                error = self._failed("propose", err)
+            error = call.error
         tree = TokenTree.roots(roots, device=self._device) if tree is None else tree
         return SafeDraft(tree, error, num_proposed)
 
@@ -123,41 +127,43 @@ class DraftGuard:
         drafter = self._drafter
         if not isinstance(drafter, Lookup):
             return []
-        try:
+        found: list[int] = []
+        with self._guarded("continue_from"):
             found = drafter.continue_from(slot, tokens, path, depth)
-            self._count("continue_from")
-        except Exception as err:  # noqa: BLE001 - as above
-            self._failed("continue_from", err)
-            return []
         return list(takewhile(lambda token: 0 <= token < self._vocab_size, found[:depth]))
 
     def commit(self, committed: Committed) -> None:
         """Passes on what was committed."""
         if self._drafter is None:
             return
-        try:
+        with self._guarded("commit"):
             self._drafter.commit(committed)
-            self._count("commit")
-        except Exception as err:  # noqa: BLE001 - as above
-            self._failed("commit", err)
 
     def release(self, slot: int) -> None:
         """Passes on that a slot is free."""
         if self._drafter is None:
             return
-        try:
+        with self._guarded("release"):
             self._drafter.release(slot)
-            self._count("release")
-        except Exception as err:  # noqa: BLE001 - as above
-            self._failed("release", err)
 
-    def _failed(self, call: str, error: Exception) -> str:
-        """Counts what a call raised and gives it in words."""
-        text = described(error)
-        self._count(call, type(error).__name__, text)
-        return text
+    @contextmanager
+    def _guarded(self, method: str) -> Iterator[_Call]:
+        """A call of the drafter, counted by how it ended: whatever it raises goes no further and costs no text.
 
-    def _count(self, call: str, kind: str = "", error: str | None = None) -> None:
+        Args:
+            method: Which of the drafter's methods.
+
+        Yields:
+            Where the block notes what is wrong with an answer. After the block it says what was raised as well.
+        """
+        call, kind = _Call(), "tree"
+        try:
+            yield call
+        except Exception as err:  # noqa: BLE001 - see above
+            call.error, kind = described(err), type(err).__name__
+        self._count(method, kind, call.error)
+
+    def _count(self, call: str, kind: str, error: str | None) -> None:
         """Switches the drafter off after too many failures in a row; calls that succeed excuse only themselves.
 
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from foretoken.core.errors import described
 
@@ -12,21 +12,26 @@ if TYPE_CHECKING:
 
     from foretoken.engine.sequence import Sequence
 
+T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 
-def contained(sequence: Sequence, work: Callable[..., None], *arguments: Any) -> None:
+def contained(sequence: Sequence, work: Callable[..., T], *arguments: Any) -> T | None:
     """Does one sequence's part of an iteration; whatever it raises ends that sequence.
 
     Args:
         sequence: Whose.
         work: Called with the sequence and the arguments.
         arguments: More of them.
+
+    Returns:
+        What it gives; None where it raised.
     """
     try:
-        work(sequence, *arguments)
+        return work(sequence, *arguments)
     except Exception as err:  # noqa: BLE001 - one request's failure, whatever it is, must not end the others
         fail(sequence, err)
+        return None
 
 
 def fail(sequence: Sequence, error: Exception) -> None:

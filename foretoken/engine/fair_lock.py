@@ -49,11 +49,11 @@ class FairLock:
             self._next_ticket += 1
             try:
                 self._condition.wait_for(lambda: self._serving == ticket)
-            except BaseException:  # interrupted while waiting: nobody may wait for this ticket for ever
-                self._given_up.add(ticket)
-                self._skip_given_up()
-                raise
-            self._owner = threading.get_ident()
+                self._owner = threading.get_ident()
+            finally:
+                if not self.is_mine:  # interrupted while waiting: nobody may wait for this ticket for ever
+                    self._given_up.add(ticket)
+                    self._skip_given_up()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None

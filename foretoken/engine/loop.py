@@ -168,19 +168,21 @@ class Engine:
 
         The root is left to the next iteration.
         """
-        chunk, begin = chunks[0], time.perf_counter()
-        sequence, end = chunk.sequence, chunk.start + len(chunk.tokens) + 1
-        try:
-            output = self.target.run(self._prefill.as_pass(chunks).with_all_logits())
-            logits = logits_of(output)
-            if self._impossible_ids is not None:
-                logits = logits.index_fill(1, self._impossible_ids, float("-inf"))
-            count = sequence.params.prompt_logprobs or 0
-            sequence.prompt_scores += token_scores(logits, sequence.tokens[chunk.start + 1 : end], count)
-        except Exception as err:  # noqa: BLE001 - as in `_iterate`
-            fail(sequence, err)
-            return
-        self._prefill.learn(chunks, output.features, time.perf_counter() - begin, 0)
+        begin = time.perf_counter()
+        output = contained(chunks[0].sequence, self._scored, chunks)
+        if output is not None:
+            self._prefill.learn(chunks, output.features, time.perf_counter() - begin, 0)
+
+    def _scored(self, sequence: Sequence, chunks: list[Chunk]) -> PassOutput:
+        """The pass of `_feed_scored`, whose log-probabilities are kept with the sequence."""
+        chunk = chunks[0]
+        output = self.target.run(self._prefill.as_pass(chunks).with_all_logits())
+        logits = logits_of(output)
+        if self._impossible_ids is not None:
+            logits = logits.index_fill(1, self._impossible_ids, float("-inf"))
+        following = sequence.tokens[chunk.start + 1 : chunk.start + len(chunk.tokens) + 1]
+        sequence.prompt_scores += token_scores(logits, following, sequence.params.prompt_logprobs or 0)
+        return output
 
     def _iterate(self, decoding: list[Sequence], joining: list[Sequence], most_nodes: int | None = None) -> None:
         """One pass and what comes of it, another way where it fails for all of its sequences together.

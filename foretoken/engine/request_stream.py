@@ -11,6 +11,8 @@ from collections import deque
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from foretoken.core.undoing import undone_on_error
+
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
 
@@ -158,11 +160,8 @@ class RequestStream:
 
     async def _wait(self, is_there: Callable[[], bool]) -> None:
         """Waits for something; being cancelled meanwhile ends the request."""
-        try:
+        with undone_on_error(self.abort):
             await self._mailbox.wait(is_there)
-        except BaseException:
-            self.abort()
-            raise
 
 
 def _resolve(reader: asyncio.Future[None]) -> None:

@@ -152,10 +152,9 @@ class ServingThread:
         """Gives readers what is new, and forgets requests that are over."""
         for served in requests:
             box, request = served.mailbox, served.request
-            try:
-                served.fill_mailbox()
-            except Exception as err:  # noqa: BLE001 - a tokenizer that fails must cost its request alone
-                self._shared.engine.abort(request.sequences, error=f"decoding failed: {described(err)}.")
+            error = _fill(served)
+            if error is not None:
+                self._shared.engine.abort(request.sequences, error=f"decoding failed: {error}.")
                 self._fill_at_last(served)
             if box.is_complete:
                 self._queue.remove(request.request_id)
@@ -167,11 +166,10 @@ class ServingThread:
     @staticmethod
     def _fill_at_last(served: ServedRequest) -> None:
         """Gives a reader the result of a request that is over, or why there is none."""
-        try:
-            served.fill_mailbox()
-        except Exception as err:  # noqa: BLE001 - as in `_hand_out`
+        error = _fill(served)
+        if error is not None:
             name = served.request.request_id
-            served.mailbox.error = ForetokenError(f"the result of request '{name}' cannot be made: {described(err)}.")
+            served.mailbox.error = ForetokenError(f"the result of request '{name}' cannot be made: {error}.")
 
     def _stop(self, reason: str, *, error: str | None) -> None:
         """Ends all requests; nothing is served from now on.
@@ -200,6 +198,15 @@ class ServingThread:
         for served in self._queue.take_all():
             served.mailbox.error = EngineStopped(_FORKED)
             served.mailbox.wake_after_fork()
+
+
+def _fill(served: ServedRequest) -> str | None:
+    """Gives a reader what is new; what was raised meanwhile, or None."""
+    try:
+        served.fill_mailbox()
+    except Exception as err:  # noqa: BLE001 - a tokenizer that fails must cost its request alone
+        return described(err)
+    return None
 
 
 def _at_exit() -> None:

@@ -10,6 +10,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.core.errors import ForetokenError, one_line
+from foretoken.core.undoing import undone_on_error
 from foretoken.grammars import checking_process
 
 if TYPE_CHECKING:
@@ -61,11 +62,8 @@ class GrammarChecks:
         """
         process = self._running()
         asked = {**form._asdict(), "options": json.loads(form.options), "longest_s": _LONGEST_S}
-        try:
+        with undone_on_error(self._end):  # interrupted: its answer would be taken for that to the next one
             answer = _exchange(process, asked)
-        except BaseException:  # interrupted: its answer would be taken for that to the next one
-            self._end()
-            raise
         if not answer:
             status = process.wait()
             self._end()

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Protocol
 
 from foretoken.core.errors import ForetokenError
+from foretoken.core.undoing import undone_on_error
 from foretoken.engine.loop import NO_TOKEN
 from foretoken.engine.sequence import NOT_FOLLOWED
 from foretoken.server.answers import running_usage
@@ -83,7 +84,7 @@ class LiveRequest:
         echoes: list[EchoedPrompt] = []
         request, loop = envelope.request, asyncio.get_running_loop()
         pool = None if request.params.structured_outputs is None else _compiling
-        try:
+        with undone_on_error(lambda: _abort(streams)):
             for prompt in request.prompts:  # reading a long prompt would hold up other requests' parts
                 streams.append(await loop.run_in_executor(pool, engine.submit, prompt, request.params))
                 if request.has_max_tokens:
@@ -91,16 +92,11 @@ class LiveRequest:
                 if request.is_echoed:
                     given = prompt.get("prompt"), streams[-1].prompt_token_ids
                     echoes.append(await asyncio.to_thread(EchoedPrompt.read, engine.llm, *given))
-        except BaseException:
-            for stream in streams:
-                stream.abort()
-            raise
         return cls(envelope, streams, echoes, metrics)
 
     def abort(self) -> None:
         """Ends what is left of it within one iteration."""
-        for stream in self._streams:
-            stream.abort()
+        _abort(self._streams)
 
     async def whole(self) -> dict[str, Any]:
         """The answer's body.
@@ -220,6 +216,12 @@ async def _merged(streams: list[RequestStream]) -> AsyncIterator[tuple[int, Stre
     finally:
         for task in waiting:
             task.cancel()
+
+
+def _abort(streams: Sequence[RequestStream]) -> None:
+    """Ends what is left of some requests within one iteration."""
+    for stream in streams:
+        stream.abort()
 
 
 async def _next(stream: RequestStream) -> StreamChunk | None:

@@ -81,13 +81,12 @@ class ChatEncoder:
         turns = _to_last_assistant(chat)
         if not turns:
             return NO_ASSISTANT
-        try:
-            out = self._tokenizer.apply_chat_template(
-                turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
-                tokenizer_kwargs={"verbose": False},
-            )  # fmt: skip
-        except Exception as err:  # noqa: BLE001 - templates raise what they like
-            return self._warned(REFUSED, one_line(err))
+        out = self._applied(
+            turns, tokenize=True, return_dict=True, return_assistant_tokens_mask=True,
+            tokenizer_kwargs={"verbose": False},
+        )  # fmt: skip
+        if out is None:
+            return REFUSED
         flags = [bool(flag) for flag in out["assistant_masks"]]
         return Document(list(out["input_ids"]), flags) if any(flags) else NO_ASSISTANT
 
@@ -133,12 +132,16 @@ class ChatEncoder:
 
     def _render(self, messages: Sequence[Message], *, is_open: bool) -> str | None:
         """The template's text, with the start of an assistant turn when `is_open`; None when it refuses."""
+        text = self._applied(list(messages), tokenize=False, add_generation_prompt=is_open)
+        return None if text is None else str(text)
+
+    def _applied(self, messages: list[Message], **options: Any) -> Any | None:
+        """What the template makes of messages; None when it refuses them, which is warned of."""
         try:
-            text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=is_open)
+            return self._tokenizer.apply_chat_template(messages, **options)
         except Exception as err:  # noqa: BLE001 - templates raise what they like
             self._warned(REFUSED, one_line(err))
             return None
-        return str(text)
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         """Token ids of rendered texts; nothing is added to them."""
