@@ -7,119 +7,47 @@ import math
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 
-from foretoken.cli import options, terminal
+from foretoken.cli import options, terminal, train_options
 from foretoken.cli.progress import progress, step_progress
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.core.freed_memory import keep_freed_memory
 
-_HEAD = "What the head is"
-_LEARNING = "How it learns"
-_RUN = "The run"
-
 
 def train(
-    method: Annotated[
-        str,
-        typer.Argument(help="medusa, hydra, mlp_speculator, eagle, hass (trains eagle heads), eagle3 or falcon."),
-    ],
+    method: train_options.Method,
     model: options.Model,
-    data: Annotated[Path, typer.Option(help="Packed tokens, as `foretoken data` writes them.")],
-    out: Annotated[Path, typer.Option(help="Directory of the head; must not exist.")],
-    sizes: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--set",
-            metavar="KEY=JSON",
-            help="A size of the head, e.g. num_heads=4. May be repeated.",
-            rich_help_panel=_HEAD,
-        ),
-    ] = None,
-    init: Annotated[
-        str | None,
-        typer.Option(
-            help="Begin from this head, a directory or a hub id, instead of neutral weights.", rich_help_panel=_HEAD
-        ),
-    ] = None,
-    draft_vocab: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draft these tokens alone: a file of `foretoken data vocab`. For eagle3, and for medusa with "
-            "own_lm_head=true.",
-            rich_help_panel=_HEAD,
-        ),
-    ] = None,
-    weights: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--objective",
-            metavar="KEY=X",
-            help="A weight of the objective: ce_weight, kl_weight, tv_weight, feature_weight, head_decay or noise. May "
-            "be repeated.",
-            rich_help_panel=_LEARNING,
-        ),
-    ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimiser steps.", rich_help_panel=_LEARNING)] = 1000,
-    lr: Annotated[float, typer.Option(help="Highest learning rate.", rich_help_panel=_LEARNING)] = 1e-3,
-    warmup_steps: Annotated[int, typer.Option(min=0, help="Linear warm-up.", rich_help_panel=_LEARNING)] = 50,
-    lr_floor: Annotated[
-        float, typer.Option(help="Last learning rate as a part of the highest, above 0.", rich_help_panel=_LEARNING)
-    ] = 0.05,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Windows of a global batch, over all processes.", rich_help_panel=_LEARNING)
-    ] = 8,
-    micro_batch_size: Annotated[
-        int | None, typer.Option(min=1, help="Windows computed at once by a process.", rich_help_panel=_LEARNING)
-    ] = None,
-    length: Annotated[int, typer.Option(min=4, help="Tokens of a window.", rich_help_panel=_LEARNING)] = 512,
-    weight_decay: Annotated[float, typer.Option(help="Of AdamW.", rich_help_panel=_LEARNING)] = 0.01,
-    clip_norm: Annotated[float, typer.Option(help="Greatest gradient norm.", rich_help_panel=_LEARNING)] = 1.0,
-    precision: Annotated[
-        str, typer.Option(metavar="NAME", help="float32, or bfloat16 by autocast.", rich_help_panel=_LEARNING)
-    ] = "float32",
-    seed: Annotated[int, typer.Option(min=0, help="Of batches and fresh weights.", rich_help_panel=_LEARNING)] = 0,
-    joint: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--joint",
-            metavar="KEY=VALUE",
-            help="Let the target learn along (Medusa-2): backbone=lora or full, head_weight, head_warmup, warmup_part, "
-            "rate_factor, self_distillation, lora_rank, lora_alpha, lora_dropout. May be repeated.",
-            rich_help_panel=_LEARNING,
-        ),
-    ] = None,
-    target_out: Annotated[
-        Path | None, typer.Option(help="With --joint: directory of the new target.", rich_help_panel=_RUN)
-    ] = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(help="Checkpoints and curves. Default: OUT-run.", rich_help_panel=_RUN)
-    ] = None,
-    save_every_s: Annotated[float, typer.Option(help="Seconds between checkpoints.", rich_help_panel=_RUN)] = 120.0,
-    cache: Annotated[
-        Path | None, typer.Option(help="Keep the target's features here between runs.", rich_help_panel=_RUN)
-    ] = None,
-    cache_gib: Annotated[float, typer.Option(help="Most GiB of that.", rich_help_panel=_RUN)] = 8.0,
-    eval_every: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Steps between simulations of drafting on held-out tokens, for the curves; 0 for none. Weights stay "
-            "the same.",
-            rich_help_panel=_RUN,
-        ),
-    ] = 0,
-    eval_data: Annotated[
-        Path | None,
-        typer.Option(help="Packed tokens for that. Default: held_out/ beside train/.", rich_help_panel=_RUN),
-    ] = None,
+    data: train_options.Data,
+    out: train_options.Out,
+    sizes: train_options.Sizes = None,
+    init: train_options.Init = None,
+    draft_vocab: train_options.DraftVocab = None,
+    weights: train_options.Weights = None,
+    steps: train_options.Steps = 1000,
+    lr: train_options.LearningRate = 1e-3,
+    warmup_steps: train_options.WarmupSteps = 50,
+    lr_floor: train_options.LearningRateFloor = 0.05,
+    batch_size: train_options.BatchSize = 8,
+    micro_batch_size: train_options.MicroBatchSize = None,
+    length: train_options.Length = 512,
+    weight_decay: train_options.WeightDecay = 0.01,
+    clip_norm: train_options.ClipNorm = 1.0,
+    precision: train_options.Precision = "float32",
+    seed: train_options.Seed = 0,
+    joint: train_options.Joint = None,
+    target_out: train_options.TargetOut = None,
+    run_dir: train_options.RunDir = None,
+    save_every_s: train_options.SaveEvery = 120.0,
+    cache: train_options.Cache = None,
+    cache_gib: train_options.CacheGib = 8.0,
+    eval_every: train_options.EvalEvery = 0,
+    eval_data: train_options.EvalData = None,
     prompts: options.Prompts = "heldout",
-    num_prompts: Annotated[
-        int, typer.Option(min=0, help="Held-out prompts of the last report; 0 for none.", rich_help_panel=_RUN)
-    ] = 16,
-    save_dtype: Annotated[str, typer.Option(metavar="NAME", help="Of the saved weights; auto: the target's.")] = "auto",
+    num_prompts: train_options.NumPrompts = 16,
+    save_dtype: train_options.SaveDtype = "auto",
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
     threads: options.Threads = None,
@@ -134,17 +62,15 @@ def train(
     """
     run_dir = run_dir or out.with_name(f"{out.name}-run")
     _check_places(out, target_out, run_dir, cache)
-    if init is not None and sizes:
-        raise ConfigError("--init sets the sizes of the head, so --set cannot change them. Leave one of them out.")
-    if init is not None and draft_vocab is not None:
-        raise ConfigError("--init brings a vocabulary of its own, so --draft-vocab cannot change it. Pass one of them.")
+    if init is not None:
+        _check_begun_from(sizes, draft_vocab)
     held_out = _held_out(eval_every, eval_data, data, is_joint=joint is not None)
     if (joint is None) != (target_out is None):
         raise ConfigError("--joint and --target-out go together: the target that learns along is a new one. Pass both.")
     _check_values(save_every_s, cache_gib, save_dtype)
     from foretoken.training.config import head_config, joint_config, objective_config, train_config
     from foretoken.training.data.packed import PackedTokens
-    from foretoken.training.run import Interrupted, RunSettings, train_head, train_jointly
+    from foretoken.training.run import RunSettings
 
     objective = objective_config(method, _pairs(weights, "--objective"))
     settings = train_config({
@@ -182,15 +108,7 @@ def train(
     )
     if initial is not None and init is not None:
         _check_initial(initial, method, loaded, init)
-    with step_progress(steps) as on_step:
-        try:
-            if run.joint is None:
-                checkpoint = train_head(loaded, packed, run, initial=initial, on_step=on_step)
-            else:
-                checkpoint, loaded = train_jointly(loaded, packed, run, initial=initial, on_step=on_step)
-        except Interrupted as err:
-            terminal.note(f"stopped; the same command goes on from '{run.directory}'")
-            raise typer.Exit(128 + err.number) from err
+    checkpoint, loaded = _trained(loaded, packed, run, initial)
     if target_out is not None:
         loaded = save_target(loaded, target_out, tokenizer=tokenizer, like=model)
     with progress("held-out tokens") as on_progress:
@@ -212,6 +130,32 @@ def train(
         return
     for key, value in facts.items():
         terminal.fact(key, value, 24)
+
+
+def _trained(loaded: Any, packed: Any, run: Any, initial: Any) -> tuple[Any, Any]:
+    """The trained head, and the target as it is then: another one where it learned along.
+
+    Raises:
+        Exit: When the run is stopped by a signal.
+    """
+    from foretoken.training.run import Interrupted, train_head, train_jointly
+
+    with step_progress(run.train.schedule.num_steps) as on_step:
+        try:
+            if run.joint is None:
+                return train_head(loaded, packed, run, initial=initial, on_step=on_step), loaded
+            return train_jointly(loaded, packed, run, initial=initial, on_step=on_step)
+        except Interrupted as err:
+            terminal.note(f"stopped; the same command goes on from '{run.directory}'")
+            raise typer.Exit(128 + err.number) from err
+
+
+def _check_begun_from(sizes: list[str] | None, draft_vocab: Path | None) -> None:
+    """Raises `ConfigError` where what --init brings is given once more."""
+    if sizes:
+        raise ConfigError("--init sets the sizes of the head, so --set cannot change them. Leave one of them out.")
+    if draft_vocab is not None:
+        raise ConfigError("--init brings a vocabulary of its own, so --draft-vocab cannot change it. Pass one of them.")
 
 
 def _check_values(save_every_s: float, cache_gib: float, save_dtype: str) -> None:
