@@ -16,18 +16,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from foretoken.control.asking import AtHand, Candidate, Costs, best_depth, choose
-from foretoken.control.base import UNBOUNDED, Allotment, Allowance, Ask, Leaf
+from foretoken.control.base import UNBOUNDED, Allotment, Allowance, Ask
 from foretoken.control.buying import buy, drawn_nodes
-from foretoken.control.calibration import Calibration
-from foretoken.control.draft_seconds import DraftSeconds
 from foretoken.control.fading_line import FadingLine
 from foretoken.control.host_merge import HostMerge
 from foretoken.control.host_trees import count_followed, on_host, valued, values_of, with_values
-from foretoken.control.probing import WEIGHT_AT_PROBE, ProbeSchedule
-from foretoken.control.reach import Reach
+from foretoken.control.known_drafter import KnownDrafter
+from foretoken.control.lookup_grafts import LookupChain, grafts_on, learn_chain
+from foretoken.control.probing import WEIGHT_AT_PROBE
 from foretoken.core.records import Declined
 from foretoken.core.token_tree import MAX_NODES, PROBE
-from foretoken.trees.graft import Graft, grafted
+from foretoken.trees.graft import grafted
 from foretoken.trees.merge import merge_trees
 
 if TYPE_CHECKING:
@@ -42,40 +41,12 @@ if TYPE_CHECKING:
     from foretoken.core.records import AskedDrafter, StepRecord
     from foretoken.core.token_tree import TokenTree
     from foretoken.runner.cost_curve import CostCurve
+    from foretoken.trees.graft import Graft
 
 _FREE = 0.03  # of a plain iteration: a drafter that takes less is always asked, and first
-_DEEPEST = 64  # levels that are told apart
 _WIDTH_RATE = 0.1  # weight of a draft in how many nodes of a level are bought
 _LEARN_EVERY = 8  # iterations without drafts, of which one is learned from
 _REASON_EVERY = 32  # iterations without drafts, for which one reason is given
-_LEAVES, _LEAST_VALUE = 4, 0.1  # that are grafted onto: at most so many and one a sequence, no less probable
-
-
-class _Known:
-    """What is known of one drafter."""
-
-    def __init__(self, nodes_by_depth: Sequence[int], timed: Sequence[tuple[int, float]]) -> None:
-        self.deepest, self.nodes_by_depth = min(len(nodes_by_depth) - 1, _DEEPEST), nodes_by_depth
-        self.calibration, self.grafts = Calibration(), Calibration()
-        self.seconds = DraftSeconds(self.deepest, timed)
-        self.probes = ProbeSchedule()
-        self.widths = np.minimum(np.diff(nodes_by_depth)[: self.deepest], 1.0)  # nodes bought a level; first a chain
-        self._reach = {frozenset[int](): Reach(self.deepest)}
-
-    @property
-    def first_reach(self) -> Reach:
-        """Its reach where only drafters that cost nothing were asked before."""
-        return self._reach[frozenset()]
-
-    def reach(self, before: frozenset[int]) -> Reach:
-        """Its reach after some others that cost something; to begin with, half of what it is without them."""
-        known = self._reach.get(before)
-        if known is None:
-            known = self._reach[before] = Reach(self.deepest)
-            guess = self.first_reach.rates()
-            guess[0] *= 0.5
-            known.restore(WEIGHT_AT_PROBE * np.stack([np.ones(self.deepest), guess]))
-        return known
 
 
 class _Answer(NamedTuple):
@@ -92,14 +63,6 @@ class _Answer(NamedTuple):
     host: HostTree
     values: NDArray[np.float64]
     reach: NDArray[np.float64]
-
-
-class _Grafted(NamedTuple):
-    """A chain that a lookup proposed after a drafted path."""
-
-    drafter: int
-    leaf: Leaf
-    tokens: Sequence[int]
 
 
 class SeveralDrafters:
@@ -122,7 +85,9 @@ class SeveralDrafters:
             timed: See `DraftSeconds`; of each drafter, or of none.
         """
         self._cost, self._max_nodes = cost, max_nodes
-        self._known = [_Known(*each) for each in zip(nodes_by_depth, timed or [()] * len(nodes_by_depth), strict=True)]
+        self._known = [
+            KnownDrafter(*each) for each in zip(nodes_by_depth, timed or [()] * len(nodes_by_depth), strict=True)
+        ]
         self._host, self._merging = FadingLine(), FadingLine()  # by tokens generated; by trees that had nodes
         self._num_declined = 0  # iterations in a row
         self._declined: Declined | None = None
@@ -147,7 +112,7 @@ class SeveralDrafters:
         self._answers: dict[int, _Answer] = {}  # in the order in which they came
         self._asked: dict[int, int] = {}  # levels
         self._judged: set[int] = set()  # those whose probes were thought of
-        self._grafts: list[_Grafted] = []
+        self._grafts: list[LookupChain] = []
         self._bought: Purchase | None = None
 
     def allot(self, batch_size: int) -> Allotment:
@@ -363,39 +328,10 @@ class SeveralDrafters:
         )
 
     def _grafts_on(self, host: HostTree, continued: Continue) -> list[Graft]:
-        """What lookups say after the best leaves of merged trees that they did not propose themselves.
-
-        Of several answers the one stays of which most tokens are expected to be accepted; all are learned from.
-        """
-        assert host.scores is not None, "the trees are valued"
-        rows = np.arange(len(host.tokens))[:, None]
-        is_parent = np.zeros_like(host.is_drafted)
-        is_parent[rows, np.maximum(host.parents, 0)] = True
-        is_leaf = host.is_drafted & ~is_parent & (host.scores >= np.log(_LEAST_VALUE))
-        values = np.where(is_leaf, host.scores, -np.inf).ravel()
-        grafts = []
-        for place in np.argsort(-values, kind="stable")[: max(_LEAVES, self._batch)]:
-            if values[place] == -np.inf:
-                break
-            row, node = divmod(int(place), host.tokens.shape[1])
-            leaf = Leaf(row, _path(host, row, node))
-            answers = [
-                _Grafted(drafter, leaf, tokens)
-                for drafter, tokens in continued(leaf)
-                if not host.sources[row, node] >> drafter & 1  # else it has said itself what follows
-            ]
-            if answers:
-                self._grafts += answers
-                best = max(answers, key=lambda each: float(self._graft_values(each).sum()))
-                scores = (values[place] + np.log(self._graft_values(best))).tolist()
-                grafts.append(Graft(row, node, len(leaf.path), best.tokens, scores, 1 << best.drafter))
+        """Chains of lookups below the best leaves of merged trees; all that were proposed are learned from."""
+        chains, grafts = grafts_on(host, continued, [known.grafts for known in self._known])
+        self._grafts += chains
         return grafts
-
-    def _graft_values(self, graft: _Grafted) -> NDArray[np.float64]:
-        """Probability that each token of a chain is accepted with those before it, where its leaf is."""
-        known = self._known[graft.drafter].grafts
-        values: NDArray[np.float64] = np.minimum.accumulate(known.probabilities(np.arange(len(graft.tokens)) + 1, None))
-        return values
 
     def _note_widths(self, bought: Purchase) -> None:
         """Remembers how many nodes of each level were bought of drafters that cost something."""
@@ -431,7 +367,7 @@ class SeveralDrafters:
             before = [max(pair) for pair in zip(before, right[i], strict=True)]
             costly |= {i} - self._free
         for each in self._grafts:
-            _learn_graft(self._known[each.drafter].grafts, each, steps[each.leaf.row].tokens)
+            learn_chain(self._known[each.drafter].grafts, each, steps[each.leaf.row].tokens)
         if record.num_prompt_tokens:
             return
         for asked in record.asked:
@@ -457,26 +393,3 @@ class SeveralDrafters:
         # In the tokens that the rest would have brought meanwhile, for a sequence.
         loss = (seconds * without / max(rest, 1e-9) - (tokens - without)) / self._batch
         known.probes.spend(loss, tokens / self._batch)
-
-
-def _path(host: HostTree, row: int, node: int) -> list[int]:
-    """Tokens from below the root down to a node."""
-    path: list[int] = []
-    while node > 0:
-        path.append(int(host.tokens[row, node]))
-        node = int(host.parents[row, node])
-    return path[::-1]
-
-
-def _learn_graft(calibration: Calibration, graft: _Grafted, tokens: Sequence[int]) -> None:
-    """Counts which of a graft's tokens were generated, where its leaf was."""
-    above = len(graft.leaf.path)
-    if list(tokens[:above]) != list(graft.leaf.path) or len(tokens) <= above:
-        return
-    following = list(tokens[above:])
-    agreeing = next(
-        (k for k, pair in enumerate(zip(graft.tokens, following, strict=False)) if pair[0] != pair[1]), None
-    )  # fmt: skip
-    known = min(len(following), len(graft.tokens)) if agreeing is None else len(graft.tokens)
-    accepted = [agreeing is None or k < agreeing for k in range(known)]
-    calibration.learn(list(range(1, known + 1)), None, accepted)
