@@ -36,6 +36,7 @@ from foretoken.engine.outcomes import (
     token_scores,
 )
 from foretoken.engine.prefill import Chunk, Prefill
+from foretoken.engine.sampling_state import SamplingState
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.sequence import slot_of
 from foretoken.engine.stage_clock import StageClock
@@ -43,9 +44,6 @@ from foretoken.engine.torch_state import restored_torch_state
 from foretoken.engine.tracing import traced
 from foretoken.engine.verification import Verified, logits_of, token_choice, verification
 from foretoken.grammars.drafts import GrammarBounds
-from foretoken.sampling.batch import SamplingBatch
-from foretoken.sampling.grammar import GrammarMask
-from foretoken.sampling.history import History, HistoryTable
 from foretoken.sampling.node_scores import NodeScores
 
 if TYPE_CHECKING:
@@ -63,6 +61,7 @@ if TYPE_CHECKING:
     from foretoken.engine.slot_pool import SlotPool
     from foretoken.engine.verification import Verification
     from foretoken.runner.runner import Runner
+    from foretoken.sampling.batch import SamplingBatch
 
 NO_TOKEN = "no token is possible: the target's logits, or what the request's parameters make of them, are not finite."
 _log = logging.getLogger(__name__)
@@ -104,10 +103,9 @@ class Engine:
         self.target, self.policy, self._impossible_ids = target, policy, impossible_ids
         self._drafting, self._on_step, self._has_traces = drafting, on_step, has_traces
         self._prefill = Prefill(target, drafting, max_num_batched_tokens)
-        self._history = HistoryTable(slots.num_slots, target.vocab_size, target.device)
+        self._sampling = SamplingState(slots.num_slots, target.vocab_size, target.device)
         self.counts, self._memory = EngineCounts(), MemoryPressure(target.device)
-        self._scheduler = Scheduler(target, drafting, self._history, slots, self.counts)
-        self._batch: tuple[list[Sequence], SamplingBatch] | None = None
+        self._scheduler = Scheduler(target, drafting, self._sampling.table, slots, self.counts)
 
     @property
     def has_work(self) -> bool:
@@ -233,7 +231,7 @@ class Engine:
             return Draft(TokenTree.roots([], device=self.target.device), num_proposed=[], is_committed=False)
         most = most_nodes if self._memory.allows_drafts else 1
         widest = min(most or self.target.max_nodes, self.target.max_nodes)
-        context = self._draft_context(sequences, self._sampling_batch(sequences), widest)
+        context = self._draft_context(sequences, self._sampling.batch(sequences), widest)
         draft = self._drafting.propose(context, self._prefill.num_next_tokens(joining, len(sequences)))
         if any(s.grammar is not None for s in sequences):
             draft = self._drafting.constrained(draft, [self._grammar_bounds(s, most) for s in sequences])
@@ -250,7 +248,7 @@ class Engine:
         traces: list[TreeTrace | None] = []
         lossy_tv = 0.0
         if asked.sequences:
-            batch = self._masked_batch(asked.sequences)
+            batch = self._sampling.masked_batch(asked.sequences)
             outcomes, lossy_tv = self._accept(asked, batch, output)
             traces = self._traces(asked, batch, output, outcomes, clock)
         clock.mark()
@@ -318,7 +316,7 @@ class Engine:
             starts=starts,
             has_row_for_each=asked.offsets[-1] == tree.tokens.numel(),
             batch=batch,
-            history=self._histories(asked.sequences, batch),
+            history=self._sampling.histories(asked.sequences, batch),
             chosen=output.chosen,
         )
         return scores, roots
@@ -434,30 +432,6 @@ class Engine:
             max_nodes=min(sequence.max_nodes or most, most),
         )
 
-    def _sampling_batch(self, sequences: list[Sequence]) -> SamplingBatch:
-        """Parameters as tensors, built anew only when the batch changes."""
-        if self._batch is None or self._batch[0] != sequences:
-            requests = [s.sampling for s in sequences]
-            self._batch = (list(sequences), SamplingBatch.build(requests, self.target.vocab_size, self.target.device))
-        return self._batch[1]
-
-    def _masked_batch(self, sequences: list[Sequence]) -> SamplingBatch:
-        """`_sampling_batch`, with what their grammars rule out."""
-        batch = self._sampling_batch(sequences)
-        if all(s.grammar is None for s in sequences):
-            return batch
-        mask = GrammarMask([s.grammar for s in sequences])
-        return replace(batch, processors=(mask, *batch.processors))
-
-    def _histories(self, sequences: list[Sequence], batch: SamplingBatch) -> History | None:
-        """What processors read, or None when none is in use."""
-        if not batch.processors:
-            return None
-        return self._history.view(
-            [slot_of(s) for s in sequences], [s.tokens for s in sequences], [s.num_prompt for s in sequences],
-            batch.tail_len,
-        )  # fmt: skip
-
     def _emit(self, sequence: Sequence, outcome: Outcome, logits: Tensor | None) -> None:
         """Appends what was decided to one sequence; logits: (N, V) of its tree where their values are asked for."""
         before = len(sequence.tokens)
@@ -466,7 +440,7 @@ class Engine:
             nodes = torch.tensor([0, *outcome.path][: len(valid)], device=logits.device)
             sequence.scores += token_scores(logits[nodes], valid, sequence.params.logprobs)
         sequence.emit(valid)
-        self._history.append(slot_of(sequence), sequence.tokens[before:])
+        self._sampling.table.append(slot_of(sequence), sequence.tokens[before:])
         if sequence.finish_reason is None and outcome.num_valid < len(outcome.tokens):
             sequence.fail(NO_TOKEN)
         sequence.num_cached = len(sequence.tokens) - 1
