@@ -13,7 +13,7 @@ from foretoken.cli.progress import progress
 from foretoken.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from foretoken.drafters.base import DrafterOptions
+    from foretoken.drafters.options import DrafterOptions
     from foretoken.hf.loading import LoadedModel
     from foretoken.training.acceptance import TunedTree
 

@@ -15,19 +15,12 @@ from pydantic import model_validator
 
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
-from foretoken.drafters.base import (
-    Committed,
-    DraftContext,
-    Drafter,
-    DrafterOptions,
-    DraftRequest,
-    TargetHandle,
-    TargetReads,
-)
+from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads
 from foretoken.drafters.models.draft_levels import DraftLevels
 from foretoken.drafters.models.loading import DraftModelFiles, VocabMatch, vocabularies, vocabulary_map
 from foretoken.drafters.models.text_draft import TextDraftDrafter
 from foretoken.drafters.models.vocab_map import Translation, VocabularyMap
+from foretoken.drafters.options import DrafterOptions
 from foretoken.drafters.shared.kept_draws import KeptDraws
 from foretoken.drafters.shared.quantization import QuantizationOption, with_quantization
 from foretoken.runner.runner import Runner

@@ -20,7 +20,7 @@ import foretoken.drafters
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, described, foreign_errors_as, nearest_name_hint
 from foretoken.core.validation import validated
-from foretoken.drafters.base import DrafterOptions
+from foretoken.drafters.options import DrafterOptions
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from foretoken.hf.loading import LoadedModel
 
 _GROUP = "foretoken.drafters"
-_NOT_METHODS = {"base", "registry"}
+_NOT_METHODS = {"base", "options", "registry"}
 # A tool of benchmarks, which needs the answer: by its exact name only.
 _TOOLS = {"oracle"}
 # Methods of papers and of other engines, without dashes: known by name, and not there yet.

@@ -18,15 +18,8 @@ from pydantic import Field, model_validator
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.core.tokenizer_sha import tokenizer_sha
-from foretoken.drafters.base import (
-    Committed,
-    DraftContext,
-    Drafter,
-    DrafterOptions,
-    DraftRequest,
-    TargetHandle,
-    TargetReads,
-)
+from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads
+from foretoken.drafters.options import DrafterOptions
 from foretoken.lookups.datastore import Datastore
 from foretoken.lookups.frequent_paths import likeliest_path, most_frequent
 from foretoken.trees.merge import Trie

@@ -21,15 +21,8 @@ from foretoken.core.backend import floats_on
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.drafters.base import (
-    Committed,
-    DraftContext,
-    Drafter,
-    DrafterOptions,
-    DraftRequest,
-    TargetHandle,
-    TargetReads,
-)
+from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads
+from foretoken.drafters.options import DrafterOptions
 from foretoken.lookups.suffix_drafts import Draft, DraftLimits, best_draft
 from foretoken.lookups.suffix_matches import SuffixMatches
 from foretoken.lookups.suffix_pool import Member, SuffixPool

@@ -18,7 +18,7 @@ from foretoken.engine.model_arguments import checked_path
 from foretoken.formats.registry import holds_head, method_of
 
 if TYPE_CHECKING:
-    from foretoken.drafters.base import DrafterOptions
+    from foretoken.drafters.options import DrafterOptions
 
 _REJECTION_METHODS = {"standard": "sequential", "block": "block"}  # vLLM's names
 _POLICY_KEYS = tuple(each.name for each in fields(AcceptancePolicy) if each.name != "rule")

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from foretoken.control.base import Allotment, Continue, Controller, Leaf
     from foretoken.core.records import Declined, StepRecord
     from foretoken.core.taps import Tap
-    from foretoken.drafters.base import Committed, DraftContext, Drafter, DrafterOptions, DraftRequest, TargetHandle
+    from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
+    from foretoken.drafters.options import DrafterOptions
     from foretoken.grammars.drafts import GrammarBounds
 
 _MOST_BOUGHT = 128  # nodes of a tree that several drafters' nodes are bought for, unless one drafter's are more

@@ -44,7 +44,8 @@ if TYPE_CHECKING:
     from foretoken.core.records import StepRecord
     from foretoken.core.results import RequestOutput, StreamChunk
     from foretoken.core.sampling_params import SamplingParams
-    from foretoken.drafters.base import Drafter, DrafterOptions
+    from foretoken.drafters.base import Drafter
+    from foretoken.drafters.options import DrafterOptions
     from foretoken.engine.chats import Message
     from foretoken.engine.prompts import Prompt
     from foretoken.hf.loading import LoadedModel

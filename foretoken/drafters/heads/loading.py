@@ -9,7 +9,7 @@ import torch
 from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import ConfigError
 from foretoken.decoder.base import UnsuitableError
-from foretoken.drafters.base import DrafterOptions, TreeOption
+from foretoken.drafters.options import DrafterOptions, TreeOption
 from foretoken.drafters.shared.quantization import QuantizationOption
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.hub import local_head

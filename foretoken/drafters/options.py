@@ -1,0 +1,175 @@
+"""The options that all methods of drafting share: how much is drafted, in which trees, and what is pruned."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationInfo, field_validator, model_validator
+
+from foretoken.core.checks import shown
+from foretoken.core.errors import ConfigError, nearest_name_hint
+from foretoken.core.validation import validated
+from foretoken.trees.choices import OF_LANGUAGE_MODELS, TreeShape
+from foretoken.trees.dynamic import DynamicShape
+from foretoken.trees.pruning import Pruning
+from foretoken.trees.published import PUBLISHED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from foretoken.runner.cost_curve import CostCurve
+    from foretoken.trees.dynamic import AnyShape
+
+LONGEST_CHAIN = 16  # drafted tokens a pass when nothing else sets a bound
+TreeOption = str | InstanceOf[TreeShape]
+_OWN_TREES = ("chain", "tree", "dynamic")
+_TREE_TOP_K = 10  # EAGLE's
+
+
+class DrafterOptions(BaseModel):
+    """Keys of `speculative_config` that every method takes; a method's own options derive from it.
+
+    Values have exactly the types that are written here: neither true nor "3" nor 3.0 is a number of tokens.
+
+    Attributes:
+        method: Name of the method.
+        model: Directory or hub id of the drafter's weights, for methods that have some.
+        num_speculative_tokens: Depth of a draft; None lets the engine choose it from measured costs and acceptance.
+        tree: "chain", "tree" (the method's own branching shape), "dynamic" (the most probable nodes of each draft, see
+            `foretoken.trees.dynamic`), the name of a published tree (see `foretoken.trees.published`), Medusa choices
+            such as [[0], [1], [0, 0]], or {"widths": [3, 2, 1]}; both become a `TreeShape` here.
+        max_nodes: Most nodes of a tree, root included. Of dynamic trees, EAGLE's `total_token` and SGLang's
+            `num_draft_tokens`; `num_speculative_tokens` is then EAGLE's `depth` and one, and SGLang's `num_steps`.
+        tree_top_k: Of dynamic trees: candidates of each node, and nodes expanded a level. EAGLE's `top_k`, SGLang's
+            `eagle_topk`. None for 10, or for fewer where the engine chooses how much is drafted and wide passes cost
+            much.
+        pruning: Thresholds below which drafted nodes are left out before the target sees them, and not drafted from:
+            some of "token_probability", "path_probability" and "entropy_weighted", see `foretoken.trees.pruning`. For
+            methods whose drafts have probabilities.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, protected_namespaces=()
+    )  # fmt: skip
+    is_trusted: ClassVar[bool] = (
+        False  # gets the engine's own values, and its word is taken; see `trust_drafter` of LLM
+    )
+    can_adapt_depth: ClassVar[bool] = True  # whether drafts of any depth up to the greatest make sense
+    has_dynamic_trees: ClassVar[bool] = False  # whether it drafts level by level, by probabilities of its own
+    prunable_by: ClassVar[frozenset[str]] = frozenset()  # keys of `pruning`: all where there are draft distributions
+    can_prune_tree: ClassVar[bool] = False  # whether "tree" is drafted at once, at the same cost whatever is kept of it
+
+    method: str
+    model: str | None = None
+    num_speculative_tokens: int | None = Field(default=None, ge=1, le=64)
+    tree: TreeOption = "chain"
+    max_nodes: int = Field(default=64, ge=2, le=512)
+    tree_top_k: int | None = Field(default=None, ge=1, le=64)
+    pruning: InstanceOf[Pruning] | None = None
+
+    @field_validator("tree", mode="before")
+    @classmethod
+    def _tree(cls, value: Any) -> Any:
+        """A known name, or a shape.
+
+        Raises:
+            ConfigError: For anything else.
+        """
+        if isinstance(value, TreeShape):
+            return value
+        if not isinstance(value, str):
+            return TreeShape.parse(value)
+        if value not in (*_OWN_TREES, *PUBLISHED):
+            raise ConfigError(
+                f"there is no tree {shown(value)}. {nearest_name_hint(shown(value), (*_OWN_TREES, *PUBLISHED))}"
+            )
+        return value
+
+    @field_validator("pruning", mode="before")
+    @classmethod
+    def _pruning(cls, value: Any, info: ValidationInfo) -> Any:
+        """Thresholds that the method's drafts can be held against.
+
+        Raises:
+            ConfigError: For anything else.
+        """
+        if value is None:
+            return None
+        pruning = value if isinstance(value, Pruning) else validated(Pruning, value, "pruning")
+        unknown = sorted(pruning.keys - cls.prunable_by)
+        if unknown:
+            expected = f"Expected {' or '.join(sorted(cls.prunable_by))}" if cls.prunable_by else "Leave 'pruning' out"
+            raise ConfigError(
+                f"method '{info.data.get('method')}' cannot prune by '{unknown[0]}': its drafts have no such "
+                f"probabilities. {expected}."
+            )
+        return pruning
+
+    @model_validator(mode="after")
+    def _dynamic(self) -> Self:
+        """Dynamic trees are asked for where there are some.
+
+        Raises:
+            ConfigError: Elsewhere.
+        """
+        if self.tree == "dynamic" and not self.has_dynamic_trees:
+            raise ConfigError(
+                f"method '{self.method}' has no dynamic trees. Expected a method that drafts level by level by "
+                'probabilities of its own, or another tree, as "chain".'
+            )
+        if self.tree != "dynamic" and self.tree_top_k is not None:
+            raise ConfigError(
+                f"tree_top_k is {self.tree_top_k}, which only dynamic trees have: leave it out, or set 'tree' to "
+                "'dynamic'."
+            )
+        return self
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether a controller chooses how much is drafted: for chains and own trees whose size nobody fixed."""
+        return self.can_adapt_depth and self.tree in _OWN_TREES and self.num_speculative_tokens is None
+
+    @property
+    def chain_len(self) -> int:
+        """Most tokens of a chain."""
+        return min(self.num_speculative_tokens or LONGEST_CHAIN, self.max_nodes - 1)
+
+    def dynamic_shape(self, greatest_depth: int, costs: Callable[[], CostCurve] | None = None) -> DynamicShape:
+        """The dynamic trees asked for.
+
+        Args:
+            greatest_depth: Most levels that the method drafts.
+            costs: Gives what passes of the target cost; None where that does not count.
+        """
+        top_k = self.tree_top_k
+        if top_k is None:
+            top_k = _TREE_TOP_K if costs is None or not self.is_adaptive else _affordable_top_k(costs())
+        return DynamicShape(top_k=top_k, depth=min(self.chain_len, greatest_depth), max_nodes=self.max_nodes)
+
+    def language_model_shape(self, costs: Callable[[], CostCurve] | None = None) -> AnyShape:
+        """The trees asked for, dynamic or static, of drafters that are language models; costs: see `dynamic_shape`."""
+        if self.tree == "dynamic":
+            return self.dynamic_shape(LONGEST_CHAIN, costs)
+        return self.shape(lambda: TreeShape.from_choices(OF_LANGUAGE_MODELS))
+
+    def shape(self, branching: Callable[[], TreeShape]) -> TreeShape:
+        """The static shape asked for.
+
+        Args:
+            branching: Gives what "tree" means for the method.
+        """
+        if self.tree == "chain":
+            return TreeShape.chain(self.chain_len)
+        if self.tree == "tree":
+            return branching() if self.num_speculative_tokens is None else branching().truncated(self.chain_len)
+        return TreeShape.from_choices(PUBLISHED[self.tree]) if isinstance(self.tree, str) else self.tree
+
+
+def _affordable_top_k(costs: CostCurve) -> int:
+    """Candidates of a node where large trees do not pay: the root of the nodes of a pass a third dearer than one.
+
+    Every candidate is fed to the drafter at the next level, and trees that pay are hardly ever wider than that.
+    """
+    nodes = max(width for width in range(1, _TREE_TOP_K**2 + 1) if costs(width) <= 4 / 3 * costs(1))
+    return max(2, math.ceil(math.sqrt(nodes)))
