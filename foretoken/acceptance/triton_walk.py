@@ -63,7 +63,7 @@ def walk_chosen(tokens: Tensor, parents: Tensor, chosen: Tensor, max_depth: int,
 
 
 @triton.jit(do_not_specialize=["nodes", "max_depth"])
-def _walk_kernel(  # noqa: PLR0913, PLR0917 - a kernel takes all that it reads
+def _walk_kernel(
     tokens: tl.tensor,
     parents: tl.tensor,
     chosen: tl.tensor,

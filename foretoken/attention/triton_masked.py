@@ -5,7 +5,6 @@ It shares no code with that kernel. Every (query, key) pair has its byte in the 
 Letters: B sequences, T tokens fed, S keys, H query heads, Hk KV heads, G = H / Hk, Dk and Dv widths of keys and values.
 """
 # The kernel is in Triton's language: its values have no Python types, and what a kernel reads are its arguments.
-# ruff: noqa: PLR0913, PLR0917
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _FEWEST_NODES = 32  # of a block: as many as a warp has threads
 
 
-def pass_tables(  # noqa: PLR0913 - the places by name, as the kernel reads them
+def pass_tables(
     parents: Tensor,
     positions: Tensor,
     slots: Tensor,
@@ -73,7 +73,7 @@ def pass_tables(  # noqa: PLR0913 - the places by name, as the kernel reads them
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
-def _tables_kernel(  # noqa: PLR0913, PLR0917 - a kernel takes all that it reads
+def _tables_kernel(
     parents: tl.tensor,
     positions: tl.tensor,
     slots: tl.tensor,

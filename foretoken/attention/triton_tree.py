@@ -16,7 +16,7 @@ Letters: S sequences, M tokens of the pass, T tokens of one sequence, H query he
 widths of keys and values. Logarithms are of base 2.
 """
 # The kernels are in Triton's language: its values have no Python types, and what a kernel reads are its arguments.
-# ruff: noqa: C901, PLR0912, PLR0913, PLR0915, PLR0917
+# ruff: noqa: C901, PLR0912, PLR0915
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from foretoken.cli.help import Command, ending, without_flags
 from foretoken.core.errors import ForetokenError
 
 
-class Ended(Exception):  # noqa: N818 - not an error: the user or a reader of the output ended the command
+class Ended(Exception):
     """A command was ended from outside.
 
     Attributes:

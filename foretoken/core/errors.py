@@ -28,7 +28,7 @@ class RequestError(ForetokenError):
     """A prompt or a sampling parameter that cannot be served."""
 
 
-class QueueFull(ForetokenError):  # noqa: N818 - what it says, as `queue.Full`
+class QueueFull(ForetokenError):
     """As many requests are waiting as may wait; nothing is wrong with the one that came.
 
     Attributes:
@@ -40,7 +40,7 @@ class QueueFull(ForetokenError):  # noqa: N818 - what it says, as `queue.Full`
         self.retry_after_s = retry_after_s
 
 
-class EngineStopped(ForetokenError):  # noqa: N818 - a state of the engine
+class EngineStopped(ForetokenError):
     """An `AsyncLLM` that serves no requests any more: it was closed, its thread failed, or the process was forked."""
 
 

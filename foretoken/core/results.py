@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -47,13 +47,13 @@ class DrafterShares(dict[str, DrafterShare]):
     @classmethod
     def of(cls, step: SequenceStep, record: StepRecord) -> DrafterShares:
         """Those of one sequence's part of an iteration; drafters of one name count together, and are asked once."""
-        seconds: Counter[str] = Counter()
+        seconds: defaultdict[str, float] = defaultdict(float)
         for asked in record.asked:
-            seconds[asked.name] += asked.seconds  # type: ignore[assignment]  # a counter of seconds
+            seconds[asked.name] += asked.seconds
         return cls({
             name: DrafterShare(
                 num_asked=1, num_drafted=step.drafted_by.get(name, 0), num_accepted=step.accepted_by.get(name, 0),
-                seconds=float(each),
+                seconds=each,
             )
             for name, each in seconds.items()
         })  # fmt: skip

@@ -45,7 +45,7 @@ def commit_rows(store: Tensor, slots: Tensor, prefix: Tensor, path: Tensor, num_
 
 
 @triton.jit(do_not_specialize=["max_depth", "heads"])
-def _commit_kernel(  # noqa: PLR0913, PLR0917 - a kernel takes all that it reads
+def _commit_kernel(
     store: tl.tensor,
     slots: tl.tensor,
     prefix: tl.tensor,

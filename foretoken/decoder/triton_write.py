@@ -36,7 +36,7 @@ def write_rows(keys: Tensor, values: Tensor, key: Tensor, value: Tensor, tables:
 
 
 @triton.jit
-def _write_kernel(  # noqa: PLR0913, PLR0917 - a kernel takes all that it reads
+def _write_kernel(
     keys, values, key, value, slots, rows, key_width, value_width,
     keys_slot_stride, keys_head_stride, keys_row_stride, keys_column_stride,
     values_slot_stride, values_head_stride, values_row_stride, values_column_stride,

@@ -113,7 +113,7 @@ def _options(config: Mapping[str, Any], target: str) -> DrafterOptions:
     }
     if own.get("model") is None and isinstance(own["method"], str) and own["method"] in known_methods():
         bundled = Path(f"{target}-{'draft' if own['method'] == 'draft_model' else own['method']}")
-        if os.path.isdir(bundled):  # noqa: PTH112 - False also for a name that is too long
+        if _is_directory(bundled):
             own["model"] = str(bundled)
     if isinstance(own.get("model"), str):
         checked_path("'model' of speculative_config", own["model"])
@@ -130,7 +130,12 @@ def _head_beside(target: str, name: Any) -> Path | None:
     if not isinstance(name, str) or not _NAME_OF_HEAD.fullmatch(name) or name in known_methods():
         return None
     place = Path(f"{target}-{name}")
-    return place if os.path.isdir(place) and holds_head(place) else None  # noqa: PTH112 - as above
+    return place if _is_directory(place) and holds_head(place) else None
+
+
+def _is_directory(name: str | os.PathLike[str]) -> bool:
+    """Whether there is such a directory; False also for what no path can be, such as a name that is too long."""
+    return os.path.isdir(name)  # noqa: PTH112 - pathlib raises for such names
 
 
 def _mapping(config: Any) -> Mapping[str, Any]:
@@ -158,7 +163,7 @@ def _method(config: Mapping[str, Any]) -> Any:
         model = config["model"]
         if not isinstance(model, str | os.PathLike):
             raise ConfigError(f"'model' is {shown(model)}. Expected a directory or a hub id.")
-        is_head = os.path.isdir(model) and holds_head(Path(model))  # noqa: PTH112 - False for what no path can be
+        is_head = _is_directory(model) and holds_head(Path(model))
         return method_of(Path(model)) if is_head else "draft_model"
     if any(key.startswith("prompt_lookup_") for key in config):
         return "ngram"

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from foretoken.core.bounded_reads import check_regular
 from foretoken.core.errors import ModelError
 from foretoken.core.json_files import read_json_object
+from foretoken.core.tensor_headers import tensor_headers
 from foretoken.heads.methods import head_methods
 
 if TYPE_CHECKING:
@@ -106,14 +107,13 @@ def _tensors(path: Path) -> list[tuple[str, int, str]]:
     """Names, numbers of elements and dtypes of a file's tensors."""
     try:
         check_regular(path)
-        with safe_open(path, framework="np") as file:
-            parts = {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118 - the file is no mapping
-            return [
-                (key, prod(part.get_shape()), (_FLOATS | _OTHERS).get(part.get_dtype(), part.get_dtype()))
-                for key, part in parts.items()
-            ]
+        headers = tensor_headers(path)
     except (SafetensorError, OSError) as err:
         raise ModelError(f"{path} is missing or damaged: {err}. Copy or train it again.") from err
+    return [
+        (key, prod(header.shape), (_FLOATS | _OTHERS).get(header.dtype, header.dtype))
+        for key, header in headers.items()
+    ]
 
 
 def describe_head(name: str, checkpoint: HeadCheckpoint) -> dict[str, Any]:

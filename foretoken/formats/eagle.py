@@ -101,7 +101,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
     save(directory, "model.safetensors" if options.as_safetensors else "pytorch_model.bin", tensors, config)
 
 
-def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:  # noqa: ARG001 - one interface
+def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     """Who reads what `write` writes."""
     sizes = checkpoint.config
     assert isinstance(sizes, EagleConfig), "the method says so"

@@ -107,7 +107,7 @@ def layer_config(weights: Weights, layer: str, stated: Mapping[str, Any], *, wid
     sizes = [size for size in (stated.get("head_dim"), width // heads) if isinstance(size, int)]
     rows = rows_of(shapes, f"{layer}.self_attn.q_proj.weight")
     config: LayerConfig = make_config(
-        LayerConfig,  # type: ignore[arg-type]
+        LayerConfig,
         name,
         num_attention_heads=heads,
         num_key_value_heads=stated.get("num_key_value_heads") or heads,

@@ -112,7 +112,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
     save(directory, "model.safetensors" if options.as_safetensors else "pytorch_model.bin", tensors, config)
 
 
-def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:  # noqa: ARG001 - one interface
+def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     """Who reads what `write` writes."""
     return [Reader(FALCON_CODE, False, "it hands on its LSTM's output with its state, and stops there")]
 

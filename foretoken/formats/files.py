@@ -21,6 +21,7 @@ from torch import Tensor
 from foretoken.core.bounded_reads import check_regular
 from foretoken.core.errors import ModelError, foreign_errors_as, one_line
 from foretoken.core.json_files import read_json_object
+from foretoken.core.tensor_headers import tensor_headers
 from foretoken.hf.model_files import indexed_files
 
 if TYPE_CHECKING:
@@ -181,8 +182,7 @@ def _open_safetensors(path: Path) -> Weights:
             return {key: file.get_tensor(key) for key in keys}
 
     try:
-        with safe_open(path, framework="pt") as file:
-            shapes = {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118 - no mapping
+        shapes = {key: header.shape for key, header in tensor_headers(path).items()}
     except (SafetensorError, OSError) as err:
         raise ModelError(f"{path} is damaged: {one_line(err)}. Copy or download it again.") from err
     return Weights(name=str(path), shapes=shapes, fetch=fetch)

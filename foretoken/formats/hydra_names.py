@@ -137,7 +137,7 @@ class HydraNames:
         gates = [shape for key, shape in weights.shapes.items() if re.search(r"mlp\.(gate|up)_proj\.weight$", key)]
         inner = most_common((shape[0] for shape in gates if shape), name=name, what="prefix layer's inner width")
         sizes = {**found, "intermediate_size": inner, "rope_scaling": scaling}
-        config: LayerConfig = make_config(LayerConfig, name, **sizes)  # type: ignore[arg-type]
+        config: LayerConfig = make_config(LayerConfig, name, **sizes)
         return config
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from foretoken.formats.files import Weights
+    from foretoken.heads.decoder_layer import LayerConfig
 
 _MOST_PARTS = 64
 
@@ -165,7 +166,7 @@ def count(indices: Iterable[int], *, name: str, what: str) -> int:
     return number
 
 
-def make_config(kind: type[HeadConfig], name: str, **sizes: Any) -> Any:
+def make_config(kind: type[HeadConfig | LayerConfig], name: str, **sizes: Any) -> Any:
     """A configuration from a file's sizes.
 
     Raises:

@@ -50,7 +50,7 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     return finished(name, config, sizes, tensors, target)
 
 
-def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:  # noqa: ARG001 - one interface
+def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) -> None:
     """Writes a speculator with every key that some reader asks for.
 
     Raises:
@@ -86,7 +86,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
     save(directory, "model.safetensors", tensors, config)
 
 
-def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:  # noqa: ARG001 - one interface
+def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     """Who reads what `write` writes."""
     config, named = checkpoint.config, needs_target_name(checkpoint)
     assert isinstance(config, MlpSpeculatorConfig), "the method says so"

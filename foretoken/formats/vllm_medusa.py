@@ -124,7 +124,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
     save(directory, "model.safetensors", tensors, config)
 
 
-def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:  # noqa: ARG001 - one interface
+def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     """Who reads what `write` writes."""
     config = checkpoint.config
     assert isinstance(config, MedusaConfig), "the method says so"

@@ -33,7 +33,7 @@ class Form(NamedTuple):
     options: str = "{}"
 
 
-class TooSlow(Exception):  # noqa: N818 - what it says
+class TooSlow(Exception):
     """A grammar that takes longer to compile than it may; its text is the limit."""
 
 

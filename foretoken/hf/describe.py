@@ -13,6 +13,7 @@ from safetensors import safe_open
 
 from foretoken.core.errors import ModelError
 from foretoken.core.json_files import read_json_object
+from foretoken.core.tensor_headers import tensor_headers
 from foretoken.hf.model_files import check_model_files
 from foretoken.hf.sizes import ATTENTION_LAYERS, SIZES, is_size
 from foretoken.hf.twin_record import read_twin_record
@@ -132,9 +133,7 @@ def _weights(paths: list[Path]) -> tuple[int, set[str]]:
     """Number of parameters and their dtypes over several safetensors files."""
     total, dtypes = 0, set()
     for path in paths:
-        with safe_open(path, framework="np") as file:
-            for key in file.keys():  # noqa: SIM118 - the file is no mapping
-                part = file.get_slice(key)
-                total += prod(part.get_shape())
-                dtypes.add(str(part.get_dtype()))
+        for header in tensor_headers(path).values():
+            total += prod(header.shape)
+            dtypes.add(header.dtype)
     return total, dtypes

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 
-class Unserved(Exception):  # noqa: N818 - no error: the call goes another way
+class Unserved(Exception):
     """A call is left to transformers; its text says why."""
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM
 
 from foretoken.core.errors import ModelError
+from foretoken.core.tensor_headers import TensorHeader, tensor_headers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -25,25 +25,15 @@ _LISTS = ("layers", "h", "blocks", "layer", "block")  # as transformers and conv
 _EXTRA_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")  # heads behind the blocks
 
 
-class Header(NamedTuple):
-    """What a file says of one tensor: its shape, and its dtype in the words of safetensors, such as "BF16"."""
-
-    shape: tuple[int, ...]
-    dtype: str
-
-
-def read_headers(directory: Path) -> dict[str, Header]:
+def read_headers(directory: Path) -> dict[str, TensorHeader]:
     """The tensors of all safetensors files of a directory, by name; nothing for one that does not exist."""
-    headers: dict[str, Header] = {}
+    headers: dict[str, TensorHeader] = {}
     for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - no mapping
-                part = file.get_slice(key)
-                headers[key] = Header(tuple(part.get_shape()), part.get_dtype())
+        headers |= tensor_headers(path)
     return headers
 
 
-def check_counts(headers: dict[str, Header], config: Any, name: str) -> None:
+def check_counts(headers: dict[str, TensorHeader], config: Any, name: str) -> None:
     """Refuses a configuration with more layers or experts than the files have, before they are built one by one.
 
     Args:
@@ -94,7 +84,7 @@ def check_unused(unexpected: Iterable[str], config: Any, name: str) -> None:
             )
 
 
-def check_dtypes(headers: dict[str, Header], module: nn.Module, name: str) -> None:
+def check_dtypes(headers: dict[str, TensorHeader], module: nn.Module, name: str) -> None:
     """Refuses integers and 8-bit numbers where the model expects real numbers: quantised without a configuration.
 
     Args:
@@ -127,7 +117,7 @@ def check_keys(name: str, *, missing: Iterable[str], misshaped: Iterable[str]) -
         )
 
 
-def check_shapes(name: str, config: Any, headers: dict[str, Header]) -> None:
+def check_shapes(name: str, config: Any, headers: dict[str, TensorHeader]) -> None:
     """Names the weights behind a failed load, where file headers and architecture tell them; else does nothing.
 
     transformers stops at a wrong shape without naming it, and would allocate whatever a damaged configuration asks
@@ -143,7 +133,7 @@ def check_shapes(name: str, config: Any, headers: dict[str, Header]) -> None:
         check_keys(name, missing=wanted.keys() - headers.keys(), misshaped=misshaped)
 
 
-def check_total(name: str, config: Any, headers: dict[str, Header]) -> None:
+def check_total(name: str, config: Any, headers: dict[str, TensorHeader]) -> None:
     """Refuses a configuration that asks for far more memory than its files could fill, before it is allocated.
 
     Args:

@@ -6,7 +6,7 @@ Letters: N nodes of a tree.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -195,10 +195,10 @@ def _figures(trace: Trace, num_tokens: int, counts: Mapping[tuple[str, ...], int
 
 def _stages(iterations: Sequence[Iteration]) -> list[tuple[str, float]]:
     """Name and share of the time of each stage."""
-    totals: Counter[str] = Counter()
+    totals: defaultdict[str, float] = defaultdict(float)
     for iteration in iterations:
         for stage in ("draft", "verify", "accept", "commit"):
-            totals[stage] += iteration.seconds.get(stage, 0.0)  # type: ignore[assignment]
+            totals[stage] += iteration.seconds.get(stage, 0.0)
     whole = sum(totals.values())
     return [(stage, seconds / whole) for stage, seconds in totals.items()] if whole > 0 else []
 

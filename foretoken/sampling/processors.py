@@ -21,18 +21,17 @@ if TYPE_CHECKING:
 
 
 class Processor(Protocol):
-    """Changes logits by what is known of the tokens before them.
-
-    Attributes:
-        reads_counts: Whether it reads how often tokens occurred.
-        tail_len: How many of the last tokens it reads.
-    """
+    """Changes logits by what is known of the tokens before them."""
 
     @property
-    def reads_counts(self) -> bool: ...  # noqa: D102 - see the attributes above
+    def reads_counts(self) -> bool:
+        """Whether it reads how often tokens occurred."""
+        ...
 
     @property
-    def tail_len(self) -> int: ...  # noqa: D102
+    def tail_len(self) -> int:
+        """How many of the last tokens it reads."""
+        ...
 
     def select(self, rows: Tensor) -> Processor:
         """The same for some of its rows, which may repeat; rows: (R,) int64."""

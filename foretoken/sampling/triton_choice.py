@@ -130,7 +130,7 @@ def chosen_tokens(
 
 
 @triton.jit(do_not_specialize=["nodes", "blocks_per_part"])
-def _part_kernel(  # noqa: PLR0913, PLR0917 - a kernel takes all that it reads
+def _part_kernel(
     logits: tl.tensor,
     inverse_temperature: tl.tensor,
     seeds: tl.tensor,

@@ -33,11 +33,11 @@ _METRICS_SECONDS = 10.0
 _LOST = (ray.exceptions.RayActorError, ray.exceptions.ObjectLostError, ray.exceptions.WorkerCrashedError)
 
 
-class _Stopped(Exception):  # noqa: N818 - a state of a replica, for which another one is tried
+class _Stopped(Exception):
     """The replica serves no requests any more."""
 
 
-class _Begun(Exception):  # noqa: N818 - a state of the request, which ends as an error of the stream
+class _Begun(Exception):
     """The replica ended when the client had a part of the answer already."""
 
 

@@ -90,7 +90,7 @@ class RunSettings:
         }
 
 
-class Interrupted(Exception):  # noqa: N818 - no error: the run was told to stop and did
+class Interrupted(Exception):
     """The run was stopped by a signal after its state was saved; `number` is the signal's."""
 
     def __init__(self, number: int) -> None:
@@ -192,11 +192,12 @@ def _run(
     try:
         with stop_signals() as received:
             for report in trainer.steps():
+                told = report
                 if log is not None:
-                    report = _evaluated(report, trainer, evaluation, settings.train.compute_dtype)  # noqa: PLW2901
-                    log.write(report.step, _logged(report))
+                    told = _evaluated(report, trainer, evaluation, settings.train.compute_dtype)
+                    log.write(told.step, _logged(told))
                 if on_step is not None:
-                    on_step(report)
+                    on_step(told)
                 number = _told_to_stop(received, processes, next(trainer.head.parameters()).device)
                 if number is not None:
                     trainer.save(settings.directory)

@@ -93,7 +93,8 @@ def _logits(pair: Sequence[LoadedModel], prompts: Sequence[Sequence[int]]) -> Tw
         work = Pass.of_chains([list(prompt)], slots=[0], prefix_lens=[0])
         work = replace(work, logit_rows=torch.arange(len(prompt)))
         ours, theirs = (runner.run(work).logits for runner in runners)
-        assert ours is not None and theirs is not None, "all rows are asked for"  # noqa: PT018 - one condition
+        assert ours is not None, "all rows are asked for"
+        assert theirs is not None, "all rows are asked for"
         difference = max(difference, float((ours - theirs).abs().max()))
         largest = max(largest, float(ours.abs().max()))
     is_exact = all(runner.is_exact for runner in runners)

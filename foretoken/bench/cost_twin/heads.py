@@ -194,7 +194,7 @@ _METHODS: dict[str, tuple[Callable[[Any], Rules], Callable[[Any, int], dict[str,
     "eagle": (_eagle, _eagle_sizes),
     "eagle3": (_eagle3, _eagle3_sizes),
     "falcon": (_falcon, _eagle_sizes),
-    "medusa": (_medusa, lambda config, factor: {}),  # noqa: ARG005 - no size but the hidden one
+    "medusa": (_medusa, lambda *_: {}),  # no size but the hidden one
     "hydra": (_hydra, _hydra_sizes),
     "mlp_speculator": (_mlp_speculator, _mlp_speculator_sizes),
 }
