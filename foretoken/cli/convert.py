@@ -12,6 +12,7 @@ from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint
 
 if TYPE_CHECKING:
     from foretoken.formats.checkpoint import HeadCheckpoint
+    from foretoken.formats.target_info import TargetInfo
 
 _DTYPES = ("float16", "bfloat16", "float32")
 _NUM_HEADS = "Heads to keep, the first ones; an error when the tensors hold fewer."
@@ -65,26 +66,15 @@ def convert(
     """
     import torch
 
-    from foretoken.bench.setup_checks import check_is_no_model
     from foretoken.formats.hub import local_head
-    from foretoken.formats.registry import head_readers, read_head, write_head
+    from foretoken.formats.registry import head_readers, write_head
     from foretoken.formats.target_info import TargetInfo
 
     _check_out(out, force=force)
     if dtype is not None and dtype not in _DTYPES:
         raise ConfigError(f"dtype '{dtype}' does not exist here. {nearest_name_hint(dtype, _DTYPES)}")
     around = TargetInfo() if target is None else TargetInfo.of_directory(target)
-    place = local_head(source, revision)
-    try:
-        name, checkpoint = read_head(
-            place,
-            target=around.fingerprint,
-            base_config=around.config,
-            weights=None if target is None else around.loaded,
-        )
-    except ModelError:
-        check_is_no_model(place)
-        raise
+    name, checkpoint = _read(local_head(source, revision), around, has_target=target is not None)
     checkpoint = _counted(checkpoint, "hydra", num_hydra_heads, num_hydra_layers)
     checkpoint = _counted(checkpoint, "medusa", num_medusa_heads, num_medusa_layers)
     to = to.replace("-", "_")
@@ -107,12 +97,42 @@ def convert(
     if as_json:
         options.print_json(facts)
         return
-    heads = "" if facts["heads"] is None else f"{facts['heads']} heads, "
-    terminal.say(f"{source} ({name}) -> {out} ({facts['format']}): {facts['method']}, {heads}{facts['dtype']}")
-    for file, size in files.items():
-        terminal.say(f"  {file}  {size} bytes")
+    _say(facts)
     for reader in readers:
         terminal.say(f"  {reader}")
+
+
+def _read(place: Path, around: TargetInfo, *, has_target: bool) -> tuple[str, HeadCheckpoint]:
+    """The head that lies somewhere, and the name of its format.
+
+    Args:
+        place: Its directory or file of weights.
+        around: What is known of the target.
+        has_target: Whether that is a directory, whose weights can be read.
+
+    Raises:
+        ModelError: When there is no head, or it does not fit.
+    """
+    from foretoken.bench.setup_checks import check_is_no_model
+    from foretoken.formats.registry import read_head
+
+    weights = around.loaded if has_target else None
+    try:
+        return read_head(place, target=around.fingerprint, base_config=around.config, weights=weights)
+    except ModelError:
+        check_is_no_model(place)
+        raise
+
+
+def _say(facts: dict[str, Any]) -> None:
+    """Prints what was read and what was written."""
+    heads = "" if facts["heads"] is None else f"{facts['heads']} heads, "
+    terminal.say(
+        f"{facts['source']} ({facts['source_format']}) -> {facts['out']} ({facts['format']}): {facts['method']}, "
+        f"{heads}{facts['dtype']}"
+    )
+    for file, size in facts["files"].items():
+        terminal.say(f"  {file}  {size} bytes")
 
 
 def _counted(checkpoint: HeadCheckpoint, method: str, num_heads: int | None, num_layers: int | None) -> HeadCheckpoint:

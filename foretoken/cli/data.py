@@ -94,11 +94,7 @@ def data(
     speculative_config = options.drafter_texts(speculative_config, spec_type)
     if speculative_config is not None and (len(speculative_config) > 1 or not self_distill):
         raise ConfigError("data takes one --speculative-config, together with --self-distill. Leave the others out.")
-    responses = generated if generated is not None else out.resolve().with_name(f"{out.resolve().name}.generated.jsonl")
-    if out.resolve() in responses.resolve().parents:
-        raise ConfigError(
-            f"--generated '{responses}' lies in --out '{out}'. Expected a file outside, for OUT is replaced."
-        )
+    responses = _file_of_responses(generated, out)
     sources = [*map(text_source, text or ()), *(json_source(path, text_column=text_column) for path in jsonl or ())]
     if dataset is not None:
         sources.append(dataset_source(dataset, config=dataset_config, split=split, text_column=text_column))
@@ -129,6 +125,17 @@ def data(
             out, plan, tokenizer, makers, vocab_size=vocab_size, meta=meta, force=force, on_progress=on_progress
         )
     _report(target, out, corpus, as_json=as_json)
+
+
+def _file_of_responses(given: Path | None, out: Path) -> Path:
+    """Where responses are kept; raises `ConfigError` when that is in the directory that is replaced."""
+    place = out.resolve()
+    responses = given if given is not None else place.with_name(f"{place.name}.generated.jsonl")
+    if place in responses.resolve().parents:
+        raise ConfigError(
+            f"--generated '{responses}' lies in --out '{out}'. Expected a file outside, for OUT is replaced."
+        )
+    return responses
 
 
 def _tokenizer(target: str) -> Any:

@@ -16,6 +16,7 @@ from foretoken.core.results import DrafterShares
 if TYPE_CHECKING:
     from foretoken.cli.shown_tokens import ShownTokens
     from foretoken.core.records import Declined, StepRecord
+    from foretoken.core.results import RequestOutput
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.engine.llm import LLM
     from foretoken.engine.prompts import Prompt
@@ -121,18 +122,9 @@ def generate(
     conditions = {**header, "drafters": [each.name for each in llm.drafters], "max_tokens": max_tokens, **sampling}
     if as_json:
         output = llm.generate(request, params)[0]
-        completion = output.outputs[0]
-        watch.write_trace(conditions, completion.text, completion.finish_reason)
+        watch.write_trace(conditions, output.outputs[0].text, output.outputs[0].finish_reason)
         options.print_json({
-            **header,
-            "runner_choice": llm.target.choice,
-            "load_seconds": clock.seconds,
-            "prompt_token_ids": output.prompt_token_ids,
-            "token_ids": completion.token_ids,
-            "text": completion.text,
-            "finish_reason": completion.finish_reason,
-            "stop_reason": completion.stop_reason,
-            "metrics": output.metrics.as_dict(),
+            **header, "runner_choice": llm.target.choice, "load_seconds": clock.seconds, **_as_dict(output),
             "not_drafted": drafts.as_dict() if setup.config is not None else None,
         })  # fmt: skip
         return
@@ -147,6 +139,19 @@ def generate(
     if verbose and setup.config is not None:
         terminal.note(f"[{drafts.line()}]")
         terminal.note(f"[{drafts.shares_line()}]")
+
+
+def _as_dict(output: RequestOutput) -> dict[str, Any]:
+    """A result for --json."""
+    completion = output.outputs[0]
+    return {
+        "prompt_token_ids": output.prompt_token_ids,
+        "token_ids": completion.token_ids,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "stop_reason": completion.stop_reason,
+        "metrics": output.metrics.as_dict(),
+    }
 
 
 def _stream(llm: LLM, request: Prompt, text: str, params: SamplingParams, watch: _Watch) -> tuple[str, str | None]:
