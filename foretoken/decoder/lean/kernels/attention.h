@@ -13,36 +13,26 @@
 
 namespace {
 
-// What one token sees: the cache rows low..prefix of its sequence, then `count` scratch rows, numbered from the prefix.
+// What one token sees: the cache rows low..prefix of its sequence, then `count` scratch rows, numbered from the prefix, the
+// first `run` of which are 0 to `run` - 1.
 struct View {
-  int64_t low, prefix, count;
+  int64_t low, prefix, count, run;
   const int32_t* scratch;
 
   int64_t size() const { return prefix - low + count; }
-
-  // Scratch rows that it sees before the first one that it does not.
-  int64_t first_gap() const {
-    int64_t from = 0, to = count;
-    while (from < to) {
-      const int64_t middle = (from + to) / 2;
-      if (scratch[middle] == middle) {
-        from = middle + 1;
-      } else {
-        to = middle;
-      }
-    }
-    return from;
-  }
 };
 
-// What node t of sequence s sees; `runs` says of each node how many nodes before it are its nearest ancestors.
-View view_of(const Pass& pass, const int32_t* runs, int64_t window, int64_t s, int64_t t, int32_t* scratch) {
+// What node t of sequence s sees. `runs` says of each node how many nodes before it are its nearest ancestors; `every` has
+// the numbers of all scratch rows, for nodes that see all before them.
+View view_of(const Pass& pass, const int32_t* runs, const int32_t* every, int64_t window, int64_t s, int64_t t, int32_t* scratch) {
   const int64_t first = pass.node_starts[s], prefix = pass.prefix[s], position = pass.positions[first + t];
   const int64_t low = window > 0 ? std::min(std::max<int64_t>(0, position - window + 1), prefix) : 0;
   const int64_t *parents = pass.parents + first, *positions = pass.positions + first;
   int64_t count = 0;
   if (window > 0) {
     for (int64_t node = t; node >= 0 && position - positions[node] < window; node = parents[node]) scratch[count++] = int32_t(node);
+  } else if (runs[first + t] == t) {
+    return {low, prefix, t + 1, t + 1, every};
   } else {
     for (int64_t node = t; node >= 0;) {
       const int64_t last = node - runs[first + node];
@@ -52,28 +42,34 @@ View view_of(const Pass& pass, const int32_t* runs, int64_t window, int64_t s, i
     }
   }
   std::reverse(scratch, scratch + count);
-  return {low, prefix, count, scratch};
+  int64_t run = 0;
+  while (run < count && scratch[run] == run) ++run;
+  return {low, prefix, count, run, scratch};
 }
 
-// Dot products of up to kQueries queries with up to kKeys keys, in vector registers.
+// Dot products of up to kQueries queries, from one on, with up to kKeys keys, in vector registers.
 template <class T>
-struct VectorDots {
+class VectorDots {
+ public:
   static constexpr int kKeys = 4, kQueries = kTokens;
+
+  VectorDots(const Inputs<T>& queries, int64_t first, int64_t D) : queries_(queries.at(first, 0)), D_(D) {}
 
   // As how many so many queries stand side by side.
   static int64_t padded(int64_t queries) { return (queries + kQueries - 1) / kQueries * kQueries; }
 
-  // What is set while dot products are taken: nothing.
-  struct Registers {
-    Registers(const Inputs<T>&, int64_t) {}
-  };
-
-  // Of the queries from `first` on with the first `count` of some keys: (queries, kKeys), the rest of which is anything.
-  static void run(const Inputs<T>& queries, int64_t first, const T* keys, int64_t count, int64_t D, float* out) {
+  // With the first `count` of some keys: kKeys a query, the rest of which is anything, `stride` elements from one query to the next.
+  void run(const T* keys, int64_t count, float* out, int64_t stride) const {
     const T* rows[kKeys];
-    for (int r = 0; r < kKeys; ++r) rows[r] = keys + std::min<int64_t>(r, count - 1) * D;
-    dot_block<T, kKeys, kQueries>(rows, queries.at(first, 0), D, NoFetch{}, out);
+    float dots[kQueries * kKeys];
+    for (int r = 0; r < kKeys; ++r) rows[r] = keys + std::min<int64_t>(r, count - 1) * D_;
+    dot_block<T, kKeys, kQueries>(rows, queries_, D_, NoFetch{}, dots);
+    for (int c = 0; c < kQueries; ++c) std::copy_n(dots + c * kKeys, kKeys, out + c * stride);
   }
+
+ private:
+  const typename Inputs<T>::Token* queries_;
+  const int64_t D_;
 };
 
 #if defined(FORETOKEN_TILES)
@@ -93,52 +89,20 @@ class SharedAttention {
  public:
   static constexpr int kKeys = Dots<T>::kKeys, kQueries = Dots<T>::kQueries;
 
-  SharedAttention(const View* views, int count, const T* keys, const T* values, int64_t D, float* scores, int64_t stride)
-      : views_(views), count_(count), keys_(keys), values_(values), D_(D), scores_(scores), stride_(stride) {}
+  // views: of the queries from `first` on.
+  SharedAttention(const MatrixInputs<T>& queries, int64_t first, const View* views, int count, const T* keys, const T* values, int64_t D, float* scores, int64_t stride)
+      : dots_(queries, first, D), views_(views), count_(count), keys_(keys), values_(values), D_(D), scores_(scores), stride_(stride) {}
 
-  // Scores of the queries from `first` on; then what exp leaves of them, and 1 / its sum. A softcap above 0 bounds the scores.
-  void score(const MatrixInputs<T>& queries, int64_t first, float scale, float softcap) {
-    const typename Dots<T>::Registers registers(queries, D_);
-    const int64_t prefix = views_[0].prefix;
+  // Scores of the queries; then what exp leaves of them, and 1 / its sum. A softcap above 0 bounds the scores.
+  void score(float scale, float softcap) {
     const Seen seen(views_, count_);
-    float out[kQueries * kKeys];
-    const auto dots = [&](int64_t row, int64_t end) {
-      Dots<T>::run(queries, first, keys_ + row * D_, std::min<int64_t>(kKeys, end - row), D_, out);
-    };
-    for (int64_t row = seen.low; row < prefix; row += kKeys) {
-      dots(row, prefix);
-      const bool is_common = row >= seen.common && row + kKeys <= prefix;
-      for (int c = 0; c < count_; ++c) {
-        float* scores = of(c) + row - views_[c].low;
-        if (is_common) {
-          std::copy_n(out + c * kKeys, kKeys, scores);
-        } else {
-          for (int r = 0; r < kKeys; ++r) {
-            if (row + r >= views_[c].low && row + r < prefix) scores[r] = out[c * kKeys + r];
-          }
-        }
-      }
-    }
-    int64_t next[kQueries] = {};
-    for (int64_t row = 0; row < seen.scratch; row += kKeys) {
-      dots(prefix + row, prefix + seen.scratch);
-      const bool is_common = row + kKeys <= seen.shared;
-      for (int c = 0; c < count_; ++c) {
-        const View& view = views_[c];
-        float* scores = of(c) + prefix - view.low;
-        if (is_common) {
-          std::copy_n(out + c * kKeys, kKeys, scores + row);
-          next[c] = row + kKeys;
-          continue;
-        }
-        for (; next[c] < view.count && view.scratch[next[c]] < row + kKeys; ++next[c]) {
-          scores[next[c]] = out[c * kKeys + view.scratch[next[c]] - row];
-        }
-      }
-    }
+    score_prefix(seen);
+    score_scratch(seen);
     for (int c = 0; softcap > 0 && c < count_; ++c) cap(of(c), views_[c].size(), scale, softcap);
     if (softcap > 0) scale = 1.0f;
-    for (int c = 0; c < count_; ++c) factors_[c] = 1.0f / soften(of(c), views_[c].size(), scale);
+    Lanes sums[std::max(kQueries, 4)] = {};
+    for (int c = 0; c < count_; ++c) sums[c] = soften(of(c), views_[c].size(), scale);
+    store_lanes(factors_, 1.0f / sums_over_lanes<std::max(kQueries, 4)>(sums));
   }
 
   // Calls emit(query, d, values...) with the values' mixture: kLanes at a time, the last ones of an odd D one by one.
@@ -170,7 +134,7 @@ class SharedAttention {
       for (int c = 0; c < count; ++c) {
         low = std::min(low, views[c].low);
         common = std::max(common, views[c].low);
-        shared = std::min(shared, views[c].first_gap());
+        shared = std::min(shared, views[c].run);
         if (views[c].count > 0) scratch = std::max<int64_t>(scratch, views[c].scratch[views[c].count - 1] + 1);
       }
     }
@@ -185,6 +149,51 @@ class SharedAttention {
 
   float* of(int c) const { return scores_ + c * stride_; }
 
+  // Scores of cache rows; where all queries see the same, straight to where they belong. What is written past the last row is
+  // written over by those of scratch rows.
+  void score_prefix(const Seen& seen) {
+    const int64_t prefix = views_[0].prefix;
+    float out[kQueries * kKeys];
+    for (int64_t row = seen.low; row < prefix; row += kKeys) {
+      const int64_t count = std::min<int64_t>(kKeys, prefix - row);
+      if (seen.low == seen.common) {
+        dots_.run(keys_ + row * D_, count, scores_ + row - seen.low, stride_);
+        continue;
+      }
+      dots_.run(keys_ + row * D_, count, out, kKeys);
+      for (int c = 0; c < count_; ++c) {
+        for (int r = 0; r < count; ++r) {
+          if (row + r >= views_[c].low) of(c)[row + r - views_[c].low] = out[c * kKeys + r];
+        }
+      }
+    }
+  }
+
+  // Scores of scratch rows. Where a query sees all rows so far, and not all of these, what is written too much is
+  // written over.
+  void score_scratch(const Seen& seen) {
+    const int64_t prefix = views_[0].prefix;
+    float out[kQueries * kKeys];
+    int64_t next[kQueries];
+    for (int c = 0; c < count_; ++c) next[c] = views_[c].run;
+    for (int64_t row = 0; row < seen.scratch; row += kKeys) {
+      const T* keys = keys_ + (prefix + row) * D_;
+      if (seen.low == seen.common && row + kKeys <= seen.shared) {
+        dots_.run(keys, kKeys, scores_ + prefix - seen.low + row, stride_);
+        continue;
+      }
+      dots_.run(keys, std::min<int64_t>(kKeys, seen.scratch - row), out, kKeys);
+      for (int c = 0; c < count_; ++c) {
+        const View& view = views_[c];
+        float* scores = of(c) + prefix - view.low;
+        if (row < view.run) std::copy_n(out + c * kKeys, kKeys, scores + row);
+        for (; next[c] < view.count && view.scratch[next[c]] < row + kKeys; ++next[c]) {
+          scores[next[c]] = out[c * kKeys + view.scratch[next[c]] - row];
+        }
+      }
+    }
+  }
+
   // Scales and caps scores. Past the last one there is room for a register.
   static void cap(float* scores, int64_t size, float scale, float softcap) {
     for (int64_t j = 0; j < size; j += kLanes) {
@@ -192,25 +201,23 @@ class SharedAttention {
     }
   }
 
-  // Turns scores into the numerators of a softmax and gives the denominator.
-  static float soften(float* scores, int64_t size, float scale) {
+  // Turns scores into the numerators of a softmax and gives the denominator, lane by lane.
+  static Lanes soften(float* scores, int64_t size, float scale) {
     const int64_t padded = (size + kLanes - 1) / kLanes * kLanes;
     for (int64_t j = size; j < padded; ++j) scores[j] = -INFINITY;
     Lanes greatest = Lanes{} - INFINITY;
     for (int64_t j = 0; j < padded; j += kLanes) {
       const Lanes s = load_lanes(scores + j) * scale;
-      store_lanes(scores + j, s);
       greatest = s > greatest ? s : greatest;
     }
-    float top = greatest[0];
-    for (int i = 1; i < kLanes; ++i) top = std::max(top, greatest[i]);
+    const Lanes all = in_all_lanes(scale), top = in_all_lanes(greatest_lane(greatest));
     Lanes sum{};
     for (int64_t j = 0; j < padded; j += kLanes) {
-      const Lanes e = exponential(load_lanes(scores + j) - top);
+      const Lanes e = exponential(multiply_add(load_lanes(scores + j), all, -top));
       store_lanes(scores + j, e);
       sum += e;
     }
-    return sum_of_lanes(sum);
+    return sum;
   }
 
   // Calls step(weight, value) for every row that query c sees.
@@ -281,13 +288,14 @@ class SharedAttention {
     }
   }
 
-  const View* views_;
+  const Dots<T> dots_;
+  const View* const views_;
   const int count_;
   const T *keys_, *values_;
   const int64_t D_;
   float* const scores_;
   const int64_t stride_;
-  float factors_[kQueries];
+  float factors_[std::max(kQueries, kLanes)];
 };
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <type_traits>
 
 #include <omp.h>
@@ -33,6 +34,7 @@ class Decoder {
         normed_(space_.normed, rows_, model.hidden),
         mixed_(space_.mixed, rows_, model.heads * model.head_dim),
         group_(group_size(model)) {
+    std::iota(space_.every, space_.every + pass.node_starts[pass.num_sequences], 0);
     space_.units[0] = 0;
     for (int64_t s = 0; s < pass.num_sequences; ++s) {
       std::fill(space_.sequence + pass.starts[s], space_.sequence + pass.starts[s + 1], s);
@@ -292,13 +294,13 @@ class Decoder {
       const int64_t token = (first + c) / group_;
       int32_t* scratch = space_.scratch + (thread * kQueries + c) * stride;
       const bool is_same = c > 0 && (first + c - 1) / group_ == token;
-      views[c] = is_same ? views[c - 1] : view_of(pass_, space_.runs, layer.window, s, num_earlier(s) + token, scratch);
+      views[c] = is_same ? views[c - 1] : view_of(pass_, space_.runs, space_.every, layer.window, s, num_earlier(s) + token, scratch);
     }
     const int64_t start = cache_row(s, kv_head, 0);
-    SharedAttention<T> attention(views, count, static_cast<const T*>(layer.keys) + start,
+    SharedAttention<T> attention(queries_of(s, kv_head), first, views, count, static_cast<const T*>(layer.keys) + start,
                                  static_cast<const T*>(layer.values) + start, D,
                                  space_.scores + thread * kQueries * stride, stride);
-    attention.score(queries_of(s, kv_head), first, layer.scale, layer.softcap);
+    attention.score(layer.scale, layer.softcap);
     attention.mix([&](int c, int64_t d, auto values) {
       const int64_t m = pass_.starts[s] + (first + c) / group_, k = (kv_head * group_ + (first + c) % group_) * D + d;
       put_anywhere(mixed_, m, k, values);

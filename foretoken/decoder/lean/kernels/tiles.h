@@ -208,8 +208,9 @@ void sum_tiles(TileRows<T> (&rows)[2], int64_t K, const TileInputs& x, int64_t f
   }
 }
 
-// Turns sums (kTileRows, width) into dot products (width, kTileRows). Past both there is room for another row.
-inline void transpose(const float* sums, int64_t width, float* out) {
+// Turns sums (kTileRows, width) into dot products (width, kTileRows), `stride` elements from one row to the next. There are
+// sixteen of these, and past the sums there is room for another row.
+inline void transpose(const float* sums, int64_t width, float* out, int64_t stride = kTileRows) {
   __m512 rows[16], pairs[16], turned[16];
   if (width == 1) return _mm512_storeu_ps(out, _mm512_loadu_ps(sums));
 #pragma GCC unroll 16
@@ -237,7 +238,7 @@ inline void transpose(const float* sums, int64_t width, float* out) {
     turned[12 + j] = _mm512_shuffle_f32x4(odd[0], odd[1], 0xdd);
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) _mm512_storeu_ps(out + i * kTileRows, turned[i]);
+  for (int i = 0; i < 16; ++i) _mm512_storeu_ps(out + i * stride, turned[i]);
 }
 
 // This thread's share of the rows of a matrix, and work(first, last, begin, end) for each panel of tokens first..last.
@@ -338,50 +339,48 @@ void multiply_gated(const Matrix& gate, const Matrix& up, const TileInputs& x, i
 }
 
 // See `VectorDots`. Up to kFew queries stand side by side as if they were so many, more as if they were kQueries.
-struct TileDots {
+class TileDots : TileRegisters {
+ public:
   static constexpr int kKeys = kTileRows, kQueries = kTileTokens, kFew = 4;
+
+  // Registers: 0 sums of keys by queries; 4 and 6 keys and queries, 5 and 7 those of the elements past the last whole step.
+  TileDots(const TileInputs& queries, int64_t first, int64_t D)
+      : queries_(queries.at(first, 0)), D_(D), width_(queries.width), pairs_(queries.width * 2 * int64_t(sizeof(Bfloat16))) {
+    const int64_t rest = D % kTileStep / 2 * 2;
+    shape(0, kKeys, pairs_);
+    if (D >= kTileStep) shape(4, kKeys, 2 * kTileStep);
+    if (D >= kTileStep) shape(6, kTileStep / 2, pairs_);
+    if (rest > 0) shape(5, kKeys, 2 * rest);
+    if (rest > 0) shape(7, rest / 2, pairs_);
+    use();
+    if (D == kTileStep) _tile_loadd(6, queries_, pairs_);
+  }
 
   static int64_t padded(int64_t queries) { return queries <= kFew ? kFew : (queries + kQueries - 1) / kQueries * kQueries; }
 
-  // 0: sums of keys by queries; 4 and 6: keys and queries, 5 and 7 those of the elements past the last whole step.
-  class Registers : TileRegisters {
-   public:
-    Registers(const TileInputs& queries, int64_t D) {
-      const int64_t rest = D % kTileStep / 2 * 2, pairs = 4 * queries.width;
-      shape(0, kKeys, pairs);
-      if (D >= kTileStep) shape(4, kKeys, 2 * kTileStep);
-      if (D >= kTileStep) shape(6, kTileStep / 2, pairs);
-      if (rest > 0) shape(5, kKeys, 2 * rest);
-      if (rest > 0) shape(7, rest / 2, pairs);
-      use();
-    }
-  };
-
-  static void run(const TileInputs& queries, int64_t first, const Bfloat16* keys, int64_t count, int64_t D, float* out) {
-    const int64_t width = queries.width, pairs = width * 2 * int64_t(sizeof(Bfloat16));
-    const Bfloat16* const x = queries.at(first, 0);
+  void run(const Bfloat16* keys, int64_t count, float* out, int64_t stride) const {
     alignas(kBytes) float sums[kKeys * (kQueries + 1)];
-    KeyRows rows(keys, count, D);
+    KeyRows rows(keys, count, D_);
     int64_t k = 0;
     _tile_zero(0);
-    for (; k + kTileStep <= D; k += kTileStep) {
+    for (; k + kTileStep <= D_; k += kTileStep) {
       const Bfloat16* from = rows.at(k, kTileStep);
       _tile_loadd(4, from, rows.stride);
-      _tile_loadd(6, x + k * width, pairs);
+      if (D_ > kTileStep) _tile_loadd(6, queries_ + k * width_, pairs_);
       _tile_dpbf16ps(0, 4, 6);
     }
-    if (k + 2 <= D) {
-      const Bfloat16* from = rows.at(k, D - k);
+    if (k + 2 <= D_) {
+      const Bfloat16* from = rows.at(k, D_ - k);
       _tile_loadd(5, from, rows.stride);
-      _tile_loadd(7, x + k * width, pairs);
+      _tile_loadd(7, queries_ + k * width_, pairs_);
       _tile_dpbf16ps(0, 5, 7);
     }
-    _tile_stored(0, sums, pairs);
-    for (int64_t i = 0; D % 2 > 0 && i < count * width; ++i) {
-      const float key = to_float(keys[i / width * D + D - 1]), query = to_float(x[(D - 1) * width + i % width * 2]);
+    _tile_stored(0, sums, pairs_);
+    for (int64_t i = 0; D_ % 2 > 0 && i < count * width_; ++i) {
+      const float key = to_float(keys[i / width_ * D_ + D_ - 1]), query = to_float(queries_[(D_ - 1) * width_ + i % width_ * 2]);
       sums[i] = std::fma(key, query, sums[i]);
     }
-    width == kFew ? transpose_few(sums, out) : transpose(sums, width, out);
+    width_ == kFew ? transpose_few(sums, out, stride) : transpose(sums, width_, out, stride);
   }
 
  private:
@@ -402,17 +401,20 @@ struct TileDots {
     }
   };
 
-  // Turns (kKeys, kFew) into (kFew, kKeys).
-  static void transpose_few(const float* sums, float* out) {
+  // Turns (kKeys, kFew) into (kFew, kKeys), `stride` elements from one row to the next.
+  static void transpose_few(const float* sums, float* out, int64_t stride) {
     static_assert(kFew == 4 && kKeys == 16);
     const __m512 a = _mm512_loadu_ps(sums), b = _mm512_loadu_ps(sums + 16), c = _mm512_loadu_ps(sums + 32), d = _mm512_loadu_ps(sums + 48);
     for (int i = 0; i < kFew; ++i) {
       const __m512i every = _mm512_add_epi32(_mm512_set1_epi32(i), _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 0, 0, 0, 0, 0, 0, 0));
       const __m256 first = _mm512_castps512_ps256(_mm512_permutex2var_ps(a, every, b));
       const __m256 second = _mm512_castps512_ps256(_mm512_permutex2var_ps(c, every, d));
-      _mm512_storeu_ps(out + i * kKeys, _mm512_insertf32x8(_mm512_castps256_ps512(first), second, 1));
+      _mm512_storeu_ps(out + i * stride, _mm512_insertf32x8(_mm512_castps256_ps512(first), second, 1));
     }
   }
+
+  const Bfloat16* const queries_;
+  const int64_t D_, width_, pairs_;  // pairs_: bytes of two elements of all queries
 };
 
 #endif

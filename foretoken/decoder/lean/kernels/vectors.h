@@ -1,6 +1,7 @@
 // Vector registers, the two dtypes, and element-wise functions over registers.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -166,9 +167,14 @@ FORETOKEN_INLINE Lanes sums_over_lanes(const Lanes* v) {
 
 inline Lanes exponential(Lanes x) {  // relative error below 2e-7; 0 below -87
   const Lanes low = Lanes{} - 87.0f, high = Lanes{} + 88.0f;
+#if defined(__AVX512F__)
+  const __mmask16 is_large = _mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_NLT_UQ);  // or NaN
+  x = (Lanes)_mm512_min_ps((__m512)high, (__m512)x);
+#else
   const IntLanes underflows = x < low;
   x = underflows ? low : x;
   x = x > high ? high : x;
+#endif
   const Lanes magic = Lanes{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const Lanes shifted = x * 1.44269504088896341f + magic, n = shifted - magic;
   const Lanes r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -179,9 +185,13 @@ inline Lanes exponential(Lanes x) {  // relative error below 2e-7; 0 below -87
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
+#if defined(__AVX512F__)
+  return (Lanes)_mm512_maskz_scalef_ps(is_large, (__m512)p, (__m512)n);  // p * 2^n
+#else
   const IntLanes power = (__builtin_convertvector(n, IntLanes) + 127) << 23;
   const Lanes result = p * reinterpret_cast<const Lanes&>(power);
   return underflows ? Lanes{} : result;
+#endif
 }
 
 inline bool any_of(IntLanes flags) {  // whether a comparison holds in some lane
@@ -220,6 +230,18 @@ inline Lanes hyperbolic_tangent(Lanes x) {  // relative error below 1e-6
 inline float sum_of_lanes(Lanes x) {
   const Lanes v[4] = {x};
   return sums_over_lanes<4>(v)[0];
+}
+
+inline float greatest_lane(Lanes x) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)x);
+#else
+  const Lanes half = __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3);
+  x = x < half ? half : x;
+  const Lanes quarter = __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5);
+  x = x < quarter ? quarter : x;
+  return std::max(x[0], x[1]);
+#endif
 }
 
 }  // namespace

@@ -46,7 +46,7 @@ struct Workspace {
   typename MatrixInputs<T>::Token* rotated;
   float* scores;      // kQueries rows a thread
   int32_t* scratch;   // likewise
-  int32_t* runs;      // (W,), see `view_of`
+  int32_t *runs, *every;  // (W,), see `view_of`
   int64_t *sequence;  // (M,), of each token
   int64_t *units;     // (S + 1,), where each sequence's portions of attention begin
 
@@ -83,7 +83,7 @@ struct Workspace {
     take(base, inner, padded_M, MatrixInputs<W>::padded(model.intermediate));
     take(base, scores, threads, Dots<T>::kQueries * greatest_rows(model));
     take(base, scratch, threads, Dots<T>::kQueries * greatest_rows(model));
-    take(base, runs, M, 1);
+    for (int32_t** each : {&runs, &every}) take(base, *each, M, 1);
     take(base, sequence, M, 1);
     take(base, units, padded_M + 1, 1);
     take(base, router, M, model.num_experts);
