@@ -185,9 +185,9 @@ class Decoder {
   // The norm of `count` tokens; token(i) is the i-th of them.
   template <class Token>
   void normalise(const Norm& norm, const MatrixInputs<W>& out, int64_t count, Token&& token) {
-    share(count, [&](int64_t i) {
+    share_inputs(count, model_.hidden, [&](int64_t i, int64_t begin, int64_t end) {
       const float* x = space_.residual + token(i) * model_.hidden;
-      normalise_row(norm, x, model_.hidden, [&](int64_t k, auto values) { out.put(i, k, values); });
+      normalise_elements(norm, x, model_.hidden, begin, end, [&](int64_t k, auto values) { out.put(i, k, values); });
     });
     barrier_.wait();
   }

@@ -43,22 +43,29 @@ Moments moments(const float* x, int64_t size, float epsilon) {
   return {float(mean), float(1.0 / std::sqrt(squares / double(size) + epsilon))};
 }
 
-// The norm of a row; put(k, values) takes a register or an element at a time. Without a norm: the row itself.
+// Elements begin..end of the norm of a row; put(k, values) takes a register or an element at a time. Without a norm: of the
+// row itself.
 template <class Put>
-void normalise_row(const Norm& norm, const float* x, int64_t size, Put&& put) {
+void normalise_elements(const Norm& norm, const float* x, int64_t size, int64_t begin, int64_t end, Put&& put) {
   const float *weight = norm.weight, *bias = norm.bias;
-  int64_t k = 0;
+  int64_t k = begin;
   if (weight == nullptr) {
-    for (; k + kLanes <= size; k += kLanes) put(k, load_lanes(x + k));
-    for (; k < size; ++k) put(k, x[k]);
+    for (; k + kLanes <= end; k += kLanes) put(k, load_lanes(x + k));
+    for (; k < end; ++k) put(k, x[k]);
   } else if (norm.kind == kLayerNorm) {
     const auto [mean, factor] = moments(x, size, norm.epsilon);
-    for (; k < size; ++k) put(k, std::fma((x[k] - mean) * factor, weight[k], bias == nullptr ? 0.0f : bias[k]));
+    for (; k < end; ++k) put(k, std::fma((x[k] - mean) * factor, weight[k], bias == nullptr ? 0.0f : bias[k]));
   } else {
     const float factor = norm_factor(x, size, norm.epsilon);
-    for (; k + kLanes <= size; k += kLanes) put(k, load_lanes(x + k) * factor * load_lanes(weight + k));
-    for (; k < size; ++k) put(k, x[k] * factor * weight[k]);
+    for (; k + kLanes <= end; k += kLanes) put(k, load_lanes(x + k) * factor * load_lanes(weight + k));
+    for (; k < end; ++k) put(k, x[k] * factor * weight[k]);
   }
+}
+
+// The norm of a whole row.
+template <class Put>
+void normalise_row(const Norm& norm, const float* x, int64_t size, Put&& put) {
+  normalise_elements(norm, x, size, 0, size, put);
 }
 
 // The norm of one head, or of all heads of a token, in place.

@@ -109,6 +109,18 @@ inline int64_t most_inputs(int64_t M) {
   return M > INT64_MAX - kMostTokens ? -1 : (M + kMostTokens - 1) / kMostTokens * kMostTokens;
 }
 
+// Calls work(m, begin, end) for this thread's share of the inputs of M tokens, elements begin..end of token m: whole blocks of
+// tokens, or of few tokens some of the elements of each. Tokens of a block share cache lines, which two threads that write
+// them take from each other at every store.
+template <class Work>
+void share_inputs(int64_t M, int64_t K, Work&& work) {
+  const int64_t blocks = (M + kMostTokens - 1) / kMostTokens;
+  const bool are_many = blocks >= 2 * omp_get_num_threads();
+  const Share tokens(are_many ? M : 0, kMostTokens), elements(are_many ? 0 : K, kTileStep);
+  for (int64_t m = tokens.begin; m < tokens.end; ++m) work(m, int64_t(0), K);
+  for (int64_t m = 0; m < M && elements.begin < elements.end; ++m) work(m, elements.begin, elements.end);
+}
+
 // Puts elements from anywhere on.
 template <class X>
 inline void put_anywhere(const X& inputs, int64_t m, int64_t k, float value) {
