@@ -72,6 +72,8 @@ class Decoder {
   }
 
  private:
+  static constexpr int64_t kAhead = 32;  // tokens whose sums with the residual stream come next
+
   void embed() {
     share(rows_, [&](int64_t m) {
       float* out = space_.residual + m * model_.hidden;
@@ -200,7 +202,9 @@ class Decoder {
       share(rows_, [&](int64_t m) { add_normed(post, m); });
     } else {
       multiply(matrix, x, rows_, [&](int64_t m, int64_t n, auto count, const float* values) {
-        for (int i = 0; i < count; ++i) space_.residual[m * model_.hidden + n + i] += values[i];
+        float* row = space_.residual + m * model_.hidden + n;
+        if (m + kAhead < rows_) __builtin_prefetch(row + kAhead * model_.hidden, 1);
+        for (int i = 0; i < count; ++i) row[i] += values[i];
       });
     }
     barrier_.wait();
