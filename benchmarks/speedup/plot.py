@@ -188,6 +188,7 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, str, str]], theme: Theme)
                 places[i], places[i + 1] = places[i] - lack / 2, places[i + 1] + lack / 2
         for i, place in enumerate(places):  # within the panel, with room for those below and above
             places[i] = min(max(place, 0.02 + gap * i), 0.98 - gap * (len(places) - 1 - i))
+    line = {"arrowstyle": "-", "lw": 0.7, "alpha": 0.6, "relpos": (0.0, 0.5), "shrinkA": 1, "shrinkB": 5}
     for place, (value, text, colour) in zip(places, ordered, strict=True):
         axes.annotate(
             text,
@@ -198,7 +199,7 @@ def _label_ends(axes: Any, ends: Sequence[tuple[float, str, str]], theme: Theme)
             fontsize=9,
             va="center",
             bbox={"facecolor": theme.page, "edgecolor": "none", "alpha": 0.8, "pad": 0.6},
-            arrowprops={"arrowstyle": "-", "color": colour, "lw": 0.7, "alpha": 0.6, "relpos": (0.0, 0.5), "shrinkA": 1, "shrinkB": 5},
+            arrowprops=line | {"color": colour},
         )
 
 
