@@ -134,14 +134,13 @@ def _print_acceptance(measurements: list[Measurement], twin: str) -> None:
     rows = []
     for row in measurements if is_lossy else drafting:
         metrics = row.metrics
-        accepted = " ".join(f"{share * 100:3.0f}" for share in metrics.acceptance_by_depth[:8]).ljust(31)
         rows.append([
             row.setup,
             f"{row.temperature:g}",
             f"{metrics.tree_nodes:.1f}",
             f"{metrics.tree_utilisation:.0%}",
             f"{metrics.num_declined / max(metrics.steps, 1):.0%}",
-            accepted,
+            terminal.percent_by_depth(metrics.acceptance_by_depth),
             *([f"{row.nats_per_token:.3f}"] if is_lossy else []),
         ])  # fmt: skip
     columns = ["drafter", "T", "nodes", "used", "not drafted", "% at depth 1, 2, ...", *(["nats/token"] * is_lossy)]

@@ -287,10 +287,10 @@ def _print_table(serving: Serving, results: Sequence[PointResult], marks: dict[s
     rows = []
     for index, result in enumerate(results):
         rate, speed_up = result.tokens_per_s, result.speed_up
-        accepted = " ".join(f"{share * 100:3.0f}" for share in result.acceptance_by_depth[:8])
         more = [
             f"{result.tree_utilisation:.0%}", f"{result.declined:.0%}", f"{result.efficiency:.2f}",
-            *(f"{result.shares[name]:.0%}" for name in ("draft", "verify", "host")), accepted,
+            *(f"{result.shares[name]:.0%}" for name in ("draft", "verify", "host")),
+            terminal.percent_by_depth(result.acceptance_by_depth),
         ]  # fmt: skip
         rows.append([
             result.name,

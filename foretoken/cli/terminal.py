@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _KEPT = "\n\t\u200c\u200d"  # newline, tab, and the joiners that emoji and several scripts need
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, invisible formatting, surrogates, line and paragraph separators
+_DEPTHS = 8  # of a draft, whose acceptance a table shows
 _NARROWEST_NAME = 12  # columns in which the names of a table that does not fit are folded
 _UNBOUNDED = 10_000  # columns of a table that does not go to a terminal
 
@@ -116,6 +117,12 @@ def print_table(
     narrowest = sum(widths) + len(columns) - 1
     width = max(Console().width, narrowest) if sys.stdout.isatty() else _UNBOUNDED
     Console(width=width).print(table, crop=False, soft_wrap=False)
+
+
+def percent_by_depth(shares: Sequence[float]) -> str:
+    """Shares at depth 1 to 8 in percent, a hyphen where there are none, for a cell that lines up with others."""
+    known = [f"{share * 100:3.0f}" for share in shares[:_DEPTHS]]
+    return " ".join([*known, *["  -"] * (_DEPTHS - len(known))])
 
 
 def _width(cells: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from command_line import MODEL, ROOT, run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.cli.terminal import visible
+from foretoken.cli.terminal import percent_by_depth, visible
 
 HEAD = "models/tinycode-hydra"
 COMMAND = [sys.executable, "-m", "foretoken"]
@@ -42,6 +42,11 @@ def test_what_a_terminal_would_obey_or_hide_is_shown(text: str, shown: str) -> N
 def test_a_stream_may_be_cut_anywhere(text: str, cut: int) -> None:
     assert visible(text[:cut]) + visible(text[cut:]) == visible(text)
     assert all(char.isprintable() or char in "\n\t\u200c\u200d " or not char.isascii() for char in visible(text))
+
+
+def test_shares_of_each_depth_line_up() -> None:
+    assert percent_by_depth([1.0, 0.5]) == "100  50   -   -   -   -   -   -"
+    assert percent_by_depth([0.07] * 9) == " ".join(["  7"] * 8)
 
 
 PROMPT = "x = '\x1b[31m\u202e'\n"
