@@ -48,7 +48,7 @@ class StructuredOutputsParams:
         if self.json_object is not None:
             check_boolean("json_object", self.json_object)
         check_boolean("disable_any_whitespace", self.disable_any_whitespace)
-        given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
+        given = self._given()
         if len(given) != 1:
             found = " and ".join(given) or "none of its fields"
             raise RequestError(f"structured_outputs has {found}. Expected exactly one of {', '.join(_KINDS)}.")
@@ -80,6 +80,16 @@ class StructuredOutputsParams:
                     f"structured_outputs has no field {shown(name)}. {nearest_name_hint(str(name), known)}"
                 )
         return cls(**{name: item for name, item in value.items() if item is not None})
+
+    @property
+    def kind(self) -> str:
+        """The one of the first five fields that is given; an empty schema, which any JSON matches, is."""
+        (kind,) = self._given()
+        return kind
+
+    def _given(self) -> list[str]:
+        """Those of the first five fields that ask for something."""
+        return [name for name in _KINDS if getattr(self, name) not in (None, False)]
 
     @property
     def schema(self) -> str:

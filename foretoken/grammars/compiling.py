@@ -56,7 +56,7 @@ class Grammars:
         asked = params.structured_outputs
         if asked is None:
             return None
-        kind = next(name for name in ("json", "regex", "choice", "grammar", "json_object") if getattr(asked, name))
+        kind = asked.kind
         matcher = self._matcher(_form(asked, kind), kind)
         unwanted = [end for end in self._eos_ids if params.ignore_eos and end not in params.stop_token_ids]
         state = GrammarState(matcher.deep_copy(), vocab_size=self._vocab_size, ends=Ends(self._eos_ids, unwanted))

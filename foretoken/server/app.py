@@ -26,6 +26,7 @@ from foretoken.server.replies import EventStream, JsonResponse, disconnect
 from foretoken.server.request_fields import UnknownFields, chat_form, chat_request, completion_request, token_request
 from foretoken.server.response_answers import ResponseEnvelope, numbered
 from foretoken.server.response_fields import as_chat, told_back
+from foretoken.server.threads import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -70,7 +71,7 @@ def make_app(engine: AsyncLLM, config: ServerConfig) -> Guards:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(engine.close)
+        await in_thread(engine.close)
 
     app = FastAPI(
         title="foretoken", version=foretoken.__version__, lifespan=lifespan, docs_url=None, redoc_url=None,
@@ -159,7 +160,7 @@ class _Server:
         """The prompt that a conversation is rendered to."""
         messages, form = chat_form(body)
         template = self._config.chat_template
-        (prompt,) = await asyncio.to_thread(self._engine.llm.chat_prompts, messages, chat_template=template, **form)
+        (prompt,) = await in_thread(self._engine.llm.chat_prompts, messages, chat_template=template, **form)
         return prompt
 
     async def responses(self, request: Request) -> Response:
@@ -228,13 +229,13 @@ class _Server:
             tokens: list[int] = (await self._conversation(body))["prompt_token_ids"]
         else:
             has_special = body.get("add_special_tokens", True) is not False
-            tokens = await asyncio.to_thread(llm.encode, body.get("prompt", ""), add_special_tokens=has_special)
+            tokens = await in_thread(llm.encode, body.get("prompt", ""), add_special_tokens=has_special)
         return JsonResponse({"count": len(tokens), "max_model_len": llm.target.context_len, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
         tokens = token_request(await self._body(request))
-        return JsonResponse({"prompt": await asyncio.to_thread(self._engine.llm.decode, tokens)})
+        return JsonResponse({"prompt": await in_thread(self._engine.llm.decode, tokens)})
 
     async def health(self, _: Request) -> Response:
         """GET /health: 200 as long as requests are served, and no iteration takes minutes."""
@@ -247,7 +248,7 @@ class _Server:
 
     async def show_metrics(self, _: Request) -> Response:
         """GET /metrics."""
-        page = await asyncio.to_thread(self.metrics.page)
+        page = await in_thread(self.metrics.page)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def version(self, _: Request) -> Response:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import uuid
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from foretoken.server.live_request import LiveRequest
 from foretoken.server.request_fields import UnknownFields, chat_form, chat_request, completion_request
 from foretoken.server.response_answers import ResponseEnvelope
 from foretoken.server.response_fields import as_chat, told_back
+from foretoken.server.threads import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -135,7 +135,7 @@ class LineAnswers:
         """The prompt that a conversation is rendered to."""
         messages, form = chat_form(chat)
         render = self._engine.llm.chat_prompts
-        (prompt,) = await asyncio.to_thread(render, messages, chat_template=self._template, **form)
+        (prompt,) = await in_thread(render, messages, chat_template=self._template, **form)
         return prompt
 
 

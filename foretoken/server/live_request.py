@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from foretoken.core.errors import ForetokenError
@@ -14,6 +15,7 @@ from foretoken.engine.sequence import NOT_FOLLOWED
 from foretoken.server.answers import running_usage
 from foretoken.server.echoes import EchoedPrompt, chunk_alone, prompt_alone
 from foretoken.server.errors import ApiError, api_error
+from foretoken.server.threads import in_pool, in_thread
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, AsyncIterator, Sequence
@@ -82,16 +84,16 @@ class LiveRequest:
         """
         streams: list[RequestStream] = []
         echoes: list[EchoedPrompt] = []
-        request, loop = envelope.request, asyncio.get_running_loop()
+        request = envelope.request
         pool = None if request.params.structured_outputs is None else _compiling
         with undone_on_error(lambda: _abort(streams)):
             for prompt in request.prompts:  # reading a long prompt would hold up other requests' parts
-                streams.append(await loop.run_in_executor(pool, engine.submit, prompt, request.params))
+                streams.append(await in_pool(pool, partial(engine.submit, prompt, request.params)))
                 if request.has_max_tokens:
                     _check_room(streams[-1].num_prompt, request.params.max_tokens, engine.llm.target.context_len)
                 if request.is_echoed:
                     given = prompt.get("prompt"), streams[-1].prompt_token_ids
-                    echoes.append(await asyncio.to_thread(EchoedPrompt.read, engine.llm, *given))
+                    echoes.append(await in_thread(EchoedPrompt.read, engine.llm, *given))
         return cls(envelope, streams, echoes, metrics)
 
     def abort(self) -> None:

@@ -68,6 +68,14 @@ def test_mappings_and_text_mean_the_same() -> None:
     assert SamplingParams(structured_outputs=None).structured_outputs is None
 
 
+@pytest.mark.parametrize(
+    "given", [{"json": {}}, {"json": "{}"}, {"regex": "a"}, {"choice": ["a"]}, {"grammar": "a"}, {"json_object": True}]
+)
+def test_kind_is_the_field_that_is_given(given: dict[str, Any]) -> None:
+    """Also where its value is empty: any JSON matches an empty schema."""
+    assert StructuredOutputsParams(**{"json_object": False, **given}).kind == next(iter(given))
+
+
 def test_requests_with_a_form_are_not_plain() -> None:
     """What chooses tokens inside the decoder, by temperature alone, must not serve them."""
     assert SamplingParams().is_plain

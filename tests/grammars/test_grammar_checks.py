@@ -38,6 +38,11 @@ def text_of(llm: LLM, form: dict[str, Any]) -> str:
     return output.outputs[0].text
 
 
+@pytest.mark.parametrize("schema", [{}, "{}"])
+def test_an_empty_schema_is_any_json(llm: LLM, schema: Any) -> None:
+    assert text_of(llm, {"json": schema}).lstrip()[:1] in tuple('{["-0123456789tfn')
+
+
 @pytest.mark.parametrize("form", [HOSTILE, BLANK])
 def test_what_takes_too_long_is_refused_and_others_compile_after_it(
     form: dict[str, Any], llm: LLM, monkeypatch: pytest.MonkeyPatch

@@ -222,6 +222,7 @@ REFUSED_IN_CHATS: list[tuple[dict[str, Any], str]] = [
     ({"chat_template": "{% for i in range(10**9) %}{% endfor %}"}, "chat_template"),
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"self": "x"}}, "chat_template_kwargs is {'self': 'x'}. Expected variables"),
     ({"chat_template_kwargs": {"deep": {"a": []}}}, "chat_template_kwargs"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs"),
     ({"add_generation_prompt": True, "continue_final_message": True}, "exclude each other"),
@@ -235,6 +236,23 @@ REFUSED_IN_CHATS: list[tuple[dict[str, Any], str]] = [
 )
 def test_fields_of_chats_that_do_not_fit(fields: dict[str, Any], part: str, speculative: LiveServer) -> None:
     assert_error(speculative.post("/v1/chat/completions", {**CHAT, **fields}), 400, part)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"structured_outputs": {"json": {}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "any", "schema": {}}}},
+    ],
+    ids=["structured_outputs", "response_format"],
+)
+def test_an_empty_schema_is_any_json(path: str, form: dict[str, Any], speculative: LiveServer) -> None:
+    answer = speculative.post(path, {**(CHAT if "chat" in path else COMPLETION), **form, "max_tokens": 8})
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    text = choice["message"]["content"] if "chat" in path else choice["text"]
+    assert text.lstrip()[:1] in tuple('{["-0123456789tfn'), text
 
 
 def test_models_that_are_not_served(speculative: LiveServer) -> None:
