@@ -182,7 +182,7 @@ def chat_form(body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
 
 
 _RENDERING = frozenset({
-    "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
+    "self", "conversation", "messages", "tools", "documents", "chat_template", "add_generation_prompt",
     "continue_final_message",
     "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask",
     "tokenizer_kwargs", "tokenizer", "load_audio_from_video",
