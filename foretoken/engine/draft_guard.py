@@ -2,7 +2,7 @@
 
 A drafter that raises or returns what is no tree costs the draft of that iteration; a token outside the vocabulary or
 past the context limit costs its subtree. After several failures in a row the drafter is switched off for good, which is
-said once. What is no `Exception`, as Ctrl-C is none, passes.
+said once. Ctrl-C alone passes.
 """
 
 from __future__ import annotations
@@ -159,7 +159,9 @@ class DraftGuard:
         call, kind = _Call(), "tree"
         try:
             yield call
-        except Exception as err:  # noqa: BLE001 - see above
+        except KeyboardInterrupt:
+            raise
+        except BaseException as err:  # noqa: BLE001 - see above; SystemExit and the panics of Rust are no `Exception`
             call.error, kind = described(err), type(err).__name__
         self._count(method, kind, call.error)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass, replace
@@ -144,6 +145,38 @@ def test_tokens_are_accepted_from_such_a_drafter() -> None:
     steps = [step for record in records for step in record.sequences]
     assert sum(step.num_accepted for step in steps) > 2 * len(steps)
     assert all(record.draft_error is None for record in records)
+
+
+class Panic(BaseException):
+    """As Rust's, which are no `Exception`."""
+
+
+@pytest.mark.parametrize("error", [SystemExit, GeneratorExit, asyncio.CancelledError, StopIteration, Panic])
+@pytest.mark.parametrize("method", ["begin", "propose", "commit", "release"])
+def test_whatever_is_raised_ends_no_request(error: type[BaseException], method: str) -> None:
+    """Every call fails, so that the drafter is switched off at the end."""
+
+    class Raising(Honest): ...
+
+    def fail(*_: Any) -> None:
+        raise error("of its own")
+
+    setattr(Raising, method, fail)
+    engine = made_with(Raising())
+    assert outcomes(engine) == plain()
+    assert outcomes(engine) == plain()
+
+
+@pytest.mark.parametrize("method", ["begin", "propose", "commit"])
+def test_an_interrupt_passes(method: str) -> None:
+    class Interrupted(Honest): ...
+
+    def fail(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    setattr(Interrupted, method, fail)
+    with pytest.raises(KeyboardInterrupt):
+        outcomes(made_with(Interrupted()))
 
 
 def in_place(tree: TokenTree, name: str, row: int, node: int, value: int) -> TokenTree:
