@@ -23,6 +23,7 @@ from foretoken.core.vllm_sampling import without_other_fields
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy decoding
 LARGEST_SEED = 2**1000  # of either sign: longer ones cannot be printed
 _NO_SEED = -1
+_LEAST_REPETITION_PENALTY = 1e-6  # logits divided by less may be infinite in float32
 MOST_TOKENS = 2**31 - 1  # of min_tokens and max_tokens
 _Class = TypeVar("_Class", bound=type)
 
@@ -60,7 +61,8 @@ class SamplingParams:
         top_k: Keep the k most probable tokens; 0 or -1 keeps all.
         top_p: Keep the smallest set of tokens whose probability reaches p.
         min_p: Keep tokens with at least this fraction of the most probable token's probability.
-        repetition_penalty: Divides positive and multiplies negative logits of tokens seen in prompt or output.
+        repetition_penalty: Divides positive and multiplies negative logits of tokens seen in prompt or output; at
+            least 1e-6.
         presence_penalty: Subtracted once from the logit of every token already in the output.
         frequency_penalty: Subtracted once per occurrence in the output.
         logit_bias: Token id to the number, -100..100, added to its logit.
@@ -113,7 +115,7 @@ class SamplingParams:
         check_number("temperature", self.temperature, 0.0, 100.0)
         check_number("top_p", self.top_p, 0.0, 1.0, low_open=True)
         check_number("min_p", self.min_p, 0.0, 1.0)
-        check_number("repetition_penalty", self.repetition_penalty, 0.0, 100.0, low_open=True)
+        check_number("repetition_penalty", self.repetition_penalty, _LEAST_REPETITION_PENALTY, 100.0)
         check_number("presence_penalty", self.presence_penalty, -100.0, 100.0)
         check_number("frequency_penalty", self.frequency_penalty, -100.0, 100.0)
         check_integer("n", self.n, 1, 128)

@@ -218,7 +218,6 @@ def test_a_failed_request_never_says_that_it_stopped() -> None:
 WHOLE_VOCABULARY = [[token] for token in range(VOCAB_SIZE)]
 IMPOSSIBLE = {
     "bad words": {"bad_words": WHOLE_VOCABULARY},
-    "overflow": {"repetition_penalty": 1e-40},
     "held back": {
         "min_tokens": 9,
         "stop_token_ids": [token for token in range(VOCAB_SIZE) if token % 2],

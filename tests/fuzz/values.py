@@ -115,7 +115,7 @@ FIELDS: dict[str, Make] = {
     "top_k": _integer(-1, 0, 1, 2, 5, 20, VOCAB_SIZE - 1, VOCAB_SIZE, VOCAB_SIZE + 1, 2**31, 2**63, 2**63 - 1, 10**30),
     "top_p": _number(1e-9, 1e-30, 0.1, 0.5, 0.9, 0.999999, 1.0, 1),
     "min_p": _number(0, 1e-9, 0.02, 0.3, 1.0),
-    "repetition_penalty": _number(1.0, 1, 1.1, 1.3, 0.5, 100, 0.01, 1e-40, 1e-300),
+    "repetition_penalty": _number(1.0, 1, 1.1, 1.3, 0.5, 100, 0.01, 1e-6),
     "presence_penalty": _number(0, 0.4, -0.4, 100, -100.0),
     "frequency_penalty": _number(0, 0.3, -0.3, 100.0, -100),
     "logit_bias": _bias,
