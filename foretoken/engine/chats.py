@@ -71,7 +71,9 @@ def chat_format(given: Mapping[str, Any]) -> ChatFormat:
     return ChatFormat(**{name: value for name, value in given.items() if name in names and value is not None})
 
 
-def chat_prompts(messages: Any, tokenizer: Any, codec: Codec | None, form: ChatFormat) -> list[dict[str, Any]]:
+def chat_prompts(
+    messages: Any, tokenizer: Any, codec: Codec | None, form: ChatFormat, context_len: int
+) -> list[dict[str, Any]]:
     """Prompts with text and token ids.
 
     Args:
@@ -79,6 +81,7 @@ def chat_prompts(messages: Any, tokenizer: Any, codec: Codec | None, form: ChatF
         tokenizer: Renders them.
         codec: The same tokenizer, which encodes the text; None without one.
         form: How they are rendered.
+        context_len: Most tokens of a sequence; one that is certainly longer is refused.
 
     Raises:
         RequestError: When there is no template, or a conversation is not one, or the template refuses it.
@@ -90,10 +93,12 @@ def chat_prompts(messages: Any, tokenizer: Any, codec: Codec | None, form: ChatF
             "the tokenizer has no chat template: the model was not trained for conversations. Expected a template. "
             "Pass chat_template=TEXT, or use generate."
         )
-    return [_prompt(each, tokenizer, codec, form) for each in _conversations(messages)]
+    return [_prompt(each, tokenizer, codec, form, context_len) for each in _conversations(messages)]
 
 
-def _prompt(conversation: list[dict[str, Any]], tokenizer: Any, codec: Codec, form: ChatFormat) -> dict[str, Any]:
+def _prompt(
+    conversation: list[dict[str, Any]], tokenizer: Any, codec: Codec, form: ChatFormat, context_len: int
+) -> dict[str, Any]:
     """One conversation as text and token ids."""
     with foreign_errors_as(RequestError, lambda err: f"the chat template refuses the conversation: {one_line(err)}."):
         text = tokenizer.apply_chat_template(
@@ -102,6 +107,7 @@ def _prompt(conversation: list[dict[str, Any]], tokenizer: Any, codec: Codec, fo
             **form.chat_template_kwargs,
         )  # fmt: skip
     check_text("what the chat template makes", text)
+    codec.check_length(text, "the conversation", context_len - 1, "one less than the context length")
     return {"prompt": text, "prompt_token_ids": codec.encode(text, "the conversation", add_special_tokens=False)}
 
 

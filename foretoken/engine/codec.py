@@ -7,16 +7,19 @@ Knows, besides, what text each token adds to others, so that most text is decode
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import checked_token_ids, shown
 from foretoken.core.errors import RequestError, foreign_errors_as, one_line
 from foretoken.core.fork_lock import ForkLock
+from foretoken.engine.text_bounds import longest_token_bytes
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
+_SHORT_TOKEN = 16  # characters a token below which no text is looked at
 REPLACEMENT = "\ufffd"  # what decoding shows for bytes that do not make a character
 
 
@@ -29,6 +32,30 @@ class Codec:
         self._lock = ForkLock()
         self._alone: dict[tuple[int, bool], str] = {}
         self._added: dict[tuple[int, bool], str | None] = {}
+        self._longest: int | None = None  # bytes of one token; found when a text is long
+
+    def check_length(self, text: str, where: str, most: int, limit: str) -> None:
+        """Refuses text that makes too many tokens for certain, by its bytes: encoding it would hold up all others.
+
+        Args:
+            text: What is to be encoded.
+            where: What holds the text, for the message.
+            most: Most tokens that it may make.
+            limit: What that number is, for the message.
+
+        Raises:
+            RequestError: When no text of so many bytes is within the limit.
+        """
+        if len(text) <= _SHORT_TOKEN * most:
+            return
+        if self._longest is None:
+            self._longest = longest_token_bytes(self._tokenizer) or sys.maxsize
+        num_bytes = len(text.encode())
+        if num_bytes > most * self._longest:
+            raise RequestError(
+                f"{where} has {num_bytes} bytes, which are more than {most} tokens of at most {self._longest} bytes. "
+                f"Expected at most {most} tokens, {limit}. Shorten it."
+            )
 
     def encode(self, text: str, where: str, **options: Any) -> list[int]:
         """Token ids of text.

@@ -131,6 +131,10 @@ class PromptReader:
         if self._codec is None:
             raise RequestError(f"{where} is text but the model has no tokenizer. Pass token ids.")
         check_text(where, text)
+        if where == "the prompt":
+            self._codec.check_length(text, where, self._context_len - 1, "one less than the context length")
+        else:
+            self._codec.check_length(text, where, self._context_len, "the context length")
         return self._codec.encode(text, where, **({} if where == "the prompt" else {"add_special_tokens": False}))
 
 

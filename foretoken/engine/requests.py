@@ -92,7 +92,7 @@ class RequestReader:
 
     def chats(self, messages: Any, form: ChatFormat) -> list[dict[str, Any]]:
         """Conversations as prompts, see `chat_prompts`; raises `RequestError` where they are none."""
-        return chat_prompts(messages, self._tokenizer, self._codec, form)
+        return chat_prompts(messages, self._tokenizer, self._codec, form, self._target.context_len)
 
     def encode(self, text: Any, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of text, as a prompt has them; raises `RequestError` where there are none."""

@@ -10,10 +10,12 @@ import pytest
 import torch
 from end_to_end.tiny_llms import tokenizer
 from tiny_models import VOCAB_SIZE, tiny_model
+from transformers import AutoTokenizer
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.engine.codec import Codec
+from foretoken.engine.text_bounds import longest_token_bytes
 
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4)
 
@@ -142,3 +144,44 @@ def test_what_tokens_add() -> None:
     assert [codec.added(token, skip_special_tokens=True) for token in ids] == ["a", "b", None, None, None]
     assert codec.added(2, skip_special_tokens=True) is None
     assert codec.added(2, skip_special_tokens=False) == "</s>"
+
+
+def test_text_of_too_many_tokens_is_refused_before_it_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = LLM("models/tinycode", max_model_len=64)
+    longest = longest_token_bytes(engine.tokenizer)
+    assert longest is not None
+    text = "x" * (64 * longest + 1)
+    chat = {"chat_template": "{{ messages[0].content }}"}
+    params = SamplingParams(temperature=0.0, max_tokens=2)
+    monkeypatch.setattr(Codec, "encode", lambda *_, **__: pytest.fail("it was encoded"))
+    told = f"has {len(text)} bytes, which are more than {{}} tokens of at most {longest} bytes. Expected at most {{}} "
+    less, whole = told.format(63, 63) + "tokens, one less than the context length.", told.format(64, 64)
+    for message, call in {
+        f"the prompt {less}": lambda: engine.generate(text, params),
+        f"the conversation {less}": lambda: engine.chat([{"role": "user", "content": text}], params, **chat),
+        f"the prediction {whole}": lambda: engine.generate({"prompt_token_ids": [5], "prediction": text}, params),
+    }.items():
+        with pytest.raises(RequestError, match=re.escape(message)):
+            call()
+
+
+@pytest.mark.parametrize("has_bound", [True, False])
+def test_text_within_the_bound_is_counted(has_bound: bool) -> None:
+    """So is all text for tokenizers that tell nothing about their tokens."""
+    tokens = AutoTokenizer.from_pretrained("models/tinycode")
+    llm = LLM("models/tinycode", max_model_len=64, tokenizer=tokens if has_bound else Wrapped(tokens))
+    with pytest.raises(RequestError, match=r"prompt 0 has \d+ tokens\. Expected at most 63, one less"):
+        llm.generate("def f(x):\n" * (20 if has_bound else 2000), PARAMS)
+
+
+class Wrapped:
+    """Any tokenizer of the caller's."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        return self._inner(text, **options)
+
+    def decode(self, tokens: Any, **options: Any) -> Any:
+        return self._inner.decode(tokens, **options)

@@ -153,7 +153,7 @@ class _Rules(NamedTuple):
         other = sorted(kinds - _NEUTRAL_DECODERS - {"ByteLevel", "ByteFallback", "Metaspace", "Replace"})
         if other or not kinds - _NEUTRAL_DECODERS:
             raise ValueError(f"its decoder is of type {', '.join(other or kinds)}")
-        return cls(_byte_alphabet() if "ByteLevel" in kinds else None, replacements, "ByteFallback" in kinds)
+        return cls(byte_alphabet() if "ByteLevel" in kinds else None, replacements, "ByteFallback" in kinds)
 
     def spelling(self, text: str) -> bytes:
         """The bytes of a token that is written so."""
@@ -167,7 +167,7 @@ class _Rules(NamedTuple):
         return text.encode()
 
 
-def _byte_alphabet() -> dict[str, int]:
+def byte_alphabet() -> dict[str, int]:
     """The byte of each character that byte-level tokenizers write (GPT-2's table)."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in set(printable)]
