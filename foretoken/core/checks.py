@@ -14,6 +14,7 @@ from typing import Any
 from foretoken.core.errors import ForetokenError, RequestError
 
 _LONGEST_SHOWN = 60  # characters of a refused value in a message
+_PLAIN = {int, float, str, type(None)}  # what `as_python` leaves as it is
 _MOST_SHOWN, _DEEPEST_SHOWN = 8, 3  # entries and levels of a container
 
 
@@ -100,7 +101,8 @@ def as_python(value: Any, depth: int = 2) -> Any:
     if _is_boolean(value):
         return bool(value)
     if isinstance(value, list | tuple) and depth:
-        items = [as_python(item, depth - 1) for item in value]
+        is_plain = set(map(type, value)) <= _PLAIN
+        items = list(value) if is_plain else [as_python(item, depth - 1) for item in value]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, Mapping) and depth:
         return {as_python(key, 0): as_python(item, 0) for key, item in value.items()}
@@ -138,6 +140,14 @@ def checked_token_ids(ids: Iterable[Any], vocab_size: int, where: str) -> list[i
             raise RequestError(f"{where} holds token id {shown(token)}. Expected integers in 0..{vocab_size - 1}.")
         checked.append(int(token))
     return checked
+
+
+def check_token_ids(name: str, ids: Collection[Any]) -> None:
+    """Raises `RequestError` unless each of some token ids is an integer, at least 0; of a long list in little time."""
+    if ids and set(map(type, ids)) == {int} and min(ids) >= 0:
+        return
+    for token in ids:
+        check_integer(f"a token id of {name}", token, 0)
 
 
 def lone_surrogate(text: str) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import wraps
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from foretoken.core.checks import (
     check_number,
     check_sequence,
     check_text,
+    check_token_ids,
     shown,
 )
 from foretoken.core.errors import RequestError
@@ -24,8 +25,11 @@ GREEDY_BELOW = 1e-5  # a temperature under this is greedy decoding
 LARGEST_SEED = 2**1000  # of either sign: longer ones cannot be printed
 _NO_SEED = -1
 _LEAST_REPETITION_PENALTY = 1e-6  # logits divided by less may be infinite in float32
+MOST_BAD_WORD_TOKENS = 128  # of one word
+MOST_BAD_TOKENS = 4096  # of all words of a request
 MOST_TOKENS = 2**31 - 1  # of min_tokens and max_tokens
 _Class = TypeVar("_Class", bound=type)
+_Word = TypeVar("_Word", bound=Sequence[int])
 
 
 def _takes_any_numbers(cls: _Class) -> _Class:
@@ -50,6 +54,33 @@ def _takes_any_numbers(cls: _Class) -> _Class:
     return cls
 
 
+def bounded_bad_words(words: Iterable[_Word]) -> list[_Word]:
+    """Words as token ids, refused unless they fit into a table of moderate size.
+
+    Args:
+        words: None is asked for after one that is too much.
+
+    Raises:
+        RequestError: When one, or all together, have too many tokens.
+    """
+    kept: list[_Word] = []
+    total = 0
+    for word in words:
+        kept.append(word)
+        total += len(word)
+        if len(word) > MOST_BAD_WORD_TOKENS:
+            raise RequestError(
+                f"bad_words holds a word of {len(word)} tokens. Expected at most {MOST_BAD_WORD_TOKENS}. Forbid a part "
+                "of it."
+            )
+        if total > MOST_BAD_TOKENS:
+            raise RequestError(
+                f"bad_words has more than {MOST_BAD_TOKENS} tokens. Expected at most that in all words together. Pass "
+                "fewer, or shorter ones."
+            )
+    return kept
+
+
 @_takes_any_numbers
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
@@ -66,7 +97,8 @@ class SamplingParams:
         presence_penalty: Subtracted once from the logit of every token already in the output.
         frequency_penalty: Subtracted once per occurrence in the output.
         logit_bias: Token id to the number, -100..100, added to its logit.
-        bad_words: Token sequences, or strings, that must not appear.
+        bad_words: Token sequences, or strings, that must not appear; of at most 128 tokens each and 4096 together, a
+            string with and without a space before it.
         allowed_token_ids: The only token ids that may be generated, those that end the text among them; None for all.
         min_tokens: End-of-sequence and stop token ids are impossible before this many output tokens.
         max_tokens: Most output tokens; None means up to the context limit.
@@ -142,8 +174,7 @@ class SamplingParams:
     def _check_stops(self) -> None:
         """Checks what ends the text."""
         check_sequence("stop_token_ids", self.stop_token_ids, "a list of token ids")
-        for token in self.stop_token_ids:
-            check_integer("a token id of stop_token_ids", token, 0)
+        check_token_ids("stop_token_ids", self.stop_token_ids)
         if not isinstance(self.stop, str):
             check_sequence("stop", self.stop, "text or a list of texts")
         for text in self.stop_strings:
@@ -169,10 +200,10 @@ class SamplingParams:
                 check_text("a word of bad_words", word)
             else:
                 check_sequence("a word of bad_words", word, "text or a list of token ids")
-                for token in word:
-                    check_integer("a token id of bad_words", token, 0)
+                check_token_ids("bad_words", word)
             if len(word) == 0:
                 raise RequestError("bad_words holds an empty word. Expected at least one token each. Leave it out.")
+        bounded_bad_words(word for word in self.bad_words if not isinstance(word, str))
 
     def _check_allowed(self) -> None:
         """Checks what alone may appear."""
@@ -181,8 +212,7 @@ class SamplingParams:
         check_sequence("allowed_token_ids", self.allowed_token_ids, "a list of token ids")
         if len(self.allowed_token_ids) == 0:
             raise RequestError("allowed_token_ids is empty. Expected at least one token id. Leave it out to allow all.")
-        for token in self.allowed_token_ids:
-            check_integer("a token id of allowed_token_ids", token, 0)
+        check_token_ids("allowed_token_ids", self.allowed_token_ids)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.core.checks import check_text, checked_token_ids, shown
 from foretoken.core.errors import RequestError
 from foretoken.core.results import GenerationMetrics, RequestOutput
-from foretoken.core.sampling_params import SamplingParams
+from foretoken.core.sampling_params import MOST_BAD_WORD_TOKENS, SamplingParams, bounded_bad_words
 from foretoken.engine.chats import ChatFormat, chat_prompts
 from foretoken.engine.codec import Codec
 from foretoken.engine.prompts import PromptReader, ReadPrompt, split_prompts
@@ -191,22 +191,22 @@ class RequestReader:
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
         """Forbidden sequences as token ids; a word given as text is forbidden with and without a space before it."""
-        words = []
-        for word in params.bad_words:
-            if isinstance(word, str):
-                words += [self._bad_word(text) for text in _spellings(word)]
-            else:
-                words.append(checked_token_ids(word, self._target.vocab_size, "bad_words"))
-        return words
+        spelled = (
+            each for word in params.bad_words for each in (_spellings(word) if isinstance(word, str) else [word])
+        )
+        return bounded_bad_words(map(self._bad_word, spelled))
 
-    def _bad_word(self, text: str) -> list[int]:
-        """A forbidden text as token ids."""
+    def _bad_word(self, word: str | Seq[int]) -> list[int]:
+        """A forbidden word as token ids."""
+        if not isinstance(word, str):
+            return checked_token_ids(word, self._target.vocab_size, "bad_words")
         if self._codec is None:
             raise RequestError("bad_words holds text but the model has no tokenizer. Pass token ids.")
-        check_text("a word of bad_words", text)
-        ids = self._codec.encode(text, "bad_words", add_special_tokens=False)
+        check_text("a word of bad_words", word)
+        self._codec.check_length(word, "a word of bad_words", MOST_BAD_WORD_TOKENS, "for one word")
+        ids = self._codec.encode(word, "bad_words", add_special_tokens=False)
         if not ids:
-            raise RequestError(f"the tokenizer has no token for {shown(text)} of bad_words. Pass token ids.")
+            raise RequestError(f"the tokenizer has no token for {shown(word)} of bad_words. Pass token ids.")
         return ids
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from foretoken.core import checks
 from foretoken.core.errors import ForetokenError, RequestError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.vllm_sampling import OTHER_FIELDS
@@ -59,6 +60,7 @@ def test_ranges(name: str, values: list[float], expected: str) -> None:
         {"logit_bias": {0: -100.0, 5: 100.0}},
         {"stop": "end"},
         {"bad_words": ["word", [1, 2]]},
+        {"bad_words": [[1] * 128] * 32},
         {"seed": -(2**70)},
     ],
 )
@@ -77,6 +79,15 @@ def test_ends_of_the_ranges_are_allowed(fields: dict[str, object]) -> None:
         ({"stop": ""}, "stop holds an empty string. Expected non-empty strings. Leave it out."),
         ({"stop": ["a", ""]}, "stop holds an empty string. Expected non-empty strings. Leave it out."),
         ({"bad_words": [[1], []]}, "bad_words holds an empty word. Expected at least one token each. Leave it out."),
+        (
+            {"bad_words": ["ab", [1] * 129]},
+            "bad_words holds a word of 129 tokens. Expected at most 128. Forbid a part of it.",
+        ),
+        (
+            {"bad_words": [[1, 2]] * 2049},
+            "bad_words has more than 4096 tokens. Expected at most that in all words together. Pass fewer, or shorter "
+            "ones.",
+        ),
         ({"bad_words": [""]}, "bad_words holds an empty word. Expected at least one token each. Leave it out."),
     ],
 )
@@ -127,6 +138,30 @@ def test_what_lists_and_mappings_hold_is_checked_too(name: str, values: list[obj
         with pytest.raises(RequestError, match=name) as error:
             SamplingParams(**{name: value})
         str(error.value).encode()  # the message can be printed
+
+
+@pytest.mark.parametrize("name", ["stop_token_ids", "allowed_token_ids", "bad_words"])
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [(-1, "is -1. Expected at least 0"), (True, "is True. Expected an integer"), ("a", "is 'a'. Expected an integer")],
+)
+def test_every_id_of_a_long_list_is_checked(name: str, wrong: object, sentence: str) -> None:
+    for at in (0, 50, 100):
+        ids: list[object] = [5] * 101
+        ids[at] = wrong
+        with pytest.raises(RequestError, match=f"^a token id of {name} {sentence}"):
+            SamplingParams(**{name: [ids] if name == "bad_words" else ids})
+
+
+def test_lists_are_copied_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Item by item, a quarter of a million ids take as long as many passes of a model."""
+    given = [5] * 262_144
+    monkeypatch.setattr(checks, "check_integer", lambda name, *_: pytest.fail(name))
+    monkeypatch.setattr(checks, "as_python", lambda *_: pytest.fail("an item was looked at"))
+    params = SamplingParams(allowed_token_ids=given, stop_token_ids=given)
+    assert params.allowed_token_ids == given
+    assert params.allowed_token_ids is not given
+    assert params.stop_token_ids is not given
 
 
 def test_refused_values_are_shown_shortly() -> None:
