@@ -6,7 +6,7 @@ import asyncio
 import logging
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from foretoken.engine.async_llm import AsyncLLM
     from foretoken.server.request_fields import ServedRequest
 
+_LARGE_BODY = 256 * 1024  # bytes from which on a body is read in a thread: it would hold up other requests' parts
 _LONGEST_ITERATION_S = 300.0  # after which a supervisor may start the server again
+_Given = ParamSpec("_Given")
+_Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
 
@@ -148,17 +151,17 @@ class _Server:
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         body = await self._body(request)
-        return await self._served(request, completion_request(body, self._unknown))
+        return await self._served(request, await _read(request, completion_request, body, self._unknown))
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         body = await self._body(request)
-        prompt = await self._conversation(body)
-        return await self._served(request, chat_request(body, self._unknown, prompt))
+        prompt = await self._conversation(request, body)
+        return await self._served(request, await _read(request, chat_request, body, self._unknown, prompt))
 
-    async def _conversation(self, body: dict[str, Any]) -> dict[str, Any]:
+    async def _conversation(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
         """The prompt that a conversation is rendered to."""
-        messages, form = chat_form(body)
+        messages, form = await _read(request, chat_form, body)
         template = self._config.chat_template
         (prompt,) = await in_thread(self._engine.llm.chat_prompts, messages, chat_template=template, **form)
         return prompt
@@ -166,8 +169,9 @@ class _Server:
     async def responses(self, request: Request) -> Response:
         """POST /v1/responses."""
         body = await self._body(request)
-        chat = as_chat(body)
-        asked = chat_request(chat, self._unknown, await self._conversation(chat))
+        chat = await _read(request, as_chat, body)
+        prompt = await self._conversation(request, chat)
+        asked = await _read(request, chat_request, chat, self._unknown, prompt)
         envelope = ResponseEnvelope(
             request=asked, told=told_back(body), model=self._config.names[0], has_draft_metrics=self._has_metrics(asked)
         )
@@ -226,7 +230,7 @@ class _Server:
         body = await self._body(request)
         llm = self._engine.llm
         if body.get("messages") is not None:
-            tokens: list[int] = (await self._conversation(body))["prompt_token_ids"]
+            tokens: list[int] = (await self._conversation(request, body))["prompt_token_ids"]
         else:
             has_special = body.get("add_special_tokens", True) is not False
             tokens = await in_thread(llm.encode, body.get("prompt", ""), add_special_tokens=has_special)
@@ -234,7 +238,7 @@ class _Server:
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        tokens = token_request(await self._body(request))
+        tokens = await _read(request, token_request, await self._body(request))
         return JsonResponse({"prompt": await in_thread(self._engine.llm.decode, tokens)})
 
     async def health(self, _: Request) -> Response:
@@ -257,7 +261,7 @@ class _Server:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """The object in a request's body, for the model that is served."""
-        body = parse_object(await request.body())
+        body = await _read(request, parse_object, await request.body())
         if body.get("model") is not None:
             self._check_model(body["model"])
         return body
@@ -271,3 +275,12 @@ class _Server:
                 f"The model {shown} does not exist here. Known: {known}.", status=404, param="model",
                 code="model_not_found",
             )  # fmt: skip
+
+
+async def _read(
+    request: Request, call: Callable[_Given, _Result], *given: _Given.args, **more: _Given.kwargs
+) -> _Result:
+    """What a call makes of a request's body or of a part of it; in a thread where the body is large."""
+    if len(await request.body()) <= _LARGE_BODY:  # which is kept
+        return call(*given, **more)
+    return await in_thread(call, *given, **more)

@@ -1,0 +1,86 @@
+"""Large bodies are read in a thread, with the same answers and errors, while others are served."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from server.live_server import LiveServer
+
+from foretoken.server import app
+
+LONGEST_S = 60
+LARGE = " " * (app._LARGE_BODY + 1)
+MESSAGES = [{"role": "user", "content": "Hi"}]
+BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "completion": ("/v1/completions", {"prompt": "def main():", "max_tokens": 4, "temperature": 0.0}),
+    "chat": ("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 4, "temperature": 0.0}),
+    "response": ("/v1/responses", {"input": "Hi", "max_output_tokens": 16, "temperature": 0.0}),
+    "tokens": ("/tokenize", {"prompt": "def main():"}),
+    "tokens of a chat": ("/tokenize", {"messages": MESSAGES}),
+    "text": ("/detokenize", {"tokens": [5, 6]}),
+    "no prompt": ("/v1/completions", {"max_tokens": 4}),
+    "no messages": ("/v1/chat/completions", {"max_tokens": 4}),
+    "no input": ("/v1/responses", {"max_output_tokens": 4}),
+    "no range": ("/v1/completions", {"prompt": "a", "temperature": -1}),
+    "another model": ("/v1/completions", {"prompt": "a", "model": "other"}),
+    "no ids": ("/detokenize", {"tokens": "a"}),
+}
+CHANGING = {"id", "created", "created_at", "metrics"}
+
+
+def told(answer: Any) -> tuple[int, Any]:
+    """Status and body of an answer, without what differs between two of the same request."""
+
+    def same(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: same(item) for key, item in value.items() if key not in CHANGING}
+        return [same(item) for item in value] if isinstance(value, list) else value
+
+    return answer.status_code, same(answer.json())
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_answers_and_errors_are_the_same(name: str, speculative: LiveServer) -> None:
+    path, body = BODIES[name]
+    small, large = (speculative.post(path, content=json.dumps(body).encode() + end) for end in (b"", LARGE.encode()))
+    assert told(large) == told(small)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"a": NaN}'])
+def test_bodies_that_are_no_objects(content: str, speculative: LiveServer) -> None:
+    small, large = (speculative.post("/v1/completions", content=text) for text in (content, LARGE + content))
+    assert (large.status_code, small.status_code) == (400, 400)
+    assert (
+        large.json()["error"]["message"].split(" at line")[0] == small.json()["error"]["message"].split(" at line")[0]
+    )
+
+
+@pytest.mark.parametrize("step", ["parse_object", "completion_request"])
+def test_others_are_served_while_a_large_body_is_read(
+    step: str, speculative: LiveServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading it ends only after /health was answered."""
+    has_begun, may_end = threading.Event(), threading.Event()
+    original: Callable[..., Any] = getattr(app, step)
+
+    def held_up(*given: Any) -> Any:
+        has_begun.set()
+        assert may_end.wait(LONGEST_S), "others were not served meanwhile"
+        return original(*given)
+
+    monkeypatch.setattr(app, step, held_up)
+    path, body = BODIES["completion"]
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(speculative.post, path, content=json.dumps(body).encode() + LARGE.encode())
+        try:
+            assert has_begun.wait(LONGEST_S)
+            assert speculative.get("/health").status_code == 200
+            assert not reading.done()
+        finally:
+            may_end.set()
+        assert reading.result().status_code == 200
