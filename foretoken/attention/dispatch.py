@@ -88,7 +88,7 @@ def _triton_kernel(dtype: torch.dtype, head_width: int) -> Any:
             f"it takes heads of at most {_WIDEST_HEAD} in float32, float16 and bfloat16, not {head_width} in {dtype}"
         )
     elif not has_triton():
-        reason = 'triton is not installed: pip install "foretoken[kernels]"'
+        reason = "triton is not installed. Run in foretoken's repository: pip install '.[kernels]'"
     else:
         from foretoken.attention.triton_tree import tree_attention_triton
 

@@ -33,8 +33,8 @@ def write_parquet(rows: Sequence[Mapping[str, Any]], directory: Path, facts: Map
         import pyarrow.parquet as pq
     except ImportError as err:
         raise ConfigError(
-            "a parquet table needs the package 'pyarrow', which is not installed. Install it: pip install \"foretoken"
-            '[report]".'
+            "a parquet table needs the package 'pyarrow', which is not installed. Run in foretoken's "
+            "repository: pip install '.[report]'."
         ) from err
     path = directory / "results.parquet"
     names = dict.fromkeys(name for row in rows for name in row)

@@ -96,8 +96,8 @@ def write_plots(panels: dict[Serving, list[PointResult]], directory: Path, what:
         import matplotlib as mpl
     except ImportError as err:
         raise ConfigError(
-            "pictures need the package 'matplotlib', which is not installed. Install it: pip install \"foretoken"
-            '[report]".'
+            "pictures need the package 'matplotlib', which is not installed. Run in foretoken's "
+            "repository: pip install '.[report]'."
         ) from err
     files = []
     for chart in CHARTS:

@@ -61,7 +61,7 @@ def serve(
     try:
         from foretoken.bench.serving.load import Load, run_load
     except ImportError as err:
-        raise ConfigError("httpx is not installed. Run: pip install 'foretoken[bench]'.") from err
+        raise ConfigError("httpx is not installed. Run in foretoken's repository: pip install '.[bench]'.") from err
     from foretoken.bench.serving.load_results import load_results
 
     if save_result is not None:

@@ -74,7 +74,7 @@ def serve(
     try:
         from foretoken.server.app import ServerConfig, make_app
     except ImportError as err:
-        raise ConfigError("the server's libraries are not installed. Run: pip install 'foretoken[serve]'.") from err
+        raise ConfigError("the server's libraries are not installed. Run in foretoken's repository: pip install '.[serve]'.") from err
     config = ServerConfig(
         names=served_model_name or [model], api_keys=keys, has_vllm_metrics=metrics_compat == "vllm",
         has_draft_metrics=per_request_spec_decode_metrics == "summary", chat_template=template,

@@ -101,7 +101,8 @@ class GrammarChecks:
             self._end()
             raise ForetokenError(
                 f"the process that compiles grammars ended with exit status {process.returncode} before the first. "
-                "Expected llguidance to load there. Leave structured_outputs out, or install foretoken[serve] anew."
+                "Expected llguidance to load there. Leave structured_outputs out, or run in foretoken's "
+                "repository: pip install --force-reinstall '.[serve]'."
             )
         return process
 

@@ -115,7 +115,8 @@ class Grammars:
             import llguidance
         except ImportError as err:
             raise RequestError(
-                "structured_outputs needs the package llguidance, which is not installed. Install foretoken[serve]."
+                "structured_outputs needs the package llguidance, which is not installed. Run in foretoken's "
+                "repository: pip install '.[serve]'."
             ) from err
         return llguidance
 

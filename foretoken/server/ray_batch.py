@@ -210,7 +210,7 @@ def _cluster(workers: RayWorkers) -> Iterator[Any]:
         import ray.data
         import ray.exceptions
     except ImportError as err:
-        raise ConfigError("Ray is not installed. Run: pip install 'foretoken[ray]'.") from err
+        raise ConfigError("Ray is not installed. Run in foretoken's repository: pip install '.[ray]'.") from err
     if ray.is_initialized():  # by who calls this, and who ends it
         yield _quiet(ray)
         return

@@ -185,7 +185,9 @@ def _with_adapters(target: LoadedModel, joint: JointConfig) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as err:
-        raise ConfigError('low-rank adapters need peft. Install it: pip install "foretoken[train]".') from err
+        raise ConfigError(
+            "low-rank adapters need peft. Run in foretoken's repository: pip install '.[train]'."
+        ) from err
     module: Any = target.module
     names = {name.rsplit(".", 1)[-1] for name, _ in module.named_modules()}
     found = [name for name in _PROJECTIONS if name in names]

@@ -22,7 +22,7 @@ class _Launched:
             from accelerate import PartialState
         except ImportError as err:
             raise ConfigError(
-                'training in several processes needs accelerate. Install it: pip install "foretoken[train]".'
+                "training in several processes needs accelerate. Run in foretoken's repository: pip install '.[train]'."
             ) from err
         # Without being told, accelerate takes processes that torchrun started without an accelerator for single ones,
         # and each would train alone and write into the same directory.

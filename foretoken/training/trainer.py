@@ -303,7 +303,7 @@ def parameter_groups(module: nn.Module, weight_decay: float, rate_factor: float 
 
 
 class MetricsLog:
-    """One JSON object a step in `metrics.jsonl`, and tensorboard curves where `foretoken[tensorboard]` is installed."""
+    """One JSON object a step in `metrics.jsonl`, and tensorboard curves where the extra `tensorboard` is installed."""
 
     def __init__(self, run: Path, first_step: int) -> None:
         """Opens the log and drops lines of steps that are about to be done again."""

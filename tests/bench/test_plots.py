@@ -108,5 +108,5 @@ def test_one_point_that_drafts_nothing() -> None:
 
 def test_without_matplotlib_it_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ConfigError, match=r"need the package 'matplotlib'.*pip install \"foretoken\[report\]\""):
+    with pytest.raises(ConfigError, match=r"need the package 'matplotlib'.*pip install '\.\[report\]'"):
         write_plots(panels(), tmp_path, "a model")

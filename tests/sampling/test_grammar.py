@@ -153,6 +153,6 @@ def test_what_a_grammar_needs_is_said() -> None:
 
 def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
-    with pytest.raises(RequestError, match=r"Install foretoken\[serve\]"):
+    with pytest.raises(RequestError, match=r"pip install '\.\[serve\]'"):
         state(regex("a"))
     assert Grammars(tokenizer(), VOCAB_SIZE, [EOS_ID]).state_of(SamplingParams()) is None

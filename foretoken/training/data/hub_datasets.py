@@ -42,7 +42,7 @@ def dataset_source(name: str, *, config: str | None = None, split: str = "train"
     except ImportError as err:
         raise ConfigError(
             f"the data set '{name}' needs the package 'datasets', which is not installed. "
-            'Install it: pip install "foretoken[datasets]", or pass files with --jsonl or --text.'
+            "Run in foretoken's repository: pip install '.[datasets]'. Or pass files with --jsonl or --text."
         ) from err
     hint = "" if config is None else f" ({config})"
     opening = f"split '{split}' of data set '{name}'{hint} cannot be opened"

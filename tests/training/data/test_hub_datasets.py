@@ -77,5 +77,5 @@ def test_errors_are_one_sentence(arrow: Any, tmp_path: Path) -> None:
 
 def test_missing_extra_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r'pip install "foretoken\[datasets\]"'):
+    with pytest.raises(ConfigError, match=r"pip install '\.\[datasets\]'"):
         dataset_source("wikitext")
