@@ -125,10 +125,10 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
         found="no request was answered",
     )),
     (sweep.sweep, ending(
-        "foretoken sweep models/tinycode --sweep method=medusa,hydra \\",
+        "foretoken sweep models/tinycode -s hydra:chain -s medusa:chain \\",
         "    --sweep num_speculative_tokens=2,3,4 --out runs/sweep",
-        "foretoken sweep models/tinycode -s hydra:dynamic --batch-size 1 \\",
-        "    --batch-size 4 --sweep max_nodes=8,16,32 --out runs/nodes",
+        "foretoken sweep models/tinycode -s hydra:dynamic:num_speculative_tokens=4 \\",
+        "    --batch-size 1 --batch-size 4 --sweep max_nodes=8,16,32 --out runs/nodes",
         "foretoken sweep runs/sweep --wide",
     )),
     (twin.twin, ending(

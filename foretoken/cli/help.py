@@ -32,6 +32,21 @@ class Command(TyperCommand):
         """See click."""
         return without_flags(super().get_params(ctx))
 
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """See click; the other side of a switch has no column of its own where the text about it names it."""
+        named = [
+            (param, param.secondary_opts)
+            for param in self.params
+            if any(each in (getattr(param, "help", None) or "") for each in param.secondary_opts)
+        ]
+        try:
+            for param, _ in named:
+                param.secondary_opts = []
+            super().format_help(ctx, formatter)
+        finally:
+            for param, opts in named:
+                param.secondary_opts = opts
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The usage line's parts: `[OPTIONS] MODEL [HEAD]`."""
         arguments = [param for param in self.get_params(ctx) if param.param_type_name == "argument"]

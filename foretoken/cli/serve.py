@@ -16,12 +16,20 @@ if TYPE_CHECKING:
     from foretoken.engine.async_llm import AsyncLLM
 
 
+_BATCHES = "Batches and memory"
+_NETWORK = "Network"
+
+
 def serve(
     model: options.Model,
     speculative_config: options.Drafter = None,
     spec_type: options.SpecType = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.")] = 8000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for all of this machine.", rich_help_panel=_NETWORK)
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for a free one.", rich_help_panel=_NETWORK)
+    ] = 8000,
     served_model_name: Annotated[
         list[str] | None, typer.Option(help="Name of the model in requests; may be repeated. Default: MODEL.")
     ] = None,
@@ -31,26 +39,46 @@ def serve(
     ] = None,
     api_key_file: Annotated[
         Path | None,
-        typer.Option(metavar="PATH", help=f"File with API keys, one a line. {KEY_VARIABLE} may hold one too."),
+        typer.Option(
+            metavar="PATH",
+            help=f"File with API keys, one a line. {KEY_VARIABLE} may hold one too.",
+            rich_help_panel=_NETWORK,
+        ),
     ] = None,
-    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.")] = 8,
-    max_model_len: Annotated[int | None, typer.Option(min=2, help="Most tokens of a sequence.")] = None,
-    max_num_batched_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of a pass.")] = None,
+    max_num_seqs: Annotated[int, typer.Option(min=1, help="Sequences decoded at once.", rich_help_panel=_BATCHES)] = 8,
+    max_model_len: Annotated[
+        int | None, typer.Option(min=2, help="Most tokens of a sequence.", rich_help_panel=_BATCHES)
+    ] = None,
+    max_num_batched_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens of a pass.", rich_help_panel=_BATCHES)
+    ] = None,
     enable_prefix_caching: Annotated[
-        bool, typer.Option(help="Read no beginning of a prompt again that a slot holds. Never across cache salts.")
+        bool,
+        typer.Option(
+            help="Read no beginning of a prompt again that a slot holds, unless --no-enable-prefix-caching is given. "
+            "Never across cache salts.",
+            show_default=False,
+            rich_help_panel=_BATCHES,
+        ),
     ] = True,
     kv_cache_memory_bytes: Annotated[
         int | None,
-        typer.Option(min=1, help="Memory for KV rows, which sequences share (default: half of what is free)."),
+        typer.Option(
+            min=1,
+            help="Memory for KV rows, which sequences share (default: half of what is free).",
+            rich_help_panel=_BATCHES,
+        ),
     ] = None,
-    max_waiting_requests: Annotated[int, typer.Option(min=0, help="More are answered with 429.")] = 256,
-    max_waiting_tokens: Annotated[int | None, typer.Option(min=0, help="Likewise, in tokens of prompts.")] = None,
+    max_waiting_requests: Annotated[
+        int, typer.Option(min=0, help="More are answered with 429.", rich_help_panel=_BATCHES)
+    ] = 256,
+    max_waiting_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Likewise, in tokens of prompts.", rich_help_panel=_BATCHES)
+    ] = None,
     metrics_compat: Annotated[
-        str | None, typer.Option(metavar="vllm", help="Show figures at /metrics under vLLM's names too.")
+        str | None, typer.Option(metavar="NAME", help="vllm: show figures at /metrics under vLLM's names too.")
     ] = None,
-    per_request_spec_decode_metrics: Annotated[
-        str, typer.Option(metavar="none|summary", help="Whether answers say how drafting went.")
-    ] = "none",
+    per_request_spec_decode_metrics: Annotated[str, typer.Option(hidden=True)] = "none",  # too long for a column
     seed: Annotated[
         int | None, typer.Option(help="Makes requests without a seed reproducible, in their order.")
     ] = None,
@@ -61,7 +89,8 @@ def serve(
 ) -> None:
     """Serve a model over HTTP with OpenAI's API: completions, chat, streaming, structured outputs, metrics.
 
-    Answers are what the target alone would have written. SIGTERM and Ctrl-C let running requests end for 30 seconds.
+    Answers are what the target alone would have written. With --per-request-spec-decode-metrics summary each of
+    them says how drafting went. SIGTERM and Ctrl-C let running requests end for 30 seconds.
     """
     setup = options.one_setup("serve", model, speculative_config, spec_type, "Merge several with +, as ngram+hydra.")
     if metrics_compat not in (None, "vllm"):
@@ -74,7 +103,9 @@ def serve(
     try:
         from foretoken.server.app import ServerConfig, make_app
     except ImportError as err:
-        raise ConfigError("the server's libraries are not installed. Run in foretoken's repository: pip install '.[serve]'.") from err
+        raise ConfigError(
+            "the server's libraries are not installed. Run in foretoken's repository: pip install '.[serve]'."
+        ) from err
     config = ServerConfig(
         names=served_model_name or [model], api_keys=keys, has_vllm_metrics=metrics_compat == "vllm",
         has_draft_metrics=per_request_spec_decode_metrics == "summary", chat_template=template,

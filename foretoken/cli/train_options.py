@@ -45,8 +45,9 @@ Weights = Annotated[
     typer.Option(
         "--objective",
         metavar="KEY=X",
-        help="A weight of the objective: ce_weight, kl_weight, tv_weight, feature_weight, head_decay or noise. May "
-        "be repeated.",
+        help="A weight of the objective: ce_weight, kl_weight, tv_weight, feature_weight, head_decay or noise; for the "
+        "EAGLE family also passes and stride; for hass also num_top and top_weight; for falcon glancing and "
+        "glancing_floor. May be repeated.",
         rich_help_panel=_LEARNING,
     ),
 ]

@@ -15,6 +15,7 @@ from starlette.responses import Response
 import foretoken
 from foretoken.core.errors import ForetokenError
 from foretoken.server.answers import Envelope
+from foretoken.server.conversations import has_template, rendered
 from foretoken.server.documentation import documentation_of
 from foretoken.server.errors import ApiError, api_error
 from foretoken.server.guards import Guards
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from foretoken.server.request_fields import ServedRequest
 
 _LARGE_BODY = 256 * 1024  # bytes from which on a body is read in a thread: it would hold up other requests' parts
+_NO_TEMPLATE = "Start the server with --chat-template FILE, or send the text to /v1/completions."
 _LONGEST_ITERATION_S = 300.0  # after which a supervisor may start the server again
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -162,9 +164,7 @@ class _Server:
     async def _conversation(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
         """The prompt that a conversation is rendered to."""
         messages, form = await _read(request, chat_form, body)
-        template = self._config.chat_template
-        (prompt,) = await in_thread(self._engine.llm.chat_prompts, messages, chat_template=template, **form)
-        return prompt
+        return await rendered(self._engine.llm, messages, form, self._config.chat_template, _NO_TEMPLATE)
 
     async def responses(self, request: Request) -> Response:
         """POST /v1/responses."""
@@ -222,7 +222,7 @@ class _Server:
             "id": name, "object": "model", "created": 0, "owned_by": "foretoken", "root": self._config.names[0],
             "parent": None, "max_model_len": llm.target.context_len,
             "drafters": [drafter.name for drafter in llm.drafters], "is_lossless": not llm.is_lossy,
-            "has_chat_template": bool(self._config.chat_template or getattr(llm.tokenizer, "chat_template", None)),
+            "has_chat_template": has_template(llm, self._config.chat_template),
         }  # fmt: skip
 
     async def tokenize(self, request: Request) -> Response:

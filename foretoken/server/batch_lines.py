@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from foretoken.core.errors import ForetokenError
 from foretoken.server.answers import Envelope
 from foretoken.server.batch_files import name_of, read_lines
+from foretoken.server.conversations import rendered
 from foretoken.server.errors import ApiError, api_error
 from foretoken.server.json_body import parse_object
 from foretoken.server.live_request import LiveRequest
 from foretoken.server.request_fields import UnknownFields, chat_form, chat_request, completion_request
 from foretoken.server.response_answers import ResponseEnvelope
 from foretoken.server.response_fields import as_chat, told_back
-from foretoken.server.threads import in_thread
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from foretoken.server.batch_files import AnswerFile, Line
     from foretoken.server.live_request import AnswerShape
 
+_NO_TEMPLATE = "Pass --chat-template FILE, or ask /v1/completions for the text."
 _log = logging.getLogger(__name__)
 _COMPLETIONS, _CHAT, _RESPONSES = _URLS = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
@@ -134,9 +135,7 @@ class LineAnswers:
     async def _conversation(self, chat: dict[str, Any]) -> dict[str, Any]:
         """The prompt that a conversation is rendered to."""
         messages, form = chat_form(chat)
-        render = self._engine.llm.chat_prompts
-        (prompt,) = await in_thread(render, messages, chat_template=self._template, **form)
-        return prompt
+        return await rendered(self._engine.llm, messages, form, self._template, _NO_TEMPLATE)
 
 
 def refused_line(line: Line, error: ApiError) -> dict[str, Any]:

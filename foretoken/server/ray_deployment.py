@@ -192,7 +192,9 @@ def app(arguments: RayArguments) -> Any:
         from ray import serve
         from ray.serve.config import RequestRouterConfig
     except ImportError as err:
-        raise ConfigError("Ray Serve is not installed. Run in foretoken's repository: pip install '.[serve,ray]'.") from err
+        raise ConfigError(
+            "Ray Serve is not installed. Run in foretoken's repository: pip install '.[serve,ray]'."
+        ) from err
     deployment: Any = serve.deployment  # Ray's annotations leave out options that are passed on
     router_config: Any = RequestRouterConfig  # and classes by name
     scaling = {"num_replicas": arguments.num_replicas, "autoscaling_config": arguments.autoscaling_config}

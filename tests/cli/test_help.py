@@ -20,8 +20,8 @@ from foretoken.bench.setups import parse_setup
 from foretoken.cli.commands import app
 
 COMMANDS = [
-    "generate", "verify", "bench", "bench serve", "batch", "sweep", "inspect", "convert", "data", "data vocab",
-    "data index", "train", "tune tree", "doctor", "report",
+    "generate", "verify", "chat", "bench", "bench serve", "batch", "serve", "sweep", "twin", "inspect", "convert",
+    "data", "data vocab", "data index", "train", "tune tree", "doctor", "report",
 ]  # fmt: skip
 VALUE = r"(N|X|TEXT|PATH|NAME|URL|MODEL|DRAFTER|KEY=\w+)"
 
@@ -43,11 +43,11 @@ def test_values_have_plain_names_and_nothing_is_cut(command: str, width: int) ->
     text = "\n".join(lines)
     assert not re.search(r"<\w+|\{\w+\}|INTEGER|BOOLEAN|\w…", text)
     assert any(line.strip().startswith("Exit codes: 0 done") for line in lines)
-    rows = [line for line in lines if re.match(r"│ \*?\s*--\w", line)]
+    rows = [line for line in lines if re.match(r"│ [* ]{0,6}--\w", line)]
     assert rows
     for row in rows:
         names, rest = re.match(r"│ \*?\s*(--[\w-]+(?:\s+-\w)?)\s+(.*)│", row).groups()  # type: ignore[union-attr]
-        is_flag = not re.match(VALUE + r"( \[x>=\d\])?\s\s", rest)
+        is_flag = not re.match(VALUE + r"( \[[\dx<>=]+\])?\s\s", rest)
         assert is_flag == (names.split()[0] in flags(command)), row
 
 
@@ -77,6 +77,19 @@ def test_paragraphs_are_folded_at_the_width(command: str, width: int) -> None:
     for line, after in zip(lines[usage + 1 : end], lines[usage + 2 : end], strict=False):
         if line and after:
             assert len(line) + 1 + len(after.split()[0]) > width - 1, "a line ends although the next word fits"
+
+
+def test_all_commands_are_looked_at() -> None:
+    group: Any = typer.main.get_command(app)
+    assert {*COMMANDS, "version"} == {name for name, command in group.commands.items() if not command.hidden}
+
+
+def test_a_switch_that_is_hidden_in_the_help_still_works() -> None:
+    group: Any = typer.main.get_command(app)
+    shown("serve", 80)
+    for switch, is_on in (("--no-enable-prefix-caching", False), ("--enable-prefix-caching", True)):
+        values = group.commands["serve"].make_context("serve", ["models/tinycode", switch]).params
+        assert values["enable_prefix_caching"] is is_on
 
 
 def test_arguments_are_named_as_in_the_text() -> None:

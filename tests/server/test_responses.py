@@ -228,9 +228,18 @@ def test_nothing_is_stored(speculative: LiveServer) -> None:
 
 def test_a_model_without_a_template() -> None:
     with live_server(LLM("models/tinycode", max_num_seqs=1)) as server:
-        answer = server.post("/v1/responses", {"input": "A queue."})
-        assert answer.status_code == 400
-        assert "chat template" in answer.json()["error"]["message"]
+        messages = [{"role": "user", "content": "A queue."}]
+        for path, body in (
+            ("/v1/responses", {"input": "A queue."}),
+            ("/v1/chat/completions", {"messages": messages}),
+            ("/tokenize", {"messages": messages}),
+        ):
+            answer = server.post(path, body)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["message"] == (
+                "The model has no chat template. Start the server with --chat-template FILE, or send the text to "
+                "/v1/completions."
+            )
 
 
 def test_leaving_a_stream_ends_the_request(speculative: LiveServer) -> None:
