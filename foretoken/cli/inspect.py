@@ -15,13 +15,16 @@ def inspect(
     target: Annotated[
         str | None, typer.Option(help="Directory of a head's target: for what the head leaves out, and to compare.")
     ] = None,
-    verify: Annotated[bool, typer.Option("--verify", help="List a head's tensors and what is wrong.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read all tensors, and say what is wrong with them.")
+    ] = False,
     as_json: options.AsJson = False,
 ) -> None:
     """Say what a directory holds: a target's architecture, sizes, dtype, tokenizer; or a head's format and sizes.
 
     With --verify (or --target, or in a foreign format) a head is read whole: numbers
     that are not finite, and tensors that are missing, unknown or of a wrong shape, are errors.
+    With --verify a target's tensors are compared with its architecture, and their numbers read.
     """
     directory = _local(place)
     facts = None if target is not None or verify else _quick_facts(directory)
@@ -31,6 +34,11 @@ def inspect(
         from foretoken.hf.describe import describe_directory
 
         facts = describe_directory(directory)
+        if verify:
+            from foretoken.hf.weight_findings import weight_findings
+
+            found = weight_findings(directory)
+            facts |= {**({"warnings": found.warnings} if found.warnings else {}), "findings": found.findings}
     has_findings = bool(facts.get("findings"))
     if as_json:
         options.print_json(facts)

@@ -156,10 +156,21 @@ def check_total(name: str, config: Any, headers: dict[str, TensorHeader]) -> Non
 
 def _wanted_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Shapes of the weights of an architecture, tied ones once; nothing where it cannot be built."""
+    module = meta_model(config)
+    return {} if module is None else untied_shapes(module)
+
+
+def meta_model(config: Any) -> nn.Module | None:
+    """A model without numbers; None where its architecture cannot be built."""
     try:
         with torch.device("meta"):
-            module = AutoModelForCausalLM.from_config(config)
+            module: nn.Module = AutoModelForCausalLM.from_config(config)
     except Exception:  # noqa: BLE001 - then the architecture is the error, and loading says so
-        return {}
+        return None
+    return module
+
+
+def untied_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Shapes of a model's weights, tied ones once."""
     tied = getattr(module, "all_tied_weights_keys", {})
     return {key: tuple(tensor.shape) for key, tensor in module.state_dict().items() if key not in tied}

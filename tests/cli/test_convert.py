@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from command_line import MODEL, ROOT, Finished, run
+from safetensors.torch import load_file, save_file
 from tiny_models import tiny_model
 
 from foretoken.formats import native
@@ -222,6 +224,18 @@ def test_inspect_verify(tmp_path: Path) -> None:
     head.weights["weight"][0] = float("nan")
     native.write(head, tmp_path / "head")
     assert_refused(run("inspect", str(tmp_path / "head"), "--verify"), "not finite: weight")
+
+
+def test_inspect_verify_of_a_target(tmp_path: Path) -> None:
+    assert "no findings" in succeeded("inspect", MODEL, "--verify")
+    weights = load_file(ROOT / MODEL / "model.safetensors")
+    weights["model.norm.weight"][0] = float("nan")
+    shutil.copytree(ROOT / MODEL, tmp_path / "model")
+    save_file(weights, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    result = run("inspect", str(tmp_path / "model"), "--verify", "--json")
+    assert result.returncode == 1
+    assert json.loads(result.stdout)["findings"] == ["model.norm.weight holds 1 numbers that are not finite"]
+    assert run("inspect", str(tmp_path / "model")).returncode == 0
 
 
 def test_inspect_verify_reports_what_readers_warn_about(tmp_path: Path) -> None:
