@@ -135,7 +135,7 @@ def test_cve_2026_105756_fields_that_ended_the_engine_for_all(fields: dict[str, 
     "fields",
     [
         {"presence_penalty": 100, "frequency_penalty": -100, "repetition_penalty": 100},
-        {"repetition_penalty": 1e-30, "temperature": 1.5, "seed": 1}, {"logit_bias": {"0": -100, "6143": 100}},
+        {"repetition_penalty": 1e-6, "temperature": 1.5, "seed": 1}, {"logit_bias": {"0": -100, "6143": 100}},
         {"presence_penalty": -100, "n": 8}, {"prompt": [6143] * 900, "repetition_penalty": 2.0},
     ],
 )  # fmt: skip
