@@ -237,7 +237,8 @@ def draw(samples: Sequence[Mapping[str, float]], path: Path) -> None:
 
     figure, axes = plt.subplots(figsize=(7, 3), layout="constrained")
     axes.plot([each["minutes"] for each in samples], [each["mib"] for each in samples])
-    axes.set(xlabel="minutes", ylabel="resident memory, MiB", ylim=(0, None))
+    most = max(each["mib"] for each in samples)
+    axes.set(xlabel="minutes", ylabel="resident memory, MiB", ylim=(0, 1.15 * most))
     figure.savefig(path, dpi=150)
     plt.close(figure)
 

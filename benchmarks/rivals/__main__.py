@@ -127,7 +127,7 @@ def _write(comparison: Comparison, settings: Settings, out: Path, arguments: lis
     config = json.loads((Path(settings.model) / "config.json").read_text(encoding="utf-8"))
     shape = f"{config.get('num_hidden_layers')}x{config.get('hidden_size')}"
     name, twin = Path(settings.model).resolve().name, read_twin_record(config, settings.model)
-    shown = f"{name}, {shape}" if twin is None else f"{name}, {twin}"
+    shown = f"{name}, {shape}" if twin is None else str(twin).capitalize()
     lengths = sorted(len(prompt) for prompt in settings.prompts)
     how = "greedy" if settings.temperature == 0 else f"sampled at T {settings.temperature:g}"
     first_token_len = len(settings.first_prompts[0]) if settings.first_prompts else None

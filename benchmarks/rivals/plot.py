@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _OURS, _THEIRS = "#c2410c", "#64748b"
 _MARKERS = "osD^vP"
+_MILLISECONDS = [base * 10**power for power in range(-1, 5) for base in (1, 2, 3, 5, 7)]
 
 
 def write_plot(rows: Sequence[Row], passes: Sequence[PassRow], out: Path, title: str) -> bool:
@@ -58,8 +59,9 @@ def _draw_requests(axes: Any, rows: Sequence[Row], reference: str, reference_tit
     axes.barh(
         [row.title for row, _ in known], medians, xerr=extremes, color=colours, error_kw={"lw": 0.8, "alpha": 0.6}
     )
-    for place, value in enumerate(medians):
-        axes.text(0.02 * max(medians), place, f"{value:.2f}", va="center", color="white", fontsize=8)
+    for place, (_, spread) in enumerate(known):
+        right = max(spread.max, 1.0) + 0.015 * max(s.max for _, s in known)  # past the line of the reference too
+        axes.text(right, place, f"{spread.median:.2f}", va="center", fontsize=8)
     axes.axvline(1.0, color="black", lw=0.8, ls=":")
     axes.set_xlabel(f"decoding speed against {reference_title}; median, bars to the extremes")
     axes.spines[["top", "right"]].set_visible(False)
@@ -82,6 +84,10 @@ def _draw_passes(axes: Any, passes: Sequence[PassRow]) -> None:
     axes.set_yscale("log")
     ticks = sorted({width for row in passes for width in row.seconds})
     axes.set_xticks(ticks, [str(width) for width in ticks])
+    least, most = (find(s.median for row in passes for s in row.seconds.values()) * 1000 for find in (min, max))
+    marks = [mark for mark in _MILLISECONDS if 0.8 * least <= mark <= 1.2 * most]
+    axes.set_yticks(marks, [f"{mark:g}" for mark in marks])
+    axes.set_yticks([], minor=True)
     axes.set_xlabel("tokens per pass")
     axes.set_ylabel("milliseconds per pass")
     axes.legend(frameon=False, fontsize=8)
