@@ -100,6 +100,7 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     (serve.serve, ending(
         "foretoken serve models/tinycode -s ngram",
         "foretoken serve Qwen/Qwen3-0.6B -s ngram --host 0.0.0.0 --api-key-file keys",
+        found="the engine failed",
     )),
     (batch.batch, ending(
         "foretoken batch in.jsonl out.jsonl --model models/tinycode -s ngram",
@@ -193,7 +194,7 @@ for _function, _ending in _COMMANDS:
         "foretoken generate models/tinycode -s ngram -p 'class Queue:'",
         "foretoken generate Qwen/Qwen3-0.6B -s ngram -p 'def read_config(path):'",
         "foretoken COMMAND --help",
-        found="a verdict of verify, inspect or doctor",
+        found="the command found something wrong",
     ),
 )
 def foretoken(
