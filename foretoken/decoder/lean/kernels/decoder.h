@@ -138,10 +138,10 @@ class Decoder {
     }
     const int64_t E = model_.hidden;
     const MatrixInputs<W> both(space_.normed, rows_, 2 * E);
-    share(rows_, [&](int64_t m) {
-      normalise_row(layer.side_norm, pass_.sides + m * E, E, [&](int64_t k, auto values) { both.put(m, k, values); });
-      normalise_row(layer.attention_norm, space_.residual + m * E, E,
-                    [&](int64_t k, auto values) { put_anywhere(both, m, E + k, values); });
+    share_inputs(rows_, E, [&](int64_t m, int64_t begin, int64_t end) {
+      normalise_elements(layer.side_norm, pass_.sides + m * E, E, begin, end, [&](int64_t k, auto values) { both.put(m, k, values); });
+      normalise_elements(layer.attention_norm, space_.residual + m * E, E, begin, end,
+                         [&](int64_t k, auto values) { put_anywhere(both, m, E + k, values); });
     });
     barrier_.wait();
     return both;

@@ -344,6 +344,7 @@ class TileDots : TileRegisters {
   static constexpr int kKeys = kTileRows, kQueries = kTileTokens, kFew = 4;
 
   // Registers: 0 sums of keys by queries; 4 and 6 keys and queries, 5 and 7 those of the elements past the last whole step.
+  // Queries of one whole step stay in register 6 for all keys.
   TileDots(const TileInputs& queries, int64_t first, int64_t D)
       : queries_(queries.at(first, 0)), D_(D), width_(queries.width), pairs_(queries.width * 2 * int64_t(sizeof(Bfloat16))) {
     const int64_t rest = D % kTileStep / 2 * 2;
