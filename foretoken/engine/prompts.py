@@ -133,9 +133,9 @@ class PromptReader:
         check_text(where, text)
         if where == "the prompt":
             self._codec.check_length(text, where, self._context_len - 1, "one less than the context length")
-        else:
-            self._codec.check_length(text, where, self._context_len, "the context length")
-        return self._codec.encode(text, where, **({} if where == "the prompt" else {"add_special_tokens": False}))
+            return self._codec.encode(text, where)
+        self._codec.check_length(text, where, self._context_len, "the context length")
+        return self._codec.encode(text, where, add_special_tokens=False)
 
 
 def _salt(given: Any) -> str:
