@@ -28,7 +28,7 @@ from foretoken.cli import (
     verify,
     vocab,
 )
-from foretoken.cli.help import Command, ending, without_flags
+from foretoken.cli.help import Command, VllmCommand, ending, without_flags
 from foretoken.core.errors import ForetokenError
 
 
@@ -185,7 +185,8 @@ _TWO_WORDS: dict[Callable[..., None], str] = {
 for _function, _ending in _COMMANDS:
     _settings = {"token_normalize_func": convert.option_name} if _function is convert.convert else None
     _name = _TWO_WORDS.get(_function)
-    app.command(_name, cls=Command, epilog=_ending, context_settings=_settings)(_function)
+    _class = VllmCommand if _function in (serve.serve, batch.batch) else Command
+    app.command(_name, cls=_class, epilog=_ending, context_settings=_settings)(_function)
 
 
 @app.callback(

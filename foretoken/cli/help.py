@@ -33,25 +33,34 @@ class Command(TyperCommand):
         return without_flags(super().get_params(ctx))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """See click; the other side of a switch has no column of its own where the text about it names it."""
-        named = [
-            (param, param.secondary_opts)
-            for param in self.params
-            if any(each in (getattr(param, "help", None) or "") for each in param.secondary_opts)
-        ]
+        """See click; other names of an option, and of a switch's other side, stand only in a text that has them."""
+        named = [(param, param.opts, param.secondary_opts) for param in self.params]
         try:
-            for param, _ in named:
-                param.secondary_opts = []
+            for param, opts, others in named:
+                text = getattr(param, "help", None) or ""
+                param.opts = [opts[0], *(each for each in opts[1:] if each not in text)]
+                param.secondary_opts = [each for each in others if each not in text]
             super().format_help(ctx, formatter)
         finally:
-            for param, opts in named:
-                param.secondary_opts = opts
+            for param, opts, others in named:
+                param.opts, param.secondary_opts = opts, others
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """The usage line's parts: `[OPTIONS] MODEL [HEAD]`."""
         arguments = [param for param in self.get_params(ctx) if param.param_type_name == "argument"]
         names = [str(param.metavar) if param.required else f"[{param.metavar}]" for param in arguments]
         return [self.options_metavar or "", *names]
+
+
+class VllmCommand(Command):
+    """A command that `vllm` has too: its options are taken where they ask for nothing missing, else refused."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """See click."""
+        from foretoken.engine.vllm_arguments import without_other_options
+
+        own = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
+        return super().parse_args(ctx, without_other_options(args, own))
 
 
 def _no_type(ctx: Any) -> None:

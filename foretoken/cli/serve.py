@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 _BATCHES = "Batches and memory"
 _NETWORK = "Network"
+_VLLMS_NAME = "--per-request-spec-decode-metrics"  # too long for a column at 80 characters
 
 
 def serve(
@@ -78,7 +79,15 @@ def serve(
     metrics_compat: Annotated[
         str | None, typer.Option(metavar="NAME", help="vllm: show figures at /metrics under vLLM's names too.")
     ] = None,
-    per_request_spec_decode_metrics: Annotated[str, typer.Option(hidden=True)] = "none",  # too long for a column
+    per_request_spec_decode_metrics: Annotated[
+        str,
+        typer.Option(
+            "--spec-decode-metrics",
+            _VLLMS_NAME,
+            metavar="NAME",
+            help=f"summary: answers say how drafting went. vLLM's {_VLLMS_NAME} is the same.",
+        ),
+    ] = "none",
     seed: Annotated[
         int | None, typer.Option(help="Makes requests without a seed reproducible, in their order.")
     ] = None,
@@ -89,8 +98,9 @@ def serve(
 ) -> None:
     """Serve a model over HTTP with OpenAI's API: completions, chat, streaming, structured outputs, metrics.
 
-    Answers are what the target alone would have written. With --per-request-spec-decode-metrics summary each of
-    them says how drafting went. SIGTERM and Ctrl-C let running requests end for 30 seconds.
+    Answers are what the target alone would have written. SIGTERM and Ctrl-C let running requests end for 30 seconds.
+    Options of `vllm serve` that ask for nothing missing here are taken too; the others are refused with what to do
+    instead.
     """
     setup = options.one_setup("serve", model, speculative_config, spec_type, "Merge several with +, as ngram+hydra.")
     if metrics_compat not in (None, "vllm"):

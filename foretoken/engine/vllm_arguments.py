@@ -1,7 +1,8 @@
-"""Arguments of vLLM's `LLM` that this one does not have: ignored where they ask for nothing that is missing here."""
+"""Arguments of vLLM's `LLM` and `vllm serve` that are missing here: ignored where they ask for nothing."""
 
 from __future__ import annotations
 
+import json
 import logging
 from numbers import Real
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,7 +11,7 @@ from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Mapping
 
 _log = logging.getLogger(__name__)
 
@@ -20,6 +21,17 @@ class OtherArgument(NamedTuple):
 
     asks_for_nothing: Callable[[Any], bool]
     instead: str
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether it is True or False, so that its option takes no value."""
+        return self.asks_for_nothing(True) or self.asks_for_nothing(False)
+
+    def check(self, told: str, value: Any) -> None:
+        """Raises `ConfigError` where a value asks for what there is not; told: the argument as the user wrote it."""
+        if not self.asks_for_nothing(value):
+            raise ConfigError(f"{told} is not supported. {self.instead}")
+        _log.debug("vLLM's %s asks for nothing that there is not and is ignored", told)
 
 
 def _one_of(*values: Any) -> Callable[[Any], bool]:
@@ -83,6 +95,39 @@ OTHER_ARGUMENTS = {
     "num_speculative_tokens": OtherArgument(_one_of(), _DRAFTER),
     "torch_dtype": OtherArgument(_one_of(), "Pass it as 'dtype'."),
 }
+_LOGS = "The log says what went wrong, and no text of requests. Leave it out."
+_PROXY = "Put a reverse proxy before the server."
+_OTHER_OPTIONS = OTHER_ARGUMENTS | {
+    "api_key": OtherArgument(
+        _one_of(), "Everybody on this machine can read command lines. Pass --api-key-file, or set FORETOKEN_API_KEY."
+    ),
+    "api_server_count": OtherArgument(_one_of(1), "One process serves. For several see num_fronts in docs/server.md."),
+    "chat_template_content_format": OtherArgument(_one_of("auto", "string"), "Templates get text. Leave it out."),
+    "disable_fastapi_docs": OtherArgument(_is_boolean, "Leave it out."),
+    "disable_frontend_multiprocessing": OtherArgument(_is_boolean, "Leave it out."),
+    "disable_log_requests": OtherArgument(_is_boolean, _LOGS),
+    "disable_uvicorn_access_log": OtherArgument(_is_boolean, _LOGS),
+    "enable_auto_tool_choice": OtherArgument(_one_of(False), "The text of a call is not parsed. Leave it out."),
+    "enable_force_include_usage": OtherArgument(_one_of(False), "Clients ask with stream_options.include_usage."),
+    "enable_log_requests": OtherArgument(_one_of(False), _LOGS),
+    "enable_prompt_tokens_details": OtherArgument(_is_boolean, "Leave it out."),
+    "enable_ssl_refresh": OtherArgument(_one_of(False), _PROXY),
+    "lora_modules": OtherArgument(_one_of(), "Merge the adapter into the model first."),
+    "max_log_len": OtherArgument(lambda value: not isinstance(value, bool), _LOGS),
+    "middleware": OtherArgument(_one_of(), _PROXY),
+    "reasoning_parser": OtherArgument(_one_of(""), "The model's reasoning is part of its text. Leave it out."),
+    "response_role": OtherArgument(_one_of("assistant"), "Answers come from the assistant. Leave it out."),
+    "root_path": OtherArgument(_one_of(""), _PROXY),
+    "ssl_ca_certs": OtherArgument(_one_of(), _PROXY),
+    "ssl_certfile": OtherArgument(_one_of(), _PROXY),
+    "ssl_keyfile": OtherArgument(_one_of(), _PROXY),
+    "tool_call_parser": OtherArgument(_one_of(), "The text of a call is not parsed. Leave it out."),
+    "uvicorn_log_level": OtherArgument(lambda value: isinstance(value, str), _LOGS),
+}
+_SHORT = {
+    "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
+    "-q": "--quantization",
+}  # fmt: skip
 
 
 def check_other_arguments(others: Mapping[str, Any], known: Iterable[str]) -> None:
@@ -99,6 +144,44 @@ def check_other_arguments(others: Mapping[str, Any], known: Iterable[str]) -> No
     for name, value in others.items():
         if name not in OTHER_ARGUMENTS:
             raise ConfigError(f"LLM has no argument {shown(name)}. {nearest_name_hint(name, known)}")
-        if not OTHER_ARGUMENTS[name].asks_for_nothing(value):
-            raise ConfigError(f"{name} = {shown(value)} is not supported. {OTHER_ARGUMENTS[name].instead}")
-        _log.debug("vLLM's argument %s = %s asks for nothing that there is not and is ignored", name, shown(value))
+        OTHER_ARGUMENTS[name].check(f"{name} = {shown(value)}", value)
+
+
+def without_other_options(given: Iterable[str], own: Collection[str]) -> list[str]:
+    """A command line without the options that vLLM has and the command has not.
+
+    Args:
+        given: The command line. As vLLM does, `--max_num_seqs` is read as `--max-num-seqs`.
+        own: The options of the command.
+
+    Raises:
+        ConfigError: Where `LLM` would raise it for the argument of that name.
+    """
+    kept: list[str] = []
+    value: Any
+    rest = iter(given)
+    for word in rest:
+        option, equals, text = word.partition("=")
+        option = _SHORT.get(option, option.replace("_", "-") if option.startswith("--") else option)
+        name, is_off = option.removeprefix("--").replace("-", "_"), False
+        if name not in _OTHER_OPTIONS and name.startswith("no_"):
+            name, is_off = name.removeprefix("no_"), True
+        if option in own or not option.startswith("--") or name not in _OTHER_OPTIONS:
+            kept.append(option + equals + text)
+            if option == "--":
+                kept += rest
+            continue
+        other, told, value = _OTHER_OPTIONS[name], option, not is_off
+        if not other.is_switch:
+            value = _read(text if equals else next(rest, ""))
+            told = f"{option} {shown(value)}"
+        other.check(told, value)
+    return kept
+
+
+def _read(text: str) -> Any:
+    """The value of an option: JSON, or else text."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text

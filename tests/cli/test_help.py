@@ -52,6 +52,15 @@ def test_values_have_plain_names_and_nothing_is_cut(command: str, width: int) ->
 
 
 @pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_is_listed(command: str) -> None:
+    group: Any = typer.main.get_command(app)
+    context = group.commands[command].make_context("foretoken", [], resilient_parsing=True)
+    rows = {line.replace("*", "").split()[1] for line in shown(command, 80) if re.match(r"│ [* ]{0,6}--\w", line)}
+    options = [each for each in group.commands[command].get_params(context) if each.param_type_name == "option"]
+    assert {each.opts[0] for each in options} <= rows
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_no_word_is_taken_for_markup(command: str) -> None:
     """As `[report]` after a package's name, which markup swallows."""
     group: Any = typer.main.get_command(app)

@@ -18,6 +18,9 @@ import openai
 import pytest
 from cli.command_line import MODEL, run
 
+from foretoken import LLM
+from foretoken.core.errors import ConfigError
+
 SERVE = [sys.executable, "-m", "foretoken", "serve", MODEL]
 
 
@@ -139,3 +142,48 @@ def test_what_does_not_fit(more: list[str], message: str, tmp_path: Path) -> Non
     finished = run("serve", MODEL, *(str(empty) if each == "KEYS" else each for each in more))
     assert finished.returncode == 2
     assert message.replace("KEYS", str(empty)) in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "argument"),
+    [
+        (["--tensor-parallel-size", "2"], {"tensor_parallel_size": 2}),
+        (["-tp", "2"], {"tensor_parallel_size": 2}),
+        (["--pipeline_parallel_size=4"], {"pipeline_parallel_size": 4}),
+        (["--gpu-memory-utilization", "0.1"], {"gpu_memory_utilization": 0.1}),
+        (["--no-enable-chunked-prefill"], {"enable_chunked_prefill": False}),
+        (["--kv-cache-dtype", "fp8"], {"kv_cache_dtype": "fp8"}),
+        (["--hf-overrides", '{"a": 1}'], {"hf_overrides": {"a": 1}}),
+    ],
+)
+@pytest.mark.parametrize("command", [("serve", MODEL), ("batch", "in", "out", "--model", MODEL)])
+def test_options_of_vllm_get_the_sentence_of_its_arguments(
+    command: tuple[str, ...], option: list[str], argument: dict[str, Any]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        LLM(MODEL, **argument)
+    finished = run(*command, *option)
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("error: -")
+    assert finished.stderr.rstrip().endswith(str(caught.value).split(" is not supported")[1])
+
+
+@pytest.mark.parametrize(
+    ("option", "advice"),
+    [(["--api-key", "secret"], "--api-key-file"), (["--ssl-keyfile", "key"], "reverse proxy"), (["-tp"], "one device")],
+)
+def test_options_of_vllms_server_alone_are_refused_with_what_to_do(option: list[str], advice: str) -> None:
+    finished = run("serve", MODEL, *option)
+    assert finished.returncode == 2
+    assert advice in finished.stderr
+    assert "No such option" not in finished.stderr
+
+
+def test_options_of_vllm_that_ask_for_nothing_are_taken() -> None:
+    taken = (
+        "-tp 1 --gpu-memory-utilization 0.9 --disable-log-requests --max-log-len 80 --block_size=16 --enforce-eager "
+        "--enable-prompt-tokens-details --host 127.0.0.1 --max_num_seqs 2 --metrics-compat tgi"
+    )
+    assert run("serve", MODEL, *taken.split()).stderr == "error: --metrics-compat is 'tgi'. Expected vllm.\n"
+    unknown = run("serve", MODEL, "--tensor-paralel-size", "2")
+    assert (unknown.returncode, "No such option: --tensor-paralel-size" in unknown.stderr) == (2, True)
