@@ -32,6 +32,11 @@ _HOMES = {
 }
 
 
+def __dir__() -> list[str]:
+    """What users call; the packages inside are not among it."""
+    return sorted([*__all__, "__version__", "hf"])
+
+
 def __getattr__(name: str) -> Any:
     """Imports the public names when they are first used, so that the command line starts without torch."""
     from importlib import import_module

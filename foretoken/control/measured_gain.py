@@ -204,6 +204,11 @@ class MeasuredGain:
         self._declining: Allotment | None = None  # since drafting was given up
         self._reason: Declined | None = None  # of the last time
 
+    def plain_seconds(self, batch_size: int) -> float | None:
+        """Seconds of an iteration without drafts for so many sequences; None before that was measured."""
+        measured = self._measured.get(batch_size)
+        return None if measured is None else measured.plain_s
+
     def allot(self, batch_size: int) -> Allotment:
         """The inner controller's allotment, one that only measures plain decoding, or none while drafts do not pay."""
         now = self._measured.get(batch_size)

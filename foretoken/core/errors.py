@@ -1,4 +1,4 @@
-"""Exception types, suggestions of near names, and exceptions of foreign code as one line or as one type.
+"""Exception types, refusals to be copied, suggestions of near names, and foreign exceptions as one line or one type.
 
 Every message has three parts: what was wrong (with the value), what was expected, how to mend it.
 """
@@ -6,6 +6,7 @@ Every message has three parts: what was wrong (with the value), what was expecte
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from typing import NoReturn
 
 _LONGEST_DESCRIPTION = 300  # characters
 _LONGEST_TYPE_NAME = 80
@@ -50,6 +51,18 @@ class TreeError(ForetokenError):
 
 class PassError(ForetokenError, ValueError):
     """Tensors of a forward pass that do not fit the model, the KV cache or the memory; nothing was computed."""
+
+
+class BuiltPerProcess:
+    """Refuses to be copied and pickled: its objects hold a model, memory of the engine, locks and threads."""
+
+    def __reduce__(self) -> NoReturn:
+        """Raises for `copy.copy`, `copy.deepcopy`, `pickle.dumps` and arguments of `multiprocessing`."""
+        name = type(self).__name__
+        raise ConfigError(
+            f"an object of type {name} cannot be copied or pickled: it holds a loaded model and a running engine. "
+            f"Expected one {name} in each process. Pass the model's name to the other process and build it there."
+        )
 
 
 def nearest_name_hint(name: str, known: Iterable[str]) -> str:

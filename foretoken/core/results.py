@@ -91,6 +91,8 @@ class GenerationMetrics:
         num_cached_tokens: Those of them that were found, and not read again.
         num_preemptions: How often it gave up its KV rows to others, and all of it was read again.
         lossy_tv: Sum of `StepRecord.lossy_tv`; 0 for lossless rules, NaN where a lossy rule does not know it.
+        compared_seconds: Seconds of the passes without prompt tokens for which the engine had measured plain decoding.
+        plain_seconds: What plain decoding takes for the tokens of these passes, by that measurement.
     """
 
     steps: int = 0
@@ -110,11 +112,24 @@ class GenerationMetrics:
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     lossy_tv: float = 0.0
+    compared_seconds: float = 0.0
+    plain_seconds: float = 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens generated per target pass after prefill (tau), the correction or bonus token included."""
         return (self.num_emitted - self.num_prefill_emitted) / self.steps if self.steps else 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second of target passes after prefill, for each sequence; 0 without such passes."""
+        seconds = self.seconds.total
+        return (self.num_emitted - self.num_prefill_emitted) / seconds if seconds else 0.0
+
+    @property
+    def speedup(self) -> float | None:
+        """Speed over plain decoding, in the passes for which that was measured; None where there are none."""
+        return self.plain_seconds / self.compared_seconds if self.compared_seconds else None
 
     @property
     def acceptance_by_depth(self) -> list[float]:
@@ -143,6 +158,9 @@ class GenerationMetrics:
         self.by_drafter += DrafterShares.of(step, record)
         self.draft_errors += record.draft_error is not None
         self.num_declined += record.declined is not None
+        if record.plain_seconds is not None and not record.num_prompt_tokens:
+            self.compared_seconds += record.seconds.total
+            self.plain_seconds += step.num_emitted * record.plain_seconds
 
     def add_sequence(self, step: SequenceStep) -> None:
         """Counts one sequence's part of an iteration, without the time. Changes this object."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Mapping
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 
 from foretoken.core.checks import shown
-from foretoken.core.errors import ConfigError
+from foretoken.core.errors import BuiltPerProcess, ConfigError
+from foretoken.core.results import GenerationMetrics
 from foretoken.drafters.draft_model import DraftModelDrafter, Options
 from foretoken.drafters.registry import known_methods
 from foretoken.engine.llm import LLM
@@ -24,21 +26,26 @@ if TYPE_CHECKING:
 
     from foretoken.core.results import StreamChunk
     from foretoken.drafters.base import Drafter, TargetHandle
+    from foretoken.engine.requests import Request
     from foretoken.hf.generate_request import GenerateRequest
     from foretoken.hf.loading import LoadedModel
 
 
-class Acceleration:
+class Acceleration(BuiltPerProcess):
     """What `accelerate` did to a model; as a context manager it undoes that at the end of the block.
 
     Attributes:
         model: The accelerated model.
+        last: Counts and seconds of the last call that the engine served, over all its rows: tokens per pass
+            (`mean_acceptance_length`), `num_drafted`, `num_accepted`, `tokens_per_second` of a row, and `speedup` over
+            plain decoding where the engine has measured that. None before the first call.
     """
 
     def __init__(self, model: Any, make: Callable[[], LLM]) -> None:
         """Makes the engine; make: over the model as it is when it is called."""
         self.model, self._make, self._lock = model, make, threading.Lock()
         self._llm, self._versions = make(), weight_versions(model)
+        self.last: GenerationMetrics | None = None
 
     @property
     def llm(self) -> LLM:
@@ -56,17 +63,42 @@ class Acceleration:
 
     def stream(self, request: GenerateRequest) -> Generator[StreamChunk]:
         """Tokens as they come; raises `RequestError` when the request cannot be served."""
-        return self.llm.stream(request.prompts, request.params)
+        llm = self.llm
+        requests = llm.shared.requests.read(request.prompts, request.params)
+        return self._counted(llm.chunks(requests), requests)
+
+    def _counted(self, chunks: Generator[StreamChunk], requests: list[Request]) -> Generator[StreamChunk]:
+        """Passes chunks on; at the end, also an early one, `last` says what the requests took."""
+        try:
+            with closing(chunks):
+                yield from chunks
+        finally:
+            self.last = GenerationMetrics.total(each.metrics for request in requests for each in request.sequences)
 
     def release(self) -> None:
         """Gives the model its own `generate` back. Does nothing where that has happened before."""
         release(self.model)
+
+    def __repr__(self) -> str:
+        drafters = ", ".join(drafter.name for drafter in self._llm.drafters)
+        return f"<Acceleration of {type(self.model).__name__} with {drafters}; last call: {_summary(self.last)}>"
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.release()
+
+
+def _summary(metrics: GenerationMetrics | None) -> str:
+    """What a call achieved, in a line."""
+    if metrics is None:
+        return "none yet"
+    speed = "plain decoding not measured" if metrics.speedup is None else f"{metrics.speedup:.2f}x plain decoding"
+    return (
+        f"{metrics.mean_acceptance_length:.2f} tokens a pass, {metrics.num_accepted} of {metrics.num_drafted} drafted "
+        f"tokens accepted, {metrics.tokens_per_second:.1f} tokens/s a row, {speed}"
+    )
 
 
 def accelerate(
@@ -101,7 +133,7 @@ def accelerate(
 
     Returns:
         A context manager; `release(model)`, or its own `release()`, undoes what was done as well. Its `llm` is the
-        engine, with `llm.get_metrics()`.
+        engine, with `llm.get_metrics()`. Its `last` and its repr tell acceptance and speed-up of the last call.
 
     Raises:
         ConfigError: When drafter or arguments do not fit.

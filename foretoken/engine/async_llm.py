@@ -11,7 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from foretoken.core.checks import check_integer, check_text, shown
-from foretoken.core.errors import ConfigError, RequestError
+from foretoken.core.errors import BuiltPerProcess, ConfigError, RequestError
 from foretoken.engine.llm import LLM
 from foretoken.engine.request_queue import RequestQueue
 from foretoken.engine.request_stream import RequestStream
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _LONGEST_ID = 256  # characters
 
 
-class AsyncLLM:
+class AsyncLLM(BuiltPerProcess):
     """Serves requests on an `LLM`, beside which the `LLM`'s own calls go on working.
 
     Requests join in the order in which they came, as soon as a slot is free. Those that cannot join wait; when too many

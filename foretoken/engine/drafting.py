@@ -306,6 +306,11 @@ class Drafting:
         if self._controller is not None and self.is_active and has_decided:
             self._controller.learn(record)
 
+    def plain_seconds(self, num_sequences: int) -> float | None:
+        """Seconds of an iteration without drafts, as the controller measured it; None where it has not."""
+        controller = self._controller
+        return controller.plain_seconds(num_sequences) if isinstance(controller, MeasuredGain) else None
+
     def credit(self, source: int) -> tuple[str, ...]:
         """Names of the drafters in a bit set of `TokenTree.source`, a grammar's forced tokens after them all."""
         known = self._credits.get(source)

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from foretoken.acceptance.select import AcceptancePolicy
 from foretoken.core.checks import check_boolean, check_integer, check_text, shown
-from foretoken.core.errors import ConfigError, RequestError
+from foretoken.core.errors import BuiltPerProcess, ConfigError, RequestError
 from foretoken.drafters.base import TargetHandle
 from foretoken.drafters.registry import create_drafter
 from foretoken.engine.chats import chat_format
@@ -55,7 +55,7 @@ _SHORTEST_CONTEXT = 8  # tokens that the proof at load needs
 _MOST_SEQUENCES = 1 << 16
 
 
-class LLM:
+class LLM(BuiltPerProcess):
     """A target, a drafter and the engine that runs them.
 
     Attributes:
@@ -291,7 +291,7 @@ class LLM:
         Closing the iterator ends its requests. Other calls may be made while it is open, from any thread; iterations
         serve all of them.
         """
-        return self._chunks(self._read(prompts, sampling_params, params))
+        return self.chunks(self._read(prompts, sampling_params, params))
 
     def chat(
         self,
@@ -349,8 +349,8 @@ class LLM:
         self.shared.check_outside()  # no turn is taken: while a grammar is compiled, others are served
         return self._requests.read(prompts, sampling_params)
 
-    def _chunks(self, requests: list[Request]) -> Generator[StreamChunk]:
-        """What every iteration brought to each sequence of some requests."""
+    def chunks(self, requests: list[Request]) -> Generator[StreamChunk]:
+        """Runs requests that `shared.requests` has read; yields what every iteration brought to each sequence."""
         place = {id(sequence): index for index, request in enumerate(requests) for sequence in request.sequences}
         unfinished = [sequence for request in requests for sequence in request.sequences]
         given = dict.fromkeys(place, 0)

@@ -386,6 +386,7 @@ class Engine:
             draft_error=draft.error,
             declined=draft.declined,
             lossy_tv=verified.lossy_tv,
+            plain_seconds=self._drafting.plain_seconds(num_decoding),
         )
         for sequence, step in zip(asked.sequences, record.sequences, strict=True):
             sequence.metrics.add_step(step, record)

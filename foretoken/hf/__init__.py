@@ -3,14 +3,24 @@
 `accelerate` and `release`, which need the engine, are imported when they are first used.
 """
 
-from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 __all__ = ["accelerate", "release"]
 
 
+if TYPE_CHECKING:
+    from foretoken.engine.accelerate import accelerate, release
+
+
+def __dir__() -> list[str]:
+    """What users call; the modules of this package are not among it."""
+    return __all__
+
+
 def __getattr__(name: str) -> Any:
-    """The two functions for models in memory."""
+    """Imports one of the two functions for models in memory."""
     if name not in __all__:
         raise AttributeError(f"module 'foretoken.hf' has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module("foretoken.engine.accelerate"), name)

@@ -304,3 +304,16 @@ def test_passes_that_read_prompts_say_nothing() -> None:
         allotment = controller.allot(1)
         assert allotment.allowances[0].depth == 4
         controller.learn(record(1, 100.0, 1, is_drafted=True, num_prompt_tokens=50))
+
+
+def test_what_plain_decoding_takes_is_told_once_it_was_measured() -> None:
+    controller = MeasuredGain(Always())
+    told = []
+    for _ in range(40):
+        allotment = controller.allot(2)
+        is_drafted = not allotment.measures_plain
+        controller.learn(record(2, 3.0 if is_drafted else 2.0, 4 if is_drafted else 1, is_drafted=is_drafted))
+        told.append(controller.plain_seconds(2))
+    assert told[0] is None
+    assert told[-1] == 2.0
+    assert controller.plain_seconds(1) is None

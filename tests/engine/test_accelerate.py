@@ -30,6 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 import foretoken
+from foretoken.control.measured_gain import MeasuredGain
 from foretoken.core.errors import ConfigError
 from foretoken.hf import accelerate, release
 
@@ -396,3 +397,46 @@ def test_bundled_model_with_a_draft_model_and_streamers(capsys: pytest.CaptureFi
     accepted = {each.name: each for each in acceleration.llm.get_metrics()}["vllm:spec_decode_num_accepted_tokens"]
     assert accepted.value > 20
     acceleration.release()
+
+
+def test_the_handle_tells_what_the_last_call_achieved(model: Any) -> None:
+    inputs = {"input_ids": torch.tensor([ROWS[0]]), "attention_mask": torch.ones(1, 8, dtype=torch.int64)}
+    with accelerate(model, {"method": "ngram", "num_speculative_tokens": 3}, tokenizer=tokenizer()) as handle:
+        assert handle.last is None
+        assert repr(handle) == "<Acceleration of LlamaForCausalLM with ngram; last call: none yet>"
+        before = {each.name: each for each in handle.llm.get_metrics()}
+        output = model.generate(**inputs, max_new_tokens=40, eos_token_id=None)
+        first = handle.last
+        assert first is not None
+        assert first.num_emitted == 40 == output.shape[1] - 8
+        counted = {each.name: each for each in handle.llm.get_metrics()}
+        for name, count in (("num_draft_tokens", first.num_drafted), ("num_accepted_tokens", first.num_accepted)):
+            metric = f"vllm:spec_decode_{name}"
+            assert count == counted[metric].value - before[metric].value > 0  # type: ignore[union-attr]
+        assert first.mean_acceptance_length == 39 / first.steps > 1
+        assert first.tokens_per_second == 39 / first.seconds.total
+        assert first.speedup is None, "what is drafted is fixed, so that plain decoding is never measured"
+        words = f"{first.mean_acceptance_length:.2f} tokens a pass, {first.num_accepted} of {first.num_drafted} drafted"
+        assert words in repr(handle)
+        assert repr(handle).endswith("plain decoding not measured>")
+        model.generate(**batch(), max_new_tokens=6, eos_token_id=None)
+        assert handle.last is not None
+        assert handle.last.num_emitted == 18, "all rows of the last call, and none of the one before"
+        model.generate(**inputs, max_new_tokens=30, stopping_criteria=StoppingCriteriaList([EveryCall(output[0, 10])]))
+        assert 0 < handle.last.num_emitted < 30, "a call that ends early"
+
+
+def test_the_handle_tells_a_speed_up_where_plain_decoding_was_measured(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller that follows the clock makes passes without drafts, and holds the others against them."""
+    plain = {1: 0.5, 3: 1.0}
+    with accelerate(model, tokenizer=tokenizer()) as handle:
+        monkeypatch.setattr(MeasuredGain, "plain_seconds", lambda self, batch_size: plain.get(batch_size))
+        model.generate(input_ids=torch.tensor([ROWS[1]]), max_new_tokens=20, eos_token_id=None)
+        last = handle.last
+        assert last is not None
+        assert last.compared_seconds == pytest.approx(last.seconds.total)
+        assert last.plain_seconds == 19 * 0.5
+        assert last.speedup == pytest.approx(9.5 / last.seconds.total)
+        assert f"{last.speedup:.2f}x plain decoding>" in repr(handle)
