@@ -173,8 +173,9 @@ class _Server:
         prompt = await self._conversation(request, chat)
         asked = await _read(request, chat_request, chat, self._unknown, prompt)
         envelope = ResponseEnvelope(
-            request=asked, told=told_back(body), model=self._config.names[0], has_draft_metrics=self._has_metrics(asked)
-        )
+            request=asked, told=await _read(request, told_back, body), model=self._config.names[0],
+            has_draft_metrics=self._has_metrics(asked),
+        )  # fmt: skip
         live = await LiveRequest.submit(self._engine, envelope, self.metrics)
         if asked.is_streamed:
             return EventStream(numbered(live.parts()), self.metrics.disconnected, has_names=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from typing import Any, NoReturn
 
@@ -24,7 +25,9 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """
     try:
         text = body.decode("utf-8")
-        value = json.loads(text, parse_constant=_no_number, object_pairs_hook=_without_repeats)
+        value = json.loads(
+            text, parse_float=_finite, parse_constant=_no_number, object_pairs_hook=_without_repeats
+        )
     except UnicodeDecodeError as err:
         raise ApiError(f"The body is not UTF-8: byte {err.start} does not fit. Expected a JSON object.") from err
     except RecursionError as err:
@@ -39,6 +42,14 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise ApiError("The body is no JSON object. Expected {...} with the fields of the request.")
     _check(value)
     return value
+
+
+def _finite(digits: str) -> float:
+    """A number with a point or an exponent; JSON knows no infinity, which 1e999 would become."""
+    number = float(digits)
+    if math.isinf(number):
+        raise ApiError(f"The body holds {digits[:20]}, which is beyond the range of numbers. Expected finite numbers.")
+    return number
 
 
 def _no_number(name: str) -> NoReturn:

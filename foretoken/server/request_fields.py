@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -91,13 +91,14 @@ class UnknownFields:
     def __init__(self) -> None:
         self._seen: set[str] = set()
 
-    def note(self, names: set[str]) -> None:
-        """Logs names that did not come before; at most a thousand in all."""
-        for name in sorted(names - self._seen):
+    def note(self, names: Iterable[str]) -> None:
+        """Logs names that did not come before, of which it keeps eighty characters; at most a thousand in all."""
+        for name in names:
             if len(self._seen) >= 1000:
                 return
-            self._seen.add(name)
-            _log.warning("requests have a field %s, which is not known and ignored", ascii(name[:80]))
+            if (name := name[:80]) not in self._seen:
+                self._seen.add(name)
+                _log.warning("requests have a field %s, which is not known and ignored", ascii(name))
 
 
 def completion_request(body: Mapping[str, Any], unknown: UnknownFields) -> ServedRequest:

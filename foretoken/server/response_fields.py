@@ -7,6 +7,7 @@ from typing import Any
 
 from foretoken.core.checks import shown
 from foretoken.server.errors import ApiError
+from foretoken.server.replies import dumped
 from foretoken.server.request_fields import checked_integer
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -16,6 +17,7 @@ _OWN = frozenset({"input", "instructions", "max_output_tokens", "text", "include
 _IGNORED = frozenset(
     {"reasoning", "max_tool_calls", "prompt_cache_retention", "prompt_cache_options", "stream_options"}
 )
+_MOST_TEXT_BYTES = 1 << 18  # a schema of 65,536 characters, whatever they are
 _NOTHING_STORED = "Responses are not stored. Send the whole conversation as input."
 # Values, besides null, with which a field asks for nothing, and what to do instead of the others.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -69,17 +71,26 @@ def told_back(body: Mapping[str, Any]) -> dict[str, Any]:
         body: The fields, checked by `as_chat`.
 
     Raises:
-        ApiError: When the metadata are none.
+        ApiError: When the metadata are none, or what would be told back is too large.
     """
-    metadata = body.get("metadata")
-    if metadata is not None and not isinstance(metadata, Mapping):
-        raise ApiError(f"metadata is {shown(metadata)}. Expected an object.", param="metadata")
-    text = body.get("text") or {}
+    metadata, text = body.get("metadata"), body.get("text") or {}
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, Mapping) or len(metadata) > 16 or not all(map(_is_pair, metadata.items())):
+        expected = "Expected at most 16 keys of at most 64 characters, each with text of at most 512."
+        raise ApiError(f"metadata is {shown(metadata)}. {expected}", param="metadata")
+    if len(dumped(text)) > _MOST_TEXT_BYTES:
+        raise ApiError(f"text has more than {_MOST_TEXT_BYTES} bytes as JSON. Expected a smaller form.", param="text")
     return {
         "instructions": body.get("instructions"), "max_output_tokens": body.get("max_output_tokens"),
-        "metadata": metadata or {}, "text": {**text, "format": text.get("format") or {"type": "text"}},
+        "metadata": metadata, "text": {**text, "format": text.get("format") or {"type": "text"}},
         "top_logprobs": body.get("top_logprobs") or 0,
     }  # fmt: skip
+
+
+def _is_pair(pair: tuple[str, Any]) -> bool:
+    """Whether a key and a value may stand in metadata, by OpenAI's bounds."""
+    key, value = pair
+    return len(key) <= 64 and isinstance(value, str) and len(value) <= 512
 
 
 def _instructions(text: Any) -> list[dict[str, Any]]:
@@ -123,7 +134,7 @@ def _part(part: Any) -> dict[str, Any]:
 
 def _format(text: Any) -> dict[str, Any]:
     """What `text` asks for as a chat's `response_format`."""
-    form = text.get("format", {"type": "text"}) if isinstance(text, Mapping) else None
+    form = (text.get("format") or {"type": "text"}) if isinstance(text, Mapping) else None
     if isinstance(form, Mapping):
         if form.get("type") in ("text", "json_object"):
             return {"type": form["type"]}

@@ -6,6 +6,7 @@ import gzip
 import json
 import socket
 import time
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 from server.live_server import TEMPLATE, LiveServer, live_server
 
 from foretoken import LLM
+from foretoken.server.request_fields import UnknownFields
 
 KEYS = ["first-key", "second-key"]
 COMPLETION = {"model": "tinycode", "prompt": "def main():", "max_tokens": 4, "temperature": 0.0}
@@ -56,7 +58,8 @@ def assert_error(answer: Any, status: int, part: str) -> dict[str, Any]:
         (b'\xef\xbb\xbf{"prompt": "a"}', "is not JSON"),
         (b'{"prompt": "a", "temperature": NaN}', "NaN"),
         (b'{"prompt": "a", "temperature": -Infinity}', "-Infinity"),
-        (b'{"prompt": "a", "temperature": 1e999}', "temperature"),
+        (b'{"prompt": "a", "temperature": 1e999}', "holds 1e999, which is beyond the range"),
+        (b'{"prompt": "a", "metadata": {"a": [-1e999]}}', "holds -1e999"),
         (b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}", "number that is too long"),
         (b'{"prompt": "a", "prompt": "b"}', "'prompt' twice"),
         (b'{"prompt": "\\ud800"}', "lone surrogate"),
@@ -283,6 +286,18 @@ def test_unknown_fields_are_accepted_and_named_once(speculative: LiveServer, cap
         "requests have a field 'novelty\\n\\x1b[31m', which is not known and ignored"
     ]
     assert "main" not in caplog.text, "prompts are never logged"
+
+
+def test_of_unknown_fields_eighty_characters_are_kept() -> None:
+    unknown = UnknownFields()
+    tracemalloc.start()
+    try:
+        for number in range(64):
+            unknown.note({f"{number:04d}" + "x" * (1 << 20): None})
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 1 << 20
 
 
 def test_tokens_there_and_back(speculative: LiveServer) -> None:

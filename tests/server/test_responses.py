@@ -165,6 +165,15 @@ def test_what_a_response_tells_of_its_request(speculative: LiveServer) -> None:
     assert body["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
 
 
+@pytest.mark.parametrize("text", [None, {}, {"format": None}])
+def test_a_form_that_is_null_asks_for_text(text: Any, speculative: LiveServer) -> None:
+    body = {"input": "A queue.", "max_output_tokens": 4, "temperature": 0.0}
+    got, expected = (speculative.post("/v1/responses", each) for each in ({**body, "text": text}, body))
+    assert got.status_code == 200, got.text
+    assert got.json()["output"][0]["content"] == expected.json()["output"][0]["content"]
+    assert got.json()["text"]["format"] == {"type": "text"}
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "part"),
     [
@@ -179,10 +188,16 @@ def test_what_a_response_tells_of_its_request(speculative: LiveServer) -> None:
          "'input_text'"),
         ({"input": [{"content": "A"}]}, None, "a message is"),
         ({"instructions": [1]}, "instructions", "Expected text."),
-        ({"metadata": 1}, "metadata", "Expected an object."),
+        ({"metadata": 1}, "metadata", "metadata is 1"),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
         ({"max_output_tokens": "9"}, "max_output_tokens", "max_output_tokens"),
         ({"text": 5}, "text", "Expected text.format"),
+        ({"text": {"format": {"type": "text", "more": "x" * (1 << 18)}}}, "text", "more than 262144 bytes"),
+        ({"metadata": {str(i): "" for i in range(17)}}, "metadata", "at most 16 keys"),
+        ({"metadata": {"k" * 65: ""}}, "metadata", "at most 64 characters"),
+        ({"metadata": {"k": "v" * 513}}, "metadata", "at most 512"),
+        ({"metadata": {"k": 5}}, "metadata", "at most 512"),
+        ({"metadata": []}, "metadata", "metadata is []"),
         ({"text": {"format": 5}}, "text", "Expected text.format"),
         ({"text": {"format": {"type": "json_schema"}}}, "text", "Expected text.format"),
         ({"include": "usage"}, "include", "Expected a list of names."),
@@ -207,6 +222,16 @@ def test_fields_that_do_not_fit(fields: dict[str, Any], param: str | None, part:
         error = answer.json()["error"]
         assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
         assert part in error["message"]
+
+
+@pytest.mark.parametrize("field", ['"metadata": {"a": 1e999}', '"text": {"verbosity": 1e999}'])
+@pytest.mark.parametrize("is_streamed", ["true", "false"])
+def test_numbers_beyond_all_range_are_refused(field: str, is_streamed: str, speculative: LiveServer) -> None:
+    """Told back they would be no JSON."""
+    content = f'{{"input": "A queue.", "max_output_tokens": 4, "stream": {is_streamed}, {field}}}'
+    answer = speculative.post("/v1/responses", content=content.encode())
+    assert answer.status_code == 400
+    assert "1e999" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("name", REQUESTS)
