@@ -11,6 +11,7 @@ from foretoken.core.atomic_files import put_file, told_as
 from foretoken.core.bounded_reads import MIB, check_regular
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.core.file_lock import file_lock
+from foretoken.server.replies import dumped
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -86,7 +87,7 @@ class AnswerFile:
         self.answered: set[str] = set()
         with told_as(ConfigError, f"'{self._part}'", "Choose another OUT, or remove it to begin anew."):
             length = self._read() if self._part.exists() else 0
-            self._file = self._part.open("ab")
+            self._file = self._part.open("ab", buffering=0)  # a buffer would be written again when it is closed
             self._file.truncate(length)
 
     def add(self, answer: dict[str, Any]) -> None:
@@ -96,8 +97,9 @@ class AnswerFile:
             ConfigError: When it cannot be written, as on a full disk.
         """
         with told_as(ConfigError, f"'{self._part}'", "Make room, and run the command again: it goes on."):
-            self._file.write(json.dumps(answer, ensure_ascii=False).encode() + b"\n")
-            self._file.flush()
+            left = memoryview(dumped(answer) + b"\n")
+            while left:  # a disk that is nearly full takes a part
+                left = left[self._file.write(left) :]
         self.answered.add(name_of(answer))
 
     def finish(self) -> None:

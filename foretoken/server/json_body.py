@@ -25,9 +25,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
     """
     try:
         text = body.decode("utf-8")
-        value = json.loads(
-            text, parse_float=_finite, parse_constant=_no_number, object_pairs_hook=_without_repeats
-        )
+        value = json.loads(text, parse_float=_finite, parse_constant=_no_number, object_pairs_hook=_without_repeats)
     except UnicodeDecodeError as err:
         raise ApiError(f"The body is not UTF-8: byte {err.start} does not fit. Expected a JSON object.") from err
     except RecursionError as err:

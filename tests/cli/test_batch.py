@@ -11,9 +11,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 from command_line import MODEL, ROOT, run
+from limits import full_disk
 
-from foretoken.server.batch_files import held
+from foretoken.core.errors import ConfigError
+from foretoken.server.batch_files import AnswerFile, held
 
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
 
@@ -58,6 +61,7 @@ def test_every_line_is_answered_and_bad_ones_end_nothing(tmp_path: Path) -> None
         json.dumps(request("long", prompt="x" * (9 << 20))),
         respond("response", input="A queue."), respond("events", input="A queue.", stream=True),
         respond("stored", input="A queue.", previous_response_id="resp_1"),
+        json.dumps(respond("beyond", input="A queue.", metadata={"a": 0.5})).replace("0.5", "1e999"),
     ])  # fmt: skip
     (tmp_path / "template").write_text(TEMPLATE)
     out, plain = tmp_path / "out.jsonl", tmp_path / "plain.jsonl"
@@ -65,13 +69,13 @@ def test_every_line_is_answered_and_bad_ones_end_nothing(tmp_path: Path) -> None
     for place, drafter in ((out, ("-s", "ngram:num_speculative_tokens=4")), (plain, ())):
         finished = run("batch", str(source), str(place), "--model", MODEL, *template, *drafter)
         assert finished.returncode == 0, finished.stderr
-        assert "14 lines answered, 10 of them with errors" in finished.stdout
+        assert "15 lines answered, 11 of them with errors" in finished.stdout
     answers = {answer["custom_id"] or answer["id"]: answer for answer in read(out)}
     statuses = {name: answer["response"]["status_code"] for name, answer in answers.items()}
     assert statuses == {
         "a": 200, "chat": 200, "seeded": 200, "batch_req_2": 400, "no body": 400, "batch_req_6": 400, "url": 404,
         "other": 404, "stream": 400, "hot": 400, "batch_req_12": 413, "response": 200, "events": 400,
-        "stored": 400,
+        "stored": 400, "batch_req_16": 400,
     }  # fmt: skip
     assert all(answer["error"] is None and answer["response"]["request_id"] for answer in answers.values())
     assert "error" in answers["hot"]["response"]["body"]
@@ -132,6 +136,21 @@ def test_one_run_at_a_time_and_no_lock_is_left(tmp_path: Path) -> None:
         assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl.lock"}
     assert run("batch", str(source), str(out), "--model", MODEL).returncode == 0
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl"}
+
+
+def test_a_full_disk_says_what_to_do_and_loses_nothing(tmp_path: Path) -> None:
+    answer: dict[str, Any] = {"id": "batch_req_1", "custom_id": "a", "response": {"body": {"model": "m"}}}
+    answers = AnswerFile(tmp_path / "out.jsonl", "m")
+    answers.add(answer)
+    with full_disk(400):
+        with pytest.raises(ConfigError, match="run the command again: it goes on"):
+            answers.add({**answer, "custom_id": "b", "more": "x" * 1000})
+        answers.close()  # raises nothing that would replace the sentence
+    again = AnswerFile(tmp_path / "out.jsonl", "m")
+    assert again.answered == {"=a"}
+    again.add({**answer, "custom_id": "b"})
+    again.finish()
+    assert [each["custom_id"] for each in read(tmp_path / "out.jsonl")] == ["a", "b"]
 
 
 def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
