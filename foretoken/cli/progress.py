@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 from foretoken.cli import terminal
@@ -12,7 +16,7 @@ from foretoken.cli import terminal
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows how far long work is.
+    """Shows how far long work is, from the first report on.
 
     Args:
         what: What is counted.
@@ -39,40 +43,68 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"),
         TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    bar = Progress(*columns, console=Console(stderr=True), transient=True)
+
+    def show(done: int, total: int) -> None:
+        if not bar.tasks:
+            bar.add_task(what)
+            bar.start()
+        bar.update(bar.task_ids[0], completed=done, total=total)
+
+    try:
+        yield show
+    finally:
+        bar.stop()
 
 
 @contextmanager
-def step_progress(total: int) -> Iterator[Callable[[Any], None]]:
+def step_progress(total: int, seconds_after: Callable[[float], float]) -> Iterator[Callable[[Any], None]]:
     """Shows a training run: a line that renews itself on a terminal, else a line now and then.
 
     Args:
         total: Steps of the whole run.
+        seconds_after: Tokens a target pass that drafts of the head bring, to seconds of what follows the last step.
 
     Yields:
         A function of a `StepReport`.
     """
-    import time
-
-    is_terminal, shown, evaluated = sys.stderr.isatty(), [0.0], [""]
+    is_terminal, shown, evaluated = sys.stderr.isatty(), 0.0, ""
+    begin, begun_at = time.monotonic(), -1  # the clock, and the steps that were done then
 
     def show(report: Any) -> None:
+        nonlocal shown, evaluated, begin, begun_at
         now = time.monotonic()
+        is_first = begun_at < 0
+        pace = (now - begin) / (report.step - (report.step - 1 if is_first else begun_at))
+        if is_first:
+            begin, begun_at = now, report.step  # the first step warms up, and counts no more once there is another
         if report.held_out_tau is not None:
-            evaluated[0] = f" held-out tau {report.held_out_tau:.3f} (step {report.step})"
-        if now - shown[0] < (0.2 if is_terminal else 15.0) and report.step < total:
+            evaluated = f"held-out tau {report.held_out_tau:.3f} (step {report.step})"
+        if now - shown < (0.2 if is_terminal else 15.0) and report.step < total:
             return
-        shown[0] = now
-        minutes, seconds = divmod(int(report.seconds_left), 60)
-        matches = " ".join(f"{share:.3f}" for share in report.head_matches)
-        line = (
-            f"step {report.step}/{total} loss {report.loss:.4f} matches [{matches}]{evaluated[0]} lr {report.rate:.2e} "
-            f"{report.tokens_per_s:.0f} tokens/s left {minutes}:{seconds:02d}"
-        )
-        terminal.side_output(f"\r\033[K{line}" if is_terminal else f"{line}\n")
+        shown = now
+        tau = 1 + sum(accumulate(report.head_matches, mul))
+        minutes, seconds = divmod(round(pace * (total - report.step) + seconds_after(tau)), 60)
+        parts = [
+            f"step {report.step}/{total}",
+            f"{minutes}:{seconds:02d} left",
+            f"loss {report.loss:.4f}",
+            *([evaluated] if evaluated else ()),
+            f"matches {' '.join(f'{share:.0%}' for share in report.head_matches)}",
+            f"{report.tokens_per_s:.0f} tokens/s",
+            f"lr {report.rate:.1e}",
+        ]
+        terminal.side_output(f"\r\033[K{_fitted(parts)}" if is_terminal else f"{', '.join(parts)}\n")
 
     yield show
-    if is_terminal:
+    if is_terminal and begun_at >= 0:
         terminal.side_output("\n")
+
+
+def _fitted(parts: list[str]) -> str:
+    """Those of some parts, the most important first, that fit a line of the terminal: one that wraps is not renewed."""
+    room = shutil.get_terminal_size().columns - 1
+    line = parts[0][:room]
+    for part in parts[1:]:
+        line += f", {part}" if len(line) + 2 + len(part) <= room else ""
+    return line

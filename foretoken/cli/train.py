@@ -6,6 +6,7 @@ import json
 import math
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +86,7 @@ def train(
     packed.batch(0, batch_size=batch_size, length=length, seed=seed)  # too little data: said before the work
     from foretoken.formats.hub import local_head
     from foretoken.formats.registry import read_head
-    from foretoken.training.report import held_out_workload, save_target, saved_head
+    from foretoken.training.report import held_out_seconds, held_out_workload, save_target, saved_head
 
     workload = held_out_workload(prompts, num_prompts)
     initial = None if init is None else read_head(local_head(init))[1]
@@ -108,7 +109,8 @@ def train(
     )
     if initial is not None and init is not None:
         _check_initial(initial, method, loaded, init)
-    checkpoint, loaded = _trained(loaded, packed, run, initial)
+    seconds_after = held_out_seconds(loaded, tokenizer, workload)
+    checkpoint, loaded = _trained(loaded, packed, run, initial, seconds_after)
     if target_out is not None:
         loaded = save_target(loaded, target_out, tokenizer=tokenizer, like=model)
     with progress("held-out tokens") as on_progress:
@@ -128,19 +130,28 @@ def train(
     if as_json:
         options.print_json({**options.run_header(loaded), **facts})
         return
-    for key, value in facts.items():
-        terminal.fact(key, value, 24)
+    _print_facts(facts)
+    terminal.say(f"next: {_bench_command(model if target_out is None else str(target_out), facts['method'], out)}")
 
 
-def _trained(loaded: Any, packed: Any, run: Any, initial: Any) -> tuple[Any, Any]:
+def _trained(
+    loaded: Any, packed: Any, run: Any, initial: Any, seconds_after: Callable[[float], float]
+) -> tuple[Any, Any]:
     """The trained head, and the target as it is then: another one where it learned along.
+
+    Args:
+        loaded: The target.
+        packed: Training tokens.
+        run: Settings.
+        initial: A head to begin from, or None.
+        seconds_after: See `step_progress`.
 
     Raises:
         Exit: When the run is stopped by a signal.
     """
     from foretoken.training.run import Interrupted, train_head, train_jointly
 
-    with step_progress(run.train.schedule.num_steps) as on_step:
+    with step_progress(run.train.schedule.num_steps, seconds_after) as on_step:
         try:
             if run.joint is None:
                 return train_head(loaded, packed, run, initial=initial, on_step=on_step), loaded
@@ -148,6 +159,33 @@ def _trained(loaded: Any, packed: Any, run: Any, initial: Any) -> tuple[Any, Any
         except Interrupted as err:
             terminal.note(f"stopped; the same command goes on from '{run.directory}'")
             raise typer.Exit(128 + err.number) from err
+
+
+def _print_facts(facts: dict[str, Any]) -> None:
+    """What was found of a head: one fact a line, and what drafting with it brought as a table."""
+    rows = []
+    for prefix, tree in (("", "static"), ("dynamic_", "dynamic")):
+        for name in [name for name in facts if name.startswith(f"{prefix}tau_at_temperature_")]:
+            temperature = name.removeprefix(f"{prefix}tau_at_temperature_")
+            by_depth = terminal.percent_by_depth(facts[f"{prefix}acceptance_by_depth_at_temperature_{temperature}"])
+            rows.append([tree, str(facts[f"{prefix}tree_nodes"]), temperature, f"{facts[name]:.2f}", by_depth])
+    for key, value in facts.items():
+        if key == "acceptance_of_first_candidate":
+            terminal.fact("first candidate right, %", terminal.percent_by_depth(value), 24)
+        elif not key.endswith("tree_nodes") and "_at_temperature_" not in key:
+            terminal.fact(key, value, 24)
+    if rows:
+        terminal.print_table(["tree", "nodes", "temperature", "tau", "% accepted at depth 1, 2, ..."], rows)
+
+
+def _bench_command(target: str, method: str, head: Path) -> str:
+    """What measures a head on this machine, for a shell."""
+    from foretoken.bench.setups import parse_setup
+
+    config, words = {"method": method, "model": str(head)}, f"{method}:model={head}"
+    if parse_setup(words, target=target).config != config:  # a name such as `1` or `a:b=c`
+        words = json.dumps(config)
+    return shlex.join(["foretoken", "bench", target, "-s", words])
 
 
 def _check_begun_from(sizes: list[str] | None, draft_vocab: Path | None) -> None:

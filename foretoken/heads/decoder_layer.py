@@ -182,8 +182,8 @@ class DecoderLayer(nn.Module):
         return result
 
     def normed(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMS norm over the last dimension."""
-        return rms_norm(x, weight.shape, weight, self.config.rms_norm_eps)
+        """RMS norm over the last dimension, in the weight's dtype: autocast hands bfloat16 to float32 norms."""
+        return rms_norm(x.to(weight.dtype), weight.shape, weight, self.config.rms_norm_eps).to(x.dtype)
 
     def compact(self) -> None:
         """Keeps the weights in bfloat16 where that holds all of them exactly: half the bytes to read."""

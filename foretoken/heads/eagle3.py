@@ -147,7 +147,7 @@ class Eagle3Head(AutoregressiveHead):
     def begin(self, features: Tensor) -> Tensor:
         config = self.config
         if self.feature_norm is not None:
-            features = rms_norm(features, self.feature_norm.shape, self.feature_norm, config.layer.rms_norm_eps)
+            features = self.layer.normed(features, self.feature_norm)
         if self.feature_norms is not None:
             each = features.unflatten(-1, self.feature_norms.shape)
             normed = rms_norm(each, each.shape[-1:], None, config.layer.rms_norm_eps)

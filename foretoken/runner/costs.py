@@ -78,7 +78,7 @@ def pass_costs(model: LoadedModel, decoder: str, *, is_refreshed: bool = False) 
     known = None if is_refreshed else read_points(key, _CURVES)
     if known is not None:
         return PassCosts(**{name: CostCurve(*zip(*pairs, strict=True)) for name, pairs in known.items()})
-    _log.info("timing passes of the %s runner, once on this machine: takes a few seconds", decoder)
+    _log.info("timing passes of the %s runner once on this machine (a few seconds)", decoder)
     costs = measure_costs(model, decoder)
     keep_points(key, {name: getattr(costs, name).points for name in _CURVES})
     return costs

@@ -6,6 +6,7 @@ through the real engine.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ from foretoken.formats import native
 from foretoken.formats.whole_files import safetensors_errors
 from foretoken.hf.loading import load_config
 from foretoken.hf.placement import DTYPES
+from foretoken.runner.costs import pass_costs
 from foretoken.training.acceptance import measured_acceptance
 from foretoken.training.card import head_card, read_curve
 from foretoken.training.processes import training_processes
@@ -38,6 +40,7 @@ _TEMPERATURES = (0.0, 0.8)
 _AT_ONCE = 4
 _ADVICE = "Expected a new directory with enough room that may be written to. Make room, and run the same command again."
 _QUOTED_TREE = "mc_sim_7b_63"  # the one published figures have, so that they compare across machines
+_QUOTED_NODES = 64  # of it, root included
 
 
 def saved_head(  # noqa: PLR0913 - what a head comes from, is measured on, and goes to
@@ -106,6 +109,26 @@ def held_out_workload(prompts: str, num_prompts: int) -> Workload | None:
         return None
     texts = load_prompts(prompts, limit=num_prompts)
     return Workload(prompts=texts, temperatures=_TEMPERATURES, max_tokens=_MAX_TOKENS)
+
+
+def held_out_seconds(target: LoadedModel, tokenizer: Any, workload: Workload | None) -> Callable[[float], float]:
+    """Estimates how long `saved_head` measures, by what passes of the target cost on this machine.
+
+    Args:
+        target: Of the head.
+        tokenizer: Its tokenizer.
+        workload: Held-out prompts; None for nothing to measure.
+
+    Returns:
+        Tokens a target pass that drafts are expected to bring, to seconds.
+    """
+    if workload is None or training_processes().process_index:
+        return lambda _: 0.0
+    costs = pass_costs(target, LLM(target, tokenizer=tokenizer, max_num_seqs=_AT_ONCE).target.name)
+    batch = min(_AT_ONCE, len(workload.prompts))
+    passes = len(workload.temperatures) * workload.max_tokens * math.ceil(len(workload.prompts) / _AT_ONCE)
+    plain, drafted = costs.verification(batch, batch), costs.verification(batch, batch * _QUOTED_NODES)
+    return lambda tau: passes * (plain + 2 * drafted / tau)  # texts of the target, then a static and a dynamic tree
 
 
 def save_target(target: LoadedModel, out: Path, *, tokenizer: Any, like: str) -> LoadedModel:

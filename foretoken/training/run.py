@@ -232,7 +232,7 @@ def _evaluated(
 def _logged(report: StepReport) -> dict[str, Any]:
     """What the curves keep of a step."""
     values = asdict(report).items()
-    return {key: value for key, value in values if key not in ("step", "seconds_left") and value is not None}
+    return {key: value for key, value in values if key != "step" and value is not None}
 
 
 @contextmanager

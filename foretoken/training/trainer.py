@@ -75,7 +75,6 @@ class StepReport:
         rate: Learning rate.
         grad_norm: Before clipping.
         tokens_per_s: Over the last steps.
-        seconds_left: Until the last step.
         held_out_tau: After an evaluation: see `foretoken.training.evaluation.ChainAcceptance.tau`; else None.
         held_out_acceptance: Likewise, `ChainAcceptance.by_depth`.
     """
@@ -87,7 +86,6 @@ class StepReport:
     rate: float
     grad_norm: float
     tokens_per_s: float
-    seconds_left: float
     held_out_tau: float | None = None
     held_out_acceptance: list[float] | None = None
 
@@ -214,7 +212,6 @@ class Trainer:
             rate=rate,
             grad_norm=grad_norm,
             tokens_per_s=sum(n for _, n in self._recent) / recent_s,
-            seconds_left=(config.schedule.num_steps - step - 1) * recent_s / len(self._recent),
         )
 
     def _trained(self) -> nn.Module:

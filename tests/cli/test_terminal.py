@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from command_line import MODEL, ROOT, run
+from command_line import MODEL, ROOT, Terminal, run
 from hypothesis import given
 from hypothesis import strategies as st
 
+from foretoken.cli.progress import progress, step_progress
 from foretoken.cli.terminal import percent_by_depth, visible
+from foretoken.training.trainer import StepReport
 
 HEAD = "models/tinycode-hydra"
 COMMAND = [sys.executable, "-m", "foretoken"]
@@ -89,6 +93,45 @@ def test_tables_fit_80_columns(command: str, monkeypatch: pytest.MonkeyPatch) ->
     assert "tau" in table
     wide = run(command, MODEL, "-s", "ngram", *sizes, *(["--wide"] if command == "bench" else []))
     assert ("host ms" in wide.stdout) == (command == "bench")
+
+
+def steps_shown(monkeypatch: pytest.MonkeyPatch, columns: int, *, after_s: float = 0.0) -> list[str]:
+    """What a terminal of some columns is told of a run of three steps."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    told = Terminal()
+    monkeypatch.setattr(sys, "stderr", told)
+    clock = itertools.count(100.0, 10.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    with step_progress(3, lambda tau: after_s / tau) as show:
+        for step in (1, 2, 3):
+            show(
+                StepReport(
+                    step=step, loss=12.5, head_losses=[1.0] * 7, head_matches=[0.5] * 7, rate=1e-3, grad_norm=1.0,
+                    tokens_per_s=321.0, held_out_tau=1.25,
+                )
+            )  # fmt: skip
+    return told.getvalue().removesuffix("\n").split("\r\x1b[K")[1:]
+
+
+def test_a_line_of_progress_fits_and_names_all_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    tau = 2 - 0.5**7  # 1 + 0.5 + 0.5 * 0.5 + ...
+    shown = steps_shown(monkeypatch, 80, after_s=90 * tau)
+    assert [line.split(" left")[0] for line in shown] == ["step 1/3, 1:50", "step 2/3, 1:40", "step 3/3, 1:30"]
+    assert "loss 12.5000, held-out tau 1.250 (step 1)" in shown[0]
+    assert max(map(len, shown)) < 80
+    assert max(map(len, steps_shown(monkeypatch, 40))) < 40
+    assert "matches 50% 50% 50% 50% 50% 50% 50%, 321 tokens/s, lr 1.0e-03" in steps_shown(monkeypatch, 200)[0]
+
+
+def test_no_bar_before_there_is_something_to_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Terminal()
+    monkeypatch.setattr(sys, "stderr", told)
+    with progress("tokens"):
+        pass
+    assert told.getvalue() == ""
+    with progress("tokens") as show:
+        show(3, 8)
+    assert "3/8" in told.getvalue()
 
 
 def test_piped_tables_are_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:

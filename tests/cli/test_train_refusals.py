@@ -1,8 +1,10 @@
-"""Bad input to `foretoken train`: exit code 2, one sentence, and no head."""
+"""`foretoken train`: bad input is exit code 2, one sentence and no head; what is told of a run, and what comes next."""
 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -119,7 +121,39 @@ def test_evaluations_of_held_out_tokens(shared: Path, tmp_path: Path, part: str)
     assert result.returncode == 0, result.stderr
     lines = [json.loads(line) for line in (tmp_path / "head-run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "held_out_tau" in line] == [2]
-    assert f" held-out tau {lines[1]['held_out_tau']:.3f} (step 2) " in result.stderr
+    assert f", held-out tau {lines[1]['held_out_tau']:.3f} (step 2), " in result.stderr
+
+
+@pytest.mark.parametrize("name", ["head", "x:y=1"])
+def test_the_last_line_is_a_command_that_runs(shared: Path, tmp_path: Path, name: str) -> None:
+    where = ("--data", str(shared / "data"), "--out", str(tmp_path / name))
+    result = run("train", "medusa", str(shared / "target"), *where, *QUICK)
+    assert result.returncode == 0, result.stderr
+    told = result.stdout.splitlines()[-1]
+    program, *arguments = shlex.split(told.removeprefix("next: "))
+    assert (program, arguments[:2]) == ("foretoken", ["bench", str(shared / "target")])
+    measured = run(*arguments, "--num-prompts", "1", "--max-tokens", "4")
+    assert measured.returncode == 0, measured.stderr
+    assert "medusa" in measured.stdout
+
+
+def test_what_was_found_of_a_head_fits_80_columns(
+    shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    where = ("--data", str(shared / "data"), "--out", str(tmp_path / "head"))
+    sizes = (*QUICK[:-2], "--num-prompts", "1", "--set", "num_heads=8")
+    monkeypatch.setattr("foretoken.training.report.held_out_seconds", lambda *_: lambda tau: 90.0 + 0.0 * tau)
+    result = run("train", "medusa", str(shared / "target"), *where, *sizes, is_terminal=True)
+    assert result.returncode == 0, result.stderr
+    shown = re.sub(r"\x1b\[[\d;]*m", "", result.stdout)
+    found = [line for line in shown.splitlines() if str(tmp_path) not in line]
+    assert max(map(len, found)) <= 80
+    table = [line.split() for line in found if line.split()[:1] in (["static"], ["dynamic"])]
+    assert [(tree, temperature) for tree, _, temperature, *_ in table] == [
+        ("static", "0"), ("static", "0.8"), ("dynamic", "0"), ("dynamic", "0.8"),
+    ]  # fmt: skip
+    assert "step 2/2, 1:30 left, " in result.stderr
 
 
 def test_a_run_is_not_mixed_with_other_files(refuse: Callable[..., str], shared: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,33 @@ def test_bfloat16_is_near_float32(tmp_path: Path, method: str) -> None:
     assert any(not torch.equal(value, exact.weights[key]) for key, value in rounded.weights.items())
     losses = [[line["loss"] for line in training_runs.metrics(tmp_path / name)] for name in ("float32", "bfloat16")]
     assert losses[1] == pytest.approx(losses[0], rel=0.03)  # 8 bits of mantissa through a few layers
+
+
+@pytest.mark.parametrize(
+    ("method", "sizes"),
+    [
+        ("medusa", {}),
+        ("hydra", {}),
+        ("mlp_speculator", {}),
+        ("eagle", {"num_steps": 2}),
+        ("hass", {"num_steps": 2}),
+        ("falcon", {}),
+        ("eagle3", {"num_steps": 2, "boundaries": [0, 1, 2]}),
+        ("eagle3", {"num_steps": 2, "boundaries": [0, 1, 2], "norm_before_fc": True, "norm_before_residual": True}),
+        ("eagle3", {"num_steps": 2, "boundaries": [0, 1, 2], "fc_norms": True, "feeds_normed": True}),
+    ],
+)
+def test_torch_has_nothing_to_warn_of_in_bfloat16(tmp_path: Path, method: str, sizes: dict[str, Any]) -> None:
+    """Norms of autocast features with float32 weights were computed by torch's slow path, with a warning."""
+    torch.set_warn_always(True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            training_runs.trained(
+                tmp_path, method, sizes=sizes, precision="bfloat16", schedule={"num_steps": 1, "warmup_steps": 0}
+            )
+    finally:
+        torch.set_warn_always(False)
 
 
 def test_weights_that_are_not_finite_replace_no_checkpoint(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from trained_heads import PROMPTS, target, tokenizer, trained
 
 from foretoken.bench.workload import Workload
 from foretoken.formats.registry import read_head
-from foretoken.training.report import saved_head
+from foretoken.training.report import held_out_seconds, saved_head
 
 NOTES = {
     "steps": 5, "tokens": 100, "seconds": 1.0,
@@ -59,3 +59,14 @@ def test_static_and_dynamic_trees(tmp_path: Path, method: str) -> None:
     assert f"| tau at temperature 0, dynamic trees | {facts['dynamic_tau_at_temperature_0']:.2f} " in card
     for row in ROWS[method]:
         assert row in card
+
+
+def test_the_time_that_measuring_takes_is_expected() -> None:
+    def expected(num_prompts: int, tau: float = 1.0, max_tokens: int = 12) -> float:
+        work = Workload(prompts=PROMPTS[:num_prompts], temperatures=(0.0, 0.8), max_tokens=max_tokens)
+        return held_out_seconds(target(), tokenizer(), work)(tau)
+
+    assert held_out_seconds(target(), tokenizer(), None)(1.0) == 0.0
+    assert 0.0 < expected(1) < expected(4) < expected(8)  # four are decoded at once
+    assert expected(8) == pytest.approx(2 * expected(4)) == pytest.approx(expected(4, max_tokens=24))
+    assert expected(4) / 2 < expected(4, tau=2.0) < expected(4)  # the target's own texts take what they take
