@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from foretoken.server.errors import ApiError
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 MOST_BODY_BYTES = 8 << 20
 _BODY_SECONDS = 30.0
+_MOST_DROPPED_BYTES, _DROP_SECONDS = 64 << 20, 5.0  # of a body that was refused
 _MOST_HEADERS = 256
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
 
@@ -41,12 +43,15 @@ class Guards:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        incoming = _Body(receive)
         try:
             self._check(scope)
-            body = await _body(receive)
+            body = await incoming.whole()
         except ApiError as err:
             self._refused(err.status)
-            await send_json(send, err.body, err.status, {**err.headers, "Connection": "close"})
+            await send_json(send, err.body, err.status, {**err.headers, "Connection": "close"}, is_end=False)
+            await incoming.drop()
+            await send({"type": "http.response.body"})
             return
         if body is None:  # the client went away
             return
@@ -62,6 +67,9 @@ class Guards:
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if len(headers) > _MOST_HEADERS:
             raise ApiError(f"The request has {len(headers)} headers. Expected at most {_MOST_HEADERS}.", status=431)
+        num_hosts = sum(name == b"host" for name, _ in headers)
+        if scope.get("http_version") == "1.1" and num_hosts != 1:
+            raise ApiError(f"The request has {num_hosts} Host headers. Expected one.")
         # Never by a URL, which the Host header is a part of.
         if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(headers):
             message = "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY'."
@@ -81,28 +89,47 @@ class Guards:
         return any(matches) and scheme.lower() == b"bearer"
 
 
-async def _body(receive: Receive) -> bytes | None:
-    """The whole body; None when the client went away before its end.
+class _Body:
+    """The body of a request as it comes."""
 
-    Raises:
-        ApiError: When it is too large, or does not come in time.
-    """
-    parts: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    return None
-                parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > MOST_BODY_BYTES:
-                    raise _too_large()
-                if not message.get("more_body", False):
-                    return b"".join(parts)
-    except TimeoutError as err:
-        raise ApiError(f"The body did not come within {_BODY_SECONDS:.0f} seconds.", status=408) from err
+    def __init__(self, receive: Receive) -> None:
+        self._receive, self._is_over = receive, False
+
+    async def whole(self) -> bytes | None:
+        """All of it; None when the client went away before its end.
+
+        Raises:
+            ApiError: When it is too large, or does not come in time.
+        """
+        parts: list[bytes] = []
+        size = 0
+        try:
+            async with asyncio.timeout(_BODY_SECONDS):
+                while not self._is_over:
+                    part = await self._part()
+                    if part is None:
+                        return None
+                    parts.append(part)
+                    size += len(part)
+                    if size > MOST_BODY_BYTES:
+                        raise _too_large()
+        except TimeoutError as err:
+            raise ApiError(f"The body did not come within {_BODY_SECONDS:.0f} seconds.", status=408) from err
+        return b"".join(parts)
+
+    async def drop(self) -> None:
+        """Reads what is left, within bounds: who still sends when the connection is closed never sees the answer."""
+        size = 0
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DROP_SECONDS):
+                while not self._is_over and size < _MOST_DROPPED_BYTES:
+                    size += len(await self._part() or b"")
+
+    async def _part(self) -> bytes | None:
+        """The next part; None when the client has gone."""
+        message = await self._receive()
+        self._is_over = not message.get("more_body", False)
+        return message.get("body", b"") if message["type"] == "http.request" else None
 
 
 def _too_large() -> ApiError:

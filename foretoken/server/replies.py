@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     Receive = Callable[[], Awaitable[Message]]
     Send = Callable[[Message], Awaitable[None]]
 
-_SEND_SECONDS = 30.0  # for a reader to take a part
-
 
 def dumped(body: Mapping[str, Any]) -> bytes:
     """A body as JSON."""
     return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-async def send_json(send: Send, body: Mapping[str, Any], status: int, headers: Mapping[str, str] | None = None) -> None:
-    """Sends a whole answer, without an application around it."""
+async def send_json(
+    send: Send, body: Mapping[str, Any], status: int, headers: Mapping[str, str] | None = None, *, is_end: bool = True
+) -> None:
+    """Sends an answer, without an application around it; is_end: whether an empty part does not follow as its end."""
     content = dumped(body)
     named = {"Content-Type": "application/json", "Content-Length": str(len(content)), **(headers or {})}
     raw = [(name.lower().encode(), value.encode()) for name, value in named.items()]
     await send({"type": "http.response.start", "status": status, "headers": raw})
-    await send({"type": "http.response.body", "body": content})
+    await send({"type": "http.response.body", "body": content, "more_body": not is_end})
 
 
 class JsonResponse(Response):
@@ -44,7 +44,7 @@ class JsonResponse(Response):
 
 
 class EventStream(Response):
-    """Bodies as server-sent events; a reader that goes away, or takes nothing, ends them."""
+    """Bodies as server-sent events; a reader that goes away ends them."""
 
     media_type = "text/event-stream"
 
@@ -73,7 +73,7 @@ class EventStream(Response):
         finally:
             for task in (sender, watcher):
                 task.cancel()
-            with suppress(asyncio.CancelledError, TimeoutError, OSError):
+            with suppress(asyncio.CancelledError, OSError):
                 await sender
 
     async def _send(self, send: Send) -> None:
@@ -82,13 +82,9 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for body in bodies:
                 name = f"event: {body['type']}\n".encode() if self._has_names else b""
-                await self._send_part(send, name + b"data: " + dumped(body) + b"\n\n")
-            await self._send_part(send, b"" if self._has_names else b"data: [DONE]\n\n", more=False)
-
-    async def _send_part(self, send: Send, part: bytes, *, more: bool = True) -> None:
-        """Sends a part; raises `TimeoutError` when nobody takes it."""
-        async with asyncio.timeout(_SEND_SECONDS):
-            await send({"type": "http.response.body", "body": part, "more_body": more})
+                part = name + b"data: " + dumped(body) + b"\n\n"
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+            await send({"type": "http.response.body", "body": b"" if self._has_names else b"data: [DONE]\n\n"})
 
 
 async def disconnect(receive: Receive) -> None:

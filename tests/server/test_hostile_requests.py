@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import http.client
 import json
 import socket
 import time
@@ -325,6 +326,30 @@ def test_bodies_that_are_too_large_or_encoded(speculative: LiveServer) -> None:
     assert_error(answer, 431, "Expected at most 256")
 
 
+@pytest.mark.parametrize("header", [{}, {"Transfer-Encoding": "chunked"}, {"Content-Encoding": "gzip"}], ids=str)
+def test_who_sends_all_before_reading_sees_why_it_was_refused(header: dict[str, str], speculative: LiveServer) -> None:
+    """A connection that is closed while a client sends is a broken pipe to it."""
+    connection = http.client.HTTPConnection(speculative.url.removeprefix("http://"), timeout=60)
+    connection.request("POST", "/v1/completions", [b" " * (1 << 20)] * 40, header, encode_chunked=bool(header))
+    answer = connection.getresponse()
+    assert answer.status == (415 if "Content-Encoding" in header else 413)
+    assert json.loads(answer.read())["error"]["message"]
+    connection.close()
+
+
+@pytest.mark.parametrize(
+    ("version", "hosts", "status"), [("1.1", 0, 400), ("1.1", 1, 200), ("1.1", 2, 400), ("1.0", 0, 200)]
+)
+def test_requests_say_once_which_host_they_are_for(
+    version: str, hosts: int, status: int, speculative: LiveServer
+) -> None:
+    host, port = speculative.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=60) as connection:
+        headers = "".join(f"Host: {number}\r\n" for number in range(hosts))
+        connection.sendall(f"GET /version HTTP/{version}\r\n{headers}\r\n".encode())
+        assert b" %d " % status in connection.recv(1000).partition(b"\r\n")[0]
+
+
 def test_a_client_that_leaves_within_its_body(speculative: LiveServer) -> None:
     host, port = speculative.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
@@ -343,7 +368,7 @@ def test_a_body_that_does_not_come(speculative: LiveServer, monkeypatch: pytest.
 
 
 def test_a_reader_that_takes_nothing_ends_its_request(speculative: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("foretoken.server.replies._SEND_SECONDS", 0.2)
+    monkeypatch.setattr("foretoken.server.http_server._READ_SECONDS", 0.2)
     host, port = speculative.url.removeprefix("http://").split(":")
     ask = {**COMPLETION, "max_tokens": 1000, "n": 8, "logprobs": 20, "stream": True, "ignore_eos": True}
     body = json.dumps(ask).encode()

@@ -1,11 +1,13 @@
-"""Connections that send their headers slowly, or never, are closed; others stay."""
+"""Connections whose clients send or read nothing in time are closed; others stay, and get what they asked for."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,20 +30,28 @@ async def slow_app(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.body", "body": b"%d" % part, "more_body": part < 2})
 
 
-@pytest.fixture
-def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """A server that waits less long than a real one."""
-    monkeypatch.setattr(http_server, "_HEADER_SECONDS", _HEADER_SECONDS)
+@contextmanager
+def answering(app: Callable[[Any, Any, Any], Awaitable[None]]) -> Iterator[str]:
+    """A server of an application that knows requests alone."""
 
-    async def app(scope: Any, receive: Any, send: Any) -> None:
+    async def whole(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
-            await slow_app(scope, receive, send)
+            await app(scope, receive, send)
         else:  # begin and end of the server
             for _ in range(2):
                 message = await receive()
                 await send({"type": f"{message['type']}.complete"})
 
-    with served(app) as address:
+    with served(whole) as address:
+        yield address
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A server that waits less long than a real one."""
+    monkeypatch.setattr(http_server, "_HEADER_SECONDS", _HEADER_SECONDS)
+
+    with answering(slow_app) as address:
         yield address
 
 
@@ -83,3 +93,96 @@ def test_a_second_request_of_a_connection_is_watched_too(url: str) -> None:
             answer += connection.recv(100)
         connection.sendall(_REQUEST[:-2])
         assert connection.recv(100) == b""
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """What comes until the connection is closed, however that is."""
+    parts = []
+    with suppress(ConnectionError):
+        while part := connection.recv(1 << 20):
+            parts.append(part)
+    return b"".join(parts)
+
+
+async def large_app(scope: Any, receive: Any, send: Any) -> None:
+    """An answer of as many MiB as its path says."""
+    size = int(scope["path"][1:]) << 20
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % size)]})
+    await send({"type": "http.response.body", "body": b"x" * size})
+
+
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Set once the server has lost, or given up, a connection."""
+    seen, original = threading.Event(), http_server.GuardedProtocol.connection_lost
+
+    def noted(self: Any, error: Exception | None) -> None:
+        original(self, error)
+        seen.set()
+
+    monkeypatch.setattr(http_server.GuardedProtocol, "connection_lost", noted)
+    return seen
+
+
+def ask(url: str, size: int) -> socket.socket:
+    """A connection that has asked for an answer of some MiB, and has room for little of it."""
+    connection = socket.socket()
+    connection.settimeout(60)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+    connection.connect((urlsplit(url).hostname, urlsplit(url).port))
+    connection.sendall(b"GET /%d HTTP/1.1\r\nHost: here\r\nConnection: close\r\n\r\n" % size)
+    return connection
+
+
+def test_an_answer_that_nobody_reads_is_dropped(lost: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_READ_SECONDS", 0.3)
+    with answering(large_app) as url, ask(url, 32) as connection:
+        assert lost.wait(60)
+        assert len(read_all(connection)) < 32 << 20
+
+
+def test_an_answer_that_is_read_slowly_comes_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_READ_SECONDS", 0.3)
+    with answering(large_app) as url, ask(url, 8) as connection:
+        got = b""
+        for _ in range(8):  # longer than an answer may lie unread
+            time.sleep(0.1)
+            for _ in range(8):
+                got += connection.recv(1 << 16)
+        assert len(got + read_all(connection)) > 8 << 20
+
+
+def test_unread_answers_are_bounded_together(lost: threading.Event, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "_MOST_UNREAD_BYTES", 40 << 20)
+    with answering(large_app) as url, ask(url, 32) as large, ask(url, 16) as small:
+        assert lost.wait(60)
+        assert len(read_all(small)) > 16 << 20
+        assert len(read_all(large)) < 32 << 20
+
+
+def test_a_client_that_sends_no_more_gets_its_answer(url: str) -> None:
+    with connect(url) as connection:
+        connection.sendall(_REQUEST)
+        connection.shutdown(socket.SHUT_WR)
+        answer = read_all(connection)
+    assert answer.count(b"HTTP/1.1 200 OK\r\n") == 1
+    assert answer.endswith(b"012")
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_a_client_that_left_is_told_from_one_that_sends_no_more(has_begun: bool) -> None:
+    asked, left = threading.Event(), threading.Event()
+
+    async def waiting_app(scope: Any, receive: Any, send: Any) -> None:
+        if has_begun:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+        asked.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        left.set()
+
+    with answering(waiting_app) as url:
+        with connect(url) as connection:
+            connection.sendall(_REQUEST)
+            assert asked.wait(60)
+        assert left.wait(60)
