@@ -13,15 +13,19 @@ from pathlib import Path
 
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.results import CompletionOutput, Logprob
-from foretoken.core.vllm_sampling import OTHER_FIELDS
-from foretoken.engine.chats import OTHER_KEYWORDS, ChatFormat
+from foretoken.core.vllm_sampling import OTHER_FIELDS, OTHER_KEYWORDS, OtherField
+from foretoken.engine.chats import CONTENT_FORMAT, ChatFormat
 from foretoken.engine.vllm_arguments import OTHER_ARGUMENTS
 from foretoken.hf.generate_fields import ARGUMENTS, FIELDS, Meaning
 
 COMMAND = "python .ci/make_dropins.py"
 PLACE = Path(__file__).parents[1] / "docs" / "dropins.md"
+_VLLM_NAMES = (  # of the package `vllm`
+    "LLM", "SamplingParams", "EngineArgs", "AsyncEngineArgs", "PromptType", "TextPrompt", "TokensPrompt",
+    "RequestOutput", "CompletionOutput",
+)  # fmt: skip
 _OWN_ARGUMENTS = {  # of `LLM`, which vLLM's does not have
-    "drafter", "trust_drafter", "device", "runner", "on_step", "allow_unknown_ids", "trace",
+    "drafter", "trust_drafter", "device", "on_step", "allow_unknown_ids", "trace",
 }  # fmt: skip
 _HEAD = f"""\
 # Drop-ins
@@ -37,13 +41,19 @@ the field is served by transformers as if nothing had been accelerated, and that
 training mode, under autocast, and of models that are asked for more tokens than their context holds. A field that is
 in neither table, as one of a later transformers, is served by transformers too.
 """
-_VLLM = """\
+_VLLM = f"""\
 ## vLLM
 
-`from foretoken import LLM, SamplingParams` takes the place of vLLM's import. `use_tqdm` is off unless it is asked
-for. Metrics: `from foretoken.core.metrics import Counter, Gauge, Vector` for `vllm.v1.metrics.reader`; draft tokens
-count nodes of trees, positions count depths. What asks for nothing that is missing here, such as
-`tensor_parallel_size=1`, is taken and ignored; anything else is refused in a sentence, whose end the table shows.
+`from foretoken import ...` takes the place of `from vllm import ...` for
+{", ".join(f"`{name}`" for name in _VLLM_NAMES)}.
+The modules `foretoken.sampling_params`, `foretoken.inputs` and `foretoken.outputs` hold these names where vLLM's do.
+`AsyncLLM` comes from `foretoken` too. Metrics: `from foretoken.core.metrics import Counter, Gauge, Vector` for
+`vllm.v1.metrics.reader`; draft tokens count nodes of trees, positions count depths. There is no `LLMEngine`: `AsyncLLM`
+takes requests one by one, from threads and from tasks. `use_tqdm` is off unless it is asked for.
+
+The tables name the values that are taken and ignored because they ask for nothing that is missing here, as
+`tensor_parallel_size=1`. Any other value is refused in a sentence, whose end the table shows. What no table names is
+refused by its name.
 """
 
 
@@ -56,15 +66,15 @@ def page() -> str:
         _meanings("argument of `generate`", ARGUMENTS),
         _meanings("field of `GenerationConfig`", FIELDS),
         _VLLM,
-        _table("argument of `LLM`", parameters, {name: each.instead for name, each in OTHER_ARGUMENTS.items()}),
         _table(
-            "field of `SamplingParams`",
-            [each.name for each in fields(SamplingParams)],
-            {name: each.instead for name, each in OTHER_FIELDS.items()},
+            "argument of `LLM`", parameters,
+            {name: (each.taken.words, each.instead) for name, each in OTHER_ARGUMENTS.items()},
         ),
+        _table("field of `SamplingParams`", [each.name for each in fields(SamplingParams)], _taken(OTHER_FIELDS)),
+        _table("argument of `LLM.generate`", ["prompts", "sampling_params", "use_tqdm"], _taken(OTHER_KEYWORDS)),
         _table(
             "argument of `LLM.chat`", ["messages", "sampling_params", "use_tqdm", *forms],
-            dict.fromkeys(OTHER_KEYWORDS, "Leave it out."),
+            _taken({"chat_template_content_format": CONTENT_FORMAT, **OTHER_KEYWORDS}),
         ),
         *(_table(f"field of `{each.__name__}`", [field.name for field in fields(each)], {})
           for each in (RequestOutput, CompletionOutput, Logprob)),
@@ -78,10 +88,18 @@ def _meanings(heading: str, meanings: Mapping[str, Meaning]) -> str:
     return "\n".join([f"| {heading} | | |", "|---|---|---|", *rows, ""])
 
 
-def _table(heading: str, works: Iterable[str], refused: Mapping[str, str]) -> str:
-    """A table of names that work and names that are refused, with what there is instead."""
+def _taken(others: Mapping[str, OtherField]) -> dict[str, tuple[str, str]]:
+    """Of fields of vLLM's requests: the values that ask for nothing, and what there is instead of the others."""
+    return {
+        name: (", ".join(f"`{value!r}`" for value in (*each.neutral, None)), each.instead)
+        for name, each in others.items()
+    }
+
+
+def _table(heading: str, works: Iterable[str], others: Mapping[str, tuple[str, str]]) -> str:
+    """A table of names that work, and of others with the values that are ignored and what there is instead."""
     rows = [f"| `{name}` | works | |" for name in works]
-    rows += [f"| `{name}` | refused where it asks for anything | {instead} |" for name, instead in refused.items()]
+    rows += [f"| `{name}` | ignored: {values} | {instead} |" for name, (values, instead) in others.items()]
     return "\n".join([f"| {heading} | | |", "|---|---|---|", *rows, ""])
 
 

@@ -7,28 +7,28 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
-    "LLM", "AsyncLLM", "EngineStopped", "ForetokenError", "QueueFull", "RequestOutput", "SamplingParams", "StreamChunk",
-    "StructuredOutputsParams",
+    "LLM", "AsyncEngineArgs", "AsyncLLM", "CompletionOutput", "EngineArgs", "EngineStopped", "ForetokenError",
+    "PromptType", "QueueFull", "RequestOutput", "RequestOutputKind", "SamplingParams", "StreamChunk",
+    "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from foretoken.core.errors import EngineStopped, ForetokenError, QueueFull
-    from foretoken.core.results import RequestOutput, StreamChunk
-    from foretoken.core.sampling_params import SamplingParams
-    from foretoken.core.structured_outputs import StructuredOutputsParams
     from foretoken.engine.async_llm import AsyncLLM
+    from foretoken.engine.engine_args import AsyncEngineArgs, EngineArgs
     from foretoken.engine.llm import LLM
+    from foretoken.inputs import PromptType, TextPrompt, TokensPrompt
+    from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk
+    from foretoken.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
 
 _HOMES = {
-    "LLM": "foretoken.engine.llm",
-    "AsyncLLM": "foretoken.engine.async_llm",
-    "EngineStopped": "foretoken.core.errors",
-    "ForetokenError": "foretoken.core.errors",
-    "QueueFull": "foretoken.core.errors",
-    "StreamChunk": "foretoken.core.results",
-    "SamplingParams": "foretoken.core.sampling_params",
-    "RequestOutput": "foretoken.core.results",
-    "StructuredOutputsParams": "foretoken.core.structured_outputs",
+    "foretoken.core.errors": ("EngineStopped", "ForetokenError", "QueueFull"),
+    "foretoken.engine.async_llm": ("AsyncLLM",),
+    "foretoken.engine.engine_args": ("AsyncEngineArgs", "EngineArgs"),
+    "foretoken.engine.llm": ("LLM",),
+    "foretoken.inputs": ("PromptType", "TextPrompt", "TokensPrompt"),
+    "foretoken.outputs": ("CompletionOutput", "RequestOutput", "StreamChunk"),
+    "foretoken.sampling_params": ("RequestOutputKind", "SamplingParams", "StructuredOutputsParams"),
 }
 
 
@@ -43,6 +43,7 @@ def __getattr__(name: str) -> Any:
 
     if name == "hf":  # so that `foretoken.hf.accelerate` needs no import of its own
         return import_module("foretoken.hf")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'foretoken' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(home), name)
+    raise AttributeError(f"module 'foretoken' has no attribute {name!r}")

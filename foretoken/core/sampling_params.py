@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from functools import wraps
-from typing import Any, TypeVar
+from numbers import Real
+from typing import Any, Self, TypeVar
 
 from foretoken.core.checks import (
     as_python,
@@ -81,10 +83,21 @@ def bounded_bad_words(words: Iterable[_Word]) -> list[_Word]:
     return kept
 
 
+class RequestOutputKind(Enum):
+    """What each of the results is that `AsyncLLM.generate` gives on the way."""
+
+    CUMULATIVE = 0  # all that was generated so far
+    DELTA = 1  # what is new since the last one
+    FINAL_ONLY = 2  # the whole result, once
+
+
 @_takes_any_numbers
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class SamplingParams:
     """How one request is sampled and when it stops. None leaves a field at its default.
+
+    Fields may be assigned to, which is checked when a request is made; a request keeps the values that it was made
+    with.
 
     Attributes:
         n: Independent completions of the prompt.
@@ -114,6 +127,9 @@ class SamplingParams:
         structured_outputs: What the text must match, see `StructuredOutputsParams`, which may also come as a mapping.
             End-of-sequence tokens are possible where it is complete, with `ignore_eos` nowhere. Where nothing can
             follow the text ends with "stop", also before `min_tokens`.
+        output_kind: What `async for` over `AsyncLLM.generate` gives; None for `RequestOutputKind.CUMULATIVE`.
+            `LLM.generate` gives whole results whatever it is; `LLM.stream` and `AsyncLLM.submit` give new parts, and
+            refuse the other two.
 
     Raises:
         RequestError: When a value is of another type (booleans are no numbers) or outside its range.
@@ -141,6 +157,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     structured_outputs: StructuredOutputsParams | None = None
+    output_kind: RequestOutputKind | None = None
 
     def __post_init__(self) -> None:
         """Checks types and ranges."""
@@ -155,6 +172,8 @@ class SamplingParams:
         check_integer("min_tokens", self.min_tokens, 0, MOST_TOKENS)
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             check_boolean(name, getattr(self, name))
+        if self.output_kind is not None and not isinstance(self.output_kind, RequestOutputKind):
+            raise RequestError(f"output_kind is {shown(self.output_kind)}. Expected a RequestOutputKind.")
         if self.seed is not None:
             check_integer("seed", self.seed, -LARGEST_SEED, LARGEST_SEED)
         for name in ("logprobs", "prompt_logprobs"):
@@ -170,6 +189,26 @@ class SamplingParams:
         self._check_bias()
         self._check_bad_words()
         self._check_allowed()
+
+    @classmethod
+    def from_optional(cls, *, logit_bias: Mapping[Any, float] | None = None, **fields: Any) -> Self:
+        """Parameters of fields any of which may be None, as of an API's request.
+
+        Args:
+            logit_bias: By token id, which may be text, as it is in JSON. What is beyond -100..100 is taken for that.
+            fields: All others.
+
+        Raises:
+            RequestError: As the class itself does, and for keys of `logit_bias` that are no integers.
+        """
+        given: Any = logit_bias
+        if isinstance(logit_bias, Mapping):
+            given = {_token_id(key): _clipped(bias) for key, bias in logit_bias.items()}
+        return cls(logit_bias=given, **fields)
+
+    def clone(self) -> Self:
+        """A copy, checked like new parameters, with lists and mappings of its own."""
+        return replace(self)
 
     def _check_stops(self) -> None:
         """Checks what ends the text."""
@@ -236,3 +275,16 @@ class SamplingParams:
     def has_penalties(self) -> bool:
         """Whether any processor reads the token history's counts."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+
+def _token_id(key: Any) -> Any:
+    """A token id that may be text; anything else as it is, to be refused."""
+    return int(key) if isinstance(key, str) and key.isdecimal() else key
+
+
+def _clipped(bias: Any) -> Any:
+    """A number within -100..100; what is no number as it is, to be refused."""
+    if not isinstance(bias, Real) or isinstance(bias, bool):
+        return bias
+    number = float(bias)
+    return 100.0 if number > 100 else -100.0 if number < -100 else bias

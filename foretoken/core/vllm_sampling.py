@@ -1,4 +1,4 @@
-"""Fields of vLLM's `SamplingParams` that ours lacks: ignored where they ask for nothing that is missing here."""
+"""Fields of vLLM's requests that are missing here: ignored where they ask for nothing."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.core.checks import shown
-from foretoken.core.errors import RequestError
+from foretoken.core.errors import RequestError, nearest_name_hint
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping
 
 
 class OtherField(NamedTuple):
@@ -23,6 +23,12 @@ class OtherField(NamedTuple):
     neutral: tuple[Any, ...]
     instead: str
 
+    def check(self, name: str, value: Any) -> None:
+        """Raises `RequestError` for a value that asks for what there is not, with what there is instead."""
+        is_neutral = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.neutral)
+        if value is not None and not is_neutral:
+            raise RequestError(f"{name} = {shown(value)} is not supported. {self.instead}")
+
 
 OTHER_FIELDS: Mapping[str, OtherField] = MappingProxyType({
     "best_of": OtherField((1,), "Ask for n completions and choose among them."),
@@ -35,13 +41,29 @@ OTHER_FIELDS: Mapping[str, OtherField] = MappingProxyType({
     "truncate_prompt_tokens": OtherField((), "Shorten the prompt."),
     "flat_logprobs": OtherField((False,), "logprobs is a list with a mapping for each token. Leave it out."),
     "logprob_token_ids": OtherField((), "logprobs holds the most probable tokens. Leave it out."),
-    "output_kind": OtherField((0,), "Use LLM.generate for whole outputs and LLM.stream for new parts."),
+    "prompt_logprob_token_ids": OtherField((), "prompt_logprobs holds the most probable tokens. Leave it out."),
+    "prompt_logprob_start": OtherField((0,), "prompt_logprobs begins with the prompt. Leave it out."),
+    "stream_interval": OtherField((1,), "A part is handed out after every pass. Leave it out."),
+    "output_text_buffer_length": OtherField((0,), "Leave it out."),
+    "watermarking": OtherField((False,), "Outputs have no watermark. Leave it out."),
+    "guided_decoding": OtherField((), "Pass structured_outputs=StructuredOutputsParams(...)."),
+    "routed_experts_prompt_start": OtherField((0,), "Outputs do not hold experts. Leave it out."),
+    "trace_decode_token_ids": OtherField((), "Tokens are always chosen by the model. Leave it out."),
     "extra_args": OtherField(({},), "No plug-in reads them. Leave it out."),
     "skip_reading_prefix_cache": OtherField((True, False), "Set enable_prefix_caching of LLM."),
     "skip_clone": OtherField((True, False), "Leave it out."),
     "thinking_token_budget": OtherField((), "Set max_tokens."),
     "repetition_detection": OtherField((), "Use penalties or stop strings."),
 })  # fmt: skip
+
+OTHER_KEYWORDS: Mapping[str, OtherField] = MappingProxyType(
+    {
+        "lora_request": OtherField((), "Merge the adapter into the model first."),
+        "priority": OtherField((0,), "Requests are served in the order in which they come. Leave it out."),
+        "tokenization_kwargs": OtherField(({},), "Pass token ids."),
+        "mm_processor_kwargs": OtherField(({},), "Prompts are text or token ids. Leave it out."),
+    }
+)
 
 
 def without_other_fields(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,11 +77,23 @@ def without_other_fields(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, value in values.items():
         other = OTHER_FIELDS.get(name)
-        if other is not None and value is not None and not _is_among(value, other.neutral):
-            raise RequestError(f"{name} = {shown(value)} is not supported. {other.instead}")
+        if other is not None:
+            other.check(name, value)
     return {name: value for name, value in values.items() if name not in OTHER_FIELDS}
 
 
-def _is_among(value: Any, neutral: tuple[Any, ...]) -> bool:
-    """Whether a value is one of some; 1 and True are apart."""
-    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in neutral)
+def check_other_keywords(call: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Looks at the keywords of a call that are vLLM's alone.
+
+    Args:
+        call: Its name.
+        given: Keywords that the call does not have, and their values.
+        known: Those that it has.
+
+    Raises:
+        RequestError: For unknown ones, with the nearest name, and for values that ask for what there is not.
+    """
+    for name, value in given.items():
+        if name not in OTHER_KEYWORDS:
+            raise RequestError(f"{call} has no argument {shown(name)}. {nearest_name_hint(name, known)}")
+        OTHER_KEYWORDS[name].check(name, value)

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import check_boolean, check_text, shown
-from foretoken.core.errors import RequestError, foreign_errors_as, nearest_name_hint, one_line
+from foretoken.core.errors import RequestError, foreign_errors_as, one_line
+from foretoken.core.vllm_sampling import OtherField, check_other_keywords
 
 if TYPE_CHECKING:
     from foretoken.engine.codec import Codec
@@ -15,12 +16,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 """`{"role": ..., "content": ...}`, and whatever else a template reads, as `tool_calls`."""
 
-OTHER_KEYWORDS: dict[str, tuple[Any, ...]] = {  # vLLM's, with values that ask for nothing
-    "chat_template_content_format": ("auto", "string"),
-    "lora_request": (),
-    "mm_processor_kwargs": (),
-    "tokenization_kwargs": (),
-}
+CONTENT_FORMAT = OtherField(("auto", "string"), "Templates get the content of messages as text. Leave it out.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,13 +57,9 @@ def chat_format(given: Mapping[str, Any]) -> ChatFormat:
         RequestError: For unknown keywords, and values that do not fit.
     """
     names = [each.name for each in fields(ChatFormat)]
-    for name, value in given.items():
-        if name in names:
-            continue
-        if name not in OTHER_KEYWORDS:
-            raise RequestError(f"chat has no argument {shown(name)}. {nearest_name_hint(name, names)}")
-        if value is not None and value not in OTHER_KEYWORDS[name]:
-            raise RequestError(f"{name} = {shown(value)} is not supported. Leave it out.")
+    others = {name: value for name, value in given.items() if name not in names}
+    CONTENT_FORMAT.check("chat_template_content_format", others.pop("chat_template_content_format", None))
+    check_other_keywords("chat", others, names)
     return ChatFormat(**{name: value for name, value in given.items() if name in names and value is not None})
 
 

@@ -5,17 +5,19 @@ Any number of threads may call one `LLM`: iterations are made one at a time, in 
 
 from __future__ import annotations
 
+import gc
 import warnings
 from contextlib import closing, nullcontext
 from functools import cache, partial
 from inspect import signature
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from tqdm.auto import tqdm
 
 from foretoken.acceptance.select import AcceptancePolicy
 from foretoken.core.checks import check_boolean, check_integer, check_text, shown
-from foretoken.core.errors import BuiltPerProcess, ConfigError, RequestError
+from foretoken.core.errors import BuiltPerProcess, ConfigError, EngineStopped, RequestError
+from foretoken.core.vllm_sampling import check_other_keywords
 from foretoken.drafters.base import TargetHandle
 from foretoken.drafters.registry import create_drafter
 from foretoken.engine.chats import chat_format
@@ -47,16 +49,21 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter
     from foretoken.drafters.options import DrafterOptions
     from foretoken.engine.chats import Message
+    from foretoken.engine.engine_args import EngineArgs
     from foretoken.engine.prompts import Prompt
     from foretoken.hf.loading import LoadedModel
     from foretoken.runner.cost_curve import CostCurve
 
 _SHORTEST_CONTEXT = 8  # tokens that the proof at load needs
 _MOST_SEQUENCES = 1 << 16
+_DEFAULT_SEQUENCES = 8
+_CLOSED = "this LLM was closed at the end of its with block. Expected calls within the block. Make another LLM."
 
 
 class LLM(BuiltPerProcess):
     """A target, a drafter and the engine that runs them.
+
+    As a context manager it gives model, KV cache and drafters up at the end of the block, and serves no more calls.
 
     Attributes:
         target: The runner.
@@ -75,7 +82,7 @@ class LLM(BuiltPerProcess):
         trust_drafter: bool = False,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
-        max_num_seqs: int = 8,
+        max_num_seqs: int | None = None,
         max_model_len: int | None = None,
         max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool | None = None,
@@ -104,7 +111,7 @@ class LLM(BuiltPerProcess):
                 tensors, and what its trees guarantee and which distributions they were drawn from is believed.
             dtype: "auto" (float32 on CPU), "float32", "bfloat16", "float16", "float64", or a torch dtype.
             device: "auto" or a torch device.
-            max_num_seqs: Sequences decoded at once.
+            max_num_seqs: Sequences decoded at once; None for 8.
             max_model_len: Most tokens of a sequence, at most the model's limit, which is also the default.
             max_num_batched_tokens: Most tokens of a pass, drafted nodes and chunks of joining prompts together; at
                 least one prompt token is always read. None aims at passes that take 2.4 times as long as those
@@ -124,7 +131,8 @@ class LLM(BuiltPerProcess):
                 else the fastest; "fastest" takes the one whose passes cost least here, exact or not, so that plain and
                 speculative decoding may write different text where two tokens score nearly the same, which `foretoken
                 verify` explains; "generic" is the transformers model itself, "lean" a forward of our own for the
-                architectures it knows ("lean-native" or "lean-stock" choose its kernels).
+                architectures it knows ("lean-native" or "lean-stock" choose its kernels); "generate", vLLM's word for
+                models that generate, is "auto".
             on_step: Called with every iteration's record. It may not call this LLM; when it raises, which is logged, it
                 is called no more.
             allow_unknown_ids: Whether token ids that the tokenizer does not have, as the rows by which some models pad
@@ -140,6 +148,7 @@ class LLM(BuiltPerProcess):
         check_other_arguments(others, [name for name in signature(LLM).parameters if name != "others"])
         if speculative_config is not None and drafter is not None:
             raise ConfigError("speculative_config and drafter exclude each other. Pass one of them.")
+        max_num_seqs = _DEFAULT_SEQUENCES if max_num_seqs is None else max_num_seqs
         check_integer("max_num_seqs", max_num_seqs, 1, _MOST_SEQUENCES, error=ConfigError)
         for name, value, least in (
             ("max_model_len", max_model_len, _SHORTEST_CONTEXT),
@@ -154,6 +163,7 @@ class LLM(BuiltPerProcess):
             check_integer("seed", seed, error=ConfigError)
             seed = int(seed)
         check_text("runner", runner, error=ConfigError)
+        runner = "auto" if runner == "generate" else runner
         if drafter is not None and not callable(drafter):
             raise ConfigError(f"drafter is {shown(drafter)}. Expected a function that makes one.")
         if on_step is not None and not callable(on_step):
@@ -236,6 +246,27 @@ class LLM(BuiltPerProcess):
         self._requests = RequestReader(self.target, self.tokenizer, seed)
         self.shared = SharedEngine(self._engine, self._requests)
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Builds it from arguments that were put together before; takes and raises what `LLM(...)` does."""
+        return cls(**vars(engine_args))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Gives up all that it holds. Requests that an `AsyncLLM` serves on it go on."""
+        vars(self).clear()
+        gc.collect()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """What there is not, or not any more."""
+            if vars(self):
+                raise AttributeError(f"'LLM' object has no attribute {name!r}")
+            raise EngineStopped(_CLOSED)
+
     @property
     def is_lossy(self) -> bool:
         """Whether its acceptance rule may change what the target would have written."""
@@ -248,6 +279,7 @@ class LLM(BuiltPerProcess):
         *,
         use_tqdm: bool | Callable[..., Any] = False,
         params: SamplingParams | Seq[SamplingParams] | None = None,
+        **others: Any,
     ) -> list[RequestOutput]:
         """Completes prompts. May be called from several threads at once.
 
@@ -261,6 +293,7 @@ class LLM(BuiltPerProcess):
             sampling_params: One for all prompts, or one each; None for the defaults.
             use_tqdm: Shows a progress bar on standard error; a callable takes the place of `tqdm`.
             params: Former name of `sampling_params`.
+            others: Further arguments of vLLM's, as long as they ask for nothing that is missing here.
 
         Returns:
             One result a prompt, in order. A request that fails on the way ends with `finish_reason` "error".
@@ -270,6 +303,7 @@ class LLM(BuiltPerProcess):
         """
         if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
             raise RequestError(f"use_tqdm is {shown(use_tqdm)}. Expected True, False, or what takes the place of tqdm.")
+        check_other_keywords("generate", others, ("prompts", "sampling_params", "use_tqdm"))
         requests = self._read(prompts, sampling_params, params)
         sequences = [sequence for request in requests for sequence in request.sequences]
         with _progress(use_tqdm, len(sequences)) as bar:
@@ -291,7 +325,10 @@ class LLM(BuiltPerProcess):
         Closing the iterator ends its requests. Other calls may be made while it is open, from any thread; iterations
         serve all of them.
         """
-        return self.chunks(self._read(prompts, sampling_params, params))
+        requests = self._read(prompts, sampling_params, params)
+        for request in requests:
+            request.check_new_parts("stream")
+        return self.chunks(requests)
 
     def chat(
         self,

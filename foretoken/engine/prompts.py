@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from numbers import Integral
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NotRequired, TypedDict
 
 from foretoken.core.checks import check_boolean, check_integer, check_text, checked_token_ids, shown
 from foretoken.core.errors import RequestError
@@ -18,7 +18,30 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a mapping with `prompt` or `prompt_token_ids`, and perhaps some of `prediction`, `cache_salt` and
 `speculative`."""
 
+
+class _Options(TypedDict, total=False):
+    """What a prompt may bring along; see `LLM.generate`."""
+
+    prediction: str | Sequence[int]
+    cache_salt: str
+    speculative: Mapping[str, Any]
+
+
+class TextPrompt(_Options):
+    """A prompt as text."""
+
+    prompt: str
+
+
+class TokensPrompt(_Options):
+    """A prompt as token ids, and perhaps the text that they stand for."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+
+
 _KEYS = ("prompt", "prompt_token_ids")
+_MEDIA_KEYS = ("multi_modal_data", "multi_modal_uuids", "mm_processor_kwargs", "media_io_kwargs", "prompt_embeds")
 _MORE_KEYS = ("prediction", "cache_salt", "speculative")
 _SPECULATIVE_KEYS = ("enabled", "max_nodes")
 _KEYS_SHOWN = 4
@@ -170,7 +193,10 @@ def _is_list(value: Any) -> bool:
 
 def _value(prompt: Mapping[str, Any]) -> Any:
     """What a mapping holds: token ids, or else text."""
-    unknown = [key for key in prompt if key not in (*_KEYS, *_MORE_KEYS)]
+    for key in _MEDIA_KEYS:
+        if prompt.get(key):
+            raise RequestError(f"the prompt has {key}, which is not supported. Expected text or token ids alone.")
+    unknown = [key for key in prompt if key not in (*_KEYS, *_MORE_KEYS, *_MEDIA_KEYS)]
     given = {key: prompt[key] for key in _KEYS if prompt.get(key) is not None}
     if unknown or not given:
         raise RequestError(

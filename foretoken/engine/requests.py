@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.core.checks import check_text, checked_token_ids, shown
 from foretoken.core.errors import RequestError
 from foretoken.core.results import GenerationMetrics, RequestOutput
-from foretoken.core.sampling_params import MOST_BAD_WORD_TOKENS, SamplingParams, bounded_bad_words
+from foretoken.core.sampling_params import MOST_BAD_WORD_TOKENS, RequestOutputKind, SamplingParams, bounded_bad_words
 from foretoken.engine.chats import ChatFormat, chat_prompts
 from foretoken.engine.codec import Codec
 from foretoken.engine.prompts import PromptReader, ReadPrompt, split_prompts
@@ -52,6 +52,15 @@ class Request:
     def num_prompt(self) -> int:
         """Tokens of its prompt."""
         return self.sequences[0].num_prompt
+
+    def check_new_parts(self, call: str) -> None:
+        """Raises `RequestError` where a call that gives new parts is asked for another kind of results."""
+        kind = self.sequences[0].params.output_kind
+        if kind not in (None, RequestOutputKind.DELTA):
+            raise RequestError(
+                f"output_kind is {kind.name}, but {call} gives new parts. Expected DELTA or None. Leave it out, or use "
+                "generate."
+            )
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -211,9 +220,9 @@ class RequestReader:
 
 
 def _params_for_each(given: Any, count: int) -> list[SamplingParams]:
-    """Sampling parameters, one for each of `count` prompts."""
+    """Sampling parameters, one for each of `count` prompts: copies, which nobody else changes."""
     if given is None or isinstance(given, SamplingParams):
-        return [given or SamplingParams()] * count
+        return [SamplingParams() if given is None else given.clone()] * count
     if not isinstance(given, Seq) or isinstance(given, str | bytes):
         raise RequestError(f"sampling_params is {shown(given)}. Expected SamplingParams, or one for each prompt.")
     if len(given) != count:
@@ -221,7 +230,7 @@ def _params_for_each(given: Any, count: int) -> list[SamplingParams]:
     for params in given:
         if params is not None and not isinstance(params, SamplingParams):
             raise RequestError(f"an entry of sampling_params is {shown(params)}. Expected SamplingParams or None.")
-    return [params or SamplingParams() for params in given]
+    return [SamplingParams() if params is None else params.clone() for params in given]
 
 
 def _spellings(word: str) -> list[str]:

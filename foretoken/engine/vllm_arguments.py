@@ -16,85 +16,167 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 
+class Taken(NamedTuple):
+    """The values of an argument that ask for nothing, None always among them.
+
+    Attributes:
+        words: Which they are, for docs/dropins.md.
+        has: Whether a value other than None is one of them.
+    """
+
+    words: str
+    has: Callable[[Any], bool]
+
+
 class OtherArgument(NamedTuple):
     """An argument of vLLM's: which values ask for nothing, and what there is instead of the others."""
 
-    asks_for_nothing: Callable[[Any], bool]
+    taken: Taken
     instead: str
 
     @property
     def is_switch(self) -> bool:
         """Whether it is True or False, so that its option takes no value."""
-        return self.asks_for_nothing(True) or self.asks_for_nothing(False)
+        return self.taken.has(True) or self.taken.has(False)
 
     def check(self, told: str, value: Any) -> None:
         """Raises `ConfigError` where a value asks for what there is not; told: the argument as the user wrote it."""
-        if not self.asks_for_nothing(value):
+        if value is not None and not self.taken.has(value):
             raise ConfigError(f"{told} is not supported. {self.instead}")
         _log.debug("vLLM's %s asks for nothing that there is not and is ignored", told)
 
 
-def _one_of(*values: Any) -> Callable[[Any], bool]:
-    """Whether a value is one of some, None included; 1 and True are apart."""
-    return lambda value: value is None or any(type(value) is type(each) and value == each for each in values)
+def _one_of(*values: Any) -> Taken:
+    """Some values; 1 and True are apart."""
+    return Taken(
+        ", ".join(f"`{value!r}`" for value in (*values, None)),
+        lambda value: any(type(value) is type(each) and value == each for each in values),
+    )
 
 
-def _is_boolean(value: Any) -> bool:
-    """Whether a value is a switch, whichever way it stands."""
-    return value is None or isinstance(value, bool)
+def _any(words: str, *kinds: type) -> Taken:
+    """All values of some types; booleans are no numbers."""
+    return Taken(words, lambda value: isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)))
 
 
-def _is_ample(value: Any) -> bool:
-    """Whether a share of memory leaves room for the half of the free memory that the KV cache may take."""
-    return value is None or (isinstance(value, Real) and not isinstance(value, bool) and 0.5 <= float(value) <= 1.0)
+_NOTHING, _OFF, _ONE, _EMPTY = _one_of(), _one_of(False), _one_of(1), _one_of({})
+_EITHER = _one_of(True, False)
+_NUMBER, _MAPPING = _any("any number, as `1`", Real), _any("any mapping, as `{'image': 5}`", dict)
+_TEXT = _any("any text, as `'auto'`", str)
+# A share of memory leaves room for the half of the free memory that the KV cache may take.
+_AMPLE = Taken("`0.5` to `1.0`", lambda value: _NUMBER.has(value) and 0.5 <= float(value) <= 1.0)
+_UP_TO_1024 = Taken("`0` to `1024`", lambda value: type(value) is int and 0 <= value <= 1024)
 
 
-_ONE_DEVICE = "The model runs on one device, named by 'device'. Leave it out."
-_CACHE = "The KV cache takes what max_num_seqs and max_model_len need, at most kv_cache_memory_bytes. Set these."
-_DRAFTER = "Pass speculative_config={'method': NAME, 'model': DIR, 'num_speculative_tokens': K}."
-_NO_REMOTE = "Code that comes with a model is never run. Leave it out."
-_CHUNKS = "Prompts are always fed in chunks; max_num_batched_tokens bounds them. Leave it out."
-_SAFETENSORS = "Models are loaded from safetensors. Leave it out."
+def _group(instead: str, **taken: Taken) -> dict[str, OtherArgument]:
+    """Arguments for which there is the same thing instead."""
+    return {name: OtherArgument(each, instead) for name, each in taken.items()}
+
 
 OTHER_ARGUMENTS = {
-    "tensor_parallel_size": OtherArgument(_one_of(1), _ONE_DEVICE),
-    "pipeline_parallel_size": OtherArgument(_one_of(1), _ONE_DEVICE),
-    "data_parallel_size": OtherArgument(_one_of(1), _ONE_DEVICE),
-    "distributed_executor_backend": OtherArgument(_one_of("uni"), _ONE_DEVICE),
-    "disable_custom_all_reduce": OtherArgument(_is_boolean, _ONE_DEVICE),
-    "device_map": OtherArgument(_one_of(), _ONE_DEVICE),
-    "gpu_memory_utilization": OtherArgument(_is_ample, _CACHE),
-    "num_gpu_blocks_override": OtherArgument(_one_of(), _CACHE),
-    "block_size": OtherArgument(_one_of(8, 16, 32, 64, 128), _CACHE),
-    "swap_space": OtherArgument(_one_of(0, 0.0, 4, 4.0), _CACHE),
-    "cpu_offload_gb": OtherArgument(_one_of(0, 0.0), "Weights stay on the device. Leave it out."),
-    "kv_cache_dtype": OtherArgument(_one_of("auto"), "The KV cache has the model's dtype. Set 'dtype'."),
-    "enable_chunked_prefill": OtherArgument(_one_of(True), _CHUNKS),
-    "quantization": OtherArgument(_one_of(), "A quantised checkpoint is loaded as its config.json says. Leave it out."),
-    "load_format": OtherArgument(_one_of("auto", "safetensors"), _SAFETENSORS),
-    "config_format": OtherArgument(_one_of("auto", "hf"), _SAFETENSORS),
-    "trust_remote_code": OtherArgument(_one_of(False), _NO_REMOTE),
-    "allow_deprecated_quantization": OtherArgument(_one_of(False), "Leave it out."),
-    "hf_overrides": OtherArgument(_one_of(), "Change the model's config.json, or pass a transformers model in memory."),
-    "hf_token": OtherArgument(_one_of(), "Set HF_TOKEN in the environment."),
-    "download_dir": OtherArgument(_one_of(), "Set HF_HOME in the environment."),
-    "code_revision": OtherArgument(_one_of(), _NO_REMOTE),
-    "tokenizer_mode": OtherArgument(_one_of("auto"), "Pass a tokenizer that transformers loaded as 'tokenizer'."),
-    "skip_tokenizer_init": OtherArgument(_one_of(False), "Prompts may be token ids, with a tokenizer or without."),
-    "enforce_eager": OtherArgument(_is_boolean, "Choose 'runner'."),
-    "compilation_config": OtherArgument(_one_of(), "Choose 'runner'."),
-    "attention_backend": OtherArgument(_one_of(), "Choose 'runner'."),
-    "async_scheduling": OtherArgument(_is_boolean, "Leave it out."),
-    "disable_log_stats": OtherArgument(_is_boolean, "Pass a function as 'on_step' to see every iteration."),
-    "generation_config": OtherArgument(_one_of("vllm"), "Sampling is what SamplingParams say. Leave it out."),
-    "override_generation_config": OtherArgument(_one_of(), "Sampling is what SamplingParams say. Leave it out."),
-    "enable_lora": OtherArgument(_one_of(False), "Merge the adapter into the model first."),
-    "limit_mm_per_prompt": OtherArgument(_one_of(), "Prompts are text. Leave it out."),
-    "logits_processors": OtherArgument(_one_of(), "Use logit_bias, bad_words and penalties of SamplingParams."),
-    "speculative_model": OtherArgument(_one_of(), _DRAFTER),
-    "num_speculative_tokens": OtherArgument(_one_of(), _DRAFTER),
-    "torch_dtype": OtherArgument(_one_of(), "Pass it as 'dtype'."),
-}
+    **_group(
+        "The model runs on one device, named by 'device'. Leave it out.",
+        tensor_parallel_size=_ONE, pipeline_parallel_size=_ONE, data_parallel_size=_ONE,
+        prefill_context_parallel_size=_ONE, decode_context_parallel_size=_ONE, nnodes=_ONE,
+        distributed_executor_backend=_one_of("uni"), enable_expert_parallel=_OFF, worker_cls=_one_of("auto"),
+        disable_custom_all_reduce=_EITHER, max_parallel_loading_workers=_NOTHING, ray_workers_use_nsight=_OFF,
+        device_map=_NOTHING,
+    ),
+    **_group(
+        "The KV cache takes what max_num_seqs and max_model_len need, at most kv_cache_memory_bytes. Set these.",
+        gpu_memory_utilization=_AMPLE, num_gpu_blocks_override=_NOTHING, block_size=_one_of(8, 16, 32, 64, 128),
+        swap_space=_one_of(0, 0.0, 4, 4.0),
+    ),
+    **_group(
+        "Weights and the KV cache stay on the device. Leave it out.",
+        cpu_offload_gb=_one_of(0, 0.0), cpu_offload_params=_one_of(set()), offload_group_size=_one_of(0),
+        offload_num_in_group=_ONE, offload_prefetch_step=_ONE, offload_params=_one_of(set()),
+        kv_offloading_size=_NOTHING, kv_transfer_config=_NOTHING, enable_sleep_mode=_OFF,
+    ),
+    **_group(
+        "The KV cache has the model's dtype. Set 'dtype'.", kv_cache_dtype=_one_of("auto"), calculate_kv_scales=_OFF
+    ),
+    **_group(
+        "Prompts are always fed in chunks; max_num_batched_tokens bounds them. Leave it out.",
+        enable_chunked_prefill=_EITHER, disable_chunked_mm_input=_EITHER, max_num_partial_prefills=_ONE,
+        long_prefill_token_threshold=_one_of(0), max_num_scheduled_tokens=_NOTHING,
+    ),
+    **_group("Requests are served in the order in which they come. Leave it out.", scheduling_policy=_one_of("fcfs")),
+    **_group(
+        "A quantised checkpoint is loaded as its config.json says. Leave it out.",
+        quantization=_NOTHING, quantization_config=_NOTHING, allow_deprecated_quantization=_OFF,
+    ),
+    **_group(
+        "Models are loaded from safetensors. Leave it out.",
+        load_format=_one_of("auto", "safetensors"), config_format=_one_of("auto", "hf"), model_impl=_one_of("auto"),
+        model_loader_extra_config=_EMPTY, ignore_patterns=_one_of([], "original/**/*"), use_tqdm_on_load=_EITHER,
+    ),
+    **_group(
+        "Code that comes with a model is never run. Leave it out.",
+        trust_remote_code=_EITHER, code_revision=_NOTHING,
+    ),
+    **_group(
+        "Change the model's config.json, or pass a transformers model in memory.",
+        hf_overrides=_EMPTY, rope_scaling=_EMPTY, rope_theta=_NOTHING, disable_sliding_window=_OFF,
+    ),
+    **_group("Set HF_TOKEN in the environment.", hf_token=_NOTHING),
+    **_group("Set HF_HOME in the environment.", download_dir=_NOTHING),
+    **_group("Pass a tokenizer that transformers loaded as 'tokenizer'.", tokenizer_mode=_one_of("auto", "hf")),
+    **_group("Prompts may be token ids, with a tokenizer or without.", skip_tokenizer_init=_OFF),
+    **_group(
+        "Choose 'runner'.",
+        enforce_eager=_EITHER, compilation_config=_EMPTY, max_seq_len_to_capture=_NUMBER, attention_backend=_NOTHING,
+        attention_config=_NOTHING, optimization_level=_NUMBER, performance_mode=_TEXT,
+    ),
+    **_group(
+        "It changes speed alone, and there is no such choice here. Leave it out.",
+        async_scheduling=_EITHER, disable_async_output_proc=_EITHER, disable_cascade_attn=_EITHER,
+        use_v2_block_manager=_EITHER, num_scheduler_steps=_NUMBER, prefix_caching_hash_algo=_TEXT,
+    ),
+    **_group(
+        "Pass a function as 'on_step' to see every iteration.",
+        disable_log_stats=_EITHER, profiler_config=_NOTHING, otlp_traces_endpoint=_NOTHING,
+        per_request_spec_decode_metrics=_one_of("none", "summary", "detailed"),
+    ),
+    **_group(
+        "Sampling is what SamplingParams say. Leave it out.",
+        generation_config=_one_of("vllm"), override_generation_config=_EMPTY,
+    ),
+    **_group(
+        "A request may ask for 1024, of the model's own distribution. Leave it out.",
+        max_logprobs=_UP_TO_1024, logprobs_mode=_one_of("raw_logprobs"),
+    ),
+    **_group(
+        "llguidance compiles grammars. Leave it out.",
+        structured_outputs_config=_EMPTY, guided_decoding_backend=_one_of("auto", "guidance"),
+    ),
+    **_group(
+        "Models generate text. Leave it out.",
+        task=_one_of("auto", "generate"), convert=_one_of("auto", "none"), pooler_config=_NOTHING,
+        override_pooler_config=_NOTHING,
+    ),
+    **_group(
+        "Prompts are text or token ids. Leave it out.",
+        limit_mm_per_prompt=_MAPPING, mm_processor_kwargs=_EMPTY, mm_processor_cache_gb=_NUMBER,
+        allowed_local_media_path=_one_of(""), allowed_media_domains=_one_of([]), skip_mm_profiling=_EITHER,
+        disable_mm_preprocessor_cache=_EITHER, enable_mm_embeds=_OFF, enable_prompt_embeds=_OFF,
+    ),
+    **_group(
+        "Merge the adapter into the model first.",
+        enable_lora=_OFF, max_loras=_NUMBER, max_lora_rank=_NUMBER, max_cpu_loras=_NUMBER, fully_sharded_loras=_EITHER,
+    ),
+    **_group("Pass chat_template to LLM.chat.", chat_template=_NOTHING),
+    **_group("Metrics name the model by its directory. Leave it out.", served_model_name=_NOTHING),
+    **_group("Outputs have no such field. Leave it out.", enable_return_routed_experts=_OFF, return_sampling_mask=_OFF),
+    **_group("Use logit_bias, bad_words and penalties of SamplingParams.", logits_processors=_NOTHING),
+    **_group("No plug-in reads it. Leave it out.", additional_config=_EMPTY),
+    **_group(
+        "Pass speculative_config={'method': NAME, 'model': DIR, 'num_speculative_tokens': K}.",
+        speculative_model=_NOTHING, num_speculative_tokens=_NOTHING, spec_method=_NOTHING, spec_model=_NOTHING,
+        spec_tokens=_NOTHING,
+    ),
+    **_group("Pass it as 'dtype'.", torch_dtype=_NOTHING),
+}  # fmt: skip
 _LOGS = "The log says what went wrong, and no text of requests. Leave it out."
 _PROXY = "Put a reverse proxy before the server."
 _OTHER_OPTIONS = OTHER_ARGUMENTS | {
@@ -103,17 +185,17 @@ _OTHER_OPTIONS = OTHER_ARGUMENTS | {
     ),
     "api_server_count": OtherArgument(_one_of(1), "One process serves. For several see num_fronts in docs/server.md."),
     "chat_template_content_format": OtherArgument(_one_of("auto", "string"), "Templates get text. Leave it out."),
-    "disable_fastapi_docs": OtherArgument(_is_boolean, "Leave it out."),
-    "disable_frontend_multiprocessing": OtherArgument(_is_boolean, "Leave it out."),
-    "disable_log_requests": OtherArgument(_is_boolean, _LOGS),
-    "disable_uvicorn_access_log": OtherArgument(_is_boolean, _LOGS),
+    "disable_fastapi_docs": OtherArgument(_EITHER, "Leave it out."),
+    "disable_frontend_multiprocessing": OtherArgument(_EITHER, "Leave it out."),
+    "disable_log_requests": OtherArgument(_EITHER, _LOGS),
+    "disable_uvicorn_access_log": OtherArgument(_EITHER, _LOGS),
     "enable_auto_tool_choice": OtherArgument(_one_of(False), "The text of a call is not parsed. Leave it out."),
     "enable_force_include_usage": OtherArgument(_one_of(False), "Clients ask with stream_options.include_usage."),
     "enable_log_requests": OtherArgument(_one_of(False), _LOGS),
-    "enable_prompt_tokens_details": OtherArgument(_is_boolean, "Leave it out."),
+    "enable_prompt_tokens_details": OtherArgument(_EITHER, "Leave it out."),
     "enable_ssl_refresh": OtherArgument(_one_of(False), _PROXY),
     "lora_modules": OtherArgument(_one_of(), "Merge the adapter into the model first."),
-    "max_log_len": OtherArgument(lambda value: not isinstance(value, bool), _LOGS),
+    "max_log_len": OtherArgument(_any("any", int, str), _LOGS),
     "middleware": OtherArgument(_one_of(), _PROXY),
     "reasoning_parser": OtherArgument(_one_of(""), "The model's reasoning is part of its text. Leave it out."),
     "response_role": OtherArgument(_one_of("assistant"), "Answers come from the assistant. Leave it out."),
@@ -122,7 +204,7 @@ _OTHER_OPTIONS = OTHER_ARGUMENTS | {
     "ssl_certfile": OtherArgument(_one_of(), _PROXY),
     "ssl_keyfile": OtherArgument(_one_of(), _PROXY),
     "tool_call_parser": OtherArgument(_one_of(), "The text of a call is not parsed. Leave it out."),
-    "uvicorn_log_level": OtherArgument(lambda value: isinstance(value, str), _LOGS),
+    "uvicorn_log_level": OtherArgument(_TEXT, _LOGS),
 }
 _SHORT = {
     "-tp": "--tensor-parallel-size", "-pp": "--pipeline-parallel-size", "-dp": "--data-parallel-size",
@@ -173,13 +255,13 @@ def without_other_options(given: Iterable[str], own: Collection[str]) -> list[st
             continue
         other, told, value = _OTHER_OPTIONS[name], option, not is_off
         if not other.is_switch:
-            value = _read(text if equals else next(rest, ""))
+            value = read_option(text if equals else next(rest, ""))
             told = f"{option} {shown(value)}"
         other.check(told, value)
     return kept
 
 
-def _read(text: str) -> Any:
+def read_option(text: str) -> Any:
     """The value of an option: JSON, or else text."""
     try:
         return json.loads(text)

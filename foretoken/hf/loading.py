@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -249,7 +250,7 @@ def load_tokenizer(name: str, revision: str | None = None) -> Any | None:
         check_readable(directory)
     if directory.is_dir() and not any(directory.glob("tokenizer*")) and not any(directory.glob("*vocab*")):
         return None
-    with foreign_errors_as(ModelError, lambda err: f"the tokenizer of '{name}' cannot be loaded: {one_line(err)}."):
+    with foreign_errors_as(ModelError, partial(_refusal, f"the tokenizer of '{name}'")):
         return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
 
 
@@ -278,8 +279,19 @@ def load_config(name: str, revision: str | None = None) -> Any:
     Raises:
         ModelError: When it cannot be read or makes no sense.
     """
-    with foreign_errors_as(ModelError, lambda err: f"the configuration of '{name}' cannot be read: {one_line(err)}."):
+    with foreign_errors_as(ModelError, partial(_refusal, f"the configuration of '{name}'")):
         return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+
+
+def _refusal(what: str, error: Exception) -> str:
+    """Why transformers cannot load a part of a model."""
+    if "trust_remote_code" not in str(error):
+        return f"{what} cannot be loaded: {one_line(error)}."
+    return (
+        f"{what} needs code that comes with the model, which is never run, also with trust_remote_code=True. Expected "
+        "an architecture that transformers has. Load the model with transformers, and pass it as LLM(model, "
+        "tokenizer=tokenizer)."
+    )
 
 
 def _context_len(config: Any) -> int:

@@ -21,7 +21,8 @@ _MOST_ITEMS = {
     "stop": 64, "stop_token_ids": 1024, "logit_bias": 4096, "bad_words": 256, "allowed_token_ids": 262_144,
     "tools": 128, "messages": 4096,
 }  # fmt: skip
-_SAMPLING = frozenset({field.name for field in fields(SamplingParams)} | OTHER_FIELDS.keys()) - {"logprobs", "n"}
+_OTHERWISE = {"logprobs", "n", "output_kind"}  # fields of `SamplingParams` that have another form here
+_SAMPLING = frozenset({field.name for field in fields(SamplingParams)} | OTHER_FIELDS.keys()) - _OTHERWISE
 _OF_THE_PROMPT = ("cache_salt", "speculative", "prediction")
 _SHARED = frozenset({
     "model", "stream", "stream_options", "n", "logprobs", "response_format", "best_of", "return_token_ids",
@@ -45,6 +46,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "chat_template": ((), "The server renders conversations with its own template. Leave it out."),
     "prompt_embeds": ((), "Pass text or token ids as prompt."),
     "echo": ((False,), "Only completions repeat their prompt. Leave it out."),
+    "output_kind": ((0,), "Set stream."),
 }  # fmt: skip
 
 

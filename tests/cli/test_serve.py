@@ -151,9 +151,9 @@ def test_what_does_not_fit(more: list[str], message: str, tmp_path: Path) -> Non
         (["-tp", "2"], {"tensor_parallel_size": 2}),
         (["--pipeline_parallel_size=4"], {"pipeline_parallel_size": 4}),
         (["--gpu-memory-utilization", "0.1"], {"gpu_memory_utilization": 0.1}),
-        (["--no-enable-chunked-prefill"], {"enable_chunked_prefill": False}),
         (["--kv-cache-dtype", "fp8"], {"kv_cache_dtype": "fp8"}),
         (["--hf-overrides", '{"a": 1}'], {"hf_overrides": {"a": 1}}),
+        (["--no-enforce-eager", "--enable-lora"], {"enforce_eager": False, "enable_lora": True}),
     ],
 )
 @pytest.mark.parametrize("command", [("serve", MODEL), ("batch", "in", "out", "--model", MODEL)])

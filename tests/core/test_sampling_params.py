@@ -215,7 +215,7 @@ NUMPY: dict[type, list[object]] = {
 
 def test_every_field_is_of_one_kind() -> None:
     """So that none is left out below."""
-    assert sorted(BOOLEANS + INTEGERS + FLOATS + OTHERS + ["structured_outputs"]) == sorted(
+    assert sorted(BOOLEANS + INTEGERS + FLOATS + OTHERS + ["structured_outputs", "output_kind"]) == sorted(
         field.name for field in fields(SamplingParams)
     )
 

@@ -142,7 +142,8 @@ MISTAKES: list[tuple[Any, Any, str]] = [
     ("half \ud83d", GREEDY, "the prompt holds a lone surrogate"),
     ({"prompt": 5}, GREEDY, "a prompt is int"),
     ({"prompt": None}, GREEDY, "Expected 'prompt' or 'prompt_token_ids'"),
-    ({"prompt": "a", "multi_modal_data": 1}, GREEDY, r"the prompt has the keys \['prompt', 'multi_modal_data'\]"),
+    ({"prompt": "a", "multi_modal_data": 1}, GREEDY, "the prompt has multi_modal_data, which is not supported"),
+    ({"prompt": "a", "multi_modal": 1}, GREEDY, r"the prompt has the keys \['prompt', 'multi_modal'\]"),
     ({"prediction": "a"}, GREEDY, r"the prompt has the keys \['prediction'\]. Expected 'prompt' or"),
     ({"prompt": "a", "prediction": ""}, GREEDY, "the prediction is empty. Expected at least one token. Leave it out."),
     ({"prompt": "a", "prediction": []}, GREEDY, "the prediction is empty"),
@@ -246,8 +247,8 @@ def test_without_a_tokenizer_text_is_refused(prompt: Any, params: SamplingParams
         ({"tensor_parallel_size": 2}, r"tensor_parallel_size = 2 is not supported\. The model runs on one device"),
         ({"tensor_parallel_size": True}, "tensor_parallel_size = True is not supported"),
         ({"gpu_memory_utilization": 0.2}, r"gpu_memory_utilization = 0\.2 is not supported\. The KV cache takes"),
-        ({"trust_remote_code": True}, "trust_remote_code = True is not supported. Code that comes with a model"),
-        ({"enable_chunked_prefill": False}, "enable_chunked_prefill = False is not supported. Prompts are always fed"),
+        ({"trust_remote_code": "yes"}, "trust_remote_code = 'yes' is not supported. Code that comes with a model"),
+        ({"runner": "pooling"}, "runner 'pooling' does not exist"),
         ({"enable_prefix_caching": "yes"}, "enable_prefix_caching is 'yes'. Expected True or False"),
         ({"quantization": "awq"}, "quantization = 'awq' is not supported"),
         ({"revision": "v1"}, r"revision is 'v1', but model is in memory\. Expected a hub id\. Leave it out\."),
@@ -279,7 +280,7 @@ def test_arguments_of_vllm_that_ask_for_nothing(arguments: dict[str, Any], caplo
     with caplog.at_level("DEBUG", "foretoken"):
         assert texts(llm({}, **arguments).generate([5], GREEDY)) == texts(llm({}).generate([5], GREEDY))
     for name in arguments:
-        assert f"vLLM's argument {name} = " in caplog.text
+        assert f"vLLM's {name} = " in caplog.text
 
 
 class BytesPath:

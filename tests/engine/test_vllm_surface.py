@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
+import gc
 import math
+import weakref
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +13,11 @@ import pytest
 from end_to_end.tiny_llms import drafters, llm, tokenizer
 from tiny_models import EOS_ID, VOCAB_SIZE
 
-from foretoken import LLM, SamplingParams
-from foretoken.core.errors import RequestError
+from foretoken import LLM, AsyncLLM, EngineArgs, EngineStopped, SamplingParams
+from foretoken.core.errors import ConfigError, RequestError
 from foretoken.core.metrics import Counter, Gauge, Vector
+from foretoken.inputs import TextPrompt, TokensPrompt
+from foretoken.sampling_params import RequestOutputKind
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8)
 TEMPLATE = (
@@ -186,3 +191,116 @@ def test_a_single_allowed_token_has_probability_one() -> None:
 def test_allowed_tokens_beyond_the_vocabulary_are_refused(engine: LLM) -> None:
     with pytest.raises(RequestError, match="allowed_token_ids"):
         engine.generate([5], SamplingParams(allowed_token_ids=[VOCAB_SIZE]))
+
+
+def test_arguments_are_put_together_before_the_engine_is_made() -> None:
+    args = EngineArgs(model="models/tinycode", max_model_len=64, tensor_parallel_size=1)
+    assert (args.max_model_len, args.seed, args.tensor_parallel_size, args.swap_space) == (64, None, 1, None)
+    assert vars(args) == {"model": "models/tinycode", "max_model_len": 64, "tensor_parallel_size": 1}
+    assert repr(args) == "EngineArgs(max_model_len=64, tensor_parallel_size=1, model='models/tinycode')"
+    for engine in (LLM.from_engine_args(args), LLM(**vars(args))):
+        assert engine.target.context_len == 64
+    with pytest.raises(ConfigError, match=r"EngineArgs has no argument 'max_modl_len'\. Did you mean 'max_model_len'"):
+        EngineArgs(model="models/tinycode", max_modl_len=64)
+    with pytest.raises(AttributeError, match="'EngineArgs' object has no attribute 'max_modl_len'"):
+        _ = args.max_modl_len
+
+
+def test_arguments_come_from_a_command_line() -> None:
+    parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
+    parser.add_argument("--max-tokens", type=int)
+    line = ["--model", "models/tinycode", "--max-model-len", "64", "--no-enable-prefix-caching", "--enforce-eager"]
+    line += ["--max-tokens", "4", "--speculative-config", '{"method": "ngram"}', "--gpu-memory-utilization", "0.9"]
+    given = parser.parse_args(line)
+    args = EngineArgs.from_cli_args(given)
+    assert vars(args) == {
+        "model": "models/tinycode", "max_model_len": 64, "enable_prefix_caching": False, "enforce_eager": True,
+        "speculative_config": '{"method": "ngram"}', "gpu_memory_utilization": 0.9,
+    }  # fmt: skip
+    engine = LLM.from_engine_args(args)
+    assert [drafter.name for drafter in engine.drafters] == ["ngram"]
+    with pytest.raises(ConfigError, match="there is no model among the arguments"):
+        EngineArgs.from_cli_args(argparse.Namespace(max_tokens=4))
+
+
+def test_an_llm_gives_up_what_it_holds_at_the_end_of_its_block() -> None:
+    with llm({}) as engine:
+        (output,) = engine.generate([5, 6], GREEDY)
+        model = weakref.ref(engine.target.model.module)
+        rows = weakref.ref(engine.target.cache)
+        stream = engine.stream([5, 6], GREEDY)
+        next(stream)
+    assert output.outputs[0].token_ids
+    assert model() is not None, "the test's own, which other tests use"
+    del stream
+    gc.collect()
+    assert rows() is None
+    for call in (
+        lambda: engine.generate([5]),
+        lambda: engine.stream([5]),
+        engine.get_metrics,
+        lambda: AsyncLLM(engine),
+    ):
+        with pytest.raises(EngineStopped, match=r"this LLM was closed at the end of its with block\. .* Make another"):
+            call()
+    with pytest.raises(AttributeError, match="'LLM' object has no attribute 'generates'"):
+        _ = llm({}).generates
+
+
+def test_parameters_may_change_between_calls_and_not_within_one(engine: LLM) -> None:
+    """As vLLM's scripts do, which take parameters and assign to their fields."""
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True, logit_bias={9: 1.0})
+    stream = engine.stream([5, 6], params)
+    params.max_tokens = 2
+    assert sum(len(chunk.token_ids) for chunk in stream) == 4
+    assert len(engine.generate([5, 6], params)[0].outputs[0].token_ids) == 2
+    copied = params.clone()
+    params.max_tokens, params.logit_bias[9] = 3, 2.0  # type: ignore[index]
+    assert (copied.max_tokens, dict(copied.logit_bias)) == (2, {9: 1.0})
+    params.max_tokens = -1
+    with pytest.raises(RequestError, match="max_tokens is -1"):
+        engine.generate([5], params)
+    with pytest.raises(AttributeError):
+        params.max_token = 4  # type: ignore[attr-defined]
+
+
+def test_parameters_of_a_request_any_of_which_may_be_none() -> None:
+    given = {
+        "n": None,
+        "top_p": None,
+        "top_k": None,
+        "stop": None,
+        "seed": None,
+        "temperature": 0.5,
+        "detokenize": True,
+    }
+    assert SamplingParams.from_optional(**given) == SamplingParams(temperature=0.5)
+    biased = SamplingParams.from_optional(logit_bias={"7": 500.0, 8: -101, "9": 1.5})
+    assert biased.logit_bias == {7: 100.0, 8: -100.0, 9: 1.5}
+    for bias, sentence in (({"x": 1.0}, "token id of logit_bias is 'x'"), ({5: "y"}, "is 'y'"), (3, "logit_bias is 3")):
+        with pytest.raises(RequestError, match=sentence):
+            SamplingParams.from_optional(logit_bias=bias)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="is nan"):
+        SamplingParams.from_optional(logit_bias={5: math.nan})
+
+
+def test_prompts_in_vllms_types(engine: LLM) -> None:
+    ids = engine.encode("a b")
+    prompts: list[Any] = [TextPrompt(prompt="a b"), TokensPrompt(prompt_token_ids=ids)]
+    prompts += [{"prompt": "a b", "multi_modal_data": None, "mm_processor_kwargs": {}}]
+    outputs = engine.generate(prompts, GREEDY)
+    assert len({tuple(output.outputs[0].token_ids) for output in outputs}) == 1
+    with pytest.raises(RequestError, match="the prompt has multi_modal_data, which is not supported"):
+        engine.generate({"prompt": "a b", "multi_modal_data": {"image": 1}}, GREEDY)
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_new_parts_are_given_where_new_parts_are_asked_for(kind: RequestOutputKind, engine: LLM) -> None:
+    params = replace(GREEDY, output_kind=kind)
+    expected = engine.generate([5, 6], GREEDY)[0].outputs[0].token_ids
+    assert engine.generate([5, 6], params)[0].outputs[0].token_ids == expected
+    if kind == RequestOutputKind.DELTA:
+        assert [token for chunk in engine.stream([5, 6], params) for token in chunk.token_ids] == expected
+        return
+    with pytest.raises(RequestError, match=rf"output_kind is {kind.name}, but stream gives new parts\. Expected DELTA"):
+        engine.stream([5, 6], params)

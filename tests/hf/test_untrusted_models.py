@@ -13,6 +13,7 @@ import torch
 from model_files import SHARDS, WEIGHTS, edit_config, refusal, saved, split_weights, write_index
 from safetensors.torch import load_file
 
+from foretoken import LLM
 from foretoken.core.errors import ModelError
 from foretoken.hf.loading import load_model, load_tokenizer
 
@@ -74,8 +75,12 @@ def test_code_in_a_model_is_never_run(directory: Path, model_type: str) -> None:
     if model_type == "llama":
         load_model(str(directory))  # known to transformers, which has its own code for it
     else:
-        assert "contains custom code" in refusal(directory)
-    with pytest.raises(ModelError, match="tokenizer of"):
+        assert "needs code that comes with the model, which is never run, also with trust_remote_code=True" in refusal(
+            directory
+        )
+        with pytest.raises(ModelError, match=r"the configuration of .* Load the model with transformers, and pass it"):
+            LLM(str(directory), trust_remote_code=True)
+    with pytest.raises(ModelError, match=r"the tokenizer of '.*' needs code that comes with the model"):
         load_tokenizer(str(directory))
     assert not marker.exists()
 

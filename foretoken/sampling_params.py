@@ -1,0 +1,6 @@
+"""Sampling parameters, where vLLM has them: `from foretoken.sampling_params import SamplingParams`."""
+
+from foretoken.core.sampling_params import RequestOutputKind, SamplingParams
+from foretoken.core.structured_outputs import StructuredOutputsParams
+
+__all__ = ["RequestOutputKind", "SamplingParams", "StructuredOutputsParams"]
