@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -9,10 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli import options, terminal
+from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError
 from foretoken.server.api_keys import KEY_VARIABLE, api_keys
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from foretoken.engine.async_llm import AsyncLLM
 
 
@@ -43,6 +47,15 @@ def serve(
         typer.Option(
             metavar="PATH",
             help=f"File with API keys, one a line. {KEY_VARIABLE} may hold one too.",
+            rich_help_panel=_NETWORK,
+        ),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="Whose pages may read answers in a browser (CORS), as https://example.org, or '*'; a JSON list, or "
+            "repeated. Default: the server's own alone.",
             rich_help_panel=_NETWORK,
         ),
     ] = None,
@@ -117,7 +130,8 @@ def serve(
             "the server's libraries are not installed. Run in foretoken's repository: pip install '.[serve]'."
         ) from err
     config = ServerConfig(
-        names=served_model_name or [model], api_keys=keys, has_vllm_metrics=metrics_compat == "vllm",
+        names=served_model_name or [model], api_keys=keys, allowed_origins=_origins(allowed_origins or ()),
+        has_vllm_metrics=metrics_compat == "vllm",
         has_draft_metrics=per_request_spec_decode_metrics == "summary", chat_template=template,
     )  # fmt: skip
     listening = _listen(host, port)  # before the model is loaded, which takes long
@@ -135,6 +149,24 @@ def serve(
     address = listening.getsockname()
     terminal.note(f"serving {config.names[0]} with {drafters} on http://{address[0]}:{address[1]}")
     _run(make_app(engine, config), engine, listening)
+
+
+def _origins(given: Iterable[str]) -> list[str]:
+    """Origins, which may come one by one or as vLLM's JSON lists.
+
+    Raises:
+        ConfigError: For a list of something else than texts.
+    """
+    found: list[str] = []
+    for text in given:
+        try:
+            listed = json.loads(text) if text.lstrip().startswith("[") else [text]
+        except (ValueError, RecursionError):
+            listed = [None]
+        if not all(isinstance(each, str) for each in listed):
+            raise ConfigError(f"--allowed-origins is {shown(text)}. Expected an origin, or a JSON list of origins.")
+        found += listed
+    return found
 
 
 def _run(app: Any, engine: AsyncLLM, listening: socket.socket) -> None:

@@ -179,7 +179,11 @@ OTHER_ARGUMENTS = {
 }  # fmt: skip
 _LOGS = "The log says what went wrong, and no text of requests. Leave it out."
 _PROXY = "Put a reverse proxy before the server."
+_ORIGINS = "Pages of --allowed-origins may send every header, and no cookies. Leave it out."
 _OTHER_OPTIONS = OTHER_ARGUMENTS | {
+    "allow_credentials": OtherArgument(_one_of(False), _ORIGINS),
+    "allowed_headers": OtherArgument(_one_of(["*"]), _ORIGINS),
+    "allowed_methods": OtherArgument(_one_of(["*"]), _ORIGINS),
     "api_key": OtherArgument(
         _one_of(), "Everybody on this machine can read command lines. Pass --api-key-file, or set FORETOKEN_API_KEY."
     ),

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 _LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 
 
+def seconds_since_1970() -> int:
+    """The date as OpenAI's bodies tell it."""
+    return int(time.time())
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Envelope:
     """What all parts of one answer share.
@@ -35,7 +40,7 @@ class Envelope:
     model: str
     has_draft_metrics: bool = False
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int = field(default_factory=seconds_since_1970)
 
     def _body(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """A body with these choices."""
@@ -154,7 +159,7 @@ class Envelope:
 
 
 def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Tokens used, and of a predicted output those that came true and those that were drafted in vain."""
+    """Tokens used: those of prompts that the prefix cache had, and those of predictions that came true or did not."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(each.token_ids) for output in outputs for each in output.outputs)
     shares = [output.metrics.by_drafter.get("prediction") for output in outputs]
@@ -162,6 +167,7 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
     rejected = sum(share.num_drafted - share.num_accepted for share in shares if share)
     return {
         "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs)},
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected, "reasoning_tokens": 0,
         },

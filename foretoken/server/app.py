@@ -14,11 +14,11 @@ from starlette.responses import Response
 
 import foretoken
 from foretoken.core.errors import ForetokenError
-from foretoken.server.answers import Envelope
+from foretoken.server.answers import Envelope, seconds_since_1970
 from foretoken.server.conversations import has_template, rendered
 from foretoken.server.documentation import documentation_of
 from foretoken.server.errors import ApiError, api_error
-from foretoken.server.guards import Guards
+from foretoken.server.guards import Guards, check_origins, open_to
 from foretoken.server.json_body import parse_object
 from foretoken.server.live_request import LiveRequest
 from foretoken.server.metrics import ServerMetrics
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from foretoken.engine.async_llm import AsyncLLM
+    from foretoken.server.guards import App
     from foretoken.server.request_fields import ServedRequest
 
 _LARGE_BODY = 256 * 1024  # bytes from which on a body is read in a thread: it would hold up other requests' parts
@@ -50,6 +51,7 @@ class ServerConfig:
     Attributes:
         names: Under which the model is served; answers carry the first.
         api_keys: Any of them is asked for; none for an open server.
+        allowed_origins: Whose pages browsers let read answers, "*" for all; none for those of the server alone.
         has_vllm_metrics: Whether /metrics shows figures under vLLM's names too.
         has_draft_metrics: Whether answers say how drafting went, unless a request says otherwise.
         chat_template: How conversations are rendered, in Jinja; None for the tokenizer's own way.
@@ -58,13 +60,18 @@ class ServerConfig:
 
     names: Sequence[str]
     api_keys: Sequence[str] = ()
+    allowed_origins: Sequence[str] = ()
     has_vllm_metrics: bool = False
     has_draft_metrics: bool = False
     chat_template: str | None = None
     engine_name: str = "0"
 
+    def __post_init__(self) -> None:
+        """Raises `ConfigError` for what is no origin."""
+        check_origins(self.allowed_origins)
 
-def make_app(engine: AsyncLLM, config: ServerConfig) -> Guards:
+
+def make_app(engine: AsyncLLM, config: ServerConfig) -> App:
     """The application; closing it, as uvicorn does at the end, closes the engine's thread.
 
     Args:
@@ -85,7 +92,8 @@ def make_app(engine: AsyncLLM, config: ServerConfig) -> Guards:
     for path, method, handler in server.routes():
         app.add_api_route(path, handler, methods=[method], response_model=None, **documentation_of(path))
     app.add_exception_handler(HTTPException, server.not_routed)
-    return Guards(app, api_keys=config.api_keys, refused=server.metrics.refused)
+    guarded = Guards(app, api_keys=config.api_keys, refused=server.metrics.refused)
+    return open_to(config.allowed_origins, guarded)
 
 
 class _Server:
@@ -93,6 +101,7 @@ class _Server:
 
     def __init__(self, engine: AsyncLLM, config: ServerConfig) -> None:
         self._engine, self._config, self._unknown = engine, config, UnknownFields()
+        self._created = seconds_since_1970()
         self.metrics = ServerMetrics(
             engine, config.names[0], has_vllm_names=config.has_vllm_metrics, name=config.engine_name
         )
@@ -220,8 +229,8 @@ class _Server:
         """What is told about the model."""
         llm = self._engine.llm
         return {
-            "id": name, "object": "model", "created": 0, "owned_by": "foretoken", "root": self._config.names[0],
-            "parent": None, "max_model_len": llm.target.context_len,
+            "id": name, "object": "model", "created": self._created, "owned_by": "foretoken",
+            "root": self._config.names[0], "parent": None, "max_model_len": llm.target.context_len,
             "drafters": [drafter.name for drafter in llm.drafters], "is_lossless": not llm.is_lossy,
             "has_chat_template": has_template(llm, self._config.chat_template),
         }  # fmt: skip

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
+from starlette.middleware.cors import CORSMiddleware
+
+from foretoken.core.checks import shown
+from foretoken.core.errors import ConfigError
 from foretoken.server.errors import ApiError
 from foretoken.server.replies import send_json
 
@@ -22,6 +27,7 @@ MOST_BODY_BYTES = 8 << 20
 _BODY_SECONDS = 30.0
 _MOST_DROPPED_BYTES, _DROP_SECONDS = 64 << 20, 5.0  # of a body that was refused
 _MOST_HEADERS = 256
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s*]+", re.IGNORECASE)
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
 
 
@@ -87,6 +93,32 @@ class Guards:
         scheme, _, key = given.partition(b" ")
         matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
         return any(matches) and scheme.lower() == b"bearer"
+
+
+def check_origins(origins: Sequence[str]) -> None:
+    """Raises `ConfigError` for what is no origin."""
+    for origin in origins:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise ConfigError(
+                f"an allowed origin is {shown(origin)}. Expected '*', or scheme and host as in https://example.org or "
+                "http://localhost:3000, without a path."
+            )
+
+
+def open_to(origins: Sequence[str], app: App) -> App:
+    """An application whose answers, refusals too, the pages of some origins may read.
+
+    Cookies are never asked for, so no page acts in the name of whoever looks at it: a page has to bring an API key.
+
+    Args:
+        origins: As "https://example.org", or "*" for all.
+        app: What answers; preflight requests, which carry no key, do not reach it.
+    """
+    if not origins:
+        return app
+    return CORSMiddleware(
+        app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=("Retry-After",)
+    )  # fmt: skip
 
 
 class _Body:

@@ -28,6 +28,7 @@ class RayArguments(BaseModel):
         served_model_name: Name of the model in requests, or several; None for `model`.
         chat_template: Path of a Jinja template where the application is built; None for the tokenizer's own.
         api_key_file: Path of a file with API keys, one a line, on every machine; `FORETOKEN_API_KEY` may hold one too.
+        allowed_origins: Whose pages browsers let read answers, "*" for all; none for those of the server alone.
         max_num_seqs: Sequences that a replica decodes at once.
         max_model_len: Most tokens of a sequence.
         max_num_batched_tokens: Most tokens of a pass.
@@ -55,6 +56,7 @@ class RayArguments(BaseModel):
     served_model_name: str | list[str] | None = None
     chat_template: str | None = None
     api_key_file: str | None = None
+    allowed_origins: list[str] = []
     max_num_seqs: int = Field(8, ge=1)
     max_model_len: int | None = Field(None, ge=2)
     max_num_batched_tokens: int | None = Field(None, ge=1)
@@ -156,11 +158,13 @@ class Front:
             arguments: What is served.
 
         Raises:
-            ConfigError: When there is something wrong with an API key.
+            ConfigError: When there is something wrong with an API key or an allowed origin.
         """
         from foretoken.server.api_keys import api_keys
+        from foretoken.server.guards import check_origins
 
-        self._replicas, self._length = replicas, arguments.prefix_characters
+        check_origins(arguments.allowed_origins)
+        self._replicas, self._length, self._origins = replicas, arguments.prefix_characters, arguments.allowed_origins
         self._keys = api_keys(None if arguments.api_key_file is None else Path(arguments.api_key_file))
 
     def __serve_build_asgi_app__(self) -> Any:
@@ -168,12 +172,12 @@ class Front:
         from starlette.applications import Starlette
         from starlette.routing import Mount
 
-        from foretoken.server.guards import Guards
+        from foretoken.server.guards import Guards, open_to
         from foretoken.server.ray_forwarding import Forwarding
 
         forwarding = Forwarding(self._replicas, prefix_characters=self._length)
         guarded = Guards(forwarding, api_keys=self._keys, refused=lambda _: None)
-        return Starlette(routes=[Mount("/", app=guarded)])
+        return Starlette(routes=[Mount("/", app=open_to(self._origins, guarded))])
 
 
 def app(arguments: RayArguments) -> Any:

@@ -48,6 +48,48 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "echo": ((False,), "Only completions repeat their prompt. Leave it out."),
     "output_kind": ((0,), "Set stream."),
 }  # fmt: skip
+_CHOICE, _JSON, _REGEX, _GRAMMAR = (
+    f"Pass structured_outputs: {example}."
+    for example in ('{"choice": ["yes", "no"]}', '{"json": SCHEMA}', '{"regex": "[0-9]+"}', '{"grammar": TEXT}')
+)
+_ADAPTER, _MAX = "Adapters are merged into the model before it is served. Leave it out.", "Pass max_tokens."
+_SAMPLER = "There is no such sampler. Use temperature, top_p, top_k, min_p and penalties."
+_THINKING = 'Pass chat_template_kwargs: {"enable_thinking": true or false}, where the template knows it.'
+# Names of other servers (earlier vLLM, llama.cpp, TGI, SGLang, Ollama): ignoring them would change the text.
+_REFUSED |= {
+    "guided_choice": (([],), _CHOICE), "choice": (([],), _CHOICE),
+    "guided_json": (("", {}), _JSON), "json_schema": (("", {}), _JSON), "json": ((), _JSON),
+    "guided_json_object": ((False,), 'Pass response_format: {"type": "json_object"}.'),
+    "format": (("",), 'Pass response_format: {"type": "json_object"}, or structured_outputs: {"json": SCHEMA}.'),
+    "guided_regex": (("",), _REGEX), "regex": (("",), _REGEX),
+    "guided_grammar": (("",), _GRAMMAR), "ebnf": (("",), _GRAMMAR),
+    "grammar": (("",), f'{_GRAMMAR[:-1]}, {{"json": SCHEMA}} or {{"regex": TEXT}}.'),
+    "guided_whitespace_pattern": (("",), 'Pass structured_outputs: {"json": SCHEMA, "whitespace_pattern": TEXT}.'),
+    "guided_decoding_backend": (("auto", "guidance"), "llguidance follows every form of output. Leave it out."),
+    "structural_tag": (("",), f"{_JSON[:-1]}, or another form."),
+    "max_new_tokens": ((), _MAX), "n_predict": ((-1,), _MAX), "num_predict": ((-1,), _MAX),
+    "min_new_tokens": ((0,), "Pass min_tokens."),
+    "stop_sequences": (([],), "Pass stop."),
+    "stop_regex": (("", []), "Pass stop, with the texts themselves."),
+    "no_stop_trim": ((False,), "Pass include_stop_str_in_output."),
+    "sampling_seed": ((), "Pass seed."), "random_seed": ((), "Pass seed."),
+    "do_sample": ((True,), "Pass temperature: 0 for greedy decoding."),
+    "num_beams": ((1,), "There is no beam search. Leave it out."),
+    "repeat_penalty": ((1,), "Pass repetition_penalty."),
+    "truncate": ((), "Shorten the prompt."),
+    "custom_logit_processor": ((), "Use logit_bias, bad_words, allowed_token_ids and penalties."),
+    "samplers": (([],), _SAMPLER),
+    **dict.fromkeys(("typical_p", "tfs", "tfs_z", "guidance_scale"), ((1,), _SAMPLER)),
+    **dict.fromkeys((
+        "top_a", "top_n_sigma", "mirostat", "mirostat_mode", "dynatemp_range", "xtc_probability", "dry_multiplier",
+        "smoothing_factor", "epsilon_cutoff", "eta_cutoff", "no_repeat_ngram_size", "penalty_alpha", "watermark",
+    ), ((0, -1), _SAMPLER)),
+    **dict.fromkeys(("lora", "lora_path", "lora_name", "lora_request", "adapter_id"), (([], {}, ""), _ADAPTER)),
+    "vllm_xargs": (({},), "No plug-in reads them. Leave it out."),
+    "options": (({},), "Pass its entries as fields of the request."),
+    "system": (("",), "Send a message whose role is system."),
+    "enable_thinking": ((), _THINKING), "thinking": ((), _THINKING),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +306,8 @@ def _response_format(form: Any) -> dict[str, Any] | None:
     if form is None or kind == "text":
         return None
     if kind == "json_object":
-        return {"json_object": True}
+        schema = form.get("schema")  # llama.cpp's form
+        return {"json_object": True} if schema is None else {"json": schema}
     if kind == "json_schema" and isinstance(form.get("json_schema"), Mapping):
         schema = form["json_schema"].get("schema")
         if isinstance(schema, Mapping):

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 import uuid
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from foretoken.server.answers import draft_metrics, token_entries
+from foretoken.server.answers import draft_metrics, seconds_since_1970, token_entries
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -37,7 +36,7 @@ class ResponseEnvelope:
     model: str
     has_draft_metrics: bool = False
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
-    created: int = field(default_factory=lambda: int(time.time()))
+    created: int = field(default_factory=seconds_since_1970)
 
     def whole(self, outputs: Sequence[RequestOutput], _echoes: Sequence[EchoedPrompt], /) -> dict[str, Any]:
         """The response of a request that was not streamed, which echoes nothing; outputs: of its prompt."""

@@ -133,6 +133,8 @@ def test_a_port_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
         (["--metrics-compat", "tgi"], "--metrics-compat is 'tgi'. Expected vllm."),
         (["--per-request-spec-decode-metrics", "all"], "Expected none or summary."),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
+        (["--allowed-origins", '["https://a.example", "b"]'], "an allowed origin is 'b'. Expected '*'"),
+        (["--allowed-origins", "https://a.example", "--allowed-origins", "[1]"], "--allowed-origins is '[1]'"),
         (["--api-key-file", "KEYS"], "'KEYS' has no API key. Expected one a line."),
     ],
 )

@@ -11,10 +11,13 @@ import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from server.live_server import TEMPLATE, LiveServer, live_server
 
 from foretoken import LLM
+from foretoken.core.errors import ConfigError
+from foretoken.server.app import ServerConfig
 from foretoken.server.request_fields import UnknownFields
 
 KEYS = ["first-key", "second-key"]
@@ -206,6 +209,49 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("fields", "part"), REFUSED, ids=[f"{i}-{'+'.join(f)}" for i, (f, _) in enumerate(REFUSED)])
 def test_fields_that_do_not_fit(fields: dict[str, Any], part: str, speculative: LiveServer) -> None:
     assert_error(speculative.post("/v1/completions", {**COMPLETION, **fields}), 400, part)
+
+
+FORMS = [
+    ({"guided_choice": ["a", "b"]}, '{"choice": ["yes", "no"]}'), ({"choice": ["a"]}, '{"choice":'),
+    ({"guided_json": {"type": "object"}}, '{"json": SCHEMA}'), ({"json_schema": {"type": "object"}}, '{"json":'),
+    ({"guided_json_object": True}, "response_format"), ({"format": "json"}, "response_format"),
+    ({"guided_regex": "a+"}, '{"regex":'), ({"regex": "a+"}, '{"regex":'),
+    ({"guided_grammar": "root ::= 'a'"}, '{"grammar": TEXT}'), ({"ebnf": "root ::= 'a'"}, '{"grammar": TEXT}'),
+    ({"grammar": "root ::= 'a'"}, '{"grammar": TEXT}'), ({"grammar": {"type": "regex", "value": "a"}}, '{"regex":'),
+    ({"guided_decoding_backend": "xgrammar"}, "llguidance"), ({"guided_whitespace_pattern": " "}, "whitespace_pattern"),
+    ({"structural_tag": {}}, "structured_outputs"),
+    ({"max_new_tokens": 2}, "max_tokens"), ({"n_predict": 2}, "max_tokens"), ({"stop_sequences": ["a"]}, "stop"),
+    ({"repeat_penalty": 1.1}, "repetition_penalty"), ({"mirostat": 2}, "no such"), ({"typical_p": 0.5}, "top_p"),
+    ({"do_sample": False}, "temperature: 0"), ({"enable_thinking": False}, "chat_template_kwargs"),
+    ({"lora_path": "x"}, "Adapters"), ({"options": {"temperature": 0}}, "fields of the request"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "instead"), FORMS, ids=[f"{i}-{'+'.join(f)}" for i, (f, _) in enumerate(FORMS)])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/v1/responses"])
+def test_forms_and_samplers_of_other_servers_are_not_ignored(
+    path: str, fields: dict[str, Any], instead: str, speculative: LiveServer
+) -> None:
+    body = {"/v1/completions": COMPLETION, "/v1/responses": {"input": "Hi"}}.get(path, CHAT)
+    error = assert_error(speculative.post(path, {**body, **fields}), 400, instead)
+    assert error["param"] in fields
+    assert error["message"].startswith(error["param"])
+
+
+def test_names_of_other_servers_that_ask_for_nothing_are_accepted(speculative: LiveServer) -> None:
+    nothing = {
+        "guided_json": None, "guided_choice": None, "grammar": "", "json_schema": {}, "n_predict": -1, "mirostat": 0,
+        "typical_p": 1.0, "repeat_penalty": 1.0, "do_sample": True, "watermark": False, "lora_path": None,
+    }  # fmt: skip
+    answers = [speculative.post("/v1/completions", {**COMPLETION, **more}) for more in ({}, nothing)]
+    assert [answer.json()["choices"][0]["text"] for answer in answers] == ["\n        self._"] * 2
+
+
+def test_a_schema_beside_the_type_is_kept(speculative: LiveServer) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], "additionalProperties": False}
+    form = {"response_format": {"type": "json_object", "schema": schema}, "max_tokens": 60}
+    answer = speculative.post("/v1/chat/completions", {**CHAT, **form}).json()
+    assert json.loads(answer["choices"][0]["message"]["content"]) == {"a": 7}
 
 
 REFUSED_IN_CHATS: list[tuple[dict[str, Any], str]] = [
@@ -412,6 +458,69 @@ def test_right_keys_open_all_and_health_needs_none(guarded: LiveServer) -> None:
         assert guarded.client(key).models.list().data[0].id == "tinycode"
     for path in ("/health", "/health/live", "/health/ready"):
         assert guarded.get(path).json() == {"status": "ok"}
+
+
+ORIGIN = "https://app.example.org"
+PREFLIGHT = {
+    "Origin": ORIGIN, "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization, content-type, x-stainless-lang",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[LiveServer]:
+    llm = LLM("models/tinycode", max_num_seqs=1)
+    with live_server(llm, api_keys=KEYS, allowed_origins=[ORIGIN, "http://localhost:3000"]) as server:
+        yield server
+
+
+def test_pages_of_allowed_origins_read_answers_and_refusals(shared: LiveServer) -> None:
+    preflight = httpx.options(f"{shared.url}/v1/completions", headers=PREFLIGHT)
+    assert preflight.status_code == 200, "without a key"
+    assert preflight.headers["access-control-allow-origin"] == ORIGIN
+    assert "POST" in preflight.headers["access-control-allow-methods"]
+    assert "x-stainless-lang" in preflight.headers["access-control-allow-headers"]
+    headers = {"Origin": ORIGIN, "Authorization": f"Bearer {KEYS[0]}"}
+    stream = {**COMPLETION, "stream": True}
+    answers = [
+        shared.post("/v1/completions", COMPLETION, headers=headers),
+        shared.post("/v1/completions", stream, headers=headers),
+        shared.post("/v1/completions", {"prompt": None}, headers=headers),
+        shared.get("/nowhere", headers=headers),
+        shared.get("/v1/models", headers={"Origin": ORIGIN}),
+        shared.post("/v1/completions", content=b"x" * ((8 << 20) + 1), headers=headers),
+    ]
+    assert [answer.status_code for answer in answers] == [200, 200, 400, 404, 401, 413]
+    for answer in answers:
+        assert answer.headers["access-control-allow-origin"] == ORIGIN
+        assert "origin" in answer.headers["vary"].lower()
+        assert "access-control-allow-credentials" not in answer.headers
+
+
+def test_pages_of_other_origins_read_nothing(shared: LiveServer, guarded: LiveServer) -> None:
+    headers = {**PREFLIGHT, "Origin": "https://evil.example"}
+    assert httpx.options(f"{shared.url}/v1/completions", headers=headers).status_code == 400
+    for server in (shared, guarded):  # the second one was given no origins
+        key = {"Origin": "https://evil.example", "Authorization": f"Bearer {KEYS[0]}"}
+        answer = server.get("/v1/models", headers=key)
+        assert answer.status_code == 200
+        assert not [name for name in answer.headers if name.startswith("access-control-allow")]
+    assert httpx.options(f"{guarded.url}/v1/completions", headers=PREFLIGHT).status_code == 401
+
+
+def test_pages_of_all_origins_bring_no_cookies() -> None:
+    with live_server(LLM("models/tinycode", max_num_seqs=1), allowed_origins=["*"]) as server:
+        preflight = httpx.options(f"{server.url}/v1/models", headers=PREFLIGHT)
+        assert preflight.headers["access-control-allow-origin"] == "*"
+        assert "access-control-allow-credentials" not in preflight.headers
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://a.example/", "https://a.example/path", "a.example", "", "https://*.a.example"]
+)
+def test_what_is_no_origin_is_refused(origin: str) -> None:
+    with pytest.raises(ConfigError, match="an allowed origin is"):
+        ServerConfig(names=["m"], allowed_origins=[origin])
 
 
 def test_a_full_queue_says_when_to_come_back(guarded: LiveServer) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from server.live_server import LiveServer
 
 CODE = "class Queue:\n    def push(self, item):\n        self.items.append(item)\n\n    def pop(self"
+IMPORTS = "import argparse\nimport json\nimport os\nimport re\nimport sys\n"
 TALK = [{"role": "system", "content": "Write code."}, {"role": "user", "content": "A queue."}]
 SCHEMA = {
     "type": "object", "properties": {"name": {"type": "string", "maxLength": 8}, "size": {"type": "integer"}},
@@ -97,7 +99,36 @@ def test_speculation_changes_no_answer(name: str, speculative: LiveServer, plain
     parts, last = streamed(speculative.client(), name)
     assert parts == expected
     assert last.choices == []
-    assert last.usage.to_dict() == answers[1].usage.to_dict()
+    told = [usage.to_dict() for usage in (last.usage, answers[1].usage)]
+    cached = [usage.pop("prompt_tokens_details")["cached_tokens"] for usage in told]
+    assert told[0] == told[1]
+    assert cached[0] >= cached[1], "what was asked for before is in the prefix cache"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_usage_tells_the_prompt_tokens_that_the_prefix_cache_had(path: str, speculative: LiveServer) -> None:
+    text = {"prompt": CODE, "n": 2} if path == "/v1/completions" else {"messages": TALK}
+    body = {"model": "tinycode", **text, "max_tokens": 2, "cache_salt": f"of {path}"}
+    usage = [speculative.post(path, body).json()["usage"] for _ in range(2)]
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    last = speculative.post(path, {**body, **options}).text.split("data: ")[-2]
+    cached = [each["prompt_tokens_details"]["cached_tokens"] for each in (*usage, json.loads(last)["usage"])]
+    assert cached == [0, *[usage[0]["prompt_tokens"] - 1] * 2]
+
+
+def test_several_prompts_tell_what_all_of_them_found_in_the_cache(speculative: LiveServer) -> None:
+    body = {"model": "tinycode", "prompt": [CODE, IMPORTS], "max_tokens": 1, "cache_salt": "two prompts"}
+    speculative.post("/v1/completions", body)
+    usage = speculative.post("/v1/completions", body).json()["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": usage["prompt_tokens"] - 2}
+    fresh = speculative.post("/v1/completions", {**body, "cache_salt": "not used yet", "prompt": CODE})
+    assert fresh.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_the_model_says_since_when_it_is_served(plain: LiveServer) -> None:
+    begin = plain.client().models.list().data[0].created
+    assert 1_600_000_000 < begin <= time.time()
+    assert plain.client().models.retrieve("tinycode").created == begin
 
 
 def test_requests_of_all_kinds_at_once_get_their_own_answers(speculative: LiveServer, plain: LiveServer) -> None:
