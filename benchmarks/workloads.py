@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.rivals.machine import commit, describe_machine
 from foretoken.bench.compare import compare_setups
 from foretoken.bench.prompt_sets import load_prompts
-from foretoken.bench.setups import parse_setup
 from foretoken.bench.workload import Workload
 from foretoken.core.results import GenerationMetrics
 from foretoken.decoder.lean.threads import set_num_threads
+from foretoken.engine.setups import parse_setup
 from foretoken.hf.loading import load_model, load_tokenizer
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from cli.command_line import run
 
 import foretoken.drafters
 from foretoken import LLM, SamplingParams
-from foretoken.bench.setups import parse_setup
 from foretoken.cli.commands import app
+from foretoken.engine.setups import parse_setup
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

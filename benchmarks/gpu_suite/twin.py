@@ -24,10 +24,10 @@ from foretoken.bench.cost_twin.make import TwinPlan
 from foretoken.bench.looks import in_order
 from foretoken.bench.prompt_sets import load_prompts
 from foretoken.bench.setup_engines import SetupEngines
-from foretoken.bench.setups import Setup, parse_setup
 from foretoken.bench.verify import Judge
 from foretoken.bench.workload import Workload
 from foretoken.core.backend import has_cuda_runtime
+from foretoken.engine.setups import Setup, parse_setup
 from foretoken.hf.loading import LoadedModel, load_tokenizer
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from benchmarks.speedup.journal import Line
 from benchmarks.speedup.sizes import weights_bytes
 from foretoken.bench.compare import in_turn, measure_anew
 from foretoken.bench.setup_engines import SetupEngines
-from foretoken.bench.setups import PLAIN, parse_setup
 from foretoken.bench.workload import Workload
 from foretoken.core.errors import RequestError
+from foretoken.engine.setups import PLAIN, parse_setup
 from foretoken.hf.loading import load_model, load_tokenizer
 
 if TYPE_CHECKING:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from foretoken.bench.measurement import Measurement
-    from foretoken.bench.setups import Setup
     from foretoken.bench.workload import Workload
+    from foretoken.engine.setups import Setup
     from foretoken.hf.loading import LoadedModel
 
 _T = TypeVar("_T")

@@ -10,12 +10,11 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from foretoken.bench.setup_checks import check_model_of
-from foretoken.bench.setups import PLAIN, Setup, parse_setup
 from foretoken.core.bounded_reads import MIB, read_named
 from foretoken.core.checks import check_integer, check_number, check_text, shown
 from foretoken.core.errors import ConfigError, ForetokenError, one_line
-from foretoken.engine.config import parse_speculative_config
+from foretoken.engine.config import check_setup
+from foretoken.engine.setups import PLAIN, Setup, parse_setup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -216,13 +215,8 @@ def _base(setup: Any, target: str) -> Setup:
 
 def _refusal(setup: Setup, target: str) -> str | None:
     """Why a drafter's options cannot be, or None."""
-    config = dict(setup.config or {})
-    if setup.needs_references:  # they are known only once the target has run
-        config["references"] = []
     try:
-        if isinstance(config.get("method"), str):
-            check_model_of(config, target)
-        parse_speculative_config(config, target=target)
+        check_setup(setup, target=target)
     except ForetokenError as err:
         return str(err)
     return None

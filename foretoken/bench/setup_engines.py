@@ -8,9 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.measurement import Measurement
-from foretoken.bench.setups import PLAIN, Setup
 from foretoken.core.results import GenerationMetrics
 from foretoken.engine.llm import LLM
+from foretoken.engine.setups import PLAIN, Setup
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

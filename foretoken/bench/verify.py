@@ -16,9 +16,9 @@ from foretoken.sampling.noise import KeyedNoise, Purpose, derive_seed
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from foretoken.bench.setups import Setup
     from foretoken.bench.workload import Workload
     from foretoken.core.sampling_params import SamplingParams
+    from foretoken.engine.setups import Setup
     from foretoken.hf.loading import LoadedModel
 
 Verdict = Literal["identical", "near-tie", "bug"]

@@ -53,11 +53,11 @@ def bench(
     """
     from foretoken.bench.compare import compare_setups, measure_anew, verify_costs
     from foretoken.bench.prompt_sets import load_prompts
-    from foretoken.bench.setups import parse_setup
     from foretoken.bench.workload import Workload
+    from foretoken.engine.config import checked_setup
 
     drafters = options.drafter_texts(speculative_config, spec_type) or ["ngram"]
-    setups = [parse_setup(text, target=model) for text in drafters]
+    setups = [checked_setup(text, target=model) for text in drafters]
     texts = load_prompts(prompts, limit=num_prompts)
     workload = Workload(prompts=texts, temperatures=temperature or (0.0, 0.8), max_tokens=max_tokens, seed=seed)
     loaded, tokenizer = options.load_target(model, dtype, device, threads)

@@ -140,7 +140,7 @@ def _file_of_responses(given: Path | None, out: Path) -> Path:
 
 def _tokenizer(target: str) -> Any:
     """The target's tokenizer, without its weights."""
-    from foretoken.bench.setup_checks import check_is_no_head
+    from foretoken.engine.drafter_files import check_is_no_head
     from foretoken.hf.loading import load_tokenizer
     from foretoken.hf.model_files import check_model_files
 
@@ -157,10 +157,10 @@ def _target(
     target: str, config: list[str] | None, dtype: str, device: str, runner: str, threads: int | None, batch_size: int
 ) -> LLM:
     """The target, ready to write responses; a drafter makes it faster."""
-    from foretoken.bench.setups import parse_setup
+    from foretoken.engine.config import checked_setup
     from foretoken.engine.llm import LLM
 
-    setup = parse_setup(config[0] if config else "plain", target=target)
+    setup = checked_setup(config[0] if config else "plain", target=target)
     loaded, tokenizer = options.load_target(target, dtype, device, threads)
     return LLM(loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=batch_size, runner=runner)
 

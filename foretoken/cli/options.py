@@ -14,7 +14,7 @@ from foretoken.core.checks import lone_surrogate
 from foretoken.core.errors import ConfigError, ModelError, RequestError
 
 if TYPE_CHECKING:
-    from foretoken.bench.setups import Setup
+    from foretoken.engine.setups import Setup
     from foretoken.hf.loading import LoadedModel
 
 Model = Annotated[str, typer.Argument(help="Target: a model directory in Hugging Face layout, or a hub id.")]
@@ -35,8 +35,8 @@ RunnerName = Annotated[
 Device = Annotated[str, typer.Option(metavar="NAME", help="cpu, cuda, another torch device, or auto.")]
 _DRAFTER = (
     "METHOD (ngram), METHOD:TREE (ngram:tree), either with :KEY=VALUE after it (hydra:model=DIR, "
-    "ngram:num_speculative_tokens=8, hydra:tree=@FILE with JSON), several of these merged into one tree (ngram+hydra), "
-    "vLLM's JSON, or @FILE with JSON."
+    "ngram:num_speculative_tokens=8, hydra:tree=@FILE with JSON), a directory of a head or draft model in place of "
+    "METHOD, several of these merged into one tree (ngram+hydra), vLLM's JSON, or @FILE with JSON."
 )
 Drafter = Annotated[
     list[str] | None, typer.Option("--speculative-config", "-s", metavar="DRAFTER", help=f"{_DRAFTER} Default: none.")
@@ -84,7 +84,7 @@ def drafter_texts(speculative_config: list[str] | None, spec_type: str | None) -
     names = [name.strip() for name in spec_type.split(",")]
     if not all(names):
         raise ConfigError(f"--spec-type is '{spec_type}'. Expected names of methods with commas, as ngram,hydra.")
-    return names if len(names) == 1 else [json.dumps({"drafters": [{"method": name} for name in names]})]
+    return ["+".join(names)]
 
 
 def one_setup(
@@ -100,15 +100,15 @@ def one_setup(
         advice: What to do with several, as a sentence; by default to compare them.
 
     Raises:
-        ConfigError: When there are several, or it is no drafter that can decode texts that nobody knows.
+        ConfigError: When there are several, one cannot be had, or it cannot decode texts that nobody knows.
     """
-    from foretoken.bench.setups import parse_setup
+    from foretoken.engine.config import checked_setup
 
     texts = drafter_texts(speculative_config, spec_type) or ["plain"]
     if len(texts) > 1:
         advice = advice or "To compare several, use `foretoken bench`."
         raise ConfigError(f"{command} takes one --speculative-config. {advice}")
-    setup = parse_setup(texts[0], target=target)
+    setup = checked_setup(texts[0], target=target)
     if setup.needs_references:
         raise ConfigError("the drafter 'oracle' has to know the text beforehand. Use it with `foretoken bench`.")
     return setup
@@ -122,8 +122,8 @@ def load_target(model: str, dtype: str, device: str, threads: int | None) -> tup
         ModelError: When it cannot be loaded, or there is no such device.
         RequestError: When the model has no tokenizer to read text prompts with.
     """
-    from foretoken.bench.setup_checks import check_is_no_head
     from foretoken.decoder.lean.threads import set_num_threads
+    from foretoken.engine.drafter_files import check_is_no_head
     from foretoken.hf.loading import load_model, load_tokenizer
 
     if threads is not None:

@@ -49,14 +49,13 @@ def tree(
     the tokens before it were. The tree holds the nodes of the greatest products of these along their paths.
     """
     from foretoken.bench.prompt_sets import load_prompts
-    from foretoken.bench.setups import parse_setup
     from foretoken.bench.workload import TokenProgress, Workload
     from foretoken.core.atomic_files import told_as, write_file
     from foretoken.core.token_tree import MAX_NODES
-    from foretoken.engine.config import parse_speculative_config
+    from foretoken.engine.config import checked_setup, parse_speculative_config
     from foretoken.training.acceptance import measured_acceptance, tuned_tree
 
-    setups = [parse_setup(text, target=model) for text in speculative_config or []]
+    setups = [checked_setup(text, target=model) for text in speculative_config or []]
     configs = [setup.config for setup in setups if setup.config is not None]
     each = [one for config in configs for one in parse_speculative_config(config, target=model).options]
     if len(each) != 1:

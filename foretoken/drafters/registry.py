@@ -23,7 +23,7 @@ from foretoken.core.validation import validated
 from foretoken.drafters.options import DrafterOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from foretoken.drafters.base import Drafter
     from foretoken.hf.loading import LoadedModel
@@ -100,13 +100,13 @@ def drafter_options(config: Mapping[str, Any], *, other_keys: frozenset[str] = f
     """
     method = config.get("method")
     if not isinstance(method, str) or not is_method(method):
-        raise ConfigError(_unknown(method))
+        raise ConfigError(unknown_method(method))
     options_type: type[DrafterOptions] = _module(method).Options
     return validated(options_type, config, f"method '{method}'", other_keys=other_keys)
 
 
-def _unknown(method: object) -> str:
-    """What to say about a method that is not there."""
+def unknown_method(method: object, also: Sequence[str] = ()) -> str:
+    """What to say about a method that is not there; also: names of heads that may be meant."""
     plain = str(method).lower().replace("-", "").replace("_", "") if isinstance(method, str) else ""
     if plain in _PLANNED or plain.endswith("mtp"):
         return f"speculative method {shown(method)} is not there yet. Available: {', '.join(offered_methods())}."
@@ -117,7 +117,8 @@ def _unknown(method: object) -> str:
         )
     if plain in _OTHER_NAMES:
         return f"speculative method {shown(method)} is named '{_OTHER_NAMES[plain]}' here. Set 'method' to that."
-    return f"speculative method {shown(method)} does not exist. {nearest_name_hint(shown(method), offered_methods())}"
+    hint = nearest_name_hint(shown(method), [*offered_methods(), *also])
+    return f"speculative method {shown(method)} does not exist. {hint}"
 
 
 def create_drafter(options: DrafterOptions, model: LoadedModel) -> Drafter:

@@ -14,7 +14,6 @@ from foretoken.core.checks import shown
 from foretoken.core.errors import BuiltPerProcess, ConfigError
 from foretoken.core.results import GenerationMetrics
 from foretoken.drafters.draft_model import DraftModelDrafter, Options
-from foretoken.drafters.registry import known_methods
 from foretoken.engine.llm import LLM
 from foretoken.hf.accelerated_generate import NAME, AcceleratedGenerate
 from foretoken.hf.generate_request import EngineLimits
@@ -125,9 +124,9 @@ def accelerate(
 
     Args:
         model: A transformers causal LM in memory.
-        drafter: The name of a method ("ngram"), the directory or hub id of a draft model or head, a
-            `speculative_config`, a smaller transformers causal LM with the same vocabulary, or a function that makes a
-            drafter of your own.
+        drafter: What `speculative_config` of `LLM` is ("ngram", "ngram+hass", a directory, a mapping), a smaller
+            transformers causal LM with the same vocabulary, or a function that makes a drafter of your own. Heads and
+            draft models are looked for beside the directory that the model was loaded from.
         tokenizer: For stop strings, and for drafters that read text.
         arguments: Further arguments of `LLM`: `seed`, `max_num_seqs`, `max_model_len`, `runner`, ...
 
@@ -159,19 +158,15 @@ def release(model: Any) -> None:
 
 def _drafter_arguments(drafter: Any) -> dict[str, Any]:
     """Arguments of `LLM` for any form of a drafter."""
-    if isinstance(drafter, Mapping):
-        return {"speculative_config": drafter}
     if isinstance(drafter, torch.nn.Module):
         return {"drafter": _drafts_with(drafter), "trust_drafter": True}
-    if isinstance(drafter, str) and drafter in known_methods():
-        return {"speculative_config": {"method": drafter}}
-    if isinstance(drafter, str | os.PathLike):
-        return {"speculative_config": {"model": os.fspath(drafter)}}
+    if isinstance(drafter, str | os.PathLike | Mapping):
+        return {"speculative_config": drafter}
     if callable(drafter):
         return {"drafter": drafter}
     raise ConfigError(
-        f"drafter is {shown(drafter)}. Expected the name of a method, a directory or hub id, a speculative_config, a "
-        "transformers causal LM, or a function that makes a drafter."
+        f"drafter is {shown(drafter)}. Expected a speculative_config as LLM takes it, such as 'ngram+hass' or a "
+        "directory, a transformers causal LM, or a function that makes a drafter."
     )
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.acceptance.select import AcceptancePolicy
-from foretoken.core.checks import as_python, shown
+from foretoken.core.checks import as_python, check_text, shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
-from foretoken.drafters.registry import drafter_options, known_methods
+from foretoken.drafters.registry import drafter_options, is_method, known_methods, offered_methods, unknown_method
+from foretoken.engine.drafter_files import beside, check_model_of, exists, head_beside, names_beside, what_lies_at
 from foretoken.engine.model_arguments import checked_path
+from foretoken.engine.setups import Setup, parse_setup
 from foretoken.formats.registry import holds_head, method_of
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _UNSET: dict[str, tuple[Any, ...]] = {
     "revision": (None,), "quantization": (None,), "use_heterogeneous_vocab": (None, False),
 }  # fmt: skip
 _MOST_DRAFTERS = 16
-_NAME_OF_HEAD = re.compile(r"[\w+-]+")
+_EXAMPLE = 'Expected for example "ngram", "ngram+hass", a directory, or {"method": "ngram"}.'
 ENGINE_KEYS = frozenset({"acceptance", "drafters", "rejection_sample_method", *_POLICY_KEYS, *_NEUTRAL})
 
 
@@ -46,7 +46,7 @@ class SpeculativeConfig:
     """A checked `speculative_config`.
 
     Attributes:
-        options: The part of each drafter, one at least.
+        options: The part of each drafter; none for plain decoding.
         policy: The acceptance rule.
     """
 
@@ -54,26 +54,49 @@ class SpeculativeConfig:
     policy: AcceptancePolicy
 
 
-def parse_speculative_config(config: Mapping[str, Any] | str, *, target: str) -> SpeculativeConfig:
-    """Checks a configuration and fills in the bundled drafter where no model is named.
+def parse_speculative_config(
+    given: Mapping[str, Any] | str | os.PathLike[str] | None, *, target: str | None
+) -> SpeculativeConfig:
+    """Checks a configuration and fills in the bundled drafter where no model is named. Asks no network.
 
     Args:
-        config: vLLM's keys and ours, or the same as JSON text. Without a `method` it is told from the files of `model`,
-            or from keys that only prompt lookup has.
+        given: vLLM's keys and ours, text as `foretoken.engine.setups` reads it, a directory or file of weights, or None
+            for plain decoding. Without a `method` it is told from the files of `model`, or from keys that only prompt
+            lookup has.
         target: The target's directory; a drafter without a model is looked for beside it, as `TARGET-METHOD`
             (`TARGET-draft` for a draft model). A method that does not exist may be the name of a head there: "hass"
-            means the head in `TARGET-hass`, whose files tell its method.
+            means the head in `TARGET-hass`, whose files tell its method. None where the target is in memory alone.
 
     Raises:
-        ConfigError: For unknown keys (the nearest one is named), values out of range or keys asking for what is not
-            supported.
+        ConfigError: For unknown keys and methods (the nearest one is named), values out of range, keys asking for what
+            is not supported, or weights that are missing beside the target or are not the method's.
     """
-    config = _mapping(config)
+    if isinstance(given, str | os.PathLike):
+        check_text("speculative_config", os.fspath(given), error=ConfigError)
+        given = parse_setup(given, target=target, reads_files=False).config
+    if given is None:
+        return SpeculativeConfig(options=[], policy=AcceptancePolicy())
+    config = _mapping(given)
     for key, values in _NEUTRAL.items():
         if key in config and not _is_one_of(config[key], values):
             raise ConfigError(f"'{key}' = {shown(config[key])} is not supported. Leave it out.")
     each = [config] if config.get("drafters") is None else _drafters(config)
     return SpeculativeConfig(options=[_options(one, target) for one in each], policy=_policy(config))
+
+
+def checked_setup(text: str, *, target: str) -> Setup:
+    """A setup of the command line that was checked; raises what `parse_setup` and `check_setup` do."""
+    setup = parse_setup(text, target=target)
+    check_setup(setup, target=target)
+    return setup
+
+
+def check_setup(setup: Setup, *, target: str) -> None:
+    """Raises what `parse_speculative_config` does for the configuration of a setup."""
+    config = setup.config
+    if setup.needs_references and config is not None:  # they are known once plain decoding has run
+        config = {**config, "references": []}
+    parse_speculative_config(config, target=target)
 
 
 def _drafters(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -92,7 +115,10 @@ def _drafters(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     drafters = [{"method": one} if isinstance(one, str) else one for one in drafters]
     others = sorted(set(config) - ENGINE_KEYS)
     if others:
-        raise ConfigError(f"'{others[0]}' stands beside 'drafters'. Put it into the configuration of one of them.")
+        hint = nearest_name_hint(others[0], ENGINE_KEYS)
+        if not hint.startswith("Did"):  # a drafter's key, not an engine's that is misspelt
+            hint = "Put it into the configuration of one of them."
+        raise ConfigError(f"{shown(others[0])} stands beside 'drafters'. {hint}")
     for one in drafters:
         wrong = sorted(set(map(str, one)) & ENGINE_KEYS)
         if wrong:
@@ -100,58 +126,43 @@ def _drafters(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [_mapping(one) for one in drafters]
 
 
-def _options(config: Mapping[str, Any], target: str) -> DrafterOptions:
-    """One drafter's options, the bundled model filled in."""
-    config = {**config, "method": _method(config)}
-    beside = _head_beside(target, config["method"]) if config.get("model") is None else None
-    if beside is not None:
-        config = {**config, "method": method_of(beside), "model": str(beside)}
+def _options(config: Mapping[str, Any], target: str | None) -> DrafterOptions:
+    """One drafter's options, the drafter beside the target filled in."""
     own = {
         key: value
-        for key, value in config.items()
+        for key, value in {**config, "method": _method(config)}.items()
         if key not in ENGINE_KEYS and not _is_one_of(value, _UNSET.get(key, ()))
     }
-    if own.get("model") is None and isinstance(own["method"], str) and own["method"] in known_methods():
-        bundled = Path(f"{target}-{'draft' if own['method'] == 'draft_model' else own['method']}")
-        if _is_directory(bundled):
-            own["model"] = str(bundled)
-    if isinstance(own.get("model"), str):
-        checked_path("'model' of speculative_config", own["model"])
-    return drafter_options(own, other_keys=ENGINE_KEYS)
+    method, model = own["method"], own.get("model")
+    if isinstance(model, os.PathLike):
+        model = own["model"] = os.fspath(model)
+    if isinstance(model, str):
+        checked_path("'model' of speculative_config", model)
+    elif model is None and isinstance(method, str):
+        place = beside(target, method) if method in known_methods() else head_beside(target, method)
+        if place is not None:
+            own["model"] = str(place)
+            own["method"] = method if method in known_methods() else method_of(place)
+        elif not is_method(method):
+            raise _no_method(method, target)
+    options = drafter_options(own, other_keys=ENGINE_KEYS)
+    check_model_of(options.method, options.model, target)
+    return options
 
 
-def _head_beside(target: str, name: Any) -> Path | None:
-    """The head that lies beside a target under a name that is no method's, as `TARGET-hass`; None where there is none.
-
-    Args:
-        target: The target's directory.
-        name: What stands for a method.
-    """
-    if not isinstance(name, str) or not _NAME_OF_HEAD.fullmatch(name) or name in known_methods():
-        return None
-    place = Path(f"{target}-{name}")
-    return place if _is_directory(place) and holds_head(place) else None
-
-
-def _is_directory(name: str | os.PathLike[str]) -> bool:
-    """Whether there is such a directory; False also for what no path can be, such as a name that is too long."""
-    return os.path.isdir(name)  # noqa: PTH112 - pathlib raises for such names
+def _no_method(name: str, target: str | None) -> ConfigError:
+    """What to say of a name that is neither a method's nor a head's beside the target."""
+    found = what_lies_at(name) if exists(name) else None
+    if found is not None:
+        return ConfigError(f"{shown(name)} is {found.name}, not a method. Write {{'model': {shown(name)}}}.")
+    heads = [each for each in names_beside(target) if head_beside(target, each) is not None]
+    return ConfigError(unknown_method(name, also=heads))
 
 
 def _mapping(config: Any) -> Mapping[str, Any]:
-    """A configuration that may be JSON text."""
-    example = 'Expected for example {"method": "ngram"}.'
-    if isinstance(config, str):
-        method, _, tree = config.partition(":")
-        if method in known_methods():  # as the command line takes it
-            full = json.dumps({"method": method, **({"tree": tree} if tree else {})})
-            raise ConfigError(f"speculative_config is {shown(config)}. Expected a dictionary: {full}.")
-        try:
-            config = json.loads(config)
-        except (ValueError, RecursionError) as err:
-            raise ConfigError(f"speculative_config is not valid JSON: {err}. {example}") from err
+    """Keys and values; raises `ConfigError` for anything else."""
     if not isinstance(config, Mapping) or not all(isinstance(key, str) for key in config):
-        raise ConfigError(f"speculative_config is {shown(config)}. {example}")
+        raise ConfigError(f"speculative_config is {shown(config)}. {_EXAMPLE}")
     return config
 
 
@@ -159,12 +170,18 @@ def _method(config: Mapping[str, Any]) -> Any:
     """The method asked for, or told from what else is there."""
     if config.get("method") is not None:
         return config["method"]
-    if config.get("model") is not None:
-        model = config["model"]
+    model = config.get("model")
+    if model is not None:
         if not isinstance(model, str | os.PathLike):
             raise ConfigError(f"'model' is {shown(model)}. Expected a directory or a hub id.")
-        is_head = _is_directory(model) and holds_head(Path(model))
-        return method_of(Path(model)) if is_head else "draft_model"
+        if exists(model):
+            return method_of(Path(model)) if holds_head(Path(model)) else "draft_model"
+        if isinstance(model, str) and "/" not in model:  # a bare name may be meant for a method, and is no hub id then
+            raise ConfigError(
+                f"there is no directory {shown(model)}, and without a 'method' it is no hub id, which is owner/name. "
+                f"{nearest_name_hint(model, offered_methods())}"
+            )
+        return "draft_model"
     if any(key.startswith("prompt_lookup_") for key in config):
         return "ngram"
     raise ConfigError("speculative_config has no 'method'. Expected for example {'method': 'ngram'}.")

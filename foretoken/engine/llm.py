@@ -25,7 +25,7 @@ from foretoken.engine.config import parse_speculative_config
 from foretoken.engine.drafter_creation import attach_drafter, make_drafter
 from foretoken.engine.drafting import Drafting, choose_controller, joint_reads, most_nodes, room_beside_prompts
 from foretoken.engine.loop import Engine
-from foretoken.engine.model_arguments import target_model, target_tokenizer
+from foretoken.engine.model_arguments import directory_of, target_model, target_tokenizer
 from foretoken.engine.requests import Request, RequestReader
 from foretoken.engine.shared_engine import SharedEngine
 from foretoken.engine.slot_pool import SlotPool
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter
     from foretoken.drafters.options import DrafterOptions
     from foretoken.engine.chats import Message
+    from foretoken.engine.config import SpeculativeConfig
     from foretoken.engine.engine_args import EngineArgs
     from foretoken.engine.prompts import Prompt
     from foretoken.hf.loading import LoadedModel
@@ -77,7 +78,7 @@ class LLM(BuiltPerProcess):
         self,
         model: str | os.PathLike[str] | LoadedModel | torch.nn.Module,
         *,
-        speculative_config: Mapping[str, Any] | str | None = None,
+        speculative_config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
         drafter: Callable[[], Drafter] | None = None,
         trust_drafter: bool = False,
         dtype: str | torch.dtype = "auto",
@@ -101,9 +102,9 @@ class LLM(BuiltPerProcess):
 
         Args:
             model: Directory or hub id of the target, a model loaded before, or a transformers causal LM in memory.
-            speculative_config: `{"method": NAME, ...}` with vLLM's keys and ours, or the same as JSON text; None for
-                plain decoding. Where `model` names a drafter, the method may be left out.
-                `{"drafters": [{...}, {...}]}` merges the trees of several.
+            speculative_config: The drafters, as the command line takes them: "ngram", "ngram+hass:tree=dynamic", the
+                directory of a head or draft model, or `{"method": NAME, ...}` with vLLM's keys and ours; None for plain
+                decoding. docs/methods.md has the syntax.
             drafter: Makes a drafter of your own, as its class does, instead of `speculative_config`. It cannot change
                 the text: it gets copies, its trees are checked, and its tokens count as chosen, not as drawn from a
                 distribution.
@@ -175,6 +176,7 @@ class LLM(BuiltPerProcess):
             raise ConfigError(
                 "trace is True but there is no on_step to get the traces. Pass on_step, or leave trace out."
             )
+        config = parse_speculative_config(speculative_config, target=directory_of(model))
         loaded = target_model(model, dtype, device, revision)
         if max_model_len is not None and max_model_len > loaded.context_len:
             raise ConfigError(
@@ -184,7 +186,7 @@ class LLM(BuiltPerProcess):
         self.tokenizer = target_tokenizer(tokenizer, model, revision, tokenizer_revision)
 
         costs = cache(partial(pass_costs, loaded))  # by decoder
-        setup = _drafter_setup(drafter, speculative_config, target=loaded, is_trusted=trust_drafter)
+        setup = _drafter_setup(drafter, config, target=loaded, is_trusted=trust_drafter)
         self.drafters: Seq[Drafter] = setup.drafters
         context_len, reads = max_model_len or loaded.context_len, joint_reads(self.drafters)
         self.target = Runner(
@@ -410,13 +412,13 @@ class _DrafterSetup(NamedTuple):
 
 
 def _drafter_setup(
-    make: Callable[[], Drafter] | None, config: Mapping[str, Any] | str | None, *, target: LoadedModel, is_trusted: bool
+    make: Callable[[], Drafter] | None, config: SpeculativeConfig, *, target: LoadedModel, is_trusted: bool
 ) -> _DrafterSetup:
     """The drafters that are asked for.
 
     Args:
         make: Makes one of the caller's.
-        config: A `speculative_config`.
+        config: What else is configured.
         target: The target.
         is_trusted: Whether drafters of others are trusted too.
     """
@@ -424,17 +426,14 @@ def _drafter_setup(
         maker = "the drafter function"
         made = make_drafter(make, maker=maker, is_trusted=is_trusted, device=target.device)
         return _DrafterSetup([made], [], AcceptancePolicy())
-    if config is None:
-        return _DrafterSetup([], [], AcceptancePolicy())
-    parsed = parse_speculative_config(config, target=target.name)
     drafters = [
         make_drafter(
             partial(create_drafter, options, target), maker=f"method '{options.method}'",
             is_trusted=options.is_trusted or is_trusted, device=target.device,
         )
-        for options in parsed.options
+        for options in config.options
     ]  # fmt: skip
-    return _DrafterSetup(drafters, parsed.options, parsed.policy)
+    return _DrafterSetup(drafters, config.options, config.policy)
 
 
 def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Any:

@@ -9,6 +9,7 @@ import torch
 
 from foretoken.core.checks import check_text, shown
 from foretoken.core.errors import ConfigError
+from foretoken.engine.drafter_files import exists
 from foretoken.engine.vocabulary import check_vocabulary
 from foretoken.hf.loading import LoadedModel, load_model, load_tokenizer, wrap_model
 from foretoken.hf.placement import check_placement
@@ -39,6 +40,20 @@ def target_model(model: Any, dtype: Any, device: Any, revision: Any = None) -> L
     if isinstance(model, str | os.PathLike):
         return load_model(checked_path("model", model), dtype=kind, device=place, revision=revision)
     raise ConfigError(f"model is {shown(model)}. Expected a directory, a hub id, or a transformers causal LM.")
+
+
+def directory_of(model: Any) -> str | None:
+    """Where the files of a target lie, by name; None for a model in memory that came from no directory of this machine.
+
+    Args:
+        model: As `target_model` takes it.
+    """
+    if isinstance(model, LoadedModel):
+        return model.name
+    if not isinstance(model, torch.nn.Module):
+        return os.fspath(model) if isinstance(model, str | os.PathLike) and os.fspath(model) else None
+    name = getattr(model, "name_or_path", None)
+    return name if isinstance(name, str) and name and exists(name) else None
 
 
 def target_tokenizer(given: Any, model: Any, revision: Any = None, tokenizer_revision: Any = None) -> Any:

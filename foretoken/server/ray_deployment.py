@@ -216,11 +216,11 @@ def app(arguments: RayArguments) -> Any:
 
 def _drafter(arguments: RayArguments) -> dict[str, Any] | None:
     """The drafter, as `LLM` takes it."""
-    from foretoken.bench.setups import parse_setup
+    from foretoken.engine.config import checked_setup
 
     if not isinstance(arguments.speculative_config, str):
         return arguments.speculative_config
-    setup = parse_setup(arguments.speculative_config, target=arguments.model)
+    setup = checked_setup(arguments.speculative_config, target=arguments.model)
     if setup.needs_references:
         raise ConfigError("the drafter 'oracle' has to know the text beforehand. Use it with `foretoken bench`.")
     return None if setup.config is None else dict(setup.config)

@@ -35,11 +35,11 @@ from foretoken import LLM, SamplingParams
 from foretoken.attention.layout import AttentionLayout
 from foretoken.attention.reference import reference_attention
 from foretoken.bench.measurement import Measurement
-from foretoken.bench.setups import Setup
 from foretoken.bench.verify import Check
 from foretoken.bench.workload import Workload
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
+from foretoken.engine.setups import Setup
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

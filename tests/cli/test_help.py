@@ -16,8 +16,8 @@ import pytest
 import typer.main
 from command_line import ROOT, run
 
-from foretoken.bench.setups import parse_setup
 from foretoken.cli.commands import app
+from foretoken.engine.setups import parse_setup
 
 COMMANDS = [
     "generate", "verify", "chat", "bench", "bench serve", "batch", "serve", "sweep", "twin", "inspect", "convert",

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from command_line import MODEL, run
 
-from foretoken.bench.setups import parse_setup
 from foretoken.drafters.registry import drafter_options
+from foretoken.engine.setups import parse_setup
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.search import best_nodes
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from foretoken.bench.setups import parse_setup
 from foretoken.bench.verify import verify_setups
 from foretoken.bench.workload import Workload
 from foretoken.engine import loop
+from foretoken.engine.setups import parse_setup
 from foretoken.hf.loading import load_model, load_tokenizer
 
 MODEL = str(Path(__file__).parents[2] / "models" / "tinycode")

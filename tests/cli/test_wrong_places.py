@@ -9,8 +9,8 @@ import pytest
 import torch
 from command_line import MODEL, ROOT, Finished, run
 
-from foretoken.bench.setups import parse_setup
 from foretoken.core.errors import ConfigError
+from foretoken.engine.setups import parse_setup
 
 HEAD, DRAFT = "models/tinycode-hydra", "models/tinycode-draft"
 IS_NO_MODEL = (f"'{HEAD}' is a hydra head, not a model", "trained for ('models/tinycode')", f"-s hydra:model={HEAD}")
@@ -56,9 +56,12 @@ def test_a_model_for_a_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "sentence", "write"),
     [
-        (HEAD, f"'{HEAD}' is a hydra head, and -s takes a method before it", f"hydra:model={HEAD}"),
-        (DRAFT, f"'{DRAFT}' is a model, and -s takes a method before it", f"draft_model:model={DRAFT}"),
-        (f"draft_model:{DRAFT}", f"'{DRAFT}' is a model, and -s draft_model:", f"draft_model:model={DRAFT}"),
+        (json.dumps({"method": HEAD}), f"'{HEAD}' is a hydra head, not a method", f"{{'model': '{HEAD}'}}"),
+        (
+            f"draft_model:{DRAFT}",
+            f"'{DRAFT}' is a model, and 'draft_model:{DRAFT}' takes it for a tree",
+            f"draft_model:model={DRAFT}",
+        ),
         (f"draft_model:model={HEAD}", "method 'draft_model' needs a model", f"hydra:model={HEAD}"),
         (f"hydra:model={DRAFT}", "method 'hydra' needs a hydra head", f"draft_model:model={DRAFT}"),
         (f"medusa:model={HEAD}", "method 'medusa' needs a medusa head", f"hydra:model={HEAD}"),
@@ -68,13 +71,13 @@ def test_a_model_for_a_head(tmp_path: Path) -> None:
 @pytest.mark.parametrize("command", ["generate", "bench"])
 def test_weights_and_methods_that_do_not_fit(command: str, given: str, sentence: str, write: str) -> None:
     more = ("-p", "x") if command == "generate" else ()
-    assert_refused(run(command, MODEL, *more, "-s", given), sentence, f"-s {write}")
+    assert_refused(run(command, MODEL, *more, "-s", given), sentence, f"Write {write}")
 
 
 def test_a_method_without_its_weights() -> None:
     for method in ("medusa", "draft_model"):
         result = run("generate", DRAFT, "-p", "x", "-s", method)
-        assert_refused(result, f"there is no '{DRAFT}-{method.removesuffix('_model')}'", f"-s {method}:model=PLACE")
+        assert_refused(result, f"there is no '{DRAFT}-{method.removesuffix('_model')}'", f"Write {method}:model=PLACE")
 
 
 @pytest.mark.parametrize(

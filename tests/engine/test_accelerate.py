@@ -366,7 +366,7 @@ def test_the_model_stays_as_it_was(model: Any) -> None:
 def test_what_is_no_model_or_no_drafter_is_refused(model: Any) -> None:
     with pytest.raises(ConfigError, match="Expected a transformers causal LM"):
         accelerate("models/tinycode")
-    with pytest.raises(ConfigError, match="Expected the name of a method"):
+    with pytest.raises(ConfigError, match=r"drafter is 7\. Expected a speculative_config"):
         accelerate(model, 7)
     with pytest.raises(ConfigError, match=f"and the model {VOCAB_SIZE}"):
         accelerate(model, tiny_model("llama", vocab_size=40))
@@ -380,9 +380,10 @@ def test_bundled_model_with_a_draft_model_and_streamers(capsys: pytest.CaptureFi
     inputs = names(["def read_config(path):\n", "class Queue:"], return_tensors="pt", padding=True)
     single = names("for index in range(", return_tensors="pt")
     texts: list[Any] = []
+    draft = "models/tinycode-draft"
     for accelerated in (False, True):
         if accelerated:
-            acceleration = foretoken.hf.accelerate(model, "models/tinycode-draft", tokenizer=names)
+            acceleration = foretoken.hf.accelerate(model, f"{draft}:num_speculative_tokens=4", tokenizer=names)
         ids = model.generate(**inputs, max_new_tokens=40)
         model.generate(**single, streamer=TextStreamer(names), max_new_tokens=24)
         streamer = TextIteratorStreamer(names, skip_prompt=True)

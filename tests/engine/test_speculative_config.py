@@ -220,7 +220,7 @@ def test_ranges_of_acceptance_options_are_those_of_the_policy(key: str, value: A
         ({"method": "ngram", "typical_end": ["draw"]}, r"'typical_end' is \['draw'\]. Expected 'draw' or 'argmax'."),
         ({"method": "ngram", "revision": "main"}, r"method 'ngram' has no key 'revision'"),
         ({"method": "ngram", "quantization": "int8"}, r"method 'ngram' has no key 'quantization'"),
-        ({"method": "draft_model"}, r"needs a model"),
+        ({"method": "draft_model"}, r"needs a draft model"),
     ],
 )
 def test_mistakes_come_back_as_a_sentence(config: dict[str, Any], sentence: str) -> None:

@@ -1,16 +1,16 @@
-"""Tells what a path on a command line holds (a model, a head, or neither) and what to write instead."""
+"""Finds drafters' files: what a path holds (a model, a head, or neither), and what lies beside the target."""
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from foretoken.core.errors import ConfigError, ForetokenError
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
 _DRAFT_MODEL = "draft_model"
+_NAME_OF_HEAD = re.compile(r"[\w+-]+")
 
 
 class Found(NamedTuple):
@@ -72,9 +72,48 @@ def _head_of(method: str) -> str:
     return f"{'an' if method[0] in 'aeiou' else 'a'} {method} head"
 
 
+def exists(name: str | os.PathLike[str]) -> bool:
+    """Whether there is such a file or directory; False for what no path can be, such as a name that is too long."""
+    return os.path.exists(name)  # noqa: PTH110 - pathlib raises for such names
+
+
+def beside(target: str | None, name: str) -> Path | None:
+    """The directory `TARGET-NAME`; None where there is none.
+
+    Args:
+        target: The target's directory; None for one that is in memory alone.
+        name: A method's, of which `draft_model` is called `draft` there, or a head's.
+    """
+    place = f"{_stem(target)}-{'draft' if name == _DRAFT_MODEL else name}"
+    return Path(place) if target is not None and exists(place) and Path(place).is_dir() else None
+
+
+def head_beside(target: str | None, name: str) -> Path | None:
+    """The head in the directory `TARGET-NAME`, such as `TARGET-hass`; None where there is none."""
+    from foretoken.formats.registry import holds_head
+
+    place = beside(target, name) if _NAME_OF_HEAD.fullmatch(name) else None
+    return place if place is not None and holds_head(place) else None
+
+
+def names_beside(target: str | None) -> list[str]:
+    """What directories beside a target are called after its own name."""
+    if target is None or not exists(target):
+        return []
+    stem = Path(_stem(target))
+    names = (path.name.removeprefix(f"{stem.name}-") for path in stem.parent.glob("*-*") if path.is_dir())
+    return sorted(name for name in names if beside(target, name) is not None)
+
+
+def _stem(target: str | None) -> str:
+    """A target's path without a slash at its end; `.` and `..` have no names of their own."""
+    path = os.path.normpath(target or "")
+    return os.path.abspath(path) if path.endswith(".") else path  # noqa: PTH100 - links are not followed
+
+
 def spelled(found: Found, place: str | Path) -> str:
-    """What to write after `-s` to draft with it."""
-    return f"-s {found.method or 'METHOD'}:model={place}"
+    """How a drafter with these files is written."""
+    return f"{found.method or 'METHOD'}:model={place}"
 
 
 def check_is_no_head(place: str) -> None:
@@ -85,7 +124,7 @@ def check_is_no_head(place: str) -> None:
     target = f" ('{found.target}')" if found.target else ""
     raise ConfigError(
         f"'{place}' is {found.name}, not a model. Expected the model that it was trained "
-        f"for{target} as MODEL, and the head as {spelled(found, place)}."
+        f"for{target} as MODEL, and the head as -s {spelled(found, place)}."
     )
 
 
@@ -95,46 +134,37 @@ def check_is_no_model(place: str | Path) -> None:
     if found is not None and found.is_model:
         raise ConfigError(
             f"'{place}' is a model and holds no draft head. Expected a directory or file of weights with a head. A "
-            f"model drafts by itself: foretoken bench MODEL {spelled(found, place)}."
+            f"model drafts by itself: foretoken bench MODEL -s {spelled(found, place)}."
         )
 
 
-def check_place_of_method(method: str, text: str) -> None:
-    """Raises `ConfigError` where a path was written for a method's name; text: all that was written."""
-    found = what_lies_at(method)
-    if found is not None:
-        raise ConfigError(
-            f"'{method}' is {found.name}, and -s takes a method before it. Write {spelled(found, method)} instead of "
-            f"-s {text}."
-        )
-
-
-def check_model_of(config: Mapping[str, Any], target: str | None) -> None:
-    """Holds the drafter's weights that a configuration names against its method.
+def check_model_of(method: str, model: str | None, target: str | None) -> None:
+    """Holds the weights that a drafter names, or that are looked for beside the target, against its method.
 
     Args:
-        config: With a method.
-        target: The target's directory, beside which a drafter without a `model` is looked for.
+        method: Of the drafter.
+        model: Where its weights lie; None where none were found beside the target.
+        target: The target's directory; None for one that is in memory alone.
 
     Raises:
         ConfigError: When there is a model where a head is needed, the other way round, another head, or none.
     """
     from foretoken.heads.methods import head_methods
 
-    method, model = config["method"], config.get("model")
     is_head = method in head_methods()
     if not is_head and method != _DRAFT_MODEL:
         return
     if model is None:
-        beside = f"{target}-{method if is_head else 'draft'}"
-        if target is not None and not Path(beside).is_dir():
+        if target is not None:
             check_is_no_head(target)
-            raise ConfigError(
-                f"-s {method} needs {'a trained head' if is_head else 'a draft model'}, and there is no '{beside}'. "
-                f"Write -s {method}:model=PLACE, a directory or a hub id."
-            )
-        return
-    found = what_lies_at(model) if isinstance(model, str) else None
+        where = "of a target in memory no directory is known"
+        if target is not None:
+            where = f"there is no '{_stem(target)}-{method if is_head else 'draft'}'"
+        raise ConfigError(
+            f"{method} needs {'a trained head' if is_head else 'a draft model'}, and {where}. Write "
+            f"{method}:model=PLACE, a directory or a hub id."
+        )
+    found = what_lies_at(model)
     if found is not None and found.method not in (None, method):
         expected = _head_of(method) if is_head else "a model"
         raise ConfigError(
