@@ -32,6 +32,7 @@ from foretoken.engine.slot_pool import SlotPool
 from foretoken.engine.torch_state import own_torch_state
 from foretoken.engine.vllm_arguments import check_other_arguments
 from foretoken.engine.vocabulary import ids_without_token
+from foretoken.hf.weight_versions import count_writes
 from foretoken.runner.costs import pass_costs
 from foretoken.runner.runner import Runner
 
@@ -357,6 +358,19 @@ class LLM(BuiltPerProcess):
         """The prompts of conversations, for `generate` and `stream`; takes and raises what `chat` does."""
         with self.shared.turn():
             return self._requests.chats(messages, chat_format(form))
+
+    def reset_prefix_cache(self) -> bool:
+        """Gives up all that was computed before; for weights that were written to through `.data`.
+
+        Other writes to the weights of a model in memory are noticed. Running requests read again what they have so far,
+        and go on with the weights as they are.
+
+        Returns:
+            Whether the model can run on them; else running requests have ended with an error.
+        """
+        with self.shared.turn():
+            count_writes(self.target.model.module)
+            return self._engine.follow_weights()
 
     def get_metrics(self) -> list[Metric]:
         """What the engine has done so far, over all calls: `Counter`, `Gauge` and `Vector` of `foretoken.core.metrics`.

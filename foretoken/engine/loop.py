@@ -18,7 +18,7 @@ import torch
 
 from foretoken.acceptance.select import AcceptancePolicy, accept
 from foretoken.core.backend import has_triton_kernels, integers_on, reads_are_free
-from foretoken.core.errors import described
+from foretoken.core.errors import ModelError, described
 from foretoken.core.records import StepRecord
 from foretoken.core.token_tree import MAX_NODES, TokenTree
 from foretoken.drafters.base import DraftContext
@@ -149,7 +149,10 @@ class Engine:
         """One iteration: one pass over a tree of each decoding sequence, and over chunks of prompts as far as they fit.
 
         A prompt's last chunk ends with its first root, so that its first token comes of the pass that reads it.
+        Where weights were written to since the last iteration, nothing is kept that the old ones computed.
         """
+        if not self.follow_weights():
+            return
         self._scheduler.schedule()
         running, is_read = self._scheduler.running, self._prefill.is_over
         for sequence in running:
@@ -160,6 +163,19 @@ class Engine:
         if decoding or joining:
             self._iterate(decoding, joining)
         self._scheduler.leave()
+
+    def follow_weights(self) -> bool:
+        """Takes in weights that were written to; whether the target can run on them, else all sequences end.
+
+        All rows are given up then: running sequences read again what they have, and go on from there.
+        """
+        try:
+            if self.target.follow_weights():
+                self._scheduler.forget_rows()
+        except ModelError as err:
+            self.abort(error=f"the weights of the model were changed, and it cannot run on them: {err}")
+            return False
+        return True
 
     def _feed_scored(self, chunks: list[Chunk]) -> None:
         """A pass over one chunk of a prompt, with the log-probabilities of the tokens that follow its own.

@@ -100,6 +100,13 @@ class Scheduler:
                 self._waiting.remove(sequence)
                 self._join(sequence)
 
+    def forget_rows(self) -> None:
+        """Gives up all KV rows: sequences that run are preempted and read again, and no prefix is kept."""
+        for sequence in self.running[::-1]:
+            self._preempt(sequence)
+        while (slot := self._slots.forget_oldest()) is not None:
+            self._target.cache.trim(slot, 0)
+
     def leave(self) -> None:
         """Frees the slots of sequences that are over."""
         for sequence in self.running:

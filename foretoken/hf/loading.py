@@ -178,10 +178,10 @@ def fill_model(name: str, tensors: Iterable[tuple[str, torch.Tensor]], *, device
 def wrap_model(module: Any, *, name: str, dtype: str = "auto", device: str = "auto") -> LoadedModel:
     """Makes a target of a transformers causal LM in memory, which stays as it is and may be used meanwhile.
 
-    The target has modules of its own over the same weights, see `shared_copy`. Of weights that the caller changes in
-    place the generic decoder sees everything, `lean-native` everything but norms and biases, and the other lean
-    decoders what they have not joined or packed: they keep joined and packed projections beside the caller's. Weights
-    may move in memory between passes, as by `share_memory()`; while a pass runs nothing may move or free them.
+    The target has modules of its own over the same weights, see `shared_copy`. Weights and buffers that the caller
+    writes to in place are the target's too: the engine notices that between passes and computes nothing from rows of
+    the old ones (`Runner.follow_weights`); writes through `.data` are not noticed. Weights may move in memory between
+    passes, as by `share_memory()`; while a pass runs nothing may move or free them.
 
     Args:
         module: The model. Its mode, attention, hooks and configuration are not changed.

@@ -46,6 +46,11 @@ class TargetParts:
     lm_head_weight: Tensor
     native: NativeParts | None = None
 
+    def follow_weights(self) -> None:
+        """Makes an int8 copy of the LM head anew where the target's weight was written to since."""
+        if self.native is not None and isinstance(self.native.head.layer, NativeLinear):
+            self.native.head.layer.follow(self.lm_head_weight)
+
 
 def target_parts(
     model: LoadedModel,

@@ -86,6 +86,9 @@ def _kept_as_they_are(source: nn.Module) -> dict[int, Any]:
         for parameter in module._parameters.values():
             if parameter is not None:
                 memo.setdefault(id(parameter), _alias(parameter))
+        merged = getattr(module, "merged_adapters", None)  # of peft's layers: which adapters the shared weight holds
+        if isinstance(merged, list):
+            memo[id(merged)] = merged
         for hooks in (module._forward_hooks, module._forward_pre_hooks):
             for hook in hooks.values():
                 if not (isinstance(hook, MethodType) and id(hook.__self__) in inside):

@@ -22,9 +22,10 @@ from foretoken.core.token_tree import MAX_NODES
 from foretoken.decoder.base import TreeDrafting
 from foretoken.decoder.memory import affordable_rows
 from foretoken.decoder.slot_cache import GRANULE, SlotCache
+from foretoken.hf.weight_versions import WeightWrites
 from foretoken.runner.choice import choose_decoder
 from foretoken.runner.costs import pass_costs
-from foretoken.runner.decoders import quantized_decoder
+from foretoken.runner.decoders import DECODERS, quantized_decoder
 from foretoken.runner.pass_widths import PassWidths
 from foretoken.runner.self_test import NUM_ROWS, probe_layer_shapes
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.taps import Tap
     from foretoken.core.token_tree import TokenTree
-    from foretoken.decoder.base import PassOutput
+    from foretoken.decoder.base import Decoder, PassOutput
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.hf.loading import LoadedModel
     from foretoken.runner.costs import PassCosts
@@ -124,7 +125,9 @@ class Runner:
             num_rows=longest if shares_rows else None,
         )
         self._taps = tuple(taps)
-        self._decoder, self.choice = choose_decoder(
+        self._quantization: Quantization | None = None
+        self._writes = WeightWrites(model.module)
+        decoder, self.choice = choose_decoder(
             model,
             self.cache,
             taps,
@@ -133,7 +136,8 @@ class Runner:
             context_len=self.context_len,
             costs=partial(pass_costs, model) if costs is None else costs,
         )
-        self._tree_drafting = self._decoder if isinstance(self._decoder, TreeDrafting) else None
+        self._use(decoder)
+        self._writes.leave_out_written()
 
     def quantize(self, quantization: Quantization) -> None:
         """Multiplies by copies of all matrices from now on; for draft models, as it changes the distribution.
@@ -145,8 +149,26 @@ class Runner:
             UnsuitableError: When the decoder has no kernels for it, or the weights cannot be quantised; the runner is
                 as it was.
         """
-        self._decoder = quantized_decoder(self.name, self.model, self.cache, self._taps, quantization=quantization)
-        self._tree_drafting = self._decoder if isinstance(self._decoder, TreeDrafting) else None
+        self._use(quantized_decoder(self.name, self.model, self.cache, self._taps, quantization=quantization))
+        self._quantization = quantization
+
+    def follow_weights(self) -> bool:
+        """Takes in weights that were written to: what the decoder joined, packed or copied of them is made anew.
+
+        Returns:
+            Whether there were any since the last call. All KV rows are those of other weights then.
+
+        Raises:
+            ModelError: When the decoder cannot run on them; the next call tries again.
+        """
+        if not self._writes.are_new():
+            return False
+        if self._quantization is not None:
+            self.quantize(self._quantization)
+        elif self.name != "generic":  # which keeps nothing of its own
+            self._use(DECODERS[self.name](self.model, self.cache, self._taps))
+        self._writes.take()
+        return True
 
     @property
     def name(self) -> str:
@@ -253,6 +275,11 @@ class Runner:
             length: How many.
         """
         self.cache.copy_rows(source, slot, length)
+
+    def _use(self, decoder: Decoder) -> None:
+        """Runs passes on a decoder from now on."""
+        self._decoder = decoder
+        self._tree_drafting = decoder if isinstance(decoder, TreeDrafting) else None
 
     def _placed(self, work: Pass, num_drafted: int = 0) -> Pass:
         """The pass over the places in the cache where its slots have their rows.

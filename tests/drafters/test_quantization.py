@@ -14,6 +14,7 @@ from end_to_end.tiny_llms import draft_model, llm, noisy, target
 from test_heads import drafter, saved
 from tiny_models import tiny_model
 
+from foretoken import SamplingParams
 from foretoken.core.errors import ConfigError
 from foretoken.decoder.lean.native_linear import NativeLinear
 
@@ -95,3 +96,30 @@ def test_the_target_is_never_quantised(method: str, dtype: torch.dtype, tmp_path
     assert all(torch.equal(after[name], value) and after[name].dtype == dtype for name, value in before.items())
     held = {each.data_ptr() for each in engine.target._decoder._blocks._described._kept}
     assert module.lm_head.weight.data_ptr() in held
+
+
+@pytest.mark.parametrize("method", ["medusa", "eagle", "falcon"])
+def test_a_copy_of_the_targets_lm_head_follows_it(method: str, tmp_path: Path) -> None:
+    """Drafts of a sequence that begins after a write are those of a drafter that is made after it."""
+    module, directory = copy.deepcopy(target("llama", torch.float32)), saved(tmp_path / "head", method)
+
+    def made() -> Any:
+        config = {"method": method, "model": str(directory), "quantization": "int8", "allow_other_target": True}
+        return llm({"speculative_config": config}, module=module, runner="lean-native")
+
+    def numbers(engine: Any) -> list[torch.Tensor]:
+        native = engine.drafters[0].loaded.parts.native
+        return [each.clone() for each in native.head.layer.tensors()]
+
+    def generated(engine: Any) -> Any:
+        return engine.generate([[5, 9, 3, 7]], SamplingParams(temperature=0.0, max_tokens=4))[0].outputs[0].token_ids
+
+    engine = made()
+    old = numbers(engine)
+    with torch.no_grad():
+        module.lm_head.weight.copy_(module.lm_head.weight.flip(0) * 2)
+    new = made()
+    assert generated(engine) == generated(new)
+    for kept, copied, before in zip(numbers(engine), numbers(new), old, strict=True):
+        assert torch.equal(kept, copied)
+        assert not torch.equal(kept, before)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 from end_to_end.prefix_mix import CONTEXT_LEN, TEXTS, plain_prefix_mix, prefix_mix
 from end_to_end.request_mix import references
 from end_to_end.same_text import assert_same_text
 from end_to_end.test_poison import poison_caches
-from end_to_end.tiny_llms import RUNNERS, drafters, llm
+from end_to_end.tiny_llms import RUNNERS, draft_model, drafters, llm, target
 
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.common_prefix import common_prefix_len
@@ -172,3 +176,124 @@ def test_prompts_are_counted() -> None:
     assert values["vllm:prompt_tokens"] == 160
     off = engine_with("none", "generic", enable_prefix_caching=False)
     assert [o.num_cached_tokens for o in off.generate([TEXTS[0]] * 4, GREEDY)] == [0] * 4
+
+
+# What becomes of weights in place, so that torch counts it.
+WRITES: dict[str, Callable[[Any], object]] = {
+    "an optimizer's step": lambda module: torch.optim.SGD(with_gradients(module), lr=0.25).step(),
+    "load_state_dict": lambda module: module.load_state_dict(
+        {name: each * -0.7 for name, each in module.state_dict().items()}
+    ),
+    "one norm": torch.no_grad()(lambda module: module.model.norm.weight.copy_(torch.linspace(-1, 1, 32))),
+    "inference mode": torch.inference_mode()(lambda module: module.model.layers[0].mlp.up_proj.weight.neg_()),
+    "a buffer": lambda module: module.model.rotary_emb.inv_freq.mul_(0.3),
+}
+
+
+def with_gradients(module: Any) -> list[torch.nn.Parameter]:
+    parameters = list(module.parameters())
+    for index, each in enumerate(parameters):
+        each.grad = torch.full_like(each, (-1) ** index)
+    return parameters
+
+
+@cache
+def of_new_weights(write: str, runner: str) -> list[RequestOutput]:
+    """Plain decoding of the mix by a new engine over weights that were written to."""
+    module = copy.deepcopy(target("llama", RUNNERS[runner]))
+    WRITES[write](module)
+    plain = llm(
+        {}, module=module, max_num_seqs=1, max_model_len=CONTEXT_LEN, runner=runner, enable_prefix_caching=False
+    )
+    return plain.generate([r.prompt for r in prefix_mix()], [r.params for r in prefix_mix()])
+
+
+@pytest.mark.parametrize(
+    ("drafter", "runner", "write"),
+    [
+        *(("none", runner, write) for runner in RUNNERS for write in WRITES),
+        *((drafter, "lean-native", "load_state_dict") for drafter in (*sorted(STEADY), "early exit", "suffix")),
+        *(
+            (drafter, runner, "load_state_dict")
+            for drafter in ("draft itself", "eagle")
+            for runner in list(RUNNERS)[:2]
+        ),
+    ],
+)
+def test_rows_of_old_weights_are_not_used(drafter: str, runner: str, write: str) -> None:
+    module = copy.deepcopy(target("llama", RUNNERS[runner]))
+    engine = engine_with(drafter, runner, module=module)
+    before = generated(engine)
+    WRITES[write](module)
+    after = generated(engine)
+    wanted = of_new_weights(write, runner)
+    assert [o.outputs[0].token_ids for o in before] != [o.outputs[0].token_ids for o in wanted]
+    assert_same_text(after, wanted, [r.name for r in prefix_mix()])
+    assert num_cached(after) > (0 if drafter == "falcon" else 150), "rows of the new weights are used"
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("drafter", ["none", "draft itself", "eagle", "suffix"])
+def test_requests_that_run_go_on_with_new_weights(drafter: str, runner: str) -> None:
+    """Tokens before the write are the old model's; those after it are what the new one writes after that text."""
+    module = copy.deepcopy(target("llama", RUNNERS[runner]))
+    engine, params = engine_with(drafter, runner, module=module), SamplingParams(temperature=0.0, max_tokens=16)
+    old = engine.generate(TEXTS, params)
+    texts: list[list[int]] = [[], []]
+    num_before: list[int] = []
+    for chunk in engine.stream(TEXTS, params):
+        texts[chunk.prompt_index] += chunk.token_ids
+        if not num_before and min(map(len, texts)) >= 3 and chunk.prompt_index == 1:  # the iteration's last chunk
+            num_before = list(map(len, texts))
+            WRITES["load_state_dict"](module)
+    for prompt, text, count, before in zip(TEXTS, texts, num_before, old, strict=True):
+        assert text[:count] == before.outputs[0].token_ids[:count]
+        plain = llm({}, module=module, max_num_seqs=1, max_model_len=CONTEXT_LEN, runner=runner)
+        rest = SamplingParams(temperature=0.0, max_tokens=16 - count)
+        assert text[count:] == plain.generate([prompt + text[:count]], rest)[0].outputs[0].token_ids
+    assert texts[0] != old[0].outputs[0].token_ids
+
+
+@pytest.mark.parametrize("quantization", ["int8", "none"])
+def test_a_draft_model_follows_its_weights(quantization: str) -> None:
+    """One that is the target in every weight, before and after, has as many drafts accepted as a new engine's."""
+    module, draft = (copy.deepcopy(target("llama", torch.bfloat16)) for _ in range(2))
+    make = draft_model(draft, num_speculative_tokens=3, quantization=quantization)
+    arguments = {"module": module, "runner": "lean-native", "max_model_len": CONTEXT_LEN}
+    engine = llm({"drafter": make, "trust_drafter": True}, **arguments)
+    params = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+    engine.generate(TEXTS, params)
+    for each in (module, draft):
+        WRITES["load_state_dict"](each)
+    again = llm({"drafter": make, "trust_drafter": True}, **arguments)
+    got, want = (GenerationMetrics.total(o.metrics for o in each.generate(TEXTS, params)) for each in (engine, again))
+    assert (got.steps, got.num_accepted) == (want.steps, want.num_accepted)
+    assert want.num_accepted > 2 * want.steps, "it drafts what the target says"
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_writes_through_data_are_told(runner: str) -> None:
+    """torch does not count them."""
+    module = copy.deepcopy(target("llama", RUNNERS[runner]))
+    engine = engine_with("none", runner, module=module)
+    generated(engine)
+    for each in module.parameters():
+        each.data.mul_(-0.7)
+    assert engine.reset_prefix_cache()
+    assert_same_text(generated(engine), of_new_weights("load_state_dict", runner), [r.name for r in prefix_mix()])
+
+
+def test_weights_that_cannot_be_run_on_end_requests_with_a_sentence() -> None:
+    module = copy.deepcopy(target("llama", torch.bfloat16))
+    engine = engine_with("none", "lean-native", module=module)
+    weight = module.model.layers[0].mlp.up_proj.weight
+    WRITES["load_state_dict"](module)
+    kept = weight.data.clone()
+    weight.untyped_storage().resize_(0)
+    (failed,) = engine.generate([TEXTS[0]], GREEDY)
+    assert failed.outputs[0].finish_reason == "error"
+    assert "the memory of a weight" in str(failed.outputs[0].error)
+    weight.untyped_storage().resize_(kept.nbytes)
+    weight.data.copy_(kept)
+    wanted = of_new_weights("load_state_dict", "lean-native")
+    assert_same_text(generated(engine), wanted, [r.name for r in prefix_mix()])

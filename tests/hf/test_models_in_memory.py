@@ -183,6 +183,19 @@ def test_adapters_of_peft_are_served(runner: str) -> None:
 
 
 @OLD_NAME
+def test_adapters_that_are_merged_count_once() -> None:
+    """Merging writes into weights that the target shares."""
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(target_modules=["q_proj"], r=4, init_lora_weights=False, task_type="CAUSAL_LM")
+    module = peft.get_peft_model(tiny_model("llama"), settings).eval()
+    expected, llm = generated(module), LLM(module)
+    for change in (module.merge_adapter, module.unmerge_adapter):
+        change()
+        output = llm.generate([PROMPT], SamplingParams(temperature=0.0, max_tokens=6))[0].outputs[0]
+        assert [*PROMPT, *output.token_ids] == expected == generated(module)
+
+
+@OLD_NAME
 def test_learned_prompts_are_refused() -> None:
     peft = pytest.importorskip("peft")
     settings = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)

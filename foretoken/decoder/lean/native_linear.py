@@ -52,6 +52,7 @@ class NativeLinear(nn.Module):
                 raise UnsuitableError(f"native layers take plain tensors with memory, not a {type(part).__name__}.")
         if quantization is not None:
             self._weight, self._scales = int8_weight(self._weight)
+            self._copied_version = _version(weight)
         self._rows, self._cols = weight.shape
         self._matrix, self._memory = self._described()
         self._is_bfloat16 = weight.dtype == torch.bfloat16
@@ -90,6 +91,17 @@ class NativeLinear(nn.Module):
         check_memory(self.tensors())
         return self._described()[0], self._is_bfloat16
 
+    def follow(self, weight: Tensor) -> None:
+        """Makes a copy in int8 anew, where it is, if its weight (N, K) was written to since.
+
+        Raises:
+            UnsuitableError: When the weight is not finite.
+        """
+        if self._scales is not None and _version(weight) != self._copied_version:
+            for kept, new in zip((self._weight, self._scales), int8_weight(weight), strict=True):
+                kept.copy_(new)
+            self._copied_version = _version(weight)
+
     def tensors(self) -> list[Tensor]:
         """The tensors whose addresses the kernels get."""
         return [part for part in (self._weight, self._bias, self._scales) if part is not None]
@@ -99,6 +111,11 @@ class NativeLinear(nn.Module):
         bias, scales = (None if part is None else part.data_ptr() for part in (self._bias, self._scales))
         matrix = Matrix(weight=self._weight.data_ptr(), bias=bias, rows=self._rows, cols=self._cols, scales=scales)
         return matrix, HeldMemory(self.tensors())
+
+
+def _version(weight: Tensor) -> int:
+    """Changes with every write to a weight that torch counts."""
+    return 0 if weight.is_inference() else weight._version
 
 
 def fast_linear(layer: nn.Module, *, is_shared: bool = False, quantization: Quantization | None = None) -> nn.Module:

@@ -87,7 +87,8 @@ class HeadDrafter:
         self.nodes_by_depth = [shape.num_nodes for shape in self._shapes]
 
     def begin(self, slot: int, request: DraftRequest) -> None:
-        """Starts without features, but for those of a prefix."""
+        """Starts without features, but for those of a prefix. Where weights of the target change, all begin anew."""
+        self.loaded.parts.follow_weights()
         self._features.begin(slot, request.prefix)
 
     @torch.inference_mode()

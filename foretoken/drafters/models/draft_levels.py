@@ -117,6 +117,8 @@ class DraftLevels:
             tokens: The draft model's ids of each whole sequence, the root last; they continue what was fed before.
             expansion: Of B sequences; filled.
         """
+        if self._runner.follow_weights():
+            self._slots = {slot: _SlotState([]) for slot in self._slots}
         work = self._catch_up(slots, tokens)
         drafted = self._drafted_at_once(work, expansion) or self._drafted_by_levels(work, expansion)
         for row, (slot, ids) in enumerate(zip(slots, tokens, strict=True)):
