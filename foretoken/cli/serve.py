@@ -13,6 +13,7 @@ from foretoken.cli import options, terminal
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError
 from foretoken.server.api_keys import KEY_VARIABLE, api_keys
+from foretoken.server.tool_formats import TAGS, TOOL_FORMATS, thinking_tags, tool_format
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -42,6 +43,21 @@ def serve(
         Path | None,
         typer.Option(metavar="PATH", help="Jinja template of conversations, instead of the tokenizer's own."),
     ] = None,
+    tool_call_parser: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help=f"How the model writes tool calls: {', '.join(form.names[0] for form in TOOL_FORMATS)}, none, or auto "
+            "for what its chat template shows.",
+        ),
+    ] = "auto",
+    reasoning_parser: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help=f"How it writes its thoughts: {', '.join(tags.names[0] for tags in TAGS)}, none, or auto.",
+        ),
+    ] = "auto",
     api_key_file: Annotated[
         Path | None,
         typer.Option(
@@ -122,6 +138,7 @@ def serve(
         raise ConfigError(
             f"--per-request-spec-decode-metrics is '{per_request_spec_decode_metrics}'. Expected none or summary."
         )
+    tool_format(tool_call_parser, ""), thinking_tags(reasoning_parser, "")  # names that are not known, before all else
     keys, template = api_keys(api_key_file), None if chat_template is None else options.read_text(chat_template)
     try:
         from foretoken.server.app import ServerConfig, make_app
@@ -133,6 +150,7 @@ def serve(
         names=served_model_name or [model], api_keys=keys, allowed_origins=_origins(allowed_origins or ()),
         has_vllm_metrics=metrics_compat == "vllm",
         has_draft_metrics=per_request_spec_decode_metrics == "summary", chat_template=template,
+        tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser,
     )  # fmt: skip
     listening = _listen(host, port)  # before the model is loaded, which takes long
     from foretoken.engine.async_llm import AsyncLLM

@@ -29,6 +29,8 @@ class StructuredOutputsParams:
         json_object: Whether any JSON object is.
         disable_any_whitespace: Of `json` and `json_object`: no white space but in strings.
         whitespace_pattern: Of the same: a regular expression of the white space between tokens.
+        reasoning: Two texts that begin and end thoughts, which may come first, in any form. An empty first one says
+            that they come in any case, as where the prompt begins them. None for no thoughts.
 
     Raises:
         RequestError: When a value is of another type, too large or nested too deeply. Whether it compiles is found out
@@ -42,6 +44,7 @@ class StructuredOutputsParams:
     json_object: bool | None = None
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
+    reasoning: Sequence[str] | None = None
 
     def __post_init__(self) -> None:
         """Checks types and sizes."""
@@ -61,6 +64,12 @@ class StructuredOutputsParams:
             self._check_choice(self.choice)
         if self.json is not None:
             _check_schema(self.schema)
+        if self.reasoning is not None:
+            check_sequence("reasoning", self.reasoning, "two texts")
+            if len(self.reasoning) != 2 or not self.reasoning[1]:
+                raise RequestError(f"reasoning is {shown(self.reasoning)}. Expected two texts, the second not empty.")
+            for text in self.reasoning:
+                check_text("a text of reasoning", text)
 
     @classmethod
     def read(cls, value: Any) -> Self:

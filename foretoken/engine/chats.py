@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -93,14 +94,22 @@ def _prompt(
 ) -> dict[str, Any]:
     """One conversation as text and token ids."""
     with foreign_errors_as(RequestError, lambda err: f"the chat template refuses the conversation: {one_line(err)}."):
-        text = tokenizer.apply_chat_template(
-            conversation, chat_template=form.chat_template, add_generation_prompt=form.add_generation_prompt,
-            continue_final_message=form.continue_final_message, tools=form.tools, tokenize=False,
-            **form.chat_template_kwargs,
-        )  # fmt: skip
+        try:
+            text = _rendered(conversation, tokenizer, form, as_text=False)
+        except TypeError:  # of a template that adds arguments of calls to text, as DeepSeek's does
+            text = _rendered(conversation, tokenizer, form, as_text=True)
     check_text("what the chat template makes", text)
     codec.check_length(text, "the conversation", context_len - 1, "one less than the context length")
     return {"prompt": text, "prompt_token_ids": codec.encode(text, "the conversation", add_special_tokens=False)}
+
+
+def _rendered(conversation: list[dict[str, Any]], tokenizer: Any, form: ChatFormat, *, as_text: bool) -> Any:
+    """What the template makes of a conversation; as_text: whether arguments of calls are text, as clients send them."""
+    return tokenizer.apply_chat_template(
+        [_with_arguments(message, as_text=as_text) for message in conversation], chat_template=form.chat_template,
+        add_generation_prompt=form.add_generation_prompt, continue_final_message=form.continue_final_message,
+        tools=form.tools, tokenize=False, **form.chat_template_kwargs,
+    )  # fmt: skip
 
 
 def _conversations(messages: Any) -> list[list[dict[str, Any]]]:
@@ -117,8 +126,43 @@ def _message(message: Any) -> dict[str, Any]:
     """A message whose content is text."""
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise RequestError(f"a message is {shown(message)}. Expected {{'role': 'user', 'content': 'text'}}.")
-    content = message.get("content")
-    return dict(message) if content is None else {**message, "content": _text(content)}
+    made = {name: value for name, value in message.items() if value is not None}
+    content, calls = message.get("content"), message.get("tool_calls")
+    made["content"] = None if content is None else _text(content)
+    if calls:
+        _check_calls(calls)
+    if "reasoning" in made:  # as some clients call it
+        made.setdefault("reasoning_content", made["reasoning"])
+    return made
+
+
+def _check_calls(calls: Any) -> None:
+    """Raises `RequestError` unless a message's calls are such."""
+    functions = [
+        call.get("function") if isinstance(call, Mapping) else None for call in (calls if _is_list(calls) else ())
+    ]
+    if not functions or not all(isinstance(each, Mapping) and isinstance(each.get("name"), str) for each in functions):
+        expected = "Expected [{'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': ...}}]."
+        raise RequestError(f"the tool_calls of a message are {shown(calls)}. {expected}")
+
+
+def _with_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
+    """A message whose calls have their arguments as text, or as objects where they are such."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": _arguments(call["function"].get("arguments"), as_text)}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {**message, "tool_calls": calls} if calls else message
+
+
+def _arguments(given: Any, as_text: bool) -> Any:
+    """Arguments of a call as text or as an object; as they are where they are neither."""
+    try:
+        told = json.loads(given) if isinstance(given, str) else given
+        text = given if isinstance(given, str) else json.dumps(given)
+    except (ValueError, TypeError, RecursionError):
+        return given
+    return text if as_text or not isinstance(told, Mapping) else told
 
 
 def _text(content: Any) -> str:

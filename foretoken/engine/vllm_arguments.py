@@ -193,7 +193,7 @@ _OTHER_OPTIONS = OTHER_ARGUMENTS | {
     "disable_frontend_multiprocessing": OtherArgument(_EITHER, "Leave it out."),
     "disable_log_requests": OtherArgument(_EITHER, _LOGS),
     "disable_uvicorn_access_log": OtherArgument(_EITHER, _LOGS),
-    "enable_auto_tool_choice": OtherArgument(_one_of(False), "The text of a call is not parsed. Leave it out."),
+    "enable_auto_tool_choice": OtherArgument(_EITHER, "Leave it out."),
     "enable_force_include_usage": OtherArgument(_one_of(False), "Clients ask with stream_options.include_usage."),
     "enable_log_requests": OtherArgument(_one_of(False), _LOGS),
     "enable_prompt_tokens_details": OtherArgument(_EITHER, "Leave it out."),
@@ -201,13 +201,11 @@ _OTHER_OPTIONS = OTHER_ARGUMENTS | {
     "lora_modules": OtherArgument(_one_of(), "Merge the adapter into the model first."),
     "max_log_len": OtherArgument(_any("any", int, str), _LOGS),
     "middleware": OtherArgument(_one_of(), _PROXY),
-    "reasoning_parser": OtherArgument(_one_of(""), "The model's reasoning is part of its text. Leave it out."),
     "response_role": OtherArgument(_one_of("assistant"), "Answers come from the assistant. Leave it out."),
     "root_path": OtherArgument(_one_of(""), _PROXY),
     "ssl_ca_certs": OtherArgument(_one_of(), _PROXY),
     "ssl_certfile": OtherArgument(_one_of(), _PROXY),
     "ssl_keyfile": OtherArgument(_one_of(), _PROXY),
-    "tool_call_parser": OtherArgument(_one_of(), "The text of a call is not parsed. Leave it out."),
     "uvicorn_log_level": OtherArgument(_TEXT, _LOGS),
 }
 _SHORT = {

@@ -28,7 +28,7 @@ def serve() -> None:
         asked = json.loads(line)
         faulthandler.dump_traceback_later(asked["longest_s"], exit=True)  # by a thread that needs no lock
         try:
-            grammar = _converted(asked["kind"], asked["text"], asked["options"])
+            grammar = _converted(asked["kind"], asked["text"], asked["options"], asked["before"])
             matcher = LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
             answer = {"error": matcher.get_error()} if matcher.is_error() else {"grammar": grammar}
         except BaseException as err:  # noqa: BLE001 - among them the panics of Rust
@@ -37,13 +37,18 @@ def serve() -> None:
         _write(json.dumps(answer).encode() + b"\n")
 
 
-def _converted(kind: Any, text: str, options: Any) -> str:
+def _converted(kind: Any, text: str, options: Any, before: str) -> str:
     """A form in llguidance's own syntax."""
     from llguidance import LLMatcher, grammar_from
 
-    if kind == "json":
-        return str(LLMatcher.grammar_from_json_schema(text, overrides=options))
-    return str(grammar_from(kind, text))
+    is_schema = kind == "json"
+    grammar = str(
+        LLMatcher.grammar_from_json_schema(text, overrides=options) if is_schema else grammar_from(kind, text)
+    )
+    if not before:
+        return grammar
+    (form,) = json.loads(grammar)["grammars"]
+    return json.dumps({"grammars": [{"lark_grammar": before}, {**form, "name": "form"}]})
 
 
 def _write(line: bytes) -> None:

@@ -26,11 +26,13 @@ class Form(NamedTuple):
         kind: "json", "regex", "choice" or "grammar", as llguidance names them.
         text: The schema, expression, list of choices as JSON, or grammar.
         options: Of a schema, as JSON.
+        before: What may come before it, as the beginning of a rule in Lark's syntax.
     """
 
     kind: str
     text: str
     options: str = "{}"
+    before: str = ""
 
 
 class TooSlow(Exception):

@@ -57,7 +57,8 @@ class Grammars:
         if asked is None:
             return None
         kind = asked.kind
-        matcher = self._matcher(_form(asked, kind), kind)
+        form = _form(asked, kind)._replace(before="" if asked.reasoning is None else self._thoughts(*asked.reasoning))
+        matcher = self._matcher(form, kind)
         unwanted = [end for end in self._eos_ids if params.ignore_eos and end not in params.stop_token_ids]
         state = GrammarState(matcher.deep_copy(), vocab_size=self._vocab_size, ends=Ends(self._eos_ids, unwanted))
         if state.error is not None or state.is_over:
@@ -67,6 +68,15 @@ class Grammars:
                 "tokens can have."
             )
         return state
+
+    def _thoughts(self, begin: str, end: str) -> str:
+        """A rule in Lark's syntax for thoughts before a form; see `StructuredOutputsParams.reasoning`."""
+        special = {str(token): id_ for id_, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        first, last = (f"<[{special[tag]}]>" if tag in special else json.dumps(tag) for tag in (begin, end))
+        thoughts = f"TEXT {last}" if end in special else "thoughts"
+        rule = f"thoughts[suffix={last}]: /(?s:.*)/\n" if end not in special else ""
+        start = f"({first} {thoughts} SPACE)?" if begin else f"{thoughts} SPACE"
+        return f"start: {start} @form\n{rule}TEXT: /(?s:.*)/\nSPACE: /[ \\n]{{0,4}}/\n"
 
     def _matcher(self, form: Form, kind: str) -> Any:
         """A matcher at the beginning of a form, which stays there; one thread at a time compiles.

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from foretoken.server.message_parts import MessageReader, joined, whole_message
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -34,6 +36,7 @@ class Envelope:
         has_draft_metrics: Whether it says how drafting went.
         name: Unique; the answer's id ends with it.
         created: Seconds since 1970.
+        readers: Of every message of a stream that has begun, by its index.
     """
 
     request: ServedRequest
@@ -41,6 +44,7 @@ class Envelope:
     has_draft_metrics: bool = False
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=seconds_since_1970)
+    readers: dict[int, MessageReader] = field(default_factory=dict)
 
     def _body(self, kind: str, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """A body with these choices."""
@@ -75,7 +79,10 @@ class Envelope:
             "logprobs": self._logprobs(completion.logprobs, 0 if echo is None else len(echo.text), echo),
         }  # fmt: skip
         if self.request.is_chat:
-            choice["message"] = {"role": "assistant", "content": completion.text, "refusal": None}
+            said = self._said(completion.text)
+            choice["message"] = {"role": "assistant", **said, "refusal": None}
+            if "tool_calls" in said:
+                choice["finish_reason"] = self._finish_reason(completion.finish_reason)
         else:
             choice["text"] = ("" if echo is None else echo.text) + completion.text
         if output.prompt_logprobs is not None and self.request.has_prompt_logprobs:
@@ -104,6 +111,30 @@ class Envelope:
         told = completion_entries(entries, num_top, offset)
         before = {} if echo is None or echo.entries is None else echo.entries
         return {name: [*before.get(name, ()), *values] for name, values in told.items()}
+
+    def _said(self, text: str) -> dict[str, Any]:
+        """What the text of a message says."""
+        form = self.request.message_form
+        return {"content": text} if form is None else whole_message(form, text).message()
+
+    def _finish_reason(self, reason: str | None) -> str | None:
+        """Why a message with calls ended; one that was asked for by name has ended as any text, as at OpenAI."""
+        form = self.request.message_form
+        return "tool_calls" if reason == "stop" and form is not None and form.forced is None else reason
+
+    def _delta(self, index: int, chunk: StreamChunk, choice: dict[str, Any]) -> dict[str, Any]:
+        """What a chunk adds to a message; changes the choice's finish_reason where that has calls."""
+        form = self.request.message_form
+        if form is None:
+            return {"content": chunk.text}
+        reader = self.readers.setdefault(index, MessageReader(form))
+        parts = reader.push(chunk.text)
+        delta = parts.delta()
+        if chunk.finish_reason is not None:
+            delta = joined(parts, reader.finish()).delta()
+            if reader.num_calls:
+                choice["finish_reason"] = self._finish_reason(chunk.finish_reason)
+        return delta
 
     def first(self) -> list[dict[str, Any]]:
         """The first chunk of every message; none of completions."""
@@ -134,7 +165,7 @@ class Envelope:
             "logprobs": self._logprobs(chunk.logprobs, offset, echo),
         }  # fmt: skip
         if self.request.is_chat:
-            choice["delta"] = {"content": chunk.text}
+            choice["delta"] = self._delta(index, chunk, choice)
         else:
             choice["text"] = ("" if echo is None else echo.text) + chunk.text
         if self.request.has_token_ids:

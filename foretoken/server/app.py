@@ -21,6 +21,7 @@ from foretoken.server.errors import ApiError, api_error
 from foretoken.server.guards import Guards, check_origins, open_to
 from foretoken.server.json_body import parse_object
 from foretoken.server.live_request import LiveRequest
+from foretoken.server.message_parts import AnswerFormats
 from foretoken.server.metrics import ServerMetrics
 from foretoken.server.page import page_response
 from foretoken.server.replies import EventStream, JsonResponse, disconnect
@@ -55,6 +56,8 @@ class ServerConfig:
         has_vllm_metrics: Whether /metrics shows figures under vLLM's names too.
         has_draft_metrics: Whether answers say how drafting went, unless a request says otherwise.
         chat_template: How conversations are rendered, in Jinja; None for the tokenizer's own way.
+        tool_call_parser: How the model writes calls: a name of vLLM's, "auto" for what the chat template shows, "none".
+        reasoning_parser: How it writes thoughts, likewise.
         engine_name: The label `engine` of figures, where several servers' stand on one page.
     """
 
@@ -64,6 +67,8 @@ class ServerConfig:
     has_vllm_metrics: bool = False
     has_draft_metrics: bool = False
     chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     engine_name: str = "0"
 
     def __post_init__(self) -> None:
@@ -102,6 +107,11 @@ class _Server:
     def __init__(self, engine: AsyncLLM, config: ServerConfig) -> None:
         self._engine, self._config, self._unknown = engine, config, UnknownFields()
         self._created = seconds_since_1970()
+        self._formats = AnswerFormats.of(
+            engine.llm.tokenizer, config.chat_template, tool_parser=config.tool_call_parser,
+            reasoning_parser=config.reasoning_parser,
+        )  # fmt: skip
+        _log.info("how the model writes, by its template or as told: %s", self._formats)
         self.metrics = ServerMetrics(
             engine, config.names[0], has_vllm_names=config.has_vllm_metrics, name=config.engine_name
         )
@@ -168,7 +178,11 @@ class _Server:
         """POST /v1/chat/completions."""
         body = await self._body(request)
         prompt = await self._conversation(request, body)
-        return await self._served(request, await _read(request, chat_request, body, self._unknown, prompt))
+        return await self._served(request, await self._asked(request, body, prompt))
+
+    async def _asked(self, request: Request, chat: dict[str, Any], prompt: dict[str, Any]) -> ServedRequest:
+        """What a chat asks for."""
+        return await _read(request, chat_request, chat, self._unknown, prompt, self._formats)
 
     async def _conversation(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
         """The prompt that a conversation is rendered to."""
@@ -180,7 +194,7 @@ class _Server:
         body = await self._body(request)
         chat = await _read(request, as_chat, body)
         prompt = await self._conversation(request, chat)
-        asked = await _read(request, chat_request, chat, self._unknown, prompt)
+        asked = await self._asked(request, chat, prompt)
         envelope = ResponseEnvelope(
             request=asked, told=await _read(request, told_back, body), model=self._config.names[0],
             has_draft_metrics=self._has_metrics(asked),

@@ -13,6 +13,7 @@ from foretoken.server.conversations import rendered
 from foretoken.server.errors import ApiError, api_error
 from foretoken.server.json_body import parse_object
 from foretoken.server.live_request import LiveRequest
+from foretoken.server.message_parts import AnswerFormats
 from foretoken.server.request_fields import UnknownFields, chat_form, chat_request, completion_request
 from foretoken.server.response_answers import ResponseEnvelope
 from foretoken.server.response_fields import as_chat, told_back
@@ -73,6 +74,7 @@ class LineAnswers:
     def __init__(self, engine: AsyncLLM, model: str, chat_template: str | None) -> None:
         """See `foretoken.server.batch.run_batch`."""
         self._engine, self._model, self._template, self._unknown = engine, model, chat_template, UnknownFields()
+        self._formats = AnswerFormats.of(engine.llm.tokenizer, chat_template)
 
     async def answer(self, line: Line, asked: dict[str, Any]) -> dict[str, Any]:
         """The line of an answer.
@@ -124,7 +126,7 @@ class LineAnswers:
             request = completion_request(body, self._unknown)
         else:
             chat = as_chat(body) if url == _RESPONSES else body
-            request = chat_request(chat, self._unknown, await self._conversation(chat))
+            request = chat_request(chat, self._unknown, await self._conversation(chat), self._formats)
         has_metrics = bool(request.has_draft_metrics)
         if url == _RESPONSES:
             return ResponseEnvelope(

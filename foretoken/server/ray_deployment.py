@@ -27,6 +27,8 @@ class RayArguments(BaseModel):
         speculative_config: As `-s` takes it, or its JSON as a mapping; None for no drafts.
         served_model_name: Name of the model in requests, or several; None for `model`.
         chat_template: Path of a Jinja template where the application is built; None for the tokenizer's own.
+        tool_call_parser: As `--tool-call-parser`.
+        reasoning_parser: As `--reasoning-parser`.
         api_key_file: Path of a file with API keys, one a line, on every machine; `FORETOKEN_API_KEY` may hold one too.
         allowed_origins: Whose pages browsers let read answers, "*" for all; none for those of the server alone.
         max_num_seqs: Sequences that a replica decodes at once.
@@ -55,6 +57,8 @@ class RayArguments(BaseModel):
     speculative_config: str | dict[str, Any] | None = None
     served_model_name: str | list[str] | None = None
     chat_template: str | None = None
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
     api_key_file: str | None = None
     allowed_origins: list[str] = []
     max_num_seqs: int = Field(8, ge=1)
@@ -120,6 +124,7 @@ class Replica:
             self._engine,
             ServerConfig(
                 names=[names] if isinstance(names, str) else names, chat_template=template,
+                tool_call_parser=arguments.tool_call_parser, reasoning_parser=arguments.reasoning_parser,
                 has_vllm_metrics=arguments.metrics_compat == "vllm",
                 has_draft_metrics=arguments.per_request_spec_decode_metrics == "summary",
                 engine_name=serve.get_replica_context().replica_tag,

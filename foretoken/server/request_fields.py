@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import check_boolean, check_integer, check_sequence, shown
 from foretoken.core.errors import RequestError
 from foretoken.core.sampling_params import MOST_TOKENS, SamplingParams
+from foretoken.core.structured_outputs import StructuredOutputsParams
 from foretoken.core.vllm_sampling import OTHER_FIELDS
 from foretoken.server.errors import ApiError
+from foretoken.server.tool_requests import tool_use
+
+if TYPE_CHECKING:
+    from foretoken.server.message_parts import AnswerFormats, MessageForm
 
 _log = logging.getLogger(__name__)
 
@@ -19,7 +24,7 @@ MOST_CHOICES = 128  # completions of one request, over all its prompts
 _MOST_LOGPROBS = 20
 _MOST_ITEMS = {
     "stop": 64, "stop_token_ids": 1024, "logit_bias": 4096, "bad_words": 256, "allowed_token_ids": 262_144,
-    "tools": 128, "messages": 4096,
+    "messages": 4096,
 }  # fmt: skip
 _OTHERWISE = {"logprobs", "n", "output_kind"}  # fields of `SamplingParams` that have another form here
 _SAMPLING = frozenset({field.name for field in fields(SamplingParams)} | OTHER_FIELDS.keys()) - _OTHERWISE
@@ -31,14 +36,13 @@ _SHARED = frozenset({
 # What asks for nothing that would change an answer.
 _IGNORED = frozenset({
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "priority", "request_id",
-    "parallel_tool_calls", "reasoning_effort", "verbosity", "return_tokens_as_token_ids",
+    "reasoning_effort", "verbosity", "return_tokens_as_token_ids",
 })  # fmt: skip
 # Values, besides null, with which a field asks for nothing, and what to do instead of the others.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "suffix": (("",), "Text is only continued at its end. Leave it out."),
-    "functions": (([],), "Pass tools, which the chat template shows to the model."),
-    "function_call": (("none", "auto"), "Pass tools, which the chat template shows to the model."),
-    "tool_choice": (("none", "auto"), "The model decides about calls by itself. Expected 'none' or 'auto'."),
+    "functions": (([],), "Pass tools."),
+    "function_call": (("none", "auto"), "Pass tools and tool_choice."),
     "modalities": ((["text"],), "Only text is generated. Leave it out."),
     "audio": ((), "Only text is generated. Leave it out."),
     "web_search_options": ((), "Nothing is fetched for a request. Leave it out."),
@@ -111,6 +115,7 @@ class ServedRequest:
         has_token_ids: Whether token ids are sent beside the text.
         has_origins: Whether parts of a stream say which of their text was drafted.
         has_draft_metrics: Whether the answer says how drafting went; None leaves that to the server.
+        message_form: How the text of a message is read; None where all of it is content.
     """
 
     prompts: list[Any]
@@ -127,6 +132,7 @@ class ServedRequest:
     has_token_ids: bool = False
     has_origins: bool = False
     has_draft_metrics: bool | None = None
+    message_form: MessageForm | None = None
 
 
 class UnknownFields:
@@ -168,19 +174,31 @@ def completion_request(body: Mapping[str, Any], unknown: UnknownFields) -> Serve
     return _request(given, prompts, is_chat=False, num_top_logprobs=num_logprobs, **more)
 
 
-def chat_request(body: Mapping[str, Any], unknown: UnknownFields, prompt: Mapping[str, Any]) -> ServedRequest:
+def chat_request(
+    body: Mapping[str, Any], unknown: UnknownFields, prompt: Mapping[str, Any], formats: AnswerFormats
+) -> ServedRequest:
     """What a body of /v1/chat/completions asks for.
 
     Args:
         body: Its fields.
         unknown: Takes those that are not known.
         prompt: The conversation, rendered; see `chat_form`.
+        formats: How the model writes calls and thoughts.
 
     Raises:
         ApiError: When a field does not fit.
     """
-    own = {"messages", "max_completion_tokens", "top_logprobs", "tools", *_FORM}
+    own = {"messages", "max_completion_tokens", "top_logprobs", *_TOOLS, *_FORM}
     given = _known(body, unknown, own=own, refused=_REFUSED.keys())
+    tools = tool_use(given)
+    form = formats.form(prompt["prompt"], tools)
+    if form is not None and formats.has_special_markers:
+        given["skip_special_tokens"] = False  # else the markers would not be there
+    if tools is not None and tools.choice == "required":
+        if "structured_outputs" in given:
+            raise ApiError("structured_outputs and a call that has to come exclude each other. Pass one of them.")
+        given.pop("response_format", None)  # of the content, of which there is none
+        given["structured_outputs"] = tools.forced_form()
     num_top = checked_integer(given, "top_logprobs", 0, _MOST_LOGPROBS)
     has_logprobs = checked_boolean(given, "logprobs")
     if num_top and not has_logprobs:
@@ -189,9 +207,12 @@ def chat_request(body: Mapping[str, Any], unknown: UnknownFields, prompt: Mappin
     given["max_tokens"] = given.get("max_tokens") if limit is None else limit
     prompts, num_logprobs = [_with_extras(prompt, given)], (num_top or 0) if has_logprobs else None
     has_prompt = "prompt_logprobs" in given
-    return _request(given, prompts, is_chat=True, num_top_logprobs=num_logprobs, has_prompt_logprobs=has_prompt)
+    return _request(
+        given, prompts, is_chat=True, num_top_logprobs=num_logprobs, has_prompt_logprobs=has_prompt, message_form=form
+    )
 
 
+_TOOLS = ("tools", "tool_choice", "parallel_tool_calls")
 _FORM = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
 
 
@@ -205,11 +226,11 @@ def chat_form(body: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
         raise ApiError("messages is missing. Expected a list of messages with role and content.", param="messages")
     if not isinstance(body["messages"], list) or not all(isinstance(each, Mapping) for each in body["messages"]):
         raise ApiError("messages are no list of objects. Expected messages with role and content.", param="messages")
-    if body.get("tools") is not None and not isinstance(body["tools"], list):
-        raise ApiError("tools are no list. Expected descriptions of functions.", param="tools")
-    for name in ("messages", "tools"):
-        _check_size(name, body.get(name))
-    form = {name: body[name] for name in (*_FORM, "tools") if body.get(name) is not None}
+    _check_size("messages", body["messages"])
+    form = {name: body[name] for name in _FORM if body.get(name) is not None}
+    tools = tool_use(body)
+    if tools is not None and tools.choice != "none":
+        form["tools"] = body["tools"]
     if form.get("continue_final_message") is True:
         form.setdefault("add_generation_prompt", False)
     variables = form.get("chat_template_kwargs", {})
@@ -266,7 +287,13 @@ def _request(given: Mapping[str, Any], prompts: list[Any], *, is_chat: bool, **m
     is_streamed = checked_boolean(given, "stream")
     return ServedRequest(
         prompts=prompts,
-        params=_params(given, n, more["num_top_logprobs"], max_tokens=None if is_chat else 16),
+        params=_params(
+            given,
+            n,
+            more["num_top_logprobs"],
+            max_tokens=None if is_chat else 16,
+            thoughts=form.thoughts if (form := more.get("message_form")) else None,
+        ),
         has_max_tokens=given.get("max_tokens") is not None,
         is_chat=is_chat,
         is_streamed=is_streamed,
@@ -279,8 +306,19 @@ def _request(given: Mapping[str, Any], prompts: list[Any], *, is_chat: bool, **m
     )
 
 
-def _params(given: Mapping[str, Any], n: int, num_logprobs: int | None, *, max_tokens: int | None) -> SamplingParams:
-    """How completions are sampled; the engine's own checks find what does not fit."""
+def _params(
+    given: Mapping[str, Any], n: int, num_logprobs: int | None, *, max_tokens: int | None,
+    thoughts: tuple[str, str] | None,
+) -> SamplingParams:  # fmt: skip
+    """How completions are sampled; the engine's own checks find what does not fit.
+
+    Args:
+        given: Fields of the request.
+        n: Completions.
+        num_logprobs: Alternatives of each token; None for no log-probabilities.
+        max_tokens: Where the request does not say.
+        thoughts: Before a form of output; see `StructuredOutputsParams.reasoning`.
+    """
     for name in _MOST_ITEMS:
         _check_size(name, given.get(name))
     values = {name: value for name, value in given.items() if name in _SAMPLING and name != "best_of"}
@@ -295,6 +333,9 @@ def _params(given: Mapping[str, Any], n: int, num_logprobs: int | None, *, max_t
             raise ApiError("response_format and structured_outputs exclude each other. Pass one of them.")
         values["structured_outputs"] = form
     try:
+        if thoughts is not None and "structured_outputs" in values:
+            asked = StructuredOutputsParams.read(values["structured_outputs"])
+            values["structured_outputs"] = replace(asked, reasoning=thoughts)
         return SamplingParams(**values)
     except RequestError as err:
         raise ApiError(str(err), param=next((name for name in values if str(err).startswith(name)), None)) from err

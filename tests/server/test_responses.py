@@ -208,7 +208,7 @@ def test_a_form_that_is_null_asks_for_text(text: Any, speculative: LiveServer) -
         ({"conversation": "conv_1"}, "conversation", "Send the whole conversation as input."),
         ({"background": True}, "background", "set stream"),
         ({"tools": [{"type": "web_search"}]}, "tools", "Calls are not parsed."),
-        ({"tool_choice": "required"}, "tool_choice", "Expected 'none' or 'auto'."),
+        ({"tool_choice": "required"}, "tool_choice", "without tools."),
         ({"truncation": "auto"}, "truncation", "Shorten it."),
         ({"max_tokens": 5}, "max_tokens", "Pass max_output_tokens."),
         ({"messages": TALK}, "messages", "Send them as input."),

@@ -1,0 +1,346 @@
+"""What an answer's text says: thoughts, content and calls, however the text is cut into pieces."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from foretoken.server.tool_formats import FORCED, CallEnd, thinking_tags, tool_format
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.server.tool_formats import Call, Schemas, Tags, ToolFormat
+    from foretoken.server.tool_requests import ToolUse
+
+_MOST_SPACES = 64  # before a tag that begins thoughts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MessageForm:
+    """How the text of an answer is read.
+
+    Attributes:
+        tags: Of thoughts; None where there are none.
+        is_thinking: Whether the prompt ends within thoughts.
+        calls: How calls are written; None where there are none.
+        schemas: The parameters of every tool, by its name.
+        forced: The tool whose arguments the whole answer is; None for any calls.
+        is_parallel: Whether an answer may have several calls.
+    """
+
+    tags: Tags | None = None
+    is_thinking: bool = False
+    calls: ToolFormat | None = None
+    schemas: Schemas = field(default_factory=dict)
+    forced: str | None = None
+    is_parallel: bool = True
+
+    @property
+    def is_certain(self) -> bool:
+        """Whether the text begins with thoughts whatever it begins with."""
+        return self.is_thinking or (self.tags is not None and self.tags.is_certain)
+
+    @property
+    def thoughts(self) -> tuple[str, str] | None:
+        """What begins and ends thoughts before a form of output; see `StructuredOutputsParams.reasoning`."""
+        return None if self.tags is None else ("" if self.is_certain else self.tags.begin, self.tags.end)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerFormats:
+    """How a model writes.
+
+    Attributes:
+        calls: Its calls; None where that is not known.
+        tags: Its thoughts; None where it has none.
+        has_special_markers: Whether markers of either are special tokens, which texts leave out.
+    """
+
+    calls: ToolFormat | None = None
+    tags: Tags | None = None
+    has_special_markers: bool = False
+
+    @classmethod
+    def of(
+        cls, tokenizer: Any, template: str | None, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
+    ) -> AnswerFormats:
+        """Those of a model.
+
+        Args:
+            tokenizer: The model's.
+            template: How conversations are rendered, in Jinja; None for the tokenizer's own.
+            tool_parser: See `tool_format`.
+            reasoning_parser: See `thinking_tags`.
+
+        Raises:
+            ConfigError: When there is no such parser.
+        """
+        own = template or getattr(tokenizer, "chat_template", None) or ""
+        source = own if isinstance(own, str) else "\n".join(map(str, own.values()))
+        calls, tags = tool_format(tool_parser, source), thinking_tags(reasoning_parser, source)
+        tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        special = {str(token) for token in tokens if getattr(token, "special", False)}
+        markers = {*(calls.markers if calls else ()), *(tags[1:3] if tags else ())}
+        return cls(calls=calls, tags=tags, has_special_markers=bool(special & markers))
+
+    def __str__(self) -> str:
+        """The parsers by their names, which options take."""
+        calls, thoughts = self.calls and self.calls.names[0], self.tags and self.tags.names[0]
+        return f"tool calls {calls or 'none'}, thoughts {thoughts or 'none'}"
+
+    def form(self, prompt: str, tools: ToolUse | None) -> MessageForm | None:
+        """How an answer is read; None where all of it is content.
+
+        Args:
+            prompt: What the conversation is rendered to, which may begin thoughts, or say that there are none.
+            tools: What the request says of tools.
+        """
+        text, tags = prompt.rstrip(), self.tags
+        if tags is not None and text.endswith(tags.end):
+            tags = None
+        use = tools if tools is not None and tools.choice != "none" else None
+        calls = None if use is None else FORCED if use.choice == "required" else self.calls
+        if tags is None and calls is None:
+            return None
+        return MessageForm(
+            tags=tags, is_thinking=tags is not None and text.endswith(tags.begin), calls=calls,
+            schemas=use.schemas if use else {}, forced=use.forced if use else None,
+            is_parallel=use is None or use.is_parallel,
+        )  # fmt: skip
+
+
+@dataclass(slots=True)
+class MessageParts:
+    """What a piece of text adds to a message.
+
+    Attributes:
+        reasoning: To its thoughts.
+        content: To its content.
+        calls: To its calls, in OpenAI's form for parts of a stream.
+    """
+
+    reasoning: str = ""
+    content: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def delta(self) -> dict[str, Any]:
+        """The fields of a message that this adds to."""
+        thoughts = {"reasoning_content": self.reasoning, "reasoning": self.reasoning} if self.reasoning else {}
+        content = {"content": self.content} if self.content else {}
+        return {**thoughts, **content, **({"tool_calls": self.calls} if self.calls else {})}
+
+    def message(self) -> dict[str, Any]:
+        """The same of a whole message, whose content is null where there are only calls."""
+        calls = [{key: value for key, value in call.items() if key != "index"} for call in self.calls]
+        content = self.content or (None if calls else "")
+        return {**self.delta(), "content": content, **({"tool_calls": calls} if calls else {})}
+
+
+class MessageReader:
+    """Reads the text of one message.
+
+    All pieces together bring the same, however the text is cut: what may begin a call or end thoughts is held back
+    until that is decided, a call comes as a whole, and what is none after all is content. Time is linear in the text.
+    """
+
+    def __init__(self, form: MessageForm) -> None:
+        """Nothing has come."""
+        self._form, self._rest, self._mark = form, "", ""
+        self._thoughts, self._content = _Spaced(is_begun=False), _Spaced(is_begun=True)
+        self._held: list[str] = []
+        self.num_calls = 0
+        self._step = self._enter if form.tags is not None else self._behind_thoughts()
+        self._markers = () if form.calls is None else form.calls.markers
+        self._marker = re.compile("|".join(map(re.escape, self._markers)) or "(?!)")
+
+    def push(self, text: str) -> MessageParts:
+        """What a further piece of the text adds."""
+        parts = MessageParts()
+        self._rest += text
+        while self._step(parts):
+            pass
+        return parts
+
+    def finish(self) -> MessageParts:
+        """What the end of the text adds."""
+        parts = MessageParts()
+        if self._step == self._enter:
+            self._step = self._think if self._form.is_certain else self._behind_thoughts()
+        if self._step == self._think:
+            parts.reasoning += self._thoughts.add(self._rest)
+        elif self._step == self._hold:
+            self._end_call(parts, is_closed=bool(self._form.calls and self._form.calls.close))
+            parts.content += self._content.add(self._rest)
+        else:
+            self._step(parts)
+            parts.content += self._content.add(self._rest)
+        self._rest = ""
+        if not self.num_calls:
+            parts.content += self._content.flush()
+        return parts
+
+    def _behind_thoughts(self) -> Any:
+        """The step behind thoughts, or where there are none."""
+        return self._edge if self._form.forced is None else self._argue
+
+    def _enter(self, _: MessageParts) -> bool:
+        """Finds out whether thoughts begin."""
+        assert self._form.tags is not None, "there are thoughts"
+        begin, text = self._form.tags.begin, self._rest.lstrip()
+        is_far = len(self._rest) - len(text) > _MOST_SPACES
+        if not is_far and text.startswith(begin):
+            self._rest, self._step = text[len(begin) :], self._think
+        elif not is_far and begin.startswith(text):
+            return False
+        else:
+            self._step = self._think if self._form.is_certain else self._behind_thoughts()
+        return True
+
+    def _think(self, parts: MessageParts) -> bool:
+        """Reads thoughts."""
+        assert self._form.tags is not None, "there are thoughts"
+        thoughts, end, rest = self._rest.partition(self._form.tags.end)
+        if not end:
+            thoughts, rest = _cut(self._rest, (self._form.tags.end,))
+        parts.reasoning += self._thoughts.add(thoughts)
+        self._rest = rest
+        if end:
+            self._step, self._content = self._behind_thoughts(), _Spaced(is_begun=False)
+        return bool(end)
+
+    def _edge(self, parts: MessageParts) -> bool:
+        """Reads what stands before a call that may begin without a marker."""
+        form = self._form.calls
+        if form is not None and form.bare:
+            text = self._rest.lstrip(form.between + " \t\r\n")
+            parts.content += self._content.add(self._rest[: len(self._rest) - len(text)], is_space=True)
+            self._rest = text
+            if not text:
+                return False
+            if text[0] in form.bare:
+                self._begin_call("")
+                return True
+        self._step = self._write
+        return True
+
+    def _write(self, parts: MessageParts) -> bool:
+        """Reads content up to the next marker."""
+        found = self._marker.search(self._rest)
+        if found is None:
+            text, self._rest = _cut(self._rest, self._markers)
+            parts.content += self._content.add(text)
+            return False
+        parts.content += self._content.add(self._rest[: found.start()])
+        self._rest = self._rest[found.end() :]
+        assert self._form.calls is not None, "it has markers"
+        if found[0] in self._form.calls.opens:
+            self._begin_call(found[0])
+        elif self._form.calls.bare:
+            self._step = self._edge
+        return True
+
+    def _begin_call(self, mark: str) -> None:
+        """A call begins here, behind its marker."""
+        assert self._form.calls is not None, "there are calls"
+        self._mark, self._held, self._end, self._step = mark, [], CallEnd(self._form.calls), self._hold
+
+    def _hold(self, parts: MessageParts) -> bool:
+        """Holds a call back until its end has come."""
+        end = self._end.feed(self._rest)
+        self._held.append(self._rest[:end])
+        self._rest = "" if end is None else self._rest[end:]
+        if end is not None:
+            self._end_call(parts)
+        return end is not None
+
+    def _end_call(self, parts: MessageParts, *, is_closed: bool = True) -> None:
+        """Reads a call; what is none is content."""
+        text = "".join(self._held)
+        calls = self._calls(text) if is_closed else []
+        if calls:
+            self._content.drop()
+            for call in calls:
+                self._add(parts, call.name, call.arguments)
+        else:
+            parts.content += self._content.add(self._mark + text)
+        self._step = self._edge if calls else self._write
+
+    def _calls(self, text: str) -> Sequence[Call]:
+        """The calls that a text is; none where it is something else."""
+        form = self._form.calls
+        assert form is not None, "there are calls"
+        try:
+            calls = form.read(text.removesuffix(form.close) if form.close else text, self._form.schemas)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return []
+        is_known = bool(self._mark) or all(call.name in self._form.schemas for call in calls)
+        return calls if is_known else []
+
+    def _argue(self, parts: MessageParts) -> bool:
+        """Reads the arguments of a call that was asked for by name."""
+        text, self._rest = self._rest, ""
+        if self.num_calls and text:
+            parts.calls.append({"index": 0, "function": {"arguments": text}})
+        elif text.lstrip():
+            self._add(parts, self._form.forced or "", text.lstrip())
+        return False
+
+    def _add(self, parts: MessageParts, name: str, arguments: str) -> None:
+        """Adds a call, unless there is one already and may be only one."""
+        if self.num_calls and not self._form.is_parallel:
+            return
+        made = (self._form.calls or FORCED).new_id()
+        function = {"name": name, "arguments": arguments}
+        parts.calls.append({"index": self.num_calls, "id": made, "type": "function", "function": function})
+        self.num_calls += 1
+
+
+def whole_message(form: MessageForm, text: str) -> MessageParts:
+    """What the whole text of an answer says."""
+    reader = MessageReader(form)
+    return joined(reader.push(text), reader.finish())
+
+
+def joined(first: MessageParts, second: MessageParts) -> MessageParts:
+    """What two pieces of a text add together."""
+    return MessageParts(first.reasoning + second.reasoning, first.content + second.content, first.calls + second.calls)
+
+
+class _Spaced:
+    """Text whose spaces are held back until more follows."""
+
+    def __init__(self, *, is_begun: bool) -> None:
+        """is_begun: whether spaces at the beginning are part of it."""
+        self._spaces: list[str] = []
+        self._is_begun = is_begun
+
+    def add(self, text: str, *, is_space: bool = False) -> str:
+        """What can be shown of a further text; is_space: whether all of it counts as spaces."""
+        body = "" if is_space else text.rstrip()
+        if not body:
+            self._spaces.append(text)
+            return ""
+        shown = "".join(self._spaces) + body if self._is_begun else body.lstrip()
+        self._spaces, self._is_begun = [text[len(body) :]], True
+        return shown
+
+    def drop(self) -> None:
+        """Forgets spaces, which stand before a call."""
+        self._spaces = []
+
+    def flush(self) -> str:
+        """The spaces at the end."""
+        shown = "".join(self._spaces) if self._is_begun else ""
+        self._spaces = []
+        return shown
+
+
+def _cut(text: str, markers: tuple[str, ...]) -> tuple[str, str]:
+    """A text, and the end of it with which a marker may begin."""
+    most = max(map(len, markers), default=1) - 1
+    for at in range(max(0, len(text) - most), len(text)):
+        if any(marker.startswith(text[at:]) for marker in markers):
+            return text[:at], text[at:]
+    return text, ""

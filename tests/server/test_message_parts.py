@@ -1,0 +1,285 @@
+"""Thoughts, content and calls of a message: what every format means, in any pieces, malformed and at length."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from foretoken.core.errors import ConfigError
+from foretoken.server.message_parts import (
+    AnswerFormats,
+    MessageForm,
+    MessageParts,
+    MessageReader,
+    joined,
+    whole_message,
+)
+from foretoken.server.tool_formats import FORCED, TAGS, TOOL_FORMATS, CallEnd, ToolFormat, thinking_tags, tool_format
+from foretoken.server.tool_requests import ToolUse
+
+SCHEMAS: dict[str, Any] = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"}, "days": {"type": "integer"}, "wind": {"anyOf": [{"type": "boolean"}]},
+            "where": {"type": ["string", "null"]}, "list": {"type": "array"},
+        },
+    },
+    "now": {"type": "object"},
+}  # fmt: skip
+V3 = "<\uff5ctool▁call▁begin\uff5c>function<\uff5ctool▁sep\uff5c>{}\n```json\n{}\n```<\uff5ctool▁call▁end\uff5c>"
+V31 = "<\uff5ctool▁call▁begin\uff5c>{}<\uff5ctool▁sep\uff5c>{}<\uff5ctool▁call▁end\uff5c>"
+BEGIN, END = "<\uff5ctool▁calls▁begin\uff5c>", "<\uff5ctool▁calls▁end\uff5c>"
+PARIS = ("weather", {"city": "Paris", "days": 2})
+TRICKY = ("weather", {"city": 'a "b" </tool_call> \\ ]}) [ARGS] é\n'})
+NOW = ("now", {})
+# Format, text, content, calls.
+WRITTEN: list[tuple[str, str, str, list[tuple[str, Any]]]] = [
+    (
+        "hermes",
+        '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris", "days": 2}}\n</tool_call>',
+        "", [PARIS],
+    ),
+    (
+        "hermes",
+        f'Let me see.\n\n<tool_call>{json.dumps({"name": "weather", "arguments": TRICKY[1]})}</tool_call>\n'
+        '<tool_call>{"name": "now"}</tool_call>\n',
+        "Let me see.", [TRICKY, NOW],
+    ),
+    ("hermes", '<tool_call>{"name": "other", "parameters": "{\\"a\\": 1}"}', "", [("other", {"a": 1})]),
+    ("hermes", "a < b, <tool, <tool_calls> and {}", "a < b, <tool, <tool_calls> and {}", []),
+    (
+        "qwen3_coder",
+        "<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n</parameter>\n"
+        "</function>\n</tool_call>",
+        "", [PARIS],
+    ),
+    (
+        "qwen3_coder",
+        "So:\n<tool_call><function=weather><parameter=city>5</parameter><parameter=where>null</parameter>"
+        '<parameter=wind>true</parameter><parameter=list>[1, "x"]</parameter><parameter=days>many</parameter>'
+        "<parameter=new>1</parameter></function></tool_call>",
+        "So:",
+        [("weather", {"city": "5", "where": None, "wind": True, "list": [1, "x"], "days": "many", "new": "1"})],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris", "days": 2}}, '
+        '{"name": "now", "arguments": {}}]',
+        "", [PARIS, NOW],
+    ),
+    (
+        "mistral",
+        f'Well. [TOOL_CALLS]weather[ARGS]{json.dumps(TRICKY[1])}[TOOL_CALLS]weather[CALL_ID]a1[ARGS]'
+        '{"city": "Paris", "days": 2}[TOOL_CALLS]now{}',
+        "Well.", [TRICKY, PARIS, NOW],
+    ),
+    ("deepseek_v3", BEGIN + V3.format("weather", json.dumps(PARIS[1])) + "\n" + V3.format("now", "{}") + END, "",
+     [PARIS, NOW]),
+    ("deepseek_v3", "Yes." + BEGIN + V31.format("weather", json.dumps(TRICKY[1])) + V31.format("function", "{}") + END,
+     "Yes.", [TRICKY, ("function", {})]),
+    ("pythonic", '[weather(city="Paris", days=2), now()]', "", [PARIS, NOW]),
+    ("pythonic", "<|python_start|>[weather(city='\\d\\'[', days=-1, list=[1, {'a': (True, None)}])]<|python_end|>", "",
+     [("weather", {"city": "\\d'[", "days": -1, "list": [1, {"a": [True, None]}]})]),
+    ("pythonic", "[1, 2] are numbers, [now()] is no call here", "[1, 2] are numbers, [now()] is no call here", []),
+    ("llama3_json", '{"name": "weather", "parameters": {"city": "Paris", "days": 2}}', "", [PARIS]),
+    ("llama3_json", '<|python_tag|>{"name": "now", "parameters": {}}; {"name": "weather", "parameters": '
+     '{"city": "Paris", "days": 2}}', "", [NOW, PARIS]),
+    ("llama3_json", '{"name": "Ann", "parameters": {}} is JSON', '{"name": "Ann", "parameters": {}} is JSON', []),
+    ("llama3_json", "the set {1, 2}", "the set {1, 2}", []),
+    ("forced", '[{"name": "now", "parameters": {}}, {"name": "weather", "parameters": {"city": "Paris", "days": 2}}]',
+     "", [NOW, PARIS]),
+    ("forced", '[{"name": "now", "parameters": {}}, {"name": "weath', ', {"name": "weath', [NOW]),
+]  # fmt: skip
+MALFORMED = {
+    "hermes": ["<tool_call>{'name': 'now'}</tool_call> x", '<tool_call>{"name": 5}</tool_call>',
+               "<tool_call>[]</tool_call>",
+               '<tool_call>{"name": "now", "arguments": [1]}</tool_call>', "<tool_call>" + "[" * 100_000,
+               '<tool_call>{"name": "now", "arguments": {"a": 1e999}}</tool_call>', "<tool_call></tool_call>",
+               '<tool_call>{"name": "now", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>",
+               '<tool_call>{"name": "\\ud800"}</tool_call>'],
+    "qwen3_coder": ["<tool_call>x</tool_call>", "<tool_call><function=now</function></tool_call>",
+                    "<tool_call><function=now><parameter=a</function></tool_call>"],
+    "mistral": ["[TOOL_CALLS]", "[TOOL_CALLS]now]", "[TOOL_CALLS] []", "[TOOL_CALLS]{}", "[TOOL_CALLS]" + "[" * 100,
+                "[TOOL_CALLS]" + "{" * 60 + "}" * 60],
+    "deepseek_v3": [V31.format("now", "[]"), V31.format("", "{}"), V3.format("now", "{")],
+    "pythonic": ["[now(1)]", "[now(**{})]", "[now(a=b)]", "[now(a=f'{x}')]", "[now(a=b'x')]", "[(lambda: 0)()]", "[]",
+                 "[now(a=" + "9" * 5000 + ")]", "[now(a=1e999)]", "[now(a='\x00')]", "[__import__(name='os')]",
+                 "[" * 60 + "]" * 60, "[" + "{" * 50 + "}" * 50 + "]", "[" + "f(a=" * 50 + ")" * 50 + "]"],
+    "llama3_json": ["{", '{"name": "now", "parameters": 5}', "<|python_tag|>print({1: 2})", "{" * 100],
+}  # fmt: skip
+
+
+def format_of(name: str) -> ToolFormat | None:
+    return FORCED if name == "forced" else tool_format(name, "")
+
+
+def told(parts: MessageParts) -> tuple[str, str, list[tuple[str, Any]]]:
+    """What a message says, without the calls' ids."""
+    calls: dict[int, list[str]] = {}
+    for call in parts.calls:
+        at = calls.setdefault(call["index"], [call["function"].get("name", ""), ""])
+        at[1] += call["function"]["arguments"]
+        assert (len(at[1]) > len(call["function"]["arguments"])) or (call["type"] == "function" and call["id"])
+    return parts.reasoning, parts.content, [(name, json.loads(text)) for name, text in calls.values()]
+
+
+def in_pieces(form: MessageForm, text: str, cuts: list[int]) -> MessageParts:
+    reader, made = MessageReader(form), MessageParts()
+    edges = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    for start, end in pairwise(edges):
+        made = joined(made, reader.push(text[start:end]))
+    return joined(made, reader.finish())
+
+
+@pytest.mark.parametrize(("name", "text", "content", "calls"), WRITTEN)
+def test_calls_of_every_format(name: str, text: str, content: str, calls: list[tuple[str, Any]]) -> None:
+    form = MessageForm(calls=format_of(name), schemas=SCHEMAS)
+    assert told(whole_message(form, text)) == ("", content, calls)
+    assert told(in_pieces(form, text, list(range(len(text))))) == ("", content, calls), "a character at a time"
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+def test_what_is_no_call_is_content(name: str) -> None:
+    form = MessageForm(calls=format_of(name), schemas=SCHEMAS)
+    for text in MALFORMED[name]:
+        parts = whole_message(form, text)
+        assert (parts.content, parts.calls) == (text, []), text[:80]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(WRITTEN),
+    st.lists(st.integers(0, 400)),
+    st.sampled_from(["", "<think>a < b\n</think>\n\n", "<think>"]),
+)
+def test_pieces_change_nothing(written: Any, cuts: list[int], thoughts: str) -> None:
+    name, text, *_ = written
+    form = MessageForm(calls=format_of(name), schemas=SCHEMAS, tags=TAGS[0])
+    assert told(in_pieces(form, thoughts + text, cuts)) == told(whole_message(form, thoughts + text))
+
+
+FRAGMENTS = st.lists(st.sampled_from([
+    "<think>", "</think>", "<tool_call>", "</tool_call>", '{"name": "now", "arguments": {}}', "{", "}", "[", "]",
+    "(", ")", '"', "'", "\\", "[TOOL_CALLS]", "[ARGS]", BEGIN, END, V31.format("now", "{}"), "now", "=", ",", ";", " ",
+    "\n\n", "x", "<", "<tool", "<|python_tag|>", "[now()]", "<function=now>", "</function>", "<parameter=a>",
+    "</parameter>", "é",
+]), max_size=24).map("".join)  # fmt: skip
+
+
+@settings(max_examples=600, deadline=None)
+@given(FRAGMENTS, st.lists(st.integers(0, 400), max_size=30), st.sampled_from([*TOOL_FORMATS, FORCED, None]),
+       st.sampled_from([*TAGS, None]), st.booleans(), st.booleans(), st.sampled_from([None, "now"]))  # fmt: skip
+def test_pieces_of_any_text_change_nothing(
+    text: str, cuts: list[int], calls: Any, tags: Any, is_thinking: bool, is_parallel: bool, forced: str | None
+) -> None:
+    if forced is not None:
+        calls = FORCED
+    form = MessageForm(
+        calls=calls, tags=tags, is_thinking=is_thinking and tags is not None, schemas=SCHEMAS, is_parallel=is_parallel,
+        forced=forced,
+    )  # fmt: skip
+    whole, pieces = whole_message(form, text), in_pieces(form, text, cuts)
+    if forced is not None:  # its arguments come as they are, and may be cut
+        whole.calls, pieces.calls = (
+            [{**each, "id": "", "index": 0} for each in made.calls] for made in (whole, pieces)
+        )
+        arguments = ["".join(each["function"]["arguments"] for each in made.calls) for made in (whole, pieces)]
+        assert arguments[0] == arguments[1]
+        whole.calls = pieces.calls = []
+    assert told(whole) == told(pieces)
+    assert is_parallel or len(whole.calls) <= 1
+    if calls is None and tags is None:
+        assert whole.content == text
+
+
+@pytest.mark.parametrize(
+    ("name", "is_thinking", "text", "expected"),
+    [
+        ("qwen3", False, "<think>\nHm.\n</think>\n\nYes.\n", ("Hm.", "Yes.\n")),
+        ("qwen3", False, "Yes, <think> is a tag.", ("", "Yes, <think> is a tag.")),
+        ("qwen3", False, " <thin", ("", " <thin")),
+        ("qwen3", True, "\nHm.\n</think>\n\nYes.", ("Hm.", "Yes.")),
+        ("qwen3", True, "Hm. </th", ("Hm. </th", "")),
+        ("qwen3", True, "<think>Hm.</think></think>", ("Hm.", "</think>")),
+        ("deepseek_r1", False, "Hm.</think>Yes.", ("Hm.", "Yes.")),
+        ("deepseek_r1", False, "Hm.", ("Hm.", "")),
+        ("mistral", False, "[THINK]Hm.[/THINK]Yes.", ("Hm.", "Yes.")),
+    ],
+)
+def test_thoughts(name: str, is_thinking: bool, text: str, expected: tuple[str, str]) -> None:
+    form = MessageForm(tags=thinking_tags(name, ""), is_thinking=is_thinking)
+    assert told(whole_message(form, text))[:2] == expected
+    assert told(in_pieces(form, text, list(range(len(text)))))[:2] == expected
+
+
+def test_a_text_is_shown_as_soon_as_it_is_decided() -> None:
+    reader = MessageReader(MessageForm(calls=tool_format("hermes", ""), tags=TAGS[0]))
+    pieces = ["<th", "ink>A", " b</", "think> C <", "3 ", "D<tool_call>", '{"name": "now"}', "</tool_call>"]
+    shown = [reader.push(piece).delta() for piece in pieces]
+    thoughts = [{"reasoning_content": text, "reasoning": text} for text in ("A", " b")]
+    assert shown[:7] == [{}, *thoughts, {"content": "C"}, {"content": " <3"}, {"content": " D"}, {}]
+    (call,) = shown[7]["tool_calls"]
+    assert call["function"] == {"name": "now", "arguments": "{}"}
+
+
+def test_arguments_of_a_named_tool_come_in_pieces() -> None:
+    form = MessageForm(calls=FORCED, schemas=SCHEMAS, forced="weather", tags=TAGS[0], is_thinking=True)
+    reader = MessageReader(form)
+    parts = [reader.push(piece) for piece in ("Hm.", "</think>\n", '{"city": ', '"Paris"', ', "days": 2}')]
+    assert [call["function"].get("name") for part in parts for call in part.calls] == ["weather", None, None]
+    made = MessageParts()
+    for part in parts:
+        made = joined(made, part)
+    assert told(made) == ("Hm.", "", [PARIS])
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.names[0])
+def test_time_is_linear_in_the_text(form: ToolFormat) -> None:
+    """What is looked at again with the next piece is short, however much is held back."""
+    mark = form.opens[0] if form.opens else ""
+    for begin, unit in ((mark, '"\\" '), (mark + form.bare, "[ ] { } "), ("", "<tool_cal"), (mark, "    "), ("", "\n")):
+        text = begin + unit * 2000
+        reader, made = MessageReader(MessageForm(calls=form, tags=TAGS[0], schemas=SCHEMAS)), MessageParts()
+        for at in range(0, len(text), 3):
+            made = joined(made, reader.push(text[at : at + 3]))
+            assert len(reader._rest) + len(getattr(reader, "_end", CallEnd(form))._tail) < 128
+        assert joined(made, reader.finish()).content == text
+
+
+@pytest.mark.parametrize("form", TOOL_FORMATS, ids=lambda form: form.names[0])
+def test_a_format_is_recognised_by_its_template(form: ToolFormat) -> None:
+    for clue in form.clues:
+        assert tool_format("auto", f"{{{{ x }}}} {clue} {'<tool_call>' if 'function' in clue else ''}") is form
+    for name in form.names:
+        assert tool_format(name, "") is form
+        assert tool_format("none", name) is None
+
+
+def test_what_a_prompt_ends_with_decides_about_thoughts() -> None:
+    template = "{{ '<think>' }} {{ '</think>' }} <tool_call>"
+    formats = AnswerFormats.of(None, template)
+    assert formats.tags is TAGS[0]
+    for prompt, is_thinking in (("<assistant><think>\n", True), ("<assistant>", False)):
+        form = formats.form(prompt, None)
+        assert form is not None
+        assert form.is_thinking is is_thinking
+    assert formats.form("<assistant><think>\n\n</think>\n\n", None) is None
+    use = ToolUse(schemas=SCHEMAS, choice="auto")
+    form = formats.form("<think></think>", use)
+    assert form is not None
+    assert (form.tags, form.calls) == (None, tool_format("hermes", ""))
+    assert AnswerFormats.of(None, None).form("x", use) is None, "a text whose calls nobody can read is content"
+    assert AnswerFormats.of(None, None).form("x", ToolUse(schemas=SCHEMAS, choice="required")) is not None
+
+
+def test_a_parser_that_is_not_known() -> None:
+    with pytest.raises(ConfigError, match=r"--tool-call-parser is 'hermess'. Did you mean 'hermes'\? Known: auto, "):
+        tool_format("hermess", "")
+    with pytest.raises(ConfigError, match=r"--reasoning-parser is 'qwen'. Did you mean 'qwen3'\? Known: auto, "):
+        thinking_tags("qwen", "")

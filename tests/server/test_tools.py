@@ -1,0 +1,307 @@
+"""Tool calls over HTTP: models that write each format, calls that are forced, and what is sent back to the model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from server.live_server import LiveServer, live_server
+from server.scripted_model import save_scripted_model
+
+from foretoken import LLM
+from foretoken.server.tool_formats import TOOL_FORMATS
+
+BAR = "\uff5c"
+DEEPSEEK = [f"<{BAR}tool▁{name}{BAR}>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")]
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "enum": ["Paris", "Rome"]}, "days": {"$ref": "#/$defs/Days"}},
+    "required": ["city", "days"], "additionalProperties": False,
+    "$defs": {"Days": {"type": "integer", "minimum": 0, "maximum": 9}},
+}  # fmt: skip
+TIME = {"type": "object", "properties": {}, "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "description": "Of a city.", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "get_time", "parameters": TIME}},
+]
+ASKED = [{"role": "user", "content": "Is it raining in Paris?"}]
+GIVEN = {"city": "Paris", "days": 2}
+CALL = json.dumps({"name": "get_weather", "arguments": GIVEN})
+TWO = json.dumps([{"name": "get_weather", "arguments": GIVEN}, {"name": "get_time", "arguments": {}}])
+# What stands before the messages, how a call and what it gave are shown, and what the model writes for two calls.
+SHAPES: dict[str, tuple[str, str, str, dict[str, list[str]]]] = {
+    "hermes": (
+        "{% if tools %}<tools>{% for t in tools %}{{ t | tojson }}\n{% endfor %}</tools>{% endif %}",
+        '<tool_call>\n{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}\n'
+        "</tool_call>",
+        f'I look.\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{{"name": "get_time", "arguments": {{}}}}\n'
+        "</tool_call>",
+        {"plain": ["<tool_call>", "</tool_call>"]},
+    ),
+    "qwen3_coder": (
+        "{% if tools %}{{ tools | tojson }}<IMPORTANT>{% endif %}",
+        "<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments | items %}"
+        "<parameter={{ k }}>\n{{ v }}\n</parameter>\n{% endfor %}</function>\n</tool_call>",
+        "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=days>\n2\n"
+        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=get_time>\n</function>\n</tool_call>",
+        {"plain": ["<tool_call>", "</tool_call>"]},
+    ),
+    "mistral": (
+        "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}",
+        "{% if c.id | length != 9 %}{{ raise_exception('ids have nine characters') }}{% endif %}"
+        "[TOOL_CALLS][{{ c.function | tojson }}]",
+        f"I look. [TOOL_CALLS]{TWO}",
+        {"special": ["[TOOL_CALLS]"]},
+    ),
+    "deepseek_v3": (
+        "{% if tools %}{{ tools | tojson }}{% endif %}",
+        f"{{{{ '{DEEPSEEK[0]}{DEEPSEEK[2]}function{DEEPSEEK[4]}' + c.function.name + '\\n```json\\n' + "
+        f"c.function.arguments + '\\n```{DEEPSEEK[3]}' }}}}",
+        f"I look.{DEEPSEEK[0]}{DEEPSEEK[2]}function{DEEPSEEK[4]}get_weather\n```json\n{json.dumps(GIVEN)}\n```"
+        f"{DEEPSEEK[3]}\n{DEEPSEEK[2]}get_time{DEEPSEEK[4]}{{}}{DEEPSEEK[3]}{DEEPSEEK[1]}",
+        {"plain": DEEPSEEK},
+    ),
+    "pythonic": (
+        "{% if tools %}Answer with [func_name1(params_name1=params_value1)]. {{ tools | tojson }}{% endif %}",
+        "[{{ c.function.name }}({% for k, v in c.function.arguments | items %}{{ k }}={{ v | tojson }}{% endfor %})]",
+        '[get_weather(city="Paris", days=2), get_time()]',
+        {},
+    ),
+    "llama3_json": (
+        '{% if tools %}Respond in the format {"name": function name, "parameters": dictionary of argument name and '
+        "its value}. {{ tools | tojson }}{% endif %}",
+        '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}',
+        f'<|python_tag|>{CALL}; {{"name": "get_time", "parameters": {{}}}}',
+        {"special": ["<|python_tag|>"]},
+    ),
+}  # fmt: skip
+MESSAGES = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content or '' }}{% if m.reasoning_content %}<think>"
+    "{{ m.reasoning_content }}</think>{% endif %}{% for c in m.tool_calls or [] %}CALL{% endfor %}"
+    "{{ m.tool_call_id }}\n{% endfor %}"
+    "{% if add_generation_prompt %}{% if enable_thinking is false %}<think></think>{% endif %}<|begin:{{ 'answer' if "
+    "messages[-1].role == 'tool' else messages[-1].content if messages[-1].content in ['think', 'broken'] else "
+    "'calls' if tools else 'plain' }}|>{% endif %}"
+)
+SAID = "It rains."
+
+
+def shaped(name: str, folder: Path, more: str = "") -> str:
+    """A model that writes a format, with a chat template of its shape; more: behind the template."""
+    before, call, text, markers = SHAPES[name]
+    template = before + MESSAGES.replace("CALL", call) + more
+    broken = text.replace('"name"', "name").replace("(", "(5, ").replace("<function=", "<function").replace(
+        f"{DEEPSEEK[4]}", "")  # fmt: skip
+    thought = f"<think>\nWhat now?\n</think>\n\n{text}"
+    scripts = {"calls": text, "plain": text, "answer": SAID, "broken": broken, "think": thought}
+    return save_scripted_model(folder, scripts, template, **markers)
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def written(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[str, LiveServer]]:
+    folder = shaped(request.param, tmp_path_factory.mktemp(request.param))
+    config = {"method": "draft_model", "model": folder, "num_speculative_tokens": 5}
+    with live_server(LLM(folder, speculative_config=config, max_num_seqs=4), names=["scripted"]) as server:
+        yield request.param, server
+
+
+def ask(server: LiveServer, messages: Any = ASKED, **more: Any) -> Any:
+    return server.client().chat.completions.create(
+        **{
+            "model": server.client().models.list().data[0].id,
+            "messages": messages,
+            "tools": TOOLS,
+            "temperature": 0,
+            **more,
+        }
+    )
+
+
+def put_together(stream: Any) -> dict[int, dict[str, Any]]:
+    """The messages of a stream, as clients put them together, with why they ended."""
+    made: dict[int, dict[str, Any]] = {}
+    for chunk in stream:
+        for choice in chunk.choices:
+            at = made.setdefault(choice.index, {"content": "", "reasoning": "", "calls": [], "finish_reason": None})
+            delta = choice.delta.to_dict()
+            at["content"] += delta.get("content") or ""
+            at["reasoning"] += delta.get("reasoning_content") or ""
+            assert delta.get("reasoning") == delta.get("reasoning_content")
+            for call in delta.get("tool_calls", []):
+                if call["index"] == len(at["calls"]):
+                    assert call["type"] == "function"
+                    at["calls"].append({"id": call["id"], "name": call["function"]["name"], "arguments": ""})
+                at["calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+            at["finish_reason"] = choice.finish_reason or at["finish_reason"]
+    return made
+
+
+def same_of(choice: Any) -> dict[str, Any]:
+    """The same of a whole answer's choice."""
+    message = choice.message.to_dict()
+    calls = [{"id": call["id"], **call["function"]} for call in message.get("tool_calls", [])]
+    return {
+        "content": message["content"] or "", "reasoning": message.get("reasoning_content", ""), "calls": calls,
+        "finish_reason": choice.finish_reason,
+    }  # fmt: skip
+
+
+def without_ids(told: dict[str, Any]) -> dict[str, Any]:
+    return {**told, "calls": [{key: value for key, value in call.items() if key != "id"} for call in told["calls"]]}
+
+
+def test_calls_are_parsed_whole_and_streamed(written: tuple[str, LiveServer]) -> None:
+    name, server = written
+    answer = ask(server, extra_body={"spec_decode_metrics": "summary"})
+    (choice,) = answer.choices
+    calls = [(call.type, call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+    assert calls == [("function", "get_weather", GIVEN), ("function", "get_time", {})]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content == (None if name in ("pythonic", "llama3_json") else "I look.")
+    assert answer.to_dict()["metrics"]["speculative_decoding"]["mean_acceptance_length"] > 2, "parts of several tokens"
+    streamed = put_together(ask(server, stream=True))[0]
+    assert without_ids(streamed) == without_ids(same_of(choice))
+    assert len({call["id"] for call in [*streamed["calls"], *same_of(choice)["calls"]]}) == 4
+
+
+def test_a_conversation_with_calls_goes_on(written: tuple[str, LiveServer]) -> None:
+    """What an answer holds is sent back as it came, with what the tools gave; templates are as strict as real ones."""
+    name, server = written
+    message = ask(server).choices[0].message
+    results = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in message.tool_calls]
+    sent = [*ASKED, message.to_dict(), *results]
+    answer = ask(server, sent)
+    assert (answer.choices[0].message.content, answer.choices[0].finish_reason) == (SAID, "stop")
+    assert answer.choices[0].message.tool_calls is None
+    (prompt,) = server.engine.llm.chat_prompts([sent], tools=TOOLS)
+    assert f"tool: rain{message.tool_calls[0].id}" in prompt["prompt"]
+    marker = {"pythonic": '[get_weather(city="Paris"', "llama3_json": '{"name": "get_weather", "parameters": {"city"'}
+    opens = next(form.opens for form in TOOL_FORMATS if name in form.names)
+    assert marker.get(name) or opens[0] in prompt["prompt"].partition("assistant:")[2]
+    assert '"{' not in prompt["prompt"], "arguments were no text within JSON"
+
+
+def test_choices_of_calls(written: tuple[str, LiveServer]) -> None:
+    _, server = written
+    text = ask(server, tool_choice="none").choices[0]
+    assert (text.message.tool_calls, text.finish_reason) == (None, "stop")
+    assert "get_weather" in text.message.content
+    one = ask(server, parallel_tool_calls=False)
+    assert [call.function.name for call in one.choices[0].message.tool_calls] == ["get_weather"]
+    assert len(put_together(ask(server, parallel_tool_calls=False, stream=True))[0]["calls"]) == 1
+    without = ask(server, tools=[]).choices[0].message
+    assert without.tool_calls is None
+    assert "get_weather" in without.content
+
+
+def test_malformed_calls_are_content(written: tuple[str, LiveServer]) -> None:
+    _, server = written
+    messages = [{"role": "user", "content": "broken"}]
+    choice = ask(server, messages).choices[0]
+    assert choice.finish_reason == "stop"
+    assert "get_weather" in choice.message.content
+    assert not choice.message.tool_calls or [c.function.name for c in choice.message.tool_calls] == ["get_time"]
+    assert without_ids(put_together(ask(server, messages, stream=True))[0]) == without_ids(same_of(choice))
+
+
+def test_calls_that_are_cut_are_content(written: tuple[str, LiveServer]) -> None:
+    _, server = written
+    for num in (4, 9, 14):
+        choice = ask(server, max_tokens=num).choices[0]
+        assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
+        assert without_ids(put_together(ask(server, max_tokens=num, stream=True))[0]) == without_ids(same_of(choice))
+
+
+def forced(server: LiveServer, choice: Any, **more: Any) -> Any:
+    return ask(server, tool_choice=choice, **{"max_tokens": 500, "temperature": 1.0, "seed": 5, **more})
+
+
+NAMED = {"type": "function", "function": {"name": "get_weather"}}
+
+
+@pytest.mark.parametrize("choice", ["required", NAMED], ids=str)
+@pytest.mark.parametrize("seed", [0, 1, 3])  # with 2 the model goes on calling until its tokens run out
+def test_calls_that_are_forced_are_valid(choice: Any, seed: int, speculative: LiveServer, plain: LiveServer) -> None:
+    """By a model that never saw a tool, whose every answer the form makes a call; drafts change none."""
+    answers = [forced(server, choice, seed=seed) for server in (speculative, plain)]
+    told = [without_ids(same_of(answer.choices[0])) for answer in answers]
+    assert told[0] == told[1]
+    message = answers[0].choices[0].message
+    assert message.content is None
+    assert answers[0].choices[0].finish_reason == ("tool_calls" if choice == "required" else "stop")
+    for call in message.tool_calls:
+        given = json.loads(call.function.arguments)
+        assert call.function.name in ("get_weather", "get_time")
+        if call.function.name == "get_weather":
+            assert given["city"] in ("Paris", "Rome")
+            assert 0 <= given["days"] <= 9
+    assert without_ids(put_together(forced(speculative, choice, seed=seed, stream=True))[0]) == told[0]
+
+
+def test_one_call_that_is_forced(plain: LiveServer) -> None:
+    for seed in range(6):
+        calls = forced(plain, "required", seed=seed, parallel_tool_calls=False).choices[0].message.tool_calls
+        assert len(calls) == 1
+
+
+def test_several_choices_have_their_own_calls(plain: LiveServer) -> None:
+    answer = forced(plain, NAMED, n=3)
+    streamed = put_together(forced(plain, NAMED, n=3, stream=True))
+    assert [without_ids(streamed[index]) for index in range(3)] == [
+        without_ids(same_of(choice)) for choice in answer.choices
+    ]
+    assert len({choice.message.tool_calls[0].id for choice in answer.choices}) == 3
+
+
+def test_arguments_of_a_named_call_that_is_cut_are_still_its_arguments(plain: LiveServer) -> None:
+    choice = forced(plain, NAMED, max_tokens=3).choices[0]
+    assert choice.finish_reason == "length"
+    assert choice.message.tool_calls[0].function.arguments.startswith("{")
+
+
+FUNCTION = TOOLS[0]["function"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "part"),
+    [
+        ({"tools": {}}, "tools", "tools are no list."),
+        ({"tools": [5]}, "tools", "tools have the item 5. Expected {'type': 'function'"),
+        ({"tools": [{"type": "function"}]}, "tools", "Expected {'type': 'function'"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "Expected {'type': 'function'"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "the name 'a b'. Expected 1 to 64"),
+        ({"tools": [{"type": "function", "function": {"name": "a" * 65}}]}, "tools", "Expected 1 to 64"),
+        ({"tools": [{"type": "function", "function": {"name": "a\n"}}]}, "tools", "Expected 1 to 64"),
+        ({"tools": [{"type": "function", "function": {"name": None}}]}, "tools", "Expected 1 to 64"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools", "parameters []"),
+        ({"tools": TOOLS[:1] * 2}, "tools", "two tools have the same name"),
+        ({"tools": [{"type": "function", "function": {"name": f"a{i}"}} for i in range(129)]}, "tools", "at most 128"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "description": "x" * 600_000}}]}, "tools",
+         "tools have more than 524288 characters"),
+        ({"tool_choice": "any"}, "tool_choice", "tool_choice is 'any'. Expected 'none', 'auto', 'required', or"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", "Expected 'none', 'auto'"),
+        ({"tool_choice": ["auto"]}, "tool_choice", "Expected 'none', 'auto'"),
+        ({"tool_choice": {"type": "function", "function": {"name": "get_rain"}}}, "tool_choice",
+         "names 'get_rain', which is none of the tools. Known: get_weather, get_time."),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "without tools. Pass tools."),
+        ({"parallel_tool_calls": 1}, "parallel_tool_calls", "Expected true or false."),
+        ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, None, "exclude each other"),
+        ({"tool_choice": "required", "tools": [{"type": "function", "function": {"name": "a", "parameters":
+          {"properties": {"b": {"type": "text"}}}}}]}, None, "does not compile"),
+        ({"functions": [FUNCTION]}, "functions", "Pass tools."),
+        ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, None, "the tool_calls of a message are [5]."),
+        ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, None, "the tool_calls of a message are 'x'."),
+    ],
+)  # fmt: skip
+def test_fields_that_do_not_fit(fields: dict[str, Any], param: str | None, part: str, plain: LiveServer) -> None:
+    body = {"messages": ASKED, "tools": TOOLS, "max_tokens": 4, **fields}
+    for is_streamed in (False, True):
+        answer = plain.post("/v1/chat/completions", {**body, "stream": is_streamed})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["type"], error["param"]) == (400, "invalid_request_error", param), error
+        assert part in error["message"]
