@@ -197,6 +197,8 @@ class GenerationMetrics:
             "tree_nodes": self.tree_nodes,
             "tree_utilisation": self.tree_utilisation,
             "acceptance_by_depth": self.acceptance_by_depth,
+            "drafted_at_depth": [count for _, count in sorted(self.drafted_at_depth.items())],
+            "accepted_at_depth": [self.accepted_at_depth[depth] for depth in sorted(self.drafted_at_depth)],
             "accepted_by": dict(self.accepted_by),
             "by_drafter": {name: asdict(share) for name, share in self.by_drafter.items()},
             "draft_errors": self.draft_errors,

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.tree_trace import NodeOutcome
+from foretoken.grammars.drafts import FORCED
 from foretoken.report.reasons import BY_OUTCOME, reason
 from foretoken.report.trace_file import tree_of
 from foretoken.report.visible import label, visible
@@ -62,7 +63,7 @@ class TraceView:
         prompt: As text.
         tokens: Of the output, in order.
         origins: Who proposed them; the target's own first.
-        acceptance: By depth, from 1.
+        acceptance: By depth, from 1: the share, and the counts that it is of, where the trace has them.
         stages: Name and share of the time.
         finish_reason: Why the text ended.
         data: For the script.
@@ -74,7 +75,7 @@ class TraceView:
     prompt: str
     tokens: list[TokenView]
     origins: list[OriginView]
-    acceptance: list[float]
+    acceptance: list[tuple[float, str]]
     stages: list[tuple[str, float]]
     finish_reason: str
     data: dict[str, Any]
@@ -95,7 +96,6 @@ def view_of(name: str, trace: Trace) -> TraceView:
             tokens.append(_token(next(parts), iteration.texts.get(token, ""), number, origins[origin]))
         iterations.append(_iteration(iteration, origins))
     total = max(len(tokens), 1)
-    metrics = trace.end.metrics
     return TraceView(
         name=visible(name),
         conditions={key: visible(str(value)) for key, value in trace.header.conditions.items()},
@@ -107,7 +107,7 @@ def view_of(name: str, trace: Trace) -> TraceView:
             for origin, index in origins.items()
             if counts[origin] or not index
         ],
-        acceptance=[_share(value) for value in metrics.get("acceptance_by_depth", [])],
+        acceptance=_acceptance(trace.end.metrics),
         stages=_stages(trace.iterations),
         finish_reason=visible(trace.end.finish_reason or "interrupted"),
         data={
@@ -130,8 +130,7 @@ def _iteration(iteration: Iteration, origins: dict[tuple[str, ...], int]) -> dic
     view: dict[str, Any] = {
         "written": [texts.get(token, str(token)) for token in iteration.tokens],
         "accepted": len(iteration.accepted_from),
-        "drafted": iteration.num_drafted,
-        "proposed": iteration.num_proposed,
+        "drafts": _drafts(iteration),
         "ms": round(1000 * sum(iteration.seconds.values()), 2),
         "note": visible(iteration.draft_error or iteration.declined or ""),
     }
@@ -160,6 +159,23 @@ def _iteration(iteration: Iteration, origins: dict[tuple[str, ...], int]) -> dic
         "next": None if trace.next_token is None else texts.get(trace.next_token, str(trace.next_token)),
     }
     return view
+
+
+def _drafts(iteration: Iteration) -> str:
+    """How many nodes were proposed, verified and accepted, and why the first two differ."""
+    verified, proposed = iteration.num_drafted, iteration.num_proposed
+    counts = f"Drafted nodes: {verified} verified, {len(iteration.accepted_from)} accepted"
+    if proposed is None or proposed == verified:
+        return counts
+    counts = counts.replace(": ", f": {proposed} proposed, ", 1)
+    forced = 0 if iteration.tree is None else iteration.tree.drafters.count((FORCED,))
+    grafted = verified - proposed - forced
+    reasons = [f"{forced} forced by the grammar"] if forced else []
+    if grafted > 0:  # some of those that were proposed may have been left out beside
+        reasons.append(f"{grafted} or more grafted: a lookup went on below another drafter's draft")
+    elif grafted < 0:
+        reasons.append("the others were proposed twice, or not expected to pay")
+    return f"{counts} ({'; '.join(reasons)})" if reasons else counts
 
 
 def _draft_probs(
@@ -212,8 +228,12 @@ def _colour(index: int) -> int:
     return 0 if not index else (index - 1) % NUM_COLOURS + 1
 
 
-def _share(value: Any) -> float:
-    return min(max(float(value), 0.0), 1.0)
+def _acceptance(metrics: Mapping[str, Any]) -> list[tuple[float, str]]:
+    """See `TraceView`."""
+    shares = [min(max(float(value), 0.0), 1.0) for value in metrics.get("acceptance_by_depth", [])]
+    accepted, drafted = (metrics.get(f"{name}_at_depth", []) for name in ("accepted", "drafted"))
+    counts = [f"{some} of {all_}" for some, all_ in zip(accepted, drafted, strict=False)]
+    return list(zip(shares, counts if len(counts) == len(shares) else [""] * len(shares), strict=True))
 
 
 def _rounded(value: float | None) -> float | None:

@@ -30,38 +30,46 @@ class Tokenizer:
         return "".join(TEXTS[token] for token in tokens)
 
 
-def step_record(number: int, width: int = 3) -> StepRecord:
-    """Iteration `number`: node 1 is accepted, the others are not; every text comes up in turn."""
-    tokens = [(number + node) % len(TEXTS) for node in range(width)]
+def step_record(number: int, width: int = 3, depth: int = 1, num_proposed: int | None = None) -> StepRecord:
+    """Iteration `number`: node 1 is accepted, the others are not; every text comes up in turn.
+
+    Args:
+        number: Of the iteration.
+        width: Nodes with the root, all of them its children.
+        depth: Of the tree: below the last of these is a chain.
+        num_proposed: How many nodes drafters proposed, where that is known.
+    """
+    count = width + depth - 1
+    tokens = [(number + node) % len(TEXTS) for node in range(count)]
     own = (number + width) % len(TEXTS)
     trace = TreeTrace(
         rule="greedy",
         position=number,
         tokens=tokens,
-        parents=[-1, 0, *[0] * (width - 2)],
-        depths=[0, *[1] * (width - 1)],
-        drafters=[(), *[("<b>drafter</b>",)] * (width - 1)],
+        parents=[-1, *[0] * (width - 1), *range(width - 1, count - 1)],
+        depths=[0, *[1] * (width - 1), *range(2, depth + 1)],
+        drafters=[(), *[("<b>drafter</b>",)] * (count - 1)],
         probes=frozenset(),
-        scores=[0.0, *[-0.5] * (width - 1)],
+        scores=[0.0, *[-0.5] * (count - 1)],
         draft_probs=None,
-        token_probs=[None, 0.5, *[0.02] * (width - 2)],
-        target_tokens=[tokens[1], *[own] * (width - 1)],
-        target_probs=[0.5] * width,
+        token_probs=[None, 0.5, *[0.02] * (count - 2)],
+        target_tokens=[tokens[1], *[own] * (count - 1)],
+        target_probs=[0.5] * count,
         path=[1],
         next_token=own,
     )
     step = SequenceStep(
-        request_id="0", num_drafted=width - 1, tree_depth=1, num_accepted=1, num_emitted=2, tokens=[tokens[1], own],
-        accepted_by={"<b>drafter</b>": 1}, accepted_from=[("<b>drafter</b>",)], trace=trace,
+        request_id="0", num_drafted=count - 1, tree_depth=depth, num_accepted=1, num_emitted=2, tokens=[tokens[1], own],
+        accepted_by={"<b>drafter</b>": 1}, accepted_from=[("<b>drafter</b>",)], trace=trace, num_proposed=num_proposed,
     )  # fmt: skip
     seconds = StageSeconds(draft=0.001, verify=0.004, accept=0.0005, commit=0.0005)
     return StepRecord(sequences=[step], num_tokens=width, seconds=seconds)
 
 
-def write_hostile_trace(path: Path, num_iterations: int = 12, width: int = 3) -> None:
-    """A whole file."""
+def write_hostile_trace(path: Path, num_iterations: int = 12, **sizes: Any) -> None:
+    """A whole file; sizes: see `step_record`."""
     recorder = TraceRecorder(Codec(Tokenizer(), len(TEXTS)), [0])
     for number in range(num_iterations):
-        recorder.add(step_record(number, width))
+        recorder.add(step_record(number, **sizes))
     conditions = {"model": TEXTS[0], TEXTS[1]: TEXTS[4]}
     recorder.write(path, conditions=conditions, prompt=TEXTS[0], text=None, finish_reason="length")

@@ -108,6 +108,39 @@ def test_every_token_and_iteration_is_there(tmp_path: Path) -> None:
     assert tree_of(trace.iterations[0].tree).path == [1]  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(
+    ("num_proposed", "told"),
+    [
+        (None, "Drafted nodes: 3 verified, 1 accepted"),
+        (3, "Drafted nodes: 3 verified, 1 accepted"),
+        (2, "2 proposed, 3 verified, 1 accepted (1 or more grafted: a lookup went on below another drafter's draft)"),
+        (5, "5 proposed, 3 verified, 1 accepted (the others were proposed twice, or not expected to pay)"),
+    ],
+)
+def test_more_or_fewer_nodes_than_were_proposed(num_proposed: int | None, told: str, tmp_path: Path) -> None:
+    write_hostile_trace(tmp_path / "a.jsonl", num_iterations=1, depth=2, num_proposed=num_proposed)
+    [iteration] = json.loads(page_of(tmp_path / "a.jsonl").scripts[0])["iterations"]
+    assert iteration["drafts"].endswith(told)
+
+
+def test_tokens_that_a_grammar_forced_were_not_proposed(tmp_path: Path) -> None:
+    write_hostile_trace(tmp_path / "a.jsonl", num_iterations=1, depth=2, num_proposed=2)
+    text = (tmp_path / "a.jsonl").read_text().replace('["<b>drafter</b>"]], "probes"', '["grammar"]], "probes"')
+    (tmp_path / "a.jsonl").write_text(text)
+    [iteration] = json.loads(page_of(tmp_path / "a.jsonl").scripts[0])["iterations"]
+    assert iteration["drafts"].endswith("2 proposed, 3 verified, 1 accepted (1 forced by the grammar)")
+
+
+def test_acceptance_has_its_counts(tmp_path: Path) -> None:
+    write_hostile_trace(tmp_path / "a.jsonl", num_iterations=12, depth=2)
+    [trace] = read_run(tmp_path / "a.jsonl").traces
+    assert trace.acceptance == [(1.0, "12 of 12"), (0.0, "0 of 12")]
+    assert "12 of 12" in page_of(tmp_path / "a.jsonl").text
+    path = tmp_path / "a.jsonl"
+    path.write_text(path.read_text().replace('"drafted_at_depth"', '"unknown"'))  # of an earlier version
+    assert read_run(path).traces[0].acceptance == [(1.0, ""), (0.0, "")]
+
+
 def test_results_of_a_sweep(tmp_path: Path) -> None:
     points = [
         {"name": "slow", "tau": 1.5, "tokens_per_s": {"median": 10.0}, "serving": {"batch_size": 1}},

@@ -88,7 +88,7 @@ class Tab:
 
     def press(self, key: str, *, control: bool = False) -> None:
         """Presses a key, as a keyboard does."""
-        codes = {"Enter": 13, "Escape": 27, "Tab": 9}
+        codes = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowLeft": 37, "ArrowRight": 39}
         for kind in ("keyDown", "keyUp"):
             self.call(
                 "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key],

@@ -9,6 +9,8 @@
   };
   const probability = (value) => (value === null || value === undefined ? "?" : value >= 0.1 ? value.toFixed(2) : String(value));
 
+  const goOn = new Map(); // of each trace: goes some iterations on
+
   function show(section) {
     const data = JSON.parse(section.querySelector("script.data").textContent);
     const step = section.querySelector(".step"), text = section.querySelector(".text");
@@ -60,6 +62,7 @@
           last.append(leaf);
           below.append(last);
         }
+        if (below.children.length === 1) below.classList.add("only");
         if (below.children.length) box.append(below);
         boxes[node] = box;
       }
@@ -100,13 +103,14 @@
       slider.value = number + 1;
       previous.disabled = number === 0;
       next.disabled = number === data.iterations.length - 1;
-      const cut = it.proposed !== null && it.proposed !== it.drafted ? it.proposed + " proposed, " : "";
-      find(".facts").textContent = "Drafted nodes: " + cut + it.drafted + " verified, " + it.accepted + " accepted; " + it.ms + " ms"
+      find(".facts").textContent = it.drafts + "; " + it.ms + " ms"
         + (tree ? ", rule " + tree.rule + ", root at position " + tree.position : "") + (it.note ? ". " + it.note : "");
       const written = find(".written");
       written.replaceChildren("Written: ");
       it.written.forEach((label, place) => written.append(element("span", "tok " + (place < it.accepted ? "o" + colourOf(number, place) : "o0"), label)));
-      find(".treebox").replaceChildren(tree ? drawn(tree) : element("p", "hint", "This iteration was not traced."));
+      const box = find(".treebox");
+      box.replaceChildren(tree ? drawn(tree) : element("p", "hint", "This iteration was not traced."));
+      fit(box);
       find(".node").textContent = "";
       if (tree) whyTable(tree); else find(".why").replaceChildren();
       const first = (tokens.get(number) || [])[0];
@@ -114,6 +118,11 @@
         const top = first.getBoundingClientRect().top - text.getBoundingClientRect().top;
         if (top < 0 || top > text.clientHeight - 30) text.scrollTop += top - text.clientHeight / 3;
       }
+    }
+
+    function fit(box) {
+      box.classList.remove("outline");
+      box.classList.toggle("outline", box.scrollWidth > box.clientWidth);
     }
 
     function colourOf(number, place) {
@@ -147,15 +156,21 @@
     slider.addEventListener("input", () => choose(Number(slider.value) - 1, true));
     previous.addEventListener("click", () => choose(current - 1, true));
     next.addEventListener("click", () => choose(current + 1, true));
-    section.addEventListener("keydown", (event) => {
-      if (event.target === slider || event.altKey || event.ctrlKey || event.metaKey) return;
-      if (event.key === "ArrowLeft" && event.target.closest(".text")) choose(current - 1, true);
-      else if (event.key === "ArrowRight" && event.target.closest(".text")) choose(current + 1, true);
-      else return;
-      event.preventDefault();
-    });
+    window.addEventListener("resize", () => fit(find(".treebox")));
+    goOn.set(section, (by) => choose(current + by, true));
     const drafted = data.iterations.findIndex((it) => it.accepted > 0);
     choose(Math.max(drafted, 0), true);
   }
   document.querySelectorAll("section.trace").forEach(show);
+
+  document.addEventListener("keydown", (event) => {
+    if (event.target.closest("input") || event.altKey || event.ctrlKey || event.metaKey || event.shiftKey) return;
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    // Of several traces the one that is used, else the one in the middle of the window.
+    const inTheMiddle = [...goOn.keys()].find((section) => section.getBoundingClientRect().bottom > window.innerHeight / 2);
+    const section = event.target.closest("section.trace") || inTheMiddle;
+    if (!by || !section) return;
+    goOn.get(section)(by);
+    event.preventDefault();
+  });
 })();
