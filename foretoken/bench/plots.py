@@ -28,7 +28,7 @@ _PANEL = (4.6, 3.7)  # inches
 _MOST_COLUMNS = 3
 _LEGEND_LINE, _LEGEND_CHARACTER = 0.19, 0.075  # inches
 _WIDE_RANGE = 8  # times as many nodes in the largest tree as in the smallest, from which on the axis is logarithmic
-_FRONT, _PLAIN = "Pareto front", "plain decoding"
+_FRONT, _PLAIN = "Pareto front of both axes", "plain decoding"
 
 
 class Chart(NamedTuple):

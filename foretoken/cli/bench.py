@@ -90,7 +90,7 @@ def bench(
             }
         )
         return
-    terminal.say(" ".join(f"{key}={value}" for key, value in header.items() if key != "command"))
+    terminal.conditions({key: value for key, value in header.items() if key != "command"})
     twin = "" if loaded.cost_twin is None else str(loaded.cost_twin)
     _print_table(measurements, wide=wide, twin=twin)
     _print_acceptance(measurements, twin)
@@ -121,8 +121,9 @@ def _print_table(measurements: list[Measurement], *, wide: bool, twin: str) -> N
             "" if is_plain else f"{row.num_identical}/{len(row.texts)}",
         ])  # fmt: skip
     terminal.print_table(
-        ["drafter", "T", "tokens/s", "speed-up", "(min-max)", "tau", *more, "same text"], rows, title=twin or None
-    )
+        ["drafter", "T", "tokens/s", "speed-up", "(min-max)", "tau", *more, "same text"], rows, title=twin or None,
+        num_keys=2,
+    )  # fmt: skip
 
 
 def _print_acceptance(measurements: list[Measurement], twin: str) -> None:
@@ -145,7 +146,7 @@ def _print_acceptance(measurements: list[Measurement], twin: str) -> None:
         ])  # fmt: skip
     columns = ["drafter", "T", "nodes", "used", "not drafted", "% at depth 1, 2, ...", *(["nats/token"] * is_lossy)]
     title = "accepted at each depth, % of the passes whose tree reached it"
-    terminal.print_table(columns, rows, title=_titled(title, twin))
+    terminal.print_table(columns, rows, title=_titled(title, twin), num_keys=2)
 
 
 def _print_costs(costs: list[tuple[int, float]], twin: str) -> None:

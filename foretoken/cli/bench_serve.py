@@ -111,7 +111,7 @@ def _print(results: dict[str, Any]) -> None:
     from foretoken.bench.serving.load_results import LATENCIES
 
     head = ("model_id", "backend", "num_prompts", "max_concurrency", "request_rate", "burstiness", "max_tokens")
-    terminal.say(" ".join(f"{name}={results[name]}" for name in (*head, "temperature", "seed")))
+    terminal.conditions({name: results[name] for name in (*head, "temperature", "seed")})
     figures = ("mean", "median", "std", "p90", "p99")
     rows = [
         [name.upper(), *(_number(results[f"{figure}_{name}_ms"]) for figure in figures)]

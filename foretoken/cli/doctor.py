@@ -92,7 +92,7 @@ def doctor(
     if as_json:
         options.print_json({**header, "checks": [asdict(check) for check in checks]})
     else:
-        terminal.say(" ".join(f"{key}={value}" for key, value in header.items() if value is not None))
+        terminal.conditions(header)
         _print_table(checks)
     if any(check.verdict == "fault" for check in checks):
         raise typer.Exit(1)

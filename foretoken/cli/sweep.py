@@ -80,9 +80,9 @@ def sweep(
     quartiles.
 
     Each point is a line of results.jsonl as soon as it is measured; the same command goes on where it stopped. At
-    the end there are a table, results.parquet and pictures, which need the extra `report`. In the table, `front` marks
-    the points that no other one of the same dtype, runner, batch size and temperature beats: those that reach their tau
-    (or their tokens/s) with the fewest drafted nodes a pass.
+    the end there are a table, results.parquet and pictures, which need the extra `report`. In the table, `front by`
+    marks the Pareto fronts of each dtype, runner, batch size and temperature: the points that reach their tau, or their
+    tokens/s, with the fewest drafted nodes a pass.
     """
     from foretoken.bench.sweep_results import RESULTS, SweepResults
 
@@ -271,15 +271,18 @@ def _show(results: SweepResults, directory: Path, *, wide: bool, as_json: bool) 
             {**facts, "command": command, "points": rows, "refused": refused, "files": [str(file) for file in files]}
         )
         return
-    terminal.say(" ".join(f"{key}={value}" for key, value in facts.items() if key not in ("target", "axes")))
+    terminal.conditions({key: value for key, value in facts.items() if key not in ("target", "axes")})
     for serving, points in panels.items():
         _print_table(serving, points, marks[serving], wide=wide)
+    terminal.prose(
+        "front by: no other point has as much tau, or as many tokens/s, with fewer drafted nodes a pass (Pareto front)"
+    )
     for reason in dict.fromkeys(results.refused.values()):
         terminal.say(f"left out: {reason}")
         for name in (name for name, its in results.refused.items() if its == reason):
             terminal.say(f"  {name}")
     if files:
-        terminal.say("written: " + ", ".join(str(file) for file in files))
+        terminal.prose("written: " + ", ".join(str(file) for file in files))
 
 
 def _print_table(serving: Serving, results: Sequence[PointResult], marks: dict[str, set[int]], *, wide: bool) -> None:
@@ -308,7 +311,7 @@ def _print_table(serving: Serving, results: Sequence[PointResult], marks: dict[s
     columns = ["point", "nodes", "tau", "tokens/s", "quartiles", "speed-up", "quartiles", *more_columns, "same text"]
     plain = sum(result.plain_tokens_per_s.median for result in results) / len(results)
     title = f"{_spelled(serving)}; plain decoding {plain:.1f} tokens/s"
-    terminal.print_table([*columns, "front"], rows, title=title)
+    terminal.print_table([*columns, "front by"], rows, title=title)
 
 
 def _spelled(serving: Serving) -> str:

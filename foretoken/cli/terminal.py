@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
+import textwrap
 import unicodedata
 from io import TextIOWrapper
 from types import MappingProxyType
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 _KEPT = "\n\t\u200c\u200d"  # newline, tab, and the joiners that emoji and several scripts need
 _HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp"}  # controls, invisible formatting, surrogates, line and paragraph separators
 _DEPTHS = 8  # of a draft, whose acceptance a table shows
-_NARROWEST_NAME = 12  # columns in which the names of a table that does not fit are folded
 _UNBOUNDED = 10_000  # columns of a table that does not go to a terminal
 
 
@@ -58,6 +59,19 @@ def fact(name: str, value: Any, width: int) -> None:
     say(f"{name.replace('_', ' '):{width}}  " + str(value).replace("\n", "\\n"))
 
 
+def prose(text: str) -> None:
+    """Writes a line to standard output; on a terminal that is narrower it is broken between words."""
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        text = textwrap.fill(visible(text), width, break_long_words=False, break_on_hyphens=False)
+    say(text)
+
+
+def conditions(values: Mapping[str, Any]) -> None:
+    """Writes what a measurement was made with: every value that there is, by name."""
+    prose(" ".join(f"{key}={value}" for key, value in values.items() if value is not None))
+
+
 def note(line: str) -> None:
     """Writes a line to standard error, where control characters are never obeyed; see `side_output`."""
     side_output(f"{visible(line)}\n")
@@ -82,8 +96,11 @@ def print_table(
     title: str | None = None,
     texts: Sequence[str] = (),
     colours: Mapping[str, str] = MappingProxyType({}),
+    num_keys: int = 1,
 ) -> None:
-    """Prints a table: the first column is text and may be folded, the others are numbers unless they are in `texts`.
+    """Prints a table: the first column is text and may be wrapped, the others are numbers unless they are in `texts`.
+
+    Where it is wider than a terminal even so, its columns are printed in several tables, each with what names the rows.
 
     Args:
         columns: Headings.
@@ -91,32 +108,35 @@ def print_table(
         title: Printed above.
         texts: Headings of more columns of text. On a terminal rows are apart by a line then.
         colours: Of cells, by what they hold.
+        num_keys: How many of the first columns name a row.
     """
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    # Spaces between columns, no lines: a third of 80 columns would be frame otherwise.
-    table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, leading=int(bool(texts) and sys.stdout.isatty()))
-    cells = [[visible(cell) for cell in row] for row in rows]
-    widths = [_width(column) for column in zip(columns, *cells, strict=True)]
-    for index, column in enumerate(columns):
-        is_text = not index or column in texts
-        widths[index] = min(widths[index], _NARROWEST_NAME) if is_text else widths[index]
-        table.add_column(
-            Text(column), justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold",
-            min_width=widths[index],
-        )  # fmt: skip
-    for row in cells:
-        table.add_row(*(Text(cell, style=colours.get(cell, "")) for cell in row))
     if title is not None:
-        say(title)
-    # In a file or a pipe nothing is folded, so that lines can be searched. A table that does not fit a terminal even
-    # with its texts folded is printed as wide as it is: no digit is lost.
-    narrowest = sum(widths) + len(columns) - 1
-    width = max(Console().width, narrowest) if sys.stdout.isatty() else _UNBOUNDED
-    Console(width=width).print(table, crop=False, soft_wrap=False)
+        prose(title)
+    # In a file or a pipe nothing is wrapped, so that lines can be searched.
+    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else _UNBOUNDED
+    cells = [[visible(cell) for cell in row] for row in rows]
+    are_texts = [not index or column in texts for index, column in enumerate(columns)]
+    widths = [
+        _width(column, room // 2 if is_text else None)
+        for column, is_text in zip(zip(columns, *cells, strict=True), are_texts, strict=True)
+    ]
+    for part in _parts(widths, room, num_keys):
+        # Spaces between columns, no lines: a third of 80 columns would be frame otherwise.
+        table = Table(box=SIMPLE_HEAD, padding=0, pad_edge=False, leading=int(bool(texts) and sys.stdout.isatty()))
+        for index in part:
+            table.add_column(
+                Text(columns[index]), justify="left" if are_texts[index] else "right", no_wrap=not are_texts[index],
+                overflow="fold", min_width=widths[index],
+            )  # fmt: skip
+        for row in cells:
+            table.add_row(*(Text(row[index], style=colours.get(row[index], "")) for index in part))
+        narrowest = sum(widths[index] for index in part) + len(part) + 1
+        Console(width=max(room, narrowest)).print(table, crop=False, soft_wrap=False)
 
 
 def percent_by_depth(shares: Sequence[float]) -> str:
@@ -125,9 +145,23 @@ def percent_by_depth(shares: Sequence[float]) -> str:
     return " ".join([*known, *["  -"] * (_DEPTHS - len(known))])
 
 
-def _width(cells: Sequence[str]) -> int:
-    """Columns of the longest line of some cells."""
-    return max(len(line) for cell in cells for line in cell.split("\n"))
+def _width(cells: Sequence[str], most: int | None) -> int:
+    """Columns of the longest line of some cells; where there is a bound, of the longest word within it."""
+    pieces = [piece for cell in cells for piece in (cell.split("\n") if most is None else cell.split())]
+    longest = max(map(len, pieces), default=0)
+    return longest if most is None else min(longest, most)
+
+
+def _parts(widths: Sequence[int], room: int, num_keys: int) -> list[list[int]]:
+    """Columns in groups that are no wider than a terminal, each of which begins with the first ones."""
+    keys = list(range(num_keys))
+    parts = [keys]
+    for index in range(num_keys, len(widths)):
+        used = sum(widths[i] for i in parts[-1]) + len(parts[-1]) + 1
+        if len(parts[-1]) > num_keys and used + widths[index] + 1 > room:
+            parts.append(keys)
+        parts[-1] = [*parts[-1], index]
+    return parts
 
 
 def prepare_streams() -> None:

@@ -88,7 +88,7 @@ def tree(
         expected = {str(size): tokens for size, tokens in tuned.tokens_by_nodes.items()}
         options.print_json({**header, "acceptance": measured, "tokens_by_nodes": expected, "tree": choices})
         return
-    terminal.say(" ".join(f"{key}={value}" for key, value in header.items()))
+    terminal.conditions(header)
     _print(measured, tuned, choices, out)
 
 

@@ -64,7 +64,7 @@ def verify(
     if as_json:
         options.print_json({**header, "checks": [asdict(check) for check in checks]})
     else:
-        terminal.say(" ".join(f"{key}={value}" for key, value in header.items()))
+        terminal.conditions(header)
         _print_table(checks)
     if any(not check.is_proof for check in checks):
         raise typer.Exit(1)

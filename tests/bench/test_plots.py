@@ -61,11 +61,11 @@ def test_every_point_and_the_front_are_drawn_and_nothing_overlaps(chart, theme) 
         drawn = {line.get_label(): set(zip(*line.get_data(), strict=True)) for line in axes.lines}
         points = set[tuple[float, float]]()
         for line in axes.lines:
-            if line.get_label() not in ("Pareto front", "plain decoding"):
+            if line.get_label() not in ("Pareto front of both axes", "plain decoding"):
                 points |= set(zip(*line.get_data(), strict=True))
         assert points == wanted
         every = sorted(wanted)
-        assert drawn["Pareto front"] == {every[index] for index in pareto_front(every)}
+        assert drawn["Pareto front of both axes"] == {every[index] for index in pareto_front(every)}
         assert ("plain decoding" in drawn) == (chart is SPEED)
         low, high = axes.get_xlim()
         assert all(low < nodes < high for nodes, _ in wanted)

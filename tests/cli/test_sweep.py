@@ -128,6 +128,7 @@ def test_the_table_marks_fronts_and_names_what_was_left_out(small: Path, tmp_pat
     rows = [line for line in done.stdout.splitlines() if line.startswith(" ngram") and "/2" in line]
     assert len(rows) == 3
     assert sum("tokens/s" in row for row in rows) >= 1
+    assert "front by: no other point has as much tau, or as many tokens/s, with fewer drafted nodes" in done.stdout
     assert "points, " in done.stderr
     assert "a minute, about 0:00 left" in done.stderr
     assert "ngram prompt_lookup_min=9 prompt_lookup_max=3" in done.stdout.partition("left out: ")[2]

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.cli.progress import progress, step_progress
-from foretoken.cli.terminal import percent_by_depth, visible
+from foretoken.cli.terminal import percent_by_depth, print_table, visible
 from foretoken.training.trainer import StepReport
 
 HEAD = "models/tinycode-hydra"
@@ -132,6 +132,25 @@ def test_no_bar_before_there_is_something_to_show(monkeypatch: pytest.MonkeyPatc
     with progress("tokens") as show:
         show(3, 8)
     assert "3/8" in told.getvalue()
+
+
+def test_a_table_that_is_too_wide_is_several_whose_words_are_whole(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"eagle:dynamic num_speculative_tokens={depth}" for depth in (2, 4)]
+    rows = [[name, "0.8", *[f"{column:.2f}" for column in range(40, 60)]] for name in names]
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    print_table(["point", "T", *(f"figure {column}" for column in range(40, 60))], rows, num_keys=2, title="word " * 30)
+    lines = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out).splitlines()
+    assert max(map(len, lines)) <= 80
+    words = " ".join(lines).split()
+    assert words.count("word") == 30
+    assert words.count("figure") == 20, "every column once"
+    for depth in (2, 4):
+        assert words.count(f"num_speculative_tokens={depth}") == words.count("point"), "in every part, and whole"
+    assert words.count("0.8") == 2 * words.count("point")
+    assert [words.count(f"{column:.2f}") for column in range(40, 60)] == [2] * 20
 
 
 def test_piped_tables_are_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
