@@ -8,20 +8,21 @@ from __future__ import annotations
 import asyncio
 import weakref
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Self
 
 from foretoken.core.checks import check_integer, check_text, shown
 from foretoken.core.errors import BuiltPerProcess, ConfigError, RequestError
+from foretoken.core.vllm_sampling import check_other_keywords
 from foretoken.engine.llm import LLM
 from foretoken.engine.request_queue import RequestQueue
-from foretoken.engine.request_stream import RequestStream
+from foretoken.engine.request_stream import RequestOutputs, RequestStream
 from foretoken.engine.serving_thread import ServingThread
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from foretoken.core.results import RequestOutput
     from foretoken.core.sampling_params import SamplingParams
+    from foretoken.engine.engine_args import EngineArgs
     from foretoken.engine.prompts import Prompt
 
 _LONGEST_ID = 256  # characters
@@ -65,6 +66,11 @@ class AsyncLLM(BuiltPerProcess):
         self._thread = ServingThread(llm.shared, self._queue)
         weakref.finalize(self, self._thread.close).atexit = False  # the thread sees to that
 
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> Self:
+        """Builds it over a new `LLM` of its own; takes and raises what `LLM(...)` does."""
+        return cls(LLM.from_engine_args(engine_args))
+
     @property
     def num_running(self) -> int:
         """Requests that have a slot."""
@@ -103,6 +109,36 @@ class AsyncLLM(BuiltPerProcess):
             QueueFull: When too many requests wait.
             EngineStopped: When no requests are served any more.
         """
+        return self._begin("submit", prompt, sampling_params, request_id)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        **others: Any,
+    ) -> RequestOutputs:
+        """A request, to be awaited for its whole result or iterated over for results on the way.
+
+        ```python
+        output = await engine.generate("def main():", SamplingParams(max_tokens=32))
+        async for output in engine.generate("def main():", SamplingParams(output_kind=RequestOutputKind.DELTA)):
+            print(output.outputs[0].text, end="")
+        ```
+
+        It is submitted then, and takes and raises what `submit` does. Being cancelled, or leaving the loop, ends it.
+
+        Args:
+            prompt: As `submit` takes it.
+            sampling_params: Likewise. `output_kind` says what results on the way hold.
+            request_id: Likewise.
+            others: Further arguments of vLLM's, as long as they ask for nothing that is missing here.
+        """
+        check_other_keywords("generate", others, ("prompt", "sampling_params", "request_id"))
+        return RequestOutputs(lambda: self._begin(None, prompt, sampling_params, request_id))
+
+    def _begin(self, call: str | None, prompt: Any, sampling_params: Any, request_id: Any) -> RequestStream:
+        """See `submit`; call: its name where only new parts can be asked for."""
         if request_id is not None:
             check_text("request_id", request_id)
             if not 0 < len(request_id) <= _LONGEST_ID:
@@ -111,15 +147,10 @@ class AsyncLLM(BuiltPerProcess):
         self._queue.check_room()  # before the prompt is read, which takes longer
         request_id = self._new_id() if request_id is None else str(request_id)
         request = self.llm.shared.requests.read_one(prompt, sampling_params, request_id)
+        if call is not None:
+            request.check_new_parts(call)
         served = self._queue.add(request, self._thread.hand_over)
-        give_up = partial(self._thread.give_up, served)
-        return RequestStream(self, request_id, request.prompt_token_ids, served.mailbox, give_up)
-
-    async def generate(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
-    ) -> RequestOutput:
-        """The whole result of a request. Takes and raises what `submit` does; being cancelled ends the request."""
-        return await self.submit(prompt, sampling_params, request_id=request_id).output()
+        return RequestStream(self, request, served.mailbox, partial(self._thread.give_up, served))
 
     def abort(self, request_id: str) -> None:
         """Ends a request before the next iteration; its finish reason is "abort". No error when there is none."""
@@ -131,6 +162,8 @@ class AsyncLLM(BuiltPerProcess):
         """Ends all requests, whose finish reason is "abort", and the thread. The `LLM` can still be used."""
         self._thread.close()
         self._thread.join()
+
+    shutdown = close  # as vLLM calls it
 
     def _new_id(self) -> str:
         """A name that no request has."""

@@ -51,14 +51,17 @@ class ServedRequest:
 
     def _make_chunks(self) -> None:
         """Chunks of what is new, unless the reader has not read the last ones; the end always."""
-        is_open = self.mailbox.is_read and not self.mailbox.chunks
+        is_open, chunks = self.mailbox.is_read and not self.mailbox.chunks, []
         for sequence, made in zip(self.request.sequences, self.num_made, strict=True):
             index, is_over = sequence.index, sequence.finish_reason is not None
             count = len(sequence.tokens) - sequence.num_prompt
             if self.is_told[index] or not (is_over or (is_open and count > made)):
                 continue
-            self.mailbox.chunks.append(sequence.chunk(0, made))
+            chunks.append(sequence.chunk(0, made))
             self.num_made[index], self.is_told[index] = count, is_over
+        if chunks and self.mailbox.has_summaries:
+            self.mailbox.summary = self.request.summary()  # first: the reader wakes when there are chunks
+        self.mailbox.chunks.extend(chunks)
 
 
 class Throughput:

@@ -8,16 +8,21 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Coroutine
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
+from foretoken.core.results import CompletionOutput
+from foretoken.core.sampling_params import RequestOutputKind
 from foretoken.core.undoing import undone_on_error
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Generator
 
     from foretoken.core.errors import ForetokenError
     from foretoken.core.results import RequestOutput, StreamChunk
+    from foretoken.engine.requests import Request
 
 
 class Mailbox:
@@ -28,6 +33,8 @@ class Mailbox:
         output: The whole result, once the request is over.
         error: Why there is none, where there will be none.
         is_read: Whether anybody reads chunks, which are not made before the end else.
+        has_summaries: Whether a summary is made with chunks.
+        summary: The request as it was when chunks were last made, without its completions.
     """
 
     def __init__(self) -> None:
@@ -35,7 +42,8 @@ class Mailbox:
         self.chunks: deque[StreamChunk] = deque()
         self.output: RequestOutput | None = None
         self.error: ForetokenError | None = None
-        self.is_read = False
+        self.is_read = self.has_summaries = False
+        self.summary: RequestOutput | None = None
         self._readers: deque[asyncio.Future[None]] = deque()
 
     @property
@@ -82,25 +90,18 @@ class RequestStream:
         prompt_token_ids: Its prompt.
     """
 
-    def __init__(
-        self,
-        engine: object,
-        request_id: str,
-        prompt_token_ids: list[int],
-        mailbox: Mailbox,
-        give_up: Callable[[], None],
-    ) -> None:
+    def __init__(self, engine: object, request: Request, mailbox: Mailbox, give_up: Callable[[], None]) -> None:
         """A stream that nobody has read.
 
         Args:
             engine: What serves the request, kept alive as long as the stream is.
-            request_id: The request's name.
-            prompt_token_ids: Its prompt.
+            request: The request.
             mailbox: Where chunks come.
             give_up: Ends the request; does nothing when it is over. Takes no lock, and may be called anywhere.
         """
-        self.request_id, self.prompt_token_ids = request_id, prompt_token_ids
+        self.request_id, self.prompt_token_ids = request.request_id, request.prompt_token_ids
         self._engine, self._mailbox, self._give_up = engine, mailbox, give_up
+        self._num_completions, self._kind = len(request.sequences), request.sequences[0].params.output_kind
 
     @property
     def num_prompt(self) -> int:
@@ -138,6 +139,29 @@ class RequestStream:
             raise self._mailbox.error
         return self._mailbox.output
 
+    async def outputs(self) -> AsyncIterator[RequestOutput]:
+        """Results on the way, each with all completions, of the kind that `SamplingParams.output_kind` names.
+
+        Results that nobody waits for are not made: what comes meanwhile is part of the next one.
+
+        Raises:
+            EngineStopped: When the request could not be brought to an end.
+        """
+        if self._kind == RequestOutputKind.FINAL_ONLY:
+            yield await self.output()
+            return
+        box, prompt_logprobs = self._mailbox, None
+        completions = [_Growing(index) for index in range(self._num_completions)]
+        box.has_summaries = True
+        async for first in self:
+            for chunk in (first, *(box.chunks.popleft() for _ in range(len(box.chunks)))):
+                completions[chunk.index].add(chunk)
+                prompt_logprobs = chunk.prompt_logprobs or prompt_logprobs
+            summary = box.output or box.summary
+            if summary is not None:  # else a completion ended before anybody read, and others go on
+                outputs = [each.output(is_new_only=self._kind == RequestOutputKind.DELTA) for each in completions]
+                yield replace(summary, outputs=outputs, prompt_logprobs=prompt_logprobs)
+
     def abort(self) -> None:
         """Ends the request within one iteration. No error when it is over."""
         if not self._mailbox.is_complete:
@@ -162,6 +186,79 @@ class RequestStream:
         """Waits for something; being cancelled meanwhile ends the request."""
         with undone_on_error(self.abort):
             await self._mailbox.wait(is_there)
+
+
+class RequestOutputs(Coroutine[Any, Any, "RequestOutput"]):
+    """A request: awaited it gives the whole result, and iterated over the results on the way.
+
+    It is submitted when it is first awaited or iterated over.
+    """
+
+    def __init__(self, submit: Callable[[], RequestStream]) -> None:
+        """Nothing is submitted yet."""
+        self._submit = submit
+        self._whole: Coroutine[Any, Any, RequestOutput] | None = None
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        """See `RequestStream.outputs`."""
+        return self._submit().outputs()
+
+    def __await__(self) -> Generator[Any, Any, RequestOutput]:
+        return self._begun().__await__()
+
+    def send(self, value: Any) -> Any:
+        """See `collections.abc.Coroutine`, as of the two below: tasks and `asyncio.run` take coroutines alone."""
+        return self._begun().send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Raises an error where it waits."""
+        return self._begun().throw(*error)
+
+    def close(self) -> None:
+        """Ends the wait, and with it the request."""
+        if self._whole is not None:
+            self._whole.close()
+
+    def _begun(self) -> Coroutine[Any, Any, RequestOutput]:
+        """What waits for the whole result."""
+        if self._whole is None:
+            self._whole = self._submit().output()
+        return self._whole
+
+
+class _Growing:
+    """One completion, as its chunks come."""
+
+    def __init__(self, index: int) -> None:
+        """Nothing has come; index: see `CompletionOutput`."""
+        self._index = index
+        self._new: list[StreamChunk] = []
+        self._last: StreamChunk | None = None
+        self._logprob = 0.0
+
+    def add(self, chunk: StreamChunk) -> None:
+        """Takes a chunk in."""
+        self._new.append(chunk)
+        self._last = chunk
+        self._logprob += sum(next(iter(each.values())).logprob for each in chunk.logprobs or ())
+
+    def output(self, *, is_new_only: bool) -> CompletionOutput:
+        """What has come so far, or since the last time."""
+        last, logprobs = self._last, [each for chunk in self._new for each in chunk.logprobs or ()]
+        has_logprobs = last is not None and last.logprobs is not None
+        made = CompletionOutput(
+            index=self._index,
+            text="".join(chunk.text for chunk in self._new),
+            token_ids=[token for chunk in self._new for token in chunk.token_ids],
+            cumulative_logprob=self._logprob if has_logprobs else None,
+            logprobs=logprobs if has_logprobs else None,
+            finish_reason=None if last is None else last.finish_reason,
+            stop_reason=None if last is None else last.stop_reason,
+            error=None if last is None else last.error,
+        )
+        if is_new_only:
+            self._new.clear()
+        return made
 
 
 def _resolve(reader: asyncio.Future[None]) -> None:

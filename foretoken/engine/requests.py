@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import check_text, checked_token_ids, shown
@@ -69,15 +69,18 @@ class Request:
 
     def output(self) -> RequestOutput:
         """What it brought so far."""
-        first = self.sequences[0]
+        outputs = [sequence.output() for sequence in self.sequences]
+        return replace(self.summary(), outputs=outputs, prompt_logprobs=self.sequences[0].prompt_logprobs())
+
+    def summary(self) -> RequestOutput:
+        """The same without completions and log-probabilities, which grow with the text."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt_text,
             prompt_token_ids=self.prompt_token_ids,
-            outputs=[sequence.output() for sequence in self.sequences],
+            outputs=[],
             metrics=GenerationMetrics.total(sequence.metrics for sequence in self.sequences),
-            prompt_logprobs=first.prompt_logprobs(),
-            num_cached_tokens=first.metrics.num_cached_tokens if self.has_begun else None,
+            num_cached_tokens=self.sequences[0].metrics.num_cached_tokens if self.has_begun else None,
         )
 
 

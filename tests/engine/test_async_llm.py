@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import random
 import signal
@@ -19,7 +20,16 @@ import pytest
 from end_to_end.request_mix import CONTEXT_LEN, plain_mix, references, request_mix
 from end_to_end.tiny_llms import drafters, llm, target, tokenizer
 
-from foretoken import LLM, AsyncLLM, EngineStopped, QueueFull, RequestOutput, SamplingParams
+from foretoken import (
+    LLM,
+    AsyncEngineArgs,
+    AsyncLLM,
+    EngineStopped,
+    QueueFull,
+    RequestOutput,
+    RequestOutputKind,
+    SamplingParams,
+)
 from foretoken.core.errors import ConfigError, RequestError
 from foretoken.core.records import StepRecord
 from foretoken.core.results import StreamChunk
@@ -236,6 +246,85 @@ def test_requests_are_aborted_by_their_ids() -> None:
             assert is_idle(engine.llm)
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize("kind", [None, *RequestOutputKind])
+@pytest.mark.parametrize("n", [1, 3])
+def test_results_on_the_way_are_of_the_kind_that_is_asked_for(kind: RequestOutputKind | None, n: int) -> None:
+    """Each iteration waits until the result of the one before was read."""
+    gate, drafting = Gate(), DRAFTERS["ngram tree"](None)
+    engine = AsyncLLM(llm(drafting, max_num_seqs=4, on_step=gate))
+    params = SamplingParams(n=n, temperature=0.8, seed=3, max_tokens=20, logprobs=2, prompt_logprobs=1)
+    whole = llm(drafting, max_num_seqs=4).generate([5, 9, 3, 5, 9], params)[0]
+    params.output_kind = kind
+
+    async def run() -> list[RequestOutput]:
+        results = []
+        gate.open(1000 if kind == RequestOutputKind.FINAL_ONLY else 1)
+        async for each in engine.generate([5, 9, 3, 5, 9], params, "mine"):
+            results.append(each)
+            gate.open(1)
+        return results
+
+    results = asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+    *before, last = results
+    assert [each.finished for each in results] == [False] * len(before) + [True]
+    assert {each.request_id for each in results} == {"mine"}
+    assert all(each.prompt_token_ids == [5, 9, 3, 5, 9] and len(each.outputs) == n for each in results)
+    assert last.prompt_logprobs == whole.prompt_logprobs
+    assert last.metrics.num_emitted == whole.metrics.num_emitted
+    assert [each.metrics.steps for each in results] == sorted(each.metrics.steps for each in results)
+    assert len(results) == (1 if kind == RequestOutputKind.FINAL_ONLY else len(gate.records))
+    assert len(gate.records) > 3
+    for index, completion in enumerate(whole.outputs):
+        parts = [each.outputs[index] for each in results]
+        assert (parts[-1].finish_reason, parts[-1].stop_reason) == (completion.finish_reason, completion.stop_reason)
+        assert parts[-1].cumulative_logprob == pytest.approx(completion.cumulative_logprob)
+        if kind == RequestOutputKind.DELTA:
+            assert "".join(part.text for part in parts) == completion.text
+            assert [token for part in parts for token in part.token_ids] == completion.token_ids
+            assert [each for part in parts for each in part.logprobs or ()] == completion.logprobs
+        else:
+            assert (parts[-1].text, parts[-1].token_ids) == (completion.text, completion.token_ids)
+            assert parts[-1].logprobs == completion.logprobs
+            for shorter, longer in itertools.pairwise(parts):
+                assert longer.text.startswith(shorter.text)
+                assert longer.token_ids[: len(shorter.token_ids)] == shorter.token_ids
+    engine.close()
+
+
+def test_leaving_the_results_on_the_way_ends_the_request() -> None:
+    engine = AsyncLLM(llm({}))
+
+    async def run() -> None:
+        async for output in engine.generate([5], LONG):
+            assert not output.finished
+            break
+        while engine.num_running:
+            await asyncio.sleep(0)
+
+    asyncio.run(asyncio.wait_for(run(), PATIENCE_S))
+    assert is_idle(engine.llm)
+
+
+def test_parts_of_another_kind_are_refused_where_only_new_ones_are_given() -> None:
+    engine = AsyncLLM(llm({}))
+    params = SamplingParams(max_tokens=2, output_kind=RequestOutputKind.CUMULATIVE)
+    with pytest.raises(RequestError, match="output_kind is CUMULATIVE, but submit gives new parts"):
+        engine.submit([5], params)
+    with pytest.raises(RequestError, match=r"output_kind is 1\. Expected a RequestOutputKind"):
+        SamplingParams(output_kind=1)
+    with pytest.raises(RequestError, match="lora_request = 1 is not supported"):
+        engine.generate([5], params, lora_request=1)
+    assert asyncio.run(engine.generate([5], params, priority=0)).finished
+    engine.shutdown()
+    assert not engine.is_alive
+
+
+def test_an_async_engine_of_arguments() -> None:
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(model="models/tinycode", max_model_len=64, enforce_eager=True))
+    assert asyncio.run(engine.generate("def f(", SamplingParams(max_tokens=4))).outputs[0].token_ids
+    engine.shutdown()
 
 
 def test_a_forgotten_stream_ends() -> None:
