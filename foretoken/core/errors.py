@@ -3,14 +3,17 @@
 Every message has three parts: what was wrong (with the value), what was expected, how to mend it.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
+from itertools import accumulate
 from typing import NoReturn
 
 _LONGEST_DESCRIPTION = 300  # characters
 _LONGEST_TYPE_NAME = 80
 _LONGEST_LINE = 300
+_LONGEST_NAME, _LONGEST_LIST = 120, 220
 
 
 class ForetokenError(Exception):
@@ -79,6 +82,20 @@ def nearest_name_hint(name: str, known: Iterable[str]) -> str:
     close = get_close_matches(name, names, n=1, cutoff=0.5)
     question = f"Did you mean '{close[0]}'? " if close else ""
     return f"{question}Known: {', '.join(names)}."
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names in order with commas between them, in some 250 characters: of many the first, and how many more there are.
+
+    Args:
+        names: Of files or tensors, as many as a file holds, each of any length.
+    """
+    ordered = sorted(names)
+    cut = [name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…" for name in ordered]
+    lengths = accumulate(len(name) + 2 for name in cut)
+    shown = max(bisect_right(list(lengths), _LONGEST_LIST), 1)
+    more = len(ordered) - shown
+    return ", ".join(cut[:shown]) + (f" and {more} more" if more > 0 else "")
 
 
 @contextmanager

@@ -10,7 +10,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from foretoken.core.errors import ConfigError, ModelError
+from foretoken.core.errors import ConfigError, ModelError, listed
 from foretoken.decoder.held_memory import in_own_memory
 from foretoken.heads.base import Head, HeadConfig, build_head
 from foretoken.hf.parts import target_parts
@@ -149,18 +149,18 @@ def check_keys(
         what: What the file is said to hold.
 
     Raises:
-        ModelError: One that lists all missing, unexpected and mis-shaped keys.
+        ModelError: One that lists missing, unexpected and mis-shaped keys, of many the first.
     """
     groups = {
-        "missing": sorted(wanted.keys() - found.keys()),
-        "unexpected": sorted(found.keys() - wanted.keys()),
+        "missing": wanted.keys() - found.keys(),
+        "unexpected": found.keys() - wanted.keys(),
         "wrong shape": [
             f"{key} {list(found[key])} instead of {list(shape)}"
-            for key, shape in sorted(wanted.items())
+            for key, shape in wanted.items()
             if key in found and tuple(found[key]) != tuple(shape)
         ],
     }
-    parts = [f"{kind}: {', '.join(keys)}" for kind, keys in groups.items() if keys]
+    parts = [f"{kind}: {listed(keys)}" for kind, keys in groups.items() if keys]
     if parts:
         raise ModelError(
             f"the weights of {what} '{name}' do not fit its config.json: {'; '.join(parts)}. "

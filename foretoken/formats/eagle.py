@@ -11,7 +11,7 @@ import logging
 import re
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.errors import ModelError
+from foretoken.core.errors import ModelError, listed
 from foretoken.formats.eagle_names import (
     EMBEDDING,
     IS_DRAFTED,
@@ -169,7 +169,7 @@ def _check_variant(name: str, weights: Weights, stated: Mapping[str, Any]) -> No
     """Refuses what others call EAGLE as well and nothing here computes."""
     norms = [key for key in weights.shapes if key.split(".")[0] in OTHER_NORMS]
     if norms or stated.get("add_para_norm"):
-        found = ", ".join(sorted(norms)) or "add_para_norm"
+        found = listed(norms) or "add_para_norm"
         raise ModelError(
             f"'{name}' is a variant of EAGLE with norms of its own ({found}), which programs compute in different "
             "ways. Expected a head without embed_layernorm, hidden_layernorm and lm_head_layernorm."

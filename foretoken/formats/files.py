@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from foretoken.core.bounded_reads import check_regular
-from foretoken.core.errors import ModelError, foreign_errors_as, one_line
+from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
 from foretoken.core.json_files import read_json_object
 from foretoken.core.tensor_headers import tensor_headers
 from foretoken.hf.model_files import indexed_files
@@ -148,7 +148,7 @@ def _weight_files(directory: Path) -> list[Path]:
     pickles = sorted(file for kind in _PICKLES for file in directory.glob(kind))
     known = [file for file in pickles if file.name in _KNOWN_PICKLES]
     if len(pickles) > 1 and len(known) != 1:
-        names = ", ".join(file.name for file in pickles)
+        names = listed(file.name for file in pickles)
         raise ModelError(f"'{directory}' holds several files of weights: {names}. Name the one that you mean.")
     if not pickles:
         raise ModelError(f"'{directory}' holds no weights. Expected *.safetensors, or *.pt or *.bin.")
@@ -206,9 +206,9 @@ def _open_pickle(path: Path) -> Weights:
         value = next((value[key] for key in _WRAPPERS if isinstance(value.get(key), dict)), value)
     if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
         raise ModelError(f"{path} holds a {type(value).__name__}. Expected a state dictionary of tensors.")
-    foreign = sorted(key for key, tensor in value.items() if not _is_plain(tensor))
+    foreign = [key for key, tensor in value.items() if not _is_plain(tensor)]
     if foreign:
-        raise ModelError(f"{path} holds entries that are no plain tensors: {', '.join(foreign)}.")
+        raise ModelError(f"{path} holds entries that are no plain tensors: {listed(foreign)}.")
     tensors: dict[str, Tensor] = {key: tensor.detach() for key, tensor in value.items()}
     shapes = {key: tuple(tensor.shape) for key, tensor in tensors.items()}
     return Weights(name=str(path), shapes=shapes, fetch=lambda keys: {key: tensors[key] for key in keys})

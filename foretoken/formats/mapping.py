@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from foretoken.core.errors import ModelError
+from foretoken.core.errors import ModelError, listed
 from foretoken.core.validation import validated
 from foretoken.formats.checkpoint import check_keys
 from foretoken.heads.base import HeadConfig, build_head
@@ -112,12 +112,12 @@ def scatter(weights: Mapping[str, Tensor], table: Mapping[str, Place]) -> dict[s
 
 def check_values(name: str, tensors: Mapping[str, Tensor]) -> None:
     """Raises `ModelError` naming all tensors that are quantised or hold numbers that are not finite."""
-    packed = sorted(key for key, tensor in tensors.items() if tensor.is_floating_point() and tensor.itemsize < 2)
+    packed = [key for key, tensor in tensors.items() if tensor.is_floating_point() and tensor.itemsize < 2]
     if packed:
-        raise ModelError(f"'{name}' holds quantised tensors: {', '.join(packed)}. Expected floats of 16 bits or more.")
-    bad = sorted(key for key, tensor in tensors.items() if not bool(torch.isfinite(tensor).all()))
+        raise ModelError(f"'{name}' holds quantised tensors: {listed(packed)}. Expected floats of 16 bits or more.")
+    bad = [key for key, tensor in tensors.items() if not bool(torch.isfinite(tensor).all())]
     if bad:
-        raise ModelError(f"tensors of '{name}' hold numbers that are not finite: {', '.join(bad)}. Train it again.")
+        raise ModelError(f"tensors of '{name}' hold numbers that are not finite: {listed(bad)}. Train it again.")
 
 
 def check_token_map(name: str, token_map: Tensor, vocab_size: int) -> None:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from foretoken.core.checks import shown
-from foretoken.core.errors import ConfigError, ModelError
+from foretoken.core.errors import ConfigError, ModelError, listed
 from foretoken.formats.files import HeadFiles, Weights
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
+MOST_RANKS = 4096
 _ROW_PARALLEL = re.compile(r".*\.(o_proj|down_proj)\.weight")
 _REPLICATED = re.compile(r".*(layernorm|\.norm)\.weight")
 
@@ -63,17 +64,17 @@ class Ranks:
         mapping = files.config.get("mapping") or {}
         tp_size = mapping.get("tp_size", mapping.get("world_size", max(files.ranks, default=0) + 1))
         stages = mapping.get("pp_size", 1)
-        if not isinstance(tp_size, int) or not isinstance(stages, int) or not 1 <= tp_size * stages <= 4096:
+        if not isinstance(tp_size, int) or not isinstance(stages, int) or not 1 <= tp_size * stages <= MOST_RANKS:
             raise ModelError(
                 f"'{files.path}' is split over {shown(tp_size)} ranks in {shown(stages)} stages. Expected counts."
             )
         world = files.ranks or {0: files.weights}
         missing = [f"rank{rank}.safetensors" for rank in range(tp_size * stages) if rank not in world]
         if missing:
-            raise ModelError(f"'{files.path}' lacks {', '.join(missing)}. Expected a file of each rank. Copy it again.")
+            raise ModelError(f"'{files.path}' lacks {listed(missing)}. Expected a file of each rank. Copy it again.")
         unknown = [f"rank{rank}.safetensors" for rank in world if rank >= tp_size * stages]
         if unknown:
-            raise ModelError(f"'{files.path}' holds {', '.join(unknown)}, beyond the ranks of its config.json.")
+            raise ModelError(f"'{files.path}' holds {listed(unknown)}, beyond the ranks of its config.json.")
         first = tp_size * (stages - 1)
         parts = {
             rank: world[rank].renamed(lambda key: None if ignored.fullmatch(key) else key)

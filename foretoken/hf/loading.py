@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from foretoken.core.errors import ModelError, foreign_errors_as, one_line
+from foretoken.core.checks import shown
+from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
 from foretoken.hf.adapters import adapt_attention
 from foretoken.hf.config_checks import check_quantization, check_sizes, end_tokens
 from foretoken.hf.model_files import check_model_files, check_readable
@@ -138,7 +139,7 @@ def load_model(
         check_dtypes(headers, module, name)
     if info["unexpected_keys"]:
         # No error: published checkpoints carry extra heads and buffers that a plain causal LM has no use for.
-        logging.getLogger(__name__).warning("%s: unused weights: %s", name, ", ".join(sorted(info["unexpected_keys"])))
+        logging.getLogger(__name__).warning("%s: unused weights: %s", name, listed(info["unexpected_keys"]))
     module.to(torch_device)
     gather_weights(module)
     return _ready(module, name)
@@ -280,7 +281,14 @@ def load_config(name: str, revision: str | None = None) -> Any:
         ModelError: When it cannot be read or makes no sense.
     """
     with foreign_errors_as(ModelError, partial(_refusal, f"the configuration of '{name}'")):
-        return AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        config: Any = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        text = config.get_text_config()
+    if not isinstance(text, PreTrainedConfig):  # transformers keeps unknown keys, whatever they hold
+        raise ModelError(
+            f"the text configuration inside config.json of '{name}' is {shown(text)}, which its architecture does not "
+            "have. Expected none. Copy or download config.json again."
+        )
+    return config
 
 
 def _refusal(what: str, error: Exception) -> str:

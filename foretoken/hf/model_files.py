@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from foretoken.core.bounded_reads import MIB, check_regular
-from foretoken.core.errors import ModelError, one_line
+from foretoken.core.errors import ModelError, listed, one_line
 from foretoken.core.json_files import read_json_object
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -93,12 +93,11 @@ def indexed_files(index: Path) -> list[Path]:
     names = sorted({str(shard) for shard in weight_map.values()})
     outside = [name for name in names if Path(name).name != name]
     if outside:
-        raise ModelError(f"{index} names files outside its directory: {', '.join(outside)}. Expected plain file names.")
+        raise ModelError(f"{index} names files outside its directory: {listed(outside)}. Expected plain file names.")
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise ModelError(
-            f"'{index.parent}' lacks weight files that its index names: {', '.join(missing)}. Copy or download them "
-            "again."
+            f"'{index.parent}' lacks weight files that its index names: {listed(missing)}. Copy or download them again."
         )
     return [index.parent / name for name in names]
 
@@ -116,7 +115,7 @@ def _nearby(directory: Path) -> str:
     known = {path.name: str(path) for path in _model_directories(directory.parent)}
     close = get_close_matches(directory.name, known, n=1, cutoff=0.5)
     question = f"Did you mean '{known[close[0]]}'? " if close else ""
-    return f"{question}Known: {', '.join(sorted(known.values()))}." if known else "Check the path."
+    return f"{question}Known: {listed(known.values())}." if known else "Check the path."
 
 
 def _model_directories(parent: Path) -> list[Path]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from foretoken.core.errors import ModelError
+from foretoken.core.errors import ModelError, listed
 from foretoken.core.tensor_headers import TensorHeader, tensor_headers
 
 if TYPE_CHECKING:
@@ -107,9 +107,9 @@ def check_dtypes(headers: dict[str, TensorHeader], module: nn.Module, name: str)
 
 
 def check_keys(name: str, *, missing: Iterable[str], misshaped: Iterable[str]) -> None:
-    """Raises `ModelError` naming all missing and mis-shaped weights at once."""
-    groups = {"missing": sorted(missing), "wrong shape": sorted(misshaped)}
-    parts = [f"{kind}: {', '.join(keys)}" for kind, keys in groups.items() if keys]
+    """Raises `ModelError` naming missing and mis-shaped weights at once, of many the first."""
+    groups = {"missing": list(missing), "wrong shape": list(misshaped)}
+    parts = [f"{kind}: {listed(keys)}" for kind, keys in groups.items() if keys]
     if parts:
         raise ModelError(
             f"the weights of '{name}' do not fit its config.json: {'; '.join(parts)}. "

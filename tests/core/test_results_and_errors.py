@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from foretoken.core.errors import ConfigError, RequestError, described, foreign_errors_as, nearest_name_hint
+from foretoken.core.errors import ConfigError, RequestError, described, foreign_errors_as, listed, nearest_name_hint
 from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
 from foretoken.core.results import GenerationMetrics
 
@@ -142,3 +142,13 @@ def test_named_types_and_what_is_no_exception_pass_as_they_are(error: BaseExcept
     with pytest.raises(type(error)) as caught, foreign_errors_as(RequestError, described, passing=(ConfigError,)):
         raise error
     assert caught.value is error
+
+
+def test_names_of_any_number_and_length_are_listed_briefly() -> None:
+    assert listed(["b", "a"]) == "a, b"
+    many = listed(f"layers.{i:04}.weight" for i in range(5000))
+    assert many.startswith("layers.0000.weight, layers.0001.weight, ")
+    assert many.endswith(f" and {5000 - many.count('weight')} more")
+    assert len(many) < 260
+    assert listed(["x" * 10_000, "y"]) == f"{'x' * 119}…, y"
+    assert listed([]) == ""

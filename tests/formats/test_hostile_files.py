@@ -64,6 +64,17 @@ def test_values_of_config_json(tmp_path: Path, name: str, config: HeadConfig) ->
 
 
 @pytest.mark.parametrize(("name", "config"), HEADS.items())
+def test_a_file_with_nothing_right_is_refused_in_few_words(tmp_path: Path, name: str, config: HeadConfig) -> None:
+    written(name, config, tmp_path)
+    (path,) = tmp_path.glob("*.safetensors")
+    whole = load_file(path)
+    save_file({f"{key}{i}": tensor.clone() for key, tensor in whole.items() for i in ("", *range(40))}, path)
+    with pytest.raises(ForetokenError) as error:
+        read_head(tmp_path)
+    assert len(str(error.value)) - len(str(path)) < 700
+
+
+@pytest.mark.parametrize(("name", "config"), HEADS.items())
 def test_shapes(tmp_path: Path, name: str, config: HeadConfig) -> None:
     written(name, config, tmp_path)
     (path,) = tmp_path.glob("*.safetensors")

@@ -23,6 +23,7 @@ from model_files import (
 )
 
 from foretoken import LLM, SamplingParams
+from foretoken.core.checks import shown
 from foretoken.decoder import memory
 from foretoken.hf.loading import load_model
 
@@ -77,6 +78,16 @@ def test_real_numbers_of_other_widths_are_read(dtype: torch.dtype, tmp_path: Pat
     directory = saved(tmp_path / "tiny")
     edit_weights(directory, lambda tensors: tensors.update({_GATE: tensors[_GATE].to(dtype)}))
     assert load_model(directory).dtype == torch.float32
+
+
+@pytest.mark.parametrize("key", ["text_config", "decoder", "generator", "text_encoder"])
+@pytest.mark.parametrize("value", [{"a": 1}, 5, [1], "llama"], ids=str)
+def test_a_text_configuration_that_its_architecture_does_not_have(key: str, value: Any, tmp_path: Path) -> None:
+    directory = saved(tmp_path / "tiny")
+    edit_config(directory, **{key: value})
+    message = refusal(directory)
+    assert f"the text configuration inside config.json of '{directory}' is {shown(value)}" in message
+    assert "Expected none. Copy or download config.json again." in message
 
 
 def test_buffers_of_integers_are_no_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

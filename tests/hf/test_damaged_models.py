@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,18 @@ def test_every_missing_and_misshaped_weight_is_named_at_once(directory: Path) ->
     message = refusal(directory)
     assert f"missing: {NORM}; wrong shape: {GATE} [5, 32] instead of [48, 32], {UP} [48, 3] instead of" in message
     assert message.endswith("Copy or download the model again.")
+
+
+def test_many_missing_and_misshaped_weights_are_few_words(tmp_path: Path) -> None:
+    directory = saved(tmp_path / "deep", num_hidden_layers=40)
+    edit_weights(directory, lambda tensors: tensors.update({key: tensor[:1] for key, tensor in tensors.items()}))
+    edit_weights(directory, lambda tensors: [tensors.pop(key) for key in [*tensors][::3]] and None)
+    message = refusal(directory)
+    assert message.count("instead of") > 1
+    assert re.search(
+        r"missing: lm_head.weight, model.* and \d\d\d more; wrong shape: model.* and \d\d\d more\. ", message
+    )
+    assert len(message) - len(str(directory)) < 700
 
 
 def test_missing_weights_alone(directory: Path) -> None:
