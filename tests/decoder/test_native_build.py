@@ -83,6 +83,24 @@ def test_a_compiler_that_fails(
 
 
 @pytest.mark.usefixtures("fresh")
+def test_a_compiler_that_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whoever waits is told what it takes and that it goes on; one that never ends is ended."""
+    monkeypatch.setattr(build, "_SAYS_SO_S", 1)
+    monkeypatch.setattr(build, "_TIMEOUT_S", 2)
+    monkeypatch.setattr("foretoken.runner.choice._said", set())
+    monkeypatch.setenv("CXX", script(tmp_path / "compiler", "exec sleep 600"))
+    with caplog.at_level("INFO", logger=build.__name__):
+        assert llama_runner("lean").name == "lean-stock"
+    assert "once on this machine: takes some 20 seconds" in caplog.text
+    assert [record.getMessage() for record in caplog.records if "still" in record.getMessage()] == [
+        "still compiling the CPU kernels: 1 s so far", "still compiling the CPU kernels: 2 s so far",
+    ]  # fmt: skip
+    assert "timed out after 2 seconds" in caplog.text
+
+
+@pytest.mark.usefixtures("fresh")
 def test_no_compiler_at_all(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr("foretoken.runner.choice._said", set())

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from foretoken.core.errors import ConfigError
+from foretoken.core.undoing import undone_on_error
 from foretoken.core.user_cache import open_cache, read_kept, say_nothing_is_kept, write_kept
 from foretoken.decoder.base import UnsuitableError
 
@@ -42,13 +43,14 @@ _SYMBOLS = (
     "foretoken_head_draft_bytes", "foretoken_autoregressive_draft", "foretoken_autoregressive_draft_bytes",
 )  # fmt: skip
 _TIMEOUT_S = 300
+_SAYS_SO_S = 10  # after each of which whoever waits is told that the compiler is still at work
 _MOST_BYTES = 1 << 26  # of a library that is kept
 _log = logging.getLogger(__name__)
 
 
 @cache
 def native_library() -> ctypes.CDLL:
-    """The compiled kernels; the first call on a machine compiles for a few seconds.
+    """The compiled kernels; the first call on a machine compiles for some 20 seconds.
 
     Where nothing can be kept they are compiled into a private temporary directory, which is gone once they are loaded.
 
@@ -61,7 +63,7 @@ def native_library() -> ctypes.CDLL:
     if kept is not None:
         return kept
     try:
-        _log.info("compiling the CPU kernels, once on this machine: takes a few seconds")
+        _log.info("compiling the CPU kernels, once on this machine: takes some 20 seconds of a processor")
         with _workplace(directory) as work:
             made = Path(work) / name
             _compile(compiler, made)
@@ -163,13 +165,29 @@ def _compile(compiler: Sequence[str], library: Path) -> None:
         UnsuitableError: When the compiler fails.
     """
     command = [*compiler, *_flags(), str(_SOURCE), "-o", str(library)]
-    result = subprocess.run(command, capture_output=True, timeout=_TIMEOUT_S, check=False)
-    if result.returncode:
-        lines = result.stderr.decode(errors="replace").splitlines()
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        with undone_on_error(process.kill):
+            printed = _printed(process)
+    if process.returncode:
+        lines = printed.decode(errors="replace").splitlines()
         errors = [line for line in lines if "error:" in line]  # behind the files that include one another
         reason = [*errors, *lines, "no message"][0]
         raise UnsuitableError(f"'{shlex.join(compiler)}' cannot compile its kernels: {reason}.")
     library.chmod(0o700)
+
+
+def _printed(process: subprocess.Popen[bytes]) -> bytes:
+    """What a compiler prints until it ends; says now and then that it is at work.
+
+    Raises:
+        TimeoutExpired: When it does not end.
+    """
+    for seconds in range(_SAYS_SO_S, _TIMEOUT_S + 1, _SAYS_SO_S):
+        try:
+            return process.communicate(timeout=_SAYS_SO_S)[1]
+        except subprocess.TimeoutExpired:
+            _log.info("still compiling the CPU kernels: %d s so far", seconds)
+    raise subprocess.TimeoutExpired(process.args, _TIMEOUT_S)
 
 
 def _load(path: Path) -> ctypes.CDLL:
