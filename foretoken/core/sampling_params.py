@@ -26,7 +26,7 @@ from foretoken.core.vllm_sampling import without_other_fields
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy decoding
 LARGEST_SEED = 2**1000  # of either sign: longer ones cannot be printed
 _NO_SEED = -1
-_LEAST_REPETITION_PENALTY = 1e-6  # logits divided by less may be infinite in float32
+_LEAST_REPETITION_PENALTY = 2.0**-20  # just below 1e-6 in any dtype; logits divided by less may be infinite in float32
 MOST_BAD_WORD_TOKENS = 128  # of one word
 MOST_BAD_TOKENS = 4096  # of all words of a request
 MOST_TOKENS = 2**31 - 1  # of min_tokens and max_tokens
@@ -106,7 +106,7 @@ class SamplingParams:
         top_p: Keep the smallest set of tokens whose probability reaches p.
         min_p: Keep tokens with at least this fraction of the most probable token's probability.
         repetition_penalty: Divides positive and multiplies negative logits of tokens seen in prompt or output; at
-            least 1e-6.
+            least 2**-20, just below 1e-6.
         presence_penalty: Subtracted once from the logit of every token already in the output.
         frequency_penalty: Subtracted once per occurrence in the output.
         logit_bias: Token id to the number, -100..100, added to its logit.

@@ -22,7 +22,7 @@ NAN, INF = math.nan, math.inf
         ("temperature", [-0.1, 100.5, NAN, INF], "at least 0 and at most 100."),
         ("top_p", [0.0, -0.5, 1.01, NAN], "above 0 and at most 1."),
         ("min_p", [-0.01, 1.01, NAN], "at least 0 and at most 1."),
-        ("repetition_penalty", [0.0, -1.0, 9e-7, 1e-50, 100.5, NAN], "at least 1e-06 and at most 100."),
+        ("repetition_penalty", [0.0, -1.0, 9e-7, 1e-50, 100.5, NAN], "at least 9.536743164e-07 and at most 100."),
         ("presence_penalty", [-100.5, 100.5, NAN, INF], "at least -100 and at most 100."),
         ("frequency_penalty", [-100.5, 100.5, NAN, -INF], "at least -100 and at most 100."),
         ("n", [0, -1, 129], "at least 1 and at most 128."),
@@ -50,6 +50,7 @@ def test_ranges(name: str, values: list[float], expected: str) -> None:
         {"min_p": 0.0},
         {"min_p": 1.0},
         {"repetition_penalty": 1e-6},
+        {"repetition_penalty": np.float32(1e-6)},  # which is a little less
         {"presence_penalty": -100.0, "frequency_penalty": 100.0},
         {"n": 128},
         {"top_k": -1},
