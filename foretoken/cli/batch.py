@@ -70,7 +70,7 @@ def batch(
     total = count_lines(source)
     if not total:
         raise RequestError(f"'{source}' has no lines. Expected a request in each.")
-    name, in_flight = served_model_name or model, max_in_flight or 2 * max_num_seqs
+    name, in_flight = served_model_name or model, min(max_in_flight or 2 * max_num_seqs, total)
     with held(out):
         options.check_new_file(out, "OUT", force=force)
         answers = AnswerFile(out, name)
@@ -89,7 +89,7 @@ def batch(
                         counts = asyncio.run(run)
                 else:
                     workers = RayWorkers(
-                        number=num_workers, make_engine=make_engine, max_in_flight=in_flight, num_cpus=threads or 1,
+                        number=min(num_workers, total), make_engine=make_engine, max_in_flight=in_flight, num_cpus=threads or 1,
                         uses_gpu=None if device == "auto" else device != "cpu",
                     )  # fmt: skip
                     counts = run_ray_batch(workers, source, answers, model=name, chat_template=template, on_answer=show)

@@ -1,15 +1,22 @@
-"""The look of `--help`: names of values, whole paragraphs, examples and exit codes at the end."""
+"""What all commands share: the look of `--help`, and checks of values that no command takes."""
 
 from __future__ import annotations
 
 import re
 import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from typer.core import TyperCommand
 
+from foretoken.core.checks import shown
+from foretoken.core.errors import ConfigError
+
 _VALUES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+_DIRECTORIES = {"model", "target", "init"}  # options of text that name one, or a hub id
+_LARGEST = 2**31 - 1  # of a count
+_LARGER = {"seed": 2**63 - 1, "kv_cache_memory_bytes": 2**63 - 1}
 
 
 class Command(TyperCommand):
@@ -31,6 +38,21 @@ class Command(TyperCommand):
     def get_params(self, ctx: Any) -> list[Any]:
         """See click."""
         return without_flags(super().get_params(ctx))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """See click; refuses an empty path, which `Path` takes for the current directory, and integers out of range."""
+        given, _, _ = self.make_parser(ctx).parse_args(args=list(args))
+        rest = super().parse_args(ctx, args)
+        for param in self.params:
+            name = param.metavar if param.param_type_name == "argument" else max(param.opts, key=len)
+            is_name = param.param_type_name == "argument" or param.metavar == "PATH" or param.name in _DIRECTORIES
+            if is_name and "" in _values(given.get(param.name)):
+                raise ConfigError(f"{name} is empty. Expected a name; . is this directory.")
+            limit = _LARGER.get(param.name, _LARGEST)
+            for value in _values(ctx.params.get(param.name)):
+                if isinstance(value, int) and not -limit <= value <= limit:
+                    raise ConfigError(f"{name} is {shown(value)}. Expected {-limit} to {limit}.")
+        return rest
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """See click; other names of an option, and of a switch's other side, stand only in a text that has them."""
@@ -92,6 +114,11 @@ def ending(*examples: str, found: str | None = None) -> str:
     codes = f"Exit codes: 0 done{verdict}, 2 wrong input or a system error, 130 Ctrl-C."
     lines = "\n".join(f"  {example}" for example in examples)
     return f"Examples:\n{lines}\n\n{codes}" if examples else codes
+
+
+def _values(given: Any) -> Sequence[Any]:
+    """All that an option was given, one value or several."""
+    return given if isinstance(given, list | tuple) else [given]
 
 
 def _value(kind: Any) -> str:

@@ -6,7 +6,9 @@ Exit codes: 0, 1 (the command's own verdict: a bug or a fault was found), 2 (bad
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 
 
@@ -18,7 +20,14 @@ def main() -> None:
         code = _run()
     except KeyboardInterrupt:  # before the command began
         code = 130
+    _end_at_once_on_ctrl_c()
     sys.exit(code)
+
+
+def _end_at_once_on_ctrl_c() -> None:
+    """Leaves Ctrl-C to the system: what libraries do at exit would print a traceback, and all results are written."""
+    with contextlib.suppress(ValueError):  # not the main thread, which alone gets Ctrl-C
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _run() -> int:
@@ -53,12 +62,26 @@ def _run() -> int:
         terminal.note(_usage(err))
     except OSError as err:
         terminal.note(f"error: {system_error(err)}")
-    except ModuleNotFoundError as err:
-        if err.name != "torch":
+    except (Exception, SystemExit) as err:
+        code = _ended_from_outside(err) or code
+        if isinstance(err, ModuleNotFoundError) and err.name == "torch":
+            terminal.note(_NO_TORCH)
+        elif code not in _ENDINGS.values():
             raise
-        terminal.note(_NO_TORCH)
     terminal.end_output()
     return code
+
+
+_ENDINGS = {KeyboardInterrupt: 130, BrokenPipeError: 141}
+
+
+def _ended_from_outside(err: BaseException | None) -> int | None:
+    """The exit code where Ctrl-C or a closed pipe is behind an exception that a library made of it; else None."""
+    while err is not None:
+        if type(err) in _ENDINGS:
+            return _ENDINGS[type(err)]
+        err = err.__cause__ or err.__context__
+    return None
 
 
 _NO_TORCH = (

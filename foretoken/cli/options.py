@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -214,7 +216,12 @@ def read_text(file: Path) -> str:
 
 
 def checked(text: str, where: str) -> str:
-    """An argument as it is; raises `RequestError` when its bytes were not text, which Python marks by surrogates."""
+    """An argument as text; raises `RequestError` when its bytes were not UTF-8, which Python marks by surrogates.
+
+    Under a locale of ASCII alone Python marks all bytes beyond it: there they are decoded here.
+    """
+    with suppress(UnicodeError):
+        return os.fsencode(text).decode() if lone_surrogate(text) is not None else text
     at = lone_surrogate(text)
     if at is not None:
         raise RequestError(f"{where} is not UTF-8 text: character {at} is no character. Expected UTF-8.")

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.functional import pad
 
+from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats import hydra_names, medusa_names
 from foretoken.formats.checkpoint import check_keys
 from foretoken.formats.hydra_names import HydraNames, prefix_entries
 from foretoken.formats.mapping import assemble, scatter, wanted_shapes
 from foretoken.formats.medusa_names import MedusaNames
-from foretoken.formats.ranks import Ranks, split
+from foretoken.formats.ranks import MOST_RANKS, Ranks, split
 from foretoken.formats.readers import TRT_HYDRA, TRT_MEDUSA, Reader
 from foretoken.formats.saving import expect_method, finished, own_entries, save
 from foretoken.heads.hydra import HydraConfig
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from foretoken.formats.mapping import Place
     from foretoken.formats.saving import WriteOptions
     from foretoken.formats.target_info import TargetInfo
+    from foretoken.heads.base import HeadConfig
 
 MEDUSA = MedusaNames(
     block="medusa_heads.{head}.medusa_layers.{layer}.linear", lm_head="medusa_heads.{head}.lm_head.weight"
@@ -119,6 +121,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
     what = "format 'tensorrt_llm'"
     expect_method(checkpoint, "medusa", "hydra", what=what)
     config, tp_size = checkpoint.config, options.tp_size
+    _check_ranks(config, tp_size)
     sizes: MedusaConfig | HydraConfig
     table: dict[str, Place]
     if isinstance(config, MedusaConfig):
@@ -128,7 +131,6 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
         assert isinstance(config, HydraConfig), "the method says so"
         sizes, weights = hydra_names.with_own_lm_heads(config, checkpoint.weights, options, what=what)
         table = HYDRA.table(sizes)
-    _check_heads(sizes, tp_size)
     tensors = {key: _padded(key, tensor, tp_size) for key, tensor in scatter(weights, table).items()}
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
     if len(dtypes) > 1 or next(iter(tensors.values())).dtype not in _DTYPES:
@@ -213,8 +215,13 @@ def _vocab_size(name: str, config: Mapping[str, Any], rows: int) -> int:
     return rows
 
 
-def _check_heads(sizes: MedusaConfig | HydraConfig, tp_size: int) -> None:
-    """Refuses to split an attention head; other sizes are checked where they are split."""
+def _check_ranks(sizes: HeadConfig, tp_size: int) -> None:
+    """Refuses more ranks than are read, and to split an attention head; other sizes are checked where they are split.
+
+    LM heads are padded to a multiple of the ranks, which is memory for as many rows at least.
+    """
+    if not 1 <= tp_size <= MOST_RANKS:
+        raise ConfigError(f"tp_size is {shown(tp_size)}. Expected 1 to {MOST_RANKS} ranks.")
     prefix = sizes.prefix if isinstance(sizes, HydraConfig) else None
     for what in ("num_attention_heads", "num_key_value_heads"):
         number = tp_size if prefix is None else getattr(prefix, what)

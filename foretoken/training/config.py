@@ -41,7 +41,7 @@ class TrainConfig(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     schedule: Schedule = Schedule()
-    batch_size: int = Field(default=8, ge=1)
+    batch_size: int = Field(default=8, ge=1, le=1 << 16)
     micro_batch_size: int | None = Field(default=None, ge=1)
     length: int = Field(default=512, ge=4)
     weight_decay: float = Field(default=0.01, ge=0)

@@ -18,6 +18,7 @@ from foretoken.bench.cost_twin.check import check_twin
 from foretoken.bench.cost_twin.heads import _METHODS, padded_head
 from foretoken.bench.cost_twin.in_memory import make_twin_in_memory
 from foretoken.bench.cost_twin.make import TwinPart, TwinPlan, make_twin
+from foretoken.bench.cost_twin.model import open_model
 from foretoken.bench.cost_twin.padding import Padding, growth
 from foretoken.core.errors import ConfigError, ForetokenError, ModelError
 from foretoken.core.passes import Pass
@@ -106,6 +107,7 @@ def test_logits_are_those_of_the_small_model(tmp_path: Path, architecture: str, 
     model = small(tmp_path / "small", architecture)
     [part] = made(model, tmp_path / "twin", num_layers=5, fill=fill)
     twin = load_model(part.path, device="cpu")
+    assert open_model(model).num_bytes(5, 4, None) == 4 * part.num_parameters, "as it was foreseen"
     assert (twin.num_layers, twin.config.hidden_size, twin.config.intermediate_size) == (5, 128, 192)
     assert (twin.config.num_attention_heads, twin.config.num_key_value_heads) == (16, 8)
     assert part.num_parameters == sum(tensor.numel() for tensor in twin.module.parameters())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import signal
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -39,6 +40,7 @@ def run(*arguments: str, stdin: str | bytes = "", is_terminal: bool = False) -> 
         is_terminal: Whether standard output is a terminal.
     """
     out, err, code = Terminal() if is_terminal else io.StringIO(), io.StringIO(), 0
+    on_interrupt = signal.getsignal(signal.SIGINT)
     given = io.TextIOWrapper(io.BytesIO(stdin.encode() if isinstance(stdin, str) else stdin), encoding="utf-8")
     with (
         contextlib.chdir(ROOT),
@@ -51,4 +53,6 @@ def run(*arguments: str, stdin: str | bytes = "", is_terminal: bool = False) -> 
             main()
         except SystemExit as stop:
             code = int(stop.code or 0)
+        finally:
+            signal.signal(signal.SIGINT, on_interrupt)  # a process of its own would end now
     return Finished(code, out.getvalue(), err.getvalue())

@@ -239,6 +239,35 @@ def test_a_reader_that_goes_away() -> None:
     assert (result.returncode, result.stderr) == (141, "")
 
 
+@pytest.mark.parametrize(
+    "arguments", [("--help",), ("twin", "--help"), ("inspect", HEAD), ("inspect", MODEL, "--json")]
+)
+def test_a_reader_that_goes_away_half_way(arguments: tuple[str, ...]) -> None:
+    """What rich and typer make of it on their own is exit code 1."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as pipe:
+        result = finished(*arguments, stdout=pipe, stderr=subprocess.PIPE)
+    assert (result.returncode, result.stderr) == (141, "")
+
+
+@pytest.mark.skipif(os.name != "posix", reason="locales of POSIX")
+def test_prompts_in_utf_8_under_a_locale_of_ascii(tmp_path: Path) -> None:
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    place = tmp_path / "é"
+    place.mkdir()
+    arguments = ("generate", MODEL, "-p", "é = 1\nü", "--stop", "ß", "--max-tokens", "2", "--trace", str(place / "t"))
+    result = finished(*arguments, env=environment, capture_output=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("\\xe9 = 1\n\\xfc"), "as this locale can write it"
+    assert (place / "t").is_file()
+    wrong = subprocess.run(
+        [*COMMAND, "generate", MODEL, "-p", b"a\xff"], cwd=ROOT, env=environment, capture_output=True, check=False
+    )
+    assert wrong.returncode == 2
+    assert b"--prompt is not UTF-8 text: character 1" in wrong.stderr
+
+
 def test_an_encoding_without_the_characters() -> None:
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0"}
     result = finished("inspect", "modèles/x", env=environment, capture_output=True)
@@ -264,6 +293,44 @@ def test_ctrl_c_keeps_the_text_so_far() -> None:
     assert "interrupted]" in errors
     assert start.startswith("import os\n")
     assert rest.endswith("\n")
+
+
+def test_ctrl_c_while_a_command_is_ending() -> None:
+    """What libraries do at exit is cut short without their tracebacks."""
+    code = (
+        "import atexit, time, sys; atexit.register(time.sleep, 60); sys.argv = ['foretoken', 'version']\n"
+        "from foretoken.cli.main import main; main()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # noqa: PLW1509 - as above
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        time.sleep(0.5)  # the version is written; what remains is the exit
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (-signal.SIGINT, "")
+
+
+def test_ctrl_c_that_a_library_takes_for_a_missing_module() -> None:
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'foretoken.hf.describe':\n"
+        "            try:\n"
+        "                raise KeyboardInterrupt\n"
+        "            except KeyboardInterrupt as err:\n"
+        "                raise ModuleNotFoundError(name) from err\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "sys.argv = ['foretoken', 'inspect', 'models/tinycode']\n"
+        "from foretoken.cli.main import main; main()"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (result.returncode, result.stderr) == (130, "")
 
 
 def test_torch_that_is_missing() -> None:

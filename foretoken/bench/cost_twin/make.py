@@ -8,6 +8,8 @@ target's hidden size; the draft model grows likewise and in depth too, so that i
 
 from __future__ import annotations
 
+import os
+import shutil
 from dataclasses import dataclass, replace
 from math import prod
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -124,7 +126,7 @@ def _nothing() -> None:
 def make_twin(plan: TwinPlan, on_progress: Callable[[int, int], None] = no_progress) -> list[TwinPart]:
     """Writes the twin of a target and of its drafters, each directory whole or not at all.
 
-    Sizes, heads and places are looked at before anything is written. A twin that is there already is replaced.
+    Sizes, heads, places, disk and memory are looked at before anything is written. A twin that is there already is replaced.
 
     Args:
         plan: What to make.
@@ -134,10 +136,12 @@ def make_twin(plan: TwinPlan, on_progress: Callable[[int, int], None] = no_progr
         The target first.
 
     Raises:
-        ConfigError: When sizes do not fit, a place holds anything but a twin, or it cannot be written.
+        ConfigError: When sizes do not fit, disk or memory cannot hold them, a place holds anything but a twin, or it
+            cannot be written.
         ModelError: When a model or head is missing, damaged or cannot be padded.
     """
     planned = planned_parts(plan)
+    _check_room(planned, plan)
     total = sum(len(model.small.origins(model.num_layers)) for model in planned.models)
     total += sum(len(head.checkpoint.weights) for head in planned.heads)
     done = 0
@@ -212,6 +216,21 @@ def write_heads(
         native.write(padded_head(head.checkpoint, padding, target.record, of_twin), head.path, replaces=True)
         for _ in head.checkpoint.weights:
             on_tensor()
+
+
+def _check_room(planned: PlannedParts, plan: TwinPlan) -> None:
+    """Refuses a twin that the disk cannot hold, or whose target does not fit into memory, where it is compared."""
+    sizes = [model.small.num_bytes(model.num_layers, model.factor, plan.dtype) for model in planned.models]
+    place = next(above for above in plan.out.absolute().parents if above.is_dir())
+    wanted = {f"free on the disk of '{place}'": (sum(sizes), shutil.disk_usage(place).free)}
+    if hasattr(os, "sysconf"):
+        wanted["of memory"] = (sizes[0], os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for where, (needed, there) in wanted.items():
+        if needed > there:
+            raise ConfigError(
+                f"a twin of {plan.num_layers} layers of {plan.hidden_size} takes {needed / 2**30:,.1f} GiB, and there "
+                f"are {there / 2**30:,.1f} GiB {where}. Expected fewer layers or a smaller hidden size."
+            )
 
 
 def _planned(role: str, small: SmallModel, path: Path, plan: TwinPlan) -> PlannedModel:

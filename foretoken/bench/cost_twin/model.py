@@ -7,6 +7,7 @@ copies of the model's last one that add nothing: what they write is multiplied b
 from __future__ import annotations
 
 import re
+from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.bench.cost_twin.padding import Rule
@@ -21,6 +22,8 @@ from foretoken.hf.weight_files import check_shapes, read_headers
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    import torch
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 _BOTH, _LAST = (-2, -1), (-1,)
@@ -83,6 +86,20 @@ class SmallModel(NamedTuple):
         for layer in range(last + 1, num_layers):
             found |= {f"model.layers.{layer}.{match[2]}": match[0] for match in parts}
         return found
+
+    def grown(self, key: str, factor: int) -> int:
+        """Numbers of a tensor that is padded by a factor."""
+        return prod(self.weights.shapes[key]) * factor ** len(self.rule(key).axes)
+
+    def num_bytes(self, num_layers: int, factor: int, dtype: torch.dtype | None) -> int:
+        """Bytes of the padded weights, without a list of them; dtype: None for that of these weights."""
+        shapes = self.weights.shapes
+        stored = sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
+        itemsize = dtype.itemsize if dtype is not None else round(stored / sum(map(prod, shapes.values())))
+        last = f"model.layers.{self.num_layers - 1}."
+        layer = sum(self.grown(key, factor) for key in shapes if key.startswith(last))
+        numbers = sum(self.grown(key, factor) for key in shapes) + (num_layers - self.num_layers) * layer
+        return numbers * itemsize
 
     def rule(self, key: str) -> Rule:
         """How a tensor grows.

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.cost_twin.padding import exactly
@@ -129,7 +128,7 @@ def _shards(model: SmallModel, origins: Mapping[str, str], factor: int) -> list[
     shards: list[list[str]] = [[]]
     size = 0
     for key, origin in origins.items():
-        more = prod(model.weights.shapes[origin]) * factor ** len(model.rule(origin).axes)
+        more = model.grown(origin, factor)
         if size and size + more > _SHARD_SIZE:
             shards.append([])
             size = 0

@@ -1,0 +1,122 @@
+"""Integers of any size, names of nothing: every command refuses them in one sentence before it reads or makes anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from command_line import MODEL, ROOT, run
+
+from foretoken.cli.commands import app
+
+HUGE = "9" * 20
+HEAD = "models/tinycode-medusa"
+# What each command needs beside the option that is tried; {out} is a new place.
+NEEDED = {
+    "generate": (MODEL, "-p", "x"),
+    "chat": (MODEL,),
+    "serve": (MODEL, "--port", "0"),
+    "batch": ("README.md", "{out}", "--model", MODEL),
+    "report": ("README.md",),
+    "verify": (MODEL,),
+    "bench": (MODEL,),
+    "bench serve": (),
+    "sweep": (MODEL, "--out", "{out}"),
+    "twin": (MODEL, "{out}"),
+    "inspect": (MODEL,),
+    "convert": (HEAD, "{out}", "--to", "tensorrt_llm", "--target", MODEL),
+    "data": (MODEL, "--text", "README.md", "--out", "{out}"),
+    "data vocab": ("{out}", "--size", "4", "--out", "{out}"),
+    "data index": ("{out}", "--out", "{out}"),
+    "train": ("medusa", MODEL, "--data", "{out}", "--out", "{out}"),
+    "tune tree": (MODEL, "-s", "hydra"),
+    "doctor": (MODEL, HEAD),
+}
+COMMANDS: dict[str, Any] = vars(typer.main.get_command(app))["commands"]
+OPTIONS = [(name, param) for name, command in COMMANDS.items() for param in command.params]
+INTEGERS = [
+    (name, param.opts[0]) for name, param in OPTIONS if param.metavar == "N" and param.param_type_name == "option"
+]
+PATHS = [(name, param.opts[0]) for name, param in OPTIONS if param.metavar == "PATH"]
+ARGUMENTS = [
+    (name, place, param.metavar)
+    for name, command in COMMANDS.items()
+    for place, param in enumerate(param for param in command.params if param.param_type_name == "argument")
+]
+
+
+def refusal(name: str, arguments: tuple[str, ...], out: Path) -> str:
+    """The one sentence that a command says."""
+    result = run(*name.split(), *(argument.format(out=out) for argument in arguments))
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    sentence, *more = result.stderr.splitlines()
+    assert more in ([], [f"Try '{sentence.split()[0]}"]) or more[0].startswith("Try '")
+    assert result.stdout == ""
+    assert not out.exists()
+    return sentence
+
+
+def test_every_command_is_tried() -> None:
+    assert set(NEEDED) == set(COMMANDS) - {"version"}
+    assert len(INTEGERS) > 70
+    assert len(PATHS) > 30
+
+
+@pytest.mark.parametrize(("name", "option"), INTEGERS)
+@pytest.mark.parametrize("value", [HUGE, f"-{HUGE}"])
+def test_integers_that_nothing_has(name: str, option: str, value: str, tmp_path: Path) -> None:
+    sentence = refusal(name, (*NEEDED[name], option, value), tmp_path / "out")
+    assert f"{option} is {value}. Expected" in sentence or f"Invalid value for '{option}'" in sentence
+
+
+@pytest.mark.parametrize(("name", "option"), PATHS)
+def test_paths_without_a_name(name: str, option: str, tmp_path: Path) -> None:
+    """`Path("")` is the current directory."""
+    sentence = refusal(name, (*NEEDED[name], option, ""), tmp_path / "out")
+    assert sentence == f"error: {option} is empty. Expected a name; . is this directory."
+
+
+@pytest.mark.parametrize(("name", "place", "shown"), ARGUMENTS)
+def test_arguments_without_a_name(name: str, place: int, shown: str, tmp_path: Path) -> None:
+    arguments = (*NEEDED[name][:place], "", *NEEDED[name][place + 1 :])
+    assert f"error: {shown} is empty. Expected a name" in refusal(name, arguments, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "part"),
+    [
+        ("convert", ("--tp-size", "2147483647"), "tp_size is 2147483647. Expected 1 to 4096 ranks."),
+        (
+            "train",
+            ("--batch-size", "65537"),
+            "'batch_size' of training is 65537. Input should be less than or equal to 65536",
+        ),
+        ("twin", ("--hidden-size", str(256 * 4**7)), "a twin of 24 layers of 4194304 takes "),
+        ("twin", ("--layers", "999999999"), "a twin of 999999999 layers of 1024 takes "),
+    ],
+)
+def test_sizes_that_follow_from_the_arguments(name: str, arguments: tuple[str, ...], part: str, tmp_path: Path) -> None:
+    """Looked at before anything is made: of these no memory and no disk would hold the result."""
+    sentence = refusal(name, (*NEEDED[name], *arguments), tmp_path / "out")
+    assert part in sentence
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_more_requests_in_flight_than_lines(tmp_path: Path) -> None:
+    """A task for each of a billion filled the memory."""
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    body = '{"model": "tinycode", "prompt": "x", "max_tokens": 1}'
+    source.write_text(f'{{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {body}}}\n')
+    options = ("--model", MODEL, "--served-model-name", "tinycode", "--max-in-flight", "999999999")
+    result = run("batch", str(source), str(out), *options)
+    assert result.returncode == 0, result.stderr
+    assert '"custom_id": "a"' in out.read_text()
+
+
+def test_the_current_directory_may_be_named(tmp_path: Path) -> None:
+    result = run("convert", HEAD, ".")
+    assert (result.returncode, "'.' is not empty" in result.stderr) == (2, True)
+    assert (ROOT / "README.md").is_file()
