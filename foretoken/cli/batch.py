@@ -89,8 +89,8 @@ def batch(
                         counts = asyncio.run(run)
                 else:
                     workers = RayWorkers(
-                        number=min(num_workers, total), make_engine=make_engine, max_in_flight=in_flight, num_cpus=threads or 1,
-                        uses_gpu=None if device == "auto" else device != "cpu",
+                        number=min(num_workers, total), make_engine=make_engine, max_in_flight=in_flight,
+                        num_cpus=threads or 1, uses_gpu=None if device == "auto" else device != "cpu",
                     )  # fmt: skip
                     counts = run_ray_batch(workers, source, answers, model=name, chat_template=template, on_answer=show)
             answers.finish()

@@ -1,4 +1,4 @@
-"""Integers of any size, names of nothing: every command refuses them in one sentence before it reads or makes anything."""
+"""Integers of any size, names of nothing: every command refuses them in one sentence, before it does anything."""
 
 from __future__ import annotations
 

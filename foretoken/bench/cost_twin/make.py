@@ -126,7 +126,7 @@ def _nothing() -> None:
 def make_twin(plan: TwinPlan, on_progress: Callable[[int, int], None] = no_progress) -> list[TwinPart]:
     """Writes the twin of a target and of its drafters, each directory whole or not at all.
 
-    Sizes, heads, places, disk and memory are looked at before anything is written. A twin that is there already is replaced.
+    Sizes, heads, places, disk and memory are looked at before anything is written. A twin that is there is replaced.
 
     Args:
         plan: What to make.

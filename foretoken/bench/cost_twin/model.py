@@ -89,7 +89,7 @@ class SmallModel(NamedTuple):
 
     def grown(self, key: str, factor: int) -> int:
         """Numbers of a tensor that is padded by a factor."""
-        return prod(self.weights.shapes[key]) * factor ** len(self.rule(key).axes)
+        return prod(self.weights.shapes[key]) * int(factor ** len(self.rule(key).axes))
 
     def num_bytes(self, num_layers: int, factor: int, dtype: torch.dtype | None) -> int:
         """Bytes of the padded weights, without a list of them; dtype: None for that of these weights."""

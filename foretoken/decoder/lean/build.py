@@ -165,9 +165,9 @@ def _compile(compiler: Sequence[str], library: Path) -> None:
         UnsuitableError: When the compiler fails.
     """
     command = [*compiler, *_flags(), str(_SOURCE), "-o", str(library)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
-        with undone_on_error(process.kill):
-            printed = _printed(process)
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    with process, undone_on_error(process.kill):
+        printed = _printed(process)
     if process.returncode:
         lines = printed.decode(errors="replace").splitlines()
         errors = [line for line in lines if "error:" in line]  # behind the files that include one another
