@@ -50,6 +50,7 @@ The modules `foretoken.sampling_params`, `foretoken.inputs` and `foretoken.outpu
 `AsyncLLM` comes from `foretoken` too. Metrics: `from foretoken.core.metrics import Counter, Gauge, Vector` for
 `vllm.v1.metrics.reader`; draft tokens count nodes of trees, positions count depths. There is no `LLMEngine`: `AsyncLLM`
 takes requests one by one, from threads and from tasks. `use_tqdm` is off unless it is asked for.
+`tests/clients/vllm_scripts` holds scripts with the calls of vLLM's offline examples.
 
 The tables name the values that are taken and ignored because they ask for nothing that is missing here, as
 `tensor_parallel_size=1`. Any other value is refused in a sentence, whose end the table shows. What no table names is

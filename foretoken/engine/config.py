@@ -31,6 +31,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_speculative_tokens_per_batch_size": (None,),
     "enable_adaptive_verification": (None, False, True),
     "enforce_eager": (None, False, True),
+    "disable_padded_drafter_batch": (None, False, True),
 }
 # Keys of some methods that vLLM also gives to the others, with a value that asks for nothing.
 _UNSET: dict[str, tuple[Any, ...]] = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from inspect import Parameter, signature
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
@@ -14,6 +14,7 @@ from foretoken.engine.vllm_arguments import OTHER_ARGUMENTS, read_option
 if TYPE_CHECKING:
     import os
 
+_Parser = TypeVar("_Parser", bound=argparse._ActionsContainer)  # a parser, or a group of one
 _PARAMETERS = {name: each for name, each in signature(LLM).parameters.items() if each.kind != Parameter.VAR_KEYWORD}
 _NOT_TYPED = {"drafter", "on_step", "trace"}  # functions, and what needs one
 
@@ -45,11 +46,11 @@ class EngineArgs:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     @staticmethod
-    def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    def add_cli_args(parser: _Parser) -> _Parser:
         """Adds an option for each argument; those that are not given are left out of what the parser returns.
 
         Args:
-            parser: Of `argparse`, or a group of one. Changed, and returned.
+            parser: Changed, and returned.
         """
         for name in (*_PARAMETERS, *OTHER_ARGUMENTS):
             if name in _NOT_TYPED:

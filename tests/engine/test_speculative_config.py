@@ -29,6 +29,7 @@ NEUTRAL_KEYS = {
     "num_speculative_tokens_per_batch_size": [None],
     "enable_adaptive_verification": [None, False, True],
     "enforce_eager": [None, False, True],
+    "disable_padded_drafter_batch": [None, False, True],
 }
 
 

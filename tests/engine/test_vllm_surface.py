@@ -32,44 +32,20 @@ def engine() -> LLM:
     return llm(drafters()["draft tree"](None), max_num_seqs=3)
 
 
-def test_offline_inference_script(capsys: pytest.CaptureFixture[str]) -> None:
-    """examples/offline_inference/basic and spec_decode of vLLM, with the bundled model and another import."""
-    llm = LLM(
-        model="models/tinycode",
-        speculative_config={"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 4},
-        tensor_parallel_size=1, enable_chunked_prefill=True, disable_log_stats=False, trust_remote_code=False,
-    )  # fmt: skip
-    prompts = ["def read_config(path):\n", "class Queue:", "for index in range("]
-    sampling_params = SamplingParams(temperature=0, max_tokens=32)
-    outputs = llm.generate(prompts, sampling_params=sampling_params)
-    for output in outputs:
-        prompt = output.prompt
-        generated_text = output.outputs[0].text
-        print(f"Prompt: {prompt!r}\nOutput: {generated_text!r}")  # noqa: T201 - their script
-    total_num_output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    num_drafts = num_draft_tokens = num_accepted_tokens = 0
-    acceptance_counts = [0] * 3
-    for metric in llm.get_metrics():
-        if metric.name == "vllm:spec_decode_num_drafts":
-            assert isinstance(metric, Counter)
-            num_drafts += metric.value
-        elif metric.name == "vllm:spec_decode_num_draft_tokens":
-            assert isinstance(metric, Counter)
-            num_draft_tokens += metric.value
-        elif metric.name == "vllm:spec_decode_num_accepted_tokens":
-            assert isinstance(metric, Counter)
-            num_accepted_tokens += metric.value
-        elif metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
-            assert isinstance(metric, Vector)
-            for pos in range(len(metric.values)):
-                acceptance_counts[pos] += metric.values[pos]
-    assert capsys.readouterr().out.count("Prompt: ") == 3
+def test_metrics_count_what_outputs_say_of_drafts() -> None:
+    engine = LLM("models/tinycode", speculative_config={"method": "ngram", "num_speculative_tokens": 3})
+    outputs = engine.generate(
+        ["def read_config(path):\n", "class Queue:", "for index in range("], replace(GREEDY, max_tokens=32)
+    )
     own = [output.metrics for output in outputs]
-    assert total_num_output_tokens == sum(each.num_emitted for each in own)
-    assert num_draft_tokens == sum(each.num_drafted for each in own) > 0
-    assert num_accepted_tokens == sum(each.num_accepted for each in own) == sum(acceptance_counts) > 0
-    assert acceptance_counts == [sum(each.accepted_at_depth[depth] for each in own) for depth in (1, 2, 3)]
-    assert acceptance_counts[0] <= num_drafts <= sum(each.steps for each in own)
+    found: dict[str, Any] = {each.name.removeprefix("vllm:spec_decode_"): each for each in engine.get_metrics()}
+    assert found["num_draft_tokens"].value == sum(each.num_drafted for each in own) > 0
+    assert found["num_accepted_tokens"].value == sum(each.num_accepted for each in own) > 0
+    positions = found["num_accepted_tokens_per_pos"]
+    assert isinstance(positions, Vector)
+    assert positions.values == [sum(each.accepted_at_depth[depth] for each in own) for depth in (1, 2, 3)]
+    assert isinstance(found["num_drafts"], Counter)
+    assert positions.values[0] <= found["num_drafts"].value <= sum(each.steps for each in own)
 
 
 def test_metrics_count_requests_and_tokens() -> None:
