@@ -38,8 +38,9 @@ Written by `{COMMAND}` from the code: change that, then run the command again.
 or the end of `with accelerate(...)`, undoes it. Arguments, defaults, warnings, padding, streamers and stopping
 criteria are transformers' own code; only the decoding loop is another. "By transformers" means that a call which sets
 the field is served by transformers as if nothing had been accelerated, and that the log says so once. So are calls in
-training mode, under autocast, and of models that are asked for more tokens than their context holds. A field that is
-in neither table, as one of a later transformers, is served by transformers too.
+training mode, under autocast, of models with forward hooks or with a `forward` that was replaced, and of models that
+are asked for more tokens than their context holds. A field that is in neither table, as one of a later transformers, is
+served by transformers too.
 """
 _VLLM = f"""\
 ## vLLM

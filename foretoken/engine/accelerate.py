@@ -18,7 +18,7 @@ from foretoken.engine.llm import LLM
 from foretoken.hf.accelerated_generate import NAME, AcceleratedGenerate
 from foretoken.hf.generate_request import EngineLimits
 from foretoken.hf.loading import wrap_model
-from foretoken.hf.weight_versions import weight_versions
+from foretoken.hf.model_changes import model_structure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -35,6 +35,7 @@ class Acceleration(BuiltPerProcess):
 
     Attributes:
         model: The accelerated model.
+        is_released: Whether it was undone.
         last: Counts and seconds of the last call that the engine served, over all its rows: tokens per pass
             (`mean_acceptance_length`), `num_drafted`, `num_accepted`, `tokens_per_second` of a row, and `speedup` over
             plain decoding where the engine has measured that. None before the first call.
@@ -43,17 +44,24 @@ class Acceleration(BuiltPerProcess):
     def __init__(self, model: Any, make: Callable[[], LLM]) -> None:
         """Makes the engine; make: over the model as it is when it is called."""
         self.model, self._make, self._lock = model, make, threading.Lock()
-        self._llm, self._versions = make(), weight_versions(model)
+        self._llm: LLM | None = make()
+        self._structure = model_structure(model)
         self.last: GenerationMetrics | None = None
+        self.is_released = False
 
     @property
     def llm(self) -> LLM:
-        """The engine; another one after the model's weights were changed."""
+        """The engine; another one after something of the model was replaced, or another acceleration has ended."""
         with self._lock:
-            versions = weight_versions(self.model)
-            if versions != self._versions:
-                self._llm, self._versions = self._make(), versions
+            structure = model_structure(self.model)
+            if self._llm is None or structure != self._structure:
+                self._llm = None  # whose memory the next one may need
+                self._llm, self._structure = self._make(), structure
             return self._llm
+
+    def rest(self) -> None:
+        """Gives up the engine and its memory until the next call."""
+        self._llm = None
 
     def limits(self) -> EngineLimits:
         """What the engine can take."""
@@ -75,11 +83,13 @@ class Acceleration(BuiltPerProcess):
             self.last = GenerationMetrics.total(each.metrics for request in requests for each in request.sequences)
 
     def release(self) -> None:
-        """Gives the model its own `generate` back. Does nothing where that has happened before."""
-        release(self.model)
+        """Undoes this acceleration: an earlier one that still holds serves again, else the model's own `generate`."""
+        self.is_released = True
+        _uncover(self.model)
 
     def __repr__(self) -> str:
-        drafters = ", ".join(drafter.name for drafter in self._llm.drafters)
+        llm = self._llm
+        drafters = "no engine" if llm is None else ", ".join(drafter.name for drafter in llm.drafters)
         return f"<Acceleration of {type(self.model).__name__} with {drafters}; last call: {_summary(self.last)}>"
 
     def __enter__(self) -> Self:
@@ -119,8 +129,13 @@ def accelerate(
     mode or under autocast.
 
     The model keeps its weights, which the engine shares, and everything else; `copy.deepcopy`, pickling, `state_dict`
-    and `save_pretrained` are what they were, and copies have their own `generate`. After weights were written to,
-    replaced or moved, the next call makes the engine anew; what is written through `.data` is not noticed.
+    and `save_pretrained` are what they were, and copies have their own `generate`. Weights and buffers that are
+    written to are noticed, but for writes through `.data`. After weights or modules were replaced, or a setting of one
+    (an epsilon), the next call makes the engine anew. Models with forward hooks, or with a `forward` that was
+    replaced, are served by transformers.
+
+    Accelerations of one model may be nested: the last one serves, and its end gives the model back to the one before,
+    whose engine rests meanwhile.
 
     Args:
         model: A transformers causal LM in memory.
@@ -140,7 +155,9 @@ def accelerate(
     """
     if not isinstance(model, torch.nn.Module) or not hasattr(model, NAME):
         raise ConfigError(f"model is {shown(model)}. Expected a transformers causal LM in memory.")
-    release(model)
+    standing = vars(model).get(NAME)
+    if isinstance(standing, AcceleratedGenerate):
+        standing.engine.rest()
     given = {"allow_unknown_ids": True, "tokenizer": tokenizer, **_drafter_arguments(drafter), **arguments}
     acceleration = Acceleration(model, lambda: LLM(model, **given))
     setattr(model, NAME, AcceleratedGenerate(model, acceleration, tokenizer))
@@ -148,12 +165,21 @@ def accelerate(
 
 
 def release(model: Any) -> None:
-    """Gives a model that `accelerate` changed its own `generate` back; does nothing to others."""
+    """Undoes all accelerations of a model; does nothing to others."""
     standing = vars(model).get(NAME)
-    if isinstance(standing, AcceleratedGenerate):
+    while isinstance(standing, AcceleratedGenerate):
+        standing.engine.release()
+        standing = standing.beneath
+
+
+def _uncover(model: Any) -> None:
+    """Takes accelerations that were released off a model, down to one that holds, or to its own `generate`."""
+    standing = vars(model).get(NAME)
+    while isinstance(standing, AcceleratedGenerate) and standing.engine.is_released:
         delattr(model, NAME)
-        if getattr(model, NAME) != standing.original:  # it had one of its own before
-            setattr(model, NAME, standing.original)
+        if getattr(model, NAME) != standing.beneath:  # it was set on the model before
+            setattr(model, NAME, standing.beneath)
+        standing = standing.beneath
 
 
 def _drafter_arguments(drafter: Any) -> dict[str, Any]:

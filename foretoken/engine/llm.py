@@ -32,7 +32,7 @@ from foretoken.engine.slot_pool import SlotPool
 from foretoken.engine.torch_state import own_torch_state
 from foretoken.engine.vllm_arguments import check_other_arguments
 from foretoken.engine.vocabulary import ids_without_token
-from foretoken.hf.weight_versions import count_writes
+from foretoken.hf.model_changes import count_writes
 from foretoken.runner.costs import pass_costs
 from foretoken.runner.runner import Runner
 

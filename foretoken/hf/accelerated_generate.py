@@ -10,15 +10,17 @@ import functools
 import inspect
 import logging
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from transformers.generation.stopping_criteria import StoppingCriteriaList, StopStringCriteria
 
-from foretoken.core.errors import RequestError, foreign_errors_as
+from foretoken.core.errors import ConfigError, ModelError, RequestError, foreign_errors_as
 from foretoken.hf.generate_fields import set_argument, set_field
 from foretoken.hf.generate_replay import replay
 from foretoken.hf.generate_request import EngineLimits, GenerateRequest, Unserved, read_request
+from foretoken.hf.model_changes import foreign_call
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -30,10 +32,21 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 NAME = "generate"
+_Answer = TypeVar("_Answer")
 
 
 class GenerateEngine(Protocol):
     """What serves the calls."""
+
+    is_released: bool
+
+    def rest(self) -> None:
+        """Gives up its memory until the next call."""
+        ...
+
+    def release(self) -> None:
+        """Serves no longer, and leaves its model."""
+        ...
 
     def limits(self) -> EngineLimits:
         """What it can take, of the model as it is now."""
@@ -48,7 +61,9 @@ class AcceleratedGenerate:
     """Stands on a model in the place of its `generate`; a copied or unpickled model has the original one again.
 
     Attributes:
-        original: The bound method that it stands for.
+        beneath: What it was put over: the bound method, or an earlier acceleration.
+        original: The bound method of transformers.
+        engine: Serves it.
     """
 
     def __init__(self, model: Any, engine: GenerateEngine, tokenizer: Any) -> None:
@@ -59,8 +74,9 @@ class AcceleratedGenerate:
             engine: Serves it.
             tokenizer: For stop strings of calls that bring none, or None.
         """
-        self.original: Callable[..., Any] = getattr(model, NAME)
-        self._model, self._engine, self._tokenizer = model, engine, tokenizer
+        self.beneath: Callable[..., Any] = getattr(model, NAME)
+        self.original: Callable[..., Any] = getattr(self.beneath, "original", self.beneath)
+        self._model, self.engine, self._tokenizer = model, engine, tokenizer
         self._told: set[str] = set()
         functools.update_wrapper(self, self.original)
 
@@ -136,9 +152,9 @@ class AcceleratedGenerate:
             try:
                 request = read_request(
                     input_ids, model_kwargs.get("attention_mask"), stopping_criteria, generation_config,
-                    self._engine.limits(),
+                    self._asked(self.engine.limits),
                 )  # fmt: skip
-                chunks = self._stream(request)
+                chunks = self._asked(partial(self.engine.stream, request))
             except Unserved as reason:
                 self._tell(str(reason))
                 return type(model)._sample(
@@ -150,15 +166,16 @@ class AcceleratedGenerate:
 
         return decode
 
-    def _stream(self, request: GenerateRequest) -> Generator[StreamChunk]:
-        """The engine's tokens.
+    @staticmethod
+    def _asked(ask: Callable[[], _Answer]) -> _Answer:
+        """What the engine answers.
 
         Raises:
-            Unserved: When it cannot serve the request.
+            Unserved: When it cannot serve the request, or the model as it has become.
         """
         try:
-            return self._engine.stream(request)
-        except RequestError as err:
+            return ask()
+        except (RequestError, ModelError, ConfigError) as err:
             raise Unserved(str(err)) from err
 
     def _tell(self, reason: str) -> None:
@@ -179,3 +196,6 @@ def _check_state(model: nn.Module) -> None:
     device = next(model.parameters()).device.type
     if torch.is_autocast_enabled(device):
         raise Unserved("autocast is on")
+    call = foreign_call(model)
+    if call is not None:  # which sees the passes of the engine otherwise than those of transformers
+        raise Unserved(call)

@@ -133,7 +133,7 @@ ARGUMENTS: Mapping[str, Meaning] = {
     "negative_prompt_attention_mask": _theirs(),
     "custom_generate": _theirs(),
     "input_ids": _works("as `inputs`"),
-    "attention_mask": _works("2-D, zeros on the left alone"),
+    "attention_mask": _works("2-D, zeros on the left and ones behind them; else by transformers"),
     "tokenizer": _works("for `stop_strings`"),
     "trust_remote_code": _idle("belongs to `custom_generate`"),
 }

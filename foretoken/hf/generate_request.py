@@ -109,6 +109,8 @@ def _prompts(input_ids: Tensor, attention_mask: Tensor | None) -> list[list[int]
     """
     rows: list[list[int]] = input_ids.tolist()
     if attention_mask is not None:
+        if bool(((attention_mask != 0) & (attention_mask != 1)).any()):  # of which transformers makes positions
+            raise Unserved("the attention mask holds other values than 0 and 1")
         mask = attention_mask.bool().tolist()
         if [len(row) for row in mask] != [len(row) for row in rows]:
             raise Unserved("the attention mask has another shape than the token ids")

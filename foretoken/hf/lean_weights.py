@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, FeedForward, Matrix, Norm, Rotary
 from foretoken.decoder.lean.weights import LeanWeights
+from foretoken.hf.model_changes import foreign_call
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -66,6 +68,7 @@ _ARCHITECTURES = {
     ),
     "Starcoder2ForCausalLM": _Architecture(window="config"),
 }
+_LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.ModuleList)
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
 }  # fmt: skip
@@ -117,10 +120,19 @@ def _known_architecture(module: Any, config: Any) -> _Architecture:
         raise UnsuitableError(f"{name} with activation '{activation}' is not among what it knows.")
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsuitableError(f"{name} with bidirectional attention is not among what it knows.")
-    # A projection that was quantised, adapted or hooked is no plain matrix any more.
+    # A projection that was quantised or adapted is no plain matrix any more.
     foreign = [f"{key} ({type(part).__name__})" for key, part in _projections(module) if not _is_plain(part)]
     if foreign:
         raise UnsuitableError(f"{foreign[0]} is not a plain linear layer.")
+    known = (*_LAYERS, type(ACT2FN[activation]))
+    replaced = [
+        f"{key} is a {type(part).__name__}, which {name} has not"
+        for key, part in module.named_modules()
+        if type(part) not in known and type(part).__module__ != type(module).__module__
+    ]
+    call = foreign_call(module)
+    if replaced or call:
+        raise UnsuitableError(f"{(*replaced, call)[0]}.")
     dtypes = {parameter.dtype for parameter in module.parameters()}
     if len(dtypes) > 1:
         raise UnsuitableError(f"its weights differ in dtype: {', '.join(sorted(map(str, dtypes)))}.")
@@ -135,10 +147,9 @@ def _projections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """Whether a part is as transformers makes it: a linear layer, a router or experts, without hooks."""
-    has_hooks = bool(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part))
+    """Whether a part is as transformers makes it: a linear layer, a router or experts."""
     is_own = type(part).__name__.endswith(("Experts", "TopKRouter")) and _is_of_transformers(part)
-    return not has_hooks and (type(part) is nn.Linear or is_own)
+    return type(part) is nn.Linear or is_own
 
 
 def _is_of_transformers(part: nn.Module) -> bool:

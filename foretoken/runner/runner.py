@@ -22,7 +22,7 @@ from foretoken.core.token_tree import MAX_NODES
 from foretoken.decoder.base import TreeDrafting
 from foretoken.decoder.memory import affordable_rows
 from foretoken.decoder.slot_cache import GRANULE, SlotCache
-from foretoken.hf.weight_versions import WeightWrites
+from foretoken.hf.model_changes import WeightWrites
 from foretoken.runner.choice import choose_decoder
 from foretoken.runner.costs import pass_costs
 from foretoken.runner.decoders import DECODERS, quantized_decoder

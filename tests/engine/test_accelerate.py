@@ -330,9 +330,12 @@ def test_changed_weights_are_seen(model: Any) -> None:
             for parameter in model.parameters():
                 parameter.mul_(-0.7)
         changed = model.generate(**batch(), max_new_tokens=12)
-        assert acceleration.llm is not engine
+        assert acceleration.llm is engine, "which follows writes itself"
+        with accelerate(model, runner="lean-stock"):
+            assert model.generate(**batch(), max_new_tokens=12).tolist() == changed.tolist()
         model.to(torch.float32)
         smaller = model.generate(**batch(), max_new_tokens=12)
+        assert acceleration.llm is not engine
     assert first.tolist() != changed.tolist()
     assert smaller.tolist() == model.generate(**batch(), max_new_tokens=12).tolist()
     model.to(torch.float64)
@@ -441,3 +444,176 @@ def test_the_handle_tells_a_speed_up_where_plain_decoding_was_measured(
         assert last.plain_seconds == 19 * 0.5
         assert last.speedup == pytest.approx(9.5 / last.seconds.total)
         assert f"{last.speedup:.2f}x plain decoding>" in repr(handle)
+
+
+class Shift(torch.nn.Module):
+    """Another part, which is the same for every token."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).roll(3, dims=-1)  # type: ignore[no-any-return]
+
+
+def set_epsilon(model: Any) -> None:
+    model.model.layers[1].input_layernorm.variance_epsilon = 0.4
+
+
+def add_hook(model: Any) -> None:
+    model.model.layers[0].register_forward_hook(lambda module, args, output: output * -1.5)
+
+
+def add_pre_hook(model: Any) -> None:
+    model.model.norm.register_forward_pre_hook(lambda module, args: (args[0].roll(1, dims=-1),))
+
+
+def add_projection_hook(model: Any) -> None:
+    model.model.layers[2].mlp.up_proj.register_forward_hook(lambda module, args, output: output * 3)
+
+
+def replace_forward(model: Any) -> None:
+    norm = model.model.layers[0].post_attention_layernorm
+    norm.forward = lambda x: type(norm).forward(norm, x).flip(-1)
+
+
+def replace_norm(model: Any) -> None:
+    model.model.layers[0].input_layernorm = Shift(model.model.layers[0].input_layernorm)
+
+
+def replace_activation(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.mlp.act_fn = torch.nn.GELU()
+
+
+def replace_layer(model: Any) -> None:
+    model.model.layers[0] = copy.deepcopy(model.model.layers[2])
+    model.model.layers[0].self_attn.layer_idx, model.model.layers[0].self_attn.config = 0, model.config
+
+
+def replace_weight(model: Any) -> None:
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().flip(0))
+
+
+def write_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.2)
+
+
+def replace_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 0.2
+
+
+def replace_data(model: Any) -> None:
+    model.lm_head.weight.data = model.lm_head.weight.data.flip(0)
+
+
+def assign_state(model: Any) -> None:
+    model.load_state_dict({key: value * -0.7 for key, value in model.state_dict().items()}, assign=True)
+
+
+CHANGES = {
+    change.__name__: change
+    for change in (
+        set_epsilon, add_hook, add_pre_hook, add_projection_hook, replace_forward, replace_norm, replace_activation,
+        replace_layer, replace_weight, write_buffer, replace_buffer, replace_data, assign_state,
+    )
+}  # fmt: skip
+BY_TRANSFORMERS = {
+    "add_hook": "model.layers.0 has a forward hook",
+    "add_pre_hook": "model.norm has a forward hook",
+    "add_projection_hook": "model.layers.2.mlp.up_proj has a forward hook",
+    "replace_forward": "model.layers.0.post_attention_layernorm has another forward than its class",
+}
+
+
+@pytest.mark.parametrize("runner", ["auto", "generic"])
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_of_the_model_take_effect(name: str, runner: str, model: Any, log: pytest.LogCaptureFixture) -> None:
+    with accelerate(model, runner=runner):
+        before = model.generate(**batch(), max_new_tokens=24)
+        CHANGES[name](model)
+        changed = [model.generate(**batch(), max_new_tokens=24).tolist() for _ in range(2)]
+    own = model.generate(**batch(), max_new_tokens=24).tolist()
+    assert before.tolist() != own
+    assert changed == [own] * 2
+    with accelerate(model, runner=runner):  # of a model that is like that from the start
+        assert model.generate(**batch(), max_new_tokens=24).tolist() == own
+    told = [each.getMessage() for each in log.records if "served by transformers" in each.getMessage()]
+    assert len(told) == 2 * (name in BY_TRANSFORMERS), "once an acceleration"
+    assert all(BY_TRANSFORMERS[name] in each for each in told)
+
+
+def test_hooks_that_are_removed_count_no_more(model: Any, log: pytest.LogCaptureFixture) -> None:
+    with accelerate(model) as acceleration:
+        engine = acceleration.llm
+        own = model.generate(**batch(), max_new_tokens=12).tolist()
+        handle = model.model.layers[0].register_forward_hook(lambda module, args, output: output * -1.5)
+        assert model.generate(**batch(), max_new_tokens=12).tolist() != own
+        handle.remove()
+        assert model.generate(**batch(), max_new_tokens=12).tolist() == own
+        assert acceleration.llm is engine
+        handle = torch.nn.modules.module.register_module_forward_hook(lambda *event: None)
+        try:
+            assert model.generate(**batch(), max_new_tokens=12).tolist() == own
+        finally:
+            handle.remove()
+    assert "torch calls a forward hook on every module" in log.text
+
+
+def test_a_model_that_became_unusable_is_left_to_transformers(model: Any, log: pytest.LogCaptureFixture) -> None:
+    """A part that looks at other tokens of the sequence cannot be run on trees; the proof at load sees it."""
+
+    class Mean(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x - 0.5 * x.cumsum(1) / torch.arange(1, x.shape[1] + 1)[:, None]
+
+    with accelerate(model):
+        model.model.layers[1].input_layernorm = Mean()
+        ours = model.generate(**batch(ROWS[:1]), max_new_tokens=12, use_cache=False).tolist()
+    assert ours == model.generate(**batch(ROWS[:1]), max_new_tokens=12, use_cache=False).tolist()
+    assert "generate() is served by transformers, without speculation: " in log.text
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [[1, 1, -1, 1, 1], [2, 2, 2, 2, 2], [-1, 0, 1, 1, 1], [0.5, 0.5, 1, 1, 1], [0.0, 0.0, 1.0, 1.0, 1.0], [1.5] * 5],
+)
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_values_of_attention_masks(mask: list[float], architecture: str) -> None:
+    """transformers counts positions by them; whatever is not 0 is seen."""
+    model = tiny_model(architecture, dtype=torch.float64)
+    model.generation_config.pad_token_id = PAD
+    ids, values = torch.tensor([[5, 9, 3, 5, 9]]), torch.tensor([mask])
+    for each in (values, values.bool(), values.to(torch.int8), values.to(torch.float64)):
+        own, ours = both(model, inputs={"input_ids": ids, "attention_mask": each}, max_new_tokens=12)
+        assert ours.tolist() == own.tolist()
+
+
+def test_accelerations_may_be_nested(model: Any) -> None:
+    original, own = model.generate, model.generate(**batch(), max_new_tokens=12).tolist()
+
+    def served() -> str | None:
+        assert model.generate(**batch(), max_new_tokens=12).tolist() == own
+        return getattr(vars(model).get("generate"), "engine", None)
+
+    with accelerate(model) as outer:
+        assert served() is outer
+        with accelerate(model, "suffix") as inner:
+            assert served() is inner
+            assert inner.last is not None
+            with pytest.raises(ConfigError), accelerate(model, 7):
+                pass
+            assert served() is inner
+        assert served() is outer
+        assert outer.last is not None
+        late = accelerate(model)
+        outer.release()  # not in the order in which they began
+        assert served() is late
+        late.release()
+        assert served() is None
+    with accelerate(model), accelerate(model):
+        release(model)  # all of them
+        assert model.generate == original
+    assert model.generate == original
+    assert "generate" not in vars(model)

@@ -152,7 +152,7 @@ def test_hooks_stay_where_they_are_and_are_called() -> None:
     assert state_of(module)["hooks"] == before
 
 
-@pytest.mark.parametrize("place", ["model", "projection"])
+@pytest.mark.parametrize("place", ["model", "projection", "norm"])
 def test_hooks_of_accelerate(place: str) -> None:
     hooks = pytest.importorskip("accelerate.hooks")
 
@@ -161,9 +161,14 @@ def test_hooks_of_accelerate(place: str) -> None:
             return output * 2 if isinstance(output, Tensor) else output
 
     module = tiny_model("llama")
-    hooks.add_hook_to_module(module if place == "model" else module.model.layers[0].mlp.up_proj, Doubled())
+    parts = {
+        "model": module,
+        "projection": module.model.layers[0].mlp.up_proj,
+        "norm": module.model.layers[0].input_layernorm,
+    }
+    hooks.add_hook_to_module(parts[place], Doubled())
     before, expected = state_of(module), generated(module)
-    assert ours(module) == expected  # a hooked projection is left to the generic runner
+    assert ours(module) == expected  # a model with hooks is left to the generic runner
     assert state_of(module) == before
 
 

@@ -1,0 +1,112 @@
+"""Notices what is done to a model in memory: weights written to, parts replaced, hooks and settings changed."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.decoder.held_memory import is_plain
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_ADAPTERS = ("_disable_adapters", "_active_adapter", "merged_adapters")  # of peft's layers
+_SETTINGS = (bool, int, float, str, type(None))
+_ANY_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")  # of torch, called on every module
+
+
+def model_structure(model: nn.Module) -> tuple[Any, ...]:
+    """A value that is another one once a model would compute something else, other than by writes to its weights.
+
+    That is once a module, a weight, a buffer or a forward is replaced or moved, a hook is added or removed, an adapter
+    is switched, or a number of a module or of the configuration is set. Takes some microseconds a module.
+    """
+    return *map(_module_structure, model.modules()), _settings(vars(getattr(model, "config", model)))
+
+
+def _module_structure(module: nn.Module) -> tuple[Any, ...]:
+    """Everything about one module that matters to what it computes, but the content of its tensors."""
+    own = vars(module)
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return (
+        module,
+        type(module).forward,
+        own.get("forward"),
+        list(foreign_hooks(module)),
+        [(id(each), _address(each)) for each in tensors if each is not None],
+        _settings(own),
+        repr([own.get(name) for name in _ADAPTERS]) if _ADAPTERS[1] in own else None,
+    )
+
+
+def _settings(attributes: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Those attributes that are plain values."""
+    return [(key, value) for key, value in attributes.items() if type(value) in _SETTINGS and key != "training"]
+
+
+def foreign_hooks(module: nn.Module) -> Iterator[Any]:
+    """Forward hooks of a module that are neither ours nor those of transformers, which leave its arithmetic alone."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for hook in hooks.values():
+            if not str(getattr(hook, "__module__", "")).startswith(("transformers.", "foretoken.")):
+                yield hook
+
+
+def foreign_call(model: nn.Module) -> str | None:
+    """Says which code of others runs when a model is called: the first forward hook or replaced forward, or None."""
+    if any(getattr(nn.modules.module, name) for name in _ANY_HOOKS):
+        return "torch calls a forward hook on every module"
+    for name, module in model.named_modules():
+        where = name or type(model).__name__
+        if "forward" in vars(module):
+            return f"{where} has another forward than its class"
+        if any(True for _ in foreign_hooks(module)):
+            return f"{where} has a forward hook"
+    return None
+
+
+def count_writes(model: nn.Module) -> None:
+    """Has torch count a write to every weight of a model, for those through `.data`, which it does not see."""
+    torch.autograd.graph.increment_version(model.parameters())
+
+
+class WeightWrites:
+    """Notices writes to the weights and buffers of a model, in some 100 ns a tensor, so before every pass.
+
+    A weight that is replaced is not noticed: a runner goes on with those that it was made of.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Nothing was written yet."""
+        counted = [each for each in (*model.parameters(), *model.buffers()) if not each.is_inference()]
+        # A plain tensor that shares the count says it in half of the time that a parameter takes.
+        self._tensors = [each.detach() if is_plain(each) else each for each in counted]
+        self._versions = self._now()
+
+    def leave_out_written(self) -> None:
+        """Leaves out what was written since the last look: by passes of the model itself."""
+        pairs = zip(self._tensors, self._versions, strict=True)
+        self._tensors = [tensor for tensor, version in pairs if tensor._version == version]
+        self._versions = self._now()
+
+    def are_new(self) -> bool:
+        """Whether anything was written since `take`, or since this was made."""
+        return self._now() != self._versions
+
+    def take(self) -> None:
+        """Takes what was written for known."""
+        self._versions = self._now()
+
+    def _now(self) -> list[int]:
+        return list(map(_version, self._tensors))
+
+
+_version = attrgetter("_version")
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor lies; 0 for subclasses, which may lie in several places."""
+    return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
