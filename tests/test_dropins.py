@@ -92,6 +92,7 @@ WORKING_ARGUMENTS: dict[str, Any] = {
     "model": None, "speculative_config": {"method": "ngram"}, "dtype": "float32", "max_num_seqs": 2,
     "max_model_len": 64, "max_num_batched_tokens": 32, "enable_prefix_caching": False, "kv_cache_memory_bytes": 1 << 24,
     "seed": 0, "tokenizer": None, "revision": None, "tokenizer_revision": None, "runner": "generate",
+    "generation_config": "vllm", "override_generation_config": {"top_k": 5},
 }  # fmt: skip
 WORKING_FIELDS: dict[str, Any] = {
     "n": 2, "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.2,

@@ -48,6 +48,8 @@ def batch(
         ),
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(min=2, help="Most tokens of a sequence.")] = None,
+    generation_config: options.GenerationConfig = "auto",
+    override_generation_config: options.OverrideGenerationConfig = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a complete OUT.")] = False,
     dtype: options.Dtype = "auto",
     device: options.Device = "auto",
@@ -78,6 +80,7 @@ def batch(
             make_engine = partial(
                 _engine, model, setup.config, max_waiting_requests=in_flight * MOST_CHOICES, dtype=dtype,
                 device=device, threads=threads, max_num_seqs=max_num_seqs, max_model_len=max_model_len, runner=runner,
+                generation_config=generation_config, override_generation_config=override_generation_config,
             )  # fmt: skip
             with _shown(total) as show:
                 if num_workers is None:
@@ -110,6 +113,7 @@ def _engine(
 
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
     llm = LLM(loaded, speculative_config=config, tokenizer=tokenizer, **more)
+    options.note_sampling(llm.sampling_defaults)
     return AsyncLLM(llm, max_waiting_requests=max_waiting_requests)
 
 

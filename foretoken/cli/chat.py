@@ -32,11 +32,14 @@ def chat(
         Path | None, typer.Option(help="File with a Jinja template, for a tokenizer without one or instead of its own.")
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Most tokens of an answer; as many as the context holds when left out.")
+        int | None,
+        typer.Option(min=1, help="Most tokens of an answer. Default: the model's max_new_tokens, else the context."),
     ] = None,
-    temperature: Annotated[float, typer.Option(help="0 for greedy decoding.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the smallest set that reaches this probability.")] = 1.0,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    generation_config: options.GenerationConfig = "auto",
+    override_generation_config: options.OverrideGenerationConfig = None,
     seed: Annotated[int | None, typer.Option(help="Makes sampled answers reproducible.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="String that ends an answer; may be repeated.")] = None,
     dtype: options.Dtype = "auto",
@@ -53,16 +56,20 @@ def chat(
     from foretoken.core.sampling_params import SamplingParams
 
     setup = options.one_setup("chat", model, speculative_config, spec_type)
-    params = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, max_tokens=max_tokens,
-        stop=[options.checked(one, "--stop") for one in stop or ()],
-    )  # fmt: skip
+    given: dict[str, Any] = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "seed": seed, "max_tokens": max_tokens,
+        "stop": [options.checked(one, "--stop") for one in stop or ()],
+    }  # fmt: skip
+    SamplingParams(**given)  # refuses what does not fit before anything is loaded
     template = None if chat_template is None else options.read_text(chat_template)
     told = None if system is None else options.checked(system, "--system")
     from foretoken.engine.codec import Codec
     from foretoken.engine.llm import LLM
 
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
+    params = options.sampling(
+        loaded, generation_config, override_generation_config, given, temperature=0.0, max_tokens=None
+    )
     answers = _Answers((color and not no_color) if color or no_color else None)
     llm = LLM(
         loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=1, runner=runner,

@@ -34,11 +34,20 @@ def generate(
     ] = None,
     speculative_config: options.Drafter = None,
     spec_type: options.SpecType = None,
-    max_tokens: options.MaxTokens = 128,
-    temperature: Annotated[float, typer.Option(help="0 for greedy decoding.")] = 0.0,
-    top_k: Annotated[int, typer.Option(help="Keep the k most probable tokens; 0 keeps all.")] = 0,
-    top_p: Annotated[float, typer.Option(help="Keep the smallest set that reaches this probability.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="Keep tokens with this fraction of the best one's probability.")] = 0.0,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Most tokens. Default: the model's max_new_tokens, else 128.")
+    ] = None,
+    temperature: options.Temperature = None,
+    top_k: options.TopK = None,
+    top_p: options.TopP = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(
+            help="Keep tokens with this fraction of the best one's probability. Default: the model's, else 0."
+        ),
+    ] = None,
+    generation_config: options.GenerationConfig = "auto",
+    override_generation_config: options.OverrideGenerationConfig = None,
     seed: Annotated[int | None, typer.Option(help="Makes sampled text reproducible.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="String that ends the text; may be repeated.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on after the end-of-sequence token.")] = False,
@@ -89,15 +98,20 @@ def generate(
     from foretoken.core.sampling_params import SamplingParams
 
     setup = options.one_setup("generate", model, speculative_config, spec_type)
-    params = SamplingParams(
-        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, max_tokens=max_tokens,
-        stop=stops, ignore_eos=ignore_eos,
-    )  # fmt: skip
+    given: dict[str, Any] = {
+        "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed,
+        "max_tokens": max_tokens, "stop": stops, "ignore_eos": ignore_eos,
+    }  # fmt: skip
+    SamplingParams(**given)  # refuses what does not fit before anything is loaded
     from foretoken.engine.llm import LLM
 
     clock.mark("libraries")
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
-    options.check_max_tokens(max_tokens, loaded)
+    if max_tokens is not None:
+        options.check_max_tokens(max_tokens, loaded)
+    params = options.sampling(
+        loaded, generation_config, override_generation_config, given, temperature=0.0, max_tokens=128
+    )
     clock.mark("weights and tokenizer")
     watch = _Watch(
         loaded,
@@ -118,8 +132,10 @@ def generate(
         terminal.note(clock.line())
         terminal.note(f"[{llm.target.choice}]")
     header = options.run_header(loaded, runner=llm.target.name, setup=setup.name)
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
-    conditions = {**header, "drafters": [each.name for each in llm.drafters], "max_tokens": max_tokens, **sampling}
+    names = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    conditions = {
+        **header, "drafters": [each.name for each in llm.drafters], **{name: getattr(params, name) for name in names},
+    }  # fmt: skip
     if as_json:
         output = llm.generate(request, params)[0]
         watch.write_trace(conditions, output.outputs[0].text, output.outputs[0].finish_reason)

@@ -11,11 +11,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from foretoken.cli import terminal
 from foretoken.core.bounded_reads import read_named, read_stream
 from foretoken.core.checks import lone_surrogate
 from foretoken.core.errors import ConfigError, ModelError, RequestError
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from foretoken.core.sampling_params import SamplingParams
     from foretoken.engine.setups import Setup
     from foretoken.hf.loading import LoadedModel
 
@@ -54,6 +58,26 @@ SpecType = Annotated[
         metavar="NAME",
         help="Methods with commas between them, merged into one tree: ngram,hydra is -s ngram+hydra.",
     ),
+]
+_DEFAULTS = "Sampling where nothing is asked for"
+GenerationConfig = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME",
+        help="Where they come from: auto (the model's generation_config.json), vllm (nowhere), or a directory with "
+        "such a file.",
+        rich_help_panel=_DEFAULTS,
+    ),
+]
+OverrideGenerationConfig = Annotated[
+    str | None,
+    typer.Option(metavar="TEXT", help='JSON that comes before those: {"top_k": 20}.', rich_help_panel=_DEFAULTS),
+]
+_OR_THE_MODELS = "Default: the model's, else"
+Temperature = Annotated[float | None, typer.Option(help=f"0 for greedy decoding. {_OR_THE_MODELS} 0.")]
+TopK = Annotated[int | None, typer.Option(help=f"Keep the k most probable tokens; 0 keeps all. {_OR_THE_MODELS} 0.")]
+TopP = Annotated[
+    float | None, typer.Option(help=f"Keep the smallest set that reaches this probability. {_OR_THE_MODELS} 1.")
 ]
 Prompts = Annotated[
     str,
@@ -139,6 +163,38 @@ def load_target(model: str, dtype: str, device: str, threads: int | None) -> tup
     if tokenizer is None:
         raise RequestError(f"'{model}' has no tokenizer. Expected tokenizer files beside the weights.")
     return loaded, tokenizer
+
+
+def sampling(
+    loaded: LoadedModel, generation_config: str, override: str | None, given: Mapping[str, Any], **otherwise: Any
+) -> SamplingParams:
+    """The sampling parameters of a command, which says which of them are the model's own.
+
+    Args:
+        loaded: The model.
+        generation_config: As `--generation-config`.
+        override: As `--override-generation-config`.
+        given: By name; None where the command line leaves one out.
+        otherwise: What they are where the model says nothing.
+
+    Raises:
+        ConfigError: When the options name no such defaults.
+        ModelError: When the generation configuration cannot be read.
+    """
+    from foretoken.core.sampling_params import SamplingParams
+    from foretoken.engine.model_arguments import sampling_defaults
+
+    asked = {name: value for name, value in given.items() if value is not None}
+    defaults = sampling_defaults(loaded, generation_config, override)
+    note_sampling({name: value for name, value in defaults.items() if name not in asked})
+    return SamplingParams(**{**otherwise, **defaults, **asked})
+
+
+def note_sampling(defaults: Mapping[str, Any]) -> None:
+    """Says which sampling defaults are the model's own, where there are some."""
+    if defaults:
+        told = ", ".join(f"{name} {value}" for name, value in defaults.items())
+        terminal.note(f"[the model's sampling defaults: {told}]")
 
 
 def check_max_tokens(max_tokens: int, loaded: LoadedModel) -> None:

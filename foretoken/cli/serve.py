@@ -117,6 +117,8 @@ def serve(
             help=f"summary: answers say how drafting went. vLLM's {_VLLMS_NAME} is the same.",
         ),
     ] = "none",
+    generation_config: options.GenerationConfig = "auto",
+    override_generation_config: options.OverrideGenerationConfig = None,
     seed: Annotated[
         int | None, typer.Option(help="Makes requests without a seed reproducible, in their order.")
     ] = None,
@@ -161,7 +163,9 @@ def serve(
         loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=max_num_seqs,
         max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens, seed=seed, runner=runner,
         enable_prefix_caching=enable_prefix_caching, kv_cache_memory_bytes=kv_cache_memory_bytes,
+        generation_config=generation_config, override_generation_config=override_generation_config,
     )  # fmt: skip
+    options.note_sampling(llm.sampling_defaults)
     engine = AsyncLLM(llm, max_waiting_requests=max_waiting_requests, max_waiting_tokens=max_waiting_tokens)
     drafters = " + ".join(drafter.name for drafter in llm.drafters) or "no drafter"
     address = listening.getsockname()

@@ -158,7 +158,8 @@ def accelerate(
     standing = vars(model).get(NAME)
     if isinstance(standing, AcceleratedGenerate):
         standing.engine.rest()
-    given = {"allow_unknown_ids": True, "tokenizer": tokenizer, **_drafter_arguments(drafter), **arguments}
+    given: dict[str, Any] = {"allow_unknown_ids": True, "tokenizer": tokenizer, **_drafter_arguments(drafter)}
+    given = {"generation_config": "vllm", **given, **arguments}  # transformers has made its own of every request
     acceleration = Acceleration(model, lambda: LLM(model, **given))
     setattr(model, NAME, AcceleratedGenerate(model, acceleration, tokenizer))
     return acceleration

@@ -25,7 +25,7 @@ from foretoken.engine.config import parse_speculative_config
 from foretoken.engine.drafter_creation import attach_drafter, make_drafter
 from foretoken.engine.drafting import Drafting, choose_controller, joint_reads, most_nodes, room_beside_prompts
 from foretoken.engine.loop import Engine
-from foretoken.engine.model_arguments import directory_of, target_model, target_tokenizer
+from foretoken.engine.model_arguments import directory_of, sampling_defaults, target_model, target_tokenizer
 from foretoken.engine.requests import Request, RequestReader
 from foretoken.engine.shared_engine import SharedEngine
 from foretoken.engine.slot_pool import SlotPool
@@ -72,6 +72,7 @@ class LLM(BuiltPerProcess):
         tokenizer: The target's tokenizer, or None.
         drafters: Attached to the target, in the order of the bits of `TokenTree.source`.
         shared: The engine behind it, which an `AsyncLLM` over it uses too.
+        sampling_defaults: Fields of `SamplingParams` that the model's generation configuration sets, by name.
     """
 
     @own_torch_state()
@@ -93,6 +94,8 @@ class LLM(BuiltPerProcess):
         tokenizer: Any = None,
         revision: str | None = None,
         tokenizer_revision: str | None = None,
+        generation_config: str | os.PathLike[str] = "auto",
+        override_generation_config: Mapping[str, Any] | str | None = None,
         runner: str = "auto",
         on_step: Callable[[StepRecord], None] | None = None,
         allow_unknown_ids: bool = False,
@@ -129,6 +132,10 @@ class LLM(BuiltPerProcess):
             tokenizer: A tokenizer, or the directory or hub id of one; None takes the model's own.
             revision: Branch, tag or commit of a hub id in `model`; None for its main branch.
             tokenizer_revision: Likewise of `tokenizer`; None for `revision`, where both are one.
+            generation_config: Where requests without sampling parameters have temperature, top_k, top_p, min_p,
+                repetition_penalty and the most tokens from, as far as they are set there: "auto" for the model's
+                generation_config.json, "vllm" for nowhere, or a directory or hub id with such a file.
+            override_generation_config: Values that come before those, as `{"temperature": 0.7}`, or the same as JSON.
             runner: "auto" takes the runner that is exact (a token gets the same bits in every pass) where one fits,
                 else the fastest; "fastest" takes the one whose passes cost least here, exact or not, so that plain and
                 speculative decoding may write different text where two tokens score nearly the same, which `foretoken
@@ -185,6 +192,7 @@ class LLM(BuiltPerProcess):
                 "tokens. Expected at most that. Leave it out for the model's limit."
             )
         self.tokenizer = target_tokenizer(tokenizer, model, revision, tokenizer_revision)
+        self.sampling_defaults = sampling_defaults(loaded, generation_config, override_generation_config)
 
         costs = cache(partial(pass_costs, loaded))  # by decoder
         setup = _drafter_setup(drafter, config, target=loaded, is_trusted=trust_drafter)
@@ -246,7 +254,7 @@ class LLM(BuiltPerProcess):
             has_traces=trace,
         )
         self.target.cache.trim(0, 0)
-        self._requests = RequestReader(self.target, self.tokenizer, seed)
+        self._requests = RequestReader(self.target, self.tokenizer, seed, self.sampling_defaults)
         self.shared = SharedEngine(self._engine, self._requests)
 
     @classmethod
@@ -293,7 +301,7 @@ class LLM(BuiltPerProcess):
                 "prediction"); `cache_salt`, text: only requests with the same salt go on behind its text in the prefix
                 cache, or have drafts from what it wrote; and `speculative`, a mapping with `enabled`, False for no
                 drafts, or `max_nodes`, most nodes of its trees, root included.
-            sampling_params: One for all prompts, or one each; None for the defaults.
+            sampling_params: One for all prompts, or one each; None for `get_default_sampling_params()`.
             use_tqdm: Shows a progress bar on standard error; a callable takes the place of `tqdm`.
             params: Former name of `sampling_params`.
             others: Further arguments of vLLM's, as long as they ask for nothing that is missing here.
@@ -371,6 +379,10 @@ class LLM(BuiltPerProcess):
         with self.shared.turn():
             count_writes(self.target.model.module)
             return self._engine.follow_weights()
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without sampling parameters have: the model's defaults. The caller may change them."""
+        return self._requests.default_params()
 
     def get_metrics(self) -> list[Metric]:
         """What the engine has done so far, over all calls: `Counter`, `Gauge` and `Vector` of `foretoken.core.metrics`.

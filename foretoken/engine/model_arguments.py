@@ -1,20 +1,28 @@
-"""The forms in which a model, its tokenizer, a dtype and a device are given, and loading what they name."""
+"""The forms in which a model, its tokenizer, sampling defaults, a dtype and a device are given, and loading them."""
 
 from __future__ import annotations
 
+import json
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from foretoken.core.checks import check_text, shown
-from foretoken.core.errors import ConfigError
+from foretoken.core.errors import ConfigError, RequestError, nearest_name_hint
+from foretoken.core.sampling_params import SamplingParams
 from foretoken.engine.drafter_files import exists
 from foretoken.engine.vocabulary import check_vocabulary
-from foretoken.hf.loading import LoadedModel, load_model, load_tokenizer, wrap_model
+from foretoken.hf.loading import LoadedModel, load_generation_values, load_model, load_tokenizer, wrap_model
 from foretoken.hf.placement import check_placement
 
 _DTYPE_NAMES = {"half": "float16", "float": "float32", "double": "float64"}  # vLLM's and torch's other names
+
+# What a generation configuration says of sampling, and the field of `SamplingParams`; as vLLM, nothing else of it.
+_SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")} | {
+    "max_new_tokens": "max_tokens"
+}
 
 
 def target_model(model: Any, dtype: Any, device: Any, revision: Any = None) -> LoadedModel:
@@ -78,6 +86,53 @@ def target_tokenizer(given: Any, model: Any, revision: Any = None, tokenizer_rev
         raise ConfigError(f"tokenizer is {shown(given)}. Expected a transformers tokenizer, or a directory or hub id.")
     check_vocabulary(given)
     return given
+
+
+def sampling_defaults(target: LoadedModel, generation_config: Any, override: Any) -> dict[str, Any]:
+    """The fields of `SamplingParams` that requests have which say nothing of sampling, as far as they differ from ours.
+
+    Args:
+        target: The model.
+        generation_config: "auto" for the model's own, "vllm" for none, or the directory or hub id of another one.
+        override: Values of a generation configuration that come before those, as a mapping or its JSON; None for none.
+
+    Raises:
+        ConfigError: When an argument is none of these, or a value does not fit.
+        ModelError: When the configuration cannot be read.
+    """
+    if not isinstance(generation_config, str | os.PathLike):
+        raise ConfigError(f"generation_config is {shown(generation_config)}. Expected 'auto', 'vllm', or a directory.")
+    values = dict(target.generation_values) if generation_config == "auto" else {}
+    if generation_config not in ("auto", "vllm"):
+        values = load_generation_values(checked_path("generation_config", generation_config))
+    values |= _overriding(override)
+    found = {field: values[name] for name, field in _SAMPLING.items() if values.get(name) is not None}
+    try:
+        SamplingParams(**found)
+    except RequestError as err:
+        raise ConfigError(
+            f"the sampling defaults of '{target.name}' do not fit: {err} Correct them by override_generation_config or "
+            "in generation_config.json, or pass generation_config='vllm' to leave them out."
+        ) from err
+    return found
+
+
+def _overriding(given: Any) -> dict[str, Any]:
+    """Values that come before those of a generation configuration; raises `ConfigError` where they are none."""
+    values = {} if given is None else given
+    if isinstance(given, str):
+        try:
+            values = json.loads(given)
+        except (ValueError, RecursionError):
+            values = None
+    if not isinstance(values, Mapping):
+        expected = 'Expected a mapping, or its JSON, as {"temperature": 0.7}.'
+        raise ConfigError(f"override_generation_config is {shown(given)}. {expected}")
+    for name in values:
+        if name not in _SAMPLING:
+            hint = nearest_name_hint(str(name), _SAMPLING)
+            raise ConfigError(f"override_generation_config has {shown(name)}, which says nothing of sampling. {hint}")
+    return dict(values)
 
 
 def checked_path(what: str, path: str | os.PathLike[Any]) -> str:

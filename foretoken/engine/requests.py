@@ -21,6 +21,8 @@ from foretoken.sampling.batch import SamplingRequest
 from foretoken.sampling.noise import derive_seed
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from foretoken.runner.runner import Runner
 
 
@@ -87,15 +89,16 @@ class Request:
 class RequestReader:
     """Makes requests for a target."""
 
-    def __init__(self, target: Runner, tokenizer: Any, seed: int | None) -> None:
+    def __init__(self, target: Runner, tokenizer: Any, seed: int | None, defaults: Mapping[str, Any]) -> None:
         """Reads prompts for a target.
 
         Args:
             target: The runner, for its limits.
             tokenizer: Its tokenizer, or None.
             seed: Makes requests without a seed of their own reproducible, in the order in which they come.
+            defaults: Fields of `SamplingParams` of requests that come without any.
         """
-        self._tokenizer = tokenizer
+        self._tokenizer, self._defaults = tokenizer, defaults
         self._target, self._codec = target, None if tokenizer is None else Codec(tokenizer, target.vocab_size)
         self._grammars = Grammars(tokenizer, target.vocab_size, target.model.eos_ids)
         self._prompts = PromptReader(self._codec, target.vocab_size, target.context_len)
@@ -130,7 +133,7 @@ class RequestReader:
             RequestError: When a prompt cannot be served, or there are not as many parameters as prompts.
         """
         items = split_prompts(prompts)
-        each = _params_for_each(sampling_params, len(items))
+        each = self._params_for_each(sampling_params, len(items))
         checked = [self._checked_prompt(i, item) for i, item in enumerate(items)]
         return [self._request(*parts, self.new_id()) for parts in zip(checked, each, strict=True)]
 
@@ -148,7 +151,7 @@ class RequestReader:
         items = split_prompts(prompt)
         if len(items) != 1:
             raise RequestError(f"there are {len(items)} prompts. Expected one. Submit a request for each.")
-        (params,) = _params_for_each(sampling_params, 1)
+        (params,) = self._params_for_each(sampling_params, 1)
         return self._request(self._checked_prompt(0, items[0]), params, request_id)
 
     def new_id(self) -> str:
@@ -221,19 +224,22 @@ class RequestReader:
             raise RequestError(f"the tokenizer has no token for {shown(word)} of bad_words. Pass token ids.")
         return ids
 
+    def default_params(self) -> SamplingParams:
+        """The parameters of a request that comes without any."""
+        return SamplingParams(**self._defaults)
 
-def _params_for_each(given: Any, count: int) -> list[SamplingParams]:
-    """Sampling parameters, one for each of `count` prompts: copies, which nobody else changes."""
-    if given is None or isinstance(given, SamplingParams):
-        return [SamplingParams() if given is None else given.clone()] * count
-    if not isinstance(given, Seq) or isinstance(given, str | bytes):
-        raise RequestError(f"sampling_params is {shown(given)}. Expected SamplingParams, or one for each prompt.")
-    if len(given) != count:
-        raise RequestError(f"{count} prompts came with {len(given)} sampling parameters. Expected as many.")
-    for params in given:
-        if params is not None and not isinstance(params, SamplingParams):
-            raise RequestError(f"an entry of sampling_params is {shown(params)}. Expected SamplingParams or None.")
-    return [SamplingParams() if params is None else params.clone() for params in given]
+    def _params_for_each(self, given: Any, count: int) -> list[SamplingParams]:
+        """Sampling parameters, one for each of `count` prompts: copies, which nobody else changes."""
+        if given is None or isinstance(given, SamplingParams):
+            return [self.default_params() if given is None else given.clone()] * count
+        if not isinstance(given, Seq) or isinstance(given, str | bytes):
+            raise RequestError(f"sampling_params is {shown(given)}. Expected SamplingParams, or one for each prompt.")
+        if len(given) != count:
+            raise RequestError(f"{count} prompts came with {len(given)} sampling parameters. Expected as many.")
+        for params in given:
+            if params is not None and not isinstance(params, SamplingParams):
+                raise RequestError(f"an entry of sampling_params is {shown(params)}. Expected SamplingParams or None.")
+        return [self.default_params() if params is None else params.clone() for params in given]
 
 
 def _spellings(word: str) -> list[str]:

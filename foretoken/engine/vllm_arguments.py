@@ -139,10 +139,6 @@ OTHER_ARGUMENTS = {
         per_request_spec_decode_metrics=_one_of("none", "summary", "detailed"),
     ),
     **_group(
-        "Sampling is what SamplingParams say. Leave it out.",
-        generation_config=_one_of("vllm"), override_generation_config=_EMPTY,
-    ),
-    **_group(
         "A request may ask for 1024, of the model's own distribution. Leave it out.",
         max_logprobs=_UP_TO_1024, logprobs_mode=_one_of("raw_logprobs"),
     ),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from foretoken.core.checks import shown
@@ -77,6 +77,12 @@ class LoadedModel:
         """The model without its LM head."""
         backbone: nn.Module = self.module.base_model  # type: ignore[assignment]
         return backbone
+
+    @property
+    def generation_values(self) -> dict[str, Any]:
+        """What its generation configuration sets, by name."""
+        config = getattr(self.module, "generation_config", None)
+        return {} if config is None else dict(config.to_diff_dict())
 
     @property
     def cost_twin(self) -> TwinRecord | None:
@@ -300,6 +306,15 @@ def _refusal(what: str, error: Exception) -> str:
         "an architecture that transformers has. Load the model with transformers, and pass it as LLM(model, "
         "tokenizer=tokenizer)."
     )
+
+
+def load_generation_values(name: str) -> dict[str, Any]:
+    """What the generation_config.json of a directory or hub id sets, by name; raises `ModelError` where it cannot."""
+    if Path(name).is_dir():
+        check_readable(Path(name))
+    told = "the generation configuration of '{}' cannot be read: {}. Expected a directory with generation_config.json."
+    with foreign_errors_as(ModelError, lambda err: told.format(name, one_line(err).rstrip("."))):
+        return dict(GenerationConfig.from_pretrained(name).to_diff_dict())
 
 
 def _context_len(config: Any) -> int:

@@ -106,7 +106,7 @@ class _Server:
 
     def __init__(self, engine: AsyncLLM, config: ServerConfig) -> None:
         self._engine, self._config, self._unknown = engine, config, UnknownFields()
-        self._created = seconds_since_1970()
+        self._defaults, self._created = engine.llm.sampling_defaults, seconds_since_1970()
         self._formats = AnswerFormats.of(
             engine.llm.tokenizer, config.chat_template, tool_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
@@ -172,7 +172,9 @@ class _Server:
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         body = await self._body(request)
-        return await self._served(request, await _read(request, completion_request, body, self._unknown))
+        return await self._served(
+            request, await _read(request, completion_request, body, self._unknown, self._defaults)
+        )
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
@@ -182,7 +184,7 @@ class _Server:
 
     async def _asked(self, request: Request, chat: dict[str, Any], prompt: dict[str, Any]) -> ServedRequest:
         """What a chat asks for."""
-        return await _read(request, chat_request, chat, self._unknown, prompt, self._formats)
+        return await _read(request, chat_request, chat, self._unknown, self._defaults, prompt, self._formats)
 
     async def _conversation(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
         """The prompt that a conversation is rendered to."""

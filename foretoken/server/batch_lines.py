@@ -75,6 +75,7 @@ class LineAnswers:
         """See `foretoken.server.batch.run_batch`."""
         self._engine, self._model, self._template, self._unknown = engine, model, chat_template, UnknownFields()
         self._formats = AnswerFormats.of(engine.llm.tokenizer, chat_template)
+        self._defaults = engine.llm.sampling_defaults
 
     async def answer(self, line: Line, asked: dict[str, Any]) -> dict[str, Any]:
         """The line of an answer.
@@ -123,10 +124,10 @@ class LineAnswers:
     async def _shape(self, url: str, body: dict[str, Any]) -> AnswerShape:
         """What a body asks for, and what its answer looks like."""
         if url == _COMPLETIONS:
-            request = completion_request(body, self._unknown)
+            request = completion_request(body, self._unknown, self._defaults)
         else:
             chat = as_chat(body) if url == _RESPONSES else body
-            request = chat_request(chat, self._unknown, await self._conversation(chat), self._formats)
+            request = chat_request(chat, self._unknown, self._defaults, await self._conversation(chat), self._formats)
         has_metrics = bool(request.has_draft_metrics)
         if url == _RESPONSES:
             return ResponseEnvelope(

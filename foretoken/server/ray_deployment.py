@@ -38,6 +38,8 @@ class RayArguments(BaseModel):
         kv_cache_memory_bytes: Memory for KV rows, which sequences share; half of what is free.
         max_waiting_requests: Requests that may wait in each front until a replica has room; more are answered with 429.
         max_waiting_tokens: Prompt tokens that may wait in a replica; more are answered with 429.
+        generation_config: Where sampling defaults come from, as `--generation-config`.
+        override_generation_config: Sampling defaults that come before those.
         metrics_compat: Shows figures at /metrics under vLLM's names too.
         per_request_spec_decode_metrics: Whether answers say how drafting went.
         dtype: As `--dtype`.
@@ -68,6 +70,8 @@ class RayArguments(BaseModel):
     kv_cache_memory_bytes: int | None = Field(None, ge=1)
     max_waiting_requests: int = Field(256, ge=1)
     max_waiting_tokens: int | None = Field(None, ge=0)
+    generation_config: str = "auto"
+    override_generation_config: dict[str, Any] | str | None = None
     metrics_compat: Literal["vllm"] | None = None
     per_request_spec_decode_metrics: Literal["none", "summary"] = "none"
     dtype: str = "auto"
@@ -112,7 +116,8 @@ class Replica:
             max_num_seqs=arguments.max_num_seqs, max_model_len=arguments.max_model_len, runner=arguments.runner,
             max_num_batched_tokens=arguments.max_num_batched_tokens,
             enable_prefix_caching=arguments.enable_prefix_caching,
-            kv_cache_memory_bytes=arguments.kv_cache_memory_bytes,
+            kv_cache_memory_bytes=arguments.kv_cache_memory_bytes, generation_config=arguments.generation_config,
+            override_generation_config=arguments.override_generation_config,
         )  # fmt: skip
         if llm.tokenizer is None:
             raise ModelError(f"'{arguments.model}' has no tokenizer. Expected tokenizer files beside the weights.")

@@ -151,12 +151,13 @@ class UnknownFields:
                 _log.warning("requests have a field %s, which is not known and ignored", ascii(name))
 
 
-def completion_request(body: Mapping[str, Any], unknown: UnknownFields) -> ServedRequest:
+def completion_request(body: Mapping[str, Any], unknown: UnknownFields, defaults: Mapping[str, Any]) -> ServedRequest:
     """What a body of /v1/completions asks for.
 
     Args:
         body: Its fields.
         unknown: Takes those that are not known.
+        defaults: See `LLM.sampling_defaults`; a field of the body comes before one of these.
 
     Raises:
         ApiError: When a field does not fit.
@@ -171,17 +172,22 @@ def completion_request(body: Mapping[str, Any], unknown: UnknownFields) -> Serve
             given["max_tokens"], more["is_prompt_alone"] = 1, True  # the fewest that the engine generates
         if num_logprobs is not None:
             given.setdefault("prompt_logprobs", num_logprobs)
-    return _request(given, prompts, is_chat=False, num_top_logprobs=num_logprobs, **more)
+    return _request(given, prompts, defaults, is_chat=False, num_top_logprobs=num_logprobs, **more)
 
 
 def chat_request(
-    body: Mapping[str, Any], unknown: UnknownFields, prompt: Mapping[str, Any], formats: AnswerFormats
+    body: Mapping[str, Any],
+    unknown: UnknownFields,
+    defaults: Mapping[str, Any],
+    prompt: Mapping[str, Any],
+    formats: AnswerFormats,
 ) -> ServedRequest:
     """What a body of /v1/chat/completions asks for.
 
     Args:
         body: Its fields.
         unknown: Takes those that are not known.
+        defaults: See `LLM.sampling_defaults`; a field of the body comes before one of these.
         prompt: The conversation, rendered; see `chat_form`.
         formats: How the model writes calls and thoughts.
 
@@ -208,7 +214,13 @@ def chat_request(
     prompts, num_logprobs = [_with_extras(prompt, given)], (num_top or 0) if has_logprobs else None
     has_prompt = "prompt_logprobs" in given
     return _request(
-        given, prompts, is_chat=True, num_top_logprobs=num_logprobs, has_prompt_logprobs=has_prompt, message_form=form
+        given,
+        prompts,
+        defaults,
+        is_chat=True,
+        num_top_logprobs=num_logprobs,
+        has_prompt_logprobs=has_prompt,
+        message_form=form,
     )
 
 
@@ -267,7 +279,9 @@ def _known(body: Mapping[str, Any], unknown: UnknownFields, *, own: set[str], re
     return {name: value for name, value in given.items() if name in known}
 
 
-def _request(given: Mapping[str, Any], prompts: list[Any], *, is_chat: bool, **more: Any) -> ServedRequest:
+def _request(
+    given: Mapping[str, Any], prompts: list[Any], defaults: Mapping[str, Any], *, is_chat: bool, **more: Any
+) -> ServedRequest:
     """A checked request."""
     options = given.get("stream_options", {})
     if not isinstance(options, Mapping):
@@ -289,6 +303,7 @@ def _request(given: Mapping[str, Any], prompts: list[Any], *, is_chat: bool, **m
         prompts=prompts,
         params=_params(
             given,
+            defaults,
             n,
             more["num_top_logprobs"],
             max_tokens=None if is_chat else 16,
@@ -307,13 +322,14 @@ def _request(given: Mapping[str, Any], prompts: list[Any], *, is_chat: bool, **m
 
 
 def _params(
-    given: Mapping[str, Any], n: int, num_logprobs: int | None, *, max_tokens: int | None,
-    thoughts: tuple[str, str] | None,
+    given: Mapping[str, Any], defaults: Mapping[str, Any], n: int, num_logprobs: int | None, *,
+    max_tokens: int | None, thoughts: tuple[str, str] | None,
 ) -> SamplingParams:  # fmt: skip
     """How completions are sampled; the engine's own checks find what does not fit.
 
     Args:
         given: Fields of the request.
+        defaults: Of what it does not say; as in vLLM's server, their `max_tokens` is the most that any request gets.
         n: Completions.
         num_logprobs: Alternatives of each token; None for no log-probabilities.
         max_tokens: Where the request does not say.
@@ -336,7 +352,10 @@ def _params(
         if thoughts is not None and "structured_outputs" in values:
             asked = StructuredOutputsParams.read(values["structured_outputs"])
             values["structured_outputs"] = replace(asked, reasoning=thoughts)
-        return SamplingParams(**values)
+        params = SamplingParams(**{**defaults, **values})
+        most = defaults.get("max_tokens")
+        is_within = most is None or (params.max_tokens is not None and params.max_tokens <= most)
+        return params if is_within else replace(params, max_tokens=most)
     except RequestError as err:
         raise ApiError(str(err), param=next((name for name in values if str(err).startswith(name)), None)) from err
 
