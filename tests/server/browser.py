@@ -86,13 +86,13 @@ class Tab:
         """Clicks the element with an id."""
         self.run(f"document.getElementById({name!r}).click()")
 
-    def press(self, key: str, *, control: bool = False) -> None:
+    def press(self, key: str, *, control: bool = False, shift: bool = False) -> None:
         """Presses a key, as a keyboard does."""
         codes = {"Enter": 13, "Escape": 27, "Tab": 9, "ArrowLeft": 37, "ArrowRight": 39}
         for kind in ("keyDown", "keyUp"):
             self.call(
                 "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=codes[key],
-                modifiers=2 if control else 0,
+                modifiers=2 * control + 8 * shift, **({"text": "\r"} if key == "Enter" and kind == "keyDown" else {}),
             )  # fmt: skip
 
     def picture(self, path: Path) -> None:

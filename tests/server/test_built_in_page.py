@@ -119,7 +119,7 @@ def test_a_conversation_is_what_the_api_writes(tab: Tab, speculative: LiveServer
     for prompt in ("class Queue:\n    def push(self, item):\n        self.items", "class Stack:"):
         ask(tab, prompt, max_tokens=60)
         tab.run("document.getElementById('prompt').focus()")
-        tab.press("Enter", control=True)
+        tab.press("Enter", control=prompt.startswith("class Queue"))
         is_over(tab)
         said.append({"role": "user", "content": prompt})
         expected = chat(speculative, said)
@@ -129,6 +129,43 @@ def test_a_conversation_is_what_the_api_writes(tab: Tab, speculative: LiveServer
         said.append({"role": "assistant", "content": expected})
     assert tab.run("document.getElementById('prompt').value") == ""
     assert len(expected) > 60
+
+
+@in_browser
+def test_enter_sends_and_shift_enter_begins_a_line(tab: Tab, speculative: LiveServer) -> None:
+    tab.open(speculative.url)
+    ask(tab, "x = 1", max_tokens=10)
+    tab.run("document.getElementById('prompt').focus()")
+    tab.press("Enter", shift=True)
+    assert tab.run("document.getElementById('prompt').value") == "x = 1\n"
+    composing = "new KeyboardEvent('keydown', {key: 'Enter', isComposing: true, bubbles: true, cancelable: true})"
+    assert tab.run(f"document.getElementById('prompt').dispatchEvent({composing})"), "Enter ends a composed character"
+    assert tab.run("document.querySelectorAll('.turn').length") == 0
+    tab.press("Enter")
+    is_over(tab)
+    assert tab.run(SHOWN) == chat(speculative, [{"role": "user", "content": "x = 1\n"}], max_tokens=10)
+
+
+@in_browser
+def test_a_system_prompt_and_top_p(tab: Tab, speculative: LiveServer, guarded: LiveServer) -> None:
+    said = [{"role": "system", "content": "Write a queue."}]
+    tab.open(speculative.url)
+    tab.wait_for("document.getElementById('system').checkVisibility()")
+    tab.fill("system", "Write a queue.")
+    for prompt in ("class Queue:", "class Stack:"):
+        ask(tab, prompt, max_tokens=30, temperature=0.9, seed=5, top_p=0.6)
+        tab.click("send")
+        is_over(tab)
+        said.append({"role": "user", "content": prompt})
+        expected = chat(speculative, said, max_tokens=30, temperature=0.9, seed=5, top_p=0.6)
+        assert tab.run(SHOWN) == expected
+        said.append({"role": "assistant", "content": expected})
+    assert expected != chat(speculative, said[:-1], max_tokens=30, temperature=0.9, seed=5), "top_p changes the text"
+    tab.open(guarded.url)
+    tab.fill("key", KEY)
+    tab.run("document.getElementById('key-form').requestSubmit()")
+    tab.wait_for("document.getElementById('model').textContent === 'tinycode'")
+    assert not tab.run("document.getElementById('system').checkVisibility()"), "there is no chat template"
 
 
 @in_browser
@@ -174,7 +211,7 @@ def test_compare_says_that_the_text_is_the_same(settings: dict[str, Any], tab: T
     assert plain == drafted == chat(speculative, [{"role": "user", "content": CODE}], **more)
     assert tab.run("document.querySelector('.verdict').className") == "verdict same"
     assert tab.text("status").startswith("Done. The text is the same.")
-    assert re.fullmatch(r"\d+\.\d\d\u00d7", tab.text("speedup"))
+    assert re.fullmatch(r"\d+\.\d\d\u00d7|no drafts", tab.text("speedup"))
     of_each = tab.run("[...document.querySelectorAll('.pair .text')].map(e => e.querySelectorAll('.drafted').length)")
     assert of_each[0] == 0
 
@@ -266,10 +303,12 @@ def test_errors_of_the_server_are_told(tab: Tab, guarded: LiveServer) -> None:
     assert tab.text("status").startswith("Done: 10 tokens")
 
 
-def hostile_app(answer: Response) -> Starlette:
-    """The page beside a server whose every text is markup; answer: to requests."""
+def made_up_app(answer: str, *, name: str = HOSTILE, asked: list[Any] | None = None) -> Starlette:
+    """The page beside a server that gives every request one stream; name: its model's and drafter's; asked: gets what
+    requests ask for.
+    """
     card = {
-        "id": HOSTILE, "drafters": [HOSTILE], "is_lossless": True, "has_chat_template": True, "max_model_len": 1024,
+        "id": name, "drafters": [name], "is_lossless": True, "has_chat_template": True, "max_model_len": 1024,
     }  # fmt: skip
 
     def page(_: Request) -> Response:
@@ -278,8 +317,10 @@ def hostile_app(answer: Response) -> Starlette:
     def models(_: Request) -> Response:
         return JSONResponse({"object": "list", "data": [card]})
 
-    def chats(_: Request) -> Response:
-        return answer
+    async def chats(request: Request) -> Response:
+        if asked is not None:
+            asked.append(await request.json())
+        return Response(answer, media_type="text/event-stream")
 
     return Starlette(
         routes=[Route("/", page), Route("/v1/models", models), Route("/v1/chat/completions", chats, methods=["POST"])]
@@ -300,7 +341,7 @@ def test_hostile_text_is_inert(tab: Tab) -> None:
     ]
     stream = chunk(delta={"content": ""}) + chunk(delta={"content": 2 * HOSTILE}, token_origins=parts)
     stream += f"data: {json.dumps({'error': {'message': HOSTILE}})}\n\n"
-    with served(hostile_app(Response(stream, media_type="text/event-stream"))) as url:
+    with served(made_up_app(stream)) as url:
         tab.open(url)
         tab.wait_for("document.getElementById('about').textContent !== ''")
         ask(tab, HOSTILE)
@@ -315,6 +356,60 @@ def test_hostile_text_is_inert(tab: Tab) -> None:
         assert tab.run("document.querySelectorAll('script').length") == 1
         assert tab.run("document.querySelectorAll('img, b').length") == 0
         assert not any("stolen" in asked for asked in tab.asked)
+
+
+@in_browser
+def test_drafters_are_told_apart(tab: Tab) -> None:
+    of = (["ngram"], ["hydra"], [], ["ngram", "hydra"], ["hydra"])
+    parts = [{"text": f"t{i} ", "is_drafted": bool(by), "drafters": by} for i, by in enumerate(of)]
+    stream = chunk(delta={"content": "t"}, token_origins=parts) + "data: [DONE]\n\n"
+    with served(made_up_app(stream, name="ngram")) as url:
+        tab.open(url)
+        ask(tab, "x")
+        tab.click("send")
+        is_over(tab)
+        looks = tab.run(
+            "[...document.querySelectorAll('.text .tok')].map(e => getComputedStyle(e)).map(e => "
+            "[e.backgroundColor, e.textDecorationColor, e.textDecorationStyle].join())"
+        )
+        assert looks[1] == looks[4]
+        assert len(set(looks)) == 4
+        assert looks[2].startswith("rgba(0, 0, 0, 0),"), "the target's own has no colour, as in a report"
+        legend = tab.run("[...document.querySelectorAll('#legend .tok')].map(e => e.textContent)")
+        assert legend[:-1] == ["drafted by ngram", "drafted by hydra", "drafted by ngram and hydra"]
+        assert tab.run("[...document.querySelectorAll('#legend .tok')].map(e => e.className)")[0] == "tok drafted o1"
+
+
+@in_browser
+@pytest.mark.parametrize("num_drafted", [0, 9])
+def test_compare_runs_both_orders_and_credits_drafts_alone(tab: Tab, num_drafted: int) -> None:
+    part = {"text": "x", "is_drafted": bool(num_drafted), "drafters": ["ngram"] * bool(num_drafted)}
+    metrics = {"speculative_decoding": {"mean_acceptance_length": 1.5, "num_draft_tokens": num_drafted}}
+    end = f"data: {json.dumps({'choices': [], 'metrics': metrics})}\n\ndata: [DONE]\n\n"
+    asked: list[Any] = []
+    with served(made_up_app(chunk(delta={"content": "x"}, token_origins=[part]) + end, name="m", asked=asked)) as url:
+        tab.open(url)
+        ask(tab, "x")
+        tab.click("compare")
+        is_over(tab)
+        orders = [body["speculative"]["enabled"] for body in asked]
+        assert orders == [False, True, True, False, False, True, True, False]
+        assert len({body["cache_salt"] for body in asked}) == 8, "no run reads on from another's prompt"
+        assert tab.run("document.querySelectorAll('.pair .text').length") == 2
+        verdict = tab.run("document.querySelector('.verdict').textContent")
+        if num_drafted:
+            times = r"\d+ ms instead of \d+ ms, (\d+\.\d\d)\u00d7 the speed \((\d+\.\d\d) to (\d+\.\d\d) in 4 pairs\)"
+            found = re.search(times, verdict)
+            assert found is not None, verdict
+            speedup, low, high = map(float, found.groups())
+            assert low <= speedup <= high
+            assert tab.text("speedup") == f"{found[1]}\u00d7"
+            assert tab.text("spread") == f"speed beside plain decoding, {found[2]} to {found[3]} in 4 pairs"
+            assert ("no difference" in verdict) == (low <= 1 <= high) or 1.0 in (low, high)
+        else:
+            assert "No drafts: the engine did not expect any to pay" in verdict
+            assert "\u00d7" not in verdict
+            assert tab.text("speedup") == "no drafts"
 
 
 @in_browser
@@ -347,7 +442,7 @@ def test_everything_is_legible_and_named(theme: str, tab: Tab, speculative: Live
     for _ in range(8):
         reached.append(tab.run("document.activeElement.id"))
         tab.press("Tab")
-    assert reached == ["prompt", "temperature", "max-tokens", "seed", "speculate", "send", "compare", "clear"]
+    assert reached == ["prompt", "temperature", "top-p", "max-tokens", "seed", "speculate", "send", "compare"]
     tab.call("Emulation.setEmulatedMedia", features=[])
 
 

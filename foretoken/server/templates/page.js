@@ -11,11 +11,13 @@
   const seconds = (ms) => (ms < 1000 ? Math.round(ms) + " ms" : (ms / 1000).toFixed(ms < 10000 ? 2 : 1) + " s");
   class Problem extends Error {} // what the user is told
 
+  const SPEED = "speed beside plain decoding";
   const STREAMED = { stream: true, stream_options: { continuous_usage_stats: true }, return_token_origins: true, spec_decode_metrics: "summary" };
 
   let model = null; // what /v1/models tells
   let messages = []; // of the conversation
   let running = null; // ends what is under way
+  const colours = new Map(); // of drafters, and of several that proposed a token together, as in the report
 
   // ---- the server ----
 
@@ -82,21 +84,31 @@
     for (const [name, value] of Object.entries(figuresOf(run))) find(name).textContent = value;
   }
 
+  function lookOf(drafters) {
+    const name = drafters.join(" and ");
+    if (!colours.has(name)) {
+      colours.set(name, "tok drafted o" + (colours.size % 8 + 1));
+      find("legend").lastElementChild.before(element("span", colours.get(name), "drafted by " + name), " ");
+    }
+    return colours.get(name);
+  }
+
   function tokenOf(part) {
-    const drafters = part.drafters.join(", ");
-    const token = element("span", "tok " + (drafters ? "drafted" : "own"), part.text);
-    token.title = drafters ? "drafted by " + drafters + ", accepted" : "the target’s own";
+    const isDrafted = part.drafters.length > 0;
+    const token = element("span", isDrafted ? lookOf(part.drafters) : "tok own", part.text);
+    token.title = isDrafted ? "drafted by " + part.drafters.join(" and ") + ", accepted" : "the target’s own";
     return token;
   }
 
   async function generate(fields, box, signal) {
-    const run = { text: "", tokens: 0, tokensFirst: 0, accepted: 0, tau: null, begin: performance.now(), first: null, last: null, reason: null };
+    const run = { text: "", tokens: 0, tokensFirst: 0, accepted: 0, drafted: 0, tau: null, begin: performance.now(), first: null, last: null, reason: null };
     const log = find("log");
     const path = model.has_chat_template ? "v1/chat/completions" : "v1/completions";
     const answer = await ask(path, { ...fields, ...STREAMED }, signal);
     for await (const event of events(answer, signal)) {
       if (event.error) throw new Problem(event.error.message);
-      if (event.metrics && event.metrics.speculative_decoding) run.tau = event.metrics.speculative_decoding.mean_acceptance_length;
+      const told = event.metrics && event.metrics.speculative_decoding;
+      if (told) [run.tau, run.drafted] = [told.mean_acceptance_length, told.num_draft_tokens];
       for (const choice of event.choices) {
         const parts = choice.token_origins;
         if (!parts) continue; // begins a message
@@ -113,7 +125,7 @@
         }
         if (isAtEnd) log.scrollTop = log.scrollHeight;
       }
-      showFigures(run);
+      if (box.isConnected) showFigures(run);
     }
     run.end = performance.now();
     return run;
@@ -124,8 +136,11 @@
   const fieldsOf = (prompt) => {
     const fields = { model: model.id, temperature: find("temperature").valueAsNumber, max_tokens: find("max-tokens").valueAsNumber };
     if (find("seed").value) fields.seed = find("seed").valueAsNumber;
+    if (find("top-p").value) fields.top_p = find("top-p").valueAsNumber;
     if (!find("speculate").checked) fields.speculative = { enabled: false };
-    return model.has_chat_template ? { ...fields, messages: [...messages, { role: "user", content: prompt }] } : { ...fields, prompt };
+    if (!model.has_chat_template) return { ...fields, prompt };
+    const system = find("system").value.trim() ? [{ role: "system", content: find("system").value }] : [];
+    return { ...fields, messages: [...system, ...messages, { role: "user", content: prompt }] };
   };
 
   function turn(place, heading, text) {
@@ -159,28 +174,60 @@
 
   const random = (limit) => crypto.getRandomValues(new Uint32Array(1))[0] % limit;
 
+  const median = (values) => {
+    const sorted = [...values].sort((a, b) => a - b), half = sorted.length / 2;
+    return (sorted[Math.ceil(half) - 1] + sorted[Math.floor(half)]) / 2;
+  };
+
+  // One request is measured against noise of the machine and a cold start: pairs in both orders, plain first in one and
+  // last in the next. A pair's ratio is that of whole requests.
+  const PAIRS = 4, FEWEST_PAIRS = 2, MOST_MS = 30000; // no pair is begun after that time, once both orders were run
+
+  async function runPairs(fields, place, before, signal) {
+    const pairs = [], begin = performance.now();
+    while (pairs.length < FEWEST_PAIRS || (pairs.length < PAIRS && performance.now() - begin < MOST_MS)) {
+      const pair = {};
+      for (const isSpeculative of pairs.length % 2 ? [true, false] : [false, true]) {
+        const name = isSpeculative ? "With speculation" : "Without speculation";
+        find("status").textContent = name + ", " + (pairs.length + 1) + " of at most " + PAIRS + " …";
+        // A salt of its own: no run reads on from another's prompt, nor drafts from what it wrote.
+        const own = { speculative: { enabled: isSpeculative }, cache_salt: "compare " + random(2 ** 32) + " " + random(2 ** 32) };
+        const box = pairs.length ? element("div") : turn(place, name, before);
+        pair[isSpeculative ? "drafted" : "plain"] = await generate({ ...fields, ...own }, box, signal);
+      }
+      pairs.push(pair);
+    }
+    return pairs;
+  }
+
+  function verdictOf(pairs) {
+    const runs = pairs.flatMap((pair) => [pair.plain, pair.drafted]), isSame = runs.every((run) => run.text === runs[0].text);
+    const text = isSame ? "The text is the same." : "The texts differ" + (model.is_lossless ? "." : ", as they may: this acceptance rule is not lossless.");
+    const ms = (name) => median(pairs.map((pair) => pair[name].end - pair[name].begin));
+    const ratios = pairs.map((pair) => (pair.plain.end - pair.plain.begin) / (pair.drafted.end - pair.drafted.begin));
+    const low = Math.min(...ratios), high = Math.max(...ratios);
+    if (!pairs.some((pair) => pair.drafted.drafted)) {
+      return { isSame, text: text + " No drafts: the engine did not expect any to pay, so both are plain decoding.", speedup: "no drafts", spread: "" };
+    }
+    const spread = low.toFixed(2) + " to " + high.toFixed(2) + " in " + pairs.length + " pairs", speedup = median(ratios).toFixed(2) + "×";
+    const times = seconds(ms("drafted")) + " instead of " + seconds(ms("plain")) + ", " + speedup + " the speed (" + spread + ")";
+    const isClear = low > 1 || high < 1;
+    return { isSame, text: text + " " + times + (isClear ? "." : ": no difference that these runs can tell from noise."), speedup, spread };
+  }
+
   async function compare(prompt, signal) {
     if (find("temperature").valueAsNumber > 0 && !find("seed").value) find("seed").value = random(1e6);
-    const fields = fieldsOf(prompt), runs = [];
+    const fields = fieldsOf(prompt), place = element("div", "pair");
     showPrompt(prompt);
-    const pair = element("div", "pair");
-    find("log").append(pair);
-    for (const isSpeculative of [false, true]) {
-      const name = isSpeculative ? "With speculation" : "Without speculation";
-      find("status").textContent = name + " …";
-      // A salt of its own: neither run reads on from the other's prompt, nor drafts from what it wrote.
-      const own = { speculative: { enabled: isSpeculative }, cache_salt: "compare " + random(2 ** 32) + " " + random(2 ** 32) };
-      runs.push(await generate({ ...fields, ...own }, turn(pair, name, before(prompt)), signal));
-    }
-    const [plain, drafted] = runs, isSame = plain.text === drafted.text;
-    const speedup = ((plain.end - plain.begin) / (drafted.end - drafted.begin)).toFixed(2) + "×";
-    find("speedup").textContent = speedup;
-    const times = seconds(drafted.end - drafted.begin) + " instead of " + seconds(plain.end - plain.begin) + ", " + speedup + " the speed.";
-    const verdict = isSame ? "The text is the same." : "The texts differ" + (model.is_lossless ? "." : ", as they may: this acceptance rule is not lossless.");
-    find("log").append(element("p", "verdict " + (isSame ? "same" : "other"), verdict + " " + times));
+    find("log").append(place);
+    const pairs = await runPairs(fields, place, before(prompt), signal), verdict = verdictOf(pairs);
+    showFigures(pairs[0].drafted);
+    find("speedup").textContent = verdict.speedup;
+    find("spread").textContent = SPEED + (verdict.spread ? ", " + verdict.spread : "");
+    find("log").append(element("p", "verdict " + (verdict.isSame ? "same" : "other"), verdict.text));
     find("log").scrollTop = find("log").scrollHeight;
-    remember(prompt, drafted);
-    return "Done. " + verdict;
+    remember(prompt, pairs[0].drafted);
+    return "Done. " + verdict.text;
   }
 
   // ---- the form ----
@@ -223,6 +270,8 @@
     find("model").textContent = model.id;
     const drafters = "drafts by " + model.drafters.join(" + ") + (model.is_lossless ? ", lossless" : ", not lossless");
     find("about").textContent = (model.drafters.length ? drafters : "no drafter (serve with -s to have one)") + ", context of " + model.max_model_len + " tokens";
+    model.drafters.forEach((name) => lookOf([name]));
+    find("system-box").hidden = !model.has_chat_template;
     find("prompt-label").textContent = model.has_chat_template ? "Message" : "Prompt, which the model goes on with";
     find("max-tokens").max = model.max_model_len - 1;
     find("speculate").checked = find("speculate").checked && model.drafters.length > 0;
@@ -242,12 +291,15 @@
     find("log").replaceChildren();
     for (const id of ["status", "problem"]) find(id).textContent = "";
     for (const id of ["rate", "tau", "share", "first", "speedup"]) find(id).textContent = "–";
+    find("spread").textContent = SPEED;
     find("prompt").focus();
   });
   find("key-form").addEventListener("submit", (event) => { event.preventDefault(); find("prompt").focus(); tryToLoad(); });
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape" && running) running.abort();
-    if (event.key === "Enter" && (event.ctrlKey || event.metaKey) && event.target === find("prompt")) { event.preventDefault(); begin(send); }
+    if (event.key !== "Enter" || event.shiftKey || event.isComposing || event.target !== find("prompt")) return;
+    event.preventDefault();
+    begin(send);
   });
   setRunning(null);
   tryToLoad();
