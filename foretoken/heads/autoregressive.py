@@ -103,12 +103,13 @@ class AutoregressiveHead(Head):
         return BlockOutputs(x, x)
 
     @override
-    def optimize_for_inference(self, quantization: Quantization | None = None) -> None:
+    def optimize_for_inference(self, quantization: Quantization | None = None, *, compacts: bool = True) -> None:
         """Packs the linear layers around the block, which runs as a whole, see `as_blocks`."""
-        self.layer.compact()
+        if compacts:
+            self.layer.compact()
         for name, child in list(self.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(self, name, fast_linear(child, quantization=quantization))
+                setattr(self, name, fast_linear(child, quantization=quantization, compacts=compacts))
 
     @abstractmethod
     def as_blocks(self, num_positions: int) -> Blocks:

@@ -110,16 +110,18 @@ class Head(nn.Module, ABC):
         """Whether the logits are read by the target's LM head, `parts.lm_head`."""
         return False
 
-    def optimize_for_inference(self, quantization: Quantization | None = None) -> None:
+    def optimize_for_inference(self, quantization: Quantization | None = None, *, compacts: bool = True) -> None:
         """Packs the large float32 weights for small-batch GEMMs on a CPU; for drafting alone, not for training.
 
         Args:
             quantization: "int8" to keep matrices in int8, a byte a weight in the place of what was loaded.
+            compacts: Whether float32 weights become bfloat16 where that holds them exactly; their inputs are rounded to
+                bfloat16 then.
 
         Raises:
             UnsuitableError: When a matrix cannot be quantised; the head cannot be used any more.
         """
-        optimize_for_inference(self, quantization=quantization)
+        optimize_for_inference(self, quantization=quantization, compacts=compacts)
 
 
 def build_head(config: HeadConfig, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Head:

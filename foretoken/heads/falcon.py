@@ -147,11 +147,12 @@ class FalconHead(Head):
         return True
 
     @override
-    def optimize_for_inference(self, quantization: Quantization | None = None) -> None:
+    def optimize_for_inference(self, quantization: Quantization | None = None, *, compacts: bool = True) -> None:
         """Packs the weights of the LSTM; the decoder block runs as a whole, see `as_blocks`."""
         self.lstm.split()
-        optimize_for_inference(self.lstm, quantization=quantization)
-        self.layer.compact()
+        optimize_for_inference(self.lstm, quantization=quantization, compacts=compacts)
+        if compacts:
+            self.layer.compact()
 
     def as_blocks(self, num_positions: int) -> Blocks:
         """The decoder block as a `BlockStack` takes it; num_positions: how many may be fed."""

@@ -126,17 +126,17 @@ class HydraHeads(StepHead):
         return not self.config.own_lm_head
 
     @override
-    def optimize_for_inference(self, quantization: Quantization | None = None) -> None:
+    def optimize_for_inference(self, quantization: Quantization | None = None, *, compacts: bool = True) -> None:
         """Packs the weights; the decoder block of Hydra++ runs as a whole, see `PrefixLayer.as_blocks`."""
-        if self.prefix is not None:
+        if self.prefix is not None and compacts:
             self.prefix.compact()
         for block in self._first_blocks():
             block.stack()
-        optimize_for_inference(self.first, quantization=quantization)
-        optimize_for_inference(self.lm_heads, quantization=quantization)
+        optimize_for_inference(self.first, quantization=quantization, compacts=compacts)
+        optimize_for_inference(self.lm_heads, quantization=quantization, compacts=compacts)
         self._further = [
             [
-                fast_linear(linear_layer(weight, bias), quantization=quantization)
+                fast_linear(linear_layer(weight, bias), quantization=quantization, compacts=compacts)
                 for weight, bias in zip(weights, biases, strict=True)
             ]
             for weights, biases in zip(self.weight.detach(), self.bias.detach(), strict=True)

@@ -133,17 +133,20 @@ class MedusaHeads(StepHead):
         return not self.config.own_lm_head
 
     @override
-    def optimize_for_inference(self, quantization: Quantization | None = None) -> None:
+    def optimize_for_inference(self, quantization: Quantization | None = None, *, compacts: bool = True) -> None:
         """Packs the weights; stacked blocks and LM heads become single ones."""
         biases = [[None] * len(self.weight[0])] * len(self.weight) if self.bias is None else self.bias.detach()
         self._quick_blocks = [
-            [fast_linear(linear_layer(*each), quantization=quantization) for each in zip(blocks, rows, strict=True)]
+            [
+                fast_linear(linear_layer(*each), quantization=quantization, compacts=compacts)
+                for each in zip(blocks, rows, strict=True)
+            ]
             for blocks, rows in zip(self.weight.detach(), biases, strict=True)
         ]
         del self.weight
         self.bias = None
         for weight in [] if self.lm_head is None else self.lm_head.detach():
-            self._quick_lm_heads.append(fast_linear(linear_layer(weight), quantization=quantization))
+            self._quick_lm_heads.append(fast_linear(linear_layer(weight), quantization=quantization, compacts=compacts))
         self.lm_head = None
 
     @override

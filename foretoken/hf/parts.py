@@ -78,7 +78,7 @@ def target_parts(
     factor, cap = _logits_shape(model.config)
     native = None
     if is_inference:
-        fast = fast_linear(head, is_shared=True, quantization=quantization)
+        fast = fast_linear(head, quantization=quantization, compacts=False)
         embed, lm_head = _casting(embedding, fast, head.weight.dtype, dtype or model.dtype)
         native = _native(embedding, LmHead(fast, factor, cap or 0.0))
     elif dtype == model.dtype:

@@ -34,8 +34,16 @@ METHODS = ("medusa", "hydra", "mlp_speculator")
 TABLE = [[0.6, 0.2, 0.05], [0.5, 0.1, 0.02]]
 
 
-def saved(directory: Path, method: str, *, architecture: str = "llama", seed: int = 0, **more: Any) -> Path:
-    """A random head for a tiny target."""
+def saved(
+    directory: Path,
+    method: str,
+    *,
+    architecture: str = "llama",
+    seed: int = 0,
+    fits_bfloat16: bool = False,
+    **more: Any,
+) -> Path:
+    """A random head for a tiny target; fits_bfloat16: its weights are numbers that bfloat16 holds."""
     target = wrap_model(tiny_model(architecture), name=architecture)
     torch.manual_seed(seed)
     sizes = {"num_heads": 2} if method in METHODS else {"num_steps": 2}
@@ -43,6 +51,8 @@ def saved(directory: Path, method: str, *, architecture: str = "llama", seed: in
     head.initialize(target_parts(target))
     for parameter in head.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
+        if fits_bfloat16:
+            parameter.data = parameter.data.to(torch.bfloat16).float()
     native.write(HeadCheckpoint.of(head, target=TargetFingerprint.of(target), **more), directory)
     return directory
 

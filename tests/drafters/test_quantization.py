@@ -6,10 +6,11 @@ import copy
 from itertools import chain
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from drafting_contexts import attached
+from drafting_contexts import attached, context
 from end_to_end.tiny_llms import draft_model, llm, noisy, target
 from test_heads import drafter, saved
 from tiny_models import tiny_model
@@ -17,6 +18,7 @@ from tiny_models import tiny_model
 from foretoken import SamplingParams
 from foretoken.core.errors import ConfigError
 from foretoken.decoder.lean.native_linear import NativeLinear
+from foretoken.drafters.base import Committed
 
 METHODS = ("medusa", "hydra", "mlp_speculator")
 
@@ -123,3 +125,29 @@ def test_a_copy_of_the_targets_lm_head_follows_it(method: str, tmp_path: Path) -
     for kept, copied, before in zip(numbers(engine), numbers(new), old, strict=True):
         assert torch.equal(kept, copied)
         assert not torch.equal(kept, before)
+
+
+EAGLES = ("eagle", "eagle3", "falcon")
+
+
+def drafted(directory: Path, method: str, **changes: Any) -> Any:
+    """The tree of a drafter over weights as they are stored, from features of its own target."""
+    shape: Any = {"widths": [3, 2]}
+    made = drafter(directory, method, quantization="none", tree=shape, draft_sample_method="greedy", changes=changes)
+    num_taps = len(made.reads.taps)
+    features = torch.randn(6, num_taps, 32, generator=torch.Generator().manual_seed(0))
+    made.commit(Committed(slots=[0], starts=[0], tokens=[[5, 9, 3, 7, 8, 4]], features=features))
+    return made.propose(context([[5, 9, 3, 7, 8, 4, 6]]))
+
+
+@pytest.mark.parametrize("method", [*METHODS, *EAGLES])
+def test_weights_as_they_are_stored_draft_in_the_targets_precision(method: str, tmp_path: Path) -> None:
+    """Beside a float32 target scores are those of torch's modules in float32, also where bfloat16 holds the weights."""
+    directory = saved(tmp_path / "head", method, fits_bfloat16=True)
+    ours = drafted(directory, method)
+    with mock.patch("foretoken.drafters.heads.loading.runs_cpu_kernels", return_value=False):
+        torchs = drafted(directory, method)
+    assert ours.tokens.tolist() == torchs.tokens.tolist()
+    assert ours.parents.tolist() == torchs.parents.tolist()
+    assert ours.scores.shape[1] == 10
+    torch.testing.assert_close(ours.scores, torchs.scores, rtol=1e-5, atol=1e-6)

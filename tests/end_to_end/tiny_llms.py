@@ -281,6 +281,7 @@ def drafters(architecture: str = "llama", dtype: torch.dtype = torch.float64) ->
         "falcon pruned": head("falcon", architecture, tree=MEDUSA_CHOICES, pruning={"path_probability": 0.05}),
         "hydra dynamic adaptive": head("hydra", architecture, tree="dynamic"),
         "hydra++ as stored": head("hydra++", architecture, num_speculative_tokens=3, quantization="none"),
+        "eagle as stored": head("eagle", architecture, num_speculative_tokens=3, quantization="none"),
         "medusa chain": head("medusa", architecture, tree="chain"),
         "medusa choices": head("medusa", architecture, tree=GAPPED_CHOICES),
         "medusa widths": head("medusa", architecture, tree=WIDTHS, draft_sample_method="greedy"),

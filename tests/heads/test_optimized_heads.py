@@ -122,6 +122,6 @@ def test_weights_that_fit_are_halved() -> None:
         (weight, True, torch.float32),
         (weight + 2.0**-20, False, torch.float32),
     ):
-        quick = fast_linear(linear_layer(changed), is_shared=shared)
+        quick = fast_linear(linear_layer(changed), compacts=not shared)
         assert isinstance(quick, NativeLinear)
         assert quick._weight.dtype == expected

@@ -118,14 +118,14 @@ def _version(weight: Tensor) -> int:
     return 0 if weight.is_inference() else weight._version
 
 
-def fast_linear(layer: nn.Module, *, is_shared: bool = False, quantization: Quantization | None = None) -> nn.Module:
+def fast_linear(layer: nn.Module, *, quantization: Quantization | None = None, compacts: bool = True) -> nn.Module:
     """A native layer where it can be one, else the layer itself.
 
     Args:
         layer: Any module.
-        is_shared: The layer's own weight stays in use, so take it where it is. Else a weight in float32 becomes one in
-            bfloat16 where that holds it exactly: half the bytes to read.
         quantization: "int8" for a copy in int8, which has its own memory.
+        compacts: Whether a weight in float32 becomes one in bfloat16 where that holds it exactly: half the bytes to
+            read, and inputs are rounded to bfloat16. Else the weight is taken where it is.
 
     Raises:
         UnsuitableError: When a linear layer is to be quantised and cannot be a native one.
@@ -135,24 +135,27 @@ def fast_linear(layer: nn.Module, *, is_shared: bool = False, quantization: Quan
     if quantization is not None:
         return NativeLinear(layer.weight, layer.bias, quantization=quantization)
     try:
-        return NativeLinear(layer.weight if is_shared else _compact(layer.weight), layer.bias)
+        return NativeLinear(_compact(layer.weight) if compacts else layer.weight, layer.bias)
     except UnsuitableError:
         return layer
 
 
-def optimize_for_inference(module: nn.Module, *, quantization: Quantization | None = None) -> None:
+def optimize_for_inference(
+    module: nn.Module, *, quantization: Quantization | None = None, compacts: bool = True
+) -> None:
     """Puts native layers in the place of all linear layers within a module that can be such.
 
     Args:
         module: Changed in place.
         quantization: See `fast_linear`.
+        compacts: Likewise.
 
     Raises:
         UnsuitableError: See `fast_linear`; some layers are native by then.
     """
     for name, child in module.named_children():
-        setattr(module, name, fast_linear(child, quantization=quantization))
-        optimize_for_inference(child, quantization=quantization)
+        setattr(module, name, fast_linear(child, quantization=quantization, compacts=compacts))
+        optimize_for_inference(child, quantization=quantization, compacts=compacts)
 
 
 def linear_layer(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:

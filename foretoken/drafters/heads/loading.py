@@ -36,8 +36,8 @@ class HeadOptions(DrafterOptions):
         draft_sample_method: "probabilistic" draws drafts from the head's warped distribution for sampled requests
             without a seed; "greedy" always takes its most probable tokens.
         quantization: "int8" drafts with all matrices in int8, a scale for each row, on CPUs: a byte a weight, also of a
-            copy of the target's LM head for heads that share it. "none" drafts with the weights as they are stored;
-            "auto" with int8 where that can be.
+            copy of the target's LM head for heads that share it. "none" drafts with the weights as they are stored, in
+            the target's precision: float32, or bfloat16 where the target is. "auto" drafts with int8 where that can be.
         allow_other_target: Accept a head that was trained for another target of the same sizes.
     """
 
@@ -93,7 +93,8 @@ def load_head(
     dtype = torch.float32 if is_on_cpu else target.dtype  # drafts need no exactness: neither does it widen any weight
     head = checkpoint.module(device=target.device, dtype=dtype)
     if is_on_cpu:
-        head.optimize_for_inference(quantization)
+        # In bfloat16 inputs are rounded, which int8 does as well, and so does a target in bfloat16.
+        head.optimize_for_inference(quantization, compacts=quantization is not None or target.dtype == torch.bfloat16)
     parts = target_parts(
         target.model, dtype=dtype, is_inference=True, quantization=quantization if head.has_target_lm_head else None
     )
