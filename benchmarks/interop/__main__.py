@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from benchmarks.interop import fms, hydra, medusa, speculators, tgi, vllm
+from benchmarks.interop import eagle, fms, hydra, medusa, speculators, tgi, vllm
 from benchmarks.interop.borrowed import UnusableError
 from benchmarks.interop.outcome import Outcome, as_json, as_table
 from benchmarks.interop.samples import Target
@@ -31,6 +31,8 @@ PROGRAMS: dict[str, tuple[str, Comparisons]] = {
     "medusa": ("FasterDecoding/Medusa", medusa.outcomes),
     "hydra": ("zankner/Hydra", hydra.outcomes),
     "fms-extras": ("foundation-model-stack/fms-extras", fms.outcomes),
+    "eagle": ("SafeAILab/EAGLE", eagle.official),
+    "specforge": ("sgl-project/SpecForge", eagle.specforge),
     "tgi": ("huggingface/text-generation-inference", tgi.outcomes),
     "vllm": ("vllm-project/vllm, or a site-packages directory with it", vllm.outcomes),
     "speculators": ("vllm-project/speculators, or a site-packages directory with it", speculators.outcomes),

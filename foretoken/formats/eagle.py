@@ -21,8 +21,10 @@ from foretoken.formats.eagle_names import (
     eagle_table,
     is_targets,
     layer_config,
+    misread_block,
     stated_layer,
     vocabulary,
+    warn_of_base,
     width_of,
     without_prefix,
 )
@@ -73,6 +75,8 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
         logging.getLogger(__name__).warning(
             "%s: config.json says eagle_fc_bias %s, the tensors say %s", name, config["eagle_fc_bias"], sizes.has_bias
         )
+    if own_entry(config, "num_steps") is None:
+        warn_of_base(name, sizes.layer)
     return finished(name, config, sizes, tensors, target)
 
 
@@ -105,16 +109,9 @@ def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     """Who reads what `write` writes."""
     sizes = checkpoint.config
     assert isinstance(sizes, EagleConfig), "the method says so"
-    layer = sizes.layer
-    scaling = None if layer.rope_scaling is None else layer.rope_scaling.get("rope_type")
-    if layer.head_dim * layer.num_attention_heads != sizes.width:
-        official = Reader(EAGLE_CODE, False, f"it cuts {sizes.width} into heads evenly, and tensors do not fit")
-    elif scaling not in (None, "linear"):
-        official = Reader(EAGLE_CODE, False, f"it does not know rotary scaling '{scaling}' and stops")
-    else:
-        official = Reader(
-            EAGLE_CODE, True, "EaModel.from_pretrained with ea_model_path of this directory, use_eagle3 off"
-        )
+    reason = misread_block(sizes.layer, width=sizes.width)
+    how = reason or "EaModel.from_pretrained with ea_model_path of this directory, use_eagle3 off"
+    official = Reader(EAGLE_CODE, reason is None, how)
     if sizes.has_bias:
         return [official, Reader(VLLM_EAGLE, False, "its layer that fuses has no bias, and it stops at fc.bias")]
     return [

@@ -21,8 +21,8 @@ from foretoken.formats.eagle3_network import (
     read_eagle3,
     with_plain_vocabulary,
 )
-from foretoken.formats.eagle_names import stated_layer, without_prefix
-from foretoken.formats.readers import EAGLE_CODE, SGLANG, VLLM_EAGLE, Reader
+from foretoken.formats.eagle_names import misread_block, stated_layer, warn_of_base, without_prefix
+from foretoken.formats.readers import EAGLE_CODE, SGLANG, SPECFORGE, VLLM_EAGLE, Reader
 from foretoken.formats.saving import expect_method, finished, own_entries, own_entry, save, target_name
 from foretoken.heads.eagle3 import Eagle3Config
 
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from foretoken.formats.saving import WriteOptions
     from foretoken.formats.target_info import TargetInfo
 
-_SPECFORGE = "LlamaForCausalLMEagle3"
+_BIASES = "its attention has no biases, and it drops those of the file without a word"
+_CLASS = "LlamaForCausalLMEagle3"
 _MID_LAYER = re.compile(r"(?:model\.)?midlayer\..*")
 _FIRST_LAYER = re.compile(r"(?:model\.)?layers\.0\..*")
 _MARKS = re.compile(r"(?:model\.)?(d2t|layers\.0\.hidden_norm\.weight)")
@@ -70,13 +71,15 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
     ids = of_specforge.get(LAYER_IDS)
     stated = boundaries_of(name, ids, shift=1) if ids is not None else boundaries_of(name, config.get(LAYER_IDS))
     layer = "midlayer" if weights.matches(_MID_LAYER) else "layers.0"
-    steps = own_entry(config, "num_steps")
+    steps, is_specforge = own_entry(config, "num_steps"), bool(of_specforge) or _is_specforge(config)
     sizes, tensors = read_eagle3(
         files, weights, config, target, layer=layer, boundaries=stated,
         norm_before_residual=flag(name, config, "norm_before_residual"),
-        feeds_normed=_feeds_normed(name, config, is_specforge=bool(of_specforge) or _is_specforge(config)),
+        feeds_normed=_feeds_normed(name, config, is_specforge=is_specforge),
         **({} if steps is None else {"num_steps": steps}),
     )  # fmt: skip
+    if not is_specforge and steps is None:
+        warn_of_base(name, sizes.layer)
     return finished(name, config, sizes, tensors, target)
 
 
@@ -94,7 +97,7 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
     _refuse_variants(sizes)
     tensors = eagle3_tensors(checkpoint, layer="midlayer")
     config = {
-        "architectures": [_SPECFORGE],
+        "architectures": [_CLASS],
         **stated_layer(sizes.layer, width=sizes.width, vocab_size=sizes.vocab_size, target=options.target),
         "draft_vocab_size": sizes.draft_vocab_size or sizes.vocab_size,
         **({} if sizes.width == sizes.hidden_size else {"target_hidden_size": sizes.hidden_size}),
@@ -114,33 +117,38 @@ def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
     assert isinstance(sizes, Eagle3Config), "the method says so"
     layer, layers = sizes.layer, options.target.num_layers or (checkpoint.target and checkpoint.target.num_layers)
     own = None if not layers else default_boundaries(layers)
-    if layer.head_dim * layer.num_attention_heads != sizes.width or sizes.fc_norms:
-        official = Reader(EAGLE_CODE, False, "it knows neither fc_norm nor heads that do not divide the width evenly")
-    elif own is not None and tuple(own) != sizes.boundaries:
-        official = Reader(EAGLE_CODE, False, f"it reads boundaries {own} of this target, whatever the file says")
-    else:
-        taps = "" if own is not None else ", of a target whose 2, L // 2 and L - 3 are its taps"
-        official = Reader(EAGLE_CODE, True, f"EaModel.from_pretrained with ea_model_path of this directory{taps}")
+    taps = "" if own is not None else ", of a target whose 2, L // 2 and L - 3 are its taps"
+    reason = _misread(sizes, own)
+    how = reason or f"EaModel.from_pretrained with ea_model_path of this directory{taps}"
+    official = Reader(EAGLE_CODE, reason is None, how)
+    reason = _BIASES if layer.attention_bias else None
+    if sizes.boundaries[0] != 2:
+        reason = "it takes layer ids that do not begin with 1 for boundaries; convert to 'speculators'"
+    elif len(sizes.boundaries) != 3 or sizes.fc_norms:
+        reason = "it fuses three taps without norms"
     served = "--speculative-algorithm EAGLE3 with --speculative-draft-model-path of this directory"
-    shifted = sizes.boundaries[0] == 2
-    sglang = (
-        Reader(SGLANG, True, served)
-        if shifted
-        else Reader(
-            SGLANG, False, "it takes layer ids that do not begin with 1 for boundaries; convert to 'speculators'"
-        )
-    )
+    sglang = Reader(SGLANG, reason is None, reason or served)
+    reason = _BIASES if layer.attention_bias else None
     if own is None or tuple(own) != sizes.boundaries:
-        how = "it passes over the taps in eagle_config and reads 2, L // 2 and L - 3; convert to 'speculators'"
-        vllm = Reader(VLLM_EAGLE, False, how)
-    else:
-        vllm = Reader(VLLM_EAGLE, not layer.attention_bias, "speculative_config with method 'eagle3' named; a chain")
-    return [official, sglang, vllm]
+        reason = "it passes over the taps in eagle_config and reads 2, L // 2 and L - 3; convert to 'speculators'"
+    vllm = Reader(VLLM_EAGLE, reason is None, reason or "speculative_config with method 'eagle3' named; a chain")
+    reason = _BIASES if layer.attention_bias else None if len(sizes.boundaries) == 3 else "it fuses three taps"
+    specforge = Reader(SPECFORGE, reason is None, reason or "LlamaForCausalLMEagle3.from_pretrained, to train it on")
+    return [official, specforge, sglang, vllm]
+
+
+def _misread(sizes: Eagle3Config, own: list[int] | None) -> str | None:
+    """Why the authors' code does not compute a head; None where it does. own: its taps of this target, if known."""
+    if sizes.fc_norms or len(sizes.boundaries) != 3:
+        return "it fuses three taps without norms"
+    if own is not None and tuple(own) != sizes.boundaries:
+        return f"it reads boundaries {own} of this target, whatever the file says"
+    return _BIASES if sizes.layer.attention_bias else misread_block(sizes.layer, width=sizes.width)
 
 
 def _is_specforge(config: Mapping[str, Any]) -> bool:
     """Whether a configuration names SpecForge's class."""
-    return config.get("architectures") == [_SPECFORGE]
+    return config.get("architectures") == [_CLASS]
 
 
 def _feeds_normed(name: str, config: Mapping[str, Any], *, is_specforge: bool) -> bool:

@@ -9,6 +9,7 @@ Letters: E hidden size of the target, W width of the block, V vocabulary, Vd voc
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,12 +136,36 @@ def stated_layer(config: LayerConfig, *, width: int, vocab_size: int, target: Ta
         "hidden_act": "silu",
         "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
-        "rope_scaling": config.rope_scaling,
+        "rope_scaling": _stated_scaling(config.rope_scaling),
         "max_position_embeddings": longest or 4096,
         "attention_bias": False,
         "mlp_bias": False,
         "tie_word_embeddings": False,
     }
+
+
+def misread_block(config: LayerConfig, *, width: int) -> str | None:
+    """Why EAGLE's own code does not compute a block that `stated_layer` describes; None where it does."""
+    scaling = config.rope_scaling or {}
+    kind = scaling.get("rope_type", "linear")
+    if config.head_dim * config.num_attention_heads != width:
+        return f"it cuts {width} into heads evenly, and tensors do not fit"
+    if kind != "linear":
+        return f"it does not know rotary scaling '{kind}' and stops"
+    if scaling and scaling["factor"] <= 1:
+        return f"it stops at a scaling factor of {scaling['factor']}, which has to be above 1 there"
+    if scaling and config.rope_theta != _THETA:
+        return f"it scales rotations of base {_THETA:g} alone, and this head's is {config.rope_theta:g}"
+    return None
+
+
+def warn_of_base(name: str, config: LayerConfig) -> None:
+    """Warns of a head whose authors' code, where it was trained there, passed over the base of its rotations."""
+    if config.rope_scaling is not None and config.rope_theta != _THETA:
+        logging.getLogger(__name__).warning(
+            "%s: rope_theta is %g here; beside rope_scaling EAGLE's own code takes %g, whatever config.json says",
+            name, config.rope_theta, _THETA,
+        )  # fmt: skip
 
 
 def vocabulary(weights: Weights, stated: Mapping[str, Any], target: TargetInfo, *, keys: tuple[str, ...]) -> int:
@@ -222,6 +247,13 @@ def map_tensors(token_map: Tensor, vocab_size: int) -> dict[str, Tensor]:
     is_drafted = torch.zeros(vocab_size, dtype=torch.bool)
     is_drafted[token_map] = True
     return {OFFSETS: token_map - torch.arange(len(token_map)), IS_DRAFTED: is_drafted}
+
+
+def _stated_scaling(scaling: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Rotary scaling in words that EAGLE's own code knows: two keys and a float; other programs know them too."""
+    if scaling is None or scaling["rope_type"] != "linear":
+        return scaling
+    return {"type": "linear", "factor": float(scaling["factor"])}
 
 
 def _check_kind(weights: Weights, layer: str, stated: Mapping[str, Any]) -> None:

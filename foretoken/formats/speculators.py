@@ -113,7 +113,12 @@ def write(checkpoint: HeadCheckpoint, directory: Path, options: WriteOptions) ->
         "target_hidden_size": None if sizes.width == sizes.hidden_size else sizes.hidden_size,
         "embed_requires_grad": False,
         LAYER_IDS: list(sizes.boundaries),
-        _LAYER_CONFIG: layer | {"attention_bias": sizes.layer.attention_bias, "torch_dtype": dtype},
+        _LAYER_CONFIG: layer
+        | {
+            "attention_bias": sizes.layer.attention_bias,
+            "rope_scaling": sizes.layer.rope_scaling,
+            "torch_dtype": dtype,
+        },
         "speculators_config": {
             "algorithm": "eagle3",
             "proposal_methods": [

@@ -212,6 +212,38 @@ def test_other_methods_have_no_room(tmp_path: Path) -> None:
         write_head("eagle", random_head(eagle3()), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"rope_scaling": LINEAR}, None),
+        (
+            {"rope_scaling": LINEAR, "rope_theta": 5e5},
+            "it scales rotations of base 10000 alone, and this head's is 500000",
+        ),
+        ({"rope_scaling": {**LINEAR, "factor": 1.0}}, "it stops at a scaling factor of 1.0, which has to be above 1"),
+        ({"rope_theta": 5e5, "attention_bias": True}, None),
+    ],
+)
+def test_who_reads_which_rotations(
+    tmp_path: Path, changes: dict[str, Any], reason: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As `benchmarks/interop` found of the original code, which wants two keys, `type` and a float."""
+    head = random_head(eagle(layer=LAYER.model_copy(update=changes)))
+    found = next(reader for reader in head_readers("eagle", head) if reader.program == EAGLE_CODE)
+    assert found.reads == (reason is None)
+    assert found.how.startswith(reason or "EaModel.from_pretrained")
+    assert round_trip("eagle", head, tmp_path).config == head.config
+    stored = json.loads((tmp_path / "one" / "config.json").read_text())
+    if "rope_scaling" in changes:
+        assert stored["rope_scaling"] == {"type": "linear", "factor": changes["rope_scaling"]["factor"]}
+    assert "rope_theta" not in caplog.text, "this code wrote it, and knows what it means"
+    del stored["foretoken"]
+    (tmp_path / "one" / "config.json").write_text(json.dumps(stored))
+    read_head(tmp_path / "one")
+    warned = "rope_theta is 500000 here; beside rope_scaling EAGLE's own code takes 10000" in caplog.text
+    assert warned == ({"rope_scaling", "rope_theta"} <= changes.keys())
+
+
 @pytest.mark.parametrize(("name", "reads"), [("bias", True), ("scaled", True), ("other head size", False)])
 def test_who_reads_it(name: str, reads: bool) -> None:
     said = {reader.program: reader for reader in head_readers("eagle", random_head(CONFIGS[name]))}

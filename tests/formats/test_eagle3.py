@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -41,10 +42,12 @@ from tiny_heads import (
 from torch.nn.functional import rms_norm, silu
 
 from foretoken.core.errors import ConfigError, ModelError
+from foretoken.formats import readers
 from foretoken.formats.readers import EAGLE_CODE
 from foretoken.formats.registry import head_readers, read_head, write_head
 from foretoken.formats.target_info import TargetInfo, TargetWeights
 
+LINEAR = {"rope_type": "linear", "factor": 4.0}
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
@@ -338,8 +341,60 @@ def test_who_reads_it() -> None:
         head = random_head(CONFIGS[name], target=None)
         return {reader.program: reader.reads for reader in head_readers("eagle3", head, target=target)}
 
-    assert said("official") == {"foretoken": True, EAGLE_CODE: True, "SGLang": True, "vLLM": True}
+    everybody = dict.fromkeys(("foretoken", EAGLE_CODE, readers.SPECFORGE, "SGLang", "vLLM"), True)
+    assert said("official") == everybody
     assert not said("official", TargetInfo())["vLLM"]  # whose taps are the target's
-    assert said("two other taps") == {"foretoken": True, EAGLE_CODE: False, "SGLang": False, "vLLM": False}
+    assert said("two other taps") == dict.fromkeys(everybody, False) | {"foretoken": True}
     assert not said("norm of each tap")[EAGLE_CODE]
     assert not said("biased, scaled")["vLLM"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "official", "others"),
+    [
+        ({"attention_bias": True}, "its attention has no biases, and it drops", "its attention has no biases, and it"),
+        ({"rope_scaling": LLAMA3}, "it does not know rotary scaling 'llama3' and stops", None),
+        ({"rope_scaling": LINEAR}, None, None),
+        ({"rope_scaling": LINEAR, "rope_theta": 5e5}, "it scales rotations of base 10000 alone", None),
+        ({"rope_theta": 5e5}, None, None),
+        ({"num_attention_heads": 4}, "it cuts 8 into heads evenly", None),
+    ],
+)
+def test_who_reads_which_attention(changes: dict[str, Any], official: str | None, others: str | None) -> None:
+    """As `benchmarks/interop` found of the original code, and reading found of SGLang's and vLLM's."""
+    head = random_head(eagle3(layer=LAYER.model_copy(update=changes)), target=None)
+    found = {reader.program: reader for reader in head_readers("eagle3", head, target=AROUND)}
+    for program, reason in (
+        (EAGLE_CODE, official),
+        *((each, others) for each in (readers.SPECFORGE, "SGLang", "vLLM")),
+    ):
+        assert found[program].reads == (reason is None), program
+        assert found[program].how.startswith(reason or ""), program
+
+
+def test_taps_that_are_fewer_in_small_targets() -> None:
+    """Of five blocks the authors' three taps are one, and the layer that fuses is as wide as three there."""
+    small = SimpleNamespace(**{**vars(TARGET), "num_hidden_layers": 5})
+    head = random_head(eagle3(boundaries=(2,)), target=None)
+    found = {reader.program: reader for reader in head_readers("eagle3", head, target=TargetInfo(config=small))}
+    assert not found[EAGLE_CODE].reads
+    assert found[EAGLE_CODE].how == "it fuses three taps without norms"
+
+
+def test_linear_scaling_in_words_of_the_authors_code(tmp_path: Path) -> None:
+    """Which takes two keys, `type` and a factor that is no integer, and stops at anything else."""
+    head = random_head(eagle3(layer=LAYER.model_copy(update={"rope_scaling": {**LINEAR, "factor": 4}})))
+    assert round_trip("eagle3", head, tmp_path).config == head.config
+    stored = json.loads((tmp_path / "one" / "config.json").read_text())["rope_scaling"]
+    assert (stored, type(stored["factor"])) == ({"type": "linear", "factor": 4.0}, float)
+
+
+def test_a_base_that_the_authors_code_passes_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Beside linear scaling; SpecForge takes both."""
+    scaled = {"rope_scaling": {"type": "linear", "factor": 4.0}, "rope_theta": 500000}
+    for name, stated in (("official", OFFICIAL), ("specforge", SPECFORGE)):
+        write_eagle3(tmp_path / name, eagle3_shapes(), stated | scaled)
+        caplog.clear()
+        read_head(tmp_path / name, base_config=TARGET)
+        warned = "rope_theta is 500000 here; beside rope_scaling EAGLE's own code takes 10000" in caplog.text
+        assert warned == (name == "official")

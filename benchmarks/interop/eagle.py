@@ -1,0 +1,146 @@
+"""Runs SafeAILab/EAGLE's and SpecForge's draft networks on what foretoken writes of EAGLE heads.
+
+Both are loaded as EAGLE's `EaModel` does: its own configuration class, then the state dictionary leniently. They are
+fed the text itself, the feature of one position beside the token of the next, and their first step is compared.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from unittest import mock
+
+import torch
+
+from benchmarks.interop.borrowed import borrow
+from benchmarks.interop.outcome import Outcome, compared
+from benchmarks.interop.samples import BATCH, LENGTH, E, H, Target, V, random_head, written
+from foretoken.formats.readers import EAGLE_CODE, SPECFORGE
+from foretoken.heads.decoder_layer import LayerConfig
+from foretoken.heads.eagle import EagleConfig
+from foretoken.heads.eagle3 import Eagle3Config
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from foretoken.formats.checkpoint import HeadCheckpoint
+
+    Read = Callable[[Path, Target, bool], list[Tensor]]
+
+_LAYER = LayerConfig(num_attention_heads=H, num_key_value_heads=2, head_dim=E // H, intermediate_size=24)
+_LAYERS, _VD = 12, 61
+_LINEAR = {"rope_type": "linear", "factor": 4}
+_LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8,
+}  # fmt: skip
+# Name, whether EAGLE-3, changes of the head, changes of its block.
+_CASES: tuple[tuple[str, bool, dict[str, Any], dict[str, Any]], ...] = (
+    ("EAGLE-1, a bias", False, {"has_bias": True}, {}),
+    ("EAGLE-1, no bias", False, {"has_bias": False}, {}),
+    ("EAGLE-1, biased attention", False, {}, {"attention_bias": True}),
+    ("EAGLE-1, rope_theta 500000", False, {}, {"rope_theta": 5e5}),
+    ("EAGLE-1, linear scaling", False, {}, {"rope_scaling": _LINEAR}),
+    ("EAGLE-1, linear scaling, rope_theta 500000", False, {}, {"rope_scaling": _LINEAR, "rope_theta": 5e5}),
+    ("EAGLE-1, linear scaling by 1", False, {}, {"rope_scaling": {**_LINEAR, "factor": 1}}),
+    ("EAGLE-1, Llama 3's scaling", False, {}, {"rope_scaling": _LLAMA3}),
+    ("EAGLE-3, a part of the vocabulary", True, {}, {}),
+    ("EAGLE-3, the whole vocabulary", True, {"draft_vocab_size": None}, {}),
+    ("EAGLE-3, an embedding of its own", True, {"own_embedding": True}, {}),
+    ("EAGLE-3, narrower than the target", True, {"draft_hidden_size": E // 2, "own_embedding": True}, {"head_dim": 2}),
+    ("EAGLE-3, rope_theta 500000", True, {}, {"rope_theta": 5e5}),
+    ("EAGLE-3, linear scaling", True, {}, {"rope_scaling": _LINEAR}),
+    ("EAGLE-3, linear scaling, rope_theta 500000", True, {}, {"rope_scaling": _LINEAR, "rope_theta": 5e5}),
+    ("EAGLE-3, Llama 3's scaling", True, {}, {"rope_scaling": _LLAMA3}),
+    ("EAGLE-3, biased attention", True, {}, {"attention_bias": True}),
+    ("EAGLE-3, norms of taps", True, {"fc_norms": True}, {}),
+    ("EAGLE-3, two taps", True, {"boundaries": (2, 9)}, {}),
+    ("EAGLE-3, heads of another size", True, {}, {"head_dim": 6}),
+)
+
+
+def official(root: Path, target: Target, work: Path) -> Iterator[Outcome]:  # noqa: ARG001 - its own target has taps
+    """Every case in SafeAILab/EAGLE."""
+    names = ("eagle.model.cnets1", "eagle.model.cnets", "eagle.model.configs")
+    one, three, configs = borrow(root, *names)
+
+    def read(place: Path, around: Target, is_eagle3: bool) -> list[Tensor]:
+        config = configs.EConfig.from_pretrained(str(place / "config.json"))
+        stated = json.loads((place / "config.json").read_text())
+        for key in ("rope_scaling", "rope_theta"):  # which transformers 5 rewrites
+            object.__setattr__(config, key, stated[key])
+        network = (three if is_eagle3 else one).Model(config, bias=config.bias if not is_eagle3 else False)
+        if "target_hidden_size" not in vars(config):  # as it takes the target's, from a target in several files
+            network.embed_tokens.weight.data = around.parts.embed(torch.arange(V)).clone()
+        if is_eagle3 and config.vocab_size == config.draft_vocab_size:
+            del network.d2t, network.t2d
+        network.load_state_dict(torch.load(place / "pytorch_model.bin", weights_only=True), strict=False)
+        features, tokens = _texts(len(_taps(network, is_eagle3)))
+        hidden = network.eval()(features[:, :-1], tokens[:, 1:])
+        return [network.lm_head(network.norm(hidden)) if is_eagle3 else around.parts.lm_head(hidden)]
+
+    yield from _outcomes(EAGLE_CODE, _CASES, read, work)
+
+
+def specforge(root: Path, target: Target, work: Path) -> Iterator[Outcome]:  # noqa: ARG001 - as above
+    """The cases of EAGLE-3 in SpecForge."""
+    stand_ins: dict[str, dict[str, Any]] = {
+        "specforge.distributed": {"get_sp_ring_group": None, "get_sp_ulysses_group": None},
+        "specforge.utils": {"print_with_rank": lambda _: None},
+    }
+    with mock.patch.object(torch, "compile", lambda *function, **_: function[0] if function else lambda one: one):
+        (module,) = borrow(root, "specforge.modeling.draft.llama3_eagle", stand_ins=stand_ins)
+
+    def read(place: Path, around: Target, _: bool) -> list[Tensor]:
+        # Its own loading, `from_pretrained`, leaves its tables of angles without numbers under transformers 5.23.
+        network = module.LlamaForCausalLMEagle3(module.LlamaConfig.from_pretrained(place))
+        if network.target_hidden_size == network.config.hidden_size:
+            network.load_embedding(str(around.directory))
+        network.load_state_dict(torch.load(place / "pytorch_model.bin", weights_only=True), strict=False)
+        features, tokens = _texts(3)
+        hidden = network.eval()(features[:, :-1], network.embed_input_ids(tokens[:, 1:]))
+        return [network.lm_head(hidden)]
+
+    yield from _outcomes(SPECFORGE, [case for case in _CASES if case[1]], read, work)
+
+
+def _outcomes(program: str, cases: Any, read: Read, work: Path) -> Iterator[Outcome]:
+    """Every case of some."""
+    around = Target.made(work / "target", num_layers=_LAYERS)
+    for index, (case, is_eagle3, changes, of_block) in enumerate(cases):
+        sizes = {"hidden_size": E, "vocab_size": V, "layer": _LAYER.model_copy(update=of_block), **changes}
+        of_three = {"boundaries": (2, 6, 9), "draft_vocab_size": _VD}
+        config = Eagle3Config(**{**of_three, **sizes}) if is_eagle3 else EagleConfig(**sizes)
+        name, place = "eagle3" if is_eagle3 else "eagle", work / str(index)
+        back, readers = written(name, random_head(config, around), around, place)
+        claimed = readers[program].reads
+        yield compared(
+            program, f"{case}, {name}", claimed=claimed, ours=_ours(back, around),
+            theirs=partial(torch.no_grad()(read), place, around, is_eagle3),
+        )  # fmt: skip
+
+
+def _texts(num_taps: int) -> tuple[Tensor, Tensor]:
+    """(B, S, F E) features and (B, S) tokens."""
+    generator = torch.Generator().manual_seed(3)
+    features = torch.randn(BATCH, LENGTH, num_taps * E, generator=generator)
+    return features, torch.randint(V, (BATCH, LENGTH), generator=generator)
+
+
+@torch.no_grad()
+def _ours(head: HeadCheckpoint, target: Target) -> list[Tensor]:
+    """(B, S - 1, Vd) of the first step."""
+    config: Any = head.config
+    features, tokens = _texts(len(config.taps))
+    module = head.module()
+    hidden = next(iter(module.teacher_forced(features, tokens, target.parts)))
+    return [module.draft_logits(0, hidden, target.parts)[:, : LENGTH - 1]]
+
+
+def _taps(network: Any, is_eagle3: bool) -> range:
+    """As many as the layer that fuses reads."""
+    return range(network.fc.in_features // E if is_eagle3 else 1)
