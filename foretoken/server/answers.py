@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob, RequestOutput, StreamChunk
     from foretoken.server.echoes import EchoedPrompt
     from foretoken.server.errors import ApiError
+    from foretoken.server.message_parts import MessageForm
     from foretoken.server.request_fields import ServedRequest
 
 _LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
@@ -63,7 +64,7 @@ class Envelope:
             for completion in output.outputs
         ]
         kind = "chat.completion" if self.request.is_chat else "text_completion"
-        more: dict[str, Any] = {"usage": usage(outputs)}
+        more: dict[str, Any] = {"usage": usage(outputs, self.request.message_form)}
         if self.has_draft_metrics:
             more["metrics"] = {"speculative_decoding": draft_metrics(outputs)}
         if self.request.has_token_ids and self.request.is_chat:
@@ -150,8 +151,8 @@ class Envelope:
 
     def part(
         self, index: int, chunk: StreamChunk, echo: EchoedPrompt | None, offset: int, /, **more: Any
-    ) -> dict[str, Any]:
-        """A chunk of a stream.
+    ) -> list[dict[str, Any]]:
+        """A chunk of a stream; two where the end comes with a call, which some clients want to see before it.
 
         Args:
             index: Of the choice.
@@ -172,13 +173,18 @@ class Envelope:
             choice["token_ids"] = chunk.token_ids
         if self.request.has_origins:
             choice["token_origins"] = token_origins(chunk)
-        return self._body("chat.completion.chunk" if self.request.is_chat else "text_completion", [choice], **more)
+        choices, end = [choice], {"finish_reason": choice["finish_reason"], "stop_reason": choice["stop_reason"]}
+        if end["finish_reason"] is not None and "tool_calls" in choice.get("delta", ()):
+            choices.append({"index": index, **end, "logprobs": None, "delta": {}})
+            choice.update(finish_reason=None, stop_reason=None)
+        kind = "chat.completion.chunk" if self.request.is_chat else "text_completion"
+        return [self._body(kind, [each], **more) for each in choices]
 
     def last(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
         """The last chunk of a stream, without choices; none where nothing is left to say."""
         more: dict[str, Any] = {}
         if self.request.has_usage:
-            more["usage"] = usage(outputs)
+            more["usage"] = usage(outputs, self.request.message_form)
         if self.has_draft_metrics:
             more["metrics"] = {"speculative_decoding": draft_metrics(outputs)}
         kind = "chat.completion.chunk" if self.request.is_chat else "text_completion"
@@ -189,10 +195,11 @@ class Envelope:
         return error.body
 
 
-def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-    """Tokens used: those of prompts that the prefix cache had, and those of predictions that came true or did not."""
+def usage(outputs: Sequence[RequestOutput], form: MessageForm | None) -> dict[str, Any]:
+    """Tokens used: of prompts those in the prefix cache, of answers thoughts and predictions that came true or not."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(each.token_ids) for output in outputs for each in output.outputs)
+    thoughts = sum(num_thoughts(form, each) for output in outputs for each in output.outputs)
     shares = [output.metrics.by_drafter.get("prediction") for output in outputs]
     accepted = sum(share.num_accepted for share in shares if share)
     rejected = sum(share.num_drafted - share.num_accepted for share in shares if share)
@@ -200,9 +207,15 @@ def usage(outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         "prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens or 0 for output in outputs)},
         "completion_tokens_details": {
-            "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected, "reasoning_tokens": 0,
+            "accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected,
+            "reasoning_tokens": thoughts,
         },
     }  # fmt: skip
+
+
+def num_thoughts(form: MessageForm | None, completion: CompletionOutput) -> int:
+    """Tokens of a completion that are thoughts."""
+    return 0 if form is None else form.num_thoughts(completion.token_ids)
 
 
 def token_origins(chunk: StreamChunk) -> list[dict[str, Any]]:

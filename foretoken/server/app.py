@@ -108,7 +108,7 @@ class _Server:
         self._engine, self._config, self._unknown = engine, config, UnknownFields()
         self._defaults, self._created = engine.llm.sampling_defaults, seconds_since_1970()
         self._formats = AnswerFormats.of(
-            engine.llm.tokenizer, config.chat_template, tool_parser=config.tool_call_parser,
+            engine.llm, config.chat_template, tool_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
         )  # fmt: skip
         _log.info("how the model writes, by its template or as told: %s", self._formats)

@@ -74,7 +74,7 @@ class LineAnswers:
     def __init__(self, engine: AsyncLLM, model: str, chat_template: str | None) -> None:
         """See `foretoken.server.batch.run_batch`."""
         self._engine, self._model, self._template, self._unknown = engine, model, chat_template, UnknownFields()
-        self._formats = AnswerFormats.of(engine.llm.tokenizer, chat_template)
+        self._formats = AnswerFormats.of(engine.llm, chat_template)
         self._defaults = engine.llm.sampling_defaults
 
     async def answer(self, line: Line, asked: dict[str, Any]) -> dict[str, Any]:

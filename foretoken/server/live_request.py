@@ -46,8 +46,8 @@ class AnswerShape(Protocol):
 
     def part(
         self, index: int, chunk: StreamChunk, echo: EchoedPrompt | None, offset: int, /, **more: Any
-    ) -> dict[str, Any]:
-        """A part with tokens; see `Envelope.part`."""
+    ) -> list[dict[str, Any]]:
+        """Parts with tokens; see `Envelope.part`."""
 
     def last(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
         """Parts after all tokens; outputs: of each prompt."""
@@ -147,7 +147,8 @@ class LiveRequest:
             more = {"usage": running_usage(num_prompt, num_told)} if request.has_running_usage else {}
             told = chunk_alone(chunk) if request.is_prompt_alone else chunk
             echo = self._echoes[at] if index in unechoed else None
-            yield self.envelope.part(index, told, echo, offsets[index], **more)
+            for body in self.envelope.part(index, told, echo, offsets[index], **more):
+                yield body
             unechoed.discard(index)
             offsets[index] += sum(len(next(iter(entry.values())).decoded_token or "") for entry in chunk.logprobs or ())
             _check(request.params, chunk.finish_reason, chunk.error)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from foretoken.server.tool_formats import FORCED, CallEnd, thinking_tags, tool_format
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
+    from foretoken.engine.llm import LLM
     from foretoken.server.tool_formats import Call, Schemas, Tags, ToolFormat
     from foretoken.server.tool_requests import ToolUse
 
@@ -28,6 +30,7 @@ class MessageForm:
         schemas: The parameters of every tool, by its name.
         forced: The tool whose arguments the whole answer is; None for any calls.
         is_parallel: Whether an answer may have several calls.
+        decode: Gives the text of token ids, special tokens included.
     """
 
     tags: Tags | None = None
@@ -36,6 +39,14 @@ class MessageForm:
     schemas: Schemas = field(default_factory=dict)
     forced: str | None = None
     is_parallel: bool = True
+    decode: Callable[[Sequence[int]], str] = lambda _: ""
+
+    def num_thoughts(self, token_ids: Sequence[int]) -> int:
+        """Tokens of an answer that are thoughts, those that begin and end them included."""
+        if self.tags is None or not (self.is_certain or self.decode(token_ids).lstrip().startswith(self.tags.begin)):
+            return 0
+        end, most = self.tags.end, len(token_ids)
+        return bisect_left(range(most), True, key=lambda count: end in self.decode(token_ids[:count]))
 
     @property
     def is_certain(self) -> bool:
@@ -56,20 +67,22 @@ class AnswerFormats:
         calls: Its calls; None where that is not known.
         tags: Its thoughts; None where it has none.
         has_special_markers: Whether markers of either are special tokens, which texts leave out.
+        decode: Gives the text of token ids, special tokens included.
     """
 
     calls: ToolFormat | None = None
     tags: Tags | None = None
     has_special_markers: bool = False
+    decode: Callable[[Sequence[int]], str] = lambda _: ""
 
     @classmethod
     def of(
-        cls, tokenizer: Any, template: str | None, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
+        cls, llm: LLM, template: str | None, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
     ) -> AnswerFormats:
         """Those of a model.
 
         Args:
-            tokenizer: The model's.
+            llm: The model with its tokenizer.
             template: How conversations are rendered, in Jinja; None for the tokenizer's own.
             tool_parser: See `tool_format`.
             reasoning_parser: See `thinking_tags`.
@@ -77,13 +90,14 @@ class AnswerFormats:
         Raises:
             ConfigError: When there is no such parser.
         """
+        tokenizer = llm.tokenizer
         own = template or getattr(tokenizer, "chat_template", None) or ""
         source = own if isinstance(own, str) else "\n".join(map(str, own.values()))
         calls, tags = tool_format(tool_parser, source), thinking_tags(reasoning_parser, source)
         tokens = getattr(tokenizer, "added_tokens_decoder", {}).values()
         special = {str(token) for token in tokens if getattr(token, "special", False)}
         markers = {*(calls.markers if calls else ()), *(tags[1:3] if tags else ())}
-        return cls(calls=calls, tags=tags, has_special_markers=bool(special & markers))
+        return cls(calls=calls, tags=tags, has_special_markers=bool(special & markers), decode=llm.decode)
 
     def __str__(self) -> str:
         """The parsers by their names, which options take."""
@@ -107,7 +121,7 @@ class AnswerFormats:
         return MessageForm(
             tags=tags, is_thinking=tags is not None and text.endswith(tags.begin), calls=calls,
             schemas=use.schemas if use else {}, forced=use.forced if use else None,
-            is_parallel=use is None or use.is_parallel,
+            is_parallel=use is None or use.is_parallel, decode=self.decode,
         )  # fmt: skip
 
 

@@ -54,9 +54,9 @@ class ResponseEnvelope:
 
     def part(
         self, _index: int, chunk: StreamChunk, _echo: EchoedPrompt | None, _offset: int, /, **_more: Any
-    ) -> dict[str, Any]:
+    ) -> list[dict[str, Any]]:
         """An event with further text; a response has one message, and tells its usage at the end."""
-        return self._event("response.output_text.delta", delta=chunk.text, logprobs=self._logprobs(chunk.logprobs))
+        return [self._event("response.output_text.delta", delta=chunk.text, logprobs=self._logprobs(chunk.logprobs))]
 
     def last(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
         """Events that end the text, the message and the response; outputs: of its prompt."""

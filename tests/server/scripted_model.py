@@ -1,14 +1,13 @@
 """A real model that writes given texts: a tiny Llama whose every token has one successor, and its tokenizer.
 
-A conversation ends with a token that the chat template chooses by what it is asked, as `<|begin:weather|>`. The pieces
+A conversation ends with a token that the chat template chooses by what it is asked, as `<|begin:weather`. The pieces
 of that script follow one after the other, then the end of the text. Attention and the feed-forward network give zero:
 the embedding of a token alone says, through the head, which one comes next. Other text is read byte by byte.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 _MARK = 0xE000  # tells pieces with the same text apart, and is no part of decoded text
 _END = "<|end|>"
+_BEGINS = tuple("<|begin:"[:length] for length in range(1, 9))  # a piece must not take it from the end of a prompt
 
 
 def save_scripted_model(
@@ -27,7 +27,7 @@ def save_scripted_model(
 
     Args:
         folder: For its files.
-        scripts: What it writes behind `<|begin:NAME|>`, by name.
+        scripts: What it writes behind `<|begin:NAME`, by name.
         template: Its chat template.
         special: Markers that are special tokens, which decoding leaves out.
         plain: Markers that are tokens and text.
@@ -37,11 +37,10 @@ def save_scripted_model(
     """
     tokens, chains = {_END: True}, []
     for name, text in scripts.items():
-        chain = [f"<|begin:{name}|>"]
+        chain = [f"<|begin:{name}"]
         tokens[chain[0]] = True
-        for piece in _pieces(text, [*special, *plain]):
-            token = piece if piece in (*special, *plain) and piece not in tokens else piece + chr(_MARK + len(tokens))
-            tokens[token] = piece in special
+        for token in _pieces(text, [*special, *plain], tokens):
+            tokens[token] = token in special
             chain.append(token)
         chains.append([*chain, _END])
     tokenizer = _tokenizer(tokens)
@@ -85,9 +84,21 @@ def _model(vocab_size: int, end: int) -> LlamaForCausalLM:
     return model
 
 
-def _pieces(text: str, markers: Sequence[str]) -> list[str]:
-    """A text as markers and pieces of at most three characters."""
-    made = []
-    for part in re.split(f"({'|'.join(map(re.escape, markers))})", text) if markers else [text]:
-        made += [part] if part in markers else re.findall("(?s).{1,3}", part)
+def _pieces(text: str, markers: Sequence[str], known: Collection[str]) -> list[str]:
+    """A text as new tokens: markers the first time, and pieces from three characters on, marked if none is new."""
+    made: list[str] = []
+    while text:
+        fresh = [marker for marker in markers if marker not in known and marker not in made and marker in text]
+        end = min(map(text.index, fresh), default=len(text))
+        shown = next((marker for marker in fresh if text.startswith(marker)), None)
+        if shown is None:
+            pieces = [text[:length] for length in range(3, 25) if text[: min(length, end)] == text[:length]]
+            new = [piece for piece in pieces or [text[:end]] if piece not in known and piece not in made]
+            shown = next((piece for piece in new if piece.isascii() and not piece.endswith(_BEGINS)), None)
+        if shown is None:
+            shown = text[: min(3, end)]
+            made.append(shown + chr(_MARK + len(known) + len(made)))
+        else:
+            made.append(shown)
+        text = text[len(shown) :]
     return made

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from foretoken import LLM
 from foretoken.core.errors import ConfigError
 from foretoken.server.message_parts import (
     AnswerFormats,
@@ -263,7 +264,7 @@ def test_a_format_is_recognised_by_its_template(form: ToolFormat) -> None:
 
 def test_what_a_prompt_ends_with_decides_about_thoughts() -> None:
     template = "{{ '<think>' }} {{ '</think>' }} <tool_call>"
-    formats = AnswerFormats.of(None, template)
+    formats = AnswerFormats.of(LLM("models/tinycode"), template)
     assert formats.tags is TAGS[0]
     for prompt, is_thinking in (("<assistant><think>\n", True), ("<assistant>", False)):
         form = formats.form(prompt, None)
@@ -274,8 +275,8 @@ def test_what_a_prompt_ends_with_decides_about_thoughts() -> None:
     form = formats.form("<think></think>", use)
     assert form is not None
     assert (form.tags, form.calls) == (None, tool_format("hermes", ""))
-    assert AnswerFormats.of(None, None).form("x", use) is None, "a text whose calls nobody can read is content"
-    assert AnswerFormats.of(None, None).form("x", ToolUse(schemas=SCHEMAS, choice="required")) is not None
+    assert AnswerFormats().form("x", use) is None, "a text whose calls nobody can read is content"
+    assert AnswerFormats().form("x", ToolUse(schemas=SCHEMAS, choice="required")) is not None
 
 
 def test_a_parser_that_is_not_known() -> None:

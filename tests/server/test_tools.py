@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,7 @@ MESSAGES = (
     "{{ m.tool_call_id }}\n{% endfor %}"
     "{% if add_generation_prompt %}{% if enable_thinking is false %}<think></think>{% endif %}<|begin:{{ 'answer' if "
     "messages[-1].role == 'tool' else messages[-1].content if messages[-1].content in ['think', 'broken'] else "
-    "'calls' if tools else 'plain' }}|>{% endif %}"
+    "'calls' if tools else 'plain' }}{% endif %}"
 )
 SAID = "It rains."
 
@@ -215,6 +216,95 @@ def test_calls_that_are_cut_are_content(written: tuple[str, LiveServer]) -> None
         choice = ask(server, max_tokens=num).choices[0]
         assert (choice.finish_reason, choice.message.tool_calls) == ("length", None)
         assert without_ids(put_together(ask(server, max_tokens=num, stream=True))[0]) == without_ids(same_of(choice))
+
+
+@pytest.fixture(scope="module", params=["the model begins thoughts", "the template does"])
+def thinking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    scripts = {
+        "thoughts": "<think>\nShould I?\n</think>\n\nYes.", "endless": "<think>And on, and on",
+        "calls": f"<think>\nA tool.\n</think>\n\n<tool_call>\n{CALL}\n</tool_call>",
+        "form": f"<think>\nJSON {{ now.\n</think>\n\n{json.dumps(GIVEN)}",
+        "list": f'<think>\nA list.\n</think>\n\n[{{"name": "get_weather", "parameters": {json.dumps(GIVEN)}}}]',
+    }  # fmt: skip
+    begun = ""
+    if request.param == "the template does":
+        scripts = {f"{name}<think>": text.removeprefix("<think>") for name, text in scripts.items()}
+        begun = "<think>"
+    scripts["none</think>"] = "No thoughts."
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if tools %}<tool_call>"
+        "{{ tools | tojson }}{% endif %}<|begin:{{ messages[-1].content }}"
+        "{% if enable_thinking is false %}</think>{% else %}" + begun + "{% endif %}"
+    )
+    tags = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
+    folder = save_scripted_model(tmp_path_factory.mktemp("thinking"), scripts, template, plain=tags)
+    config = {"method": "draft_model", "model": folder, "num_speculative_tokens": 5}
+    with live_server(LLM(folder, speculative_config=config, max_num_seqs=4), names=["scripted"]) as server:
+        yield server
+
+
+def said(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+@pytest.mark.parametrize(
+    ("script", "more", "content", "thoughts"),
+    [
+        ("thoughts", {"tools": []}, "Yes.", "Should I?"),
+        ("endless", {"tools": []}, "", "And on, and on"),
+        ("calls", {}, None, "A tool."),
+        ("calls", {"tool_choice": "none"}, f"<tool_call>\n{CALL}\n</tool_call>", "A tool."),
+        ("list", {"tool_choice": "required"}, None, "A list."),
+        ("form", {"tool_choice": {"type": "function", "function": {"name": "get_weather"}}}, None, "JSON { now."),
+        ("form", {"tools": [], "response_format": {"type": "json_schema", "json_schema": {"schema": WEATHER}}},
+         json.dumps(GIVEN), "JSON { now."),
+        ("form", {"tools": [], "extra_body": {"structured_outputs": {"regex": r"\{.*\}"}}}, json.dumps(GIVEN),
+         "JSON { now."),
+    ],
+)  # fmt: skip
+def test_thoughts_come_before_content_calls_and_forms(
+    script: str, more: dict[str, Any], content: str | None, thoughts: str, thinking: LiveServer
+) -> None:
+    answer = ask(thinking, said(script), **more)
+    choice = answer.choices[0]
+    told = choice.message.to_dict()
+    assert (told["content"], told["reasoning_content"], told["reasoning"]) == (content, thoughts, thoughts)
+    for call in choice.message.tool_calls or []:
+        assert (call.function.name, json.loads(call.function.arguments)) == ("get_weather", GIVEN)
+    assert bool(choice.message.tool_calls) is (content is None)
+    assert without_ids(put_together(ask(thinking, said(script), stream=True, **more))[0]) == without_ids(
+        same_of(choice)
+    )
+    tokens = ask(thinking, said(script), extra_body={"return_token_ids": True}, tools=more.get("tools", TOOLS))
+    ids, text = tokens.choices[0].to_dict()["token_ids"], thinking.engine.llm.decode
+    count = answer.usage.completion_tokens_details.reasoning_tokens
+    assert "</think>" not in text(ids[: count - 1])
+    assert "</think>" in text(ids[:count]) or script == "endless"
+    *_, last = ask(thinking, said(script), stream=True, stream_options={"include_usage": True}, **more)
+    assert last.usage.completion_tokens_details == answer.usage.completion_tokens_details
+
+
+def test_there_may_be_no_thoughts(thinking: LiveServer) -> None:
+    off = {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}, "tools": []}
+    answer = ask(thinking, said("none"), **off)
+    assert answer.choices[0].message.content == "No thoughts."
+    assert "reasoning_content" not in answer.choices[0].message.to_dict()
+    assert answer.usage.completion_tokens_details.reasoning_tokens == 0
+    whole = {"structured_outputs": {"regex": "No thoughts[.]"}, **off["extra_body"]}
+    assert ask(thinking, said("none"), tools=[], extra_body=whole).choices[0].message.content == "No thoughts."
+
+
+def test_a_form_is_followed_behind_thoughts_with_drafts_as_without(speculative: LiveServer, plain: LiveServer) -> None:
+    """A model that has never seen a tag writes thoughts at random, and the form behind them."""
+    form = {"regex": "[0-9]{3}", "reasoning": ["", ":"]}
+    for seed in range(4):
+        fields = {"messages": ASKED, "seed": seed, "max_tokens": 300, "structured_outputs": form}
+        texts = [
+            server.post("/v1/chat/completions", fields).json()["choices"][0]["message"]["content"]
+            for server in (speculative, plain)
+        ]
+        assert texts[0] == texts[1]
+        assert re.fullmatch(r"[^:]*:[ \n]{0,4}[0-9]{3}", texts[0]), texts[0]
 
 
 def forced(server: LiveServer, choice: Any, **more: Any) -> Any:
