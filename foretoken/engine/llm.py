@@ -260,7 +260,10 @@ class LLM(BuiltPerProcess):
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
         """Builds it from arguments that were put together before; takes and raises what `LLM(...)` does."""
-        return cls(**vars(engine_args))
+        given = getattr(engine_args, "__dict__", {})
+        if "model" not in given:
+            raise ConfigError(f"engine_args is {shown(engine_args)}. Expected EngineArgs(model=DIRECTORY, ...).")
+        return cls(**given)
 
     def __enter__(self) -> Self:
         return self
@@ -274,7 +277,7 @@ class LLM(BuiltPerProcess):
 
         def __getattr__(self, name: str) -> Any:
             """What there is not, or not any more."""
-            if vars(self):
+            if vars(self) or name.startswith(("__", "_repr_", "_ipython_")):  # of Python, and what notebooks look for
                 raise AttributeError(f"'LLM' object has no attribute {name!r}")
             raise EngineStopped(_CLOSED)
 

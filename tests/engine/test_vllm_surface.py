@@ -178,6 +178,9 @@ def test_arguments_are_put_together_before_the_engine_is_made() -> None:
         assert engine.target.context_len == 64
     with pytest.raises(ConfigError, match=r"EngineArgs has no argument 'max_modl_len'\. Did you mean 'max_model_len'"):
         EngineArgs(model="models/tinycode", max_modl_len=64)
+    for wrong in (5, None, "models/tinycode", argparse.Namespace(seed=1)):
+        with pytest.raises(ConfigError, match=r"engine_args is .* Expected EngineArgs\(model=DIRECTORY, \.\.\.\)\."):
+            LLM.from_engine_args(wrong)  # type: ignore[arg-type]
     with pytest.raises(AttributeError, match="'EngineArgs' object has no attribute 'max_modl_len'"):
         _ = args.max_modl_len
 
@@ -219,6 +222,7 @@ def test_an_llm_gives_up_what_it_holds_at_the_end_of_its_block() -> None:
     ):
         with pytest.raises(EngineStopped, match=r"this LLM was closed at the end of its with block\. .* Make another"):
             call()
+    assert not hasattr(engine, "_repr_html_")
     with pytest.raises(AttributeError, match="'LLM' object has no attribute 'generates'"):
         _ = llm({}).generates
 
