@@ -99,7 +99,7 @@ def convert(
         return
     _say(facts)
     for reader in readers:
-        terminal.say(f"  {reader}")
+        terminal.prose(f"  {reader}", "    ")
 
 
 def _read(place: Path, around: TargetInfo, *, has_target: bool) -> tuple[str, HeadCheckpoint]:
@@ -127,7 +127,7 @@ def _read(place: Path, around: TargetInfo, *, has_target: bool) -> tuple[str, He
 def _say(facts: dict[str, Any]) -> None:
     """Prints what was read and what was written."""
     heads = "" if facts["heads"] is None else f"{facts['heads']} heads, "
-    terminal.say(
+    terminal.prose(
         f"{facts['source']} ({facts['source_format']}) -> {facts['out']} ({facts['format']}): {facts['method']}, "
         f"{heads}{facts['dtype']}"
     )

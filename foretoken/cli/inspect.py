@@ -102,7 +102,7 @@ def _print(facts: dict[str, Any]) -> None:
             f"  {row['tensor']}  {row['shape']}  {row['dtype']}  largest {row['largest']:.3g}  norm {row['norm']:.3g}"
         )
     for message in [*lists.get("warnings", []), *lists.get("findings", [])]:
-        terminal.say(f"warning: {message}")
+        terminal.prose(f"warning: {message}")
     if lists.get("findings") == []:
         terminal.say("no findings: every tensor is there, of the right shape and finite")
 

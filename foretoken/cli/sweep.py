@@ -278,7 +278,7 @@ def _show(results: SweepResults, directory: Path, *, wide: bool, as_json: bool) 
         "front by: no other point has as much tau, or as many tokens/s, with fewer drafted nodes a pass (Pareto front)"
     )
     for reason in dict.fromkeys(results.refused.values()):
-        terminal.say(f"left out: {reason}")
+        terminal.prose(f"left out: {reason}")
         for name in (name for name, its in results.refused.items() if its == reason):
             terminal.say(f"  {name}")
     if files:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -55,16 +56,18 @@ def say(line: str) -> None:
 
 
 def fact(name: str, value: Any, width: int) -> None:
-    r"""Writes one line of a name and a value; a newline inside the value is shown as `\n`."""
-    say(f"{name.replace('_', ' '):{width}}  " + str(value).replace("\n", "\\n"))
+    r"""Writes a name and a value, which is wrapped below itself; a newline inside the value is shown as `\n`."""
+    prose(f"{name.replace('_', ' '):{width}}  " + str(value).replace("\n", "\\n"), " " * (width + 2))
 
 
-def prose(text: str) -> None:
-    """Writes a line to standard output; on a terminal that is narrower it is broken between words."""
-    if sys.stdout.isatty():
-        width = shutil.get_terminal_size().columns
-        text = textwrap.fill(visible(text), width, break_long_words=False, break_on_hyphens=False)
-    say(text)
+def prose(text: str, indent: str = "") -> None:
+    """Writes a line to standard output; on a terminal that is narrower it is broken between words.
+
+    Args:
+        text: The line.
+        indent: Of what it is broken into but the first part.
+    """
+    say(_filled(visible(text), indent) if sys.stdout.isatty() else text)
 
 
 def conditions(values: Mapping[str, Any]) -> None:
@@ -73,8 +76,9 @@ def conditions(values: Mapping[str, Any]) -> None:
 
 
 def note(line: str) -> None:
-    """Writes a line to standard error, where control characters are never obeyed; see `side_output`."""
-    side_output(f"{visible(line)}\n")
+    """Writes a line to standard error, where control characters are never obeyed; see `prose` and `side_output`."""
+    shown = visible(line)
+    side_output(f"{_filled(shown) if sys.stderr.isatty() else shown}\n")
 
 
 def side_output(text: str) -> None:
@@ -143,6 +147,16 @@ def percent_by_depth(shares: Sequence[float]) -> str:
     """Shares at depth 1 to 8 in percent, a hyphen where there are none, for a cell that lines up with others."""
     known = [f"{share * 100:3.0f}" for share in shares[:_DEPTHS]]
     return " ".join([*known, *["  -"] * (_DEPTHS - len(known))])
+
+
+def _filled(text: str, indent: str = "") -> str:
+    """Lines broken between words where the terminal is narrower; what stands in backquotes, to be copied, is whole."""
+    wrapper = textwrap.TextWrapper(
+        shutil.get_terminal_size().columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False,
+        expand_tabs=False, replace_whitespace=False,
+    )  # fmt: skip
+    joined = re.sub(r"`[^`\n]*`", lambda code: code[0].replace(" ", "\0"), text)
+    return "\n".join("\n".join(wrapper.wrap(line)) for line in joined.split("\n")).replace("\0", " ")
 
 
 def _width(cells: Sequence[str], most: int | None) -> int:

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from foretoken.cli.progress import progress, step_progress
-from foretoken.cli.terminal import percent_by_depth, print_table, visible
+from foretoken.cli.terminal import fact, note, percent_by_depth, print_table, visible
 from foretoken.training.trainer import StepReport
 
 HEAD = "models/tinycode-hydra"
@@ -151,6 +151,30 @@ def test_a_table_that_is_too_wide_is_several_whose_words_are_whole(
         assert words.count(f"num_speculative_tokens={depth}") == words.count("point"), "in every part, and whole"
     assert words.count("0.8") == 2 * words.count("point")
     assert [words.count(f"{column:.2f}") for column in range(40, 60)] == [2] * 20
+
+
+def test_what_is_longer_than_a_line_is_broken_between_words(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "\n[asked in 12 passes: " + "words " * 20 + "`a command that is whole`]"
+    note(line)
+    fact("a_name", "words " * 20, 10)
+    piped = capsys.readouterr()
+    assert piped.err == f"{line}\n"
+    assert len(piped.out.splitlines()) == 1
+    monkeypatch.setenv("COLUMNS", "40")
+    for stream in ("stdout", "stderr"):
+        monkeypatch.setattr(f"sys.{stream}.isatty", lambda: True, raising=False)
+    note(line)
+    fact("a_name", "words " * 20, 10)
+    shown = capsys.readouterr()
+    assert shown.err.split() == line.split()
+    assert shown.err.startswith("\n[asked in 12 passes: words words")
+    assert "`a command that is whole`]\n" in shown.err
+    name, *below = shown.out.splitlines()
+    assert name.startswith("a name      words")
+    assert all(part.startswith(" " * 12 + "words") for part in below)
+    assert max(map(len, [*shown.out.splitlines(), *shown.err.splitlines()])) <= 40
 
 
 def test_piped_tables_are_not_folded(monkeypatch: pytest.MonkeyPatch) -> None:
