@@ -104,6 +104,10 @@ class JointTrainer(Trainer):
         """(K + 1,): the heads' and, last, the backbone's own."""
         return torch.cat([super()._counts(supervised), supervised[:, 1:].sum().double().reshape(1)])
 
+    def _divisors(self, counts: Tensor) -> Tensor:
+        """(K + 1); see `Trainer`."""
+        return torch.cat([super()._divisors(counts[:-1]), counts[-1:]])
+
     def _weights(self, step: int) -> list[float]:
         """(K + 1) weights; see `Trainer`."""
         weight = self._joint.weight(step, self._config.schedule.num_steps)

@@ -187,7 +187,8 @@ class Trainer:
         grad_norm = float(torch.nn.utils.clip_grad_norm_(self._module.parameters(), config.clip_norm))
         rate = config.schedule.rate(step)
         losses = mean_by_head(sums.loss, counts)
-        loss = math.fsum(value * weight for value, weight in zip(losses, self._weights(step), strict=True))
+        parts = mean_by_head(sums.loss, self._divisors(counts))
+        loss = math.fsum(value * weight for value, weight in zip(parts, self._weights(step), strict=True))
         if not counts.any():  # nothing to learn: momentum alone must not move the weights
             self.progress.skipped += 1
         elif math.isfinite(grad_norm) and math.isfinite(loss):
@@ -225,6 +226,10 @@ class Trainer:
     def _counts(self, supervised: Tensor) -> Tensor:
         """(K,) positions of the global batch over which each loss is a mean; supervised: (B, S) bool."""
         return label_counts(supervised, self._objective.steps(self.head.config))
+
+    def _divisors(self, counts: Tensor) -> Tensor:
+        """(K,) what the sums of these losses are divided by in what is minimised; counts: their positions."""
+        return self._objective.divisors(counts)
 
     def _weights(self, step: int) -> list[float]:
         """What each of these losses counts in a step."""

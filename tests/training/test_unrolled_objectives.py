@@ -112,6 +112,8 @@ def slow_loss(head: AutoregressiveHead, given: Examples, objective: Objective) -
                 )
                 matches[j] += says.argmax() == p.argmax()
     counts = label_counts(given.supervised, steps)
+    if isinstance(objective, Eagle3Objective):
+        counts = counts[:1].expand(steps)
     loss = torch.stack([objective.head_decay**j * part / counts[j] for j, part in enumerate(sums)]).sum()
     return loss, torch.stack(sums).detach(), matches
 
@@ -166,3 +168,26 @@ def test_noise_grows_as_windows_get_shorter() -> None:
     objective = EagleObjective()
     assert objective.noise_bound(512, E) == pytest.approx(0.1)
     assert objective.noise_bound(128, E) == pytest.approx(0.4)
+
+
+def test_passes_of_eagle3_are_weighed_as_in_the_released_code() -> None:
+    """That code takes the mean over all tokens of the batch: the same gradients, up to one factor for all passes."""
+    config, objective = EAGLE3, Eagle3Objective(passes=K)
+    given, head, other = examples(config), random_head(config), random_head(config)
+    learned(head, given, objective)
+    shared = parts()
+    steps = other.unrolled(given.features, given.tokens, shared)
+    losses = []
+    for index, hidden in zip(range(K), steps, strict=False):
+        mask = torch.zeros(B, S, dtype=torch.float64)  # of places t, at which pass `index` says the token t + 2 + index
+        mask[:, : S - 2 - index] = given.supervised[:, 2 + index :].double()
+        teaches = torch.zeros(B, S, V, dtype=torch.float64)
+        teaches[:, : S - 1 - index] = shared.lm_head(given.final[:, 1 + index :]).softmax(-1)
+        says = torch.zeros(B, S, V, dtype=torch.float64)
+        says[:, : hidden.shape[1]] = other.draft_logits(index, hidden, shared).log_softmax(-1)
+        losses.append(-(mask[..., None] * teaches * says).sum(2).mean())
+    torch.stack([0.8**index * loss for index, loss in enumerate(losses)]).sum().backward()
+    factor = B * S / float(given.supervised[:, 2:].sum())
+    assert given.supervised[:, 2 + K - 1 :].sum() < given.supervised[:, 2:].sum(), "later passes have fewer positions"
+    for name, grad in gradients(head).items():
+        torch.testing.assert_close(grad, factor * gradients(other)[name], rtol=1e-8, atol=1e-10, msg=name)

@@ -89,6 +89,10 @@ class Objective(BaseModel):
         for hidden in head.teacher_forced(given.features, given.tokens, parts):
             yield Fed(hidden)
 
+    def divisors(self, counts: Tensor) -> Tensor:
+        """(K,) what each step's sum of losses is divided by; counts: (K,) its positions in the whole batch."""
+        return counts
+
     def noise_bound(self, num_positions: int, size: int) -> float:
         """Greatest noise on a feature; of S positions and features of so many elements."""
         return float(self.noise / (num_positions * size) ** 0.5)
@@ -165,7 +169,7 @@ def accumulate(
         head: In training mode or not; gradients are only computed where it has any.
         examples: The micro-batch.
         parts: What the head shares with the target.
-        counts: (K,) positions of the whole batch: each head's loss is a mean over them.
+        counts: (K,) positions of the whole batch, see `Objective.divisors`.
         weight: Of the whole objective beside others.
 
     Returns:
@@ -173,14 +177,14 @@ def accumulate(
     """
     given = replace(examples, features=_noisy(examples.features, objective))
     sequence, place, num_rows = _labelled(examples.supervised, len(counts))
-    losses = []
+    losses, divisors = [], objective.divisors(counts).clamp_min(1)
     fed = islice(objective.fed(head, given, parts), len(counts))
     for index, step in enumerate(fed):
         position = place[: num_rows[index]] - (index + 1)
         known = None if step.stride == 1 else step.has(position).nonzero()[:, 0]
         where = slice(len(position)) if known is None else known
         read = step.hidden[sequence[where], (position[where] - step.offset) // step.stride]
-        scale = weight * objective.head_decay**index / float(counts[index].clamp_min(1))
+        scale = weight * objective.head_decay**index / float(divisors[index])
         losses.append(_StepLoss(objective, head, index, read, known, scale * step.stride, step.stride))
     size = max(1, _PORTION_VALUES // head.config.vocab_size)
     for begin in range(0, num_rows[0], size):

@@ -3,6 +3,13 @@
 The gradient goes through all steps. Over a draft vocabulary the target's distribution is what of it lies there, and
 positions at which its choice lies elsewhere teach nothing.
 
+With s_j the sum of pass j's losses over its supervised positions and n_j their number, the loss is
+
+    (s_0 + 0.8 s_1 + ... + 0.8^6 s_6) / n_0
+
+so that a position weighs the same in every pass that has it: in the released code and in SpecForge the sums of all
+passes are divided by one count too, which there is that of all tokens of the batch, padding and prompts among them.
+
 Source: Li et al. 2025 (arXiv 2503.01840), section 3.1 (training-time test); weights as in the released code.
 """
 
@@ -11,12 +18,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
+from typing_extensions import override
 
 from foretoken.heads.eagle3 import Eagle3Config
 from foretoken.training.layer_sizes import layer_like
 from foretoken.training.unrolling import UnrolledObjective
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from foretoken.hf.loading import LoadedModel
 
 
@@ -25,6 +35,11 @@ class Eagle3Objective(UnrolledObjective):
 
     head_decay: float = Field(default=0.8, gt=0, le=1)
     passes: int = Field(default=7, ge=1)
+
+    @override
+    def divisors(self, counts: Tensor) -> Tensor:
+        """The first pass's positions for all passes."""
+        return counts[:1].expand_as(counts)
 
 
 def default_sizes(target: LoadedModel) -> dict[str, Any]:
