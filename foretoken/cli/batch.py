@@ -72,7 +72,8 @@ def batch(
     total = count_lines(source)
     if not total:
         raise RequestError(f"'{source}' has no lines. Expected a request in each.")
-    name, in_flight = served_model_name or model, min(max_in_flight or 2 * max_num_seqs, total)
+    name, number = served_model_name or model, min(num_workers or 1, total)
+    in_flight = min(max_in_flight or 2 * max_num_seqs, -(-total // number))  # so that no worker has another one's share
     with held(out):
         options.check_new_file(out, "OUT", force=force)
         answers = AnswerFile(out, name)
@@ -82,25 +83,29 @@ def batch(
                 device=device, threads=threads, max_num_seqs=max_num_seqs, max_model_len=max_model_len, runner=runner,
                 generation_config=generation_config, override_generation_config=override_generation_config,
             )  # fmt: skip
-            with _shown(total) as show:
+            with _progress(total, at_once=number * in_flight) as shown:
                 if num_workers is None:
+                    shown.say("loading the model")
                     with closing(make_engine()) as engine:
+                        shown.begin()
                         run = run_batch(
                             engine, source, answers, model=name, max_in_flight=in_flight, chat_template=template,
-                            on_answer=show,
+                            on_answer=shown.show,
                         )  # fmt: skip
                         counts = asyncio.run(run)
                 else:
                     workers = RayWorkers(
-                        number=min(num_workers, total), make_engine=make_engine, max_in_flight=in_flight,
-                        num_cpus=threads or 1, uses_gpu=None if device == "auto" else device != "cpu",
+                        number=number, make_engine=make_engine, max_in_flight=in_flight, num_cpus=threads or 1,
+                        uses_gpu=None if device == "auto" else device != "cpu", on_start=shown.starting,
                     )  # fmt: skip
-                    counts = run_ray_batch(workers, source, answers, model=name, chat_template=template, on_answer=show)
+                    counts = run_ray_batch(
+                        workers, source, answers, model=name, chat_template=template, on_answer=shown.show
+                    )
             answers.finish()
         finally:
             answers.close()
     kept = f", {counts.kept} of an earlier run" if counts.kept else ""
-    terminal.say(f"{out}: {counts.answered} lines answered, {counts.failed} of them with errors{kept}")
+    terminal.say(f"{out}: {counts.answered} lines answered, {counts.failed} of them with errors{kept}{shown.took()}")
 
 
 def _engine(
@@ -117,31 +122,74 @@ def _engine(
     return AsyncLLM(llm, max_waiting_requests=max_waiting_requests)
 
 
+class _Progress:
+    """How far a batch is, on standard error: a living line on a terminal, else a line every 30 seconds.
+
+    Seconds count from where lines are answered: what starting took says nothing of the lines that are left.
+    """
+
+    def __init__(self, total: int, at_once: int, say: Callable[[str], None], every: float) -> None:
+        """Says nothing yet.
+
+        Args:
+            total: Lines of the batch.
+            at_once: Lines that are answered at once.
+            say: Shows a line.
+            every: Seconds between lines that tell how far it is.
+        """
+        self.say, self._total, self._at_once, self._every = say, total, at_once, every
+        self._made = self._last = time.perf_counter()
+        self._begun: float | None = None
+        self._refused = 0  # before any line was answered by an engine
+
+    def starting(self, ready: int, number: int) -> None:
+        """Takes in how many workers are ready, of how many."""
+        if self._begun is None or ready == number:
+            self.say(f"starting {number} worker{'s' * (number > 1)}, {ready} ready")
+        if ready:
+            self.begin()
+
+    def begin(self) -> None:
+        """From the first of these calls on lines are answered."""
+        if self._begun is None:
+            self._begun = self._last = time.perf_counter()
+
+    def show(self, counts: BatchCounts) -> None:
+        """Takes in how far it is."""
+        now = time.perf_counter()
+        if self._begun is None:
+            self._refused = counts.answered
+        elif now - self._last >= self._every:
+            self._last = now
+            self.say(self._line(counts, now - self._begun))
+
+    def _line(self, counts: BatchCounts, seconds: float) -> str:
+        """How far the work is; rates and the time that is left as soon as they were measured.
+
+        That is when as many lines are answered as were begun together: of the first ones nothing follows.
+        """
+        done, measured = counts.kept + counts.answered, counts.answered - self._refused
+        parts = [f"{done} of {self._total} lines", f"{counts.failed} with errors"]
+        if measured >= self._at_once:
+            left = timedelta(seconds=round((self._total - done) * seconds / measured))
+            parts += [f"{measured / seconds:.1f} lines/s", f"{counts.tokens / seconds:.0f} tokens/s", f"{left} left"]
+        return ", ".join(parts)
+
+    def took(self) -> str:
+        """How long starting took, and answering; nothing where no line was answered by an engine."""
+        if self._begun is None:
+            return ""
+        now = time.perf_counter()
+        return f"; {self._begun - self._made:.1f} s to start, {now - self._begun:.1f} s to answer"
+
+
 @contextmanager
-def _shown(total: int) -> Iterator[Callable[[BatchCounts], None]]:
-    """Shows progress on standard error: a living line on a terminal, else a line every 30 seconds."""
-    begin = last = time.perf_counter()
-    if sys.stderr.isatty():
-        from rich.console import Console
-
-        with Console(stderr=True).status("reading") as status:
-            yield lambda counts: status.update(_line(counts, total, time.perf_counter() - begin))
+def _progress(total: int, at_once: int) -> Iterator[_Progress]:
+    """What shows how far a batch is; total, at_once: see there."""
+    if not sys.stderr.isatty():
+        yield _Progress(total, at_once, terminal.note, _LINE_EVERY)
         return
+    from rich.console import Console
 
-    def show(counts: BatchCounts) -> None:
-        nonlocal last
-        if time.perf_counter() - last >= _LINE_EVERY:
-            last = time.perf_counter()
-            terminal.note(_line(counts, total, last - begin))
-
-    yield show
-
-
-def _line(counts: BatchCounts, total: int, seconds: float) -> str:
-    """How far the work is, in words."""
-    done, rate = counts.kept + counts.answered, counts.answered / seconds
-    left = timedelta(seconds=round((total - done) / rate))
-    return (
-        f"{done} of {total} lines, {counts.failed} with errors, {rate:.1f} lines/s, {counts.tokens / seconds:.0f} "
-        f"tokens/s, {left} left"
-    )
+    with Console(stderr=True).status("reading") as status:
+        yield _Progress(total, at_once, status.update, 0.0)

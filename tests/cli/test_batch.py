@@ -15,7 +15,9 @@ import pytest
 from command_line import MODEL, ROOT, run
 from limits import full_disk
 
+from foretoken.cli.batch import _Progress
 from foretoken.core.errors import ConfigError
+from foretoken.server.batch import BatchCounts
 from foretoken.server.batch_files import AnswerFile, held
 
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -170,3 +172,24 @@ def test_bad_input_is_one_sentence(tmp_path: Path) -> None:
         assert sentence in finished.stderr, finished.stderr
         assert "Traceback" not in finished.stderr
     assert not Path(out).exists()
+
+
+def test_the_time_left_is_that_of_lines_that_were_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hundred seconds of starting and the first lines to be answered say nothing of the others."""
+    said: list[str] = []
+    now = 0.0
+    monkeypatch.setattr("foretoken.cli.batch.time.perf_counter", lambda: now)
+    shown = _Progress(24, 8, said.append, 0.0)
+    shown.starting(0, 2)
+    shown.show(BatchCounts(answered=3, failed=3))  # lines that no worker has to see
+    now = 100.0
+    shown.starting(1, 2)
+    now = 150.0
+    shown.starting(2, 2)
+    assert said == [f"starting 2 workers, {ready} ready" for ready in range(3)]
+    for answered, second in ((4, 190.0), (10, 200.0), (11, 210.0)):
+        now = second
+        shown.show(BatchCounts(kept=1, answered=answered, failed=3, tokens=330))
+    assert said[3:5] == ["5 of 24 lines, 3 with errors", "11 of 24 lines, 3 with errors"]
+    assert said[5] == "12 of 24 lines, 3 with errors, 0.1 lines/s, 3 tokens/s, 0:02:45 left"
+    assert shown.took() == "; 100.0 s to start, 110.0 s to answer"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -15,9 +16,11 @@ pytest.importorskip("ray", reason="needs the extra [ray]")
 
 from server.ray_cluster import kill_one, ray_cluster
 
-from foretoken import LLM, SamplingParams
+from foretoken import LLM, AsyncLLM, SamplingParams
 from foretoken.cli.batch import batch
 from foretoken.core.errors import ForetokenError
+from foretoken.server.batch_files import AnswerFile
+from foretoken.server.ray_batch import RayWorkers, run_ray_batch
 
 MODEL = "models/tinycode"
 TEMPLATE = "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -56,7 +59,7 @@ def test_a_killed_worker_costs_no_line_and_changes_no_text(tmp_path: Path, capsy
             assert time.monotonic() < end
             time.sleep(0.01)
         answered_before.extend(part.read_bytes().splitlines())
-        kill_one("ray::MapWorker")
+        kill_one("ray::_Worker")
 
     killer = threading.Thread(target=kill)
     killer.start()
@@ -66,7 +69,8 @@ def test_a_killed_worker_costs_no_line_and_changes_no_text(tmp_path: Path, capsy
     again = tmp_path / "again.jsonl"
     (tmp_path / "again.jsonl.part").write_text("".join(out.read_text().splitlines(keepends=True)[:42]))
     batch(source, again, MODEL, num_workers=1, **more)
-    said = capsys.readouterr().out
+    said, told = capsys.readouterr()
+    assert next(line for line in told.splitlines() if line.startswith("starting ")) == "starting 2 workers, 0 ready"
     assert "43 lines answered, 2 of them with errors" in said
     assert "1 lines answered" in said
     assert "42 of an earlier run" in said
@@ -91,6 +95,35 @@ def test_a_killed_worker_costs_no_line_and_changes_no_text(tmp_path: Path, capsy
     outputs = plain.generate(list(prompts.values()), params)
     assert texts == {name: output.outputs[0].text for name, output in zip(prompts, outputs, strict=True)}
     assert len(read(again)) == 43
+
+
+@pytest.mark.parametrize(("num_lines", "number", "started"), [(6, 2, 2), (1, 2, 1), (2, 8, 2)])
+def test_workers_start_once_and_together(num_lines: int, number: int, started: int, tmp_path: Path) -> None:
+    """No more than there are lines; the start is told before any answer."""
+    names = [f"request {at}" for at in range(num_lines)]
+    source, engines = tmp_path / "in.jsonl", tmp_path / "engines"
+    source.write_text("".join(json.dumps(request(name, prompt="x", max_tokens=2)) + "\n" for name in names))
+    engines.mkdir()
+    events: list[Any] = []
+
+    def make_engine() -> AsyncLLM:
+        (engines / f"of process {os.getpid()}").touch(exist_ok=False)
+        return AsyncLLM(LLM(MODEL, max_num_seqs=2))
+
+    answers = AnswerFile(tmp_path / "out.jsonl", "m")
+    workers = RayWorkers(
+        number=number, make_engine=make_engine, max_in_flight=1, num_cpus=1, uses_gpu=False,
+        on_start=lambda ready, of: events.append((ready, of)),
+    )  # fmt: skip
+    for _ in range(2):  # the second time nothing is left to do, and nobody to do it is started
+        counts = run_ray_batch(
+            workers, source, answers, model="m", on_answer=lambda counts: events.append(counts.answered)
+        )
+    answers.close()
+    assert (counts.kept, counts.answered) == (num_lines, 0)
+    assert events[:3] == [(0, started), (1, started), events[2]]
+    assert [each for each in events if isinstance(each, int)] == list(range(1, num_lines + 1))
+    assert 1 <= len(list(engines.iterdir())) <= started
 
 
 def test_a_worker_that_cannot_start_is_one_sentence(tmp_path: Path) -> None:
