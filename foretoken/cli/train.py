@@ -14,6 +14,7 @@ import typer
 
 from foretoken.cli import options, terminal, train_options
 from foretoken.cli.progress import progress, step_progress
+from foretoken.core.atomic_files import is_begun
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.core.freed_memory import keep_freed_memory
 
@@ -180,7 +181,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
 
 def _bench_command(target: str, method: str, head: Path) -> str:
     """What measures a head on this machine, for a shell."""
-    from foretoken.bench.setups import parse_setup
+    from foretoken.engine.setups import parse_setup
 
     config, words = {"method": method, "model": str(head)}, f"{method}:model={head}"
     if parse_setup(words, target=target).config != config:  # a name such as `1` or `a:b=c`
@@ -217,7 +218,8 @@ def _check_places(out: Path, target_out: Path | None, directory: Path, cache: Pa
         if place is not None and place.exists() and not place.is_dir():
             raise ConfigError(f"{option} '{place}' is a file. Expected a new directory, or that of an earlier run.")
     if directory.is_dir() and not (directory / "settings.json").is_file():
-        others = sorted(path.name for path in directory.iterdir() if path.name != "run.lock")
+        files = [path for path in directory.iterdir() if path.name != "run.lock"]
+        others = sorted(path.name for path in files if not is_begun(path, "settings.json"))
         if others:
             raise ConfigError(
                 f"'{directory}' holds other files ({others[0]}), no training run. Expected a new directory or that of "

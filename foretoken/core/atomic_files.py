@@ -68,6 +68,11 @@ def new_file(path: Path, *, mode: int | None = None, follows_links: bool = True)
     _sync_names(place.parent)
 
 
+def is_begun(path: Path, name: str) -> bool:
+    """Whether a file is what a process that was killed had begun to write in the place of `name`."""
+    return path.name.startswith(f".{name[:_LONGEST_NAME]}-")
+
+
 def write_file(path: Path, data: bytes | str, *, mode: int | None = None, follows_links: bool = True) -> None:
     """Writes or replaces a file; see `new_file`. Text is written as UTF-8."""
     with new_file(path, mode=mode, follows_links=follows_links) as new:

@@ -113,7 +113,8 @@ def test_responses_must_outlive_the_directory(texts: Path, tmp_path: Path) -> No
     assert "Expected a file outside" in result.stderr
 
 
-def test_a_terminated_run_continues(texts: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
+def test_a_run_that_is_ended_continues(texts: Path, tmp_path: Path, ending: signal.Signals) -> None:
     for number in range(3, 64):
         (texts / f"{number:03}.py").write_text(f"value_{number} = [{number}, {number * 3}]\n")
     out = tmp_path / "cut"
@@ -125,13 +126,14 @@ def test_a_terminated_run_continues(texts: Path, tmp_path: Path) -> None:
         while (not file.exists() or file.read_bytes().count(b"\n") < 2) and time.monotonic() < deadline:
             assert process.poll() is None, process.communicate()[1]
             time.sleep(0.01)
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(ending)
         _, errors = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM, errors
+    assert process.returncode == (-ending if ending == signal.SIGKILL else 128 + ending), errors
     assert "Traceback" not in errors
-    stored = [json.loads(line) for line in file.read_text().splitlines()]
+    stored = [json.loads(line) for line in file.read_text().splitlines(keepends=True) if line.endswith("\n")]
     assert 1 < len(stored) < 65
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut.generated.jsonl", "texts"]
+    visible = sorted(path.name for path in tmp_path.iterdir() if not path.name.startswith("."))
+    assert visible == ["cut.generated.jsonl", "texts"]
     assert made(*distil(out, texts, *short))["resumed"] == len(stored) - 1
     whole = made(*distil(tmp_path / "whole", texts, *short))
     assert whole["resumed"] == 0

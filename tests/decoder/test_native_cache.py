@@ -227,6 +227,29 @@ def test_without_a_place_to_keep_them(
     assert not list((tmp_path / "tmp").iterdir())
 
 
+def test_four_first_compilations_at_once(compiler: Callable[[], int], tmp_path: Path) -> None:
+    """Each loads what was compiled whole, and one library is kept with its digest."""
+    program = (
+        "import torch\nfrom foretoken.decoder.lean.native_linear import NativeLinear\n"
+        "print('ready', flush=True)\ninput()\n"
+        "print(NativeLinear(torch.eye(2))(torch.ones(1, 2)).tolist(), flush=True)\n"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    children = [subprocess.Popen([sys.executable, "-c", program], text=True, **pipes) for _ in range(4)]
+    assert [child.stdout.readline() for child in children] == ["ready\n"] * 4
+    for child in children:  # all are started before any is waited for
+        child.stdin.write("\n")
+        child.stdin.flush()
+    said = [child.communicate(timeout=200) for child in children]
+    assert [out for out, _ in said] == ["[[1.0, 1.0]]\n"] * 4, said
+    assert 1 <= compiler() <= 4
+    load()
+    before = compiler()
+    load()
+    assert compiler() == before, "what is kept is sound, and taken"
+    assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [".sha256", ".so"]
+
+
 @as_root
 def test_a_user_without_a_name_or_a_home(real: Path) -> None:
     """As in a container that is run with `-u 12345`."""
