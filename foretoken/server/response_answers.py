@@ -1,4 +1,4 @@
-"""Bodies of answers of /v1/responses: one message of text, whole or as numbered events."""
+"""Bodies of answers of /v1/responses, whole or as numbered events."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from foretoken.server.answers import draft_metrics, seconds_since_1970, token_entries
+from foretoken.server.answers import draft_metrics, num_thoughts, seconds_since_1970, token_entries
+from foretoken.server.message_parts import MessageParts, MessageReader, joined, whole_message
+from foretoken.server.response_items import OutputItems
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -27,8 +29,10 @@ class ResponseEnvelope:
         told: Fields of the request that every body of the response repeats.
         model: The name under which the model is served.
         has_draft_metrics: Whether it says how drafting went.
-        name: Unique; the response and its message are called by it.
+        name: Unique; the response is called by it.
         created: Seconds since 1970.
+        items: Of its output, as they are made.
+        readers: Of its text, once a stream has begun.
     """
 
     request: ServedRequest
@@ -37,54 +41,60 @@ class ResponseEnvelope:
     has_draft_metrics: bool = False
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=seconds_since_1970)
+    items: OutputItems = field(default_factory=lambda: OutputItems(uuid.uuid4().hex))
+    readers: dict[int, MessageReader] = field(default_factory=dict)
 
     def whole(self, outputs: Sequence[RequestOutput], _echoes: Sequence[EchoedPrompt], /) -> dict[str, Any]:
         """The response of a request that was not streamed, which echoes nothing; outputs: of its prompt."""
+        completion: CompletionOutput = outputs[0].outputs[0]
+        form = self.request.message_form
+        said = MessageParts(content=completion.text) if form is None else whole_message(form, completion.text)
+        self.items.add_parts(said, self._logprobs(completion.logprobs))
+        self._end(outputs)
         return self._ended(outputs)
 
     def first(self) -> list[dict[str, Any]]:
-        """Events before any token: the response, its message, and the message's text are begun."""
+        """Events before any token: the response is begun, and its message where it can be nothing else."""
         begun = self._response("in_progress", [])
         return [
             {"type": "response.created", "response": begun},
             {"type": "response.in_progress", "response": begun},
-            {"type": "response.output_item.added", "output_index": 0, "item": self._message("in_progress", [])},
-            self._event("response.content_part.added", part=_text("", [])),
+            *(self.items.add("message", "") if self.request.message_form is None else ()),
         ]
 
     def part(
-        self, _index: int, chunk: StreamChunk, _echo: EchoedPrompt | None, _offset: int, /, **_more: Any
+        self, index: int, chunk: StreamChunk, _echo: EchoedPrompt | None, _offset: int, /, **_more: Any
     ) -> list[dict[str, Any]]:
-        """An event with further text; a response has one message, and tells its usage at the end."""
-        return [self._event("response.output_text.delta", delta=chunk.text, logprobs=self._logprobs(chunk.logprobs))]
+        """Events with further text; a response tells its usage at the end."""
+        logprobs = self._logprobs(chunk.logprobs)
+        if self.request.message_form is None:
+            return self.items.add("message", chunk.text, logprobs)
+        reader = self.readers.setdefault(index, MessageReader(self.request.message_form))
+        said = reader.push(chunk.text)
+        return self.items.add_parts(said if chunk.finish_reason is None else joined(said, reader.finish()), logprobs)
 
     def last(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
-        """Events that end the text, the message and the response; outputs: of its prompt."""
-        ended = self._ended(outputs)
-        (message,) = ended["output"]
-        (part,) = message["content"]
-        return [
-            self._event("response.output_text.done", text=part["text"], logprobs=part["logprobs"]),
-            self._event("response.content_part.done", part=part),
-            {"type": "response.output_item.done", "output_index": 0, "item": message},
-            {"type": f"response.{ended['status']}", "response": ended},
-        ]
+        """Events that end the last item and the response; outputs: of its prompt."""
+        events, ended = self._end(outputs), self._ended(outputs)
+        return [*events, {"type": f"response.{ended['status']}", "response": ended}]
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """The last event of a response that came to no end."""
         told = {"code": "server_error", "message": error.message}
         return {"type": "response.failed", "response": {**self._response("failed", []), "error": told}}
 
+    def _end(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+        """Ends the last item, which is an empty message where nothing was said; gives the events."""
+        begun = self.items.add("message", "") if self.items.is_empty else []
+        return [*begun, *self.items.close(_status(outputs))]
+
     def _ended(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The response with its text, which is incomplete where it ran out of tokens."""
-        completion: CompletionOutput = outputs[0].outputs[0]
-        is_cut = completion.finish_reason == "length"
-        status = "incomplete" if is_cut else "completed"
-        part = _text(completion.text, self._logprobs(completion.logprobs))
+        """The response with its items, which is incomplete where it ran out of tokens."""
+        status = _status(outputs)
         response = {
-            **self._response(status, [self._message(status, [part])]),
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-            "usage": _usage(outputs[0]),
+            **self._response(status, self.items.done),
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "usage": _usage(outputs[0], num_thoughts(self.request.message_form, outputs[0].outputs[0])),
         }
         if self.has_draft_metrics:
             response["metrics"] = {"speculative_decoding": draft_metrics(outputs)}
@@ -97,19 +107,9 @@ class ResponseEnvelope:
             "id": f"resp_{self.name}", "object": "response", "created_at": self.created, "status": status,
             "model": self.model, "output": output, "error": None, "incomplete_details": None, "usage": None,
             "temperature": params.temperature, "top_p": params.top_p, "background": False, "store": False,
-            "parallel_tool_calls": True, "previous_response_id": None, "tool_choice": "auto", "tools": [],
+            "previous_response_id": None,
             "truncation": "disabled", **self.told,
         }  # fmt: skip
-
-    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        """The message of the response."""
-        return {
-            "id": f"msg_{self.name}", "type": "message", "role": "assistant", "status": status, "content": content,
-        }  # fmt: skip
-
-    def _event(self, kind: str, **more: Any) -> dict[str, Any]:
-        """An event that concerns the message's text."""
-        return {"type": kind, "item_id": f"msg_{self.name}", "output_index": 0, "content_index": 0, **more}
 
     def _logprobs(self, entries: Sequence[dict[int, Logprob]] | None) -> list[dict[str, Any]]:
         """Log-probabilities of tokens, one entry each; none where they were not asked for."""
@@ -126,17 +126,17 @@ async def numbered(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[dic
             number += 1
 
 
-def _text(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The one part of a message's content."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+def _status(outputs: Sequence[RequestOutput]) -> str:
+    """What a response that has ended is."""
+    return "incomplete" if outputs[0].outputs[0].finish_reason == "length" else "completed"
 
 
-def _usage(output: RequestOutput) -> dict[str, Any]:
-    """Tokens used."""
+def _usage(output: RequestOutput, num_thoughts: int) -> dict[str, Any]:
+    """Tokens used; num_thoughts: those of the answer that are thoughts."""
     num_input, num_output = len(output.prompt_token_ids), sum(len(each.token_ids) for each in output.outputs)
     return {
         "input_tokens": num_input,
         "input_tokens_details": {"cached_tokens": output.num_cached_tokens or 0, "cache_write_tokens": 0},
-        "output_tokens": num_output, "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens": num_output, "output_tokens_details": {"reasoning_tokens": num_thoughts},
         "total_tokens": num_input + num_output,
     }  # fmt: skip

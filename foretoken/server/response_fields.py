@@ -1,4 +1,4 @@
-"""From a body of /v1/responses to that of a chat, which says the same: text alone, and nothing that is stored."""
+"""From a body of /v1/responses to that of a chat, which says the same: text and calls, and nothing that is stored."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from foretoken.server.request_fields import checked_integer
 _LOGPROBS = "message.output_text.logprobs"
 _TEXT_PARTS = ("input_text", "output_text", "text")
 # What becomes something else in a chat, and what changes no answer here.
-_OWN = frozenset({"input", "instructions", "max_output_tokens", "text", "include", "metadata"})
+_OWN = frozenset({"input", "instructions", "max_output_tokens", "text", "include", "metadata", "tools", "tool_choice"})
 _IGNORED = frozenset(
     {"reasoning", "max_tool_calls", "prompt_cache_retention", "prompt_cache_options", "stream_options"}
 )
@@ -25,7 +25,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "conversation": ((), _NOTHING_STORED),
     "background": ((False,), "Responses are not stored. Leave it out, and set stream where the answer takes long."),
     "prompt": ((), "There are no stored prompts. Send instructions and input."),
-    "tools": (([],), "Calls are not parsed. Show tools to the model by a chat."),
     "truncation": (("disabled",), "A conversation that does not fit is answered with an error. Shorten it."),
     "context_management": (([],), "Shorten the conversation before sending it."),
     "moderation": ((), "Texts are not judged. Leave it out."),
@@ -60,6 +59,7 @@ def as_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     chat["messages"] = _instructions(given.get("instructions")) + _messages(given.get("input"))
     chat["max_completion_tokens"] = checked_integer(given, "max_output_tokens", 1, 1 << 31)
     chat["response_format"] = _format(given.get("text", {}))
+    chat["tools"], chat["tool_choice"] = _tools(given.get("tools")), _tool_choice(given.get("tool_choice"))
     chat["logprobs"] = _has_logprobs(given)
     return chat
 
@@ -83,7 +83,9 @@ def told_back(body: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "instructions": body.get("instructions"), "max_output_tokens": body.get("max_output_tokens"),
         "metadata": metadata, "text": {**text, "format": text.get("format") or {"type": "text"}},
-        "top_logprobs": body.get("top_logprobs") or 0,
+        "top_logprobs": body.get("top_logprobs") or 0, "tools": body.get("tools") or [],
+        "tool_choice": body.get("tool_choice") or "auto",
+        "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
     }  # fmt: skip
 
 
@@ -108,7 +110,65 @@ def _messages(asked: Any) -> list[dict[str, Any]]:
         return [{"role": "user", "content": asked}]
     if not isinstance(asked, list) or not asked:
         raise ApiError(f"input is {shown(asked)}. Expected text, or a list of messages.", param="input")
-    return [_message(item) for item in asked]
+    messages: list[dict[str, Any]] = []
+    for item in asked:
+        kind = item.get("type", "message") if isinstance(item, Mapping) else None
+        if kind == "function_call_output":
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": _result(item)})
+        elif kind in ("reasoning", "function_call"):
+            last = messages[-1] if messages else {}
+            if last.get("role") != "assistant" or (kind == "reasoning" and "content" in last):
+                messages.append({"role": "assistant"})
+            _add_to(messages[-1], item)
+        else:
+            message = _message(item)
+            if messages and set(messages[-1]) == {"role", "reasoning_content"} and message["role"] == "assistant":
+                message = {**messages.pop(), **message}
+            messages.append(message)
+    return messages
+
+
+def _result(item: Mapping[str, Any]) -> Any:
+    """What a call gave, as the content of a message."""
+    output = item.get("output")
+    if isinstance(output, str):
+        return output
+    if not isinstance(output, list):
+        raise ApiError(f"input has a result of a call that is {shown(output)}. Expected text.", param="input")
+    return [_part(part) for part in output]
+
+
+def _add_to(message: dict[str, Any], item: Mapping[str, Any]) -> None:
+    """Adds thoughts or a call of the assistant to its message."""
+    if item["type"] == "function_call":
+        function = {"name": item.get("name"), "arguments": item.get("arguments")}
+        call = {"id": item.get("call_id"), "type": "function", "function": function}
+        message["tool_calls"] = [*message.get("tool_calls", ()), call]
+        return
+    parts = item.get("content") or []
+    if not isinstance(parts, list) or not all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in parts):
+        raise ApiError(f"input has thoughts {shown(parts)}. Expected parts with text.", param="input")
+    message["reasoning_content"] = "".join(part["text"] for part in parts)
+
+
+def _tools(tools: Any) -> Any:
+    """The tools of a chat."""
+    if not isinstance(tools, list):
+        return tools
+    for tool in tools:
+        if not isinstance(tool, Mapping) or tool.get("type") != "function":
+            expected = "Expected {'type': 'function', 'name': ..., 'parameters': ...}."
+            raise ApiError(f"tools have the item {shown(tool)}. {expected}", param="tools")
+    return [
+        {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}} for tool in tools
+    ]
+
+
+def _tool_choice(choice: Any) -> Any:
+    """The `tool_choice` of a chat."""
+    if isinstance(choice, Mapping) and choice.get("type") == "function":
+        return {"type": "function", "function": {"name": choice.get("name")}}
+    return choice
 
 
 def _message(item: Any) -> dict[str, Any]:

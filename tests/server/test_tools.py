@@ -307,6 +307,81 @@ def test_a_form_is_followed_behind_thoughts_with_drafts_as_without(speculative: 
         assert re.fullmatch(r"[^:]*:[ \n]{0,4}[0-9]{3}", texts[0]), texts[0]
 
 
+FLAT = [{"type": "function", **tool["function"]} for tool in TOOLS]
+
+
+def respond(server: LiveServer, script: str, **more: Any) -> Any:
+    fields = {"model": "scripted", "input": script, "tools": FLAT, "temperature": 0, **more}
+    return server.client().responses.create(**fields)
+
+
+def items_of(response: Any) -> list[dict[str, Any]]:
+    """The items of a response without what names them."""
+    return [
+        {key: value for key, value in item.items() if key not in ("id", "call_id")}
+        for item in response.to_dict()["output"]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("script", "more", "kinds"),
+    [
+        ("thoughts", {"tools": []}, ["reasoning", "message"]),
+        ("endless", {}, ["reasoning"]),
+        ("calls", {}, ["reasoning", "function_call"]),
+        ("list", {"tool_choice": "required"}, ["reasoning", "function_call"]),
+        ("form", {"tool_choice": {"type": "function", "name": "get_weather"}}, ["reasoning", "function_call"]),
+    ],
+)
+def test_items_of_responses_whole_and_as_events(
+    script: str, more: dict[str, Any], kinds: list[str], thinking: LiveServer
+) -> None:
+    whole = respond(thinking, script, **more)
+    assert [item.type for item in whole.output] == kinds
+    call = whole.output[-1]
+    if call.type == "function_call":
+        assert (call.name, json.loads(call.arguments), call.status) == ("get_weather", GIVEN, "completed")
+    assert whole.to_dict()["tools"] == more.get("tools", FLAT)
+    assert whole.usage.output_tokens_details.reasoning_tokens > 0
+    events = list(respond(thinking, script, stream=True, **more))
+    assert items_of(events[-1].response) == items_of(whole)
+    for index, item in enumerate(events[-1].response.output):
+        its = [event for event in events if getattr(event, "output_index", None) == index]
+        assert its[0].type == "response.output_item.added"
+        assert its[-1].type == "response.output_item.done"
+        assert its[-1].item == item
+        deltas = "".join(event.delta for event in its if event.type.endswith(".delta"))
+        assert deltas == (item.arguments if item.type == "function_call" else item.content[0].text)
+        assert {event.item_id for event in its[1:-1]} == {item.id}
+
+
+def test_items_of_a_response_are_sent_back(written: tuple[str, LiveServer]) -> None:
+    name, server = written
+    response = respond(server, "Is it raining in Paris?")
+    calls = [item for item in response.output if item.type == "function_call"]
+    assert [call.name for call in calls] == ["get_weather", "get_time"]
+    results = [{"type": "function_call_output", "call_id": call.call_id, "output": "rain"} for call in calls]
+    asked = {"role": "user", "content": "Is it raining in Paris?"}
+    thoughts = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "Hm."}],
+    }
+    sent = [asked, thoughts, *(item.to_dict() for item in response.output), *results]
+    answer = respond(server, sent)
+    assert answer.output_text == SAID
+    message = {
+        "role": "assistant", "content": None if name in ("pythonic", "llama3_json") else "I look.",
+        "reasoning_content": "Hm.", "tool_calls": [
+            {"id": c.call_id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}} for c in calls
+        ],
+    }  # fmt: skip
+    tools = [{"role": "tool", "tool_call_id": call.call_id, "content": "rain"} for call in calls]
+    chat = ask(server, [asked, message, *tools])
+    assert chat.usage.prompt_tokens == answer.usage.input_tokens, "the same conversation"
+
+
 def forced(server: LiveServer, choice: Any, **more: Any) -> Any:
     return ask(server, tool_choice=choice, **{"max_tokens": 500, "temperature": 1.0, "seed": 5, **more})
 

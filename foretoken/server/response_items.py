@@ -1,0 +1,105 @@
+"""The items of a response's output, thoughts, messages and calls, and the events that tell of them as they are made."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from foretoken.server.message_parts import MessageParts
+
+# Of each type of item: what its id begins with, and what its text is called in events.
+_TYPES = {
+    "reasoning": ("rs", "reasoning_text"), "message": ("msg", "output_text"),
+    "function_call": ("fc", "function_call_arguments"),
+}  # fmt: skip
+
+
+class OutputItems:
+    """Items, of which the last one may still grow.
+
+    Attributes:
+        done: Items that are whole.
+    """
+
+    def __init__(self, name: str) -> None:
+        """There is none; name: unique, and part of every id."""
+        self._name, self._fields, self._texts, self._logprobs = name, dict[str, Any](), list[str](), list[Any]()
+        self.done: list[dict[str, Any]] = []
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was begun."""
+        return not self.done and not self._fields
+
+    def add_parts(self, parts: MessageParts, logprobs: Sequence[Any]) -> list[dict[str, Any]]:
+        """Adds what a text says; gives the events."""
+        events = self.add("reasoning", parts.reasoning) if parts.reasoning else []
+        events += self.add("message", parts.content, logprobs) if parts.content else []
+        for call in parts.calls:
+            named = {"call_id": call["id"], "name": call["function"]["name"]} if "id" in call else {}
+            events += self.add("function_call", call["function"]["arguments"], **named)
+        return events
+
+    def add(self, kind: str, text: str, logprobs: Sequence[Any] = (), **named: str) -> list[dict[str, Any]]:
+        """Adds text to an item; gives the events.
+
+        Args:
+            kind: The type of the item. The last one grows if it is of that type.
+            text: What is added.
+            logprobs: Of its tokens.
+            named: `call_id` and `name` of a call that begins.
+        """
+        events = []
+        if named or self._fields.get("type") != kind:
+            events = self.close("completed")
+            begin = f"{_TYPES[kind][0]}_{self._name}"
+            self._fields = {"id": f"{begin}_{len(self.done)}" if self.done else begin, "type": kind, **named}
+            item = {**self._item("in_progress"), **({} if kind == "function_call" else {"content": []})}
+            events.append({"type": "response.output_item.added", "output_index": len(self.done), "item": item})
+            if kind != "function_call":
+                events.append(self._event("response.content_part.added", part=self._part()))
+        self._texts.append(text)
+        self._logprobs += logprobs
+        if text or logprobs:
+            told = {"logprobs": list(logprobs)} if kind == "message" else {}
+            events.append(self._event(f"response.{_TYPES[kind][1]}.delta", delta=text, **told))
+        return events
+
+    def close(self, status: str) -> list[dict[str, Any]]:
+        """Ends the last item, if it is not whole; gives the events."""
+        if not self._fields:
+            return []
+        kind, item = self._fields["type"], self._item(status)
+        if kind == "function_call":
+            told = {"arguments": item["arguments"], "name": item["name"]}
+            ends = []
+        else:
+            part = self._part()
+            told = {key: part[key] for key in ("text", "logprobs") if key in part}
+            ends = [self._event("response.content_part.done", part=part)]
+        events = [self._event(f"response.{_TYPES[kind][1]}.done", **told), *ends]
+        events.append({"type": "response.output_item.done", "output_index": len(self.done), "item": item})
+        self.done.append(item)
+        self._fields, self._texts, self._logprobs = {}, [], []
+        return events
+
+    def _item(self, status: str) -> dict[str, Any]:
+        """The last item in some state."""
+        item = {**self._fields, "status": status}
+        if item["type"] == "function_call":
+            return {**item, "arguments": "".join(self._texts)}
+        return {**item, **({"role": "assistant"} if item["type"] == "message" else {"summary": []}), "content": [
+            self._part()
+        ]}  # fmt: skip
+
+    def _part(self) -> dict[str, Any]:
+        """The one part of the last item's content."""
+        text = {"type": _TYPES[self._fields["type"]][1], "text": "".join(self._texts)}
+        return text if self._fields["type"] == "reasoning" else {**text, "annotations": [], "logprobs": self._logprobs}
+
+    def _event(self, kind: str, **more: Any) -> dict[str, Any]:
+        """An event that concerns the last item's text."""
+        content = {} if self._fields["type"] == "function_call" else {"content_index": 0}
+        return {"type": kind, "item_id": self._fields["id"], "output_index": len(self.done), **content, **more}
