@@ -1,6 +1,7 @@
 """A tokenizer with what it gives checked: one that a caller brings may be any object with `__call__` and `decode`.
 
-Any number of threads may use it: the tokenizer, which may keep state of its own, is called by one at a time.
+Any number of threads may use it. Fast tokenizers of transformers encode and decode in many at once, so that the engine
+never waits while a long text is encoded; others, which may keep state of their own, are called by one at a time.
 
 Knows, besides, what text each token adds to others, so that most text is decoded many tokens at once.
 """
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import checked_token_ids, shown
@@ -29,7 +31,11 @@ class Codec:
     def __init__(self, tokenizer: Any, vocab_size: int) -> None:
         """Takes the tokenizer; vocab_size: V of the target."""
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
-        self._lock = ForkLock()
+        self._lock: AbstractContextManager[None] = ForkLock()
+        if getattr(tokenizer, "is_fast", False) is True:
+            with suppress(Exception):  # what it raises is told where text is encoded
+                tokenizer("")  # switches off truncation and padding, which later calls leave alone then
+            self._lock = nullcontext()
         self._alone: dict[tuple[int, bool], str] = {}
         self._added: dict[tuple[int, bool], str | None] = {}
         self._longest: int | None = None  # bytes of one token; found when a text is long

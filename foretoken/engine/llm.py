@@ -399,9 +399,18 @@ class LLM(BuiltPerProcess):
         """The target's tokenizer, or None."""
         return self.tokenizer
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of text, as a prompt has them; raises `RequestError` where it is no text or nothing reads it."""
-        return self._requests.encode(text, add_special_tokens=add_special_tokens)
+    def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
+        """Token ids of text, as a prompt has them.
+
+        Args:
+            text: Any.
+            add_special_tokens: Whether those that the tokenizer adds to a prompt are among them.
+            most_tokens: Text that makes more for certain, by its bytes, is refused before it is encoded; None for any.
+
+        Raises:
+            RequestError: When it is no text, too long, or nothing reads it.
+        """
+        return self._requests.encode(text, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
 
     def decode(self, token_ids: Seq[int]) -> str:
         """Text of token ids, special tokens included; raises `RequestError` where there is none."""

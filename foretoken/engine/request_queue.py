@@ -54,6 +54,7 @@ class ServedRequest:
         is_open, chunks = self.mailbox.is_read and not self.mailbox.chunks, []
         for sequence, made in zip(self.request.sequences, self.num_made, strict=True):
             index, is_over = sequence.index, sequence.finish_reason is not None
+            sequence.tell_scores()
             count = len(sequence.tokens) - sequence.num_prompt
             if self.is_told[index] or not (is_over or (is_open and count > made)):
                 continue

@@ -109,11 +109,13 @@ class RequestReader:
         """Conversations as prompts, see `chat_prompts`; raises `RequestError` where they are none."""
         return chat_prompts(messages, self._tokenizer, self._codec, form, self._target.context_len)
 
-    def encode(self, text: Any, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of text, as a prompt has them; raises `RequestError` where there are none."""
+    def encode(self, text: Any, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
+        """Token ids of text; see `LLM.encode`."""
         if self._codec is None:
             raise RequestError("the model has no tokenizer. Pass token ids.")
         check_text("the text", text)
+        if most_tokens is not None:
+            self._codec.check_length(text, "the text", most_tokens, "the context length")
         return self._codec.encode(text, "the text", add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Any) -> str:

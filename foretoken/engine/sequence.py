@@ -95,6 +95,8 @@ class Sequence:
         self.accepted_from: list[tuple[str, ...]] = []
         self.scores: list[TokenScores] = []
         self.prompt_scores: list[TokenScores] = []
+        self._told: list[dict[int, Logprob]] = []
+        self._told_of_prompt: list[dict[int, Logprob]] = []
         self._max_len, self._codec = max_len, codec
         self._eos_ids = set() if params.ignore_eos else set(eos_ids)
         self._stop_ids = self._eos_ids | set(params.stop_token_ids)
@@ -170,7 +172,7 @@ class Sequence:
         self.slot, self.num_cached = None, 0
         self.metrics.num_preemptions += 1
         if not self.has_prompt_scores:
-            self.prompt_scores = []
+            self.prompt_scores, self._told_of_prompt = [], []
 
     def abort(self) -> None:
         """Ends the sequence from outside."""
@@ -191,13 +193,14 @@ class Sequence:
 
     def output(self) -> CompletionOutput:
         """The result so far."""
+        self.tell_scores()
         scores = None if self.params.logprobs is None else self.scores[: len(self.output_ids)]
         return CompletionOutput(
             index=self.index,
             text=self.text,
             token_ids=self.output_ids,
             cumulative_logprob=None if scores is None else sum(score.logprob for score in scores),
-            logprobs=None if scores is None else [self._logprobs(score) for score in scores],
+            logprobs=None if scores is None else self._told[: len(scores)],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
             error=self.error,
@@ -205,9 +208,13 @@ class Sequence:
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """What a caller gets of the prompt's scores so far; None where it did not ask."""
-        if self.params.prompt_logprobs is None:
-            return None
-        return [None, *(self._logprobs(scores) for scores in self.prompt_scores)]
+        self.tell_scores()
+        return None if self.params.prompt_logprobs is None else [None, *self._told_of_prompt]
+
+    def tell_scores(self) -> None:
+        """Makes what a caller gets of scores that are new: once, and best in every iteration, as it takes long."""
+        for scores, told in ((self.scores, self._told), (self.prompt_scores, self._told_of_prompt)):
+            told.extend(map(self._logprobs, scores[len(told) :]))
 
     def chunk(self, prompt_index: int, given: int) -> StreamChunk:
         """What it has that was not given yet; text of which nothing can be taken back.
@@ -216,9 +223,10 @@ class Sequence:
             prompt_index: See `StreamChunk`.
             given: Output tokens that were given.
         """
+        self.tell_scores()
         token_ids = self.output_ids[given:]
         begin, text = self._shown, self.take_new_text()
-        scores = None if self.params.logprobs is None else self.scores[given : given + len(token_ids)]
+        told = None if self.params.logprobs is None else self._told[given : given + len(token_ids)]
         return StreamChunk(
             request_id=self.request_id,
             prompt_index=prompt_index,
@@ -227,7 +235,7 @@ class Sequence:
             token_ids=token_ids,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
-            logprobs=None if scores is None else [self._logprobs(score) for score in scores],
+            logprobs=told,
             error=self.error,
             is_drafted=[bool(origin) for origin in self.accepted_from[given : given + len(token_ids)]],
             parts=self._parts(begin, text),

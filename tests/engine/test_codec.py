@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from foretoken.core.errors import ConfigError, RequestError
 from foretoken.engine.codec import Codec
 from foretoken.engine.text_bounds import longest_token_bytes
 
+LONGEST_S = 60
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4)
 
 
@@ -42,6 +45,32 @@ class WithVocabulary(Bare):
         if isinstance(self._vocabulary, Exception):
             raise self._vocabulary
         return self._vocabulary
+
+
+def test_text_is_decoded_while_another_is_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine decodes what it writes; it must not wait for a long text of some client."""
+    own = AutoTokenizer.from_pretrained("models/tinycode")
+    codec, encodes, is_decoded = Codec(own, len(own)), threading.Event(), threading.Event()
+    original = type(own).__call__
+
+    def held_up(self: Any, *given: Any, **more: Any) -> Any:
+        encodes.set()
+        assert is_decoded.wait(LONGEST_S), "decoding waits for encoding"
+        return original(self, *given, **more)
+
+    monkeypatch.setattr(type(own), "__call__", held_up)
+    with ThreadPoolExecutor(1) as pool:
+        encoding = pool.submit(codec.encode, "def main():", "the text")
+        assert encodes.wait(LONGEST_S)
+        assert codec.decode([5, 6])
+        is_decoded.set()
+        assert encoding.result() == original(own, "def main():")["input_ids"]
+
+
+def test_truncation_of_a_tokenizer_is_switched_off() -> None:
+    own = AutoTokenizer.from_pretrained("models/tinycode")
+    own.backend_tokenizer.enable_truncation(2)
+    assert len(Codec(own, len(own)).encode("def main(): return 1", "the text")) > 2
 
 
 def test_two_methods_are_enough() -> None:
