@@ -58,22 +58,24 @@ class Envelope:
     def whole(self, outputs: Sequence[RequestOutput], echoes: Sequence[EchoedPrompt], /) -> dict[str, Any]:
         """The answer of a request that was not streamed; outputs, echoes: of each prompt, none where none is echoed."""
         n = self.request.params.n
-        choices = [
-            self._choice(at * n + completion.index, output, completion, echoes[at] if echoes else None)
-            for at, output in enumerate(outputs)
-            for completion in output.outputs
-        ]
+        choices = []
+        for at, output in enumerate(outputs):
+            more: dict[str, Any] = {}
+            if output.prompt_logprobs is not None and self.request.has_prompt_logprobs:  # made once, told n times
+                more["prompt_logprobs"] = [entry and _by_id(entry) for entry in output.prompt_logprobs]
+            if self.request.has_token_ids and not self.request.is_chat:
+                more["prompt_token_ids"] = output.prompt_token_ids
+            echo = echoes[at] if echoes else None
+            choices += [self._choice(at * n + each.index, each, echo) | more for each in output.outputs]
         kind = "chat.completion" if self.request.is_chat else "text_completion"
-        more: dict[str, Any] = {"usage": usage(outputs, self.request.message_form)}
+        more = {"usage": usage(outputs, self.request.message_form)}
         if self.has_draft_metrics:
             more["metrics"] = {"speculative_decoding": draft_metrics(outputs)}
         if self.request.has_token_ids and self.request.is_chat:
             more["prompt_token_ids"] = outputs[0].prompt_token_ids
         return self._body(kind, choices, **more)
 
-    def _choice(
-        self, index: int, output: RequestOutput, completion: CompletionOutput, echo: EchoedPrompt | None
-    ) -> dict[str, Any]:
+    def _choice(self, index: int, completion: CompletionOutput, echo: EchoedPrompt | None) -> dict[str, Any]:
         """One whole completion; echo: what stands before it."""
         choice: dict[str, Any] = {
             "index": index, "finish_reason": completion.finish_reason, "stop_reason": completion.stop_reason,
@@ -86,12 +88,8 @@ class Envelope:
                 choice["finish_reason"] = self._finish_reason(completion.finish_reason)
         else:
             choice["text"] = ("" if echo is None else echo.text) + completion.text
-        if output.prompt_logprobs is not None and self.request.has_prompt_logprobs:
-            choice["prompt_logprobs"] = [entry and _by_id(entry) for entry in output.prompt_logprobs]
         if self.request.has_token_ids:
             choice["token_ids"] = completion.token_ids
-            if not self.request.is_chat:
-                choice["prompt_token_ids"] = output.prompt_token_ids
         return choice
 
     def _logprobs(

@@ -24,11 +24,11 @@ from foretoken.server.live_request import LiveRequest
 from foretoken.server.message_parts import AnswerFormats
 from foretoken.server.metrics import ServerMetrics
 from foretoken.server.page import page_response
-from foretoken.server.replies import EventStream, JsonResponse, disconnect
+from foretoken.server.replies import EventStream, JsonResponse, disconnect, dumped_in_pieces
 from foretoken.server.request_fields import UnknownFields, chat_form, chat_request, completion_request, token_request
 from foretoken.server.response_answers import ResponseEnvelope, numbered
 from foretoken.server.response_fields import as_chat, told_back
-from foretoken.server.threads import in_thread
+from foretoken.server.threads import in_thread, is_large
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -172,33 +172,31 @@ class _Server:
     async def completions(self, request: Request) -> Response:
         """POST /v1/completions."""
         body = await self._body(request)
-        return await self._served(
-            request, await _read(request, completion_request, body, self._unknown, self._defaults)
-        )
+        return await self._served(request, await _read(completion_request, body, self._unknown, self._defaults))
 
     async def chat(self, request: Request) -> Response:
         """POST /v1/chat/completions."""
         body = await self._body(request)
-        prompt = await self._conversation(request, body)
-        return await self._served(request, await self._asked(request, body, prompt))
+        prompt = await self._conversation(body)
+        return await self._served(request, await self._asked(body, prompt))
 
-    async def _asked(self, request: Request, chat: dict[str, Any], prompt: dict[str, Any]) -> ServedRequest:
+    async def _asked(self, chat: dict[str, Any], prompt: dict[str, Any]) -> ServedRequest:
         """What a chat asks for."""
-        return await _read(request, chat_request, chat, self._unknown, self._defaults, prompt, self._formats)
+        return await _read(chat_request, chat, self._unknown, self._defaults, prompt, self._formats)
 
-    async def _conversation(self, request: Request, body: dict[str, Any]) -> dict[str, Any]:
+    async def _conversation(self, body: dict[str, Any]) -> dict[str, Any]:
         """The prompt that a conversation is rendered to."""
-        messages, form = await _read(request, chat_form, body)
+        messages, form = await _read(chat_form, body)
         return await rendered(self._engine.llm, messages, form, self._config.chat_template, _NO_TEMPLATE)
 
     async def responses(self, request: Request) -> Response:
         """POST /v1/responses."""
         body = await self._body(request)
-        chat = await _read(request, as_chat, body)
-        prompt = await self._conversation(request, chat)
-        asked = await self._asked(request, chat, prompt)
+        chat = await _read(as_chat, body)
+        prompt = await self._conversation(chat)
+        asked = await self._asked(chat, prompt)
         envelope = ResponseEnvelope(
-            request=asked, told=await _read(request, told_back, body), model=self._config.names[0],
+            request=asked, told=await _read(told_back, body), model=self._config.names[0],
             has_draft_metrics=self._has_metrics(asked),
         )  # fmt: skip
         live = await LiveRequest.submit(self._engine, envelope, self.metrics)
@@ -220,7 +218,8 @@ class _Server:
 
     async def _whole(self, request: Request, live: LiveRequest) -> Response:
         """The answer in one piece; a client that goes away ends it."""
-        answer, gone = asyncio.ensure_future(live.whole()), asyncio.ensure_future(disconnect(request.receive))
+        answer = asyncio.ensure_future(live.whole(dumped_in_pieces))
+        gone = asyncio.ensure_future(disconnect(request.receive))
         try:
             await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
@@ -256,15 +255,17 @@ class _Server:
         body = await self._body(request)
         llm = self._engine.llm
         if body.get("messages") is not None:
-            tokens: list[int] = (await self._conversation(request, body))["prompt_token_ids"]
+            tokens: list[int] = (await self._conversation(body))["prompt_token_ids"]
         else:
             has_special = body.get("add_special_tokens", True) is not False
-            tokens = await in_thread(llm.encode, body.get("prompt", ""), add_special_tokens=has_special)
+            tokens = await in_thread(
+                llm.encode, body.get("prompt", ""), add_special_tokens=has_special, most_tokens=llm.target.context_len
+            )
         return JsonResponse({"count": len(tokens), "max_model_len": llm.target.context_len, "tokens": tokens})
 
     async def detokenize(self, request: Request) -> Response:
         """POST /detokenize."""
-        tokens = await _read(request, token_request, await self._body(request))
+        tokens = await _read(token_request, await self._body(request))
         return JsonResponse({"prompt": await in_thread(self._engine.llm.decode, tokens)})
 
     async def health(self, _: Request) -> Response:
@@ -287,7 +288,8 @@ class _Server:
 
     async def _body(self, request: Request) -> dict[str, Any]:
         """The object in a request's body, for the model that is served."""
-        body = await _read(request, parse_object, await request.body())
+        is_large.set(len(await request.body()) > _LARGE_BODY)
+        body = await _read(parse_object, await request.body())
         if body.get("model") is not None:
             self._check_model(body["model"])
         return body
@@ -303,10 +305,6 @@ class _Server:
             )  # fmt: skip
 
 
-async def _read(
-    request: Request, call: Callable[_Given, _Result], *given: _Given.args, **more: _Given.kwargs
-) -> _Result:
-    """What a call makes of a request's body or of a part of it; in a thread where the body is large."""
-    if len(await request.body()) <= _LARGE_BODY:  # which is kept
-        return call(*given, **more)
-    return await in_thread(call, *given, **more)
+async def _read(call: Callable[_Given, _Result], *given: _Given.args, **more: _Given.kwargs) -> _Result:
+    """What a call makes of a request's body or of a part of it; in a thread where that is large."""
+    return await in_thread(call, *given, **more) if is_large.get() else call(*given, **more)

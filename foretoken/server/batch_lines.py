@@ -119,7 +119,7 @@ class LineAnswers:
         if shape.request.is_streamed:
             raise ApiError("A line of a batch is answered as a whole. Leave stream out.", param="stream")
         live = await LiveRequest.submit(self._engine, shape, None)
-        return await live.whole()
+        return await live.whole(lambda body: body)
 
     async def _shape(self, url: str, body: dict[str, Any]) -> AnswerShape:
         """What a body asks for, and what its answer looks like."""

@@ -11,6 +11,10 @@ from foretoken.core.checks import lone_surrogate
 from foretoken.server.errors import ApiError
 
 DEEPEST = 64  # containers within each other
+# Reading more would hold up all others. Each is told by a sign that is written for it.
+_MOST = {"values": (b",", 1 << 21), "lists": (b"[", 1 << 17), "objects": (b"{", 1 << 17)}
+_MOST_TEXTS = 1 << 18
+_SMALL = 1 << 18  # bytes, which cannot hold as many
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -21,8 +25,10 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
     Raises:
         ApiError: With status 400, when it is not one JSON object, nested at most `DEEPEST` deep, with no key twice, no
-            number that JSON does not have, and no text that is not Unicode.
+            number that JSON does not have, no text that is not Unicode, and not millions of values.
     """
+    if len(body) > _SMALL:
+        _check_counts(body)
     try:
         text = body.decode("utf-8")
         value = json.loads(text, parse_float=_finite, parse_constant=_no_number, object_pairs_hook=_without_repeats)
@@ -40,6 +46,18 @@ def parse_object(body: bytes) -> dict[str, Any]:
         raise ApiError("The body is no JSON object. Expected {...} with the fields of the request.")
     _check(value)
     return value
+
+
+def _check_counts(body: bytes) -> None:
+    """Raises `ApiError` where a body, whatever it is, has more values than anybody needs; does not read it."""
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # without quotes inside of texts
+    num_texts = bare.count(b'"') // 2
+    if num_texts > _MOST_TEXTS:
+        raise ApiError(f"The body has {num_texts} texts. Expected at most {_MOST_TEXTS}.")
+    outside = b"".join(bare.split(b'"')[::2])
+    for what, (sign, most) in _MOST.items():
+        if (count := outside.count(sign)) > most:
+            raise ApiError(f"The body has {count} {what}. Expected at most {most}.")
 
 
 def _finite(digits: str) -> float:

@@ -6,7 +6,7 @@ import asyncio
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from foretoken.core.errors import ForetokenError
 from foretoken.core.undoing import undone_on_error
@@ -15,10 +15,11 @@ from foretoken.engine.sequence import NOT_FOLLOWED
 from foretoken.server.answers import running_usage
 from foretoken.server.echoes import EchoedPrompt, chunk_alone, prompt_alone
 from foretoken.server.errors import ApiError, api_error
+from foretoken.server.replies import dumped_in_pieces
 from foretoken.server.threads import in_pool, in_thread
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 
     from foretoken.core.results import Logprob, RequestOutput, StreamChunk
     from foretoken.core.sampling_params import SamplingParams
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from foretoken.server.metrics import ServerMetrics
     from foretoken.server.request_fields import ServedRequest
 
+_Answer = TypeVar("_Answer")
+_MOST_LOGPROBS = 1 << 18  # of one answer: some 20 MB of JSON
 # Requests with a form of output wait for each other while it is compiled, and keep no thread from other requests.
 _compiling = ThreadPoolExecutor(4, thread_name_prefix="foretoken-grammars")
 
@@ -85,10 +88,11 @@ class LiveRequest:
         streams: list[RequestStream] = []
         echoes: list[EchoedPrompt] = []
         request = envelope.request
-        pool = None if request.params.structured_outputs is None else _compiling
+        submit = in_thread if request.params.structured_outputs is None else partial(in_pool, _compiling)
         with undone_on_error(lambda: _abort(streams)):
             for prompt in request.prompts:  # reading a long prompt would hold up other requests' parts
-                streams.append(await in_pool(pool, partial(engine.submit, prompt, request.params)))
+                streams.append(await submit(partial(engine.submit, prompt, request.params)))
+                _check_entries(request, [stream.num_prompt for stream in streams])
                 if request.has_max_tokens:
                     _check_room(streams[-1].num_prompt, request.params.max_tokens, engine.llm.target.context_len)
                 if request.is_echoed:
@@ -100,8 +104,11 @@ class LiveRequest:
         """Ends what is left of it within one iteration."""
         _abort(self._streams)
 
-    async def whole(self) -> dict[str, Any]:
-        """The answer's body.
+    async def whole(self, make: Callable[[dict[str, Any]], _Answer]) -> _Answer:
+        """The answer, made of its body in a thread: log-probabilities of thousands of tokens take long.
+
+        Args:
+            make: Makes it, as JSON or as it is.
 
         Raises:
             ApiError: When a completion could not be brought to an end.
@@ -114,12 +121,16 @@ class LiveRequest:
         for output in outputs:
             for completion in output.outputs:
                 _check(self.envelope.request.params, completion.finish_reason, completion.error)
+        return await in_thread(lambda: make(self._body(outputs)))
+
+    def _body(self, outputs: list[RequestOutput]) -> dict[str, Any]:
+        """The body of the answer."""
         for at, output in enumerate(outputs):
             self._score(at, output.prompt_logprobs)
         return self.envelope.whole(self._told(outputs), self._echoes)
 
-    async def parts(self) -> AsyncGenerator[dict[str, Any]]:
-        """Bodies of a stream's chunks, the last one perhaps an error's."""
+    async def parts(self) -> AsyncGenerator[Any]:
+        """Bodies of a stream's chunks, those with log-probabilities of a prompt as JSON; the last may be an error's."""
         try:
             async for body in self._parts():
                 yield body
@@ -128,7 +139,7 @@ class LiveRequest:
         finally:
             self.abort()
 
-    async def _parts(self) -> AsyncIterator[dict[str, Any]]:
+    async def _parts(self) -> AsyncIterator[Any]:
         """The chunks of all prompts as they come."""
         request, n = self.envelope.request, self.envelope.request.params.n
         for body in self.envelope.first():
@@ -148,7 +159,7 @@ class LiveRequest:
             told = chunk_alone(chunk) if request.is_prompt_alone else chunk
             echo = self._echoes[at] if index in unechoed else None
             for body in self.envelope.part(index, told, echo, offsets[index], **more):
-                yield body
+                yield body if echo is None or echo.entries is None else await in_thread(dumped_in_pieces, body)
             unechoed.discard(index)
             offsets[index] += sum(len(next(iter(entry.values())).decoded_token or "") for entry in chunk.logprobs or ())
             _check(request.params, chunk.finish_reason, chunk.error)
@@ -169,7 +180,8 @@ class LiveRequest:
             if chunk.index != 0 and not is_open[at]:
                 held[at].append(chunk)
                 continue
-            self._score(at, chunk.prompt_logprobs)
+            if chunk.prompt_logprobs is not None:
+                await in_thread(self._score, at, chunk.prompt_logprobs)
             is_open[at] = True
             yield at, chunk
             while held[at]:
@@ -189,6 +201,23 @@ class LiveRequest:
         """Counts a request that is over."""
         if self._metrics is not None:
             self._metrics.ended(outputs, time.monotonic() - self._begin)
+
+
+def _check_entries(request: ServedRequest, num_prompt: Sequence[int]) -> None:
+    """Raises `ApiError` where an answer would have more log-probabilities than it may; num_prompt: tokens of prompts.
+
+    Those of its prompts count, and of several completions that are answered as a whole those of most tokens.
+    """
+    params, n = request.params, request.params.n
+    is_several = n * len(request.prompts) > 1 and not request.is_streamed
+    generated = (params.max_tokens or 0) if is_several and params.logprobs is not None else 0
+    of_prompt = 0 if params.prompt_logprobs is None else params.prompt_logprobs + 1
+    count = n * sum(length * of_prompt + generated * ((params.logprobs or 0) + 1) for length in num_prompt)
+    if count > _MOST_LOGPROBS:
+        raise ApiError(
+            f"the answer would have {count} log-probabilities. Expected at most {_MOST_LOGPROBS}, those of prompts and "
+            "of all completions together. Ask for fewer prompts, completions, tokens or alternatives."
+        )
 
 
 def _check_room(num_prompt: int, max_tokens: int | None, context_len: int) -> None:

@@ -10,16 +10,46 @@ from typing import TYPE_CHECKING, Any
 from starlette.responses import Response
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, MutableMapping
+    from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping, MutableMapping
 
     Message = MutableMapping[str, Any]
     Receive = Callable[[], Awaitable[Message]]
     Send = Callable[[Message], Awaitable[None]]
 
 
-def dumped(body: Mapping[str, Any]) -> bytes:
-    """A body as JSON."""
+_LONGEST_PIECE = 128  # items of a list
+_DEEPEST_PIECES = 6  # of completions, chats and responses, the levels above log-probabilities
+
+
+def dumped(body: Any) -> bytes:
+    """A body, or a part of one, as JSON."""
     return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def dumped_in_pieces(body: Any) -> bytes:
+    """A body as JSON, however large: encoding it at once would let no other thread run meanwhile."""
+    return b"".join(_pieces(body, _DEEPEST_PIECES))
+
+
+def _pieces(value: Any, depth: int) -> Iterator[bytes]:
+    """Pieces of JSON of which none takes long; depth: levels of containers that are written one value at a time."""
+    if isinstance(value, list) and (len(value) > _LONGEST_PIECE or not depth):
+        slices = (value[at : at + _LONGEST_PIECE] for at in range(0, len(value), _LONGEST_PIECE))
+        yield b"[" + b",".join(dumped(each)[1:-1] for each in slices) + b"]"
+    elif isinstance(value, list) and depth:
+        yield b"["
+        for at, item in enumerate(value):
+            yield b"," if at else b""
+            yield from _pieces(item, depth - 1)
+        yield b"]"
+    elif isinstance(value, dict) and depth:
+        yield b"{"
+        for at, (name, item) in enumerate(value.items()):
+            yield (b"," if at else b"") + dumped(name) + b":"
+            yield from _pieces(item, depth - 1)
+        yield b"}"
+    else:
+        yield dumped(value)
 
 
 async def send_json(
@@ -39,8 +69,8 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """The bytes of it."""
-        return dumped(content)
+        """The bytes of it, which may be there already."""
+        return content if isinstance(content, bytes) else dumped(content)
 
 
 class EventStream(Response):
@@ -49,12 +79,12 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, bodies: AsyncGenerator[dict[str, Any]], disconnected: Callable[[], None], *, has_names: bool = False
+        self, bodies: AsyncGenerator[Any], disconnected: Callable[[], None], *, has_names: bool = False
     ) -> None:
         """Sends nothing yet.
 
         Args:
-            bodies: What is sent; closed at the end, however that comes.
+            bodies: What is sent, as JSON already where it is bytes; closed at the end, however that comes.
             disconnected: Called when the reader is gone before the end.
             has_names: Whether events are named by their bodies' type, which tells the end; else `[DONE]` does.
         """
@@ -82,7 +112,7 @@ class EventStream(Response):
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async for body in bodies:
                 name = f"event: {body['type']}\n".encode() if self._has_names else b""
-                part = name + b"data: " + dumped(body) + b"\n\n"
+                part = name + b"data: " + (body if isinstance(body, bytes) else dumped(body)) + b"\n\n"
                 await send({"type": "http.response.body", "body": part, "more_body": True})
             await send({"type": "http.response.body", "body": b"" if self._has_names else b"data: [DONE]\n\n"})
 

@@ -24,7 +24,7 @@ MOST_CHOICES = 128  # completions of one request, over all its prompts
 _MOST_LOGPROBS = 20
 _MOST_ITEMS = {
     "stop": 64, "stop_token_ids": 1024, "logit_bias": 4096, "bad_words": 256, "allowed_token_ids": 262_144,
-    "messages": 4096,
+    "messages": 4096, "tokens": 262_144,
 }  # fmt: skip
 _OTHERWISE = {"logprobs", "n", "output_kind"}  # fields of `SamplingParams` that have another form here
 _SAMPLING = frozenset({field.name for field in fields(SamplingParams)} | OTHER_FIELDS.keys()) - _OTHERWISE
@@ -437,6 +437,7 @@ def token_request(body: Mapping[str, Any]) -> list[int]:
         check_sequence("tokens", body.get("tokens"), "a list of token ids")
     except RequestError as err:
         raise ApiError(str(err), param="tokens") from err
+    _check_size("tokens", body["tokens"])
     return list(body["tokens"])
 
 

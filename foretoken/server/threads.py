@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from contextvars import copy_context
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
@@ -14,10 +16,15 @@ if TYPE_CHECKING:
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
+is_large: ContextVar[bool] = ContextVar("is_large", default=False)
+"""Whether what is done now is done for a request with a large body."""
+# Which have threads, and processors, of their own: other requests wait for none of them.
+_large = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2), thread_name_prefix="foretoken-large")
+
 
 async def in_thread(call: Callable[_Given, _Result], *given: _Given.args, **options: _Given.kwargs) -> _Result:
-    """What a call returns in one of the event loop's own threads; raises what it raises, see `in_pool`."""
-    return await in_pool(None, partial(call, *given, **options))
+    """What a call returns in a thread, one of few where `is_large`; raises what it raises, see `in_pool`."""
+    return await in_pool(_large if is_large.get() else None, partial(call, *given, **options))
 
 
 async def in_pool(pool: Executor | None, call: Callable[[], _Result]) -> _Result:

@@ -146,6 +146,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"logprobs": 10**6}, "logprobs"),
     ({"logprobs": True}, "logprobs"),
     ({"prompt_logprobs": 10**6}, "prompt_logprobs"),
+    ({"prompt": [5] * 1000, "n": 128, "prompt_logprobs": 20, "max_tokens": 1}, "2688000 log-probabilities"),
+    ({"prompt": [5] * 1000, "n": 128, "echo": True, "logprobs": 20}, "log-probabilities"),
+    ({"prompt": [[5] * 1000] * 128, "echo": True, "logprobs": 20, "max_tokens": 1}, "log-probabilities"),
+    ({"n": 128, "logprobs": 20, "max_tokens": 1000}, "2688000 log-probabilities"),
     ({"stop": ["x"] * 10_000}, "stop has 10000 items"),
     ({"stop": [1]}, "stop"),
     ({"stop": [""]}, "stop"),
@@ -355,6 +359,29 @@ def test_tokens_there_and_back(speculative: LiveServer) -> None:
     assert_error(speculative.post("/tokenize", {"prompt": 5}), 400, "the text")
     assert_error(speculative.post("/detokenize", {"tokens": [10**9]}), 400, "1000000000")
     assert_error(speculative.post("/detokenize", {"tokens": "abc"}), 400, "tokens")
+    assert_error(speculative.post("/tokenize", {"prompt": "x" * (1 << 20)}), 400, "more than 1024 tokens of at most")
+    assert_error(speculative.post("/detokenize", {"tokens": [5] * 262_145}), 400, "tokens has 262145 items")
+
+
+@pytest.mark.parametrize(
+    ("value", "part"),
+    [
+        (b"[]," * (1 << 18), "262145 lists"),
+        (b"{}," * (1 << 18), "262145 objects"),
+        (b'"",' * (1 << 19), "524292 texts"),
+        (b"1," * 3_000_000, "3000002 values"),
+    ],
+)
+def test_bodies_of_millions_of_values(value: bytes, part: str, speculative: LiveServer) -> None:
+    """Reading one of 2.7 million lists took 25 seconds, during which /health took nine."""
+    body = b'{"prompt": "a", "max_tokens": 1, "more": [' + value + b"1]}"
+    assert_error(speculative.post("/v1/completions", content=body), 400, part)
+
+
+def test_text_that_looks_like_values_is_none(speculative: LiveServer) -> None:
+    text = '"[{,\\' * (1 << 18)
+    answer = speculative.post("/v1/completions", {**COMPLETION, "user": text})
+    assert answer.status_code == 200, answer.text
 
 
 def test_bodies_that_are_too_large_or_encoded(speculative: LiveServer) -> None:

@@ -1,8 +1,9 @@
-"""Large bodies are read in a thread, with the same answers and errors, while others are served."""
+"""Large bodies are read, and answers made, in threads, with the same answers and errors, while others are served."""
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 from server.live_server import LiveServer
 
-from foretoken.server import app
+from foretoken.engine.sequence import Sequence
+from foretoken.server import answers, app
 
 LONGEST_S = 60
 LARGE = " " * (app._LARGE_BODY + 1)
@@ -84,3 +86,67 @@ def test_others_are_served_while_a_large_body_is_read(
         finally:
             may_end.set()
         assert reading.result().status_code == 200
+
+
+def test_small_requests_wait_for_no_large_one(speculative: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many large bodies are read, threads are left for others."""
+    has_begun, may_end = threading.Event(), threading.Event()
+    original = app.parse_object
+
+    def held_up(body: bytes) -> Any:
+        if len(body) > len(LARGE):
+            has_begun.set()
+            assert may_end.wait(LONGEST_S), "others were not served meanwhile"
+        return original(body)
+
+    monkeypatch.setattr(app, "parse_object", held_up)
+    path, body = BODIES["completion"]
+    large, count = json.dumps(body).encode() + LARGE.encode(), min(32, (os.cpu_count() or 1) + 4) + 1
+    with ThreadPoolExecutor(count) as pool:
+        reading = [pool.submit(speculative.post, path, content=large) for _ in range(count)]
+        try:
+            assert has_begun.wait(LONGEST_S)
+            assert speculative.post(path, body).status_code == 200
+            assert not any(each.done() for each in reading)
+        finally:
+            may_end.set()
+        assert {each.result().status_code for each in reading} == {200}
+
+
+def test_others_are_served_while_an_answer_is_made(speculative: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    is_made, may_end = threading.Event(), threading.Event()
+    original = answers.Envelope.whole
+
+    def held_up(*given: Any) -> Any:
+        is_made.set()
+        assert may_end.wait(LONGEST_S), "others were not served meanwhile"
+        return original(*given)
+
+    monkeypatch.setattr(answers.Envelope, "whole", held_up)
+    with ThreadPoolExecutor(1) as pool:
+        asking = pool.submit(speculative.post, *BODIES["completion"])
+        try:
+            assert is_made.wait(LONGEST_S)
+            assert speculative.get("/health").status_code == 200
+        finally:
+            may_end.set()
+        assert asking.result().status_code == 200
+
+
+def test_log_probabilities_of_a_prompt_are_made_once(speculative: LiveServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[str, int] = {"told": 0, "scores": 0}
+
+    def counted(name: str, call: Any) -> Any:
+        def count(*given: Any) -> Any:
+            made[name] += 1
+            return call(*given)
+
+        return count
+
+    monkeypatch.setattr(answers, "_by_id", counted("told", answers._by_id))
+    monkeypatch.setattr(Sequence, "_logprobs", counted("scores", Sequence._logprobs))
+    body = {"prompt": [5, 6, 7, 8, 9], "n": 3, "max_tokens": 2, "ignore_eos": True, "prompt_logprobs": 2, "logprobs": 1}
+    choices = speculative.post("/v1/completions", body).json()["choices"]
+    assert [len(choice["prompt_logprobs"]) for choice in choices] == [5, 5, 5]
+    assert [choice["prompt_logprobs"] for choice in choices] == [choices[0]["prompt_logprobs"]] * 3
+    assert made == {"told": 4, "scores": 4 + 3 * 2}
