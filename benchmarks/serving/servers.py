@@ -35,7 +35,7 @@ class ServerError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What all servers of a comparison have in common; `has_prefix_caching` is of ours and vLLM's."""
+    """What servers of a comparison have in common; `has_prefix_caching` is for ours and vLLM, `options` for ours."""
 
     model: Path
     dtype: str
@@ -44,6 +44,7 @@ class Setting:
     env_dir: Path
     log_dir: Path
     has_prefix_caching: bool = False
+    options: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -148,7 +149,7 @@ def _command(name: str, setting: Setting, port: int) -> tuple[list[str], dict[st
     drafting = [] if name == "plain" else ["-s", name]
     program = [sys.executable, "-m", "foretoken", "serve", str(setting.model), *drafting, "--port", str(port)]
     options = ["--dtype", setting.dtype, "--threads", str(setting.threads), "--max-num-seqs", str(setting.max_num_seqs)]
-    return [*program, *options, caching], {}
+    return [*program, *options, *setting.options, caching], {}
 
 
 def _free_port() -> int:
