@@ -60,4 +60,4 @@ def index(
             "tokens_sha256": made.tokens_sha256,
         })  # fmt: skip
         return
-    terminal.say(f"{out}: {made.num_tokens} tokens in {seconds:.1f} s. Draft from it with -s rest:datastore={out}")
+    terminal.prose(f"{out}: {made.num_tokens} tokens in {seconds:.1f} s. Draft from it with -s rest:datastore={out}")

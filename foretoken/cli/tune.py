@@ -131,6 +131,6 @@ def _print(acceptance: list[list[float]], tuned: TunedTree, choices: list[list[i
     sizes = [[str(size), f"{tokens:.3f}"] for size, tokens in tuned.tokens_by_nodes.items()]
     terminal.print_table(["nodes", "expected tokens a pass"], sizes, title="best trees")
     terminal.say(f"tree of {tuned.shape.num_nodes} nodes, {tuned.shape.depth} deep:")
-    terminal.say(json.dumps(choices))
+    terminal.prose(json.dumps(choices))
     if out is not None:
         terminal.say(f"wrote {out}: pass it as -s METHOD:tree=@{out}")
