@@ -36,8 +36,9 @@ $(VENV)/.lint: $(VENV)/.base
 	$(PIP) --editable '.[lint]'
 	touch $@
 
+# A fixed depth: what the first command shows is the method's, also beside other programs.
 demo: $(VENV)/.base
-	$(BIN)/foretoken generate models/tinycode -s draft_model --max-tokens 96 --seed 1 --temperature 0.8 \
+	$(BIN)/foretoken generate models/tinycode -s draft_model:num_speculative_tokens=6 --max-tokens 96 --seed 1 --temperature 0.8 \
 		--prompt 'def read_config(path):'
 	$(BIN)/foretoken bench models/tinycode -s ngram -s draft_model --num-prompts 8 --max-tokens 128
 

@@ -27,6 +27,13 @@ _VLLM_NAMES = (  # of the package `vllm`
 _OWN_ARGUMENTS = {  # of `LLM`, which vLLM's does not have
     "drafter", "trust_drafter", "device", "on_step", "allow_unknown_ids", "trace",
 }  # fmt: skip
+_NOTES = {  # of names that work
+    "gpu_memory_utilization": "of the free memory, for the KV cache alone; at most a half",
+    "n": "at most 128", "logprobs": "at most 1024", "prompt_logprobs": "at most 1024",
+    "output_kind": "of results of `AsyncLLM.generate`", "use_tqdm": "False unless it is given",
+    "speculative_config": "[methods](methods.md); text as on the command line too",
+    "dtype": '"auto" is float32 on a CPU', "runner": '"auto" and "generate"; others choose how passes are computed',
+}  # fmt: skip
 _HEAD = f"""\
 # Drop-ins
 
@@ -50,8 +57,8 @@ _VLLM = f"""\
 The modules `foretoken.sampling_params`, `foretoken.inputs` and `foretoken.outputs` hold these names where vLLM's do.
 `AsyncLLM` comes from `foretoken` too. Metrics: `from foretoken.core.metrics import Counter, Gauge, Vector` for
 `vllm.v1.metrics.reader`; draft tokens count nodes of trees, positions count depths. There is no `LLMEngine`: `AsyncLLM`
-takes requests one by one, from threads and from tasks. `use_tqdm` is off unless it is asked for.
-`tests/clients/vllm_scripts` holds scripts with the calls of vLLM's offline examples.
+takes requests one by one, from threads and from tasks. Methods of vLLM's `LLM` for pooling, beam search, adapters and
+sleep are missing. `tests/clients/vllm_scripts` holds scripts with the calls of vLLM's offline examples.
 
 The tables name the values that are taken and ignored because they ask for nothing that is missing here, as
 `tensor_parallel_size=1`. Any other value is refused in a sentence, whose end the table shows. What no table names is
@@ -100,7 +107,7 @@ def _taken(others: Mapping[str, OtherField]) -> dict[str, tuple[str, str]]:
 
 def _table(heading: str, works: Iterable[str], others: Mapping[str, tuple[str, str]]) -> str:
     """A table of names that work, and of others with the values that are ignored and what there is instead."""
-    rows = [f"| `{name}` | works | |" for name in works]
+    rows = [f"| `{name}` | works | {_NOTES.get(name, '')} |" for name in works]
     rows += [f"| `{name}` | ignored: {values} | {instead} |" for name, (values, instead) in others.items()]
     return "\n".join([f"| {heading} | | |", "|---|---|---|", *rows, ""])
 

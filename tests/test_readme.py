@@ -62,11 +62,14 @@ def test_quick_start_runs(run_python: Callable[[str], str]) -> None:
 def test_drop_ins_of_the_quick_start_run(run_python: Callable[[str], str]) -> None:
     """An accelerated model writes what it writes by itself, and a chat what its rendered text is completed to."""
     *_, accelerated, chat = python_blocks("README.md")
-    alone = re.sub(r"^with .*:  #.*$", "if True:", accelerated, flags=re.MULTILINE)
+    told = re.search(r"^print\(handle\).*$", accelerated, re.MULTILINE)
+    assert told is not None
+    alone = re.sub(r"^with .*:  #.*$", "if True:", accelerated, flags=re.MULTILINE).replace(told[0], "")
     assert "accelerate" not in alone
-    written = run_python(accelerated)
+    written, _, handle = run_python(accelerated).partition("<Acceleration")
     assert written == run_python(alone)
     assert len(written) > 64
+    assert re.search(r"last call: \d\.\d\d tokens a pass, \d+ of \d+ drafted tokens accepted, \d+\.\d tokens/s", handle)
     llm = LLM(str(ROOT / "models/tinycode"))
     completed = llm.generate("# user:\nclass Queue:\n", SamplingParams(temperature=0, max_tokens=32))[0].outputs[0].text
     assert run_python(chat) == f"{completed}\n"

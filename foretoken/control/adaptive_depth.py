@@ -72,6 +72,8 @@ class AdaptiveDepth:
             (seconds / (self._fixed + depth) for depth, seconds in timed), maxlen=_DRAFTS_KEPT
         )
         self._misses: deque[float] = deque(maxlen=_DRAFTS_KEPT)  # seconds of recent calls that brought nothing
+        # How much longer passes took than known, of the iterations that made these drafts.
+        self._slower: deque[float] = deque([1.0] * min(len(timed), _DRAFTS_KEPT), maxlen=_DRAFTS_KEPT)
         self._host = FadingLine()  # seconds of accepting and committing by tokens emitted
         self._is_asking = False
         self._is_wanted = False  # whether drafting pays from the next iteration on, of which drafters hear first
@@ -143,7 +145,9 @@ class AdaptiveDepth:
         """
         # The fastest: a draft that also reads a prompt, or all that passed while nothing was drafted, takes many times
         # as long and says nothing of the next one.
-        level, miss = _fastest(self._levels), _fastest(self._misses)
+        # Where another program slows the machine down, passes take longer as well, and their known costs follow slowly.
+        slower = self._slowdown()
+        level, miss = _fastest(self._levels) / slower, _fastest(self._misses) / slower
         passes = self._pass_seconds(batch_size)
         host, host_per_token = self._host.line
         plain = passes[0] + host + host_per_token * batch_size
@@ -184,6 +188,8 @@ class AdaptiveDepth:
                 return
         emitted = sum(step.num_emitted for step in record.sequences)
         if not record.num_prompt_tokens:  # else the pass took longer than its trees do, and the host had others too
+            if self._is_asking:
+                self._slower.append(record.seconds.verify / self._cost(record.num_tokens))
             self._cost.learn(record.num_tokens, record.seconds.verify)
             self._host.learn(emitted, record.seconds.accept + record.seconds.commit)
         deepest = max((step.tree_depth for step in record.sequences), default=0)
@@ -214,7 +220,7 @@ class AdaptiveDepth:
         if not self._probes.num_idle:
             known = self._cost(record.num_tokens) + float(self._host(batch_size * tokens))
             rest = min(seconds - record.seconds.draft, _LARGEST_RATIO * known)
-            known_draft = (self._fixed + deepest) * _fastest(self._levels)
+            known_draft = (self._fixed + deepest) * _fastest(self._levels) / self._slowdown()
             seconds = rest + min(known_draft, record.seconds.draft)
         plain = float(self._pass_seconds(batch_size)[0] + self._host(batch_size))
         self._probes.spend(seconds / plain - tokens, tokens)
@@ -225,6 +231,10 @@ class AdaptiveDepth:
             self._table, self._age = (batch_size, [self._cost(batch_size * nodes) for nodes in self._nodes]), 0
         self._age += 1
         return self._table[1]
+
+    def _slowdown(self) -> float:
+        """How many times as long as known passes take at present, at least 1."""
+        return max(_fastest(self._slower), 1.0)
 
     def _age_evidence(self) -> None:
         """Makes what was accepted before a probe count less than the probe, which may find another text."""

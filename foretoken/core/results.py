@@ -256,6 +256,10 @@ class CompletionOutput:
     stop_reason: int | str | None
     error: str | None = None
 
+    def finished(self) -> bool:
+        """Whether it is over; a method, as vLLM's."""
+        return self.finish_reason is not None
+
 
 class TextPart(NamedTuple):
     """What one token brought to a text; of several tokens that make one character, the last brings it.

@@ -29,7 +29,12 @@ def affordable_rows(
         memory_bytes: Memory for them; None for half of what is free.
     """
     row_bytes = sum(s.num_heads * (s.key_width + s.value_width) for s in shapes) * dtype.itemsize
-    return (int(_free_bytes(device) * _SHARE) if memory_bytes is None else memory_bytes) // row_bytes
+    return (share_of_free(device) if memory_bytes is None else memory_bytes) // row_bytes
+
+
+def share_of_free(device: torch.device, most: float = 1.0) -> int:
+    """Bytes that KV rows may take where nothing else says so; most: the largest share of the free memory."""
+    return int(_free_bytes(device) * min(_SHARE, most))
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -308,8 +308,8 @@ class Drafting:
 
     def plain_seconds(self, num_sequences: int) -> float | None:
         """Seconds of an iteration without drafts, as the controller measured it; None where it has not."""
-        controller = self._controller
-        return controller.plain_seconds(num_sequences) if isinstance(controller, MeasuredGain) else None
+        measured = getattr(self._controller, "plain_seconds", None)
+        return None if measured is None else measured(num_sequences)
 
     def credit(self, source: int) -> tuple[str, ...]:
         """Names of the drafters in a bit set of `TokenTree.source`, a grammar's forced tokens after them all."""

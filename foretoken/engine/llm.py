@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from tqdm.auto import tqdm
 
 from foretoken.acceptance.select import AcceptancePolicy
-from foretoken.core.checks import check_boolean, check_integer, check_text, shown
+from foretoken.core.checks import check_boolean, check_integer, check_number, check_text, shown
 from foretoken.core.errors import BuiltPerProcess, ConfigError, EngineStopped, RequestError
 from foretoken.core.vllm_sampling import check_other_keywords
+from foretoken.decoder.memory import share_of_free
 from foretoken.drafters.base import TargetHandle
 from foretoken.drafters.registry import create_drafter
 from foretoken.engine.chats import chat_format
@@ -90,6 +91,7 @@ class LLM(BuiltPerProcess):
         max_num_batched_tokens: int | None = None,
         enable_prefix_caching: bool | None = None,
         kv_cache_memory_bytes: int | None = None,
+        gpu_memory_utilization: float | None = None,
         seed: int | None = None,
         tokenizer: Any = None,
         revision: str | None = None,
@@ -128,6 +130,8 @@ class LLM(BuiltPerProcess):
             kv_cache_memory_bytes: Memory for the KV rows of the target, which are allocated at once; None for half of
                 what is free. Where it does not hold `max_num_seqs` sequences of `max_model_len` tokens, sequences share
                 the rows, and the one that joined last waits when there are no more.
+            gpu_memory_utilization: Share of the free memory, of any device, that the KV rows take at most; None, and
+                more than a half, for half of it.
             seed: Makes requests without a seed of their own reproducible, in the order in which they come.
             tokenizer: A tokenizer, or the directory or hub id of one; None takes the model's own.
             revision: Branch, tag or commit of a hub id in `model`; None for its main branch.
@@ -166,6 +170,8 @@ class LLM(BuiltPerProcess):
         ):
             if value is not None:
                 check_integer(name, value, least, error=ConfigError)
+        share = 1.0 if gpu_memory_utilization is None else gpu_memory_utilization
+        check_number("gpu_memory_utilization", share, 0.0, 1.0, low_open=True, error=ConfigError)
         keeps_prefixes = True if enable_prefix_caching is None else enable_prefix_caching
         check_boolean("enable_prefix_caching", keeps_prefixes, error=ConfigError)
         if seed is not None:
@@ -207,7 +213,8 @@ class LLM(BuiltPerProcess):
             runner=runner,
             costs=costs,
             shares_rows=True,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            kv_cache_memory_bytes=kv_cache_memory_bytes
+            or (None if gpu_memory_utilization is None else share_of_free(loaded.device, share)),
         )
         if max_model_len is not None and self.target.context_len < max_model_len:
             raise ConfigError(

@@ -152,7 +152,6 @@ def test_what_does_not_fit(more: list[str], message: str, tmp_path: Path) -> Non
         (["--tensor-parallel-size", "2"], {"tensor_parallel_size": 2}),
         (["-tp", "2"], {"tensor_parallel_size": 2}),
         (["--pipeline_parallel_size=4"], {"pipeline_parallel_size": 4}),
-        (["--gpu-memory-utilization", "0.1"], {"gpu_memory_utilization": 0.1}),
         (["--kv-cache-dtype", "fp8"], {"kv_cache_dtype": "fp8"}),
         (["--hf-overrides", '{"a": 1}'], {"hf_overrides": {"a": 1}}),
         (["--no-enforce-eager", "--enable-lora"], {"enforce_eager": False, "enable_lora": True}),
@@ -172,7 +171,12 @@ def test_options_of_vllm_get_the_sentence_of_its_arguments(
 
 @pytest.mark.parametrize(
     ("option", "advice"),
-    [(["--api-key", "secret"], "--api-key-file"), (["--ssl-keyfile", "key"], "reverse proxy"), (["-tp"], "one device")],
+    [
+        (["--api-key", "secret"], "--api-key-file"),
+        (["--ssl-keyfile", "key"], "reverse proxy"),
+        (["-tp"], "one device"),
+        (["--gpu-memory-utilization", "0.1"], "Set --max-num-seqs and --max-model-len."),
+    ],
 )
 def test_options_of_vllms_server_alone_are_refused_with_what_to_do(option: list[str], advice: str) -> None:
     finished = run("serve", MODEL, *option)

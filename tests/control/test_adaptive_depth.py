@@ -7,6 +7,7 @@ g earns (1 - alpha^(g+1)) / (1 - alpha) tokens in g c + 1 passes.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +17,8 @@ from end_to_end.tiny_llms import llm
 from foretoken import SamplingParams
 from foretoken.control.adaptive_depth import AdaptiveDepth
 from foretoken.control.fading_line import FadingLine
-from foretoken.core.records import Declined, SequenceStep, StageSeconds, StepRecord
+from foretoken.control.measured_gain import MeasuredGain
+from foretoken.core.records import AskedDrafter, Declined, SequenceStep, StageSeconds, StepRecord
 from foretoken.runner.cost_curve import CostCurve
 from foretoken.runner.costs import PassCosts
 
@@ -315,3 +317,29 @@ def test_a_disturbed_iteration_does_not_end_drafting() -> None:
     depth = budget.depth(1)
     budget.learn(record(depth, [depth], level=0.01, verify=500.0))
     assert all(live(budget, 0.8, 0.01, 20))
+
+
+@pytest.mark.parametrize("level", [0.2, 0.3])
+@pytest.mark.parametrize(
+    "slowness",
+    [
+        lambda i: 5.0 if i % 8 == 7 else 1.0,
+        lambda i: 5.0,  # from the first iteration on: costs were measured while the machine was idle
+        lambda i: 5.0 if i > 60 else 1.0,
+        lambda i: 8.0 if (i // 30) % 2 else 1.0,
+    ],
+    ids=["every eighth iteration", "all", "later ones", "by turns"],
+)
+def test_a_busy_machine_does_not_end_drafting(slowness: Callable[[int], float], level: float) -> None:
+    """Drafts and passes take several times as long alike, so drafts gain what they did."""
+    budget = AdaptiveDepth(CostCurve(*FLAT), chain(8), timed=[(1, level), (1, level), (4, 4 * level), (4, 4 * level)])
+    controller, depths = MeasuredGain(budget), []
+    for i in range(800):
+        (allowance,) = controller.allot(1).allowances
+        depths.append(allowance.depth)
+        accepted = min(allowance.depth, int(math.log(1 - (i * 0.6180339887) % 1) / math.log(0.8)))
+        made = record(allowance.depth, [accepted], level=level * slowness(i), verify=slowness(i))
+        asked = [AskedDrafter(index=0, name="d", depth=allowance.depth, seconds=made.seconds.draft)]
+        controller.learn(replace(made, asked=asked if allowance.depth else []))
+    for begin in range(0, 800, 100):  # some iterations measure plain decoding
+        assert sum(depth > 0 for depth in depths[begin : begin + 100]) >= 94

@@ -70,6 +70,17 @@ def test_metrics_add_time_and_errors() -> None:
     assert flat["mean_acceptance_length"] == 2.0
 
 
+def test_speed_up_counts_passes_for_which_plain_decoding_was_measured() -> None:
+    metrics = GenerationMetrics()
+    for plain, num_prompt in ((None, 0), (3.0, 5), (3.0, 0), (3.0, 0)):
+        shares = {"num_tokens": 6, "num_prompt_tokens": num_prompt}
+        record = StepRecord(sequences=[], **shares, seconds=StageSeconds(verify=4.0), plain_seconds=plain)
+        metrics.add_step(step(1), record)
+    assert (metrics.compared_seconds, metrics.plain_seconds, metrics.speedup) == (8.0, 12.0, 1.5)
+    assert GenerationMetrics().speedup is None
+    assert GenerationMetrics().tokens_per_second == 0.0
+
+
 def test_metrics_without_draft_error() -> None:
     metrics = GenerationMetrics()
     metrics.add_step(step(0), StepRecord(sequences=[], num_tokens=1, seconds=StageSeconds()))

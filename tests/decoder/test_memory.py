@@ -26,6 +26,16 @@ def test_rows_are_counted_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert given == 1000 // (40 * 2)
 
 
+def test_the_share_of_the_free_memory_can_be_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "_free_bytes", lambda device: 100_000)
+    assert [memory.share_of_free(torch.device("cpu"), most) for most in (0.25, 0.5, 0.9)] == [25_000, 50_000, 50_000]
+    capacities = [
+        LLM(tiny_model("llama"), max_num_seqs=2, **arguments).target.cache.capacity
+        for arguments in ({"kv_cache_memory_bytes": 25_000}, {"gpu_memory_utilization": 0.25}, {})
+    ]
+    assert capacities[0] == capacities[1] < capacities[2]
+
+
 def test_context_is_cut_to_what_fits(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("foretoken.runner.runner.affordable_rows", lambda *args, **kwargs: 80)
     with caplog.at_level(logging.WARNING):

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
+from drafters.drafting_contexts import handle
 from end_to_end.tiny_heads import head
 from end_to_end.tiny_llms import llm
 
 from foretoken import SamplingParams
+from foretoken.control.draft_seconds import fastest_by_depth
 from foretoken.control.fixed import Fixed
 from foretoken.control.measured_gain import MeasuredGain
 from foretoken.core.records import StageSeconds, StepRecord
-from foretoken.drafters.base import DraftRequest
+from foretoken.core.token_tree import TokenTree
+from foretoken.drafters.base import DraftContext, DraftRequest
 from foretoken.drafters.heads.prefix_features import PrefixFeatures
-from foretoken.engine import drafting
+from foretoken.drafters.oracle import OracleDrafter
+from foretoken.drafters.registry import drafter_options
+from foretoken.engine import draft_timing, drafting
 from foretoken.engine.draft_timing import time_drafts
 from foretoken.runner.cost_curve import CostCurve
 from foretoken.runner.costs import PassCosts
@@ -169,3 +176,44 @@ def test_a_timed_draft_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) ->
     engine.drafters[0].begin(0, request)
     assert (set(features._fed), set(features._known)) == ({0}, {0})
     assert not any(features._waiting)
+
+
+class Clock:
+    """A clock that work advances, by several times as much while another program runs."""
+
+    def __init__(self, slowness: Callable[[int], float]) -> None:
+        self.now, self._slowness, self._num = 0.0, slowness, 0
+
+    def work(self, seconds: float) -> None:
+        self.now += seconds * self._slowness(self._num)
+        self._num += 1
+
+
+@pytest.mark.parametrize(
+    "slowness",
+    [lambda i: 1.0, lambda i: 5.0, lambda i: 5.0 if i < 12 else 1.0, lambda i: 5.0 if i % 5 == 4 else 1.0],
+    ids=["idle", "busy", "busy at first", "busy now and then"],
+)
+def test_what_drafts_take_is_told_as_on_an_idle_machine(
+    slowness: Callable[[int], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes were timed on an idle machine before: a busy one made drafts five times as dear beside them."""
+    clock, costs = Clock(slowness), CostCurve((1, 16), (1.0, 1.0))
+
+    def run(work: Any) -> Any:
+        clock.work(costs(work.num_tokens))
+        return SimpleNamespace(features=None)
+
+    class Steady(OracleDrafter):
+        def propose(self, context: DraftContext) -> TokenTree:
+            clock.work(0.2 * context.max_depth[0])
+            return super().propose(context)
+
+    monkeypatch.setattr(draft_timing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(draft_timing, "_LIMIT_S", 1e9)
+    options = drafter_options({"method": "oracle", "references": [[0] * 90], "num_speculative_tokens": 4})
+    drafter = Steady(options)  # type: ignore[arg-type]
+    target = handle(run=run, measured_costs=lambda: costs)
+    drafter.attach(target)
+    fastest = fastest_by_depth(time_drafts(drafter, target))
+    assert fastest == pytest.approx({1: 0.2, 4: 0.8}, rel=1e-9)

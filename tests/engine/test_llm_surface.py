@@ -246,7 +246,8 @@ def test_without_a_tokenizer_text_is_refused(prompt: Any, params: SamplingParams
         ({"n_gpu_layers": 4}, r"LLM has no argument 'n_gpu_layers'\."),
         ({"tensor_parallel_size": 2}, r"tensor_parallel_size = 2 is not supported\. The model runs on one device"),
         ({"tensor_parallel_size": True}, "tensor_parallel_size = True is not supported"),
-        ({"gpu_memory_utilization": 0.2}, r"gpu_memory_utilization = 0\.2 is not supported\. The KV cache takes"),
+        ({"gpu_memory_utilization": 1.2}, r"gpu_memory_utilization is 1\.2\. Expected above 0 and at most 1"),
+        ({"gpu_memory_utilization": True}, "gpu_memory_utilization is True. Expected a number"),
         ({"trust_remote_code": "yes"}, "trust_remote_code = 'yes' is not supported. Code that comes with a model"),
         ({"runner": "pooling"}, "runner 'pooling' does not exist"),
         ({"enable_prefix_caching": "yes"}, "enable_prefix_caching is 'yes'. Expected True or False"),
@@ -270,7 +271,7 @@ def test_engines_that_cannot_work_are_refused(arguments: dict[str, Any], sentenc
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "gpu_memory_utilization": 0.9, "enforce_eager": True},
+        {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "block_size": 16, "enforce_eager": True},
         {"trust_remote_code": False, "quantization": None, "code_revision": None, "tokenizer_mode": "auto"},
         {"swap_space": 4, "cpu_offload_gb": 0, "load_format": "auto"},
         {"distributed_executor_backend": None, "enable_chunked_prefill": True, "disable_log_stats": True},

@@ -4,7 +4,7 @@ from argparse import ArgumentParser
 from pathlib import Path
 from typing import Any
 
-from foretoken import LLM, EngineArgs, SamplingParams
+from foretoken import LLM, EngineArgs
 from foretoken.outputs import RequestOutput
 
 
@@ -25,7 +25,7 @@ def main(args: dict[str, Any]) -> None:
     chosen = {name: args.pop(name) for name in ("max_tokens", "temperature", "top_p", "top_k")}
     chat_template_path = args.pop("chat_template_path")
     llm = LLM(**args)
-    sampling_params = SamplingParams()
+    sampling_params = llm.get_default_sampling_params()
     if chosen["max_tokens"] is not None:
         sampling_params.max_tokens = chosen["max_tokens"]
     if chosen["temperature"] is not None:

@@ -9,11 +9,11 @@ sampling_params = SamplingParams(temperature=0.0)
 
 
 def main() -> None:
-    with LLM(model="models/tinycode", enable_prefix_caching=False, gpu_memory_utilization=0.6) as regular_llm:
+    with LLM(model="models/tinycode", enable_prefix_caching=False, gpu_memory_utilization=0.4) as regular_llm:
         outputs = regular_llm.generate(generating_prompts, sampling_params)
     regular_generated_texts = [output.outputs[0].text for output in outputs]
 
-    prefix_cached_llm = LLM(model="models/tinycode", enable_prefix_caching=True, gpu_memory_utilization=0.6)
+    prefix_cached_llm = LLM(model="models/tinycode", enable_prefix_caching=True, gpu_memory_utilization=0.4)
     prefix_cached_llm.generate(generating_prompts[0], sampling_params)
     outputs = prefix_cached_llm.generate(generating_prompts, sampling_params)
     cached_generated_texts = []
