@@ -1,6 +1,8 @@
 """What probably follows a text, by what followed its last tokens before: a path, or a tree of the likeliest nodes.
 
-Every length of match gives a draft; a longer match may have as many tokens more. The draft with the greatest score
+A token is as probable as the share of a match's occurrences after which it came; the end of the text itself, which
+nothing has followed yet, is none of them. Every length of match gives a draft; a longer match may have as many tokens
+more. The draft with the greatest score
 wins: the sum of its nodes' path probabilities, which is how many of its tokens are expected to be accepted.
 
 Source: Oliaro et al. 2024 (arXiv 2411.04975), section 4, and ArcticInference's choice between trees.
@@ -60,9 +62,9 @@ class DraftLimits(NamedTuple):
     least_prob: float
     is_path: bool
 
-    def least_count(self, prob: float, match: Match) -> float:
-        """Occurrences that a token after a match must have at least, where the match's path has a probability."""
-        return self.least_prob / prob * match.count * (1 - _ROUNDING)
+    def least_count(self, prob: float, followed: int) -> float:
+        """Occurrences that a token must have at least, of those that followed a path of some probability."""
+        return self.least_prob / prob * followed * (1 - _ROUNDING)
 
 
 def best_draft(sources: Sequence[SuffixMatches], max_depth: int, limits: DraftLimits) -> Draft:
@@ -88,7 +90,7 @@ def _better_draft(matches: SuffixMatches, max_depth: int, limits: DraftLimits, k
         if bound < best_score:
             break
         match = matches.match(length) if bound > best_score or length > best_length else None
-        if match is None or bound * matches.continued(match) < best_score * match.count:
+        if match is None:
             continue
         size = bound if limits.is_path else room
         if size <= tried.get(match.count, 0):
@@ -128,11 +130,12 @@ def _likely_path(matches: SuffixMatches, match: Match, room: int, limits: DraftL
             score += prob * len(run)
             match = match.longer(len(run))
             continue
-        found = matches.most_frequent(match, limits.least_count(prob, match))
+        followed = matches.followed(match)
+        found = matches.most_frequent(match, limits.least_count(prob, followed))
         if found is None:
             break
         token, longer = found
-        prob *= longer.count / match.count
+        prob *= longer.count / followed
         if prob < limits.least_prob * (1 - _ROUNDING):
             break
         if score + prob * (room - len(tokens)) < to_beat * (1 - _ROUNDING):
@@ -158,9 +161,10 @@ def _likely_tree(matches: SuffixMatches, match: Match, room: int, limits: DraftL
             node = draft.add(node, token, prob)
         if draft.depth_below(node):
             match = match.longer(len(run)) if run else match
-            following = matches.following(match, limits.least_count(prob, match))
+            followed = matches.followed(match)
+            following = matches.following(match, limits.least_count(prob, followed))
             for token, longer in following[: room - len(draft.tokens)]:
-                value = prob * (longer.count / match.count)
+                value = prob * (longer.count / followed)
                 if value < limits.least_prob * (1 - _ROUNDING):
                     break
                 num_offered += 1

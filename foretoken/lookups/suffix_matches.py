@@ -76,7 +76,7 @@ class SuffixMatches:
         count += len(ends)
         return Match(branch, length, count, ends) if count > 1 else None
 
-    def continued(self, match: Match) -> int:
+    def followed(self, match: Match) -> int:
         """How many occurrences of a match something may have followed: not the end of the text itself."""
         return match.count - (bool(match.ends) and match.ends[-1] == len(self._text))
 

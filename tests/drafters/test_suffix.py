@@ -59,8 +59,8 @@ def test_what_followed_in_the_own_text() -> None:
     tree = lookup.propose(context([text]))
     assert tree.rows()[0].tokens == [3, 9, 8, 4, 1, 2, 3], "six tokens for a match of three"
     assert tree.scores is not None
-    # Three occurrences, the last one without successor: two go on with 9, one of them with 8.
-    assert tree.scores[0].tolist() == pytest.approx([0.0, *map(math.log, [2 / 3, *[1 / 3] * 5])])
+    # Two occurrences before the end of the text: both go on with 9, one of them with 8.
+    assert tree.scores[0].tolist() == pytest.approx([0.0, *map(math.log, [1, *[1 / 2] * 5])])
 
 
 @pytest.mark.parametrize(("factor", "expected"), [(1.0, 2), (3.0, 6), (0.4, 0), (0.0, 0)])
@@ -101,7 +101,7 @@ def test_a_path_is_continued_by_what_others_wrote() -> None:
 def test_a_run_of_one_token_is_drafted_on(tree: str) -> None:
     lookup = drafter(tree=tree)
     request(lookup, [])
-    assert drafted(lookup, [1, *[7] * 16]) == [7] * 7
+    assert drafted(lookup, [1, *[7] * 16]) == [7] * 8
 
 
 def test_a_tree_holds_the_frequent_continuations_and_no_rare_ones() -> None:

@@ -14,6 +14,11 @@ from foretoken.lookups.suffix_matches import SuffixMatches
 from foretoken.lookups.suffix_tree import SuffixTree
 
 
+def num_followed(texts: list[list[int]], run: list[int], *, is_own: bool) -> int:
+    """Occurrences of a run; the end of the text that is drafted for is none."""
+    return len(occurrences(texts, run)) - (is_own and texts[0][-len(run) :] == run)
+
+
 def draft_by_hand(texts: list[list[int]], tokens: list[int], limits: DraftLimits, *, is_own: bool) -> float:
     """The score of the best draft, every length of match tried and nothing left out."""
     best = 0.0
@@ -29,7 +34,7 @@ def draft_by_hand(texts: list[list[int]], tokens: list[int], limits: DraftLimits
             if len(path) > length:
                 probs.append(prob)
             if len(path) - length < depth:
-                total = len(occurrences(texts, path))
+                total = num_followed(texts, path, is_own=is_own)
                 nodes = [(prob * count / total, [*path, token]) for token, count in children_by_hand(texts, path)]
                 nodes = nodes[:1] if limits.is_path else nodes
                 open_nodes += [node for node in nodes if node[0] >= limits.least_prob * (1 - 1e-9)]
@@ -47,7 +52,9 @@ LIMITS = st.builds(
 )
 
 
-def check_draft(draft: Draft, texts: list[list[int]], tokens: list[int], limits: DraftLimits) -> None:
+def check_draft(
+    draft: Draft, texts: list[list[int]], tokens: list[int], limits: DraftLimits, *, is_own: bool = False
+) -> None:
     """A draft is a tree within its limits whose probabilities some match gives."""
     assert len(draft.tokens) <= limits.most_nodes
     paths: list[list[int]] = [[]]
@@ -63,7 +70,7 @@ def check_draft(draft: Draft, texts: list[list[int]], tokens: list[int], limits:
         for path in paths[1:]:
             prob = 1.0
             for depth in range(len(path)):
-                total = len(occurrences(texts, run + path[:depth]))
+                total = num_followed(texts, run + path[:depth], is_own=is_own)
                 prob *= len(occurrences(texts, run + path[: depth + 1])) / total if total else 0.0
             probs.append(prob)
         fits.append(probs == pytest.approx(draft.probs))
@@ -76,7 +83,18 @@ def test_the_best_draft_of_a_growing_text(tokens: list[int], limits: DraftLimits
     """What is left out to save time never has a better score."""
     draft = best_draft([open_matches(tokens)], DEPTH, limits)
     assert draft.score == pytest.approx(draft_by_hand([tokens], tokens, limits, is_own=True))
-    check_draft(draft, [tokens], tokens, limits)
+    check_draft(draft, [tokens], tokens, limits, is_own=True)
+
+
+@pytest.mark.parametrize("is_path", [True, False])
+def test_a_request_and_the_pool_estimate_alike(is_path: bool) -> None:
+    """Where both know the same occurrences, as two of "1 2 3" and one of "1 2 4", scores are the same."""
+    known, end = [1, 2, 3, 5, 1, 2, 4, 6, 1, 2, 3, 5, 9, 8], [1, 2]
+    limits = DraftLimits(most_nodes=4, most_depth=3, spec_factor=4.0, least_prob=0.1, is_path=is_path)
+    own = best_draft([open_matches([*known, *end])], DEPTH, limits)
+    pool = best_draft([pool_matches([known], [7, *end])], DEPTH, limits)
+    assert sorted(zip(own.tokens, own.probs, strict=True)) == sorted(zip(pool.tokens, pool.probs, strict=True))
+    assert own.probs[:2] == [2 / 3, 2 / 3]
 
 
 @settings(max_examples=200)
