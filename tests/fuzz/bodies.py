@@ -32,11 +32,13 @@ _FIELDS = (
     "tool_choice", "max_completion_tokens", "chat_template", "chat_template_kwargs", "add_generation_prompt",
     "continue_final_message", "add_special_tokens", "return_token_ids", "spec_decode_metrics", "input",
     "instructions", "max_output_tokens", "text", "include", "metadata", "previous_response_id", "unheard_of", "",
+    "guided_choice", "grammar", "json_schema", "regex", "n_predict", "mirostat", "lora_path", "options", "thinking",
 )  # fmt: skip
 _ODD: list[Any] = [
     None, True, False, 0, 1, -1, 2**31, 2**63, 2**64, 10**30, 0.5, -1.5, 1e308, "", "x", "1", "\x00", "é" * 300,
     "a\nb", [], {}, {"format": {"type": "json_object"}}, ["message.output_text.logprobs"],
     [None], [[]], [[[1]]], ["a", 1], {"a": 1}, {"": {}}, {"type": "json_object"},
+    {"type": "json_object", "schema": {"type": "array"}}, {"type": "json_object", "schema": 5},
     {"type": "json_schema"}, {"regex": "[a-z]{1,4}"}, {"regex": "("}, {"choice": ["a", "b"]}, {"enabled": False},
     {"max_nodes": 3},
     {"type": "content", "content": "abc"}, {"role": "user", "content": "a"}, [{"role": "user", "content": []}],

@@ -39,6 +39,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     arguments = RayArguments(
         model="models/tinycode", served_model_name="tinycode", speculative_config="ngram:num_speculative_tokens=6",
         num_replicas=2, chat_template=str(template), api_key_file=str(keys), ray_actor_options={"num_cpus": 1},
+        allowed_origins=["https://app.example.org"], override_generation_config={"max_new_tokens": 200},
     )  # fmt: skip
     with ray_cluster(num_cpus=4):
         from ray import serve
@@ -77,6 +78,12 @@ def test_answers_are_those_of_one_engine(client: openai.OpenAI, plain: LiveServe
     assert httpx.get(f"{url}/health").json() == {"status": "ok"}
     with pytest.raises(openai.BadRequestError, match="temperature"):
         create(client, "greedy", temperature=-1)
+    answer = create(client, "greedy", max_tokens=900, extra_body={"ignore_eos": True})
+    assert answer.usage.completion_tokens == 200, "the most that the replicas were told"
+    for origin, status in (("https://app.example.org", 200), ("https://evil.example", 400)):
+        headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        answer = httpx.options(f"{url}/v1/models", headers=headers)
+        assert (answer.status_code, "access-control-allow-origin" in answer.headers) == (status, status == 200)
 
 
 def test_a_prefix_has_its_replica_and_prefixes_are_spread(client: openai.OpenAI, url: str) -> None:
