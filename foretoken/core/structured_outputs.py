@@ -12,6 +12,7 @@ from foretoken.core.errors import RequestError, nearest_name_hint, one_line
 
 _LONGEST_GRAMMAR = 65_536  # characters of a schema, a grammar, or all choices together
 _LONGEST_REGEX = 2_048
+_LONGEST_TAG = 64
 _MOST_CHOICES = 2_000  # also values of one "enum"
 _DEEPEST_SCHEMA = 32  # containers within each other
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -70,6 +71,10 @@ class StructuredOutputsParams:
                 raise RequestError(f"reasoning is {shown(self.reasoning)}. Expected two texts, the second not empty.")
             for text in self.reasoning:
                 check_text("a text of reasoning", text)
+                if len(text) > _LONGEST_TAG:
+                    raise RequestError(
+                        f"reasoning has a text of {len(text)} characters. Expected at most {_LONGEST_TAG}."
+                    )
 
     @classmethod
     def read(cls, value: Any) -> Self:

@@ -71,12 +71,13 @@ class Grammars:
 
     def _thoughts(self, begin: str, end: str) -> str:
         """A rule in Lark's syntax for thoughts before a form; see `StructuredOutputsParams.reasoning`."""
-        special = {str(token): id_ for id_, token in self._tokenizer.added_tokens_decoder.items() if token.special}
+        tokens = getattr(self._tokenizer, "added_tokens_decoder", {})
+        special = {str(token): id_ for id_, token in tokens.items() if token.special}
         first, last = (f"<[{special[tag]}]>" if tag in special else json.dumps(tag) for tag in (begin, end))
-        thoughts = f"TEXT {last}" if end in special else "thoughts"
-        rule = f"thoughts[suffix={last}]: /(?s:.*)/\n" if end not in special else ""
-        start = f"({first} {thoughts} SPACE)?" if begin else f"{thoughts} SPACE"
-        return f"start: {start} @form\n{rule}TEXT: /(?s:.*)/\nSPACE: /[ \\n]{{0,4}}/\n"
+        # No text holds a special token; any other tag ends the shortest text that it can end.
+        thoughts = f"TEXT {last}\nTEXT: /(?s:.*)/" if end in special else f"text\ntext[suffix={last}]: /(?s:.*)/"
+        start = f"({first} thoughts SPACE)?" if begin else "thoughts SPACE"
+        return f"start: {start} @form\nthoughts: {thoughts}\nSPACE: /[ \\n]{{0,4}}/\n"
 
     def _matcher(self, form: Form, kind: str) -> Any:
         """A matcher at the beginning of a form, which stays there; one thread at a time compiles.

@@ -111,7 +111,7 @@ class _Server:
             engine.llm, config.chat_template, tool_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
         )  # fmt: skip
-        _log.info("how the model writes, by its template or as told: %s", self._formats)
+        _log.info("parsers, by the chat template or as told: %s", self._formats)
         self.metrics = ServerMetrics(
             engine, config.names[0], has_vllm_names=config.has_vllm_metrics, name=config.engine_name
         )

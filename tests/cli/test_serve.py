@@ -60,6 +60,12 @@ def server() -> Iterator[tuple[subprocess.Popen[str], str]]:
         yield one
 
 
+def test_the_log_tells_how_the_model_writes(server: tuple[subprocess.Popen[str], str]) -> None:
+    assert server[0].stderr is not None
+    told = server[0].stderr.readline()
+    assert told == "parsers, by the chat template or as told: tool calls none, thoughts none\n"
+
+
 def test_sigterm_lets_running_requests_end(server: tuple[subprocess.Popen[str], str]) -> None:
     process, url = server
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
@@ -131,6 +137,8 @@ def test_a_port_that_is_taken(capfd: pytest.CaptureFixture[str]) -> None:
         (["-s", "ngram", "-s", "hydra"], "serve takes one --speculative-config"),
         (["-s", "oracle"], "has to know the text beforehand"),
         (["--metrics-compat", "tgi"], "--metrics-compat is 'tgi'. Expected vllm."),
+        (["--tool-call-parser", "herms"], "--tool-call-parser is 'herms'. Did you mean 'hermes'?"),
+        (["--reasoning-parser", "qwen"], "--reasoning-parser is 'qwen'. Did you mean 'qwen3'?"),
         (["--per-request-spec-decode-metrics", "all"], "Expected none or summary."),
         (["--host", "256.0.0.1"], "cannot listen on 256.0.0.1"),
         (["--allowed-origins", '["https://a.example", "b"]'], "an allowed origin is 'b'. Expected '*'"),
@@ -188,6 +196,7 @@ def test_options_of_vllms_server_alone_are_refused_with_what_to_do(option: list[
 def test_options_of_vllm_that_ask_for_nothing_are_taken() -> None:
     taken = (
         "-tp 1 --gpu-memory-utilization 0.9 --disable-log-requests --max-log-len 80 --block_size=16 --enforce-eager "
+        "--enable-auto-tool-choice --tool-call-parser hermes --reasoning_parser deepseek_r1 "
         "--enable-prompt-tokens-details --host 127.0.0.1 --max_num_seqs 2 --metrics-compat tgi"
     )
     assert run("serve", MODEL, *taken.split()).stderr == "error: --metrics-compat is 'tgi'. Expected vllm.\n"

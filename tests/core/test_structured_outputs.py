@@ -50,6 +50,11 @@ def nested(depth: int) -> dict[str, Any]:
         ({"json": {"description": "a" * 65536}}, "Expected 1 to 65536"),
         ({"json_object": 1}, "json_object is 1. Expected True or False"),
         ({"json_object": True, "disable_any_whitespace": "no"}, "disable_any_whitespace is 'no'"),
+        ({"regex": "a", "reasoning": "</think>"}, "reasoning is '</think>'. Expected two texts"),
+        ({"regex": "a", "reasoning": ["<think>"]}, "Expected two texts, the second not empty"),
+        ({"regex": "a", "reasoning": ["<think>", ""]}, "Expected two texts, the second not empty"),
+        ({"regex": "a", "reasoning": ["", 5]}, "a text of reasoning is 5"),
+        ({"regex": "a", "reasoning": ["", "a" * 65]}, "reasoning has a text of 65 characters. Expected at most 64."),
     ],
 )
 def test_mistakes_get_one_sentence(given: Any, part: str) -> None:

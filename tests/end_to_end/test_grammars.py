@@ -48,6 +48,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "regex": {"regex": REGEX},
     "choice": {"choice": CHOICES},
     "lark": {"grammar": LARK},
+    "thoughts": {"regex": "[a-z]{3}", "reasoning": ["", "\n"]},
+    "perhaps thoughts": {"json": SCHEMA, "reasoning": ["return", ":"]},
 }
 PROCESSED = {
     "plain": {},
@@ -117,6 +119,8 @@ def test_texts_have_their_form(temperature: float) -> None:
             assert completion.finish_reason in ("length", "stop", "error" if each.bad_words else "length")
             continue
         text = completion.text
+        if form.reasoning is not None and text.startswith(form.reasoning[0]):
+            text = text.partition(form.reasoning[1])[2].lstrip(" \n")
         if form.json is not None:
             value = json.loads(text)
             assert list(value) == ["name", "tags"]

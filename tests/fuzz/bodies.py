@@ -21,7 +21,12 @@ from fuzz import engines, values
 from fuzz.engines import shown
 from fuzz.worker import Case, FindingError
 
-_TEMPLATE = "{% for m in messages %}{{ m.role }} {{ m.content }}\n{% endfor %}"
+_TEMPLATE = (
+    "{% if tools %}<tool_call>{{ tools | tojson }}</tool_call>{% endif %}{% for m in messages %}{{ m.role }} "
+    "{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}\n{% endfor %}"
+    "{# </think> #}"
+)
+_CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
 _PATHS = {
     "/v1/completions": "prompt", "/v1/chat/completions": "messages", "/v1/responses": "input", "/tokenize": "prompt",
     "/detokenize": "tokens",
@@ -29,9 +34,10 @@ _PATHS = {
 _FIELDS = (
     *values.FIELDS, "prompt", "messages", "tokens", "model", "stream", "stream_options", "echo", "suffix", "best_of",
     "user", "response_format", "structured_outputs", "cache_salt", "speculative", "prediction", "top_logprobs", "tools",
-    "tool_choice", "max_completion_tokens", "chat_template", "chat_template_kwargs", "add_generation_prompt",
-    "continue_final_message", "add_special_tokens", "return_token_ids", "spec_decode_metrics", "input",
-    "instructions", "max_output_tokens", "text", "include", "metadata", "previous_response_id", "unheard_of", "",
+    "tool_choice", "parallel_tool_calls", "max_completion_tokens", "chat_template", "chat_template_kwargs",
+    "add_generation_prompt", "continue_final_message", "add_special_tokens", "return_token_ids", "spec_decode_metrics",
+    "input", "instructions", "max_output_tokens", "text", "include", "metadata", "previous_response_id",
+    "unheard_of", "",
     "guided_choice", "grammar", "json_schema", "regex", "n_predict", "mirostat", "lora_path", "options", "thinking",
 )  # fmt: skip
 _ODD: list[Any] = [
@@ -44,6 +50,12 @@ _ODD: list[Any] = [
     {"type": "content", "content": "abc"}, {"role": "user", "content": "a"}, [{"role": "user", "content": []}],
     [{"role": "user", "content": "abc"}], "none", "auto", "required", "summary", VOCAB_SIZE, [VOCAB_SIZE], [-1],
     ["a"] * 99,
+    [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"a": {"enum": [1, 2]}}}}}],
+    [{"type": "function", "name": "f"}], {"type": "function", "function": {"name": "f"}},
+    {"type": "function", "name": "f"},
+    [{"role": "assistant", "tool_calls": [_CALL]}, {"role": "tool", "tool_call_id": "a", "content": "x"}],
+    [{"type": "function_call", **_CALL["function"], "call_id": "a"}, {"type": "reasoning", "content": [{"text": "x"}]},
+     {"type": "function_call_output", "call_id": "a", "output": "x"}],
 ]  # fmt: skip
 
 

@@ -294,6 +294,18 @@ def test_there_may_be_no_thoughts(thinking: LiveServer) -> None:
     assert ask(thinking, said("none"), tools=[], extra_body=whole).choices[0].message.content == "No thoughts."
 
 
+def test_tags_that_are_special_tokens(tmp_path: Path) -> None:
+    """Mistral's, which texts leave out where a request does not say otherwise."""
+    scripts = {"text": f"[THINK]Hm.[/THINK] {json.dumps(GIVEN)}"}
+    template = "{{ messages[-1].content }}<|begin:text{# [THINK][/THINK] #}"
+    folder = save_scripted_model(tmp_path, scripts, template, special=["[THINK]", "[/THINK]"])
+    with live_server(LLM(folder, max_num_seqs=1), names=["scripted"]) as server:
+        form = {"response_format": {"type": "json_schema", "json_schema": {"schema": WEATHER}}}
+        for more in ({}, form):
+            message = ask(server, tools=[], **more).choices[0].message
+            assert (message.content, message.to_dict()["reasoning_content"]) == (json.dumps(GIVEN), "Hm.")
+
+
 def test_a_form_is_followed_behind_thoughts_with_drafts_as_without(speculative: LiveServer, plain: LiveServer) -> None:
     """A model that has never seen a tag writes thoughts at random, and the form behind them."""
     form = {"regex": "[0-9]{3}", "reasoning": ["", ":"]}
