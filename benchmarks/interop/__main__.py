@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
-from benchmarks.interop import eagle, fms, hydra, medusa, speculators, tgi, vllm
+from benchmarks.interop import eagle, fms, hydra, lookups, medusa, speculators, tgi, vllm
 from benchmarks.interop.borrowed import UnusableError
 from benchmarks.interop.outcome import Outcome, as_json, as_table
 from benchmarks.interop.samples import Target
@@ -33,6 +33,9 @@ PROGRAMS: dict[str, tuple[str, Comparisons]] = {
     "fms-extras": ("foundation-model-stack/fms-extras", fms.outcomes),
     "eagle": ("SafeAILab/EAGLE", eagle.official),
     "specforge": ("sgl-project/SpecForge", eagle.specforge),
+    "lade": ("hao-ai-lab/LookaheadDecoding", lookups.lookahead),
+    "recycling": ("Luowaterbi/TokenRecycling", lookups.recycling),
+    "falcon": ("Bestpay-inc/Falcon", lookups.falcon),
     "tgi": ("huggingface/text-generation-inference", tgi.outcomes),
     "vllm": ("vllm-project/vllm, or a site-packages directory with it", vllm.outcomes),
     "speculators": ("vllm-project/speculators, or a site-packages directory with it", speculators.outcomes),

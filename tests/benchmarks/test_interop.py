@@ -60,9 +60,21 @@ def clone(directory: Path, factor: float) -> Path:
 def test_without_clones_everything_is_skipped_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     said = capsys.readouterr().out
-    for option in ("medusa", "hydra", "fms-extras", "eagle", "specforge", "tgi", "vllm", "speculators"):
+    for option in (
+        "medusa",
+        "hydra",
+        "fms-extras",
+        "eagle",
+        "specforge",
+        "lade",
+        "recycling",
+        "falcon",
+        "tgi",
+        "vllm",
+        "speculators",
+    ):
         assert f"no --{option}-repo" in said
-    assert "0 comparisons ran, 8 were skipped, 0 contradict" in said
+    assert "0 comparisons ran, 11 were skipped, 0 contradict" in said
 
 
 @pytest.mark.parametrize(("factor", "code"), [(1.0, 0), (1.5, 1)])
