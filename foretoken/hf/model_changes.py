@@ -84,21 +84,22 @@ class WeightWrites:
         counted = [each for each in (*model.parameters(), *model.buffers()) if not each.is_inference()]
         # A plain tensor that shares the count says it in half of the time that a parameter takes.
         self._tensors = [each.detach() if is_plain(each) else each for each in counted]
-        self._versions = self._now()
+        self._versions = self._seen = self._now()
 
     def leave_out_written(self) -> None:
         """Leaves out what was written since the last look: by passes of the model itself."""
         pairs = zip(self._tensors, self._versions, strict=True)
         self._tensors = [tensor for tensor, version in pairs if tensor._version == version]
-        self._versions = self._now()
+        self._versions = self._seen = self._now()
 
     def are_new(self) -> bool:
         """Whether anything was written since `take`, or since this was made."""
-        return self._now() != self._versions
+        self._seen = self._now()
+        return self._seen != self._versions
 
     def take(self) -> None:
-        """Takes what was written for known."""
-        self._versions = self._now()
+        """Takes what `are_new` saw for known; writes of other threads since then are still new."""
+        self._versions = self._seen
 
     def _now(self) -> list[int]:
         return list(map(_version, self._tensors))

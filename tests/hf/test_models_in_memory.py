@@ -6,6 +6,7 @@ import copy
 import threading
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ModelError
 from foretoken.core.token_tree import TokenTree
 from foretoken.hf.loading import load_model, wrap_model
+from foretoken.runner.decoders import DECODERS
 from foretoken.runner.runner import Runner
 
 PROMPT = [5, 9, 3]
@@ -117,6 +119,27 @@ def test_weights_changed_in_place_are_seen(runner: str) -> None:
     with torch.inference_mode():
         theirs = module(torch.tensor([[5]])).logits[0, 0]
     torch.testing.assert_close(logits, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_write_while_weights_are_taken_in_is_not_lost() -> None:
+    """Another thread's, between the copies that a decoder makes and the next pass."""
+    module = tiny_model("llama", dtype=torch.float64)
+    made, make = Runner(wrap_model(module, name="mine"), num_slots=1, runner="lean-stock"), DECODERS["lean-stock"]
+
+    def write() -> None:
+        with torch.no_grad():
+            module.model.layers[1].mlp.up_proj.weight.mul_(0.5)
+
+    def made_meanwhile(*arguments: Any) -> Any:
+        decoder = make(*arguments)
+        write()
+        return decoder
+
+    write()
+    with mock.patch.dict(DECODERS, {"lean-stock": made_meanwhile}):
+        assert made.follow_weights()
+    assert made.follow_weights()
+    assert not made.follow_weights()
 
 
 def test_a_model_that_moves_on_leaves_the_target_behind() -> None:
