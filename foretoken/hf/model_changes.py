@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from foretoken.decoder.held_memory import is_plain
 
@@ -81,6 +84,8 @@ class WeightWrites:
 
     def __init__(self, model: nn.Module) -> None:
         """Nothing was written yet."""
+        _see_optimizers()
+        _alive[id(self)] = self
         counted = [each for each in (*model.parameters(), *model.buffers()) if not each.is_inference()]
         # A plain tensor that shares the count says it in half of the time that a parameter takes.
         self._tensors = [each.detach() if is_plain(each) else each for each in counted]
@@ -90,7 +95,7 @@ class WeightWrites:
         """Leaves out what was written since the last look: by passes of the model itself."""
         pairs = zip(self._tensors, self._versions, strict=True)
         self._tensors = [tensor for tensor, version in pairs if tensor._version == version]
-        self._versions = self._seen = self._now()
+        self._versions = self._now()
 
     def are_new(self) -> bool:
         """Whether anything was written since `take`, or since this was made."""
@@ -106,6 +111,24 @@ class WeightWrites:
 
 
 _version = attrgetter("_version")
+_alive: WeakValueDictionary[int, WeightWrites] = WeakValueDictionary()
+
+
+@cache
+def _see_optimizers() -> None:
+    """Looks at the steps of all optimizers of this process from now on."""
+    register_optimizer_step_post_hook(_count_step)
+
+
+def _count_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Counts a step on weights that are looked at: torch counts no writes of fused optimizers, as `Trainer` takes."""
+    if torch.compiler.is_compiling():
+        return
+    parameters = [each for group in optimizer.param_groups for each in group["params"]]
+    places = {_address(each) for each in parameters} - {0}
+    alive = filter(None, (each() for each in _alive.valuerefs()))
+    if any(_address(tensor) in places for each in alive for tensor in each._tensors):
+        torch.autograd.graph.increment_version(parameters)
 
 
 def _address(tensor: Tensor) -> int:

@@ -181,6 +181,7 @@ def test_prompts_are_counted() -> None:
 # What becomes of weights in place, so that torch counts it.
 WRITES: dict[str, Callable[[Any], object]] = {
     "an optimizer's step": lambda module: torch.optim.SGD(with_gradients(module), lr=0.25).step(),
+    "a fused optimizer's step": lambda module: torch.optim.AdamW(with_gradients(module), lr=0.25, fused=True).step(),
     "load_state_dict": lambda module: module.load_state_dict(
         {name: each * -0.7 for name, each in module.state_dict().items()}
     ),
