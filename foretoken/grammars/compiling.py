@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 # A compiled grammar takes up to 300 bytes a character (measured), and some hundred kilobytes however short it is.
 _BYTES_KEPT, _BYTES_A_CHARACTER, _BYTES_A_GRAMMAR = 512 * 2**20, 300, 2 * 2**20
 # Limits of llguidance's on lexers: a mask takes milliseconds to a few seconds. Compiling has no limit of its own.
-_LIMITS = {"initial_lexer_fuel": 1_000_000, "step_lexer_fuel": 200_000, "max_lexer_states": 50_000}
+_LIMITS = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 200_000,
+    "max_lexer_states": 50_000,
+    "max_items_in_row": 16_384,
+}
 
 
 class Grammars:

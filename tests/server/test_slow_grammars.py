@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import httpx
 import pytest
@@ -11,6 +12,7 @@ from server.live_server import LiveServer
 from slow_grammars import HOSTILE, LARGE, Gate, structured
 
 from foretoken.grammars import checks as grammar_checks
+from foretoken.grammars import compiling
 
 ASK = {"prompt": "class Queue:\n    def push(self, item):\n", "max_tokens": 48, "temperature": 0.0}
 COMPILING = 12  # requests at once, more than a thread pool of the event loop's has threads on a small machine
@@ -52,12 +54,28 @@ def test_a_form_that_takes_too_long_is_answered_400(speculative: LiveServer, mon
     assert json.loads(answer.json()["choices"][0]["text"]) == "after"
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"choice": [f"choice number {number}" for number in range(2000)]},
+        {"json": {"type": "object", "properties": {f"property_{i}": {"type": "string"} for i in range(1500)}}},
+    ],
+    ids=["choice", "json"],
+)
+def test_the_widest_forms_that_are_taken_can_be_followed(form: dict[str, Any], speculative: LiveServer) -> None:
+    """They have more ways to go on than llguidance follows by itself."""
+    body = {"prompt": "def main():", "max_tokens": 24, "temperature": 0.8, "seed": 1, "structured_outputs": form}
+    answer = speculative.post("/v1/completions", body)
+    assert answer.status_code == 200, answer.text
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_form_that_grows_too_large_while_it_is_followed_is_answered_400(
-    speculative: LiveServer, is_streamed: bool
+    speculative: LiveServer, is_streamed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It compiles; thousands of properties that may each come next are more than llguidance follows."""
-    properties = {f"name_{i}": {"type": "integer"} for i in range(1900)}
+    monkeypatch.setitem(compiling._LIMITS, "max_items_in_row", 1000)
+    properties = {f"name_{is_streamed}_{i}": {"type": "integer"} for i in range(900)}
     form = {"json": {"type": "object", "properties": properties, "additionalProperties": False}}
     answer = speculative.post("/v1/completions", {**ASK, "structured_outputs": form, "stream": is_streamed})
     if is_streamed:
