@@ -25,7 +25,9 @@ def dear_requests(context_len: int) -> Iterator[DearRequest]:
     """Each of them, made when it is asked for; context_len: most tokens of a sequence of the model."""
     for name, (path, make) in _REQUESTS.items():
         body = make(context_len)
-        yield DearRequest(name, path, body if isinstance(body, bytes) else json.dumps(body).encode())
+        yield DearRequest(
+            name, path, body if isinstance(body, bytes) else json.dumps(body, ensure_ascii=False).encode()
+        )
 
 
 def _text(unit: str) -> str:
@@ -46,7 +48,7 @@ def _prompt(length: int, **more: Any) -> dict[str, Any]:
 
 def _tools(num_bytes: int) -> list[dict[str, Any]]:
     """Descriptions of 100 functions."""
-    parameters = {f"p{i}": {"type": "string", "description": "text"} for i in range(num_bytes // 100 // 48)}
+    parameters = {f"p{i}": {"type": "string", "description": "text"} for i in range(num_bytes // 100 // 54)}
     schema = {"type": "object", "properties": parameters}
     return [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(100)]
 

@@ -19,6 +19,7 @@ from foretoken.engine.request_stream import RequestOutputs, RequestStream
 from foretoken.engine.serving_thread import ServingThread
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from types import TracebackType
 
     from foretoken.core.sampling_params import SamplingParams
@@ -92,7 +93,13 @@ class AsyncLLM(BuiltPerProcess):
         return self._thread.iteration_seconds
 
     def submit(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        client: object = None,
+        check: Callable[[int], None] | None = None,
     ) -> RequestStream:
         """Has a request served. Returns at once, in any thread, with or without an event loop.
 
@@ -100,6 +107,9 @@ class AsyncLLM(BuiltPerProcess):
             prompt: One prompt, in any of the forms of `LLM.generate`.
             sampling_params: None for the defaults.
             request_id: Its name in results; of no other request that is alive. None gives it one.
+            client: Who asks, anything that can be a key of a dictionary: where slots are few, clients share them
+                evenly, however many requests and completions each has. None for a client of its own.
+            check: Called with the tokens of the prompt before the request waits; may refuse it by raising.
 
         Returns:
             What it brings.
@@ -109,7 +119,7 @@ class AsyncLLM(BuiltPerProcess):
             QueueFull: When too many requests wait.
             EngineStopped: When no requests are served any more.
         """
-        return self._begin("submit", prompt, sampling_params, request_id)
+        return self._begin("submit", prompt, sampling_params, request_id, client=client, check=check)
 
     def generate(
         self,
@@ -137,7 +147,16 @@ class AsyncLLM(BuiltPerProcess):
         check_other_keywords("generate", others, ("prompt", "sampling_params", "request_id"))
         return RequestOutputs(lambda: self._begin(None, prompt, sampling_params, request_id))
 
-    def _begin(self, call: str | None, prompt: Any, sampling_params: Any, request_id: Any) -> RequestStream:
+    def _begin(
+        self,
+        call: str | None,
+        prompt: Any,
+        sampling_params: Any,
+        request_id: Any,
+        *,
+        client: object = None,
+        check: Callable[[int], None] | None = None,
+    ) -> RequestStream:
         """See `submit`; call: its name where only new parts can be asked for."""
         if request_id is not None:
             check_text("request_id", request_id)
@@ -149,6 +168,11 @@ class AsyncLLM(BuiltPerProcess):
         request = self.llm.shared.requests.read_one(prompt, sampling_params, request_id)
         if call is not None:
             request.check_new_parts(call)
+        if check is not None:
+            check(request.num_prompt)
+        client = object() if client is None else client
+        for sequence in request.sequences:
+            sequence.client = client
         served = self._queue.add(request, self._thread.hand_over)
         return RequestStream(self, request, served.mailbox, partial(self._thread.give_up, served))
 

@@ -155,9 +155,9 @@ class Engine:
             return
         self._scheduler.schedule()
         running, is_read = self._scheduler.running, self._prefill.is_over
-        for sequence in running:
-            if sequence.finish_reason is None and sequence.wants_prompt_scores:
-                self._feed_scored(self._prefill.next_chunks([sequence], 0))
+        scored = [s for s in running if s.finish_reason is None and s.wants_prompt_scores]
+        if scored:  # one chunk an iteration: others wait for it
+            self._feed_scored(scored[0], sum(s.finish_reason is None and is_read(s) for s in running))
         decoding = [s for s in running if s.finish_reason is None and is_read(s)]
         joining = [s for s in running if s.finish_reason is None and not is_read(s) and not s.wants_prompt_scores]
         if decoding or joining:
@@ -177,15 +177,19 @@ class Engine:
             return False
         return True
 
-    def _feed_scored(self, chunks: list[Chunk]) -> None:
+    def _feed_scored(self, sequence: Sequence, num_decoding: int) -> None:
         """A pass over one chunk of a prompt, with the log-probabilities of the tokens that follow its own.
 
         The root is left to the next iteration.
+
+        Args:
+            sequence: Whose prompt it is.
+            num_decoding: Sequences that decode in the same iteration, which bound the chunk.
         """
-        begin = time.perf_counter()
-        output = contained(chunks[0].sequence, self._scored, chunks)
+        begin, chunks = time.perf_counter(), self._prefill.next_chunks([sequence], num_decoding)
+        output = contained(sequence, self._scored, chunks)
         if output is not None:
-            self._prefill.learn(chunks, output.features, time.perf_counter() - begin, 0)
+            self._prefill.learn(chunks, output.features, time.perf_counter() - begin, num_decoding)
 
     def _scored(self, sequence: Sequence, chunks: list[Chunk]) -> PassOutput:
         """The pass of `_feed_scored`, whose log-probabilities are kept with the sequence."""

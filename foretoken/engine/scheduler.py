@@ -1,7 +1,9 @@
 """Which sequences run, in which slots, and over how many KV rows.
 
-Sequences join in the order in which they came, when a slot is free and there are KV rows for all of their tokens. Those
-whose prompt begins as one that is being read wait for that, a slot kept free for them, and go on from its rows.
+Sequences join in the order in which they came, when a slot is free and there are KV rows for all of their tokens; those
+of clients that have fewer sequences running come first. Where no slot is free, and a client that waits has at least two
+sequences fewer than another one, the other's sequence that joined last is preempted. Sequences whose prompt begins as
+one that is being read wait for that, a slot kept free for them, and go on from its rows.
 
 Sequences that run need more rows with every token. Where rows are shared and there are no more, texts that free slots
 still hold are given up first, the oldest first; then the sequence that joined last is preempted: it waits for a slot as
@@ -10,7 +12,8 @@ if it had just come, before all others, and all that it has so far is read again
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from foretoken.core.common_prefix import common_prefix_len
@@ -53,6 +56,7 @@ class Scheduler:
             target, drafting, history, slots, counts,
         )  # fmt: skip
         self._waiting: deque[Sequence] = deque()
+        self._has_clients = False  # any sequence so far
         self.running: list[Sequence] = []
 
     @property
@@ -82,6 +86,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence."""
         self._waiting.append(sequence)
+        self._has_clients |= sequence.client is not None
 
     def schedule(self) -> None:
         """Gives slots to waiting sequences, and all that run the KV rows that a pass over the widest tree writes."""
@@ -90,8 +95,10 @@ class Scheduler:
         for sequence in self.running:
             if sequence.slot is not None:
                 self._reserve(sequence.slot, self._rows_of(sequence))
+        if self._waiting and not self._slots.free:
+            self._make_way()
         held_back: list[Sequence] = []  # which keep their place
-        for sequence in [*self._waiting] if self._slots.free else ():
+        for sequence in self._in_turn() if self._slots.free else ():
             if len(self._slots.free) == len(held_back) or not self._fits([*self.running, *held_back, sequence]):
                 break
             if self._is_being_read(sequence):
@@ -120,6 +127,24 @@ class Scheduler:
             if sequence.finish_reason is not None and sequence.has_begun:
                 self._counts.end(sequence)
         self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
+
+    def _in_turn(self) -> list[Sequence]:
+        """Sequences that wait, those first whose clients have fewest that run or come before them."""
+        if not self._has_clients:
+            return [*self._waiting]
+        counts = Counter(s.client for s in self.running)
+        ranks = []
+        for sequence in self._waiting:
+            ranks.append(counts[sequence.client] if sequence.client is not None else 0)
+            counts[sequence.client] += 1
+        return [sequence for _, sequence in sorted(zip(ranks, self._waiting, strict=True), key=itemgetter(0))]
+
+    def _make_way(self) -> None:
+        """Frees a slot where a sequence waits whose client has at least two fewer than another one."""
+        counts = Counter(s.client for s in self.running if s.client is not None)
+        client, most = next(iter(counts.most_common(1)), (None, 0))
+        if most > 1 and any(s.client is not None and counts[s.client] + 1 < most for s in self._waiting):
+            self._preempt([s for s in self.running if s.client == client][-1])
 
     def _fits(self, sequences: Iterable[Sequence]) -> bool:
         """Whether there are rows for the next pass over some sequences, if the others have none."""

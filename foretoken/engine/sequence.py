@@ -62,6 +62,7 @@ class Sequence:
         cache_salt: Likewise for drafters, see `foretoken.drafters.base.DraftRequest`.
         grammar: What may follow its output; None without a grammar.
         max_nodes: Most nodes of its trees, root included; None for no bound of its own.
+        client: Whose it is, for slots to be shared among clients; None for nobody's.
     """
 
     def __init__(  # noqa: PLR0913 - facts of a completion, each by its name
@@ -87,6 +88,7 @@ class Sequence:
         self.request_id, self.index, self.sampling, self.is_seeded = request_id, index, sampling, is_seeded
         self.tokens, self.num_prompt, self.num_cached = list(prompt), len(prompt), 0
         self.slot: int | None = None
+        self.client: object = None
         self.has_begun = False
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None

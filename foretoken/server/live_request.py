@@ -87,14 +87,20 @@ class LiveRequest:
         """
         streams: list[RequestStream] = []
         echoes: list[EchoedPrompt] = []
-        request = envelope.request
+        request, lengths = envelope.request, list[int]()
+        call = partial(engine.submit, sampling_params=request.params, client=object())  # of all prompts
         submit = in_thread if request.params.structured_outputs is None else partial(in_pool, _compiling)
+
+        def check(num_prompt: int) -> None:
+            lengths.append(num_prompt)
+            _check_entries(request, lengths)
+            if request.has_max_tokens:
+                _check_room(num_prompt, request.params.max_tokens, engine.llm.target.context_len)
+
+        _check_entries(request, [len(prompt.get("prompt_token_ids", ())) for prompt in request.prompts])
         with undone_on_error(lambda: _abort(streams)):
             for prompt in request.prompts:  # reading a long prompt would hold up other requests' parts
-                streams.append(await submit(partial(engine.submit, prompt, request.params)))
-                _check_entries(request, [stream.num_prompt for stream in streams])
-                if request.has_max_tokens:
-                    _check_room(streams[-1].num_prompt, request.params.max_tokens, engine.llm.target.context_len)
+                streams.append(await submit(partial(call, prompt, check=check)))
                 if request.is_echoed:
                     given = prompt.get("prompt"), streams[-1].prompt_token_ids
                     echoes.append(await in_thread(EchoedPrompt.read, engine.llm, *given))

@@ -14,6 +14,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -364,6 +365,52 @@ def test_no_more_requests_and_tokens_wait_than_may() -> None:
         gate.open()
         assert [o.outputs[0].finish_reason for o in await within_patience(*tasks)] == ["length"] * 3
         assert [o.outputs[0].finish_reason for o in await within_patience(engine.generate([5], GREEDY))] == ["length"]
+        engine.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("drafter", ["none", "ngram tree"])
+def test_a_client_that_asks_for_much_lets_others_in(drafter: str) -> None:
+    """All slots are one client's when another comes, which gets one at once; every text is that of a single call."""
+    runner, gate = "lean-native", Gate()
+    mix, plain = request_mix(), plain_mix(runner)
+    shared = llm(
+        DRAFTERS[drafter](references(plain)), runner=runner, max_num_seqs=3, max_model_len=CONTEXT_LEN, on_step=gate
+    )
+
+    async def run() -> list[RequestOutput]:
+        engine, streams = AsyncLLM(shared), []
+        for request in mix:
+            streams.append(engine.submit(request.prompt, request.params, client="many"))
+        await asyncio.to_thread(gate.wait)
+        streams.append(engine.submit(mix[0].prompt, mix[0].params, client="one", request_id="one"))
+        gate.open(10_000)
+        outputs = await within_patience(*(stream.output() for stream in streams))
+        await asyncio.to_thread(engine.close)
+        return outputs
+
+    outputs = asyncio.run(run())
+    assert [ids_of(output) for output in outputs] == [ids_of(each) for each in (*plain, plain[0])]
+    took_part = [any(step.request_id == "one" for step in record.sequences) for record in gate.records]
+    assert took_part.index(True) <= 2
+    assert took_part[-1] is False
+    assert sum(output.metrics.num_preemptions for output in outputs[:-1]) == 1
+    assert outputs[-1].metrics.num_preemptions == 0
+    assert is_idle(shared)
+
+
+def test_completions_of_one_request_let_another_in() -> None:
+    gate = Gate()
+
+    async def run() -> None:
+        engine = AsyncLLM(llm({}, max_num_seqs=2, on_step=gate))
+        many = asyncio.create_task(engine.generate([5, 6, 7], replace(LONG, n=4)))
+        await asyncio.to_thread(gate.wait)
+        gate.open()
+        await within_patience(engine.generate([5, 6], GREEDY))
+        assert not many.done()
+        await within_patience(many)
         engine.close()
 
     asyncio.run(run())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -198,3 +200,23 @@ class TestBudget:
 def test_limits_that_are_none(value: Any) -> None:
     with pytest.raises(ConfigError, match="max_num_batched_tokens"):
         llm({}, max_num_batched_tokens=value)
+
+
+def test_prompts_that_are_scored_take_turns_with_those_who_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One chunk of one prompt an iteration, as small as of prompts that are only read."""
+    scored = replace(PARAMS, prompt_logprobs=2, max_tokens=4)
+    alone = [llm({}).generate([prompt], scored)[0] for prompt in PROMPTS]
+    engine = llm({}, max_num_seqs=4)
+    passes = watched(engine, monkeypatch)
+    first, *others = engine.generate([[5, 6], *PROMPTS], [replace(PARAMS, max_tokens=60), *[scored] * len(PROMPTS)])
+    assert [output.outputs[0].token_ids for output in others] == [each.outputs[0].token_ids for each in alone]
+    assert [list(each) for output in others for each in output.prompt_logprobs or () if each] == [
+        list(each) for output in alone for each in output.prompt_logprobs or () if each
+    ]
+    begin = next(at for at, (count, _) in enumerate(passes) if count)
+    end = len(passes) - next(at for at, (_, chunks) in enumerate(reversed(passes)) if chunks)
+    kinds = [bool(count) for count, _ in passes[begin:end]]
+    assert kinds.count(False) > len(PROMPTS)
+    assert not any(not one and not other for one, other in pairwise(kinds)), "two were read, and nobody decoded between"
+    assert max(sum(chunks) for count, chunks in passes[begin:end] if not count) < 30
+    assert len(first.outputs[0].token_ids) == 60
