@@ -1,4 +1,4 @@
-"""What an answer's text says: thoughts, content and calls, however the text is cut into pieces."""
+"""Splits the text of an answer into thoughts, content and tool calls, whole or piece by piece."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ if TYPE_CHECKING:
     from foretoken.server.tool_formats import Call, Schemas, Tags, ToolFormat
     from foretoken.server.tool_requests import ToolUse
 
-_MOST_SPACES = 64  # before a tag that begins thoughts
+_MOST_SPACES = 64  # white space that may precede the opening tag of thoughts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageForm:
-    """How the text of an answer is read.
+    """Says how to read the text of one answer.
 
     Attributes:
-        tags: Of thoughts; None where there are none.
-        is_thinking: Whether the prompt ends within thoughts.
-        calls: How calls are written; None where there are none.
-        schemas: The parameters of every tool, by its name.
-        forced: The tool whose arguments the whole answer is; None for any calls.
+        tags: The tags around thoughts; None for an answer without thoughts.
+        is_thinking: Whether the prompt already contains the opening tag.
+        calls: The format of tool calls; None for an answer without calls.
+        schemas: The JSON schema of each tool's parameters, by the tool's name.
+        forced: The named tool; the whole answer is its arguments. None if the request names no tool.
         is_parallel: Whether an answer may have several calls.
-        decode: Gives the text of token ids, special tokens included.
+        decode: Decodes token ids to text, special tokens included.
     """
 
     tags: Tags | None = None
@@ -42,7 +42,7 @@ class MessageForm:
     decode: Callable[[Sequence[int]], str] = lambda _: ""
 
     def num_thoughts(self, token_ids: Sequence[int]) -> int:
-        """Tokens of an answer that are thoughts, those that begin and end them included."""
+        """Returns the number of tokens in the thoughts of an answer, with the tokens of both tags."""
         if self.tags is None or not (self.is_certain or self.decode(token_ids).lstrip().startswith(self.tags.begin)):
             return 0
         end, most = self.tags.end, len(token_ids)
@@ -50,24 +50,24 @@ class MessageForm:
 
     @property
     def is_certain(self) -> bool:
-        """Whether the text begins with thoughts whatever it begins with."""
+        """Whether the text begins with thoughts even without the opening tag."""
         return self.is_thinking or (self.tags is not None and self.tags.is_certain)
 
     @property
     def thoughts(self) -> tuple[str, str] | None:
-        """What begins and ends thoughts before a form of output; see `StructuredOutputsParams.reasoning`."""
+        """The opening and closing tag for `StructuredOutputsParams.reasoning`; None without thoughts."""
         return None if self.tags is None else ("" if self.is_certain else self.tags.begin, self.tags.end)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerFormats:
-    """How a model writes.
+    """The formats in which a model writes calls and thoughts.
 
     Attributes:
-        calls: Its calls; None where that is not known.
-        tags: Its thoughts; None where it has none.
-        has_special_markers: Whether markers of either are special tokens, which texts leave out.
-        decode: Gives the text of token ids, special tokens included.
+        calls: The format of tool calls; None if it is unknown.
+        tags: The tags around thoughts; None if the model writes no thoughts.
+        has_special_markers: Whether a marker of calls or thoughts is a special token, which decoded text omits.
+        decode: Decodes token ids to text, special tokens included.
     """
 
     calls: ToolFormat | None = None
@@ -79,16 +79,16 @@ class AnswerFormats:
     def of(
         cls, llm: LLM, template: str | None, *, tool_parser: str = "auto", reasoning_parser: str = "auto"
     ) -> AnswerFormats:
-        """Those of a model.
+        """Returns the formats of a model.
 
         Args:
             llm: The model with its tokenizer.
-            template: How conversations are rendered, in Jinja; None for the tokenizer's own.
+            template: A chat template in Jinja; None for the tokenizer's own.
             tool_parser: See `tool_format`.
             reasoning_parser: See `thinking_tags`.
 
         Raises:
-            ConfigError: When there is no such parser.
+            ConfigError: When a parser is unknown.
         """
         tokenizer = llm.tokenizer
         own = template or getattr(tokenizer, "chat_template", None) or ""
@@ -100,16 +100,16 @@ class AnswerFormats:
         return cls(calls=calls, tags=tags, has_special_markers=bool(special & markers), decode=llm.decode)
 
     def __str__(self) -> str:
-        """The parsers by their names, which options take."""
+        """The names of both parsers, as the options of `serve` take them."""
         calls, thoughts = self.calls and self.calls.names[0], self.tags and self.tags.names[0]
         return f"tool calls {calls or 'none'}, thoughts {thoughts or 'none'}"
 
     def form(self, prompt: str, tools: ToolUse | None) -> MessageForm | None:
-        """How an answer is read; None where all of it is content.
+        """Returns how to read an answer; None if all of its text is content.
 
         Args:
-            prompt: What the conversation is rendered to, which may begin thoughts, or say that there are none.
-            tools: What the request says of tools.
+            prompt: The rendered conversation. It may end with the opening tag of thoughts, or with the closing tag.
+            tools: The tools of the request.
         """
         text, tags = prompt.rstrip(), self.tags
         if tags is not None and text.endswith(tags.end):
@@ -127,12 +127,12 @@ class AnswerFormats:
 
 @dataclass(slots=True)
 class MessageParts:
-    """What a piece of text adds to a message.
+    """The parts that a piece of text adds to a message.
 
     Attributes:
-        reasoning: To its thoughts.
-        content: To its content.
-        calls: To its calls, in OpenAI's form for parts of a stream.
+        reasoning: Text of thoughts.
+        content: Text of content.
+        calls: Tool calls, in OpenAI's form for deltas of a stream.
     """
 
     reasoning: str = ""
@@ -140,27 +140,27 @@ class MessageParts:
     calls: list[dict[str, Any]] = field(default_factory=list)
 
     def delta(self) -> dict[str, Any]:
-        """The fields of a message that this adds to."""
+        """Returns these parts as the delta of a stream."""
         thoughts = {"reasoning_content": self.reasoning, "reasoning": self.reasoning} if self.reasoning else {}
         content = {"content": self.content} if self.content else {}
         return {**thoughts, **content, **({"tool_calls": self.calls} if self.calls else {})}
 
     def message(self) -> dict[str, Any]:
-        """The same of a whole message, whose content is null where there are only calls."""
+        """Returns these parts as a whole message; content is null for a message with calls alone."""
         calls = [{key: value for key, value in call.items() if key != "index"} for call in self.calls]
         content = self.content or (None if calls else "")
         return {**self.delta(), "content": content, **({"tool_calls": calls} if calls else {})}
 
 
 class MessageReader:
-    """Reads the text of one message.
+    """Reads the text of one message piece by piece.
 
-    All pieces together bring the same, however the text is cut: what may begin a call or end thoughts is held back
-    until that is decided, a call comes as a whole, and what is none after all is content. Time is linear in the text.
+    Any division into pieces gives the same message. Text that may begin a call or end thoughts is held back until more
+    text decides. A call is returned whole; a text that does not parse as a call is content. Time is linear in the text.
     """
 
     def __init__(self, form: MessageForm) -> None:
-        """Nothing has come."""
+        """Starts before the first piece of text."""
         self._form, self._rest, self._mark = form, "", ""
         self._thoughts, self._content = _Spaced(is_begun=False), _Spaced(is_begun=True)
         self._held: list[str] = []
@@ -170,7 +170,7 @@ class MessageReader:
         self._marker = re.compile("|".join(map(re.escape, self._markers)) or "(?!)")
 
     def push(self, text: str) -> MessageParts:
-        """What a further piece of the text adds."""
+        """Reads the next piece of text and returns the parts it adds."""
         parts = MessageParts()
         self._rest += text
         while self._step(parts):
@@ -178,7 +178,7 @@ class MessageReader:
         return parts
 
     def finish(self) -> MessageParts:
-        """What the end of the text adds."""
+        """Ends the text and returns the parts that were held back."""
         parts = MessageParts()
         if self._step == self._enter:
             self._step = self._think if self._form.is_certain else self._behind_thoughts()
@@ -196,11 +196,11 @@ class MessageReader:
         return parts
 
     def _behind_thoughts(self) -> Any:
-        """The step behind thoughts, or where there are none."""
+        """Returns the step that reads the text after thoughts."""
         return self._edge if self._form.forced is None else self._argue
 
     def _enter(self, _: MessageParts) -> bool:
-        """Finds out whether thoughts begin."""
+        """Decides whether the text begins with thoughts."""
         assert self._form.tags is not None, "there are thoughts"
         begin, text = self._form.tags.begin, self._rest.lstrip()
         is_far = len(self._rest) - len(text) > _MOST_SPACES
@@ -225,7 +225,7 @@ class MessageReader:
         return bool(end)
 
     def _edge(self, parts: MessageParts) -> bool:
-        """Reads what stands before a call that may begin without a marker."""
+        """Reads separators, and the bracket of a call without a marker."""
         form = self._form.calls
         if form is not None and form.bare:
             text = self._rest.lstrip(form.between + " \t\r\n")
@@ -256,12 +256,12 @@ class MessageReader:
         return True
 
     def _begin_call(self, mark: str) -> None:
-        """A call begins here, behind its marker."""
+        """Starts to hold back a call, after its marker."""
         assert self._form.calls is not None, "there are calls"
         self._mark, self._held, self._end, self._step = mark, [], CallEnd(self._form.calls), self._hold
 
     def _hold(self, parts: MessageParts) -> bool:
-        """Holds a call back until its end has come."""
+        """Holds a call back until it is complete."""
         end = self._end.feed(self._rest)
         self._held.append(self._rest[:end])
         self._rest = "" if end is None else self._rest[end:]
@@ -270,7 +270,7 @@ class MessageReader:
         return end is not None
 
     def _end_call(self, parts: MessageParts, *, is_closed: bool = True) -> None:
-        """Reads a call; what is none is content."""
+        """Parses the held text; text that does not parse as a call is content."""
         text = "".join(self._held)
         calls = self._calls(text) if is_closed else []
         if calls:
@@ -282,7 +282,7 @@ class MessageReader:
         self._step = self._edge if calls else self._write
 
     def _calls(self, text: str) -> Sequence[Call]:
-        """The calls that a text is; none where it is something else."""
+        """Returns the calls in a text; an empty list if the text does not parse as calls."""
         form = self._form.calls
         assert form is not None, "there are calls"
         try:
@@ -293,7 +293,7 @@ class MessageReader:
         return calls if is_known else []
 
     def _argue(self, parts: MessageParts) -> bool:
-        """Reads the arguments of a call that was asked for by name."""
+        """Reads the arguments of the tool that the request names."""
         text, self._rest = self._rest, ""
         if self.num_calls and text:
             parts.calls.append({"index": 0, "function": {"arguments": text}})
@@ -302,7 +302,7 @@ class MessageReader:
         return False
 
     def _add(self, parts: MessageParts, name: str, arguments: str) -> None:
-        """Adds a call, unless there is one already and may be only one."""
+        """Adds a call; without parallel calls only the first one."""
         if self.num_calls and not self._form.is_parallel:
             return
         made = (self._form.calls or FORCED).new_id()
@@ -312,26 +312,26 @@ class MessageReader:
 
 
 def whole_message(form: MessageForm, text: str) -> MessageParts:
-    """What the whole text of an answer says."""
+    """Returns the parts of an answer's whole text."""
     reader = MessageReader(form)
     return joined(reader.push(text), reader.finish())
 
 
 def joined(first: MessageParts, second: MessageParts) -> MessageParts:
-    """What two pieces of a text add together."""
+    """Returns the parts of two consecutive pieces as one."""
     return MessageParts(first.reasoning + second.reasoning, first.content + second.content, first.calls + second.calls)
 
 
 class _Spaced:
-    """Text whose spaces are held back until more follows."""
+    """Holds back white space at the end of a text until more text follows."""
 
     def __init__(self, *, is_begun: bool) -> None:
-        """is_begun: whether spaces at the beginning are part of it."""
+        """is_begun: whether leading white space is part of the text."""
         self._spaces: list[str] = []
         self._is_begun = is_begun
 
     def add(self, text: str, *, is_space: bool = False) -> str:
-        """What can be shown of a further text; is_space: whether all of it counts as spaces."""
+        """Returns all text up to the last visible character; is_space: whether all of `text` is white space."""
         body = "" if is_space else text.rstrip()
         if not body:
             self._spaces.append(text)
@@ -341,18 +341,18 @@ class _Spaced:
         return shown
 
     def drop(self) -> None:
-        """Forgets spaces, which stand before a call."""
+        """Drops the white space before a call."""
         self._spaces = []
 
     def flush(self) -> str:
-        """The spaces at the end."""
+        """Returns the white space at the end of the text."""
         shown = "".join(self._spaces) if self._is_begun else ""
         self._spaces = []
         return shown
 
 
 def _cut(text: str, markers: tuple[str, ...]) -> tuple[str, str]:
-    """A text, and the end of it with which a marker may begin."""
+    """Splits a text before its longest end that may begin a marker."""
     most = max(map(len, markers), default=1) - 1
     for at in range(max(0, len(text) - most), len(text)):
         if any(marker.startswith(text[at:]) for marker in markers):

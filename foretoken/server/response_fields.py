@@ -158,7 +158,7 @@ def _tools(tools: Any) -> Any:
     for tool in tools:
         if not isinstance(tool, Mapping) or tool.get("type") != "function":
             expected = "Expected {'type': 'function', 'name': ..., 'parameters': ...}."
-            raise ApiError(f"tools have the item {shown(tool)}. {expected}", param="tools")
+            raise ApiError(f"tools has the item {shown(tool)}. {expected}", param="tools")
     return [
         {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}} for tool in tools
     ]

@@ -1,4 +1,4 @@
-"""How models write tool calls and thoughts: a table of formats with vLLM's names, and how each is read."""
+"""The formats of tool calls and thoughts, under vLLM's names, with a parser for each."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 
     Schemas = Mapping[str, Mapping[str, Any]]  # the parameters of every tool, by its name
 
-_DEEPEST_CALL = 64  # brackets within each other; Python's own parser is slow far beyond
+_DEEPEST_CALL = 64  # nested brackets; bounds the work of the JSON and Python parsers
 _IN_STRING = {quote: re.compile(rf"[\\{quote}]") for quote in "'\""}
-_ESCAPES = "\n\\'\"abfnrtv0123xNuU"  # what may stand behind a backslash in Python without a warning
+_ESCAPES = "\n\\'\"abfnrtv0123xNuU"  # characters that Python accepts after a backslash without a warning
 
 
 class Call(NamedTuple):
-    """A call that a model wrote; arguments: a JSON object, as text."""
+    """A tool call; arguments: the text of a JSON object."""
 
     name: str
     arguments: str
@@ -33,20 +33,20 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolFormat:
-    """How a family of models writes calls.
+    """The tool call format of a family of models.
 
     Attributes:
-        names: vLLM's names of it.
-        clues: Texts of which one stands in chat templates of such models.
-        read: The calls in a text between the markers, given the tools; raises `ValueError`, `SyntaxError`,
-            `TypeError`, `RecursionError` or `MemoryError` where these are none.
+        names: vLLM's names of the parser.
+        clues: Texts that identify the family's chat templates; one of them suffices.
+        read: Parses the text between the markers, given the tools' schemas. Raises `ValueError`, `SyntaxError`,
+            `TypeError`, `RecursionError` or `MemoryError` for a text that is not a call.
         opens: Markers that begin a call.
-        close: The marker that ends one; "" where it ends with its last bracket.
-        bare: Brackets that begin a call without a marker, at the beginning of a text or behind another call.
-        between: Characters between such calls, besides white space.
-        quotes: Begin and end strings, within which nothing ends a call.
-        silent: Markers that say nothing.
-        new_id: Names a call.
+        close: The marker that ends a call; "" if its last bracket ends it.
+        bare: Brackets that begin a call without a marker, at the start of the text or after another call.
+        between: Characters between calls without markers, besides white space.
+        quotes: Quotation marks. A string between them cannot end a call.
+        silent: Markers that are removed from the text.
+        new_id: Makes the id of a call.
     """
 
     names: tuple[str, ...]
@@ -62,18 +62,18 @@ class ToolFormat:
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """Those that are looked for outside of calls."""
+        """The markers to look for outside calls."""
         return (*self.opens, *self.silent)
 
 
 class Tags(NamedTuple):
-    """How a family of models writes its thoughts.
+    """The tags around the thoughts of a family of models.
 
     Attributes:
-        names: vLLM's names of it.
-        begin: Before them; a chat template may write it already.
-        end: Behind them.
-        is_certain: Whether an answer begins with thoughts whether or not `begin` is there.
+        names: vLLM's names of the parser.
+        begin: The opening tag; some chat templates write it into the prompt.
+        end: The closing tag.
+        is_certain: Whether every answer begins with thoughts, even without `begin`.
     """
 
     names: tuple[str, ...]
@@ -83,18 +83,18 @@ class Tags(NamedTuple):
 
 
 class CallEnd:
-    """Finds where a call ends in a text that comes in pieces, in time linear in the text."""
+    """Finds the end of a call in a text that comes in pieces, in time linear in the text."""
 
     def __init__(self, form: ToolFormat) -> None:
-        """Begins behind the marker of a call."""
+        """Starts after the marker of a call."""
         self._close, self._quotes = form.close, form.quotes
-        self._skipped = () if form.close else form.silent  # brackets of markers close nothing
+        self._skipped = () if form.close else form.silent  # brackets in markers are not counted
         ends = form.close[0] if form.close else "()[]{}"
         self._next = re.compile(f"[{re.escape(ends + form.quotes)}]" if ends + form.quotes else "(?!)")
         self._depth, self._quote, self._tail = 0, "", ""
 
     def feed(self, piece: str) -> int | None:
-        """The characters of a piece up to the end of the call; None while it goes on."""
+        """Returns the number of characters up to the end of the call; None if the call goes on."""
         text, start, at = self._tail + piece, len(self._tail), 0
         self._tail = ""
         while at < len(text):
@@ -112,14 +112,14 @@ class CallEnd:
         return None
 
     def _in_string(self, text: str, at: int) -> int | None:
-        """Characters that an escape or the end of a string has; None where it is cut off."""
+        """Returns the length of an escape or a closing quote; None if the piece cuts it off."""
         if text[at] == "\\":
             return 2 if at + 1 < len(text) else None
         self._quote = ""
         return 1
 
     def _outside(self, text: str, at: int) -> int | None:
-        """Characters of a marker, or 1; a negative depth says that the call has ended."""
+        """Returns the length of a marker, or 1; None if the piece cuts it off. A negative depth ends the call."""
         for marker in filter(None, (self._close, *self._skipped)):
             if text.startswith(marker, at):
                 self._depth = -1 if marker == self._close else self._depth
@@ -136,29 +136,29 @@ class CallEnd:
 
 
 def _arguments(value: Any) -> str:
-    """Arguments as text; raises `ValueError` unless they are a JSON object."""
+    """Returns arguments as JSON text; raises `ValueError` unless they are an object."""
     if isinstance(value, str):
         value = _loaded(value)
     if not isinstance(value, dict):
         raise ValueError("no object")
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return text if lone_surrogate(text) is None else json.dumps(value)  # one cannot be sent, its escape can
+    return text if lone_surrogate(text) is None else json.dumps(value)  # a lone surrogate has no UTF-8, its escape has
 
 
 def _loaded(text: str) -> Any:
-    """JSON with line breaks within strings, which models write."""
+    """Parses JSON; accepts line breaks in strings, which models write."""
     return json.loads(text, strict=False)
 
 
 def _called(name: Any, arguments: Any) -> Call:
-    """A call; raises `ValueError` where it names no function."""
+    """Returns a call; raises `ValueError` if the name is not text."""
     if not isinstance(name, str) or not name.strip() or lone_surrogate(name) is not None:
         raise ValueError("no name")
     return Call(name.strip(), _arguments({} if arguments is None else arguments))
 
 
 def _json_calls(text: str, _: Schemas) -> list[Call]:
-    """Calls as a JSON object with a name and arguments, or a list of such."""
+    """Parses a JSON object with name and arguments, or a list of such objects."""
     told = _loaded(text)
     calls = told if isinstance(told, list) else [told]
     if not calls or not all(isinstance(each, dict) for each in calls):
@@ -167,7 +167,7 @@ def _json_calls(text: str, _: Schemas) -> list[Call]:
 
 
 def _mistral_calls(text: str, _: Schemas) -> list[Call]:
-    """Calls as a JSON list, or one as its name, perhaps an id, and its arguments."""
+    """Parses a JSON list of calls, or one call as `NAME[CALL_ID]ID[ARGS]{...}`; `[CALL_ID]ID` may be missing."""
     if text.lstrip().startswith(("[", "{")):
         return _json_calls(text, {})
     name, bracket, rest = text.partition("{")
@@ -175,12 +175,12 @@ def _mistral_calls(text: str, _: Schemas) -> list[Call]:
 
 
 def _marker(words: str) -> str:
-    """A marker of DeepSeek's, in full-width bars."""
+    """Returns a marker of DeepSeek, which has full-width bars."""
     return f"<\uff5c{words.replace(' ', '▁')}\uff5c>"
 
 
 def _deepseek_calls(text: str, _schemas: Schemas) -> list[Call]:
-    """A call of V3, as a name and a block of code, or of V3.1, as a name and its arguments."""
+    """Parses a call of V3 (a name and a block of code) or of V3.1 (a name and its arguments)."""
     name, separator, rest = text.partition(_marker("tool sep"))
     if not separator:
         raise ValueError("no separator")
@@ -191,8 +191,8 @@ def _deepseek_calls(text: str, _schemas: Schemas) -> list[Call]:
 
 
 def _python_calls(text: str, _: Schemas) -> list[Call]:
-    """Calls as a list of Python calls with keywords, which are parsed and never run."""
-    # Escapes that Python does not know stand for themselves; it would warn of each.
+    """Parses a list of Python calls with keyword arguments; runs no code."""
+    # Doubles the backslash of unknown escapes, for which Python would warn.
     text = re.sub(r"\\(.)", lambda found: found[0] if found[1] in _ESCAPES else "\\" + found[0], text, flags=re.DOTALL)
     body = ast.parse(text.strip(), mode="eval").body
     if not isinstance(body, ast.List) or not body.elts:
@@ -201,14 +201,14 @@ def _python_calls(text: str, _: Schemas) -> list[Call]:
 
 
 def _python_call(node: ast.expr) -> Call:
-    """One of them."""
+    """Returns one call of the list."""
     if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
         raise ValueError("no call with keywords")
     return _called(ast.unparse(node.func), {each.arg: ast.literal_eval(each.value) for each in node.keywords})
 
 
 def _xml_calls(text: str, schemas: Schemas) -> list[Call]:
-    """Calls as `<function=NAME>` around a `<parameter=NAME>` each."""
+    """Parses calls as `<function=NAME>` with a `<parameter=NAME>` for each argument."""
     calls = []
     before, *functions = text.split("<function=")
     if before.strip() or not functions:
@@ -227,7 +227,7 @@ def _xml_calls(text: str, schemas: Schemas) -> list[Call]:
 
 
 def _xml_value(value: str, known: Any, key: str) -> Any:
-    """The value of a parameter: as it stands where it may be text, else what JSON makes of it."""
+    """Returns the value of a parameter: the text itself if the schema allows text, else the text parsed as JSON."""
     text = value.rstrip().removesuffix("</parameter>").removeprefix("\n").removesuffix("\n")
     schema = known.get(key) if isinstance(known, dict) else None
     kinds = _kinds(schema) if isinstance(schema, dict) else ["string"]
@@ -240,7 +240,7 @@ def _xml_value(value: str, known: Any, key: str) -> Any:
 
 
 def _kinds(schema: Mapping[str, Any]) -> list[Any]:
-    """The types that a JSON schema names itself."""
+    """Returns the types that a JSON schema names; none for a reference."""
     if "$ref" in schema:
         return []
     kinds, several = schema.get("type"), schema.get("anyOf")
@@ -250,12 +250,12 @@ def _kinds(schema: Mapping[str, Any]) -> list[Any]:
 
 
 def _short_id() -> str:
-    """Nine letters and digits: Mistral's templates take no other ids."""
+    """Returns nine letters and digits; Mistral's templates accept no other ids."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
 
 FORCED = ToolFormat(names=(), clues=(), read=_json_calls, bare="{", between="[],")
-"""What `forced_schema` makes of a text: a list of objects."""
+"""The list of objects that `ToolUse.forced_form` demands."""
 
 TOOL_FORMATS = (
     ToolFormat(
@@ -291,14 +291,14 @@ TAGS = (
 
 
 def tool_format(name: str, template: str) -> ToolFormat | None:
-    """The format of calls.
+    """Returns a format of tool calls; None if there is none.
 
     Args:
-        name: vLLM's; "auto" for the one that the template shows, "none" for no format.
-        template: The chat template.
+        name: vLLM's name of a parser, "auto" to tell it by the template, or "none".
+        template: The text of the chat template.
 
     Raises:
-        ConfigError: When there is no such name.
+        ConfigError: When the name is unknown.
     """
     _check_name("tool-call-parser", name, [each for form in TOOL_FORMATS for each in form.names])
     for form in TOOL_FORMATS:
@@ -308,12 +308,12 @@ def tool_format(name: str, template: str) -> ToolFormat | None:
 
 
 def thinking_tags(name: str, template: str) -> Tags | None:
-    """How thoughts are written, likewise."""
+    """Returns the tags of thoughts, by the same arguments as `tool_format`."""
     _check_name("reasoning-parser", name, [each for tags in TAGS for each in tags.names])
     return next((tags for tags in TAGS if (tags.end in template if name == "auto" else name in tags.names)), None)
 
 
 def _check_name(option: str, name: str, known: list[str]) -> None:
-    """Raises `ConfigError` for a name that is not known."""
+    """Raises `ConfigError` for an unknown name."""
     if name not in ("auto", "none", *known):
         raise ConfigError(f"--{option} is '{name[:80]}'. {nearest_name_hint(name, ['auto', 'none', *known])}")

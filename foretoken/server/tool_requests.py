@@ -1,4 +1,4 @@
-"""The tools of a request: which there are, whether one has to be called, and the form of a call that has to come."""
+"""The tools of a request: their schemas, `tool_choice`, and the structured output of a forced call."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from foretoken.server.errors import ApiError
 _MOST_CHARACTERS = 512 * 1024  # of all tools as JSON
 _MOST_TOOLS = 128
 _NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
-_SPACE = " ?"  # between what JSON consists of: a model that has little to say would go on with spaces
+_SPACE = " ?"  # white space in JSON; without a bound a model may write spaces until max_tokens
 _CHOICES = ("none", "auto", "required")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """What a request says about tools.
+    """The tools of a request.
 
     Attributes:
-        schemas: The parameters of every tool, by its name.
+        schemas: The JSON schema of each tool's parameters, by the tool's name.
         choice: "none", "auto" or "required".
-        forced: The one tool that has to be called; None where no tool is named.
-        is_parallel: Whether there may be several calls.
+        forced: The tool that `tool_choice` names; None if it names no tool.
+        is_parallel: Whether an answer may have several calls.
     """
 
     schemas: Mapping[str, Mapping[str, Any]]
@@ -35,10 +35,10 @@ class ToolUse:
     is_parallel: bool = True
 
     def forced_form(self) -> dict[str, Any] | None:
-        """The form that the whole answer has, as `structured_outputs`; None where no call has to come.
+        """Returns the `structured_outputs` of a forced call; None if the model may answer without a call.
 
-        A named tool's arguments are the answer. Else it is a list of objects with the name and the parameters of a
-        tool, as vLLM has them.
+        If the request names a tool, the answer is its arguments. With "required" the answer is a list of objects with
+        the name and the parameters of a tool, as in vLLM.
         """
         if self.forced is not None:
             return {"json": self.schemas[self.forced], "whitespace_pattern": _SPACE}
@@ -58,14 +58,14 @@ class ToolUse:
 
 
 def tool_use(body: Mapping[str, Any]) -> ToolUse | None:
-    """What the fields of a chat say about tools; None where there are none.
+    """Reads the fields of a chat that concern tools; returns None if the request has no tools.
 
     Raises:
-        ApiError: When a field does not fit.
+        ApiError: When a field is invalid.
     """
     tools, choice = body.get("tools"), body.get("tool_choice")
     if tools is not None and not isinstance(tools, list):
-        raise ApiError("tools are no list. Expected descriptions of functions.", param="tools")
+        raise ApiError(f"tools is {shown(tools)}. Expected a list of functions.", param="tools")
     if not tools:
         if choice not in (None, "none", "auto"):
             raise ApiError(f"tool_choice is {shown(choice)} without tools. Pass tools.", param="tool_choice")
@@ -74,7 +74,7 @@ def tool_use(body: Mapping[str, Any]) -> ToolUse | None:
         raise ApiError(f"tools has {len(tools)} items. Expected at most {_MOST_TOOLS}.", param="tools")
     schemas = dict(_schema(tool) for tool in tools)
     if len(schemas) < len(tools):
-        raise ApiError("two tools have the same name. Expected a name of its own for each.", param="tools")
+        raise ApiError("two tools have the same name. Expected a different name for each.", param="tools")
     if len(json.dumps(tools)) > _MOST_CHARACTERS:
         raise ApiError(f"tools have more than {_MOST_CHARACTERS} characters. Expected fewer.", param="tools")
     is_parallel = body.get("parallel_tool_calls")
@@ -87,11 +87,11 @@ def tool_use(body: Mapping[str, Any]) -> ToolUse | None:
 
 
 def _schema(tool: Any) -> tuple[str, dict[str, Any]]:
-    """The name and the parameters of a tool."""
+    """Returns the name of a tool and the schema of its parameters."""
     function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
     if not isinstance(function, Mapping):
         expected = "Expected {'type': 'function', 'function': {'name': ..., 'parameters': ...}}."
-        raise ApiError(f"tools have the item {shown(tool)}. {expected}", param="tools")
+        raise ApiError(f"tools has the item {shown(tool)}. {expected}", param="tools")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         message = f"a tool has the name {shown(name)}. Expected 1 to 64 letters, digits, underscores and dashes."
@@ -102,7 +102,7 @@ def _schema(tool: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _forced(choice: Any, schemas: Mapping[str, Any]) -> str | None:
-    """The tool that `tool_choice` names."""
+    """Returns the tool that `tool_choice` names; None for "none", "auto" and "required"."""
     if choice is None or choice in _CHOICES:
         return None
     function = choice.get("function") if isinstance(choice, Mapping) and choice.get("type") == "function" else None
@@ -111,13 +111,13 @@ def _forced(choice: Any, schemas: Mapping[str, Any]) -> str | None:
         expected = "Expected 'none', 'auto', 'required', or {'type': 'function', 'function': {'name': ...}}."
         raise ApiError(f"tool_choice is {shown(choice)}. {expected}", param="tool_choice")
     if name not in schemas:
-        message = f"tool_choice names {shown(name)}, which is none of the tools. Known: {', '.join(schemas)[:400]}."
+        message = f"tool_choice names the unknown tool {shown(name)}. Expected one of {', '.join(schemas)[:400]}."
         raise ApiError(message, param="tool_choice")
     return name
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A schema whose references to its own parts hold where it is a part of another one."""
+    """Returns a schema with its references moved to `place` in another schema."""
     if isinstance(schema, list):
         return [_moved(each, place) for each in schema]
     if not isinstance(schema, Mapping):

@@ -211,7 +211,7 @@ def test_a_form_that_is_null_asks_for_text(text: Any, speculative: LiveServer) -
         ({"conversation": "conv_1"}, "conversation", "Send the whole conversation as input."),
         ({"background": True}, "background", "set stream"),
         ({"tools": [{"type": "web_search"}]}, "tools", "{'type': 'function', 'name': ..., "),
-        ({"tools": {}}, "tools", "tools are no list."),
+        ({"tools": {}}, "tools", "tools is {}. Expected a list of functions."),
         ({"tool_choice": "required"}, "tool_choice", "without tools."),
         ({"truncation": "auto"}, "truncation", "Shorten it."),
         ({"max_tokens": 5}, "max_tokens", "Pass max_output_tokens."),

@@ -447,8 +447,8 @@ FUNCTION = TOOLS[0]["function"]
 @pytest.mark.parametrize(
     ("fields", "param", "part"),
     [
-        ({"tools": {}}, "tools", "tools are no list."),
-        ({"tools": [5]}, "tools", "tools have the item 5. Expected {'type': 'function'"),
+        ({"tools": {}}, "tools", "tools is {}. Expected a list of functions."),
+        ({"tools": [5]}, "tools", "tools has the item 5. Expected {'type': 'function'"),
         ({"tools": [{"type": "function"}]}, "tools", "Expected {'type': 'function'"),
         ({"tools": [{"type": "web_search"}]}, "tools", "Expected {'type': 'function'"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "the name 'a b'. Expected 1 to 64"),
@@ -464,7 +464,7 @@ FUNCTION = TOOLS[0]["function"]
         ({"tool_choice": {"type": "function"}}, "tool_choice", "Expected 'none', 'auto'"),
         ({"tool_choice": ["auto"]}, "tool_choice", "Expected 'none', 'auto'"),
         ({"tool_choice": {"type": "function", "function": {"name": "get_rain"}}}, "tool_choice",
-         "names 'get_rain', which is none of the tools. Known: get_weather, get_time."),
+         "names the unknown tool 'get_rain'. Expected one of get_weather, get_time."),
         ({"tools": [], "tool_choice": "required"}, "tool_choice", "without tools. Pass tools."),
         ({"parallel_tool_calls": 1}, "parallel_tool_calls", "Expected true or false."),
         ({"tool_choice": "required", "structured_outputs": {"regex": "a"}}, None, "exclude each other"),
