@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import UndefinedError
+
 from foretoken.core.checks import check_boolean, check_text, shown
 from foretoken.core.errors import RequestError, foreign_errors_as, one_line
 from foretoken.core.vllm_sampling import OtherField, check_other_keywords
@@ -94,22 +96,32 @@ def _prompt(
 ) -> dict[str, Any]:
     """One conversation as text and token ids."""
     with foreign_errors_as(RequestError, lambda err: f"the chat template refuses the conversation: {one_line(err)}."):
-        try:
-            text = _rendered(conversation, tokenizer, form, as_text=False)
-        except TypeError:  # of a template that adds arguments of calls to text, as DeepSeek's does
-            text = _rendered(conversation, tokenizer, form, as_text=True)
+        text = _rendered(conversation, tokenizer, form)
     check_text("what the chat template makes", text)
     codec.check_length(text, "the conversation", context_len - 1, "one less than the context length")
     return {"prompt": text, "prompt_token_ids": codec.encode(text, "the conversation", add_special_tokens=False)}
 
 
-def _rendered(conversation: list[dict[str, Any]], tokenizer: Any, form: ChatFormat, *, as_text: bool) -> Any:
-    """What the template makes of a conversation; as_text: whether arguments of calls are text, as clients send them."""
-    return tokenizer.apply_chat_template(
-        [_with_arguments(message, as_text=as_text) for message in conversation], chat_template=form.chat_template,
-        add_generation_prompt=form.add_generation_prompt, continue_final_message=form.continue_final_message,
-        tools=form.tools, tokenize=False, **form.chat_template_kwargs,
-    )  # fmt: skip
+def _rendered(conversation: list[dict[str, Any]], tokenizer: Any, form: ChatFormat) -> Any:
+    """What the template makes of a conversation, whichever form of calls it takes."""
+    forms = _CALL_FORMS if any("tool_calls" in message for message in conversation) else _CALL_FORMS[:1]
+    for as_text, content in forms:
+        messages = [_with_arguments(message, as_text=as_text, content=content) for message in conversation]
+        try:
+            return tokenizer.apply_chat_template(
+                messages, chat_template=form.chat_template, add_generation_prompt=form.add_generation_prompt,
+                continue_final_message=form.continue_final_message, tools=form.tools, tokenize=False,
+                **form.chat_template_kwargs,
+            )  # fmt: skip
+        except (TypeError, UndefinedError):
+            if (as_text, content) == forms[-1]:
+                raise
+    raise AssertionError("the last form was rendered, or raised")
+
+
+# Whether arguments are text, and what stands for no content: most templates take objects and look whether there is a
+# content, DeepSeek's adds both to text, Llama 4's goes through the content. What a template does not take, raises.
+_CALL_FORMS: tuple[tuple[bool, str | None], ...] = ((False, None), (True, None), (False, ""), (True, ""))
 
 
 def _conversations(messages: Any) -> list[list[dict[str, Any]]]:
@@ -131,6 +143,8 @@ def _message(message: Any) -> dict[str, Any]:
     made["content"] = None if content is None else _text(content)
     if calls:
         _check_calls(calls)
+    else:
+        made.pop("tool_calls", None)  # an empty list, which some templates take for calls
     if "reasoning" in made:  # as some clients call it
         made.setdefault("reasoning_content", made["reasoning"])
     return made
@@ -146,13 +160,15 @@ def _check_calls(calls: Any) -> None:
         raise RequestError(f"the tool_calls of a message are {shown(calls)}. {expected}")
 
 
-def _with_arguments(message: dict[str, Any], *, as_text: bool) -> dict[str, Any]:
-    """A message whose calls have their arguments as text, or as objects where they are such."""
+def _with_arguments(message: dict[str, Any], *, as_text: bool, content: str | None) -> dict[str, Any]:
+    """A message whose calls have their arguments as text, or as objects if they are such; content: if it has none."""
+    if "tool_calls" not in message:
+        return message
     calls = [
         {**call, "function": {**call["function"], "arguments": _arguments(call["function"].get("arguments"), as_text)}}
-        for call in message.get("tool_calls", ())
+        for call in message["tool_calls"]
     ]
-    return {**message, "tool_calls": calls} if calls else message
+    return {**message, "content": content if message["content"] is None else message["content"], "tool_calls": calls}
 
 
 def _arguments(given: Any, as_text: bool) -> Any:

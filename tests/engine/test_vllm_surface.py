@@ -91,6 +91,34 @@ def test_the_tokenizers_own_template(engine: LLM, monkeypatch: pytest.MonkeyPatc
     assert engine.chat(TALK[:1], GREEDY)[0].prompt == "<s>user hi there\nbot "
 
 
+CALL = {"id": "a", "type": "function", "function": {"name": "find", "arguments": '{"x": 1}'}}
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ m.content or '-' }}{{ c.arguments | tojson }}", '-{"x": 1}'),  # Qwen's, Llama 3's
+        ("{% for k, v in c.arguments | items %}{{ k }}={{ v }}{% endfor %}", "x=1"),  # Qwen3-Coder's
+        ("{{ 'args: ' + c.arguments }}", 'args: {"x": 1}'),  # DeepSeek's, of V3
+        ("{{ m['content'] + 'args: ' + c.arguments }}", 'args: {"x": 1}'),  # of V3.1
+        ("{% for part in m.content %}{% endfor %}{{ c.arguments.x }}", "1"),  # Llama 4's
+    ],
+)
+def test_calls_reach_templates_as_they_take_them(template: str, expected: str, engine: LLM) -> None:
+    whole = "{% for m in messages if 'tool_calls' in m %}{% set c = m.tool_calls[0].function %}" + template
+    arguments: list[Any] = ['{"x": 1}', {"x": 1}]
+    for given in arguments:
+        call = {**CALL, "function": {**CALL["function"], "arguments": given}}
+        talk = [*TALK[:1], {"role": "assistant", "content": None, "tool_calls": [call]}]
+        (prompt,) = engine.chat_prompts(talk, chat_template=whole + "{% endfor %}")
+        assert prompt["prompt"] == expected
+    plain = [{**message, "tool_calls": none} for none in (None, []) for message in TALK]
+    (prompt,) = engine.chat_prompts(plain, chat_template=whole + "{% endfor %}#", add_generation_prompt=False)
+    assert prompt["prompt"] == "#", "messages without calls are not taken for such with calls"
+    with pytest.raises(RequestError, match=r"refuses the conversation: .*concatenate"):
+        engine.chat_prompts(talk, chat_template="{{ 'a' + 1 }}")
+
+
 @pytest.mark.parametrize(
     ("messages", "form", "sentence"),
     [
