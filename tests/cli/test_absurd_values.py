@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,7 @@ def test_more_requests_in_flight_than_lines(tmp_path: Path) -> None:
     options = ("--model", MODEL, "--served-model-name", "tinycode", "--max-in-flight", "999999999")
     result = run("batch", str(source), str(out), *options)
     assert result.returncode == 0, result.stderr
-    assert '"custom_id": "a"' in out.read_text()
+    assert json.loads(out.read_text())["custom_id"] == "a"
 
 
 def test_the_current_directory_may_be_named(tmp_path: Path) -> None:
