@@ -48,6 +48,7 @@ def batch(
         ),
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(min=2, help="Most tokens of a sequence.")] = None,
+    gpu_memory_utilization: options.GpuMemoryUtilization = None,
     generation_config: options.GenerationConfig = "auto",
     override_generation_config: options.OverrideGenerationConfig = None,
     force: Annotated[bool, typer.Option("--force", help="Replace a complete OUT.")] = False,
@@ -81,6 +82,7 @@ def batch(
             make_engine = partial(
                 _engine, model, setup.config, max_waiting_requests=in_flight * MOST_CHOICES, dtype=dtype,
                 device=device, threads=threads, max_num_seqs=max_num_seqs, max_model_len=max_model_len, runner=runner,
+                gpu_memory_utilization=gpu_memory_utilization,
                 generation_config=generation_config, override_generation_config=override_generation_config,
             )  # fmt: skip
             with _progress(total, at_once=number * in_flight) as shown:

@@ -59,6 +59,10 @@ SpecType = Annotated[
         help="Methods with commas between them, merged into one tree: ngram,hydra is -s ngram+hydra.",
     ),
 ]
+GpuMemoryUtilization = Annotated[
+    float | None,
+    typer.Option(help="Most of the free memory, as a share, that KV rows take.", rich_help_panel="Batches and memory"),
+]
 _DEFAULTS = "Sampling where nothing is asked for"
 GenerationConfig = Annotated[
     str,

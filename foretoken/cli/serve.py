@@ -99,6 +99,7 @@ def serve(
             rich_help_panel=_BATCHES,
         ),
     ] = None,
+    gpu_memory_utilization: options.GpuMemoryUtilization = None,
     max_waiting_requests: Annotated[
         int, typer.Option(min=0, help="More are answered with 429.", rich_help_panel=_BATCHES)
     ] = 256,
@@ -163,6 +164,7 @@ def serve(
         loaded, speculative_config=setup.config, tokenizer=tokenizer, max_num_seqs=max_num_seqs,
         max_model_len=max_model_len, max_num_batched_tokens=max_num_batched_tokens, seed=seed, runner=runner,
         enable_prefix_caching=enable_prefix_caching, kv_cache_memory_bytes=kv_cache_memory_bytes,
+        gpu_memory_utilization=gpu_memory_utilization,
         generation_config=generation_config, override_generation_config=override_generation_config,
     )  # fmt: skip
     options.note_sampling(llm.sampling_defaults)

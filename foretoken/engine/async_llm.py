@@ -105,7 +105,7 @@ class AsyncLLM(BuiltPerProcess):
 
         Args:
             prompt: One prompt, in any of the forms of `LLM.generate`.
-            sampling_params: None for the defaults.
+            sampling_params: None for `llm.get_default_sampling_params()`.
             request_id: Its name in results; of no other request that is alive. None gives it one.
             client: Who asks, anything that can be a key of a dictionary: where slots are few, clients share them
                 evenly, however many requests and completions each has. None for a client of its own.

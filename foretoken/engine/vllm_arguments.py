@@ -63,8 +63,6 @@ _NOTHING, _OFF, _ONE, _EMPTY = _one_of(), _one_of(False), _one_of(1), _one_of({}
 _EITHER = _one_of(True, False)
 _NUMBER, _MAPPING = _any("any number, as `1`", Real), _any("any mapping, as `{'image': 5}`", dict)
 _TEXT = _any("any text, as `'auto'`", str)
-# A share of memory that leaves room for the half of the free memory that the KV cache may take.
-_AMPLE = Taken("`0.5` to `1.0`", lambda value: _NUMBER.has(value) and 0.5 <= float(value) <= 1.0)
 _UP_TO_1024 = Taken("`0` to `1024`", lambda value: type(value) is int and 0 <= value <= 1024)
 
 
@@ -194,7 +192,6 @@ _OTHER_OPTIONS = OTHER_ARGUMENTS | {
     "enable_log_requests": OtherArgument(_one_of(False), _LOGS),
     "enable_prompt_tokens_details": OtherArgument(_EITHER, "Leave it out."),
     "enable_ssl_refresh": OtherArgument(_one_of(False), _PROXY),
-    "gpu_memory_utilization": OtherArgument(_AMPLE, "Set --max-num-seqs and --max-model-len."),
     "lora_modules": OtherArgument(_one_of(), "Merge the adapter into the model first."),
     "max_log_len": OtherArgument(_any("any", int, str), _LOGS),
     "middleware": OtherArgument(_one_of(), _PROXY),

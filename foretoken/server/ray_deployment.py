@@ -36,6 +36,7 @@ class RayArguments(BaseModel):
         max_num_batched_tokens: Most tokens of a pass.
         enable_prefix_caching: Read no beginning of a prompt again that a slot holds.
         kv_cache_memory_bytes: Memory for KV rows, which sequences share; half of what is free.
+        gpu_memory_utilization: Most of the free memory, as a share, that KV rows take.
         max_waiting_requests: Requests that may wait in each front until a replica has room; more are answered with 429.
         max_waiting_tokens: Prompt tokens that may wait in a replica; more are answered with 429.
         generation_config: Where sampling defaults come from, as `--generation-config`.
@@ -68,6 +69,7 @@ class RayArguments(BaseModel):
     max_num_batched_tokens: int | None = Field(None, ge=1)
     enable_prefix_caching: bool = True
     kv_cache_memory_bytes: int | None = Field(None, ge=1)
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     max_waiting_requests: int = Field(256, ge=1)
     max_waiting_tokens: int | None = Field(None, ge=0)
     generation_config: str = "auto"
@@ -118,6 +120,7 @@ class Replica:
             enable_prefix_caching=arguments.enable_prefix_caching,
             kv_cache_memory_bytes=arguments.kv_cache_memory_bytes, generation_config=arguments.generation_config,
             override_generation_config=arguments.override_generation_config,
+            gpu_memory_utilization=arguments.gpu_memory_utilization,
         )  # fmt: skip
         if llm.tokenizer is None:
             raise ModelError(f"'{arguments.model}' has no tokenizer. Expected tokenizer files beside the weights.")

@@ -15,6 +15,7 @@ import pytest
 from command_line import MODEL, ROOT, run
 from limits import full_disk
 
+from foretoken import LLM
 from foretoken.cli.batch import _Progress
 from foretoken.core.errors import ConfigError
 from foretoken.server.batch import BatchCounts
@@ -193,3 +194,13 @@ def test_the_time_left_is_that_of_lines_that_were_answered(monkeypatch: pytest.M
     assert said[3:5] == ["5 of 24 lines, 3 with errors", "11 of 24 lines, 3 with errors"]
     assert said[5] == "12 of 24 lines, 3 with errors, 0.1 lines/s, 3 tokens/s, 0:02:45 left"
     assert shown.took() == "; 100.0 s to start, 110.0 s to answer"
+
+
+@pytest.mark.parametrize("share", ["0", "1.5"])
+def test_the_share_of_memory_is_that_of_llm(share: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "in.jsonl", [request("a", prompt="x")])
+    with pytest.raises(ConfigError) as caught:
+        LLM(MODEL, gpu_memory_utilization=float(share))
+    more = ("--model", MODEL, "--gpu-memory-utilization")
+    assert str(caught.value) in run("batch", str(source), str(tmp_path / "out"), *more, share).stderr
+    assert run("batch", str(source), str(tmp_path / "out"), *more, "0.3").returncode == 0

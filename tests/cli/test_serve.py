@@ -183,7 +183,6 @@ def test_options_of_vllm_get_the_sentence_of_its_arguments(
         (["--api-key", "secret"], "--api-key-file"),
         (["--ssl-keyfile", "key"], "reverse proxy"),
         (["-tp"], "one device"),
-        (["--gpu-memory-utilization", "0.1"], "Set --max-num-seqs and --max-model-len."),
     ],
 )
 def test_options_of_vllms_server_alone_are_refused_with_what_to_do(option: list[str], advice: str) -> None:
