@@ -30,7 +30,7 @@ def generate(
     file: Annotated[Path | None, typer.Option("--file", "-f", help="File to complete.")] = None,
     prediction: Annotated[
         Path | None,
-        typer.Option(help="File with what the output probably repeats in part, which -s prediction drafts from."),
+        typer.Option(help="File with what the output probably repeats in part: it is drafted, whatever the drafters."),
     ] = None,
     speculative_config: options.Drafter = None,
     spec_type: options.SpecType = None,

@@ -58,6 +58,7 @@ class DrafterOptions(BaseModel):
     can_adapt_depth: ClassVar[bool] = True  # whether drafts of any depth up to the greatest make sense
     has_dynamic_trees: ClassVar[bool] = False  # whether it drafts level by level, by probabilities of its own
     prunable_by: ClassVar[frozenset[str]] = frozenset()  # keys of `pruning`: all where there are draft distributions
+    reads_predictions: ClassVar[bool] = False  # whether it drafts from `DraftRequest.prediction`, and from nothing else
     can_prune_tree: ClassVar[bool] = False  # whether "tree" is drafted at once, at the same cost whatever is kept of it
 
     method: str

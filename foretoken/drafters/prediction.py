@@ -1,8 +1,9 @@
 """Predicted output: a request brings a text that its output probably repeats in part, and that is drafted.
 
 An edit of a file repeats most of it, and so does a form that is filled in. The prediction comes with the prompt:
-`{"prompt": ..., "prediction": ...}`; a request without one is not drafted for. The output's place in the prediction is
-followed, and found again after every change (`foretoken.lookups.followed_text`).
+`{"prompt": ..., "prediction": ...}`; a request without one is not drafted for. Engines with other drafters, or none,
+have this one besides, and ask it only while a request of the batch brings a prediction. The output's place in the
+prediction is followed, and found again after every change (`foretoken.lookups.followed_text`).
 
 What OpenAI counts as `accepted_prediction_tokens` is `accepted_by["prediction"]` of a request's metrics.
 """
@@ -36,6 +37,7 @@ class Options(DrafterOptions):
 
     is_trusted: ClassVar[bool] = True
     can_prune_tree: ClassVar[bool] = True
+    reads_predictions: ClassVar[bool] = True
 
     prediction_max_match: int = Field(default=16, ge=1, le=64)
     prediction_min_match: int = Field(default=2, ge=1, le=64)

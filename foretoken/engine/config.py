@@ -38,6 +38,7 @@ _UNSET: dict[str, tuple[Any, ...]] = {
     "revision": (None,), "quantization": (None,), "use_heterogeneous_vocab": (None, False),
 }  # fmt: skip
 _MOST_DRAFTERS = 16
+_PREDICTION = "prediction"  # the method that drafts from what requests bring
 _EXAMPLE = 'Expected for example "ngram", "ngram+hass", a directory, or {"method": "ngram"}.'
 ENGINE_KEYS = frozenset({"acceptance", "drafters", "rejection_sample_method", *_POLICY_KEYS, *_NEUTRAL})
 
@@ -49,10 +50,19 @@ class SpeculativeConfig:
     Attributes:
         options: The part of each drafter; none for plain decoding.
         policy: The acceptance rule.
+        for_predictions: Of the drafter that is asked besides while requests bring predictions; None where one of
+            `options` reads them.
     """
 
     options: Sequence[DrafterOptions]
     policy: AcceptancePolicy
+
+    @property
+    def for_predictions(self) -> DrafterOptions | None:
+        """See above."""
+        return (
+            None if any(each.reads_predictions for each in self.options) else drafter_options({"method": _PREDICTION})
+        )
 
 
 def parse_speculative_config(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Self
 
 from foretoken.control.adaptive_depth import AdaptiveDepth
 from foretoken.control.base import Ask
@@ -93,12 +93,7 @@ def choose_controller(
     """
     widest = max(drafter.nodes_by_depth[-1] for drafter in drafters)
     if len(options) > 1 and all(each.is_adaptive for each in options):
-        several = SeveralDrafters(
-            target.costs,
-            nodes_by_depth=[drafter.nodes_by_depth for drafter in drafters],
-            max_nodes=max(widest, min(most_nodes(drafters), _MOST_BOUGHT)),
-            timed=[time_drafts(drafter, target) for drafter in drafters],
-        )
+        several = _several(drafters, target, [time_drafts(drafter, target) for drafter in drafters])
         key = pair_key(target.model, options)
         if key is not None:
             several.keep_learned(KeptAcceptance(several.learners, key))
@@ -117,6 +112,36 @@ def choose_controller(
     return MeasuredGain(BestNodes(target.costs, max_nodes=widest, deepest=deepest))
 
 
+def choose_for_predictions(
+    options: Sequence[DrafterOptions], drafters: Sequence[Drafter], target: TargetHandle
+) -> Controller:
+    """Who decides how much is drafted while requests bring predictions; as `choose_controller`, without timing drafts.
+
+    Args:
+        options: Of the drafters that have some, of the one that reads predictions last.
+        drafters: Attached ones, that one last.
+        target: What they are attached to.
+    """
+    if len(drafters) == 1:  # costs of passes are not measured for plain decoding: the clock alone decides
+        return MeasuredGain(Fixed(most_nodes(drafters)))
+    if len(options) < len(drafters) or not all(each.is_adaptive for each in options):
+        return Fixed(most_nodes(drafters), [drafter.nodes_by_depth[-1] for drafter in drafters])
+    return MeasuredGain(_several(drafters, target))
+
+
+def _several(
+    drafters: Sequence[Drafter], target: TargetHandle, timed: Sequence[Sequence[tuple[int, float]]] = ()
+) -> SeveralDrafters:
+    """A controller of several drafters; timed: see `SeveralDrafters`."""
+    widest = max(drafter.nodes_by_depth[-1] for drafter in drafters)
+    return SeveralDrafters(
+        target.costs,
+        nodes_by_depth=[drafter.nodes_by_depth for drafter in drafters],
+        max_nodes=max(widest, min(most_nodes(drafters), _MOST_BOUGHT)),
+        timed=timed,
+    )
+
+
 def room_beside_prompts(controller: Controller, target: TargetHandle) -> BesidePrompts | None:
     """Who says whether to draft in passes that read prompts; None where drafters are asked in every pass."""
     return None if isinstance(controller, Fixed) else BesidePrompts(target.costs)
@@ -129,6 +154,25 @@ def most_nodes(drafters: Sequence[Drafter]) -> int:
     as they are, and where nodes are bought, drawn nodes and probes are never left out.
     """
     return min(1 + sum(drafter.nodes_by_depth[-1] - 1 for drafter in drafters), MAX_NODES)
+
+
+class _Team(NamedTuple):
+    """Who is asked in an iteration.
+
+    Attributes:
+        guards: The first of the engine's drafters.
+        controller: Decides how much they draft; None without drafters.
+        lookups: Places of those that can continue what others draft.
+    """
+
+    guards: Sequence[DraftGuard]
+    controller: Controller | None
+    lookups: Sequence[int]
+
+    @classmethod
+    def of(cls, guards: Sequence[DraftGuard], controller: Controller | None) -> Self:
+        """Of some drafters and their controller."""
+        return cls(guards, controller, [index for index, guard in enumerate(guards) if guard.can_continue])
 
 
 class Drafting:
@@ -147,6 +191,7 @@ class Drafting:
         max_nodes: int,
         device: torch.device,
         beside_prompts: BesidePrompts | None = None,
+        for_predictions: Controller | None = None,
     ) -> None:
         """Puts drafters to work that are attached.
 
@@ -157,33 +202,46 @@ class Drafting:
             max_nodes: Widest tree that the cache has room for.
             device: Where trees must lie.
             beside_prompts: Says whether to draft in passes that read prompts; None to leave that to the controller.
+            for_predictions: Takes the place of `controller` while a request of the batch brings a prediction. The last
+                drafter is asked, and told of requests, then alone. None where predictions make no difference.
         """
+        self._predicted: set[int] = set()  # slots whose requests brought predictions
+        self._is_announced = True  # whether drafters heard of the last iteration
         self._beside_prompts = beside_prompts
         self._guards = [
             DraftGuard(drafter, vocab_size=vocab_size, max_nodes=max_nodes, device=device) for drafter in drafters
         ]
-        self._controller, self._device = controller, device
+        is_added = for_predictions is not None
+        self._usual = self._team = _Team.of(self._guards[: len(drafters) - is_added], controller)
+        self._predicting = _Team.of(self._guards, for_predictions) if is_added else self._usual
+        self._device = device
         self._noise = DraftNoise()
         self.names = [guard.name for guard in self._guards]
         self._credits: dict[int, tuple[str, ...]] = {}
-        self._lookups = [index for index, guard in enumerate(self._guards) if guard.can_continue]
         self._max_nodes, self._nodes_by_depth = max_nodes, [list(drafter.nodes_by_depth) for drafter in drafters]
         self.reads = joint_reads(drafters)
         # Which of the features each drafter reads; None for all of them in this order.
         self._columns: list[list[int] | None] = []
-        for drafter in drafters:
+        for drafter in drafters[: len(self._usual.guards)]:
             columns = [self.reads.taps.index(tap) for tap in drafter.reads.taps]
             self._columns.append(None if columns == list(range(len(self.reads.taps))) else columns)
 
     @property
-    def is_active(self) -> bool:
-        """Whether there is a drafter that has not been switched off."""
-        return any(guard.is_active for guard in self._guards)
+    def are_merged(self) -> bool:
+        """Whether the last draft may hold nodes of several drafters."""
+        return len(self._team.guards) > 1
+
+    def _is_active(self) -> bool:
+        """Whether there is a drafter to ask that has not been switched off."""
+        return self._team.controller is not None and any(guard.is_active for guard in self._team.guards)
 
     def begin(self, slot: int, request: DraftRequest) -> None:
         """A sequence begins in a slot."""
-        for guard in self._guards:
+        for guard in self._usual.guards:
             guard.begin(slot, request)
+        if request.prediction is not None and self._predicting is not self._usual:
+            self._guards[-1].begin(slot, request)
+            self._predicted.add(slot)
 
     def reusable(self, slot: int, length: int) -> int:
         """How many of the first positions of a slot no drafter needs to be read again, see `PrefixKeeper`.
@@ -192,7 +250,7 @@ class Drafting:
             slot: Of a sequence that is running or over.
             length: Positions whose tokens are the same, as is the one after them.
         """
-        while (least := min((guard.reusable(slot, length) for guard in self._guards), default=length)) < length:
+        while (least := min((guard.reusable(slot, length) for guard in self._usual.guards), default=length)) < length:
             length = least  # which those have to agree to that would have kept more
         return length
 
@@ -203,33 +261,39 @@ class Drafting:
             context: Its bounds are those of requests and cache; the controller's are put in here.
             num_prompt_tokens: Of others' prompts that a pass without drafts would read.
         """
-        if not self.is_active or self._controller is None:
+        before = self._team
+        self._team = self._predicting if self._predicted.intersection(context.slots) else self._usual
+        guards, controller, _ = self._team
+        if controller is None or not self._is_active():
             return self._no_draft(context, is_committed=False)
+        is_late = before is not self._team and not self._is_announced  # drafters hear of an iteration before they draft
         beside = self._beside_prompts
-        if beside is not None and not beside.has_room(len(context.slots), num_prompt_tokens):
+        if is_late or (beside is not None and not beside.has_room(len(context.slots), num_prompt_tokens)):
+            self._is_announced = True
             return self._no_draft(context)
-        allotment = self._controller.allot(len(context.slots))
+        allotment = controller.allot(len(context.slots))
+        self._is_announced = True
         if allotment.measures_plain:
             return self._no_draft(context)._replace(measures_plain=True)
         if allotment.declined is not None:
-            is_committed = allotment.may_draft_next or not self.reads.is_last_enough
-            return self._no_draft(context, allotment.declined, is_committed=is_committed)
+            self._is_announced = allotment.may_draft_next or not self.reads.is_last_enough
+            return self._no_draft(context, allotment.declined, is_committed=self._is_announced)
         limits, context = context.max_nodes, _within(context, allotment)
         if max(context.max_depth) <= 0:
             return self._no_draft(context)
         drafts: dict[int, SafeDraft] = {}
         laps = Laps(self._device)
-        ask: Ask | None = allotment.first or Ask(range(len(self._guards)))
+        ask: Ask | None = allotment.first or Ask(range(len(guards)))
         while ask is not None:
             bounded = _no_deeper(context, ask.depth)
             for index in ask.drafters:
-                drafts[index] = self._guards[index].propose(self._noise.of(bounded, index))
+                drafts[index] = guards[index].propose(self._noise.of(bounded, index))
                 laps.mark()
-            ask = self._controller.further({index: draft.tree for index, draft in drafts.items()})
+            ask = controller.further({index: draft.tree for index, draft in drafts.items()})
         trees = {index: draft.tree for index, draft in drafts.items()}
-        tree = self._controller.select(trees, self._continuation(context) if self._lookups else None)
+        tree = controller.select(trees, self._continuation(context) if self._team.lookups else None)
         tree = within_node_limits(tree, [self._limit(most) for most in limits])
-        if len(self._guards) == 1 and tree.source is not None:
+        if len(guards) == 1 and tree.source is not None:
             # What it says there tells probes only: all nodes are its own.
             tree = replace(tree, source=(tree.source & PROBE) | 1)
         errors = (drafts[index].error for index in sorted(drafts) if drafts[index].error is not None)
@@ -241,9 +305,10 @@ class Drafting:
         """The bound of a request, where drafts that are no deeper than it allows may have more nodes; else None."""
         if most >= self._max_nodes:
             return None
-        if self._lookups and len(self._guards) > 1:  # what is grafted comes on top
+        if self._team.lookups and self.are_merged:  # what is grafted comes on top
             return most
-        possible = 1 + sum(nodes[min(most, len(nodes)) - 1] - 1 for nodes in self._nodes_by_depth)
+        sizes = self._nodes_by_depth[: len(self._team.guards)]
+        possible = 1 + sum(nodes[min(most, len(nodes)) - 1] - 1 for nodes in sizes)
         return None if possible <= most else most
 
     def constrained(self, draft: Draft, bounds: Sequence[GrammarBounds | None]) -> Draft:
@@ -260,12 +325,13 @@ class Drafting:
 
     def _continuation(self, context: DraftContext) -> Continue:
         """What the lookups among the drafters say after drafted paths."""
+        lookups = self._team.lookups
 
         def continued(leaf: Leaf) -> list[tuple[int, Sequence[int]]]:
             row, path = leaf
             depth = min(context.max_depth[row] - len(path), _LONGEST_GRAFT)
             found: list[tuple[int, Sequence[int]]] = []
-            for index in self._lookups if depth > 0 else ():
+            for index in lookups if depth > 0 else ():
                 tokens = self._guards[index].continue_from(context.slots[row], context.tokens[row], path, depth)
                 if tokens:
                     found.append((index, tokens))
@@ -288,7 +354,7 @@ class Drafting:
 
     def commit(self, committed: Committed) -> None:
         """Positions entered the target's KV: every drafter gets the features it reads."""
-        for guard, columns in zip(self._guards, self._columns, strict=True):
+        for guard, columns in zip(self._usual.guards, self._columns, strict=True):
             features = committed.features
             if columns is None or features is None:
                 guard.commit(committed)
@@ -297,18 +363,21 @@ class Drafting:
 
     def release(self, slot: int) -> None:
         """A slot is free."""
-        for guard in self._guards:
+        for guard in self._usual.guards:
             guard.release(slot)
+        if slot in self._predicted:
+            self._guards[-1].release(slot)
+            self._predicted.remove(slot)
 
     def learn(self, draft: Draft, record: StepRecord) -> None:
         """Tells the controller what a draft brought, unless requests or prompts left it nothing to ask for."""
         has_decided = draft.asked or draft.declined is not None or draft.measures_plain
-        if self._controller is not None and self.is_active and has_decided:
-            self._controller.learn(record)
+        if self._team.controller is not None and self._is_active() and has_decided:
+            self._team.controller.learn(record)
 
     def plain_seconds(self, num_sequences: int) -> float | None:
         """Seconds of an iteration without drafts, as the controller measured it; None where it has not."""
-        measured = getattr(self._controller, "plain_seconds", None)
+        measured = getattr(self._usual.controller, "plain_seconds", None)
         return None if measured is None else measured(num_sequences)
 
     def credit(self, source: int) -> tuple[str, ...]:

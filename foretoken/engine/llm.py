@@ -24,7 +24,14 @@ from foretoken.drafters.registry import create_drafter
 from foretoken.engine.chats import chat_format
 from foretoken.engine.config import parse_speculative_config
 from foretoken.engine.drafter_creation import attach_drafter, make_drafter
-from foretoken.engine.drafting import Drafting, choose_controller, joint_reads, most_nodes, room_beside_prompts
+from foretoken.engine.drafting import (
+    Drafting,
+    choose_controller,
+    choose_for_predictions,
+    joint_reads,
+    most_nodes,
+    room_beside_prompts,
+)
 from foretoken.engine.loop import Engine
 from foretoken.engine.model_arguments import directory_of, sampling_defaults, target_model, target_tokenizer
 from foretoken.engine.requests import Request, RequestReader
@@ -203,12 +210,14 @@ class LLM(BuiltPerProcess):
         costs = cache(partial(pass_costs, loaded))  # by decoder
         setup = _drafter_setup(drafter, config, target=loaded, is_trusted=trust_drafter)
         self.drafters: Seq[Drafter] = setup.drafters
-        context_len, reads = max_model_len or loaded.context_len, joint_reads(self.drafters)
+        drafters = [*setup.drafters, *setup.for_predictions]
+        context_len, reads = max_model_len or loaded.context_len, joint_reads(drafters)
         self.target = Runner(
             loaded,
             num_slots=max_num_seqs,
             context_len=context_len,
-            max_nodes=most_nodes(self.drafters),
+            max_nodes=most_nodes(drafters),
+            usual_nodes=most_nodes(self.drafters),
             taps=reads.taps,
             runner=runner,
             costs=costs,
@@ -240,18 +249,20 @@ class LLM(BuiltPerProcess):
             measured_costs=tree_costs,
         )
         self.target.cache.reserve(0, self.target.cache.capacity)  # where drafters that are made or timed run the target
-        for each in self.drafters:
+        for each in drafters:
             attach_drafter(each, handle)
         controller = choose_controller(setup.options, self.drafters, handle) if self.drafters else None
+        options = [*setup.options, *([config.for_predictions] if config.for_predictions else [])]
         self._engine = Engine(
             self.target,
             Drafting(
-                self.drafters,
+                drafters,
                 controller,
                 vocab_size=loaded.vocab_size,
                 max_nodes=self.target.max_nodes,
                 device=loaded.device,
                 beside_prompts=None if controller is None else room_beside_prompts(controller, handle),
+                for_predictions=choose_for_predictions(options, drafters, handle) if setup.for_predictions else None,
             ),
             policy=setup.policy,
             slots=SlotPool(max_num_seqs, keeps_prefixes=keeps_prefixes),
@@ -307,8 +318,8 @@ class LLM(BuiltPerProcess):
         Args:
             prompts: A string, a list of token ids, a mapping with `prompt` or `prompt_token_ids`, several of these, or
                 what a tokenizer returns. A mapping may also hold what changes speed and nothing that is written:
-                `prediction`, text or token ids that the output probably repeats in part (drafted from by the method
-                "prediction"); `cache_salt`, text: only requests with the same salt go on behind its text in the prefix
+                `prediction`, text or token ids that the output probably repeats in part and that are drafted, whatever
+                the drafters; `cache_salt`, text: only requests with the same salt go on behind its text in the prefix
                 cache, or have drafts from what it wrote; and `speculative`, a mapping with `enabled`, False for no
                 drafts, or `max_nodes`, most nodes of its trees, root included.
             sampling_params: One for all prompts, or one each; None for `get_default_sampling_params()`.
@@ -449,11 +460,16 @@ class LLM(BuiltPerProcess):
 
 
 class _DrafterSetup(NamedTuple):
-    """Drafters that are not attached yet, the options of those that have some, and how drafts are verified."""
+    """Drafters that are not attached yet, the options of those that have some, and how drafts are verified.
+
+    Attributes:
+        for_predictions: One more drafter, for requests that bring predictions; none where `drafters` has it.
+    """
 
     drafters: list[Drafter]
     options: Seq[DrafterOptions]
     policy: AcceptancePolicy
+    for_predictions: list[Drafter]
 
 
 def _drafter_setup(
@@ -467,10 +483,11 @@ def _drafter_setup(
         target: The target.
         is_trusted: Whether drafters of others are trusted too.
     """
+    predicting = [create_drafter(config.for_predictions, target)] if config.for_predictions else []
     if make is not None:
         maker = "the drafter function"
         made = make_drafter(make, maker=maker, is_trusted=is_trusted, device=target.device)
-        return _DrafterSetup([made], [], AcceptancePolicy())
+        return _DrafterSetup([made], [], AcceptancePolicy(), predicting)
     drafters = [
         make_drafter(
             partial(create_drafter, options, target), maker=f"method '{options.method}'",
@@ -478,7 +495,7 @@ def _drafter_setup(
         )
         for options in config.options
     ]  # fmt: skip
-    return _DrafterSetup(drafters, config.options, config.policy)
+    return _DrafterSetup(drafters, config.options, config.policy, predicting)
 
 
 def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Any:

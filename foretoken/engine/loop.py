@@ -308,7 +308,7 @@ class Engine:
     def _rules(self, sequences: list[Sequence], tree: TokenTree, output: PassOutput) -> list[str]:
         """The acceptance rule of each sequence; tree: without probes."""
         has_kernels = output.chosen is not None or has_triton_kernels(tree.tokens.device)
-        are_merged = len(self._drafting.names) > 1
+        are_merged = self._drafting.are_merged
         return [
             self.policy.rule_for(
                 tree, is_greedy=s.params.is_greedy, is_seeded=s.is_seeded, row=row,

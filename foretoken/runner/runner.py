@@ -66,6 +66,7 @@ class Runner:
         num_slots: int,
         context_len: int | None = None,
         max_nodes: int = 64,
+        usual_nodes: int | None = None,
         taps: Sequence[Tap] = (),
         prefill_chunk: int = 512,
         runner: str = "auto",
@@ -81,6 +82,7 @@ class Runner:
             context_len: Most tokens a sequence may reach; the model's own limit when None. Cut, with a warning, to what
                 there is memory for.
             max_nodes: Widest tree, root included.
+            usual_nodes: Widest tree that is made often, for which a decoder is chosen; None for `max_nodes`.
             taps: Features to read, see `foretoken.hf.taps`.
             prefill_chunk: Prompt tokens fed per pass.
             runner: A decoder, or how to choose one; see `foretoken.runner.choice`.
@@ -132,7 +134,9 @@ class Runner:
             self.cache,
             taps,
             runner=runner,
-            widths=PassWidths(num_slots, self.max_nodes, min(prefill_chunk, self.context_len)),
+            widths=PassWidths(
+                num_slots, min(usual_nodes or MAX_NODES, self.max_nodes), min(prefill_chunk, self.context_len)
+            ),
             context_len=self.context_len,
             costs=partial(pass_costs, model) if costs is None else costs,
         )

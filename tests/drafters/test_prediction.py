@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
+from unittest import mock
 
 import pytest
 from drafting_contexts import GREEDY, attached, context, continued
@@ -12,8 +14,11 @@ from hypothesis import strategies as st
 
 from foretoken import SamplingParams
 from foretoken.core.errors import ConfigError
+from foretoken.core.records import StepRecord
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import DraftRequest
+from foretoken.drafters.ngram import NgramDrafter
+from foretoken.drafters.ngram import Options as NgramOptions
 from foretoken.drafters.prediction import PredictionDrafter, create
 from foretoken.drafters.registry import drafter_options
 from foretoken.lookups.followed_text import FollowedText
@@ -150,3 +155,45 @@ def test_tokens_of_a_prediction_that_are_accepted_are_counted(tree: str) -> None
     assert edited.metrics.num_drafted > edited.metrics.num_accepted
     assert other.metrics.num_accepted < 10 < other.metrics.num_drafted
     assert (none.metrics.num_drafted, none.metrics.steps) == (0, 29)
+
+
+SETUPS: dict[str, Any] = {
+    "no drafters": {},
+    "plain": {"speculative_config": "plain"},
+    "a lookup": {"speculative_config": "ngram"},
+    "a fixed depth": {"speculative_config": "ngram:num_speculative_tokens=3"},
+    "two lookups": {"speculative_config": "ngram+suffix"},
+    "one of the caller's": {"drafter": lambda: NgramDrafter(NgramOptions(method="ngram"))},
+}
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_a_prediction_drafts_whatever_the_drafters(setup: str) -> None:
+    """It did so only where the method was chosen at the start. Requests without one are drafted for as before."""
+    params, prompts = SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True), [[5, 6, 7], [8, 9]]
+    plain = [output.outputs[0] for output in llm({}).generate(prompts, params)]
+    engine = llm(SETUPS[setup], max_num_seqs=2)
+    predicted = {"prompt_token_ids": prompts[0], "prediction": plain[0].token_ids}
+    got = engine.generate([predicted, prompts[1]], params)
+    assert [output.outputs[0] for output in got] == plain
+    assert got[0].metrics.accepted_by["prediction"] > 20
+    assert "prediction" not in got[1].metrics.by_drafter or not got[1].metrics.by_drafter["prediction"].num_drafted
+    again = engine.generate({**predicted, "speculative": {"enabled": False}}, params)[0]
+    assert (again.outputs[0], again.metrics.num_drafted) == (plain[0], 0)
+
+
+@pytest.mark.parametrize("setup", SETUPS)
+def test_requests_without_predictions_pay_nothing(setup: str) -> None:
+    """The drafter of predictions is called for nothing, no iteration has more tokens, others are asked alike."""
+    params, prompts = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True), [[5, 6, 5, 6, 5], [8, 9]]
+    records: list[StepRecord] = []
+    engine = llm(SETUPS[setup], max_num_seqs=2, on_step=records.append)
+    methods = ("begin", "propose", "commit", "release", "continue_from")
+    with ExitStack() as stack:
+        calls = [stack.enter_context(mock.patch.object(PredictionDrafter, name)) for name in methods]
+        engine.generate(prompts, params)
+    assert not any(call.called for call in calls)
+    asked = {each.name for record in records for each in record.asked}
+    assert asked == {drafter.name for drafter in engine.drafters}
+    if not engine.drafters:
+        assert all(record.num_tokens == len(record.sequences) for record in records[1:])

@@ -105,15 +105,15 @@ def references(outputs: tuple[RequestOutput, ...]) -> list[list[int]]:
     return [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
 
 
-def with_predictions(outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
+def with_predictions(outputs: Sequence[RequestOutput], *, is_any: bool = True) -> list[dict[str, Any]]:
     """The prompts, each with a prediction of what was written: every ninth token is another, every eleventh left out.
 
-    Every fourth request brings none, and others cache salts of their own.
+    Every fourth request brings none, all where `is_any` is False, and others cache salts of their own.
     """
     prompts: list[dict[str, Any]] = []
     for index, output in enumerate(outputs):
         ids = [3 if at % 9 == 8 else token for at, token in enumerate(output.outputs[0].token_ids) if at % 11 != 10]
-        prediction = ids if ids and index % 4 != 3 else None
+        prediction = ids if is_any and ids and index % 4 != 3 else None
         prompts.append({"prompt_token_ids": output.prompt_token_ids, "prediction": prediction})
         if index % 3 == 0:
             prompts[-1]["cache_salt"] = f"of request {index}"

@@ -59,18 +59,21 @@ def test_text_is_plain_decodings(drafter: str, batch: int, runner: str) -> None:
     mix, plain = [request_mix()[place] for place in part], [plain_mix(runner)[place] for place in part]
     known = references(plain_mix())
     records: list[StepRecord] = []
+    is_predicted = batch == 3 or "prediction" in drafter  # every drafter with predictions and without
     engine = llm(
         DRAFTERS[runner][drafter](known), max_num_seqs=batch, max_model_len=CONTEXT_LEN, runner=runner,
         trace=drafter in TRACED, on_step=records.append,
     )  # fmt: skip
     with mock.patch.object(HeadKernels, "fill", autospec=True, side_effect=HeadKernels.fill) as native_call:
-        got = engine.generate(with_predictions(plain), [r.params for r in mix])
+        got = engine.generate(with_predictions(plain, is_any=is_predicted), [r.params for r in mix])
     assert_same_text(got, plain, [r.name for r in mix])
     assert all((step.trace is not None) == (drafter in TRACED) for record in records for step in record.sequences)
     assert native_call.called or drafter not in STEP_HEADS or RUNNERS[runner] == torch.float64
     metrics = GenerationMetrics.total(output.metrics for output in got)
     at_least = AT_LEAST.get(drafter, 1.0) if batch == 8 else 1.0
     assert metrics.mean_acceptance_length >= 1 + (at_least - 1) / 2
+    if batch == 3:
+        assert metrics.accepted_by["prediction"] > 0, "whatever the drafters"
 
 
 def test_the_cases_cover() -> None:

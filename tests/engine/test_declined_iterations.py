@@ -96,7 +96,8 @@ def test_drafting_goes_on_where_it_was_announced(monkeypatch: pytest.MonkeyPatch
     """Features of the last position are there when a probe asks for them, after many that were left out."""
     calls = Calls(monkeypatch, ((1, 64), (1.0, 1.0)), adaptive("medusa"))
     engine_drafting: Any = calls.engine._engine._drafting
-    controller = engine_drafting._controller = engine_drafting._controller.inner  # the costs are not those of the clock
+    controller = engine_drafting._usual.controller.inner  # the costs are not those of the clock
+    engine_drafting._usual = engine_drafting._usual._replace(controller=controller)
     controller._fixed = 0.0
     controller._levels.extend([5.0] * 9)  # drafts are said to take five passes; probes find out that they do not
     controller._probes.savings.amount = 100.0
@@ -124,7 +125,8 @@ def test_drafting_rests_where_the_clock_says_so(monkeypatch: pytest.MonkeyPatch)
         seconds = StageSeconds(draft=1.0, verify=2.0) if record.asked else StageSeconds(verify=1.0)
         controller.learn(replace(record, seconds=seconds))
 
-    monkeypatch.setattr(engine_drafting, "_controller", mock.Mock(wraps=controller, learn=learn))
+    timed = mock.Mock(wraps=controller, learn=learn)
+    monkeypatch.setattr(engine_drafting, "_usual", engine_drafting._usual._replace(controller=timed))
     got = calls.engine.generate([5, 6, 7], replace(PARAMS, max_tokens=120))[0].outputs[0].token_ids
     assert got == llm({}).generate([5, 6, 7], replace(PARAMS, max_tokens=120))[0].outputs[0].token_ids
     kinds = [

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
-from drafters.drafting_contexts import context, handle
+from drafters.drafting_contexts import GREEDY, context, handle
 from tiny_models import VOCAB_SIZE
 
 from foretoken.control.adaptive_depth import AdaptiveDepth
@@ -19,7 +19,7 @@ from foretoken.control.best_nodes import BestNodes
 from foretoken.control.fixed import Fixed
 from foretoken.core.records import Declined, StageSeconds, StepRecord
 from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree, TreeRow
-from foretoken.drafters.base import DraftContext, TargetReads
+from foretoken.drafters.base import DraftContext, DraftRequest, TargetReads
 from foretoken.drafters.registry import drafter_options
 from foretoken.engine.drafting import Draft, Drafting, choose_controller, most_nodes, room_beside_prompts
 from foretoken.runner.cost_curve import CostCurve
@@ -169,3 +169,32 @@ def test_nobody_is_asked_beside_prompts_that_fill_a_pass() -> None:
 def test_drafters_that_are_asked_in_every_pass_are_asked_beside_prompts() -> None:
     assert room_beside_prompts(Fixed(max_nodes=16), handle()) is None
     assert room_beside_prompts(AdaptiveDepth(handle().costs, [1, 2]), handle()) is not None
+
+
+class Resting(Declining):
+    """Asks for nothing, and drafters need not hear of it."""
+
+    def allot(self, batch_size: int) -> Allotment:
+        return replace(super().allot(batch_size), may_draft_next=False)
+
+
+def test_drafters_hear_of_an_iteration_before_a_prediction_has_them_asked() -> None:
+    """While drafting rests drafters miss iterations; a request with a prediction hands over to another controller."""
+    drafters: list[Any] = [Proposer(lambda t: t), Proposer(lambda t: replace(t, tokens=t.tokens + 20 * (t.depths > 0)))]
+    for drafter in drafters:
+        drafter.reads = TargetReads(is_last_enough=True)
+        drafter.begin = drafter.release = mock.Mock()
+    drafting = Drafting(
+        drafters, Resting(max_nodes=16), vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu"),
+        for_predictions=Fixed(max_nodes=16),
+    )  # fmt: skip
+    asked = context([[5, 7], [5, 9]])
+    assert not drafting.propose(asked).is_committed
+    drafting.begin(1, replace(DraftRequest(request_id="r", prompt=[5], params=GREEDY), prediction=[1, 2]))
+    first, second = drafting.propose(asked), drafting.propose(asked)
+    assert (first.asked, first.is_committed, num_verified(first)) == ((), True, [0, 0])
+    assert (second.asked, num_verified(second)) == ([(0, 2), (1, 2)], [6, 2])
+    assert drafting.are_merged
+    drafting.release(1)
+    third = drafting.propose(asked)
+    assert (third.asked, third.is_committed, drafting.are_merged) == ((), False, False)

@@ -125,6 +125,23 @@ def test_several_prompts_tell_what_all_of_them_found_in_the_cache(speculative: L
     assert fresh.json()["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
 
 
+@pytest.mark.parametrize("server", ["plain", "speculative"])
+def test_a_prediction_is_drafted_and_counted_whatever_the_drafters(server: str, request: pytest.FixtureRequest) -> None:
+    """`usage` said 0 and 0 unless the method `prediction` was chosen at the start."""
+    client = request.getfixturevalue(server).client()
+    asked: dict[str, Any] = {"model": "tinycode", "messages": TALK, "temperature": 0.0, "max_tokens": 24, "seed": 1}
+    first = client.chat.completions.create(**asked)
+    predicted = {"type": "content", "content": first.choices[0].message.content}
+    second = client.chat.completions.create(**asked, prediction=predicted)
+    assert second.choices[0].message.content == first.choices[0].message.content
+    counted = [answer.usage.completion_tokens_details for answer in (first, second)]
+    assert (counted[0].accepted_prediction_tokens, counted[0].rejected_prediction_tokens) == (0, 0)
+    assert counted[1].accepted_prediction_tokens > second.usage.completion_tokens // 2
+    wrong = client.chat.completions.create(**asked, prediction={"type": "content", "content": "0 1 2 3 4 5 6 7 8 9"})
+    assert wrong.choices[0].message.content == first.choices[0].message.content
+    assert wrong.usage.completion_tokens_details.rejected_prediction_tokens > 0
+
+
 def test_the_model_says_since_when_it_is_served(plain: LiveServer) -> None:
     begin = plain.client().models.list().data[0].created
     assert 1_600_000_000 < begin <= time.time()
