@@ -23,7 +23,7 @@ _LOWEST = -9999.0  # stands for minus infinity, which JSON does not have
 
 
 def seconds_since_1970() -> int:
-    """The date as OpenAI's bodies tell it."""
+    """Returns the `created` time of OpenAI's bodies."""
     return int(time.time())
 
 
@@ -37,7 +37,7 @@ class Envelope:
         has_draft_metrics: Whether it says how drafting went.
         name: Unique; the answer's id ends with it.
         created: Seconds since 1970.
-        readers: Of every message of a stream that has begun, by its index.
+        readers: The reader of each message of a stream, by the message's index.
     """
 
     request: ServedRequest
@@ -112,17 +112,17 @@ class Envelope:
         return {name: [*before.get(name, ()), *values] for name, values in told.items()}
 
     def _said(self, text: str) -> dict[str, Any]:
-        """What the text of a message says."""
+        """Returns the parts of a message's text."""
         form = self.request.message_form
         return {"content": text} if form is None else whole_message(form, text).message()
 
     def _finish_reason(self, reason: str | None) -> str | None:
-        """Why a message with calls ended; one that was asked for by name has ended as any text, as at OpenAI."""
+        """Returns the finish_reason of a message with calls; a call of a named tool ends like text, as with OpenAI."""
         form = self.request.message_form
         return "tool_calls" if reason == "stop" and form is not None and form.forced is None else reason
 
     def _delta(self, index: int, chunk: StreamChunk, choice: dict[str, Any]) -> dict[str, Any]:
-        """What a chunk adds to a message; changes the choice's finish_reason where that has calls."""
+        """Returns the parts that a chunk adds to a message; sets the choice's finish_reason after calls."""
         form = self.request.message_form
         if form is None:
             return {"content": chunk.text}
@@ -150,7 +150,7 @@ class Envelope:
     def part(
         self, index: int, chunk: StreamChunk, echo: EchoedPrompt | None, offset: int, /, **more: Any
     ) -> list[dict[str, Any]]:
-        """A chunk of a stream; two where the end comes with a call, which some clients want to see before it.
+        """Returns the chunks for a part of a stream: two if the end comes with a call, which some clients expect first.
 
         Args:
             index: Of the choice.
@@ -194,7 +194,7 @@ class Envelope:
 
 
 def usage(outputs: Sequence[RequestOutput], form: MessageForm | None) -> dict[str, Any]:
-    """Tokens used: of prompts those in the prefix cache, of answers thoughts and predictions that came true or not."""
+    """Returns `usage`: token counts, with cached prompt tokens, thoughts, and accepted and rejected predictions."""
     prompt = sum(len(output.prompt_token_ids) for output in outputs)
     completion = sum(len(each.token_ids) for output in outputs for each in output.outputs)
     thoughts = sum(num_thoughts(form, each) for output in outputs for each in output.outputs)
@@ -212,7 +212,7 @@ def usage(outputs: Sequence[RequestOutput], form: MessageForm | None) -> dict[st
 
 
 def num_thoughts(form: MessageForm | None, completion: CompletionOutput) -> int:
-    """Tokens of a completion that are thoughts."""
+    """Returns the number of tokens in a completion's thoughts."""
     return 0 if form is None else form.num_thoughts(completion.token_ids)
 
 

@@ -52,12 +52,12 @@ class ServerConfig:
     Attributes:
         names: Under which the model is served; answers carry the first.
         api_keys: Any of them is asked for; none for an open server.
-        allowed_origins: Whose pages browsers let read answers, "*" for all; none for those of the server alone.
+        allowed_origins: Origins whose pages may read answers, "*" for all; empty for the server's own page alone.
         has_vllm_metrics: Whether /metrics shows figures under vLLM's names too.
         has_draft_metrics: Whether answers say how drafting went, unless a request says otherwise.
         chat_template: How conversations are rendered, in Jinja; None for the tokenizer's own way.
-        tool_call_parser: How the model writes calls: a name of vLLM's, "auto" for what the chat template shows, "none".
-        reasoning_parser: How it writes thoughts, likewise.
+        tool_call_parser: The format of tool calls: vLLM's name, "auto" to tell it by the chat template, or "none".
+        reasoning_parser: The format of thoughts: vLLM's name, "auto" or "none".
         engine_name: The label `engine` of figures, where several servers' stand on one page.
     """
 
@@ -72,7 +72,7 @@ class ServerConfig:
     engine_name: str = "0"
 
     def __post_init__(self) -> None:
-        """Raises `ConfigError` for what is no origin."""
+        """Builds the application; raises `ConfigError` for an invalid origin."""
         check_origins(self.allowed_origins)
 
 
@@ -181,7 +181,7 @@ class _Server:
         return await self._served(request, await self._asked(body, prompt))
 
     async def _asked(self, chat: dict[str, Any], prompt: dict[str, Any]) -> ServedRequest:
-        """What a chat asks for."""
+        """Reads the body of a chat."""
         return await _read(chat_request, chat, self._unknown, self._defaults, prompt, self._formats)
 
     async def _conversation(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -306,5 +306,5 @@ class _Server:
 
 
 async def _read(call: Callable[_Given, _Result], *given: _Given.args, **more: _Given.kwargs) -> _Result:
-    """What a call makes of a request's body or of a part of it; in a thread where that is large."""
+    """Returns the result of a call on a request's body, or a part of it; a large body is handled in a thread."""
     return await in_thread(call, *given, **more) if is_large.get() else call(*given, **more)

@@ -1,4 +1,4 @@
-"""What stands before every route: keys, sizes and times of bodies; a pure ASGI middleware, so that nothing buffers."""
+"""ASGI middleware: checks API keys and headers, bounds the size and time of bodies, sets CORS headers."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
 MOST_BODY_BYTES = 8 << 20
 _BODY_SECONDS = 30.0
-_MOST_DROPPED_BYTES, _DROP_SECONDS = 64 << 20, 5.0  # of a body that was refused
+_MOST_DROPPED_BYTES, _DROP_SECONDS = 64 << 20, 5.0  # bounds on reading the rest of a refused body
 _MOST_HEADERS = 256
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s*]+", re.IGNORECASE)
 OPEN_PATHS = frozenset({"/", "/health", "/health/live", "/health/ready"})
 
 
 class Guards:
-    """Refuses what no route has to see: wrong keys, too many headers, encoded, too large and too slow bodies."""
+    """Refuses requests with wrong keys or too many headers, and compressed, too large and too slow bodies."""
 
     def __init__(self, app: App, *, api_keys: Sequence[str], refused: Callable[[int], None]) -> None:
-        """Stands before an application.
+        """Guards an application.
 
         Args:
-            app: What is guarded.
-            api_keys: Any of them is asked for, except on `OPEN_PATHS`; none for an open server.
-            refused: Told the status of every refusal.
+            app: An ASGI application.
+            api_keys: Accepted keys; `OPEN_PATHS` need none. Without keys all paths are open.
+            refused: Called with the status of every refusal.
         """
         self._app, self._keys, self._refused = app, [key.encode() for key in api_keys], refused
 
@@ -69,14 +69,14 @@ class Guards:
         await self._app(scope, receive_again, send)
 
     def _check(self, scope: MutableMapping[str, Any]) -> None:
-        """Raises `ApiError` by what the headers say."""
+        """Raises `ApiError` for headers that are refused."""
         headers: list[tuple[bytes, bytes]] = scope["headers"]
         if len(headers) > _MOST_HEADERS:
             raise ApiError(f"The request has {len(headers)} headers. Expected at most {_MOST_HEADERS}.", status=431)
         num_hosts = sum(name == b"host" for name, _ in headers)
         if scope.get("http_version") == "1.1" and num_hosts != 1:
             raise ApiError(f"The request has {num_hosts} Host headers. Expected one.")
-        # Never by a URL, which the Host header is a part of.
+        # Compares `scope["path"]`, not a URL: the client chooses the Host header in a URL.
         if self._keys and scope["path"] not in OPEN_PATHS and not self._has_key(headers):
             message = "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY'."
             raise ApiError(message, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
@@ -88,7 +88,7 @@ class Guards:
             raise _too_large()
 
     def _has_key(self, headers: list[tuple[bytes, bytes]]) -> bool:
-        """Whether a known key came, in a time that tells nothing about the keys."""
+        """Whether the request has an accepted key. The time of the comparison does not depend on the keys."""
         given = next((value for name, value in headers if name == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
         matches = [hmac.compare_digest(key.strip(), known) for known in self._keys]
@@ -96,7 +96,7 @@ class Guards:
 
 
 def check_origins(origins: Sequence[str]) -> None:
-    """Raises `ConfigError` for what is no origin."""
+    """Raises `ConfigError` for an invalid origin."""
     for origin in origins:
         if origin != "*" and not _ORIGIN.fullmatch(origin):
             raise ConfigError(
@@ -106,13 +106,13 @@ def check_origins(origins: Sequence[str]) -> None:
 
 
 def open_to(origins: Sequence[str], app: App) -> App:
-    """An application whose answers, refusals too, the pages of some origins may read.
+    """Returns an application that allows pages of some origins to read all answers, refusals included.
 
-    Cookies are never asked for, so no page acts in the name of whoever looks at it: a page has to bring an API key.
+    The application accepts no cookies, so a page must send an API key of its own.
 
     Args:
-        origins: As "https://example.org", or "*" for all.
-        app: What answers; preflight requests, which carry no key, do not reach it.
+        origins: Origins such as "https://example.org", or "*" for all.
+        app: An ASGI application. Preflight requests, which carry no key, do not reach it.
     """
     if not origins:
         return app
@@ -122,16 +122,16 @@ def open_to(origins: Sequence[str], app: App) -> App:
 
 
 class _Body:
-    """The body of a request as it comes."""
+    """Reads the body of a request."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive, self._is_over = receive, False
 
     async def whole(self) -> bytes | None:
-        """All of it; None when the client went away before its end.
+        """Returns the whole body; None if the client disconnects first.
 
         Raises:
-            ApiError: When it is too large, or does not come in time.
+            ApiError: When the body is too large or too slow.
         """
         parts: list[bytes] = []
         size = 0
@@ -150,7 +150,7 @@ class _Body:
         return b"".join(parts)
 
     async def drop(self) -> None:
-        """Reads what is left, within bounds: who still sends when the connection is closed never sees the answer."""
+        """Reads the rest of the body, within bounds: a client that still sends at the close never sees the answer."""
         size = 0
         with suppress(TimeoutError):
             async with asyncio.timeout(_DROP_SECONDS):
@@ -158,12 +158,11 @@ class _Body:
                     size += len(await self._part() or b"")
 
     async def _part(self) -> bytes | None:
-        """The next part; None when the client has gone."""
+        """Returns the next part of the body; None if the client has disconnected."""
         message = await self._receive()
         self._is_over = not message.get("more_body", False)
         return message.get("body", b"") if message["type"] == "http.request" else None
 
 
 def _too_large() -> ApiError:
-    """What is said of a body that is too large."""
     return ApiError(f"The body is larger than {MOST_BODY_BYTES >> 20} MiB. Send less at a time.", status=413)

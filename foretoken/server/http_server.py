@@ -1,4 +1,4 @@
-"""The HTTP server under the API: uvicorn, with connections that end where a client sends or takes nothing in time."""
+"""The HTTP server under the API: uvicorn, with time limits on clients that send or read nothing."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 _DRAIN_SECONDS = 30
 _KEEP_ALIVE_SECONDS = 30
 _HEADER_SECONDS = 10.0
-_READ_SECONDS = 30.0  # for a client to take anything of an answer
-_SEND_BUFFER_BYTES = 256 << 10  # of one connection, in the kernel
-_MOST_UNREAD_BYTES = 256 << 20  # of all clients together
+_READ_SECONDS = 30.0  # without any progress of a client that reads an answer
+_SEND_BUFFER_BYTES = 256 << 10  # SO_SNDBUF of each connection
+_MOST_UNREAD_BYTES = 256 << 20  # unread bytes of all clients together
 _PROBE_SECONDS = 0.5
-_HTTPProtocol: Any = AutoHTTPProtocol  # h11's or httptools', whichever is there
+_HTTPProtocol: Any = AutoHTTPProtocol  # httptools if it is installed, else h11
 
 
 def http_server(app: Any, *, port: int = 0, drain_seconds: int = _DRAIN_SECONDS) -> uvicorn.Server:
-    """A server that does not run yet.
+    """Makes a server; `serve` or `run` starts it.
 
     Args:
         app: An ASGI application.
-        port: To listen on, where `serve` is given no sockets; 0 for a free one.
-        drain_seconds: How long running requests may go on after a signal to end.
+        port: The port to listen on if `serve` gets no sockets; 0 for a free one.
+        drain_seconds: Time for running requests after a signal to end.
     """
     return uvicorn.Server(
         uvicorn.Config(
@@ -36,34 +36,33 @@ def http_server(app: Any, *, port: int = 0, drain_seconds: int = _DRAIN_SECONDS)
 
 
 class GuardedProtocol(_HTTPProtocol):
-    """An HTTP connection that no client holds open, or fills with answers, without end.
+    """An HTTP connection with limits on slow clients.
 
-    One whose request headers are not whole ten seconds after their first byte is closed; nothing sent yet counts as
-    headers that have begun. One whose client takes nothing of an answer for 30 seconds is dropped with the answer, and
-    so are those with most unread bytes while all together are above a bound. A client that ends its own sending, and
-    nothing else, still gets its answer.
+    Closes the connection if the request headers are incomplete 10 seconds after the connection or after their first
+    byte. Drops it, and the answer, if the client reads nothing for 30 seconds. If the unread bytes of all connections
+    exceed a bound, drops the connections with most of them. A client that only ends its sending gets its answer.
     """
 
     _timer: asyncio.TimerHandle | None = None
-    _reader: asyncio.TimerHandle | None = None  # looks whether the client reads
-    _has_read = False  # since that was looked at
+    _reader: asyncio.TimerHandle | None = None  # the next check whether the client reads
+    _has_read = False  # since the last check
 
     def connection_made(self, transport: Any) -> None:
-        """A client has connected."""
+        """Starts to wait for headers."""
         super().connection_made(transport)
-        # A kernel that holds megabytes takes no more for long: a client that reads slowly would seem to read nothing.
+        # With megabytes in the kernel's buffer a client that reads slowly looks like one that reads nothing.
         transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The connection is closed."""
+        """Cancels the timers."""
         self._stop_watching()
         if self._reader is not None:
             self._reader.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come: of headers, where no request is being answered."""
+        """Passes bytes on; without a request in progress they are headers, so the limit on headers applies."""
         super().data_received(data)
         if self._is_answering():
             self._stop_watching()
@@ -71,7 +70,7 @@ class GuardedProtocol(_HTTPProtocol):
             self._watch()
 
     def eof_received(self) -> bool:
-        """The client sends nothing more; whether the connection stays, for the answer to a whole request."""
+        """The client ended its sending. Keeps the connection (returns True) if a complete request is being answered."""
         if not self._is_answering() or self.cycle.more_body:
             return False
         self.cycle.keep_alive = False
@@ -79,7 +78,7 @@ class GuardedProtocol(_HTTPProtocol):
         return True
 
     def pause_writing(self) -> None:
-        """More waits for the client to read it than should."""
+        """Too many bytes are unread: starts to watch the reader, and drops connections beyond the common bound."""
         super().pause_writing()
         if self._reader is None:
             self._look_again()
@@ -90,49 +89,49 @@ class GuardedProtocol(_HTTPProtocol):
             most.transport.abort()
 
     def resume_writing(self) -> None:
-        """The client has read nearly all."""
+        """The client has read most of the unread bytes."""
         self._has_read = True
         super().resume_writing()
 
     @property
     def num_unread(self) -> int:
-        """Bytes that wait for the client to read."""
+        """Bytes of answers that the client has not read."""
         return int(self.transport.get_write_buffer_size())
 
     def _is_answering(self) -> bool:
-        """Whether the headers of a request have come whose answer is not over."""
+        """Whether an answer is in progress."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def _watch(self) -> None:
-        """Closes the connection later on, unless stopped."""
+        """Starts the time limit on headers."""
         self._timer = asyncio.get_running_loop().call_later(_HEADER_SECONDS, self.transport.close)
 
     def _stop_watching(self) -> None:
-        """The headers have come."""
+        """Ends the time limit on headers."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _look_again(self) -> None:
-        """Looks later on whether the client has read anything."""
+        """Starts the time limit on reading."""
         self._has_read = False
         self._reader = asyncio.get_running_loop().call_later(_READ_SECONDS, self._check_reader, self.num_unread)
 
     def _check_reader(self, before: int) -> None:
-        """Drops the connection where nothing was read; before: bytes that waited when the time began."""
+        """Drops the connection if the client has read nothing; before: unread bytes at the last check."""
         self._reader = None
         if not self._has_read and self.num_unread >= before:
-            self.transport.abort()  # closing it would wait for the client
+            self.transport.abort()  # `close` would wait for the client
         elif self.num_unread:
             self._look_again()
 
     def _probe(self) -> None:
-        """Writes what means nothing, now and then: only that tells a client that left from one that sends no more."""
+        """Writes bytes without meaning at intervals; a write fails only if the client has closed both directions."""
         if self.transport.is_closing() or not self._is_answering():
             return
         cycle = self.cycle
         if not cycle.response_started and not self.pipeline and cycle.scope["http_version"] == "1.1":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         elif cycle.response_started and getattr(cycle, "chunked_encoding", False) and not self.num_unread:
-            self.transport.write(b"3\r\n:\n\n\r\n")  # a comment among events
+            self.transport.write(b"3\r\n:\n\n\r\n")  # a chunk with a comment of server-sent events
         asyncio.get_running_loop().call_later(_PROBE_SECONDS, self._probe)

@@ -49,8 +49,8 @@ def parse_object(body: bytes) -> dict[str, Any]:
 
 
 def _check_counts(body: bytes) -> None:
-    """Raises `ApiError` where a body, whatever it is, has more values than anybody needs; does not read it."""
-    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # without quotes inside of texts
+    """Raises `ApiError` for a body with too many values; counts them without parsing the body."""
+    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")  # removes escaped quotes
     num_texts = bare.count(b'"') // 2
     if num_texts > _MOST_TEXTS:
         raise ApiError(f"The body has {num_texts} texts. Expected at most {_MOST_TEXTS}.")
@@ -61,7 +61,7 @@ def _check_counts(body: bytes) -> None:
 
 
 def _finite(digits: str) -> float:
-    """A number with a point or an exponent; JSON knows no infinity, which 1e999 would become."""
+    """Parses a number with a point or an exponent; refuses numbers such as 1e999, which would become infinite."""
     number = float(digits)
     if math.isinf(number):
         raise ApiError(f"The body holds {digits[:20]}, which is beyond the range of numbers. Expected finite numbers.")

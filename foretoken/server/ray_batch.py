@@ -1,4 +1,4 @@
-"""A file of requests over Ray: workers that hold an engine each, and one process that reads and writes the files.
+"""Answers a file of requests over Ray: each worker holds an engine, one process reads and writes the files.
 
 Ray starts workers, sends them lines, restarts those that end, and sends their lines again. The order of lines and the
 guarantee of one answer each stay with the process that holds the files.
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from foretoken.engine.async_llm import AsyncLLM
     from foretoken.server.batch_files import AnswerFile
 
-_OBJECT_STORE_BYTES = 100 << 20  # of a cluster on this machine alone
-_MOST_RETRIES = 4  # of a line, or of loading, where the worker ended: what ends every worker may not go on for ever
+_OBJECT_STORE_BYTES = 100 << 20  # for a cluster on this machine alone
+_MOST_RETRIES = 4  # of a line, or of loading, after a worker ended; a line that ends every worker must not run for ever
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +37,12 @@ class RayWorkers:
     """The workers of a batch.
 
     Attributes:
-        number: How many, at most; never more than there are lines.
+        number: The most workers; there are never more workers than lines.
         make_engine: Called in each of them; as many requests may wait as `max_in_flight` lines have.
         max_in_flight: Lines that a worker has at once.
         num_cpus: Processors of each.
         uses_gpu: Whether each has a GPU of its own; None where the cluster has any.
-        on_start: Told how many workers are ready, of how many, while they start.
+        on_start: Called with the number of ready workers and of all workers, while they start.
     """
 
     number: int
@@ -92,7 +92,7 @@ def run_ray_batch(
         on_answer(counts)
 
     lines = _asked(todo, add)
-    first = list(islice(lines, workers.number))  # a worker for each of them: with fewer lines than workers some idle
+    first = list(islice(lines, workers.number))  # a worker for each; more workers than lines would idle
     if first:
         workers.on_start(0, len(first))
         with _cluster(workers) as ray:
@@ -108,7 +108,7 @@ def run_ray_batch(
 
 
 def _asked(todo: OpenLines, add: Callable[[dict[str, Any]], None]) -> Iterator[Line]:
-    """Lines for the workers; the others are answered at once.
+    """Yields the lines for the workers; answers invalid lines at once.
 
     Args:
         todo: All lines.
@@ -122,24 +122,24 @@ def _asked(todo: OpenLines, add: Callable[[dict[str, Any]], None]) -> Iterator[L
 
 
 def _has_gpus(ray: Any, workers: RayWorkers) -> bool:
-    """Whether every worker gets a GPU."""
+    """Whether each worker gets a GPU."""
     return ray.cluster_resources().get("GPU", 0) > 0 if workers.uses_gpu is None else workers.uses_gpu
 
 
 def _answered(ray: Any, workers: RayWorkers, actors: list[Any], lines: Iterator[Line]) -> Iterator[dict[str, Any]]:
-    """Answers to lines as they come; ends the workers at the end, those too that are not ready by then.
+    """Yields answers in the order in which they come; ends all workers at the end, also those that are still loading.
 
     Args:
         ray: The package, connected.
         workers: Who answers.
-        actors: Each of them, on its way.
-        lines: What they are asked.
+        actors: The workers; some may still load.
+        lines: The requests.
 
     Raises:
         ForetokenError: When a worker cannot be started, or cannot answer.
     """
     starting = {actor.__ray_ready__.remote(): actor for actor in actors}
-    asked: dict[Any, Any] = {}  # by what each line's answer will be, the worker that has the line
+    asked: dict[Any, Any] = {}  # the worker of each line, by the reference of its answer
     is_read = False
     try:
         while asked or (starting and not is_read):
@@ -168,13 +168,13 @@ def _reason(error: BaseException) -> str:
 
 
 class _Worker:
-    """Answers lines with an engine of its own, many at once."""
+    """A worker: answers many lines at once with an engine of its own."""
 
     def __init__(self, make_engine: Callable[[], AsyncLLM], model: str, chat_template: str | None) -> None:
         self._lines = LineAnswers(make_engine(), model, chat_template)
 
     async def answer(self, number: int, data: bytes) -> bytes:
-        """The answer to a line as JSON."""
+        """Returns the answer to a line as JSON."""
         answer = await self._lines.answer(Line(number, data), parse_object(data))
         return json.dumps(answer, ensure_ascii=False).encode()
 

@@ -27,10 +27,10 @@ class RayArguments(BaseModel):
         speculative_config: As `-s` takes it, or its JSON as a mapping; None for no drafts.
         served_model_name: Name of the model in requests, or several; None for `model`.
         chat_template: Path of a Jinja template where the application is built; None for the tokenizer's own.
-        tool_call_parser: As `--tool-call-parser`.
-        reasoning_parser: As `--reasoning-parser`.
+        tool_call_parser: See `--tool-call-parser`.
+        reasoning_parser: See `--reasoning-parser`.
         api_key_file: Path of a file with API keys, one a line, on every machine; `FORETOKEN_API_KEY` may hold one too.
-        allowed_origins: Whose pages browsers let read answers, "*" for all; none for those of the server alone.
+        allowed_origins: Origins whose pages may read answers, "*" for all; empty for the server's own page alone.
         max_num_seqs: Sequences that a replica decodes at once.
         max_model_len: Most tokens of a sequence.
         max_num_batched_tokens: Most tokens of a pass.
@@ -39,8 +39,8 @@ class RayArguments(BaseModel):
         gpu_memory_utilization: Most of the free memory, as a share, that KV rows take.
         max_waiting_requests: Requests that may wait in each front until a replica has room; more are answered with 429.
         max_waiting_tokens: Prompt tokens that may wait in a replica; more are answered with 429.
-        generation_config: Where sampling defaults come from, as `--generation-config`.
-        override_generation_config: Sampling defaults that come before those.
+        generation_config: The source of sampling defaults; see `--generation-config`.
+        override_generation_config: Sampling defaults that replace those of `generation_config`.
         metrics_compat: Shows figures at /metrics under vLLM's names too.
         per_request_spec_decode_metrics: Whether answers say how drafting went.
         dtype: As `--dtype`.

@@ -1,4 +1,4 @@
-"""Answers on their way to the client: JSON at once, or server-sent events as they come."""
+"""HTTP responses: JSON bodies, and streams of server-sent events."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ if TYPE_CHECKING:
     Send = Callable[[Message], Awaitable[None]]
 
 
-_LONGEST_PIECE = 128  # items of a list
-_DEEPEST_PIECES = 6  # of completions, chats and responses, the levels above log-probabilities
+_LONGEST_PIECE = 128  # list items encoded in one call
+_DEEPEST_PIECES = 6  # containers around log-probabilities in the bodies of completions, chats and responses
 
 
 def dumped(body: Any) -> bytes:
-    """A body, or a part of one, as JSON."""
+    """Encodes a body as JSON."""
     return json.dumps(body, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def dumped_in_pieces(body: Any) -> bytes:
-    """A body as JSON, however large: encoding it at once would let no other thread run meanwhile."""
+    """Encodes a large body as JSON in pieces; one call of `json.dumps` would hold the GIL throughout."""
     return b"".join(_pieces(body, _DEEPEST_PIECES))
 
 
 def _pieces(value: Any, depth: int) -> Iterator[bytes]:
-    """Pieces of JSON of which none takes long; depth: levels of containers that are written one value at a time."""
+    """Yields the JSON of a value in short pieces; depth: levels of containers to encode value by value."""
     if isinstance(value, list) and (len(value) > _LONGEST_PIECE or not depth):
         slices = (value[at : at + _LONGEST_PIECE] for at in range(0, len(value), _LONGEST_PIECE))
         yield b"[" + b",".join(dumped(each)[1:-1] for each in slices) + b"]"
@@ -55,7 +55,7 @@ def _pieces(value: Any, depth: int) -> Iterator[bytes]:
 async def send_json(
     send: Send, body: Mapping[str, Any], status: int, headers: Mapping[str, str] | None = None, *, is_end: bool = True
 ) -> None:
-    """Sends an answer, without an application around it; is_end: whether an empty part does not follow as its end."""
+    """Sends a JSON answer; is_end: whether the answer ends here, else the caller sends an empty last part."""
     content = dumped(body)
     named = {"Content-Type": "application/json", "Content-Length": str(len(content)), **(headers or {})}
     raw = [(name.lower().encode(), value.encode()) for name, value in named.items()]
@@ -69,31 +69,31 @@ class JsonResponse(Response):
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """The bytes of it, which may be there already."""
+        """Encodes the content, unless it is already bytes."""
         return content if isinstance(content, bytes) else dumped(content)
 
 
 class EventStream(Response):
-    """Bodies as server-sent events; a reader that goes away ends them."""
+    """A stream of server-sent events; it ends if the reader disconnects."""
 
     media_type = "text/event-stream"
 
     def __init__(
         self, bodies: AsyncGenerator[Any], disconnected: Callable[[], None], *, has_names: bool = False
     ) -> None:
-        """Sends nothing yet.
+        """Prepares a stream.
 
         Args:
-            bodies: What is sent, as JSON already where it is bytes; closed at the end, however that comes.
-            disconnected: Called when the reader is gone before the end.
-            has_names: Whether events are named by their bodies' type, which tells the end; else `[DONE]` does.
+            bodies: The events' bodies; bytes are JSON already. The stream always closes this generator.
+            disconnected: Called if the reader disconnects before the end.
+            has_names: Whether each event carries its body's type as a name. Otherwise `[DONE]` ends the stream.
         """
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._bodies, self._disconnected, self._has_names = bodies, disconnected, has_names
 
     async def __call__(self, _: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
-        """Sends all of it."""
+        """Sends the whole stream."""
         sender = asyncio.ensure_future(self._send(send))
         watcher = asyncio.ensure_future(disconnect(receive))
         try:
@@ -118,6 +118,6 @@ class EventStream(Response):
 
 
 async def disconnect(receive: Receive) -> None:
-    """Waits until the client has gone away."""
+    """Waits until the client disconnects."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -26,7 +26,7 @@ _MOST_ITEMS = {
     "stop": 64, "stop_token_ids": 1024, "logit_bias": 4096, "bad_words": 256, "allowed_token_ids": 262_144,
     "messages": 4096, "tokens": 262_144,
 }  # fmt: skip
-_OTHERWISE = {"logprobs", "n", "output_kind"}  # fields of `SamplingParams` that have another form here
+_OTHERWISE = {"logprobs", "n", "output_kind"}  # fields of `SamplingParams` with another form in HTTP bodies
 _SAMPLING = frozenset({field.name for field in fields(SamplingParams)} | OTHER_FIELDS.keys()) - _OTHERWISE
 _OF_THE_PROMPT = ("cache_salt", "speculative", "prediction")
 _SHARED = frozenset({
@@ -115,7 +115,7 @@ class ServedRequest:
         has_token_ids: Whether token ids are sent beside the text.
         has_origins: Whether parts of a stream say which of their text was drafted.
         has_draft_metrics: Whether the answer says how drafting went; None leaves that to the server.
-        message_form: How the text of a message is read; None where all of it is content.
+        message_form: How to read the text of a message; None if all of it is content.
     """
 
     prompts: list[Any]
@@ -142,7 +142,7 @@ class UnknownFields:
         self._seen: set[str] = set()
 
     def note(self, names: Iterable[str]) -> None:
-        """Logs names that did not come before, of which it keeps eighty characters; at most a thousand in all."""
+        """Logs each unknown name once, cut to 80 characters; at most 1,000 names."""
         for name in names:
             if len(self._seen) >= 1000:
                 return
@@ -189,7 +189,7 @@ def chat_request(
         unknown: Takes those that are not known.
         defaults: See `LLM.sampling_defaults`; a field of the body comes before one of these.
         prompt: The conversation, rendered; see `chat_form`.
-        formats: How the model writes calls and thoughts.
+        formats: The model's formats of calls and thoughts.
 
     Raises:
         ApiError: When a field does not fit.
@@ -199,11 +199,11 @@ def chat_request(
     tools = tool_use(given)
     form = formats.form(prompt["prompt"], tools)
     if form is not None and formats.has_special_markers:
-        given["skip_special_tokens"] = False  # else the markers would not be there
+        given["skip_special_tokens"] = False  # the parsers need the markers
     if tools is not None and tools.choice == "required":
         if "structured_outputs" in given:
             raise ApiError("structured_outputs and a call that has to come exclude each other. Pass one of them.")
-        given.pop("response_format", None)  # of the content, of which there is none
+        given.pop("response_format", None)  # a forced call has no content
         given["structured_outputs"] = tools.forced_form()
     num_top = checked_integer(given, "top_logprobs", 0, _MOST_LOGPROBS)
     has_logprobs = checked_boolean(given, "logprobs")
@@ -325,15 +325,15 @@ def _params(
     given: Mapping[str, Any], defaults: Mapping[str, Any], n: int, num_logprobs: int | None, *,
     max_tokens: int | None, thoughts: tuple[str, str] | None,
 ) -> SamplingParams:  # fmt: skip
-    """How completions are sampled; the engine's own checks find what does not fit.
+    """Returns the sampling parameters of a request; the engine checks their values.
 
     Args:
         given: Fields of the request.
-        defaults: Of what it does not say; as in vLLM's server, their `max_tokens` is the most that any request gets.
-        n: Completions.
-        num_logprobs: Alternatives of each token; None for no log-probabilities.
-        max_tokens: Where the request does not say.
-        thoughts: Before a form of output; see `StructuredOutputsParams.reasoning`.
+        defaults: Values of missing fields; their `max_tokens` also bounds every request, as in vLLM's server.
+        n: The number of completions.
+        num_logprobs: The number of alternatives for each token; None for no log-probabilities.
+        max_tokens: The value if the request has none.
+        thoughts: The tags of thoughts before structured output; see `StructuredOutputsParams.reasoning`.
     """
     for name in _MOST_ITEMS:
         _check_size(name, given.get(name))

@@ -29,10 +29,10 @@ class ResponseEnvelope:
         told: Fields of the request that every body of the response repeats.
         model: The name under which the model is served.
         has_draft_metrics: Whether it says how drafting went.
-        name: Unique; the response is called by it.
+        name: A unique name, part of the response's id.
         created: Seconds since 1970.
-        items: Of its output, as they are made.
-        readers: Of its text, once a stream has begun.
+        items: The items of the response's output.
+        readers: The readers of its text, once a stream has begun.
     """
 
     request: ServedRequest
@@ -54,7 +54,7 @@ class ResponseEnvelope:
         return self._ended(outputs)
 
     def first(self) -> list[dict[str, Any]]:
-        """Events before any token: the response is begun, and its message where it can be nothing else."""
+        """Returns the events before any token; they begin a message if the answer can be nothing else."""
         begun = self._response("in_progress", [])
         return [
             {"type": "response.created", "response": begun},
@@ -65,7 +65,7 @@ class ResponseEnvelope:
     def part(
         self, index: int, chunk: StreamChunk, _echo: EchoedPrompt | None, _offset: int, /, **_more: Any
     ) -> list[dict[str, Any]]:
-        """Events with further text; a response tells its usage at the end."""
+        """Returns the events of further text; `usage` is sent at the end."""
         logprobs = self._logprobs(chunk.logprobs)
         if self.request.message_form is None:
             return self.items.add("message", chunk.text, logprobs)
@@ -74,7 +74,7 @@ class ResponseEnvelope:
         return self.items.add_parts(said if chunk.finish_reason is None else joined(said, reader.finish()), logprobs)
 
     def last(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
-        """Events that end the last item and the response; outputs: of its prompt."""
+        """Returns the events that end the last item and the response; outputs: the request's results."""
         events, ended = self._end(outputs), self._ended(outputs)
         return [*events, {"type": f"response.{ended['status']}", "response": ended}]
 
@@ -84,12 +84,12 @@ class ResponseEnvelope:
         return {"type": "response.failed", "response": {**self._response("failed", []), "error": told}}
 
     def _end(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
-        """Ends the last item, which is an empty message where nothing was said; gives the events."""
+        """Closes the last item and returns the events; an answer without text has an empty message."""
         begun = self.items.add("message", "") if self.items.is_empty else []
         return [*begun, *self.items.close(_status(outputs))]
 
     def _ended(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        """The response with its items, which is incomplete where it ran out of tokens."""
+        """Returns the ended response; `incomplete` if it reached the most tokens."""
         status = _status(outputs)
         response = {
             **self._response(status, self.items.done),
@@ -127,12 +127,12 @@ async def numbered(events: AsyncGenerator[dict[str, Any]]) -> AsyncGenerator[dic
 
 
 def _status(outputs: Sequence[RequestOutput]) -> str:
-    """What a response that has ended is."""
+    """Returns the status of an ended response."""
     return "incomplete" if outputs[0].outputs[0].finish_reason == "length" else "completed"
 
 
 def _usage(output: RequestOutput, num_thoughts: int) -> dict[str, Any]:
-    """Tokens used; num_thoughts: those of the answer that are thoughts."""
+    """Returns `usage`; num_thoughts: tokens of the answer's thoughts."""
     num_input, num_output = len(output.prompt_token_ids), sum(len(each.token_ids) for each in output.outputs)
     return {
         "input_tokens": num_input,

@@ -1,4 +1,4 @@
-"""From a body of /v1/responses to that of a chat, which says the same: text and calls, and nothing that is stored."""
+"""Translates a body of /v1/responses into the body of a chat; nothing is stored."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OWN = frozenset({"input", "instructions", "max_output_tokens", "text", "include
 _IGNORED = frozenset(
     {"reasoning", "max_tool_calls", "prompt_cache_retention", "prompt_cache_options", "stream_options"}
 )
-_MOST_TEXT_BYTES = 1 << 18  # a schema of 65,536 characters, whatever they are
+_MOST_TEXT_BYTES = 1 << 18  # a schema of 65,536 characters, 4 bytes each in UTF-8
 _NOTHING_STORED = "Responses are not stored. Send the whole conversation as input."
 # Values, besides null, with which a field asks for nothing, and what to do instead of the others.
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
@@ -90,7 +90,7 @@ def told_back(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_pair(pair: tuple[str, Any]) -> bool:
-    """Whether a key and a value may stand in metadata, by OpenAI's bounds."""
+    """Whether a key and its value are valid metadata, by OpenAI's bounds."""
     key, value = pair
     return len(key) <= 64 and isinstance(value, str) and len(value) <= 512
 
@@ -129,7 +129,7 @@ def _messages(asked: Any) -> list[dict[str, Any]]:
 
 
 def _result(item: Mapping[str, Any]) -> Any:
-    """What a call gave, as the content of a message."""
+    """Returns the result of a call as the content of a message."""
     output = item.get("output")
     if isinstance(output, str):
         return output
@@ -139,7 +139,7 @@ def _result(item: Mapping[str, Any]) -> Any:
 
 
 def _add_to(message: dict[str, Any], item: Mapping[str, Any]) -> None:
-    """Adds thoughts or a call of the assistant to its message."""
+    """Adds thoughts or a call to a message of the assistant."""
     if item["type"] == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -152,7 +152,7 @@ def _add_to(message: dict[str, Any], item: Mapping[str, Any]) -> None:
 
 
 def _tools(tools: Any) -> Any:
-    """The tools of a chat."""
+    """Returns the tools in a chat's form."""
     if not isinstance(tools, list):
         return tools
     for tool in tools:
@@ -165,7 +165,7 @@ def _tools(tools: Any) -> Any:
 
 
 def _tool_choice(choice: Any) -> Any:
-    """The `tool_choice` of a chat."""
+    """Returns `tool_choice` in a chat's form."""
     if isinstance(choice, Mapping) and choice.get("type") == "function":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return choice
@@ -205,7 +205,7 @@ def _format(text: Any) -> dict[str, Any]:
 
 
 def _has_logprobs(given: Mapping[str, Any]) -> bool:
-    """Whether the answer holds log-probabilities; other things that may be included do not come about here."""
+    """Whether `include` asks for log-probabilities; other names in `include` have no effect."""
     include = given.get("include", [])
     if not isinstance(include, list) or not all(isinstance(each, str) for each in include):
         raise ApiError(f"include is {shown(include)}. Expected a list of names.", param="include")

@@ -1,4 +1,4 @@
-"""The items of a response's output, thoughts, messages and calls, and the events that tell of them as they are made."""
+"""The output items of `/v1/responses` (thoughts, messages, calls) and the events of their stream."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
     from foretoken.server.message_parts import MessageParts
 
-# Of each type of item: what its id begins with, and what its text is called in events.
+# For each type of item: the prefix of its id, and the name of its text in events.
 _TYPES = {
     "reasoning": ("rs", "reasoning_text"), "message": ("msg", "output_text"),
     "function_call": ("fc", "function_call_arguments"),
@@ -17,24 +17,24 @@ _TYPES = {
 
 
 class OutputItems:
-    """Items, of which the last one may still grow.
+    """Builds the output items of a response; the last item is open until `close`.
 
     Attributes:
-        done: Items that are whole.
+        done: The closed items.
     """
 
     def __init__(self, name: str) -> None:
-        """There is none; name: unique, and part of every id."""
+        """Starts without items; name: a unique part of every item's id."""
         self._name, self._fields, self._texts, self._logprobs = name, dict[str, Any](), list[str](), list[Any]()
         self.done: list[dict[str, Any]] = []
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was begun."""
+        """Whether there is no item, closed or open."""
         return not self.done and not self._fields
 
     def add_parts(self, parts: MessageParts, logprobs: Sequence[Any]) -> list[dict[str, Any]]:
-        """Adds what a text says; gives the events."""
+        """Adds the parts of a text and returns the events."""
         events = self.add("reasoning", parts.reasoning) if parts.reasoning else []
         events += self.add("message", parts.content, logprobs) if parts.content else []
         for call in parts.calls:
@@ -43,13 +43,13 @@ class OutputItems:
         return events
 
     def add(self, kind: str, text: str, logprobs: Sequence[Any] = (), **named: str) -> list[dict[str, Any]]:
-        """Adds text to an item; gives the events.
+        """Adds text to the open item, or to a new one, and returns the events.
 
         Args:
-            kind: The type of the item. The last one grows if it is of that type.
-            text: What is added.
-            logprobs: Of its tokens.
-            named: `call_id` and `name` of a call that begins.
+            kind: The type of the item. An open item of another type is closed first.
+            text: The text to add.
+            logprobs: Log-probabilities of its tokens.
+            named: `call_id` and `name`, which begin a new call.
         """
         events = []
         if named or self._fields.get("type") != kind:
@@ -68,7 +68,7 @@ class OutputItems:
         return events
 
     def close(self, status: str) -> list[dict[str, Any]]:
-        """Ends the last item, if it is not whole; gives the events."""
+        """Closes the open item, if any, and returns the events."""
         if not self._fields:
             return []
         kind, item = self._fields["type"], self._item(status)
@@ -86,7 +86,7 @@ class OutputItems:
         return events
 
     def _item(self, status: str) -> dict[str, Any]:
-        """The last item in some state."""
+        """Returns the open item with a status."""
         item = {**self._fields, "status": status}
         if item["type"] == "function_call":
             return {**item, "arguments": "".join(self._texts)}
@@ -95,11 +95,11 @@ class OutputItems:
         ]}  # fmt: skip
 
     def _part(self) -> dict[str, Any]:
-        """The one part of the last item's content."""
+        """Returns the single content part of the open item."""
         text = {"type": _TYPES[self._fields["type"]][1], "text": "".join(self._texts)}
         return text if self._fields["type"] == "reasoning" else {**text, "annotations": [], "logprobs": self._logprobs}
 
     def _event(self, kind: str, **more: Any) -> dict[str, Any]:
-        """An event that concerns the last item's text."""
+        """Returns an event about the open item's text."""
         content = {} if self._fields["type"] == "function_call" else {"content_index": 0}
         return {"type": kind, "item_id": self._fields["id"], "output_index": len(self.done), **content, **more}

@@ -17,13 +17,13 @@ _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
 
 is_large: ContextVar[bool] = ContextVar("is_large", default=False)
-"""Whether what is done now is done for a request with a large body."""
-# Which have threads, and processors, of their own: other requests wait for none of them.
+"""Whether the current task serves a request with a large body."""
+# Large requests have threads and processors of their own, so that other requests never wait for them.
 _large = ThreadPoolExecutor(max(1, (os.cpu_count() or 2) // 2), thread_name_prefix="foretoken-large")
 
 
 async def in_thread(call: Callable[_Given, _Result], *given: _Given.args, **options: _Given.kwargs) -> _Result:
-    """What a call returns in a thread, one of few where `is_large`; raises what it raises, see `in_pool`."""
+    """Runs a call in a thread and returns its result; with `is_large` in one of few threads. See `in_pool`."""
     return await in_pool(_large if is_large.get() else None, partial(call, *given, **options))
 
 
