@@ -117,7 +117,7 @@ def unknown_method(method: object, also: Sequence[str] = ()) -> str:
         )
     if plain in _OTHER_NAMES:
         return f"speculative method {shown(method)} is named '{_OTHER_NAMES[plain]}' here. Set 'method' to that."
-    hint = nearest_name_hint(shown(method), [*offered_methods(), *also])
+    hint = nearest_name_hint(shown(method), {*offered_methods(), *also})
     return f"speculative method {shown(method)} does not exist. {hint}"
 
 

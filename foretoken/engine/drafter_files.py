@@ -43,7 +43,7 @@ def what_lies_at(place: str | Path) -> Found | None:
     from foretoken.hf.model_files import check_model_files
 
     path = Path(place)
-    if not path.exists():
+    if not exists(path):
         return None
     try:
         facts = native_facts(path)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 PLAIN = "plain"
 _BEFORE_KEY = re.compile(r":(?=[A-Za-z_]\w*=)")
+_LONGEST_PATH = 4096  # characters
 _MOST_BYTES = 16 * MIB  # of JSON; an oracle's may hold texts
 
 
@@ -101,8 +102,9 @@ def _between_drafters(text: str, target: str | None) -> list[str]:
 
 def _from_words(text: str, target: str | None, reads_files: bool) -> Setup:
     """A setup from `DRAFTER:TREE:KEY=VALUE`."""
-    words, *pairs = _BEFORE_KEY.split(text)
-    drafter, _, tree = (words, "", "") if exists(words) else words.partition(":")
+    drafter = _drafter_of(text)
+    tree, *pairs = _BEFORE_KEY.split(text[len(drafter) :])
+    tree = tree.removeprefix(":")
     is_name = drafter in known_methods() or head_beside(target, drafter) is not None
     is_path = not is_name and ("/" in drafter or exists(drafter))
     config: dict[str, Any] = {"model" if is_path else "method": drafter, **({"tree": tree} if tree else {})}
@@ -118,6 +120,12 @@ def _from_words(text: str, target: str | None, reads_files: bool) -> Setup:
         )
     name = ":".join([Path(drafter).name, *([tree] if tree else [])])
     return Setup(" ".join([name, *(pair for pair in pairs if not pair.startswith("model="))]), config)
+
+
+def _drafter_of(text: str) -> str:
+    """What stands before the tree and the keys: the longest path that exists, which may hold colons, or up to one."""
+    ends = [*(colon.start() for colon in re.finditer(":", text[:_LONGEST_PATH])), len(text)]
+    return text[: next((end for end in reversed(ends) if exists(text[:end])), ends[0])]
 
 
 def _value(text: str, reads_files: bool) -> Any:

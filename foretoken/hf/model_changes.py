@@ -84,12 +84,12 @@ class WeightWrites:
 
     def __init__(self, model: nn.Module) -> None:
         """Nothing was written yet."""
-        _see_optimizers()
-        _alive[id(self)] = self
         counted = [each for each in (*model.parameters(), *model.buffers()) if not each.is_inference()]
         # A plain tensor that shares the count says it in half of the time that a parameter takes.
         self._tensors = [each.detach() if is_plain(each) else each for each in counted]
         self._versions = self._seen = self._now()
+        _alive[id(self)] = self
+        _see_optimizers()
 
     def leave_out_written(self) -> None:
         """Leaves out what was written since the last look: by passes of the model itself."""

@@ -60,6 +60,16 @@ def test_what_is_read(text: str | Path, name: str, config: Any) -> None:
     assert (setup.name, setup.config) == (name, config)
 
 
+@pytest.mark.parametrize("name", ["a:b", "a:tree=b", "chain:chain", "a=b", "ngram"])
+def test_paths_may_hold_colons(name: str, tmp_path: Path) -> None:
+    place = tmp_path / name
+    place.mkdir()
+    chain = {"tree": "chain"}
+    for text, rest in (("", {}), (":chain", chain), (":chain:max_nodes=4", {**chain, "max_nodes": 4})):
+        assert parse_setup(f"{place}{text}").config == {"model": str(place), **rest}
+        assert parse_setup(f"ngram+{place}{text}").config == {"drafters": [LOOKUP, {"model": str(place), **rest}]}
+
+
 @pytest.fixture
 def beside(tmp_path: Path) -> Path:
     """A target with a draft model and EAGLE heads beside it, one of them under the name of how it was trained."""
@@ -114,6 +124,8 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     ("given", "sentence"),
     [
         ("nrgam", r"'nrgam' does not exist\. Did you mean 'ngram'\?"),
+        ("zzz", r"'zzz' does not exist\. Known: draft_model, eagle, eagle3, early_exit, falcon, hass, hydra, l"),
+        ("ngram:" + "x" * 300, r"there is no tree 'x+… \(str\)\. Known: chain"),
         ("hass2", r"'hass2' does not exist\. Did you mean 'hass'\?"),
         ("ngram+hass2:chain", r"'hass2' does not exist\. Did you mean 'hass'\?"),
         ({"method": "nrgam"}, r"'nrgam' does not exist\. Did you mean 'ngram'\?"),
