@@ -31,18 +31,18 @@ if TYPE_CHECKING:
 
 
 class Acceleration(BuiltPerProcess):
-    """What `accelerate` did to a model; as a context manager it undoes that at the end of the block.
+    """The handle of an accelerated model; as a context manager it undoes the acceleration at the end of the block.
 
     Attributes:
         model: The accelerated model.
-        is_released: Whether it was undone.
+        is_released: Whether the acceleration was undone.
         last: Counts and seconds of the last call that the engine served, over all its rows: tokens per pass
             (`mean_acceptance_length`), `num_drafted`, `num_accepted`, `tokens_per_second` of a row, and `speedup` over
             plain decoding where the engine has measured that. None before the first call.
     """
 
     def __init__(self, model: Any, make: Callable[[], LLM]) -> None:
-        """Makes the engine; make: over the model as it is when it is called."""
+        """Makes the engine; make: builds an engine over the model in its present state."""
         self.model, self._make, self._lock = model, make, threading.Lock()
         self._llm: LLM | None = make()
         self._structure = model_structure(model)
@@ -51,31 +51,31 @@ class Acceleration(BuiltPerProcess):
 
     @property
     def llm(self) -> LLM:
-        """The engine; another one after something of the model was replaced, or another acceleration has ended."""
+        """The engine; built anew after a part of the model was replaced, or after a nested acceleration ended."""
         with self._lock:
             structure = model_structure(self.model)
             if self._llm is None or structure != self._structure:
-                self._llm = None  # whose memory the next one may need
+                self._llm = None  # frees its memory before the next engine is built
                 self._llm, self._structure = self._make(), structure
             return self._llm
 
     def rest(self) -> None:
-        """Gives up the engine and its memory until the next call."""
+        """Frees the engine and its memory; the next call builds it anew."""
         self._llm = None
 
     def limits(self) -> EngineLimits:
-        """What the engine can take."""
+        """Returns the bounds of the engine."""
         target = self.llm.target
         return EngineLimits(context_len=target.context_len, eos_ids=target.model.eos_ids)
 
     def stream(self, request: GenerateRequest) -> Generator[StreamChunk]:
-        """Tokens as they come; raises `RequestError` when the request cannot be served."""
+        """Yields tokens as they come; raises `RequestError` for a request that cannot be served."""
         llm = self.llm
         requests = llm.shared.requests.read(request.prompts, request.params)
         return self._counted(llm.chunks(requests), requests)
 
     def _counted(self, chunks: Generator[StreamChunk], requests: list[Request]) -> Generator[StreamChunk]:
-        """Passes chunks on; at the end, also an early one, `last` says what the requests took."""
+        """Yields the chunks; sets `last` at the end, also when the caller stops early."""
         try:
             with closing(chunks):
                 yield from chunks
@@ -83,7 +83,7 @@ class Acceleration(BuiltPerProcess):
             self.last = GenerationMetrics.total(each.metrics for request in requests for each in request.sequences)
 
     def release(self) -> None:
-        """Undoes this acceleration: an earlier one that still holds serves again, else the model's own `generate`."""
+        """Undoes this acceleration; the enclosing acceleration serves again, else the model's own `generate`."""
         self.is_released = True
         _uncover(self.model)
 
@@ -100,7 +100,7 @@ class Acceleration(BuiltPerProcess):
 
 
 def _summary(metrics: GenerationMetrics | None) -> str:
-    """What a call achieved, in a line."""
+    """Returns the counts and speed of a call in a line."""
     if metrics is None:
         return "none yet"
     speed = "plain decoding not measured" if metrics.speedup is None else f"{metrics.speedup:.2f}x plain decoding"
@@ -118,36 +118,32 @@ def accelerate(
 ) -> Acceleration:
     """Makes `model.generate(...)` speculative: the same arguments, results, streamers and stopping criteria.
 
-    Greedy output is what transformers writes, token for token, as far as both compute the same logits: where two
-    tokens score nearly the same, their rounding decides, as it does between any two ways to compute one model. Sampled
-    output has the distribution of transformers' warpers. Its random numbers are the engine's own, which
-    `torch.manual_seed` and `transformers.set_seed` do not touch: pass `seed=N` here for calls that repeat themselves
-    in their order.
+    Greedy output is that of transformers, token for token. The two may differ only where two tokens score nearly the
+    same, because the logits are rounded differently. Sampled output has the distribution of transformers' warpers. The
+    engine has its own random numbers, which `torch.manual_seed` and `transformers.set_seed` do not change: pass
+    `seed=N` here to repeat a series of calls.
 
-    Calls that ask for something else (beam search, logits processors, scores, `inputs_embeds`, docs/dropins.md names
-    all) are served by transformers as before, and the log says why, once for each reason. So are calls in training
-    mode or under autocast.
+    transformers still serves calls with beam search, logits processors, scores or `inputs_embeds` (docs/dropins.md
+    lists all), calls in training mode and calls under autocast. The log gives each reason once.
 
-    The model keeps its weights, which the engine shares, and everything else; `copy.deepcopy`, pickling, `state_dict`
-    and `save_pretrained` are what they were, and copies have their own `generate`. Weights and buffers that are
-    written to are noticed, but for writes through `.data`. After weights or modules were replaced, or a setting of one
-    (an epsilon), the next call makes the engine anew. Models with forward hooks, or with a `forward` that was
-    replaced, are served by transformers.
+    The engine shares the model's weights. `copy.deepcopy`, pickling, `state_dict` and `save_pretrained` work as
+    before; copies have their own `generate`. The engine detects writes to weights and buffers, except through `.data`.
+    After weights, modules or settings (such as an epsilon) were replaced, the next call builds the engine anew.
+    transformers serves models with forward hooks or a replaced `forward`.
 
-    Accelerations of one model may be nested: the last one serves, and its end gives the model back to the one before,
-    whose engine rests meanwhile.
+    Accelerations of one model may be nested. The innermost one serves; at its end the enclosing one serves again.
 
     Args:
         model: A transformers causal LM in memory.
-        drafter: What `speculative_config` of `LLM` is ("ngram", "ngram+hass", a directory, a mapping), a smaller
+        drafter: A `speculative_config` as `LLM` takes it ("ngram", "ngram+hass", a directory, a mapping), a smaller
             transformers causal LM with the same vocabulary, or a function that makes a drafter of your own. Heads and
             draft models are looked for beside the directory that the model was loaded from.
         tokenizer: For stop strings, and for drafters that read text.
         arguments: Further arguments of `LLM`: `seed`, `max_num_seqs`, `max_model_len`, `runner`, ...
 
     Returns:
-        A context manager; `release(model)`, or its own `release()`, undoes what was done as well. Its `llm` is the
-        engine, with `llm.get_metrics()`. Its `last` and its repr tell acceptance and speed-up of the last call.
+        A handle and context manager; its `release()` and `release(model)` undo the acceleration too. `llm` is the
+        engine, with `llm.get_metrics()`. `last` and the repr give acceptance and speed-up of the last call.
 
     Raises:
         ConfigError: When drafter or arguments do not fit.
@@ -159,14 +155,14 @@ def accelerate(
     if isinstance(standing, AcceleratedGenerate):
         standing.engine.rest()
     given: dict[str, Any] = {"allow_unknown_ids": True, "tokenizer": tokenizer, **_drafter_arguments(drafter)}
-    given = {"generation_config": "vllm", **given, **arguments}  # transformers has made its own of every request
+    given = {"generation_config": "vllm", **given, **arguments}  # transformers fills in the sampling defaults itself
     acceleration = Acceleration(model, lambda: LLM(model, **given))
     setattr(model, NAME, AcceleratedGenerate(model, acceleration, tokenizer))
     return acceleration
 
 
 def release(model: Any) -> None:
-    """Undoes all accelerations of a model; does nothing to others."""
+    """Undoes all accelerations of a model; does nothing if there are none."""
     standing = vars(model).get(NAME)
     while isinstance(standing, AcceleratedGenerate):
         standing.engine.release()
@@ -174,17 +170,17 @@ def release(model: Any) -> None:
 
 
 def _uncover(model: Any) -> None:
-    """Takes accelerations that were released off a model, down to one that holds, or to its own `generate`."""
+    """Removes the released accelerations at the top of a model, down to an active one or its own `generate`."""
     standing = vars(model).get(NAME)
     while isinstance(standing, AcceleratedGenerate) and standing.engine.is_released:
         delattr(model, NAME)
-        if getattr(model, NAME) != standing.beneath:  # it was set on the model before
+        if getattr(model, NAME) != standing.beneath:  # an instance attribute, not the class's method
             setattr(model, NAME, standing.beneath)
         standing = standing.beneath
 
 
 def _drafter_arguments(drafter: Any) -> dict[str, Any]:
-    """Arguments of `LLM` for any form of a drafter."""
+    """Returns the arguments of `LLM` for a drafter in any form."""
     if isinstance(drafter, torch.nn.Module):
         return {"drafter": _drafts_with(drafter), "trust_drafter": True}
     if isinstance(drafter, str | os.PathLike | Mapping):
@@ -198,7 +194,7 @@ def _drafter_arguments(drafter: Any) -> dict[str, Any]:
 
 
 def _drafts_with(module: torch.nn.Module) -> Callable[[], Drafter]:
-    """Makes a drafter of a smaller model in memory."""
+    """Returns a function that makes a drafter from a smaller model in memory."""
 
     def load(target: TargetHandle) -> LoadedModel:
         draft = wrap_model(module, name=type(module).__name__)

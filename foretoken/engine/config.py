@@ -1,4 +1,4 @@
-"""`speculative_config`: vLLM's keys and ours, split between engine and drafter, with nothing ignored in silence."""
+"""Checks `speculative_config`: vLLM's keys and ours, split into options of the engine and of each drafter."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _REJECTION_METHODS = {"standard": "sequential", "block": "block"}  # vLLM's names
 _POLICY_KEYS = tuple(each.name for each in fields(AcceptancePolicy) if each.name != "rule")
-# Keys of vLLM that ask for nothing here as long as they hold one of these values.
+# Keys of vLLM that have no effect here; other values than these are refused.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "draft_tensor_parallel_size": (None, 1),
     "max_model_len": (None,),
@@ -33,7 +33,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "enforce_eager": (None, False, True),
     "disable_padded_drafter_batch": (None, False, True),
 }
-# Keys of some methods that vLLM also gives to the others, with a value that asks for nothing.
+# Keys that only some methods have. vLLM passes them to every method; these values mean "not set".
 _UNSET: dict[str, tuple[Any, ...]] = {
     "revision": (None,), "quantization": (None,), "use_heterogeneous_vocab": (None, False),
 }  # fmt: skip
@@ -68,7 +68,7 @@ class SpeculativeConfig:
 def parse_speculative_config(
     given: Mapping[str, Any] | str | os.PathLike[str] | None, *, target: str | None
 ) -> SpeculativeConfig:
-    """Checks a configuration and fills in the bundled drafter where no model is named. Asks no network.
+    """Checks a configuration; looks for the drafter beside the target if no model is named. Uses no network.
 
     Args:
         given: vLLM's keys and ours, text as `foretoken.engine.setups` reads it, a directory or file of weights, or None
@@ -96,25 +96,25 @@ def parse_speculative_config(
 
 
 def checked_setup(text: str, *, target: str) -> Setup:
-    """A setup of the command line that was checked; raises what `parse_setup` and `check_setup` do."""
+    """Parses and checks a setup of the command line; raises what `parse_setup` and `check_setup` raise."""
     setup = parse_setup(text, target=target)
     check_setup(setup, target=target)
     return setup
 
 
 def check_setup(setup: Setup, *, target: str) -> None:
-    """Raises what `parse_speculative_config` does for the configuration of a setup."""
+    """Checks the configuration of a setup; raises what `parse_speculative_config` raises."""
     config = setup.config
-    if setup.needs_references and config is not None:  # they are known once plain decoding has run
+    if setup.needs_references and config is not None:  # plain decoding makes them later
         config = {**config, "references": []}
     parse_speculative_config(config, target=target)
 
 
 def _drafters(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The configurations of several drafters; the name of a method alone stands for one that says nothing else.
+    """Returns the configurations of several drafters; a method's name alone is a configuration too.
 
     Raises:
-        ConfigError: When they are none, too many, or mixed with the keys of a single one.
+        ConfigError: When the list is empty, too long, or mixed with the keys of a single drafter.
     """
     drafters = config["drafters"]
     is_list = isinstance(drafters, list | tuple) and all(isinstance(one, Mapping | str) for one in drafters)
@@ -127,7 +127,7 @@ def _drafters(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     others = sorted(set(config) - ENGINE_KEYS)
     if others:
         hint = nearest_name_hint(others[0], ENGINE_KEYS)
-        if not hint.startswith("Did"):  # a drafter's key, not an engine's that is misspelt
+        if not hint.startswith("Did"):  # no near engine key: it is a drafter's key
             hint = "Put it into the configuration of one of them."
         raise ConfigError(f"{shown(others[0])} stands beside 'drafters'. {hint}")
     for one in drafters:
@@ -138,7 +138,7 @@ def _drafters(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 
 
 def _options(config: Mapping[str, Any], target: str | None) -> DrafterOptions:
-    """One drafter's options, the drafter beside the target filled in."""
+    """Returns the options of one drafter, with the weights beside the target if no model is named."""
     own = {
         key: value
         for key, value in {**config, "method": _method(config)}.items()
@@ -162,7 +162,7 @@ def _options(config: Mapping[str, Any], target: str | None) -> DrafterOptions:
 
 
 def _no_method(name: str, target: str | None) -> ConfigError:
-    """What to say of a name that is neither a method's nor a head's beside the target."""
+    """Returns the error for a name that is neither a method nor a head beside the target."""
     found = what_lies_at(name) if exists(name) else None
     if found is not None:
         return ConfigError(f"{shown(name)} is {found.name}, not a method. Write {{'model': {shown(name)}}}.")
@@ -171,14 +171,14 @@ def _no_method(name: str, target: str | None) -> ConfigError:
 
 
 def _mapping(config: Any) -> Mapping[str, Any]:
-    """Keys and values; raises `ConfigError` for anything else."""
+    """Returns the configuration; raises `ConfigError` unless it is a mapping with text keys."""
     if not isinstance(config, Mapping) or not all(isinstance(key, str) for key in config):
         raise ConfigError(f"speculative_config is {shown(config)}. {_EXAMPLE}")
     return config
 
 
 def _method(config: Mapping[str, Any]) -> Any:
-    """The method asked for, or told from what else is there."""
+    """Returns the method: the key `method`, else the one that the files or the other keys imply."""
     if config.get("method") is not None:
         return config["method"]
     model = config.get("model")
@@ -187,7 +187,7 @@ def _method(config: Mapping[str, Any]) -> Any:
             raise ConfigError(f"'model' is {shown(model)}. Expected a directory or a hub id.")
         if exists(model):
             return method_of(Path(model)) if holds_head(Path(model)) else "draft_model"
-        if isinstance(model, str) and "/" not in model:  # a bare name may be meant for a method, and is no hub id then
+        if isinstance(model, str) and "/" not in model:  # a hub id has a slash, so this is a misspelt method
             raise ConfigError(
                 f"there is no directory {shown(model)}, and without a 'method' it is no hub id, which is owner/name. "
                 f"{nearest_name_hint(model, offered_methods())}"
@@ -199,12 +199,12 @@ def _method(config: Mapping[str, Any]) -> Any:
 
 
 def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
-    """Whether a value of any type is among some simple ones; 1 and True are apart."""
+    """Whether a value is among `values`; 1 and True differ."""
     return any(type(value) is type(each) and value == each for each in values)
 
 
 def _policy(config: Mapping[str, Any]) -> AcceptancePolicy:
-    """The acceptance rule that the configuration asks for."""
+    """Returns the acceptance rule of the configuration."""
     rule = config.get("acceptance", "auto")
     method = config.get("rejection_sample_method")
     if method is not None:

@@ -1,4 +1,4 @@
-"""Finds drafters' files: what a path holds (a model, a head, or neither), and what lies beside the target."""
+"""Finds drafters' files: tells a model from a head, and looks for drafters beside the target."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _NAME_OF_HEAD = re.compile(r"[\w+-]+")
 
 
 class Found(NamedTuple):
-    """What a directory or file holds.
+    """The content of a directory or file of weights.
 
     Attributes:
-        method: That drafts with it: "draft_model" for a whole model, a head's method, or None where it is not known.
-        name: In words, with an article.
-        target: That a head was trained for, where it says so.
+        method: The method that drafts with it: "draft_model" for a whole model, a head's method, or None if unknown.
+        name: A description with an article, such as "a hass head".
+        target: The name of the target that a head was trained for, if the head states it.
     """
 
     method: str | None
@@ -28,12 +28,12 @@ class Found(NamedTuple):
 
     @property
     def is_model(self) -> bool:
-        """Whether it is a whole model."""
+        """Whether the files are a whole model."""
         return self.method == _DRAFT_MODEL
 
 
 def what_lies_at(place: str | Path) -> Found | None:
-    """Looks at a model or a head; None where there is nothing of the kind.
+    """Returns the kind of model or head at a path; None if there is neither.
 
     Args:
         place: A directory, or a file of weights.
@@ -59,7 +59,7 @@ def what_lies_at(place: str | Path) -> Found | None:
 
 
 def _foreign(path: Path, method_of: Any) -> Found:
-    """A head of another format; one that is not served has no method."""
+    """Describes a head in another format; the method is None if it is not supported."""
     try:
         method = method_of(path)
     except ForetokenError:
@@ -68,28 +68,28 @@ def _foreign(path: Path, method_of: Any) -> Found:
 
 
 def _head_of(method: str) -> str:
-    """A head of a method in words."""
+    """Returns a method's head in words."""
     return f"{'an' if method[0] in 'aeiou' else 'a'} {method} head"
 
 
 def exists(name: str | os.PathLike[str]) -> bool:
-    """Whether there is such a file or directory; False for what no path can be, such as a name that is too long."""
+    """Whether a file or directory exists; False for invalid paths, such as too long names."""
     return os.path.exists(name)  # noqa: PTH110 - pathlib raises for such names
 
 
 def beside(target: str | None, name: str) -> Path | None:
-    """The directory `TARGET-NAME`; None where there is none.
+    """Returns the directory `TARGET-NAME`; None if it does not exist.
 
     Args:
-        target: The target's directory; None for one that is in memory alone.
-        name: A method's, of which `draft_model` is called `draft` there, or a head's.
+        target: The target's directory; None for a target in memory.
+        name: The name of a method or a head; for `draft_model` the directory is `TARGET-draft`.
     """
     place = f"{_stem(target)}-{'draft' if name == _DRAFT_MODEL else name}"
     return Path(place) if target is not None and exists(place) and Path(place).is_dir() else None
 
 
 def head_beside(target: str | None, name: str) -> Path | None:
-    """The head in the directory `TARGET-NAME`, such as `TARGET-hass`; None where there is none."""
+    """Returns the directory `TARGET-NAME`, such as `TARGET-hass`; None if it holds no head."""
     from foretoken.formats.registry import holds_head
 
     place = beside(target, name) if _NAME_OF_HEAD.fullmatch(name) else None
@@ -97,7 +97,7 @@ def head_beside(target: str | None, name: str) -> Path | None:
 
 
 def names_beside(target: str | None) -> list[str]:
-    """What directories beside a target are called after its own name."""
+    """Returns every NAME of a directory `TARGET-NAME`, sorted."""
     if target is None or not exists(target):
         return []
     stem = Path(_stem(target))
@@ -106,18 +106,18 @@ def names_beside(target: str | None) -> list[str]:
 
 
 def _stem(target: str | None) -> str:
-    """A target's path without a slash at its end; `.` and `..` have no names of their own."""
+    """Returns a target's path without a final slash; makes paths that end with `.` or `..` absolute."""
     path = os.path.normpath(target or "")
     return os.path.abspath(path) if path.endswith(".") else path  # noqa: PTH100 - links are not followed
 
 
 def spelled(found: Found, place: str | Path) -> str:
-    """How a drafter with these files is written."""
+    """Returns the drafter with these files, as text for `-s`."""
     return f"{found.method or 'METHOD'}:model={place}"
 
 
 def check_is_no_head(place: str) -> None:
-    """Raises `ConfigError` where a head is given for a target."""
+    """Raises `ConfigError` for a head in the place of a target."""
     found = what_lies_at(place)
     if found is None or found.is_model:
         return
@@ -129,7 +129,7 @@ def check_is_no_head(place: str) -> None:
 
 
 def check_is_no_model(place: str | Path) -> None:
-    """Raises `ConfigError` where a whole model is given for a head."""
+    """Raises `ConfigError` for a whole model in the place of a head."""
     found = what_lies_at(place)
     if found is not None and found.is_model:
         raise ConfigError(
@@ -139,15 +139,16 @@ def check_is_no_model(place: str | Path) -> None:
 
 
 def check_model_of(method: str, model: str | None, target: str | None) -> None:
-    """Holds the weights that a drafter names, or that are looked for beside the target, against its method.
+    """Checks that a drafter's weights exist and fit its method.
 
     Args:
-        method: Of the drafter.
-        model: Where its weights lie; None where none were found beside the target.
-        target: The target's directory; None for one that is in memory alone.
+        method: The drafter's method.
+        model: The directory or file of its weights; None if none were named or found beside the target.
+        target: The target's directory; None for a target in memory.
 
     Raises:
-        ConfigError: When there is a model where a head is needed, the other way round, another head, or none.
+        ConfigError: When the weights are missing, or are a model instead of a head, a head instead of a model, or the
+            head of another method.
     """
     from foretoken.heads.methods import head_methods
 

@@ -1,4 +1,4 @@
-"""Arguments of `LLM` that are put together before it is made, from code or from a command line, in vLLM's shape."""
+"""`EngineArgs` and `AsyncEngineArgs`: arguments of `LLM` from code or a command line, as in vLLM."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from foretoken.engine.vllm_arguments import OTHER_ARGUMENTS, read_option
 if TYPE_CHECKING:
     import os
 
-_Parser = TypeVar("_Parser", bound=argparse._ActionsContainer)  # a parser, or a group of one
+_Parser = TypeVar("_Parser", bound=argparse._ActionsContainer)  # a parser or an argument group
 _PARAMETERS = {name: each for name, each in signature(LLM).parameters.items() if each.kind != Parameter.VAR_KEYWORD}
-_NOT_TYPED = {"drafter", "on_step", "trace"}  # functions, and what needs one
+_NOT_TYPED = {"drafter", "on_step", "trace"}  # functions, which a command line cannot give
 
 
 class EngineArgs:
@@ -37,7 +37,7 @@ class EngineArgs:
         vars(self).update(arguments, model=model)
 
     def __getattr__(self, name: str) -> Any:
-        """The default of an argument that was not given."""
+        """Returns the default of an argument that was not given."""
         if name not in _PARAMETERS and name not in OTHER_ARGUMENTS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return _PARAMETERS[name].default if name in _PARAMETERS else None
@@ -47,10 +47,10 @@ class EngineArgs:
 
     @staticmethod
     def add_cli_args(parser: _Parser) -> _Parser:
-        """Adds an option for each argument; those that are not given are left out of what the parser returns.
+        """Adds an option for each argument; the parser's result lacks options that are not given.
 
         Args:
-            parser: Changed, and returned.
+            parser: The parser to change; also the return value.
         """
         for name in (*_PARAMETERS, *OTHER_ARGUMENTS):
             if name in _NOT_TYPED:
@@ -65,10 +65,10 @@ class EngineArgs:
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> Self:
-        """The arguments among what a parser with these options returned; raises `ConfigError` where there is no model.
+        """Returns the arguments in a parser's result; raises `ConfigError` if it has no model.
 
         Args:
-            args: May hold more than these.
+            args: The parser's result; other options in it are ignored.
         """
         given = {name: value for name, value in vars(args).items() if name in _PARAMETERS or name in OTHER_ARGUMENTS}
         if "model" not in given:
@@ -77,9 +77,9 @@ class EngineArgs:
 
 
 class AsyncEngineArgs(EngineArgs):
-    """The same for `AsyncLLM.from_engine_args(args)`."""
+    """Arguments for `AsyncLLM.from_engine_args(args)`; the same as `EngineArgs`."""
 
 
 def _type(name: str) -> str:
-    """The annotation of an argument; empty for one that only vLLM has."""
+    """Returns the annotation of an argument; empty for an argument that only vLLM has."""
     return str(_PARAMETERS[name].annotation) if name in _PARAMETERS else ""

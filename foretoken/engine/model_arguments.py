@@ -1,4 +1,4 @@
-"""The forms in which a model, its tokenizer, sampling defaults, a dtype and a device are given, and loading them."""
+"""Loads the model and tokenizer in any form that `LLM` accepts; reads sampling defaults, dtype and device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from foretoken.hf.placement import check_placement
 
 _DTYPE_NAMES = {"half": "float16", "float": "float32", "double": "float64"}  # vLLM's and torch's other names
 
-# What a generation configuration says of sampling, and the field of `SamplingParams`; as vLLM, nothing else of it.
+# Keys of a generation configuration and their fields of `SamplingParams`; vLLM reads the same keys.
 _SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")} | {
     "max_new_tokens": "max_tokens"
 }
@@ -51,7 +51,7 @@ def target_model(model: Any, dtype: Any, device: Any, revision: Any = None) -> L
 
 
 def directory_of(model: Any) -> str | None:
-    """Where the files of a target lie, by name; None for a model in memory that came from no directory of this machine.
+    """Returns the directory or hub id of a target; None for a model in memory that no local directory holds.
 
     Args:
         model: As `target_model` takes it.
@@ -89,12 +89,12 @@ def target_tokenizer(given: Any, model: Any, revision: Any = None, tokenizer_rev
 
 
 def sampling_defaults(target: LoadedModel, generation_config: Any, override: Any) -> dict[str, Any]:
-    """The fields of `SamplingParams` that requests have which say nothing of sampling, as far as they differ from ours.
+    """Returns the model's defaults for `SamplingParams`: the fields that differ from our own defaults.
 
     Args:
         target: The model.
         generation_config: "auto" for the model's own, "vllm" for none, or the directory or hub id of another one.
-        override: Values of a generation configuration that come before those, as a mapping or its JSON; None for none.
+        override: Values that replace those of the generation configuration, as a mapping or JSON; None for none.
 
     Raises:
         ConfigError: When an argument is none of these, or a value does not fit.
@@ -118,7 +118,7 @@ def sampling_defaults(target: LoadedModel, generation_config: Any, override: Any
 
 
 def _overriding(given: Any) -> dict[str, Any]:
-    """Values that come before those of a generation configuration; raises `ConfigError` where they are none."""
+    """Returns `override_generation_config` as a mapping; raises `ConfigError` if it is invalid."""
     values = {} if given is None else given
     if isinstance(given, str):
         try:

@@ -1,4 +1,4 @@
-"""The one syntax for drafters, of the command line and of `speculative_config`: text becomes a configuration."""
+"""Parses the syntax for drafters, which the command line and `speculative_config` share."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 PLAIN = "plain"
 _BEFORE_KEY = re.compile(r":(?=[A-Za-z_]\w*=)")
-_LONGEST_PATH = 4096  # characters
-_MOST_BYTES = 16 * MIB  # of JSON; an oracle's may hold texts
+_LONGEST_PATH = 4096  # characters; PATH_MAX of Linux
+_MOST_BYTES = 16 * MIB  # of a JSON file; references of the method `oracle` are whole texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class Setup:
 
     @property
     def needs_references(self) -> bool:
-        """Whether the drafter has to be told what plain decoding writes."""
+        """Whether the drafter is an `oracle` that still needs the output of plain decoding."""
         return self.config is not None and self.config.get("method") == "oracle" and "references" not in self.config
 
     def with_references(self, outputs: Iterable[RequestOutput]) -> Mapping[str, Any] | None:
-        """The configuration; an oracle's holds the texts of plain decoding.
+        """Returns the configuration; adds the output of plain decoding for an `oracle` without references.
 
         Args:
-            outputs: What plain decoding wrote.
+            outputs: Results of plain decoding.
         """
         if not self.needs_references or self.config is None:
             return self.config
@@ -56,18 +56,18 @@ class Setup:
 
 
 def parse_setup(given: str | os.PathLike[str], *, target: str | None = None, reads_files: bool = True) -> Setup:
-    """Reads the syntax of drafters; whether a drafter can be had is checked in `foretoken.engine.config`.
+    """Parses one way to decode; `foretoken.engine.config` checks whether the drafter exists.
 
     Args:
-        given: `DRAFTER`, `DRAFTER:TREE`, either with `:KEY=VALUE` after it as often as needed (values are JSON, `@FILE`
-            holding some, or text), several of these with `+` between them for one merged tree, a JSON object, or
-            `@FILE` holding one; `plain` for none. DRAFTER is a method, `hass` for the head in `TARGET-hass`, a
-            directory or file of weights, or a hub id, which has a slash.
-        target: The target's directory or hub id; None where it does not matter yet.
-        reads_files: Whether `@FILE` is allowed, as on the command line.
+        given: `DRAFTER[:TREE][:KEY=VALUE]...`, or several of these joined by `+` for one merged tree, or a JSON object,
+            or `@FILE` with a JSON object; `plain` for plain decoding. DRAFTER is a method, a name such as `hass` for
+            the head in `TARGET-hass`, a directory or file of weights, or a hub id (with a slash). VALUE is JSON, text,
+            or `@FILE` with JSON.
+        target: The target's directory or hub id; None if it is unknown yet.
+        reads_files: Whether `@FILE` is allowed; only the command line allows it.
 
     Raises:
-        ConfigError: When it is nothing of the kind.
+        ConfigError: When the text does not follow this syntax, or a file cannot be read.
     """
     if isinstance(given, os.PathLike):
         return Setup(Path(given).name, {"model": os.fspath(given)})
@@ -83,9 +83,9 @@ def parse_setup(given: str | os.PathLike[str], *, target: str | None = None, rea
 
 
 def _between_drafters(text: str, target: str | None) -> list[str]:
-    """The parts of a sum of drafters.
+    """Splits a text at the plus signs between drafters.
 
-    A plus separates unless it belongs to a path. In a value it does so only before a name or an existing path.
+    A plus inside an existing path does not split. A plus inside a value splits only before a drafter's name or path.
     """
     names = {*known_methods(), *names_beside(target)}
     parts: list[str] = []
@@ -101,7 +101,7 @@ def _between_drafters(text: str, target: str | None) -> list[str]:
 
 
 def _from_words(text: str, target: str | None, reads_files: bool) -> Setup:
-    """A setup from `DRAFTER:TREE:KEY=VALUE`."""
+    """Parses `DRAFTER:TREE:KEY=VALUE`."""
     drafter = _drafter_of(text)
     tree, *pairs = _BEFORE_KEY.split(text[len(drafter) :])
     tree = tree.removeprefix(":")
@@ -123,13 +123,13 @@ def _from_words(text: str, target: str | None, reads_files: bool) -> Setup:
 
 
 def _drafter_of(text: str) -> str:
-    """What stands before the tree and the keys: the longest path that exists, which may hold colons, or up to one."""
+    """Returns DRAFTER: the longest existing path at the start, which may hold colons, else the text up to a colon."""
     ends = [*(colon.start() for colon in re.finditer(":", text[:_LONGEST_PATH])), len(text)]
     return text[: next((end for end in reversed(ends) if exists(text[:end])), ends[0])]
 
 
 def _value(text: str, reads_files: bool) -> Any:
-    """What stands after a key: JSON, text where it is none, or the JSON that `@FILE` holds."""
+    """Parses a value: the JSON in `@FILE`, else JSON, else text."""
     is_file = text.startswith("@")
     try:
         return json.loads(_read(text, reads_files) if is_file else text)
@@ -142,7 +142,7 @@ def _value(text: str, reads_files: bool) -> Any:
 
 
 def _from_json(text: str) -> Setup:
-    """A setup from vLLM's `speculative_config`."""
+    """Parses a `speculative_config` in JSON."""
     example = """Expected for example ngram or {"method": "ngram"}."""
     try:
         config = json.loads(text)
@@ -157,21 +157,21 @@ def _from_json(text: str) -> Setup:
 
 
 def _name(config: Mapping[str, Any]) -> str:
-    """Of a method, or of the files that tell it."""
+    """Returns the name of a drafter: its method, or its directory without a method."""
     if config.get("method") is None and isinstance(config.get("model"), str):
         return Path(config["model"]).name
     return str(config.get("method", "ngram"))
 
 
 def _names(drafters: Any) -> str:
-    """The methods of several configurations; what is wrong with them is said where they are read."""
+    """Returns the names of several drafters; `parse_speculative_config` reports what is wrong with them."""
     each = drafters if isinstance(drafters, list) else []
     names = [one if isinstance(one, str) else _name(one) if isinstance(one, dict) else "?" for one in each]
     return "+".join(names) or "drafters"
 
 
 def _read(text: str, reads_files: bool) -> str:
-    """The text of the file that `@FILE` names."""
+    """Returns the text of the file in `@FILE`."""
     path = Path(text[1:])
     if not reads_files:
         raise ConfigError(

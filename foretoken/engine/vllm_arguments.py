@@ -1,4 +1,4 @@
-"""Arguments of vLLM's `LLM` and `vllm serve` that are missing here: ignored where they ask for nothing."""
+"""Arguments of vLLM's `LLM` and `vllm serve` that do not exist here: ignored at neutral values, else refused."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _log = logging.getLogger(__name__)
 
 
 class Taken(NamedTuple):
-    """The values of an argument that ask for nothing, None always among them.
+    """The neutral values of an argument, which ask for nothing; None is always neutral.
 
     Attributes:
-        words: Which they are, for docs/dropins.md.
-        has: Whether a value other than None is one of them.
+        words: The values in words, for docs/dropins.md.
+        has: Decides whether a value other than None is neutral.
     """
 
     words: str
@@ -36,18 +36,18 @@ class OtherArgument(NamedTuple):
 
     @property
     def is_switch(self) -> bool:
-        """Whether it is True or False, so that its option takes no value."""
+        """Whether the argument is a boolean, so that its option takes no value."""
         return self.taken.has(True) or self.taken.has(False)
 
     def check(self, told: str, value: Any) -> None:
-        """Raises `ConfigError` where a value asks for what there is not; told: the argument as the user wrote it."""
+        """Raises `ConfigError` for a value that is not neutral; told: the argument as the user wrote it."""
         if value is not None and not self.taken.has(value):
             raise ConfigError(f"{told} is not supported. {self.instead}")
         _log.debug("vLLM's %s asks for nothing that there is not and is ignored", told)
 
 
 def _one_of(*values: Any) -> Taken:
-    """Some values; 1 and True are apart."""
+    """Makes given values neutral; 1 and True differ."""
     return Taken(
         ", ".join(f"`{value!r}`" for value in (*values, None)),
         lambda value: any(type(value) is type(each) and value == each for each in values),
@@ -55,7 +55,7 @@ def _one_of(*values: Any) -> Taken:
 
 
 def _any(words: str, *kinds: type) -> Taken:
-    """All values of some types; booleans are no numbers."""
+    """Makes all values of some types neutral; a boolean is not a number."""
     return Taken(words, lambda value: isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool)))
 
 
@@ -67,7 +67,7 @@ _UP_TO_1024 = Taken("`0` to `1024`", lambda value: type(value) is int and 0 <= v
 
 
 def _group(instead: str, **taken: Taken) -> dict[str, OtherArgument]:
-    """Arguments for which there is the same thing instead."""
+    """Arguments with an equivalent here, which the error message names."""
     return {name: OtherArgument(each, instead) for name, each in taken.items()}
 
 
@@ -226,7 +226,7 @@ def check_other_arguments(others: Mapping[str, Any], known: Iterable[str]) -> No
 
 
 def without_other_options(given: Iterable[str], own: Collection[str]) -> list[str]:
-    """A command line without the options that vLLM has and the command has not.
+    """Checks and removes the options of a command line that only vLLM has.
 
     Args:
         given: The command line. As vLLM does, `--max_num_seqs` is read as `--max-num-seqs`.
@@ -258,7 +258,7 @@ def without_other_options(given: Iterable[str], own: Collection[str]) -> list[st
 
 
 def read_option(text: str) -> Any:
-    """The value of an option: JSON, or else text."""
+    """Returns the value of an option: parsed as JSON, else text."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -41,11 +41,11 @@ class GenerateEngine(Protocol):
     is_released: bool
 
     def rest(self) -> None:
-        """Gives up its memory until the next call."""
+        """Frees the engine's memory until the next call."""
         ...
 
     def release(self) -> None:
-        """Serves no longer, and leaves its model."""
+        """Undoes the acceleration."""
         ...
 
     def limits(self) -> EngineLimits:
@@ -61,8 +61,8 @@ class AcceleratedGenerate:
     """Stands on a model in the place of its `generate`; a copied or unpickled model has the original one again.
 
     Attributes:
-        beneath: What it was put over: the bound method, or an earlier acceleration.
-        original: The bound method of transformers.
+        beneath: The bound method that it replaces: transformers' own, or an enclosing acceleration.
+        original: transformers' own bound method.
         engine: Serves it.
     """
 

@@ -1,4 +1,4 @@
-"""Notices what is done to a model in memory: weights written to, parts replaced, hooks and settings changed."""
+"""Detects changes to a model in memory: writes to weights, replaced parts, changed hooks and settings."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from foretoken.decoder.held_memory import is_plain
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_ADAPTERS = ("_disable_adapters", "_active_adapter", "merged_adapters")  # of peft's layers
+_ADAPTERS = ("_disable_adapters", "_active_adapter", "merged_adapters")  # attributes of peft's layers
 _SETTINGS = (bool, int, float, str, type(None))
-_ANY_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")  # of torch, called on every module
+_ANY_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")  # torch calls these on every module
 
 
 def model_structure(model: nn.Module) -> tuple[Any, ...]:
-    """A value that is another one once a model would compute something else, other than by writes to its weights.
+    """Returns a value that changes with the model's structure; `WeightWrites` detects writes to weights instead.
 
-    That is once a module, a weight, a buffer or a forward is replaced or moved, a hook is added or removed, an adapter
+    It changes when a module, weight, buffer or `forward` is replaced or moved, a hook is added or removed, an adapter
     is switched, or a number of a module or of the configuration is set. Takes some microseconds a module.
     """
     return *map(_module_structure, model.modules()), _settings(vars(getattr(model, "config", model)))
 
 
 def _module_structure(module: nn.Module) -> tuple[Any, ...]:
-    """Everything about one module that matters to what it computes, but the content of its tensors."""
+    """Returns everything that decides what a module computes, except the values of its tensors."""
     own = vars(module)
     tensors = (*module._parameters.values(), *module._buffers.values())
     return (
@@ -46,12 +46,12 @@ def _module_structure(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _settings(attributes: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Those attributes that are plain values."""
+    """Returns the attributes with plain values."""
     return [(key, value) for key, value in attributes.items() if type(value) in _SETTINGS and key != "training"]
 
 
 def foreign_hooks(module: nn.Module) -> Iterator[Any]:
-    """Forward hooks of a module that are neither ours nor those of transformers, which leave its arithmetic alone."""
+    """Yields the forward hooks of a module, except those of this package and transformers, which change no result."""
     for hooks in (module._forward_hooks, module._forward_pre_hooks):
         for hook in hooks.values():
             if not str(getattr(hook, "__module__", "")).startswith(("transformers.", "foretoken.")):
@@ -59,7 +59,7 @@ def foreign_hooks(module: nn.Module) -> Iterator[Any]:
 
 
 def foreign_call(model: nn.Module) -> str | None:
-    """Says which code of others runs when a model is called: the first forward hook or replaced forward, or None."""
+    """Returns a sentence on the first forward hook or replaced `forward` of others; None if there is none."""
     if any(getattr(nn.modules.module, name) for name in _ANY_HOOKS):
         return "torch calls a forward hook on every module"
     for name, module in model.named_modules():
@@ -72,27 +72,27 @@ def foreign_call(model: nn.Module) -> str | None:
 
 
 def count_writes(model: nn.Module) -> None:
-    """Has torch count a write to every weight of a model, for those through `.data`, which it does not see."""
+    """Counts a write to every weight of a model, for writes through `.data`, which torch does not count."""
     torch.autograd.graph.increment_version(model.parameters())
 
 
 class WeightWrites:
-    """Notices writes to the weights and buffers of a model, in some 100 ns a tensor, so before every pass.
+    """Detects writes to the weights and buffers of a model; a look takes some 100 ns a tensor.
 
-    A weight that is replaced is not noticed: a runner goes on with those that it was made of.
+    It does not detect replaced weights: a runner keeps the weights with which it was made.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Nothing was written yet."""
+        """Starts at the present state of the weights."""
         counted = [each for each in (*model.parameters(), *model.buffers()) if not each.is_inference()]
-        # A plain tensor that shares the count says it in half of the time that a parameter takes.
+        # `detach` shares the version counter, and `_version` of a plain tensor is read faster than a parameter's.
         self._tensors = [each.detach() if is_plain(each) else each for each in counted]
         self._versions = self._seen = self._now()
         _alive[id(self)] = self
         _see_optimizers()
 
     def leave_out_written(self) -> None:
-        """Leaves out what was written since the last look: by passes of the model itself."""
+        """Leaves out tensors written since the last look: the model's own passes write to them."""
         pairs = zip(self._tensors, self._versions, strict=True)
         self._tensors = [tensor for tensor, version in pairs if tensor._version == version]
         self._versions = self._now()
@@ -103,7 +103,7 @@ class WeightWrites:
         return self._seen != self._versions
 
     def take(self) -> None:
-        """Takes what `are_new` saw for known; writes of other threads since then are still new."""
+        """Marks the writes that `are_new` saw as known; later writes are still new."""
         self._versions = self._seen
 
     def _now(self) -> list[int]:
@@ -116,12 +116,12 @@ _alive: WeakValueDictionary[int, WeightWrites] = WeakValueDictionary()
 
 @cache
 def _see_optimizers() -> None:
-    """Looks at the steps of all optimizers of this process from now on."""
+    """Registers `_count_step` for all optimizers of this process."""
     register_optimizer_step_post_hook(_count_step)
 
 
 def _count_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Counts a step on weights that are looked at: torch counts no writes of fused optimizers, as `Trainer` takes."""
+    """Counts a step on watched weights: torch counts no writes of fused optimizers, the default of `Trainer`."""
     if torch.compiler.is_compiling():
         return
     parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -132,5 +132,5 @@ def _count_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where a tensor lies; 0 for subclasses, which may lie in several places."""
+    """Returns the address of a tensor; 0 for subclasses, which may have several."""
     return tensor.data_ptr() if type(tensor) in (Tensor, nn.Parameter) else 0
