@@ -64,7 +64,7 @@ def _form(**form: Any) -> dict[str, Any]:
 
 _SCHEMA = {"type": "object", "properties": {f"property_{i}": {"type": "string"} for i in range(1500)}}
 _EVERYTHING = {
-    "n": 128, "max_tokens": 64, "ignore_eos": True, "temperature": 1.0, "top_p": 0.9, "top_k": 50, "min_p": 0.01,
+    "n": 128, "max_tokens": 16, "ignore_eos": True, "temperature": 1.0, "top_p": 0.9, "top_k": 50, "min_p": 0.01,
     "presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.1,
     "logit_bias": {str(i): 1 for i in range(4096)}, "bad_words": [[i, i + 1] for i in range(256)],
     "allowed_token_ids": list(range(6000)), "stop": ["x" * (1000 + i) for i in range(64)],
