@@ -300,7 +300,7 @@ def load_config(name: str, revision: str | None = None) -> Any:
 def _refusal(what: str, error: Exception) -> str:
     """Why transformers cannot load a part of a model."""
     if "trust_remote_code" not in str(error):
-        return f"{what} cannot be loaded: {one_line(error)}."
+        return f"{what} cannot be read: {one_line(error)}."
     return (
         f"{what} needs code that comes with the model, which is never run, also with trust_remote_code=True. Expected "
         "an architecture that transformers has. Load the model with transformers, and pass it as LLM(model, "

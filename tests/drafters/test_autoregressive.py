@@ -322,7 +322,7 @@ def test_heads_by_hub_id(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("method", "kind"), [("eagle", "eagle3"), ("eagle3", "eagle"), ("medusa", "eagle")])
 def test_the_wrong_method_is_refused(method: str, kind: str) -> None:
     own = KINDS[kind][0]
-    expected = rf"holds a head of method '{own}'\. Expected one of '{method}'\. Set 'method' to '{own}'\."
+    expected = rf"is an? {own} head, and method '{method}' needs an? {method} head\. Write {own}:model="
     with pytest.raises(ConfigError, match=expected):
         LLM(target(), speculative_config={"method": method, "model": str(directory(kind))})
 

@@ -144,5 +144,5 @@ def test_no_tokenizer_is_no_error(directory: Path) -> None:
 @pytest.mark.parametrize("text", ["{nope", "[]", '{"model": 3}'])
 def test_damaged_tokenizer(directory: Path, text: str) -> None:
     (directory / "tokenizer.json").write_text(text)
-    with pytest.raises(ModelError, match=r"the tokenizer of '.*tiny' cannot be loaded: .*"):
+    with pytest.raises(ModelError, match=r"the tokenizer of '.*tiny' cannot be read: .*"):
         load_tokenizer(str(directory))
