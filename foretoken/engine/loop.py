@@ -155,11 +155,12 @@ class Engine:
             return
         self._scheduler.schedule()
         running, is_read = self._scheduler.running, self._prefill.is_over
-        scored = [s for s in running if s.finish_reason is None and s.wants_prompt_scores]
+        unread = self._scheduler.fewest_first([s for s in running if s.finish_reason is None and not is_read(s)])
+        scored = [s for s in unread if s.wants_prompt_scores]
         if scored:  # one chunk an iteration: others wait for it
             self._feed_scored(scored[0], sum(s.finish_reason is None and is_read(s) for s in running))
         decoding = [s for s in running if s.finish_reason is None and is_read(s)]
-        joining = [s for s in running if s.finish_reason is None and not is_read(s) and not s.wants_prompt_scores]
+        joining = [s for s in unread if s.finish_reason is None and not is_read(s) and not s.wants_prompt_scores]
         if decoding or joining:
             self._iterate(decoding, joining)
         self._scheduler.leave()

@@ -70,7 +70,8 @@ class Prefill:
         """What the next pass takes of some prompts, first come first served.
 
         Args:
-            sequences: Running ones, in the order in which they joined; those whose prompt is in the cache are left out.
+            sequences: Running ones, in the order in which their prompts are read; those whose prompt is in the cache
+                are left out.
             num_decoding: Tokens of the pass that belong to sequences that are decoding.
         """
         chunks, left = [], self.budget.tokens(num_decoding, self._target.prefill_chunk)

@@ -114,6 +114,11 @@ class Scheduler:
         while (slot := self._slots.forget_oldest()) is not None:
             self._target.cache.trim(slot, 0)
 
+    def fewest_first(self, sequences: Iterable[Sequence]) -> list[Sequence]:
+        """Sequences in the order in which prompts are read: those of clients with the fewest running ones first."""
+        counts = Counter(s.client for s in self.running if s.client is not None)
+        return sorted(sequences, key=lambda sequence: counts[sequence.client])
+
     def leave(self) -> None:
         """Frees the slots of sequences that are over."""
         for sequence in self.running:

@@ -400,6 +400,24 @@ def test_a_client_that_asks_for_much_lets_others_in(drafter: str) -> None:
     assert is_idle(shared)
 
 
+def test_prompts_of_clients_that_ask_for_little_are_read_first() -> None:
+    gate, few = Gate(), SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    shared = llm({}, max_num_seqs=4, max_num_batched_tokens=8, on_step=gate)
+
+    async def run() -> None:
+        engine = AsyncLLM(shared)
+        streams = [engine.submit([begin, *range(3, 33)], few, client="many") for begin in (40, 41, 42)]
+        await asyncio.to_thread(gate.wait)
+        streams.append(engine.submit([5, 6], few, client="one", request_id="one"))
+        gate.open()
+        await within_patience(*(stream.output() for stream in streams))
+        await asyncio.to_thread(engine.close)
+
+    asyncio.run(run())
+    took_part = [any(step.request_id == "one" for step in record.sequences) for record in gate.records]
+    assert took_part.index(True) <= 2, "it waits for ninety tokens of the others"
+
+
 def test_completions_of_one_request_let_another_in() -> None:
     gate = Gate()
 
