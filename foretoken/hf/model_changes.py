@@ -16,7 +16,7 @@ from foretoken.decoder.held_memory import is_plain
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-_ADAPTERS = ("_disable_adapters", "_active_adapter", "merged_adapters")  # attributes of peft's layers
+_ADAPTERS = ("_disable_adapters", "_active_adapter", "merged_adapters", "scaling")  # attributes of peft's layers
 _SETTINGS = (bool, int, float, str, type(None))
 _ANY_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")  # torch calls these on every module
 

@@ -544,6 +544,27 @@ def test_changes_of_the_model_take_effect(name: str, runner: str, model: Any, lo
     assert all(BY_TRANSFORMERS[name] in each for each in told)
 
 
+def test_adapters_are_followed(model: Any) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+    adapted = peft.inject_adapter_in_model(config, model)
+
+    def texts() -> list[list[int]]:
+        ours = adapted.generate(**batch(), max_new_tokens=12)
+        accelerated = vars(adapted)["generate"]
+        assert ours.tolist() == accelerated.original(**batch(), max_new_tokens=12).tolist()
+        return ours.tolist()  # type: ignore[no-any-return]
+
+    with accelerate(adapted):
+        first, layers = texts(), [each for each in adapted.modules() if isinstance(each, peft.tuners.lora.LoraLayer)]
+        with peft.helpers.rescale_adapter_scale(adapted, 9.0):
+            assert texts() != first
+        assert texts() == first
+        for each in layers:
+            each.enable_adapters(False)
+        assert texts() != first
+
+
 def test_hooks_that_are_removed_count_no_more(model: Any, log: pytest.LogCaptureFixture) -> None:
     with accelerate(model) as acceleration:
         engine = acceleration.llm
