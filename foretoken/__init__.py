@@ -33,7 +33,7 @@ _HOMES = {
 
 
 def __dir__() -> list[str]:
-    """What users call; the packages inside are not among it."""
+    """Returns the public names, without the packages inside."""
     return sorted([*__all__, "__version__", "hf"])
 
 

@@ -125,9 +125,9 @@ def _engine(
 
 
 class _Progress:
-    """How far a batch is, on standard error: a living line on a terminal, else a line every 30 seconds.
+    """Shows the progress of a batch on standard error: one renewed line on a terminal, else a line every 30 seconds.
 
-    Seconds count from where lines are answered: what starting took says nothing of the lines that are left.
+    Rates and the time left do not count the seconds of starting.
     """
 
     def __init__(self, total: int, at_once: int, say: Callable[[str], None], every: float) -> None:
@@ -145,19 +145,19 @@ class _Progress:
         self._refused = 0  # before any line was answered by an engine
 
     def starting(self, ready: int, number: int) -> None:
-        """Takes in how many workers are ready, of how many."""
+        """Shows how many workers are ready."""
         if self._begun is None or ready == number:
             self.say(f"starting {number} worker{'s' * (number > 1)}, {ready} ready")
         if ready:
             self.begin()
 
     def begin(self) -> None:
-        """From the first of these calls on lines are answered."""
+        """Marks the end of starting, at the first call."""
         if self._begun is None:
             self._begun = self._last = time.perf_counter()
 
     def show(self, counts: BatchCounts) -> None:
-        """Takes in how far it is."""
+        """Updates the progress."""
         now = time.perf_counter()
         if self._begun is None:
             self._refused = counts.answered
@@ -166,7 +166,7 @@ class _Progress:
             self.say(self._line(counts, now - self._begun))
 
     def _line(self, counts: BatchCounts, seconds: float) -> str:
-        """How far the work is; rates and the time that is left as soon as they were measured.
+        """Returns the line of progress, with rates and the time left once they are measured.
 
         That is when as many lines are answered as were begun together: of the first ones nothing follows.
         """
@@ -178,7 +178,7 @@ class _Progress:
         return ", ".join(parts)
 
     def took(self) -> str:
-        """How long starting took, and answering; nothing where no line was answered by an engine."""
+        """Returns the seconds of starting and answering as text; empty if no engine answered a line."""
         if self._begun is None:
             return ""
         now = time.perf_counter()
@@ -187,7 +187,7 @@ class _Progress:
 
 @contextmanager
 def _progress(total: int, at_once: int) -> Iterator[_Progress]:
-    """What shows how far a batch is; total, at_once: see there."""
+    """Yields the progress of a batch; total, at_once: see `_Progress`."""
     if not sys.stderr.isatty():
         yield _Progress(total, at_once, terminal.note, _LINE_EVERY)
         return

@@ -1,4 +1,4 @@
-"""What all commands share: the look of `--help`, and checks of values that no command takes."""
+"""The class of all commands: the layout of `--help`, and checks of values that every command refuses."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError
 
 _VALUES = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
-_DIRECTORIES = {"model", "target", "init"}  # options of text that name one, or a hub id
-_LARGEST = 2**31 - 1  # of a count
+_DIRECTORIES = {"model", "target", "init"}  # text options that name a directory or a hub id
+_LARGEST = 2**31 - 1  # the largest integer that an option takes
 _LARGER = {"seed": 2**63 - 1, "kv_cache_memory_bytes": 2**63 - 1}
 
 
@@ -75,7 +75,7 @@ class Command(TyperCommand):
 
 
 class VllmCommand(Command):
-    """A command that `vllm` has too: its options are taken where they ask for nothing missing, else refused."""
+    """A command that `vllm` has too: takes vLLM's options at neutral values and refuses other values."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """See click."""
@@ -117,7 +117,7 @@ def ending(*examples: str, found: str | None = None) -> str:
 
 
 def _values(given: Any) -> Sequence[Any]:
-    """All that an option was given, one value or several."""
+    """Returns the values of an option as a list."""
     return given if isinstance(given, list | tuple) else [given]
 
 

@@ -25,7 +25,7 @@ def main() -> None:
 
 
 def _end_at_once_on_ctrl_c() -> None:
-    """Leaves Ctrl-C to the system: what libraries do at exit would print a traceback, and all results are written."""
+    """Restores the system's handling of Ctrl-C: results are written, and libraries print a traceback at exit."""
     with contextlib.suppress(ValueError):  # not the main thread, which alone gets Ctrl-C
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -76,7 +76,7 @@ _ENDINGS = {KeyboardInterrupt: 130, BrokenPipeError: 141}
 
 
 def _ended_from_outside(err: BaseException | None) -> int | None:
-    """The exit code where Ctrl-C or a closed pipe is behind an exception that a library made of it; else None."""
+    """Returns the exit code if Ctrl-C or a closed pipe caused a library's exception; else None."""
     while err is not None:
         if type(err) in _ENDINGS:
             return _ENDINGS[type(err)]

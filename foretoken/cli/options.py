@@ -172,14 +172,14 @@ def load_target(model: str, dtype: str, device: str, threads: int | None) -> tup
 def sampling(
     loaded: LoadedModel, generation_config: str, override: str | None, given: Mapping[str, Any], **otherwise: Any
 ) -> SamplingParams:
-    """The sampling parameters of a command, which says which of them are the model's own.
+    """Returns the sampling parameters of a command; prints those that come from the model's defaults.
 
     Args:
         loaded: The model.
-        generation_config: As `--generation-config`.
-        override: As `--override-generation-config`.
-        given: By name; None where the command line leaves one out.
-        otherwise: What they are where the model says nothing.
+        generation_config: See `--generation-config`.
+        override: See `--override-generation-config`.
+        given: Options of the command line, by name; None for a missing option.
+        otherwise: Values of options that neither the command line nor the model sets.
 
     Raises:
         ConfigError: When the options name no such defaults.
@@ -195,7 +195,7 @@ def sampling(
 
 
 def note_sampling(defaults: Mapping[str, Any]) -> None:
-    """Says which sampling defaults are the model's own, where there are some."""
+    """Prints the sampling defaults of the model, if there are any."""
     if defaults:
         told = ", ".join(f"{name} {value}" for name, value in defaults.items())
         terminal.note(f"[the model's sampling defaults: {told}]")
@@ -276,7 +276,7 @@ def read_text(file: Path) -> str:
 
 
 def checked(text: str, where: str) -> str:
-    """An argument as text; raises `RequestError` when its bytes were not UTF-8, which Python marks by surrogates.
+    """Returns an argument as text; raises `RequestError` if its bytes were not UTF-8, which Python marks by surrogates.
 
     Under a locale of ASCII alone Python marks all bytes beyond it: there they are decoded here.
     """

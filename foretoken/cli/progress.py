@@ -102,7 +102,7 @@ def step_progress(total: int, seconds_after: Callable[[float], float]) -> Iterat
 
 
 def _fitted(parts: list[str]) -> str:
-    """Those of some parts, the most important first, that fit a line of the terminal: one that wraps is not renewed."""
+    """Joins as many parts, the most important first, as fit a terminal line: a wrapped line cannot be renewed."""
     room = shutil.get_terminal_size().columns - 1
     line = parts[0][:room]
     for part in parts[1:]:

@@ -141,7 +141,7 @@ def serve(
         raise ConfigError(
             f"--per-request-spec-decode-metrics is '{per_request_spec_decode_metrics}'. Expected none or summary."
         )
-    tool_format(tool_call_parser, ""), thinking_tags(reasoning_parser, "")  # names that are not known, before all else
+    tool_format(tool_call_parser, ""), thinking_tags(reasoning_parser, "")  # refuse unknown names first
     keys, template = api_keys(api_key_file), None if chat_template is None else options.read_text(chat_template)
     try:
         from foretoken.server.app import ServerConfig, make_app
@@ -176,7 +176,7 @@ def serve(
 
 
 def _origins(given: Iterable[str]) -> list[str]:
-    """Origins, which may come one by one or as vLLM's JSON lists.
+    """Returns the allowed origins, given one by one or as vLLM's JSON lists.
 
     Raises:
         ConfigError: For a list of something else than texts.

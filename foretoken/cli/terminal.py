@@ -61,17 +61,17 @@ def fact(name: str, value: Any, width: int) -> None:
 
 
 def prose(text: str, indent: str = "") -> None:
-    """Writes a line to standard output; on a terminal that is narrower it is broken between words.
+    """Writes a line to standard output; wraps it between words on a narrow terminal.
 
     Args:
         text: The line.
-        indent: Of what it is broken into but the first part.
+        indent: The indent of all wrapped lines but the first.
     """
     say(_filled(visible(text), indent) if sys.stdout.isatty() else text)
 
 
 def conditions(values: Mapping[str, Any]) -> None:
-    """Writes what a measurement was made with: every value that there is, by name."""
+    """Writes the conditions of a measurement: every value that is not None, by name."""
     prose(" ".join(f"{key}={value}" for key, value in values.items() if value is not None))
 
 
@@ -104,7 +104,7 @@ def print_table(
 ) -> None:
     """Prints a table: the first column is text and may be wrapped, the others are numbers unless they are in `texts`.
 
-    Where it is wider than a terminal even so, its columns are printed in several tables, each with what names the rows.
+    A table that is still wider than the terminal is split into several; each repeats the first `num_keys` columns.
 
     Args:
         columns: Headings.
@@ -150,7 +150,7 @@ def percent_by_depth(shares: Sequence[float]) -> str:
 
 
 def _filled(text: str, indent: str = "") -> str:
-    """Lines broken between words where the terminal is narrower; what stands in backquotes, to be copied, is whole."""
+    """Wraps a text between words to the terminal's width; keeps text in backquotes whole, to be copied."""
     wrapper = textwrap.TextWrapper(
         shutil.get_terminal_size().columns, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False,
         expand_tabs=False, replace_whitespace=False,
@@ -160,14 +160,14 @@ def _filled(text: str, indent: str = "") -> str:
 
 
 def _width(cells: Sequence[str], most: int | None) -> int:
-    """Columns of the longest line of some cells; where there is a bound, of the longest word within it."""
+    """Returns the width of the longest line of some cells; with a bound, of the longest word within the bound."""
     pieces = [piece for cell in cells for piece in (cell.split("\n") if most is None else cell.split())]
     longest = max(map(len, pieces), default=0)
     return longest if most is None else min(longest, most)
 
 
 def _parts(widths: Sequence[int], room: int, num_keys: int) -> list[list[int]]:
-    """Columns in groups that are no wider than a terminal, each of which begins with the first ones."""
+    """Groups columns to the terminal's width; each group begins with the key columns."""
     keys = list(range(num_keys))
     parts = [keys]
     for index in range(num_keys, len(widths)):

@@ -163,7 +163,7 @@ def _trained(
 
 
 def _print_facts(facts: dict[str, Any]) -> None:
-    """What was found of a head: one fact a line, and what drafting with it brought as a table."""
+    """Prints the facts about a head, one a line, and its acceptance as a table."""
     rows = []
     for prefix, tree in (("", "static"), ("dynamic_", "dynamic")):
         for name in [name for name in facts if name.startswith(f"{prefix}tau_at_temperature_")]:
@@ -180,7 +180,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
 
 
 def _bench_command(target: str, method: str, head: Path) -> str:
-    """What measures a head on this machine, for a shell."""
+    """Returns the shell command that measures a head."""
     from foretoken.engine.setups import parse_setup
 
     config, words = {"method": method, "model": str(head)}, f"{method}:model={head}"

@@ -72,7 +72,7 @@ class AdaptiveDepth:
             (seconds / (self._fixed + depth) for depth, seconds in timed), maxlen=_DRAFTS_KEPT
         )
         self._misses: deque[float] = deque(maxlen=_DRAFTS_KEPT)  # seconds of recent calls that brought nothing
-        # How much longer passes took than known, of the iterations that made these drafts.
+        # For each of these drafts: the pass time of its iteration divided by the known pass time.
         self._slower: deque[float] = deque([1.0] * min(len(timed), _DRAFTS_KEPT), maxlen=_DRAFTS_KEPT)
         self._host = FadingLine()  # seconds of accepting and committing by tokens emitted
         self._is_asking = False
@@ -145,7 +145,7 @@ class AdaptiveDepth:
         """
         # The fastest: a draft that also reads a prompt, or all that passed while nothing was drafted, takes many times
         # as long and says nothing of the next one.
-        # Where another program slows the machine down, passes take longer as well, and their known costs follow slowly.
+        # If another program slows the machine down, passes take longer too; known pass times follow slowly.
         slower = self._slowdown()
         level, miss = _fastest(self._levels) / slower, _fastest(self._misses) / slower
         passes = self._pass_seconds(batch_size)
@@ -233,7 +233,7 @@ class AdaptiveDepth:
         return self._table[1]
 
     def _slowdown(self) -> float:
-        """How many times as long as known passes take at present, at least 1."""
+        """Returns the present pass time divided by the known pass time, at least 1."""
         return max(_fastest(self._slower), 1.0)
 
     def _age_evidence(self) -> None:

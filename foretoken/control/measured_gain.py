@@ -205,7 +205,7 @@ class MeasuredGain:
         self._reason: Declined | None = None  # of the last time
 
     def plain_seconds(self, batch_size: int) -> float | None:
-        """Seconds of an iteration without drafts for so many sequences; None before that was measured."""
+        """Returns the seconds of an iteration without drafts for so many sequences; None if not measured."""
         measured = self._measured.get(batch_size)
         return None if measured is None else measured.plain_s
 

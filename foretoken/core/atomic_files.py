@@ -69,7 +69,7 @@ def new_file(path: Path, *, mode: int | None = None, follows_links: bool = True)
 
 
 def is_begun(path: Path, name: str) -> bool:
-    """Whether a file is what a process that was killed had begun to write in the place of `name`."""
+    """Whether a file is an unfinished `name`, left by a killed process."""
     return path.name.startswith(f".{name[:_LONGEST_NAME]}-")
 
 

@@ -1,4 +1,4 @@
-"""Exception types, refusals to be copied, suggestions of near names, and foreign exceptions as one line or one type.
+"""Exception types, hints at near names, short lists of names, and foreign exceptions as one line or one type.
 
 Every message has three parts: what was wrong (with the value), what was expected, how to mend it.
 """
@@ -57,7 +57,7 @@ class PassError(ForetokenError, ValueError):
 
 
 class BuiltPerProcess:
-    """Refuses to be copied and pickled: its objects hold a model, memory of the engine, locks and threads."""
+    """A base class that refuses copies and pickles: its objects hold a model, engine memory, locks and threads."""
 
     def __reduce__(self) -> NoReturn:
         """Raises for `copy.copy`, `copy.deepcopy`, `pickle.dumps` and arguments of `multiprocessing`."""
@@ -85,10 +85,10 @@ def nearest_name_hint(name: str, known: Iterable[str]) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names in order with commas between them, in some 250 characters: of many the first, and how many more there are.
+    """Returns sorted names in some 250 characters: the first ones, and the number of the others.
 
     Args:
-        names: Of files or tensors, as many as a file holds, each of any length.
+        names: Names of files or tensors, any number, of any length.
     """
     ordered = sorted(names)
     cut = [name if len(name) <= _LONGEST_NAME else f"{name[: _LONGEST_NAME - 1]}…" for name in ordered]

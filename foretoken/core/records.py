@@ -129,8 +129,8 @@ class StepRecord:
         declined: Why drafting is not expected to pay, and no drafter was asked; None where one was, where there is
             none, where requests or prompts left no room for drafts, and where the iteration measures plain decoding.
         lossy_tv: Mean total-variation distance per tested position of a lossy rule; 0 for lossless rules.
-        plain_seconds: What the controller measured that an iteration without drafts takes for as many sequences; None
-            where it has not measured that.
+        plain_seconds: Seconds of an iteration without drafts for as many sequences, as the controller measured them;
+            None if it has not.
     """
 
     sequences: Sequence[SequenceStep]

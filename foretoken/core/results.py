@@ -91,8 +91,8 @@ class GenerationMetrics:
         num_cached_tokens: Those of them that were found, and not read again.
         num_preemptions: How often it gave up its KV rows to others, and all of it was read again.
         lossy_tv: Sum of `StepRecord.lossy_tv`; 0 for lossless rules, NaN where a lossy rule does not know it.
-        compared_seconds: Seconds of the passes without prompt tokens for which the engine had measured plain decoding.
-        plain_seconds: What plain decoding takes for the tokens of these passes, by that measurement.
+        compared_seconds: Seconds of passes without prompt tokens, if the engine had measured plain decoding by then.
+        plain_seconds: Seconds that plain decoding takes for the tokens of these passes, by that measurement.
     """
 
     steps: int = 0
@@ -128,7 +128,7 @@ class GenerationMetrics:
 
     @property
     def speedup(self) -> float | None:
-        """Speed over plain decoding, in the passes for which that was measured; None where there are none."""
+        """Speed divided by that of plain decoding, over the passes of `compared_seconds`; None without such passes."""
         return self.plain_seconds / self.compared_seconds if self.compared_seconds else None
 
     @property
@@ -257,7 +257,7 @@ class CompletionOutput:
     error: str | None = None
 
     def finished(self) -> bool:
-        """Whether it is over; a method, as vLLM's."""
+        """Whether the completion is over; a method, as in vLLM."""
         return self.finish_reason is not None
 
 

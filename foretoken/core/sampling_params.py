@@ -84,10 +84,10 @@ def bounded_bad_words(words: Iterable[_Word]) -> list[_Word]:
 
 
 class RequestOutputKind(Enum):
-    """What each of the results is that `AsyncLLM.generate` gives on the way."""
+    """The form of the results that `async for` over `AsyncLLM.generate` yields."""
 
-    CUMULATIVE = 0  # all that was generated so far
-    DELTA = 1  # what is new since the last one
+    CUMULATIVE = 0  # all tokens so far
+    DELTA = 1  # the tokens since the last result
     FINAL_ONLY = 2  # the whole result, once
 
 
@@ -127,7 +127,7 @@ class SamplingParams:
         structured_outputs: What the text must match, see `StructuredOutputsParams`, which may also come as a mapping.
             End-of-sequence tokens are possible where it is complete, with `ignore_eos` nowhere. Where nothing can
             follow the text ends with "stop", also before `min_tokens`.
-        output_kind: What `async for` over `AsyncLLM.generate` gives; None for `RequestOutputKind.CUMULATIVE`.
+        output_kind: The results of `async for` over `AsyncLLM.generate`; None for `RequestOutputKind.CUMULATIVE`.
             `LLM.generate` gives whole results whatever it is; `LLM.stream` and `AsyncLLM.submit` give new parts, and
             refuse the other two.
 
@@ -192,11 +192,11 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, *, logit_bias: Mapping[Any, float] | None = None, **fields: Any) -> Self:
-        """Parameters of fields any of which may be None, as of an API's request.
+        """Makes parameters from fields that may be None, such as those of an API request.
 
         Args:
-            logit_bias: By token id, which may be text, as it is in JSON. What is beyond -100..100 is taken for that.
-            fields: All others.
+            logit_bias: Biases by token id, which may be text as in JSON; clipped to -100..100.
+            fields: All other fields.
 
         Raises:
             RequestError: As the class itself does, and for keys of `logit_bias` that are no integers.
@@ -207,7 +207,7 @@ class SamplingParams:
         return cls(logit_bias=given, **fields)
 
     def clone(self) -> Self:
-        """A copy, checked like new parameters, with lists and mappings of its own."""
+        """Returns a deep copy, checked like new parameters."""
         return replace(self)
 
     def _check_stops(self) -> None:
@@ -278,12 +278,12 @@ class SamplingParams:
 
 
 def _token_id(key: Any) -> Any:
-    """A token id that may be text; anything else as it is, to be refused."""
+    """Returns a token id given as text; returns anything else as it is, for the check to refuse."""
     return int(key) if isinstance(key, str) and key.isdecimal() else key
 
 
 def _clipped(bias: Any) -> Any:
-    """A number within -100..100; what is no number as it is, to be refused."""
+    """Returns a number clipped to -100..100; returns anything else as it is, for the check to refuse."""
     if not isinstance(bias, Real) or isinstance(bias, bool):
         return bias
     number = float(bias)

@@ -30,8 +30,8 @@ class StructuredOutputsParams:
         json_object: Whether any JSON object is.
         disable_any_whitespace: Of `json` and `json_object`: no white space but in strings.
         whitespace_pattern: Of the same: a regular expression of the white space between tokens.
-        reasoning: Two texts that begin and end thoughts, which may come first, in any form. An empty first one says
-            that they come in any case, as where the prompt begins them. None for no thoughts.
+        reasoning: The opening and closing tag of thoughts, which may precede the structured output. With an empty
+            opening tag the text always begins with thoughts, as after a prompt that opens them. None for no thoughts.
 
     Raises:
         RequestError: When a value is of another type, too large or nested too deeply. Whether it compiles is found out

@@ -1,4 +1,4 @@
-"""Fields of vLLM's requests that are missing here: ignored where they ask for nothing."""
+"""Fields of vLLM's requests that do not exist here: ignored at neutral values, else refused."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OtherField(NamedTuple):
     instead: str
 
     def check(self, name: str, value: Any) -> None:
-        """Raises `RequestError` for a value that asks for what there is not, with what there is instead."""
+        """Raises `RequestError` for a value that is not neutral; the message names what to use instead."""
         is_neutral = any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.neutral)
         if value is not None and not is_neutral:
             raise RequestError(f"{name} = {shown(value)} is not supported. {self.instead}")
@@ -83,12 +83,12 @@ def without_other_fields(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_other_keywords(call: str, given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Looks at the keywords of a call that are vLLM's alone.
+    """Checks the keywords of a call that only vLLM has.
 
     Args:
-        call: Its name.
-        given: Keywords that the call does not have, and their values.
-        known: Those that it has.
+        call: The name of the call.
+        given: Keywords that the call lacks, with their values.
+        known: The keywords of the call.
 
     Raises:
         RequestError: For unknown ones, with the nearest name, and for values that ask for what there is not.

@@ -33,7 +33,7 @@ def affordable_rows(
 
 
 def share_of_free(device: torch.device, most: float = 1.0) -> int:
-    """Bytes that KV rows may take where nothing else says so; most: the largest share of the free memory."""
+    """Returns the default bound on the bytes of KV rows; most: the largest share of the free memory."""
     return int(_free_bytes(device) * min(_SHARE, most))
 
 

@@ -106,7 +106,7 @@ def drafter_options(config: Mapping[str, Any], *, other_keys: frozenset[str] = f
 
 
 def unknown_method(method: object, also: Sequence[str] = ()) -> str:
-    """What to say about a method that is not there; also: names of heads that may be meant."""
+    """Returns the message about an unknown method; also: names of heads that may be meant."""
     plain = str(method).lower().replace("-", "").replace("_", "") if isinstance(method, str) else ""
     if plain in _PLANNED or plain.endswith("mtp"):
         return f"speculative method {shown(method)} is not there yet. Available: {', '.join(offered_methods())}."

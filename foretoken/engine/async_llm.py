@@ -69,7 +69,7 @@ class AsyncLLM(BuiltPerProcess):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """Builds it over a new `LLM` of its own; takes and raises what `LLM(...)` does."""
+        """Builds an `AsyncLLM` over a new `LLM`; raises what `LLM(...)` raises."""
         return cls(LLM.from_engine_args(engine_args))
 
     @property
@@ -128,7 +128,7 @@ class AsyncLLM(BuiltPerProcess):
         request_id: str | None = None,
         **others: Any,
     ) -> RequestOutputs:
-        """A request, to be awaited for its whole result or iterated over for results on the way.
+        """Returns a request: `await` gives its whole result, `async for` the results on the way.
 
         ```python
         output = await engine.generate("def main():", SamplingParams(max_tokens=32))

@@ -151,7 +151,7 @@ def _message(message: Any) -> dict[str, Any]:
 
 
 def _check_calls(calls: Any) -> None:
-    """Raises `RequestError` unless a message's calls are such."""
+    """Raises `RequestError` for invalid `tool_calls`."""
     functions = [
         call.get("function") if isinstance(call, Mapping) else None for call in (calls if _is_list(calls) else ())
     ]
@@ -172,7 +172,7 @@ def _with_arguments(message: dict[str, Any], *, as_text: bool, content: str | No
 
 
 def _arguments(given: Any, as_text: bool) -> Any:
-    """Arguments of a call as text or as an object; as they are where they are neither."""
+    """Returns the arguments of a call as text or as an object; other values as they are."""
     try:
         told = json.loads(given) if isinstance(given, str) else given
         text = given if isinstance(given, str) else json.dumps(given)

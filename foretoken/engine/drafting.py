@@ -376,7 +376,7 @@ class Drafting:
             self._team.controller.learn(record)
 
     def plain_seconds(self, num_sequences: int) -> float | None:
-        """Seconds of an iteration without drafts, as the controller measured it; None where it has not."""
+        """Returns the seconds of an iteration without drafts, as the controller measured them; None if it has not."""
         measured = getattr(self._usual.controller, "plain_seconds", None)
         return None if measured is None else measured(num_sequences)
 

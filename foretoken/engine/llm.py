@@ -73,7 +73,7 @@ _CLOSED = "this LLM was closed at the end of its with block. Expected calls with
 class LLM(BuiltPerProcess):
     """A target, a drafter and the engine that runs them.
 
-    As a context manager it gives model, KV cache and drafters up at the end of the block, and serves no more calls.
+    As a context manager it frees model, KV cache and drafters at the end of the block; later calls raise an error.
 
     Attributes:
         target: The runner.
@@ -115,14 +115,12 @@ class LLM(BuiltPerProcess):
 
         Args:
             model: Directory or hub id of the target, a model loaded before, or a transformers causal LM in memory.
-            speculative_config: The drafters, as the command line takes them: "ngram", "ngram+hass:tree=dynamic", the
-                directory of a head or draft model, or `{"method": NAME, ...}` with vLLM's keys and ours; None for plain
-                decoding. docs/methods.md has the syntax.
-            drafter: Makes a drafter of your own, as its class does, instead of `speculative_config`. It cannot change
-                the text: it gets copies, its trees are checked, and its tokens count as chosen, not as drawn from a
-                distribution.
-            trust_drafter: Takes that drafter for as reliable as the package's own: it gets the engine's lists and
-                tensors, and what its trees guarantee and which distributions they were drawn from is believed.
+            speculative_config: The drafters, in the syntax of docs/methods.md: "ngram", "ngram+hass:tree=dynamic", a
+                directory, or `{"method": NAME, ...}` with vLLM's keys and ours; None for plain decoding.
+            drafter: Makes a drafter of your own, instead of `speculative_config`. It cannot change the text: it gets
+                copies, its trees are checked, and its tokens count as chosen, not as drawn from a distribution.
+            trust_drafter: Treats that drafter like the package's own: it gets the engine's lists and tensors, and its
+                trees' guarantees and draft distributions are not checked.
             dtype: "auto" (float32 on CPU), "float32", "bfloat16", "float16", "float64", or a torch dtype.
             device: "auto" or a torch device.
             max_num_seqs: Sequences decoded at once; None for 8.
@@ -130,36 +128,30 @@ class LLM(BuiltPerProcess):
             max_num_batched_tokens: Most tokens of a pass, drafted nodes and chunks of joining prompts together; at
                 least one prompt token is always read. None aims at passes that take 2.4 times as long as those
                 without prompts, by what passes take here.
-            enable_prefix_caching: Whether a prompt that begins as a text that a slot holds, of a running sequence or of
-                the last one in it, is read from there on only; None for True. Where a runner is not exact, logits after
-                a prefix can differ in the last bits from those after a prompt that was read at once, as they do between
-                chunks of different sizes. Requests with different `cache_salt` share nothing.
-            kv_cache_memory_bytes: Memory for the KV rows of the target, which are allocated at once; None for half of
-                what is free. Where it does not hold `max_num_seqs` sequences of `max_model_len` tokens, sequences share
-                the rows, and the one that joined last waits when there are no more.
-            gpu_memory_utilization: Share of the free memory, of any device, that the KV rows take at most; None, and
-                more than a half, for half of it.
+            enable_prefix_caching: Whether prompts reuse the KV rows of a common prefix with a running sequence or the
+                last one of a slot; None for True. On runners that are not exact, logits after a reused prefix
+                may differ in the last bits, as between chunk sizes. Requests with different `cache_salt` share nothing.
+            kv_cache_memory_bytes: Memory for the target's KV rows, allocated at once; None for half of the free memory.
+                If it is too small for `max_num_seqs` sequences of `max_model_len` tokens, sequences share the rows, and
+                the one that joined last waits when there are no more.
+            gpu_memory_utilization: Bounds the KV rows to this share of the device's free memory, and to a half of it.
             seed: Makes requests without a seed of their own reproducible, in the order in which they come.
             tokenizer: A tokenizer, or the directory or hub id of one; None takes the model's own.
             revision: Branch, tag or commit of a hub id in `model`; None for its main branch.
-            tokenizer_revision: Likewise of `tokenizer`; None for `revision`, where both are one.
-            generation_config: Where requests without sampling parameters have temperature, top_k, top_p, min_p,
-                repetition_penalty and the most tokens from, as far as they are set there: "auto" for the model's
-                generation_config.json, "vllm" for nowhere, or a directory or hub id with such a file.
-            override_generation_config: Values that come before those, as `{"temperature": 0.7}`, or the same as JSON.
-            runner: "auto" takes the runner that is exact (a token gets the same bits in every pass) where one fits,
-                else the fastest; "fastest" takes the one whose passes cost least here, exact or not, so that plain and
-                speculative decoding may write different text where two tokens score nearly the same, which `foretoken
-                verify` explains; "generic" is the transformers model itself, "lean" a forward of our own for the
-                architectures it knows ("lean-native" or "lean-stock" choose its kernels); "generate", vLLM's word for
-                models that generate, is "auto".
+            tokenizer_revision: Branch, tag or commit of `tokenizer`; None for `revision`, if both have one hub id.
+            generation_config: The source of sampling defaults (temperature, top_k, top_p, min_p, repetition_penalty,
+                most tokens): "auto" for the model's generation_config.json, "vllm" for none, or a directory or hub id.
+            override_generation_config: Values that replace those of the file, as `{"temperature": 0.7}` or JSON.
+            runner: "auto" takes an exact runner (a token gets the same bits in every pass) if one fits the model, else
+                the fastest. "fastest" takes the fastest, exact or not: plain and speculative text may then differ at
+                near-ties, which `foretoken verify` explains. "generic" is the transformers model itself, "lean" our own
+                forward ("lean-native" or "lean-stock" choose its kernels). "generate", vLLM's value, is "auto".
             on_step: Called with every iteration's record. It may not call this LLM; when it raises, which is logged, it
                 is called no more.
-            allow_unknown_ids: Whether token ids that the tokenizer does not have, as the rows by which some models pad
-                their vocabulary, may be generated.
-            trace: Puts what became of every drafted node, and why, into the records that `on_step` gets
-                (`SequenceStep.trace`). Changes no text, and slows every iteration down.
-            others: Further arguments of vLLM's, as long as they ask for nothing that is missing here.
+            allow_unknown_ids: Whether to generate ids that the tokenizer lacks, such as padding of the vocabulary.
+            trace: Adds the fate of every drafted node, and why, to the records of `on_step` (`SequenceStep.trace`).
+                Changes no text, and slows every iteration down.
+            others: Other arguments of vLLM, at neutral values (docs/dropins.md).
 
         Raises:
             ConfigError: When the configuration does not fit.
@@ -277,7 +269,7 @@ class LLM(BuiltPerProcess):
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """Builds it from arguments that were put together before; takes and raises what `LLM(...)` does."""
+        """Builds an `LLM` from `EngineArgs`; raises what `LLM(...)` raises."""
         given = getattr(engine_args, "__dict__", {})
         if "model" not in given:
             raise ConfigError(f"engine_args is {shown(engine_args)}. Expected EngineArgs(model=DIRECTORY, ...).")
@@ -287,15 +279,17 @@ class LLM(BuiltPerProcess):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Gives up all that it holds. Requests that an `AsyncLLM` serves on it go on."""
+        """Frees everything at the end of a `with` block. Requests of an `AsyncLLM` on this engine go on."""
         vars(self).clear()
         gc.collect()
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """What there is not, or not any more."""
-            if vars(self) or name.startswith(("__", "_repr_", "_ipython_")):  # of Python, and what notebooks look for
+            """Raises for missing attributes; after the `with` block the error says that the `LLM` is closed."""
+            if vars(self) or name.startswith(
+                ("__", "_repr_", "_ipython_")
+            ):  # attributes that Python and notebooks look up
                 raise AttributeError(f"'LLM' object has no attribute {name!r}")
             raise EngineStopped(_CLOSED)
 
@@ -354,8 +348,7 @@ class LLM(BuiltPerProcess):
     ) -> Generator[StreamChunk]:
         """Completes prompts, giving text as it becomes certain. Takes and raises what `generate` does.
 
-        Closing the iterator ends its requests. Other calls may be made while it is open, from any thread; iterations
-        serve all of them.
+        Closing the iterator ends its requests. Any thread may make other calls while it is open.
         """
         requests = self._read(prompts, sampling_params, params)
         for request in requests:
@@ -389,7 +382,7 @@ class LLM(BuiltPerProcess):
             return self._requests.chats(messages, chat_format(form))
 
     def reset_prefix_cache(self) -> bool:
-        """Gives up all that was computed before; for weights that were written to through `.data`.
+        """Drops all cached KV rows; call it after writes to weights through `.data`.
 
         Other writes to the weights of a model in memory are noticed. Running requests read again what they have so far,
         and go on with the weights as they are.
@@ -402,7 +395,7 @@ class LLM(BuiltPerProcess):
             return self._engine.follow_weights()
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What requests without sampling parameters have: the model's defaults. The caller may change them."""
+        """Returns a copy of the model's sampling defaults, which requests without parameters use."""
         return self._requests.default_params()
 
     def get_metrics(self) -> list[Metric]:
@@ -418,11 +411,11 @@ class LLM(BuiltPerProcess):
         return self.tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
-        """Token ids of text, as a prompt has them.
+        """Returns the token ids of a text.
 
         Args:
             text: Any.
-            add_special_tokens: Whether those that the tokenizer adds to a prompt are among them.
+            add_special_tokens: Whether to add the special tokens that the tokenizer adds to a prompt.
             most_tokens: Text that makes more for certain, by its bytes, is refused before it is encoded; None for any.
 
         Raises:
@@ -445,7 +438,7 @@ class LLM(BuiltPerProcess):
         return self._requests.read(prompts, sampling_params)
 
     def chunks(self, requests: list[Request]) -> Generator[StreamChunk]:
-        """Runs requests that `shared.requests` has read; yields what every iteration brought to each sequence."""
+        """Runs requests that `shared.requests` has read; yields each sequence's new tokens after every iteration."""
         place = {id(sequence): index for index, request in enumerate(requests) for sequence in request.sequences}
         unfinished = [sequence for request in requests for sequence in request.sequences]
         given = dict.fromkeys(place, 0)

@@ -140,9 +140,9 @@ class RequestStream:
         return self._mailbox.output
 
     async def outputs(self) -> AsyncIterator[RequestOutput]:
-        """Results on the way, each with all completions, of the kind that `SamplingParams.output_kind` names.
+        """Yields results on the way, each with all completions, in the form of `SamplingParams.output_kind`.
 
-        Results that nobody waits for are not made: what comes meanwhile is part of the next one.
+        A result covers all tokens since the reader took the last one.
 
         Raises:
             EngineStopped: When the request could not be brought to an end.
@@ -189,13 +189,13 @@ class RequestStream:
 
 
 class RequestOutputs(Coroutine[Any, Any, "RequestOutput"]):
-    """A request: awaited it gives the whole result, and iterated over the results on the way.
+    """A request: `await` gives the whole result, `async for` the results on the way.
 
-    It is submitted when it is first awaited or iterated over.
+    The first `await` or `async for` submits it.
     """
 
     def __init__(self, submit: Callable[[], RequestStream]) -> None:
-        """Nothing is submitted yet."""
+        """Makes a request; submit: submits it and returns its stream."""
         self._submit = submit
         self._whole: Coroutine[Any, Any, RequestOutput] | None = None
 
@@ -207,11 +207,11 @@ class RequestOutputs(Coroutine[Any, Any, "RequestOutput"]):
         return self._begun().__await__()
 
     def send(self, value: Any) -> Any:
-        """See `collections.abc.Coroutine`, as of the two below: tasks and `asyncio.run` take coroutines alone."""
+        """See `collections.abc.Coroutine`, also for the next two: tasks and `asyncio.run` accept only coroutines."""
         return self._begun().send(value)
 
     def throw(self, *error: Any) -> Any:
-        """Raises an error where it waits."""
+        """Raises an error inside the wait."""
         return self._begun().throw(*error)
 
     def close(self) -> None:
@@ -220,30 +220,30 @@ class RequestOutputs(Coroutine[Any, Any, "RequestOutput"]):
             self._whole.close()
 
     def _begun(self) -> Coroutine[Any, Any, RequestOutput]:
-        """What waits for the whole result."""
+        """Returns the coroutine that waits for the whole result."""
         if self._whole is None:
             self._whole = self._submit().output()
         return self._whole
 
 
 class _Growing:
-    """One completion, as its chunks come."""
+    """Collects the chunks of one completion."""
 
     def __init__(self, index: int) -> None:
-        """Nothing has come; index: see `CompletionOutput`."""
+        """Starts without chunks; index: see `CompletionOutput`."""
         self._index = index
         self._new: list[StreamChunk] = []
         self._last: StreamChunk | None = None
         self._logprob = 0.0
 
     def add(self, chunk: StreamChunk) -> None:
-        """Takes a chunk in."""
+        """Adds a chunk."""
         self._new.append(chunk)
         self._last = chunk
         self._logprob += sum(next(iter(each.values())).logprob for each in chunk.logprobs or ())
 
     def output(self, *, is_new_only: bool) -> CompletionOutput:
-        """What has come so far, or since the last time."""
+        """Returns the completion so far, or with `is_new_only` its part since the last call."""
         last, logprobs = self._last, [each for chunk in self._new for each in chunk.logprobs or ()]
         has_logprobs = last is not None and last.logprobs is not None
         made = CompletionOutput(

@@ -56,7 +56,7 @@ class Request:
         return self.sequences[0].num_prompt
 
     def check_new_parts(self, call: str) -> None:
-        """Raises `RequestError` where a call that gives new parts is asked for another kind of results."""
+        """Raises `RequestError` if a call that yields new parts gets another `output_kind`."""
         kind = self.sequences[0].params.output_kind
         if kind not in (None, RequestOutputKind.DELTA):
             raise RequestError(
@@ -227,11 +227,11 @@ class RequestReader:
         return ids
 
     def default_params(self) -> SamplingParams:
-        """The parameters of a request that comes without any."""
+        """Returns the parameters of a request without parameters."""
         return SamplingParams(**self._defaults)
 
     def _params_for_each(self, given: Any, count: int) -> list[SamplingParams]:
-        """Sampling parameters, one for each of `count` prompts: copies, which nobody else changes."""
+        """Returns copies of the sampling parameters, one for each of `count` prompts."""
         if given is None or isinstance(given, SamplingParams):
             return [self.default_params() if given is None else given.clone()] * count
         if not isinstance(given, Seq) or isinstance(given, str | bytes):

@@ -214,7 +214,7 @@ class Sequence:
         return None if self.params.prompt_logprobs is None else [None, *self._told_of_prompt]
 
     def tell_scores(self) -> None:
-        """Makes what a caller gets of scores that are new: once, and best in every iteration, as it takes long."""
+        """Makes the log-probabilities of new scores; a call in every iteration spreads this slow work."""
         for scores, told in ((self.scores, self._told), (self.prompt_scores, self._told_of_prompt)):
             told.extend(map(self._logprobs, scores[len(told) :]))
 

@@ -138,7 +138,7 @@ def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
 
 
 def _misread(sizes: Eagle3Config, own: list[int] | None) -> str | None:
-    """Why the authors' code does not compute a head; None where it does. own: its taps of this target, if known."""
+    """Returns why the authors' code does not compute a head, or None; own: that code's taps of the target, if known."""
     if sizes.fc_norms or len(sizes.boundaries) != 3:
         return "it fuses three taps without norms"
     if own is not None and tuple(own) != sizes.boundaries:

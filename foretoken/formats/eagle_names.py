@@ -145,7 +145,7 @@ def stated_layer(config: LayerConfig, *, width: int, vocab_size: int, target: Ta
 
 
 def misread_block(config: LayerConfig, *, width: int) -> str | None:
-    """Why EAGLE's own code does not compute a block that `stated_layer` describes; None where it does."""
+    """Returns why EAGLE's own code does not compute a block that `stated_layer` describes; None if it does."""
     scaling = config.rope_scaling or {}
     kind = scaling.get("rope_type", "linear")
     if config.head_dim * config.num_attention_heads != width:
@@ -160,7 +160,7 @@ def misread_block(config: LayerConfig, *, width: int) -> str | None:
 
 
 def warn_of_base(name: str, config: LayerConfig) -> None:
-    """Warns of a head whose authors' code, where it was trained there, passed over the base of its rotations."""
+    """Warns of a head whose authors' code ignores the rotary base, in case it was trained there."""
     if config.rope_scaling is not None and config.rope_theta != _THETA:
         logging.getLogger(__name__).warning(
             "%s: rope_theta is %g here; beside rope_scaling EAGLE's own code takes %g, whatever config.json says",
@@ -250,7 +250,7 @@ def map_tensors(token_map: Tensor, vocab_size: int) -> dict[str, Tensor]:
 
 
 def _stated_scaling(scaling: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Rotary scaling in words that EAGLE's own code knows: two keys and a float; other programs know them too."""
+    """Returns rotary scaling with the keys that EAGLE's own code reads: two keys and a float; others read them too."""
     if scaling is None or scaling["rope_type"] != "linear":
         return scaling
     return {"type": "linear", "factor": float(scaling["factor"])}

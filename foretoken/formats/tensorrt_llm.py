@@ -216,7 +216,7 @@ def _vocab_size(name: str, config: Mapping[str, Any], rows: int) -> int:
 
 
 def _check_ranks(sizes: HeadConfig, tp_size: int) -> None:
-    """Refuses more ranks than are read, and to split an attention head; other sizes are checked where they are split.
+    """Refuses too many ranks, and ranks that split an attention head; the split itself checks other sizes.
 
     LM heads are padded to a multiple of the ranks, which is memory for as many rows at least.
     """

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def __dir__() -> list[str]:
-    """What users call; the modules of this package are not among it."""
+    """Returns the public names, without the modules of this package."""
     return __all__
 
 

@@ -120,7 +120,7 @@ def _known_architecture(module: Any, config: Any) -> _Architecture:
         raise UnsuitableError(f"{name} with activation '{activation}' is not among what it knows.")
     if getattr(config, "use_bidirectional_attention", False):
         raise UnsuitableError(f"{name} with bidirectional attention is not among what it knows.")
-    # A projection that was quantised or adapted is no plain matrix any more.
+    # A quantised or adapted projection is not a plain matrix.
     foreign = [f"{key} ({type(part).__name__})" for key, part in _projections(module) if not _is_plain(part)]
     if foreign:
         raise UnsuitableError(f"{foreign[0]} is not a plain linear layer.")
@@ -147,7 +147,7 @@ def _projections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """Whether a part is as transformers makes it: a linear layer, a router or experts."""
+    """Whether a part is unchanged from transformers: a linear layer, a router or experts."""
     is_own = type(part).__name__.endswith(("Experts", "TopKRouter")) and _is_of_transformers(part)
     return type(part) is nn.Linear or is_own
 

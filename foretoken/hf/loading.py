@@ -80,7 +80,7 @@ class LoadedModel:
 
     @property
     def generation_values(self) -> dict[str, Any]:
-        """What its generation configuration sets, by name."""
+        """The values of the model's generation configuration, by name."""
         config = getattr(self.module, "generation_config", None)
         return {} if config is None else dict(config.to_diff_dict())
 
@@ -298,7 +298,7 @@ def load_config(name: str, revision: str | None = None) -> Any:
 
 
 def _refusal(what: str, error: Exception) -> str:
-    """Why transformers cannot load a part of a model."""
+    """Returns the sentence that says why transformers cannot load a part of a model."""
     if "trust_remote_code" not in str(error):
         return f"{what} cannot be read: {one_line(error)}."
     return (
@@ -309,7 +309,7 @@ def _refusal(what: str, error: Exception) -> str:
 
 
 def load_generation_values(name: str) -> dict[str, Any]:
-    """What the generation_config.json of a directory or hub id sets, by name; raises `ModelError` where it cannot."""
+    """Returns the values in a generation_config.json; raises `ModelError` if it cannot be read."""
     if Path(name).is_dir():
         check_readable(Path(name))
     told = "the generation configuration of '{}' cannot be read: {}. Expected a directory with generation_config.json."

@@ -63,7 +63,7 @@ class DraftLimits(NamedTuple):
     is_path: bool
 
     def least_count(self, prob: float, followed: int) -> float:
-        """Occurrences that a token must have at least, of those that followed a path of some probability."""
+        """Returns the least occurrences of a token after a path, by the path's probability."""
         return self.least_prob / prob * followed * (1 - _ROUNDING)
 
 

@@ -63,7 +63,7 @@ class TraceView:
         prompt: As text.
         tokens: Of the output, in order.
         origins: Who proposed them; the target's own first.
-        acceptance: By depth, from 1: the share, and the counts that it is of, where the trace has them.
+        acceptance: For each depth from 1: the acceptance rate, and its counts if the trace has them.
         stages: Name and share of the time.
         finish_reason: Why the text ended.
         data: For the script.
@@ -162,7 +162,7 @@ def _iteration(iteration: Iteration, origins: dict[tuple[str, ...], int]) -> dic
 
 
 def _drafts(iteration: Iteration) -> str:
-    """How many nodes were proposed, verified and accepted, and why the first two differ."""
+    """Returns the counts of proposed, verified and accepted nodes, and why the first two differ."""
     verified, proposed = iteration.num_drafted, iteration.num_proposed
     counts = f"Drafted nodes: {verified} verified, {len(iteration.accepted_from)} accepted"
     if proposed is None or proposed == verified:

@@ -157,7 +157,7 @@ class Runner:
         self._quantization = quantization
 
     def follow_weights(self) -> bool:
-        """Takes in weights that were written to: what the decoder joined, packed or copied of them is made anew.
+        """Renews the joined, packed and copied weights of the decoder after writes to the model's weights.
 
         Returns:
             Whether there were any since the last call. All KV rows are those of other weights then.
@@ -169,7 +169,7 @@ class Runner:
             return False
         if self._quantization is not None:
             self.quantize(self._quantization)
-        elif self.name != "generic":  # which keeps nothing of its own
+        elif self.name != "generic":  # `generic` keeps no copies
             self._use(DECODERS[self.name](self.model, self.cache, self._taps))
         self._writes.take()
         return True
@@ -281,7 +281,7 @@ class Runner:
         self.cache.copy_rows(source, slot, length)
 
     def _use(self, decoder: Decoder) -> None:
-        """Runs passes on a decoder from now on."""
+        """Makes a decoder run all later passes."""
         self._decoder = decoder
         self._tree_drafting = decoder if isinstance(decoder, TreeDrafting) else None
 

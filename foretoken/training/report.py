@@ -112,10 +112,10 @@ def held_out_workload(prompts: str, num_prompts: int) -> Workload | None:
 
 
 def held_out_seconds(target: LoadedModel, tokenizer: Any, workload: Workload | None) -> Callable[[float], float]:
-    """Estimates how long `saved_head` measures, by what passes of the target cost on this machine.
+    """Estimates the seconds of `saved_head`'s measurement, by timing passes of the target.
 
     Args:
-        target: Of the head.
+        target: The head's target.
         tokenizer: Its tokenizer.
         workload: Held-out prompts; None for nothing to measure.
 

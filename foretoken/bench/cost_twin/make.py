@@ -219,7 +219,7 @@ def write_heads(
 
 
 def _check_room(planned: PlannedParts, plan: TwinPlan) -> None:
-    """Refuses a twin that the disk cannot hold, or whose target does not fit into memory, where it is compared."""
+    """Raises `ConfigError` for a twin that does not fit on the disk, or in memory if it is to be compared."""
     sizes = [model.small.num_bytes(model.num_layers, model.factor, plan.dtype) for model in planned.models]
     place = next(above for above in plan.out.absolute().parents if above.is_dir())
     wanted = {f"free on the disk of '{place}'": (sum(sizes), shutil.disk_usage(place).free)}

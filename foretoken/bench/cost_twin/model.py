@@ -88,11 +88,11 @@ class SmallModel(NamedTuple):
         return found
 
     def grown(self, key: str, factor: int) -> int:
-        """Numbers of a tensor that is padded by a factor."""
+        """Returns the number of elements of a tensor that is padded by a factor."""
         return prod(self.weights.shapes[key]) * int(factor ** len(self.rule(key).axes))
 
     def num_bytes(self, num_layers: int, factor: int, dtype: torch.dtype | None) -> int:
-        """Bytes of the padded weights, without a list of them; dtype: None for that of these weights."""
+        """Returns the bytes of the padded weights; dtype: None for the dtype of these weights."""
         shapes = self.weights.shapes
         stored = sum(file.stat().st_size for file in self.path.glob("*.safetensors"))
         itemsize = dtype.itemsize if dtype is not None else round(stored / sum(map(prod, shapes.values())))

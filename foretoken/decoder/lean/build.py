@@ -43,7 +43,7 @@ _SYMBOLS = (
     "foretoken_head_draft_bytes", "foretoken_autoregressive_draft", "foretoken_autoregressive_draft_bytes",
 )  # fmt: skip
 _TIMEOUT_S = 300
-_SAYS_SO_S = 10  # after each of which whoever waits is told that the compiler is still at work
+_SAYS_SO_S = 10  # interval of the messages that the compiler is still running
 _MOST_BYTES = 1 << 26  # of a library that is kept
 _log = logging.getLogger(__name__)
 
@@ -177,7 +177,7 @@ def _compile(compiler: Sequence[str], library: Path) -> None:
 
 
 def _printed(process: subprocess.Popen[bytes]) -> bytes:
-    """What a compiler prints until it ends; says now and then that it is at work.
+    """Returns the output of a compiler; logs at intervals that it is still running.
 
     Raises:
         TimeoutExpired: When it does not end.

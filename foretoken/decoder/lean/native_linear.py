@@ -114,7 +114,7 @@ class NativeLinear(nn.Module):
 
 
 def _version(weight: Tensor) -> int:
-    """Changes with every write to a weight that torch counts."""
+    """Returns torch's write counter of a weight."""
     return 0 if weight.is_inference() else weight._version
 
 
