@@ -11,10 +11,10 @@ from foretoken.core.checks import lone_surrogate
 from foretoken.server.errors import ApiError
 
 DEEPEST = 64  # containers within each other
-# Reading more would hold up all others. Each is told by a sign that is written for it.
+# Parsing more values would delay other requests. Each kind is counted by its character in the body.
 _MOST = {"values": (b",", 1 << 21), "lists": (b"[", 1 << 17), "objects": (b"{", 1 << 17)}
 _MOST_TEXTS = 1 << 18
-_SMALL = 1 << 18  # bytes, which cannot hold as many
+_SMALL = 1 << 18  # bytes; a smaller body cannot reach these counts
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

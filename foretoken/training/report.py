@@ -40,7 +40,7 @@ _TEMPERATURES = (0.0, 0.8)
 _AT_ONCE = 4
 _ADVICE = "Expected a new directory with enough room that may be written to. Make room, and run the same command again."
 _QUOTED_TREE = "mc_sim_7b_63"  # the one published figures have, so that they compare across machines
-_QUOTED_NODES = 64  # of it, root included
+_QUOTED_NODES = 64  # nodes of `_QUOTED_TREE`, root included
 
 
 def saved_head(  # noqa: PLR0913 - what a head comes from, is measured on, and goes to
