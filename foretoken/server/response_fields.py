@@ -143,7 +143,7 @@ def _add_to(message: dict[str, Any], item: Mapping[str, Any]) -> None:
     if item["type"] == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
-        message["tool_calls"] = [*message.get("tool_calls", ()), call]
+        message.setdefault("tool_calls", []).append(call)
         return
     parts = item.get("content") or []
     if not isinstance(parts, list) or not all(isinstance(p, Mapping) and isinstance(p.get("text"), str) for p in parts):
