@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from foretoken.server.answers import draft_metrics, num_thoughts, seconds_since_1970, token_entries
-from foretoken.server.message_parts import MessageParts, MessageReader, joined, whole_message
+from foretoken.server.message_parts import MessageParts, MessageReader
 from foretoken.server.response_items import OutputItems
 
 if TYPE_CHECKING:
@@ -48,8 +48,13 @@ class ResponseEnvelope:
         """The response of a request that was not streamed, which echoes nothing; outputs: of its prompt."""
         completion: CompletionOutput = outputs[0].outputs[0]
         form = self.request.message_form
-        said = MessageParts(content=completion.text) if form is None else whole_message(form, completion.text)
-        self.items.add_parts(said, self._logprobs(completion.logprobs))
+        logprobs = self._logprobs(completion.logprobs)
+        if form is None:
+            self.items.add_parts(MessageParts(content=completion.text), logprobs)
+        else:
+            reader = MessageReader(form)
+            self.items.add_parts(reader.push(completion.text), logprobs)
+            self.items.add_parts(reader.finish(), [])  # a call that is cut off is content behind the others
         self._end(outputs)
         return self._ended(outputs)
 
@@ -70,8 +75,8 @@ class ResponseEnvelope:
         if self.request.message_form is None:
             return self.items.add("message", chunk.text, logprobs)
         reader = self.readers.setdefault(index, MessageReader(self.request.message_form))
-        said = reader.push(chunk.text)
-        return self.items.add_parts(said if chunk.finish_reason is None else joined(said, reader.finish()), logprobs)
+        events = self.items.add_parts(reader.push(chunk.text), logprobs)
+        return events if chunk.finish_reason is None else [*events, *self.items.add_parts(reader.finish(), [])]
 
     def last(self, outputs: Sequence[RequestOutput]) -> list[dict[str, Any]]:
         """Returns the events that end the last item and the response; outputs: the request's results."""

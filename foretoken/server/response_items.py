@@ -26,6 +26,7 @@ class OutputItems:
     def __init__(self, name: str) -> None:
         """Starts without items; name: a unique part of every item's id."""
         self._name, self._fields, self._texts, self._logprobs = name, dict[str, Any](), list[str](), list[Any]()
+        self._waiting: list[Any] = []  # log-probabilities of tokens whose text is held back
         self.done: list[dict[str, Any]] = []
 
     @property
@@ -34,9 +35,11 @@ class OutputItems:
         return not self.done and not self._fields
 
     def add_parts(self, parts: MessageParts, logprobs: Sequence[Any]) -> list[dict[str, Any]]:
-        """Adds the parts of a text and returns the events."""
+        """Adds the parts of a text and returns the events; `logprobs` go to the message that is open or comes next."""
+        self._waiting += logprobs
         events = self.add("reasoning", parts.reasoning) if parts.reasoning else []
-        events += self.add("message", parts.content, logprobs) if parts.content else []
+        if parts.content:
+            events += self.add("message", parts.content, self._taken())
         for call in parts.calls:
             named = {"call_id": call["id"], "name": call["function"]["name"]} if "id" in call else {}
             events += self.add("function_call", call["function"]["arguments"], **named)
@@ -71,7 +74,9 @@ class OutputItems:
         """Closes the open item, if any, and returns the events."""
         if not self._fields:
             return []
-        kind, item = self._fields["type"], self._item(status)
+        kind = self._fields["type"]
+        events = self.add(kind, "", self._taken()) if kind == "message" else []
+        item = self._item(status)
         if kind == "function_call":
             told = {"arguments": item["arguments"], "name": item["name"]}
             ends = []
@@ -79,11 +84,16 @@ class OutputItems:
             part = self._part()
             told = {key: part[key] for key in ("text", "logprobs") if key in part}
             ends = [self._event("response.content_part.done", part=part)]
-        events = [self._event(f"response.{_TYPES[kind][1]}.done", **told), *ends]
+        events += [self._event(f"response.{_TYPES[kind][1]}.done", **told), *ends]
         events.append({"type": "response.output_item.done", "output_index": len(self.done), "item": item})
         self.done.append(item)
         self._fields, self._texts, self._logprobs = {}, [], []
         return events
+
+    def _taken(self) -> list[Any]:
+        """Returns the log-probabilities that wait for a message, and forgets them."""
+        taken, self._waiting = self._waiting, []
+        return taken
 
     def _item(self, status: str) -> dict[str, Any]:
         """Returns the open item with a status."""

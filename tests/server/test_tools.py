@@ -222,6 +222,7 @@ def test_calls_that_are_cut_are_content(written: tuple[str, LiveServer]) -> None
 def thinking(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     scripts = {
         "thoughts": "<think>\nShould I?\n</think>\n\nYes.", "endless": "<think>And on, and on",
+        "cut": f'<think>\nTwo.\n</think>\n\n<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{{"name": "get_',
         "calls": f"<think>\nA tool.\n</think>\n\n<tool_call>\n{CALL}\n</tool_call>",
         "form": f"<think>\nJSON {{ now.\n</think>\n\n{json.dumps(GIVEN)}",
         "list": f'<think>\nA list.\n</think>\n\n[{{"name": "get_weather", "parameters": {json.dumps(GIVEN)}}}]',
@@ -339,6 +340,8 @@ def items_of(response: Any) -> list[dict[str, Any]]:
     ("script", "more", "kinds"),
     [
         ("thoughts", {"tools": []}, ["reasoning", "message"]),
+        ("thoughts", {"tools": [], "include": ["message.output_text.logprobs"]}, ["reasoning", "message"]),
+        ("cut", {}, ["reasoning", "function_call", "message"]),
         ("endless", {}, ["reasoning"]),
         ("calls", {}, ["reasoning", "function_call"]),
         ("list", {"tool_choice": "required"}, ["reasoning", "function_call"]),
@@ -364,6 +367,10 @@ def test_items_of_responses_whole_and_as_events(
         assert its[-1].item == item
         deltas = "".join(event.delta for event in its if event.type.endswith(".delta"))
         assert deltas == (item.arguments if item.type == "function_call" else item.content[0].text)
+        if item.type == "message":
+            entries = [entry for event in its if event.type == "response.output_text.delta" for entry in event.logprobs]
+            assert [each.to_dict() for each in entries] == item.content[0].to_dict()["logprobs"]
+            assert bool(entries) == ("include" in more)
         assert {event.item_id for event in its[1:-1]} == {item.id}
 
 
