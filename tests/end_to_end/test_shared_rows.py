@@ -70,10 +70,10 @@ def plain(runner: str) -> tuple[RequestOutput, ...]:
 
 
 def engine_with(drafter: str, runner: str, **more: Any) -> LLM:
-    """An engine whose five sequences have rows for one and a half of them when they end."""
+    """An engine whose five sequences have rows for one and a half of them when they end, for two when they begin."""
     made = DRAFTERS[runner][drafter](references(plain("generic")))
     with_nodes = llm(made, max_num_seqs=1, max_model_len=CONTEXT_LEN, runner=runner).target.max_nodes
-    num_rows = (CONTEXT_LEN + with_nodes) * 3 // 2 // GRANULE * GRANULE
+    num_rows = max((CONTEXT_LEN + with_nodes) * 3 // 2, CONTEXT_LEN + 2 * with_nodes) // GRANULE * GRANULE
     made = DRAFTERS[runner][drafter](references(plain("generic")))  # a drafter belongs to one engine
     arguments = {"max_num_seqs": 5, "max_model_len": CONTEXT_LEN, "runner": runner, **more}
     engine = llm(made, kv_cache_memory_bytes=memory_of(num_rows, runner), **arguments)
@@ -131,10 +131,11 @@ def test_one_that_was_preempted_can_be_aborted() -> None:
             break
     else:
         pytest.fail("nobody was preempted")
+    num_begun = sum(s.has_begun for s in engine._engine._scheduler.all())  # others are not counted
     streams.close()
     assert not engine._engine.has_work
     values = {(m.name, m.labels.get("finished_reason")): getattr(m, "value", None) for m in engine.get_metrics()}
-    assert values["vllm:request_success", "abort"] == 5
+    assert values["vllm:request_success", "abort"] == num_begun > 2
     assert_same_text(engine.generate(PROMPTS, params()), plain("lean-native"), NAMES)
 
 
