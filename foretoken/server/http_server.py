@@ -12,6 +12,7 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 _DRAIN_SECONDS = 30
 _KEEP_ALIVE_SECONDS = 30
 _HEADER_SECONDS = 10.0
+_MOST_HEADER_BYTES = 256 << 10
 _READ_SECONDS = 30.0  # without any progress of a client that reads an answer
 _SEND_BUFFER_BYTES = 256 << 10  # SO_SNDBUF of each connection
 _MOST_UNREAD_BYTES = 256 << 20  # unread bytes of all clients together
@@ -39,13 +40,15 @@ class GuardedProtocol(_HTTPProtocol):
     """An HTTP connection with limits on slow clients.
 
     Closes the connection if the request headers are incomplete 10 seconds after the connection or after their first
-    byte. Drops it, and the answer, if the client reads nothing for 30 seconds. If the unread bytes of all connections
-    exceed a bound, drops the connections with most of them. A client that only ends its sending gets its answer.
+    byte, or are larger than 256 KiB. Drops it, and the answer, if the client reads nothing for 30 seconds. If the
+    unread bytes of all connections exceed a bound, drops the connections with most of them. A client that only ends
+    its sending gets its answer.
     """
 
     _timer: asyncio.TimerHandle | None = None
     _reader: asyncio.TimerHandle | None = None  # the next check whether the client reads
     _has_read = False  # since the last check
+    _num_header_bytes = 0  # since the last request
 
     def connection_made(self, transport: Any) -> None:
         """Starts to wait for headers."""
@@ -64,8 +67,12 @@ class GuardedProtocol(_HTTPProtocol):
     def data_received(self, data: bytes) -> None:
         """Passes bytes on; without a request in progress they are headers, so the limit on headers applies."""
         super().data_received(data)
+        self._num_header_bytes += len(data)
         if self._is_answering():
             self._stop_watching()
+            self._num_header_bytes = 0
+        elif self._num_header_bytes > _MOST_HEADER_BYTES and not self.transport.is_closing():  # httptools keeps all
+            self.send_400_response(f"The headers are larger than {_MOST_HEADER_BYTES >> 10} KiB.")
         elif self._timer is None:
             self._watch()
 

@@ -80,6 +80,14 @@ def test_headers_that_drip_close_the_connection(url: str) -> None:
         drip(connection)
 
 
+def test_headers_that_are_too_large_close_the_connection() -> None:
+    """Within the time for headers a client could fill the memory."""
+    begin = b"GET / HTTP/1.1\r\nHost: here\r\nX: "
+    with answering(slow_app) as url, connect(url) as connection:
+        connection.sendall(begin + b"a" * ((256 << 10) + 1 - len(begin)))
+        assert b"HTTP/1.1 400" in read_all(connection)
+
+
 def test_answers_may_take_longer_than_headers(url: str) -> None:
     with httpx.Client(base_url=url) as client:
         assert [client.get("/slow").text for _ in range(2)] == ["012", "012"]
