@@ -212,8 +212,8 @@ def _bias(params: Sequence[SamplingParams], vocab_size: int) -> Tensor:
     """(B, V) float32 of added logits."""
     bias = torch.zeros(len(params), vocab_size, dtype=torch.float32)
     for row, p in enumerate(params):
-        for token, value in p.logit_bias.items():
-            bias[row, token] = value
+        if p.logit_bias:
+            bias[row, torch.tensor([*p.logit_bias])] = torch.tensor([*p.logit_bias.values()], dtype=torch.float32)
     return bias
 
 
@@ -223,7 +223,7 @@ def _allowed(params: Sequence[SamplingParams], vocab_size: int) -> Tensor:
     for row, p in enumerate(params):
         if p.allowed_token_ids is not None:
             allowed[row] = False
-            allowed[row, list(p.allowed_token_ids)] = True
+            allowed[row, torch.tensor([*p.allowed_token_ids], dtype=torch.int64)] = True
     return allowed
 
 
@@ -239,8 +239,5 @@ def _bad_words(requests: Sequence[SamplingRequest]) -> Tensor:
     """(B, W, L) int64 of forbidden sequences, right-aligned."""
     count = max(len(r.bad_words) for r in requests)
     longest = max(len(word) for r in requests for word in r.bad_words)
-    table = torch.full((len(requests), count, longest), -1, dtype=torch.int64)
-    for row, request in enumerate(requests):
-        for index, word in enumerate(request.bad_words):
-            table[row, index, longest - len(word) :] = torch.tensor(list(word))
-    return table
+    words = [[[-1] * (longest - len(word)) + [*word] for word in request.bad_words] for request in requests]
+    return torch.tensor([each + [[-1] * longest] * (count - len(each)) for each in words])
