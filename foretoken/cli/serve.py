@@ -200,10 +200,13 @@ def _run(app: Any, engine: AsyncLLM, listening: socket.socket) -> None:
         typer.Exit: With code 1 when the engine failed: whatever watches over the process may start it again.
     """
     import asyncio
+    import gc
 
     from foretoken.server.http_server import http_server
 
     server = http_server(app)
+    gc.collect()
+    gc.freeze()  # a full collection over all that libraries have loaded stops every client for 0.3 s
 
     async def serve_while_alive() -> bool:
         task = asyncio.ensure_future(server.serve(sockets=[listening]))
