@@ -354,4 +354,4 @@ def test_what_a_drafter_says_of_itself_is_read_once() -> None:
     engine = made_with(drafter)
     assert outcomes(engine) == plain()
     assert drafter.num_reads == 3
-    assert engine._engine._drafting.names == ["fickle"]
+    assert engine._engine._drafting.names == ["fickle", "prediction"]
