@@ -51,7 +51,8 @@ class Command(TyperCommand):
             limit = _LARGER.get(param.name, _LARGEST)
             for value in _values(ctx.params.get(param.name)):
                 if isinstance(value, int) and not -limit <= value <= limit:
-                    raise ConfigError(f"{name} is {shown(value)}. Expected {-limit} to {limit}.")
+                    bound = f"at most {limit}" if value > limit else f"at least {-limit}"
+                    raise ConfigError(f"{name} is {shown(value)}. Expected {bound}.")
         return rest
 
     def format_help(self, ctx: Any, formatter: Any) -> None:

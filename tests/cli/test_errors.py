@@ -72,7 +72,7 @@ def test_speculative_config(config: str, parts: tuple[str, ...]) -> None:
         (("--stop", "\udcff"), ("--stop is not UTF-8 text",)),
         (("--threads", "100000"), ("threads is 100000", "cores that are really free")),
         (("--max-tokens", "1024"), ("--max-tokens is 1024", "a context of 1024 tokens", "at most 1023")),
-        (("--max-tokens", "9" * 30), ("--max-tokens is 9999", "to 2147483647")),
+        (("--max-tokens", "9" * 30), ("--max-tokens is 9999", "at most 2147483647")),
         (("--max-tokens", "0"), ("--max-tokens", "greater than or equal to 1")),
         (("--seed", "one"), ("--seed",)),
         (("-s", "ngram", "-s", "ngram"), ("takes one --speculative-config",)),
