@@ -116,9 +116,10 @@ def open_to(origins: Sequence[str], app: App) -> App:
     """
     if not origins:
         return app
-    return CORSMiddleware(
+    opened: App = CORSMiddleware(
         app, allow_origins=origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=("Retry-After",)
     )  # fmt: skip
+    return opened
 
 
 class _Body:
