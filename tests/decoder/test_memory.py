@@ -46,7 +46,7 @@ def test_context_is_cut_to_what_fits(monkeypatch: pytest.MonkeyPatch, caplog: py
 
 def test_an_explicit_context_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("foretoken.runner.runner.affordable_rows", lambda *args, **kwargs: 40)
-    with pytest.raises(ConfigError, match=r"max_model_len 50 needs more memory than there is\. Expected at most 31"):
+    with pytest.raises(ConfigError, match=r"max_model_len 50 needs more memory than there is\. Expected at most 15"):
         LLM(tiny_model("llama"), max_model_len=50)
 
 
