@@ -87,7 +87,7 @@ def engine_with(
     Raises:
         ForetokenError: As `LLM` does.
     """
-    arguments = all_drafters(settings.dtype)[drafter](references)
+    arguments = all_drafters(settings.dtype)[drafter](references or [list(range(3, 15))])  # heads train on a text
     config = arguments.get("speculative_config")
     if config is not None and rule != "auto":
         arguments = {"speculative_config": {**config, "acceptance": rule}}
