@@ -92,13 +92,15 @@ def engine_with(
     if config is not None and rule != "auto":
         arguments = {"speculative_config": {**config, "acceptance": rule}}
     module = target("llama", getattr(torch, settings.dtype))
-    while True:
+    while True:  # until the memory has room for KV rows of the longest sequence with the drafter's widest tree
         try:
-            return llm(arguments, module=module, runner=settings.runner, **more), config is not None
-        except ModelError:  # the drafter's widest tree has no room in the memory for KV rows
+            made = llm(arguments, module=module, runner=settings.runner, **more)
+            if more.get("max_model_len") is not None or made.target.context_len == CONTEXT_LEN:
+                return made, config is not None
+        except ModelError:
             if more.get("kv_cache_memory_bytes") is None:
                 raise
-            more["kv_cache_memory_bytes"] *= 2
+        more["kv_cache_memory_bytes"] *= 2
 
 
 def is_text_fixed(params: SamplingParams, rule: str) -> bool:
