@@ -64,6 +64,9 @@ if TYPE_CHECKING:
     from foretoken.sampling.batch import SamplingBatch
 
 NO_TOKEN = "no token is possible: the target's logits, or what the request's parameters make of them, are not finite."
+# Prompt tokens of one pass with all logits. Other requests wait for the pass: with 512 tokens a client's completion took
+# up to 0.74 s, see "A server under load" in benchmarks/RESULTS.md. Four passes of 128 tokens take as long as one of 512.
+_MOST_SCORED_TOKENS = 128
 _log = logging.getLogger(__name__)
 
 
@@ -187,7 +190,8 @@ class Engine:
             sequence: Whose prompt it is.
             num_decoding: Sequences that decode in the same iteration, which bound the chunk.
         """
-        begin, chunks = time.perf_counter(), self._prefill.next_chunks([sequence], num_decoding)
+        begin = time.perf_counter()
+        chunks = self._prefill.next_chunks([sequence], num_decoding, _MOST_SCORED_TOKENS)
         output = contained(sequence, self._scored, chunks)
         if output is not None:
             self._prefill.learn(chunks, output.features, time.perf_counter() - begin, num_decoding)

@@ -66,15 +66,16 @@ class Prefill:
         """Whether all of a sequence but its root is in the cache."""
         return sequence.num_cached == len(sequence.tokens) - 1
 
-    def next_chunks(self, sequences: Seq[Sequence], num_decoding: int) -> list[Chunk]:
+    def next_chunks(self, sequences: Seq[Sequence], num_decoding: int, most: int | None = None) -> list[Chunk]:
         """What the next pass takes of some prompts, first come first served.
 
         Args:
             sequences: Running ones, in the order in which their prompts are read; those whose prompt is in the cache
                 are left out.
             num_decoding: Tokens of the pass that belong to sequences that are decoding.
+            most: Prompt tokens of the pass, at most; None for as many as the target takes.
         """
-        chunks, left = [], self.budget.tokens(num_decoding, self._target.prefill_chunk)
+        chunks, left = [], self.budget.tokens(num_decoding, min(most or self._target.prefill_chunk, self._target.prefill_chunk))
         for sequence in sequences:
             if self.is_over(sequence) or sequence.slot is None or left == 0:
                 continue

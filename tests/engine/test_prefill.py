@@ -220,3 +220,13 @@ def test_prompts_that_are_scored_take_turns_with_those_who_decode(monkeypatch: p
     assert not any(not one and not other for one, other in pairwise(kinds)), "two were read, and nobody decoded between"
     assert max(sum(chunks) for count, chunks in passes[begin:end] if not count) < 30
     assert len(first.outputs[0].token_ids) == 60
+
+
+def test_scored_prompts_are_read_in_short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = LLM("models/tinycode")
+    passes = watched(engine, monkeypatch)
+    ids = [5, 60, 700] * 100
+    scored = engine.generate([ids], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))[0]
+    assert [chunks for _, chunks in passes] == [[128], [128], [43], []]  # the root has a pass of its own
+    assert scored.prompt_logprobs is not None
+    assert [list(each) for each in scored.prompt_logprobs[1:] if each] == [[token] for token in ids[1:]]
