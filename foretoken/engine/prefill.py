@@ -75,7 +75,10 @@ class Prefill:
             num_decoding: Tokens of the pass that belong to sequences that are decoding.
             most: Prompt tokens of the pass, at most; None for as many as the target takes.
         """
-        chunks, left = [], self.budget.tokens(num_decoding, min(most or self._target.prefill_chunk, self._target.prefill_chunk))
+        chunks, left = (
+            [],
+            self.budget.tokens(num_decoding, min(most or self._target.prefill_chunk, self._target.prefill_chunk)),
+        )
         for sequence in sequences:
             if self.is_over(sequence) or sequence.slot is None or left == 0:
                 continue
