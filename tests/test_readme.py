@@ -23,9 +23,9 @@ from foretoken.engine.setups import parse_setup
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [
-    "README.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md", "docs/architecture.md", "docs/drafters.md",
-    "docs/dropins.md", "docs/heads.md", "docs/map.md", "docs/methods.md", "docs/runners.md",
-    "docs/server.md",
+    "README.md", "CONTRIBUTING.md", "benchmarks/NOTES.md", "benchmarks/RESULTS.md", "docs/architecture.md",
+    "docs/contracts.md", "docs/drafters.md", "docs/dropins.md", "docs/faults.md", "docs/heads.md", "docs/lossless.md",
+    "docs/methods.md", "docs/runners.md", "docs/server.md", "docs/usage.md",
 ]  # fmt: skip
 
 
@@ -46,10 +46,21 @@ def run_python(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     return run
 
 
+def test_the_readme_is_short() -> None:
+    """At most 150 lines, not by long ones; it installs and runs a command within the first 25."""
+    lines = README.splitlines()
+    assert len(lines) <= 150
+    assert not [line for line in lines if len(line) > 130 and not line.startswith("|")]
+    assert any(line.startswith("$ make demo") for line in lines[:25])
+    assert commands("\n".join(lines[:25]))
+
+
 def test_quick_start_runs(run_python: Callable[[str], str]) -> None:
-    vllm_style, transformers_style, *_ = python_blocks("README.md")
-    assert "tokens per target pass" in run_python(vllm_style)
-    code, _, claim = transformers_style.partition("  # what ")
+    assert "tokens per target pass" in run_python(python_blocks("README.md")[0])
+
+
+def test_a_model_in_memory_writes_what_it_writes_by_itself(run_python: Callable[[str], str]) -> None:
+    code, _, claim = python_blocks("docs/usage.md")[0].partition("  # what ")
     assert claim.startswith("model.generate(**inputs, do_sample=False) writes")
     code += (
         "\nwritten = model.generate(**inputs, do_sample=False, max_new_tokens=64)[0, inputs['input_ids'].shape[1] :]\n"
@@ -59,9 +70,8 @@ def test_quick_start_runs(run_python: Callable[[str], str]) -> None:
     assert len(printed[0]) > 64
 
 
-def test_drop_ins_of_the_quick_start_run(run_python: Callable[[str], str]) -> None:
-    """An accelerated model writes what it writes by itself, and a chat what its rendered text is completed to."""
-    *_, accelerated, chat = python_blocks("README.md")
+def test_an_accelerated_model_writes_what_it_writes_by_itself(run_python: Callable[[str], str]) -> None:
+    _, accelerated = python_blocks("README.md")
     told = re.search(r"^print\(handle\).*$", accelerated, re.MULTILINE)
     assert told is not None
     alone = re.sub(r"^with .*:  #.*$", "if True:", accelerated, flags=re.MULTILINE).replace(told[0], "")
@@ -70,9 +80,16 @@ def test_drop_ins_of_the_quick_start_run(run_python: Callable[[str], str]) -> No
     assert written == run_python(alone)
     assert len(written) > 64
     assert re.search(r"last call: \d\.\d\d tokens a pass, \d+ of \d+ drafted tokens accepted, \d+\.\d tokens/s", handle)
+
+
+def test_a_chat_is_completed_as_its_rendered_text(run_python: Callable[[str], str]) -> None:
     llm = LLM(str(ROOT / "models/tinycode"))
     completed = llm.generate("# user:\nclass Queue:\n", SamplingParams(temperature=0, max_tokens=32))[0].outputs[0].text
-    assert run_python(chat) == f"{completed}\n"
+    assert run_python(python_blocks("docs/usage.md")[1]) == f"{completed}\n"
+
+
+def test_structured_output_is_one_of_the_choices(run_python: Callable[[str], str]) -> None:
+    assert run_python(python_blocks("docs/usage.md")[2]) in ("return None\n", "raise ValueError\n")
 
 
 def test_quick_start_text_does_not_depend_on_the_drafter() -> None:
@@ -86,24 +103,56 @@ def test_quick_start_text_does_not_depend_on_the_drafter() -> None:
 
 @pytest.fixture
 def my_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder to import from, with the drafter of docs/drafters.md as `my_package/my_drafter.py`."""
+    """A folder to import from, with the drafter and the head of docs/drafters.md in `my_package`."""
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "__init__.py").touch()
-    (tmp_path / "my_package" / "my_drafter.py").write_text(python_blocks("docs/drafters.md")[0], encoding="utf-8")
+    for name, code in zip(("my_drafter", "my_head"), python_blocks("docs/drafters.md"), strict=False):
+        (tmp_path / "my_package" / f"{name}.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     yield tmp_path
-    for name in ("my_package", "my_package.my_drafter", "foretoken.drafters.my_drafter"):
+    for name in ("my_package", "my_package.my_drafter", "my_package.my_head", "foretoken.drafters.my_drafter"):
         sys.modules.pop(name, None)
 
 
 @pytest.mark.usefixtures("my_package")
 def test_a_drafter_of_another_package_runs(run_python: Callable[[str], str]) -> None:
-    example, alone, merged = python_blocks("docs/drafters.md")
+    example, _, alone, merged = python_blocks("docs/drafters.md")
     assert len(example.splitlines()) < 60
     accepted = re.fullmatch(r"(\d+) drafted tokens accepted\n", run_python(alone))
     assert accepted is not None
     assert int(accepted[1]) > 5
     assert ast.literal_eval(run_python(merged)).keys() <= {"ngram", "successors"}
+
+
+@pytest.mark.usefixtures("my_package")
+def test_a_head_with_a_kv_cache_of_its_own_drafts_like_the_bundled_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In at most 80 lines; in batches of sequences of different lengths, two slots for five of them."""
+    assert len(python_blocks("docs/drafters.md")[1].splitlines()) <= 80
+    monkeypatch.chdir(ROOT)
+    prompts = [
+        "def read_config(path):\n",
+        "def read_config(path):\n    with open",
+        "class Queue:\n",
+        "x",
+        "import os\n",
+    ]
+    params = [SamplingParams(temperature=t, seed=1, max_tokens=48) for t in (0.0, 0.8, 0.0, 0.0, 0.9)]
+    plain = [output.outputs[0].token_ids for output in LLM("models/tinycode").generate(prompts, params)]
+    config = {"num_speculative_tokens": 4}
+    bundled = {"method": "eagle", "tree": "chain", "quantization": "none", **config}
+    eagle = LLM("models/tinycode", speculative_config=bundled)
+    expected = [output.metrics.num_accepted for output in eagle.generate(prompts, params)]
+    for num_slots in (1, 2):
+        llm = LLM(
+            "models/tinycode", speculative_config={"method": "my_package.my_head", **config}, max_num_seqs=num_slots
+        )
+        outputs = llm.generate(prompts, params)
+        assert [output.outputs[0].token_ids for output in outputs] == plain
+        assert sum(output.metrics.draft_errors for output in outputs) == 0
+        for output, accepted, each in zip(outputs, expected, params, strict=True):
+            if each.temperature == 0:  # sampled drafts of the bundled one share the target's noise
+                assert abs(output.metrics.num_accepted - accepted) <= 2  # whose sums round in another order
+    assert sum(expected) > 100
 
 
 @pytest.mark.parametrize("method", ["my_package.my_drafter", "successors", "my_drafter"])
@@ -127,19 +176,20 @@ def test_text_is_plain_decodings_by_every_name(method: str, my_package: Path, mo
         assert sum(output.metrics.draft_errors for output in outputs) == 0
 
 
-def test_examples_of_the_architecture_run(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("page", "least"), [("docs/contracts.md", 8), ("docs/usage.md", 1)])
+def test_examples_run(page: str, least: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    text = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
-    assert text.count("```pycon") >= 8
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert text.count("```pycon") >= least
     lines = re.sub(r"^```.*$", "", text, flags=re.MULTILINE)  # the end of a block ends what is expected
-    examples = doctest.DocTestParser().get_doctest(lines, {}, "architecture", "docs/architecture.md", 0)
+    examples = doctest.DocTestParser().get_doctest(lines, {}, page, page, 0)
     report: list[str] = []
     assert doctest.DocTestRunner(verbose=False).run(examples, out=report.append).failed == 0, "".join(report)
 
 
 SIGNATURES = [
     (file, ast.unparse(part), part)
-    for block in python_blocks("docs/architecture.md")
+    for block in python_blocks("docs/contracts.md")
     for file, code in re.findall(r"^# (foretoken/\S+\.py)\n(.*?)(?=^# foretoken/|\Z)", block, re.DOTALL | re.MULTILINE)
     for part in ast.parse(code).body
 ]
@@ -152,7 +202,7 @@ def _signature(function: ast.FunctionDef) -> tuple[str, str | None, bool]:
 
 
 @pytest.mark.parametrize(("file", "text", "part"), SIGNATURES, ids=[f"{f}:{p.name}" for f, _, p in SIGNATURES])
-def test_signatures_of_the_architecture_are_those_of_the_code(file: str, text: str, part: Any) -> None:
+def test_signatures_are_those_of_the_code(file: str, text: str, part: Any) -> None:
     """Functions as written; of classes all fields with their types, and the methods that are shown."""
     module = ast.parse((ROOT / file).read_text(encoding="utf-8"))
     real: Any = next((each for each in module.body if getattr(each, "name", None) == part.name), None)
@@ -189,8 +239,10 @@ def test_commands_are_understood(page: str, monkeypatch: pytest.MonkeyPatch) -> 
             assert parse_setup(setup, target=values["model"]).config is not None
 
 
-def test_quick_start_commands_run(tmp_path: Path) -> None:
-    section = README[README.index("## Quick start") : README.index("## Methods")]
+def test_commands_run(tmp_path: Path) -> None:
+    """Those of the page about usage, and the first ones of the README but for models of the hub."""
+    usage = (ROOT / "docs/usage.md").read_text(encoding="utf-8")
+    section = "\n".join(line for line in (usage + README).splitlines() if "Qwen/" not in line)
     small = {
         "generate": ["--max-tokens", "24"],
         "verify": ["--max-tokens", "8", "--num-prompts", "1"],
@@ -228,7 +280,7 @@ def test_files_that_are_named_exist(page: str) -> None:
     assert not missing
 
 
-@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/drafters.md"])
+@pytest.mark.parametrize("page", ["docs/architecture.md", "docs/contracts.md", "docs/drafters.md"])
 def test_names_of_the_code_exist(page: str) -> None:
     """Whatever stands in backticks as a name occurs in the package, or in code that the page itself shows."""
     text = (ROOT / page).read_text(encoding="utf-8")

@@ -1,10 +1,14 @@
-"""What `make lint` refuses in the repository's own files."""
+"""What `make lint` refuses in the repository's own files, and the picture of its layers."""
 
+import re
 import subprocess
 import sys
+import tomllib
+from itertools import pairwise
 from pathlib import Path
 
-_CHECK = Path(__file__).parents[1] / ".ci" / "check_repository.py"
+ROOT = Path(__file__).parents[1]
+_CHECK = ROOT / ".ci" / "check_repository.py"
 
 
 def _check(directory: Path) -> subprocess.CompletedProcess[str]:
@@ -31,3 +35,12 @@ def test_paths_of_a_machine_are_refused(tmp_path):
     result = _check(tmp_path)
     assert result.returncode == 1
     assert "notes.md:2: an absolute path" in result.stdout
+
+
+def test_picture_shows_the_layers() -> None:
+    """docs/iteration.svg is drawn by hand: each package once, those of lower layers before those of higher ones."""
+    drawn = re.findall(r">([a-z]+)</text>", (ROOT / "docs" / "iteration.svg").read_text(encoding="utf-8"))
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]
+    layers = [re.findall(r"\w+", layer) for layer in reversed(settings["contracts"][0]["layers"])]
+    places = [[drawn.index(name) for name in layer] for layer in layers]
+    assert all(max(lower) < min(higher) for lower, higher in pairwise(places))
