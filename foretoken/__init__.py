@@ -9,7 +9,7 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM", "AsyncEngineArgs", "AsyncLLM", "CompletionOutput", "EngineArgs", "EngineStopped", "ForetokenError",
     "PromptType", "QueueFull", "RequestOutput", "RequestOutputKind", "SamplingParams", "StreamChunk",
-    "StructuredOutputsParams", "TextPrompt", "TokensPrompt",
+    "StructuredOutputsParams", "TextPrompt", "TokensPrompt", "TrainingResult", "train",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from foretoken.inputs import PromptType, TextPrompt, TokensPrompt
     from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk
     from foretoken.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
+    from foretoken.training.result import TrainingResult
+    from foretoken.training.train import train
 
 _HOMES = {
     "foretoken.core.errors": ("EngineStopped", "ForetokenError", "QueueFull"),
@@ -28,6 +30,8 @@ _HOMES = {
     "foretoken.engine.llm": ("LLM",),
     "foretoken.inputs": ("PromptType", "TextPrompt", "TokensPrompt"),
     "foretoken.outputs": ("CompletionOutput", "RequestOutput", "StreamChunk"),
+    "foretoken.training.result": ("TrainingResult",),
+    "foretoken.training.train": ("train",),
     "foretoken.sampling_params": ("RequestOutputKind", "SamplingParams", "StructuredOutputsParams"),
 }
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from foretoken.core.errors import ConfigError
+
 
 class Theme(NamedTuple):
     """Colours of a page: background, text, lines of the grid, and the area of slow-downs."""
@@ -96,6 +98,22 @@ def distinct_look(number: int) -> Look:
     """One of several looks where lines differ by something else than their method."""
     looks = [look for method, look in _LOOKS.items() if method != "plain"]
     return looks[number % len(looks)]
+
+
+def load_matplotlib() -> Any:
+    """Returns the module `matplotlib`.
+
+    Raises:
+        ConfigError: When it is not installed.
+    """
+    try:
+        import matplotlib as mpl
+    except ImportError as err:
+        raise ConfigError(
+            "pictures need the package 'matplotlib', which is not installed. Run in foretoken's "
+            "repository: pip install '.[report]'."
+        ) from err
+    return mpl
 
 
 def page_style(theme: Theme, salt: str) -> Any:

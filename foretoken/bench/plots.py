@@ -1,6 +1,6 @@
 """Draws a sweep: drafted nodes a pass against tau and against tokens/s, one line a method, with the Pareto fronts.
 
-Each picture is drawn for pages with a light and with a dark background. matplotlib is imported here only.
+Each picture is drawn for pages with a light and with a dark background.
 """
 
 from __future__ import annotations
@@ -9,9 +9,8 @@ from statistics import median
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.bench.grid import short_name, spelled
-from foretoken.bench.looks import DARK, LIGHT, distinct_look, look_of, page_style
+from foretoken.bench.looks import DARK, LIGHT, distinct_look, load_matplotlib, look_of, page_style
 from foretoken.bench.pareto import pareto_front
-from foretoken.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -92,13 +91,7 @@ def write_plots(panels: dict[Serving, list[PointResult]], directory: Path, what:
     Raises:
         ConfigError: When matplotlib is not installed.
     """
-    try:
-        import matplotlib as mpl
-    except ImportError as err:
-        raise ConfigError(
-            "pictures need the package 'matplotlib', which is not installed. Run in foretoken's "
-            "repository: pip install '.[report]'."
-        ) from err
+    mpl = load_matplotlib()
     files = []
     for chart in CHARTS:
         for theme in (LIGHT, DARK):

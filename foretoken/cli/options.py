@@ -14,7 +14,7 @@ import typer
 from foretoken.cli import terminal
 from foretoken.core.bounded_reads import read_named, read_stream
 from foretoken.core.checks import lone_surrogate
-from foretoken.core.errors import ConfigError, ModelError, RequestError
+from foretoken.core.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -153,20 +153,11 @@ def load_target(model: str, dtype: str, device: str, threads: int | None) -> tup
         RequestError: When the model has no tokenizer to read text prompts with.
     """
     from foretoken.decoder.lean.threads import set_num_threads
-    from foretoken.engine.drafter_files import check_is_no_head
-    from foretoken.hf.loading import load_model, load_tokenizer
+    from foretoken.engine import model_arguments
 
     if threads is not None:
         set_num_threads(threads)
-    try:
-        loaded = load_model(model, dtype=dtype, device=device)
-    except ModelError:
-        check_is_no_head(model)  # says more than what a head lacks of a model
-        raise
-    tokenizer = load_tokenizer(model)
-    if tokenizer is None:
-        raise RequestError(f"'{model}' has no tokenizer. Expected tokenizer files beside the weights.")
-    return loaded, tokenizer
+    return model_arguments.load_target(model, dtype=dtype, device=device)
 
 
 def sampling(

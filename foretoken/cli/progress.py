@@ -7,8 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 from foretoken.cli import terminal
@@ -58,21 +56,20 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 @contextmanager
-def step_progress(total: int, seconds_after: Callable[[float], float]) -> Iterator[Callable[[Any], None]]:
+def step_progress(total: int) -> Iterator[Callable[[Any], None]]:
     """Shows a training run: a line that renews itself on a terminal, else a line now and then.
 
     Args:
         total: Steps of the whole run.
-        seconds_after: Tokens a target pass that drafts of the head bring, to seconds of what follows the last step.
 
     Yields:
         A function of a `StepReport`.
     """
-    is_terminal, shown, evaluated = sys.stderr.isatty(), 0.0, ""
+    is_terminal, is_open, shown, evaluated = sys.stderr.isatty(), False, 0.0, ""  # is_open: the line has no end yet
     begin, begun_at = time.monotonic(), -1  # the clock, and the steps that were done then
 
     def show(report: Any) -> None:
-        nonlocal shown, evaluated, begin, begun_at
+        nonlocal shown, evaluated, begin, begun_at, is_open
         now = time.monotonic()
         is_first = begun_at < 0
         pace = (now - begin) / (report.step - (report.step - 1 if is_first else begun_at))
@@ -83,8 +80,7 @@ def step_progress(total: int, seconds_after: Callable[[float], float]) -> Iterat
         if now - shown < (0.2 if is_terminal else 15.0) and report.step < total:
             return
         shown = now
-        tau = 1 + sum(accumulate(report.head_matches, mul))
-        minutes, seconds = divmod(round(pace * (total - report.step) + seconds_after(tau)), 60)
+        minutes, seconds = divmod(round(pace * (total - report.step) + (report.seconds_after or 0.0)), 60)
         parts = [
             f"step {report.step}/{total}",
             f"{minutes}:{seconds:02d} left",
@@ -95,10 +91,15 @@ def step_progress(total: int, seconds_after: Callable[[float], float]) -> Iterat
             f"lr {report.rate:.1e}",
         ]
         terminal.side_output(f"\r\033[K{_fitted(parts)}" if is_terminal else f"{', '.join(parts)}\n")
+        is_open = is_terminal and report.step < total
+        if is_terminal and not is_open:
+            terminal.side_output("\n")
 
-    yield show
-    if is_terminal and begun_at >= 0:
-        terminal.side_output("\n")
+    try:
+        yield show
+    finally:
+        if is_open:
+            terminal.side_output("\n")
 
 
 def _fitted(parts: list[str]) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from foretoken.core.checks import check_text, shown
-from foretoken.core.errors import ConfigError, RequestError, nearest_name_hint
+from foretoken.core.errors import ConfigError, ModelError, RequestError, nearest_name_hint
 from foretoken.core.sampling_params import SamplingParams
-from foretoken.engine.drafter_files import exists
+from foretoken.engine.drafter_files import check_is_no_head, exists
 from foretoken.engine.vocabulary import check_vocabulary
 from foretoken.hf.loading import LoadedModel, load_generation_values, load_model, load_tokenizer, wrap_model
 from foretoken.hf.placement import check_placement
@@ -48,6 +48,30 @@ def target_model(model: Any, dtype: Any, device: Any, revision: Any = None) -> L
     if isinstance(model, str | os.PathLike):
         return load_model(checked_path("model", model), dtype=kind, device=place, revision=revision)
     raise ConfigError(f"model is {shown(model)}. Expected a directory, a hub id, or a transformers causal LM.")
+
+
+def load_target(model: str | os.PathLike[str], *, dtype: Any = "auto", device: Any = "auto") -> tuple[LoadedModel, Any]:
+    """Loads a target and its tokenizer from files.
+
+    Args:
+        model: Directory or hub id.
+        dtype: A name, or a torch dtype.
+        device: A name, or a torch device.
+
+    Raises:
+        ConfigError: When the directory holds a draft head, or an argument is of another form.
+        ModelError: When the model cannot be loaded, or the device does not exist.
+        RequestError: When the model has no tokenizer.
+    """
+    try:
+        target = target_model(model, dtype, device)
+    except ModelError:
+        check_is_no_head(os.fspath(model))  # says more than what a head lacks of a model
+        raise
+    tokenizer = target_tokenizer(None, model)
+    if tokenizer is None:
+        raise RequestError(f"'{model}' has no tokenizer. Expected tokenizer files beside the weights.")
+    return target, tokenizer
 
 
 def directory_of(model: Any) -> str | None:

@@ -34,7 +34,7 @@ def head_card(
         checkpoint: The head, with the notes of its run.
         facts: What `saved_head` found.
         curve: Lines of the run's `metrics.jsonl`.
-        command: What trained it.
+        command: What trained it, with its prompt: `$` of a shell or `>>>` of Python.
     """
     target = Path(checkpoint.target.name or "its target").name if checkpoint.target else "its target"
     settings = checkpoint.notes["settings"]
@@ -81,7 +81,7 @@ prompts, 128 tokens each; tau with the static tree `mc_sim_7b_63`{_dynamic(facts
 {points}
 
 ```console
-$ {command}
+{command}
 ```
 """
 

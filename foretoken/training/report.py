@@ -65,7 +65,7 @@ def saved_head(  # noqa: PLR0913 - what a head comes from, is measured on, and g
         dtype: Of the weights; "auto" for that of the target's checkpoint.
         workload: Held-out prompts and how they are continued; None measures nothing.
         run: The run's directory, for the curve on the card.
-        command: What trained it, for the card.
+        command: What trained it, for the card: see `head_card`.
         on_progress: Called with held-out tokens decoded and such tokens in all.
 
     Returns:

@@ -91,11 +91,16 @@ class RunSettings:
 
 
 class Interrupted(Exception):
-    """The run was stopped by a signal after its state was saved; `number` is the signal's."""
+    """The run was stopped by a signal after its state was saved.
 
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
+    Attributes:
+        number: The signal's.
+        directory: Where the state is.
+    """
+
+    def __init__(self, number: int, directory: Path) -> None:
+        super().__init__(f"training was stopped by signal {number}; the same call goes on from '{directory}'")
+        self.number, self.directory = number, directory
 
 
 def train_head(
@@ -201,7 +206,7 @@ def _run(
                 number = _told_to_stop(received, processes, next(trainer.head.parameters()).device)
                 if number is not None:
                     trainer.save(settings.directory)
-                    raise Interrupted(number)
+                    raise Interrupted(number, settings.directory)
                 if time.monotonic() - saved > settings.save_every_s:
                     trainer.save(settings.directory)
                     saved = time.monotonic()

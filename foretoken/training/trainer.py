@@ -7,6 +7,7 @@ uses dropout, which units are dropped).
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import time
@@ -77,6 +78,7 @@ class StepReport:
         tokens_per_s: Over the last steps.
         held_out_tau: After an evaluation: see `foretoken.training.evaluation.ChainAcceptance.tau`; else None.
         held_out_acceptance: Likewise, `ChainAcceptance.by_depth`.
+        seconds_after: Of `foretoken.train`, expected seconds of the measurement after the last step; else None.
     """
 
     step: int
@@ -88,6 +90,12 @@ class StepReport:
     tokens_per_s: float
     held_out_tau: float | None = None
     held_out_acceptance: list[float] | None = None
+    seconds_after: float | None = None
+
+    @property
+    def tau(self) -> float:
+        """Tokens a target pass of a chain, by `head_matches`: the acceptance length that training text shows."""
+        return 1.0 + sum(itertools.accumulate(self.head_matches, lambda left, right: left * right))
 
 
 class Trainer:

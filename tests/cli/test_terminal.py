@@ -102,20 +102,19 @@ def steps_shown(monkeypatch: pytest.MonkeyPatch, columns: int, *, after_s: float
     monkeypatch.setattr(sys, "stderr", told)
     clock = itertools.count(100.0, 10.0)
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    with step_progress(3, lambda tau: after_s / tau) as show:
+    with step_progress(3) as show:
         for step in (1, 2, 3):
             show(
                 StepReport(
                     step=step, loss=12.5, head_losses=[1.0] * 7, head_matches=[0.5] * 7, rate=1e-3, grad_norm=1.0,
-                    tokens_per_s=321.0, held_out_tau=1.25,
+                    tokens_per_s=321.0, held_out_tau=1.25, seconds_after=after_s,
                 )
             )  # fmt: skip
     return told.getvalue().removesuffix("\n").split("\r\x1b[K")[1:]
 
 
 def test_a_line_of_progress_fits_and_names_all_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    tau = 2 - 0.5**7  # 1 + 0.5 + 0.5 * 0.5 + ...
-    shown = steps_shown(monkeypatch, 80, after_s=90 * tau)
+    shown = steps_shown(monkeypatch, 80, after_s=90)
     assert [line.split(" left")[0] for line in shown] == ["step 1/3, 1:50", "step 2/3, 1:40", "step 3/3, 1:30"]
     assert "loss 12.5000, held-out tau 1.250 (step 1)" in shown[0]
     assert max(map(len, shown)) < 80

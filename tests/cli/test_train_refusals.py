@@ -143,7 +143,7 @@ def test_what_was_found_of_a_head_fits_80_columns(
     monkeypatch.setenv("COLUMNS", "80")
     where = ("--data", str(shared / "data"), "--out", str(tmp_path / "head"))
     sizes = (*QUICK[:-2], "--num-prompts", "1", "--set", "num_heads=8")
-    monkeypatch.setattr("foretoken.training.report.held_out_seconds", lambda *_: lambda tau: 90.0 + 0.0 * tau)
+    monkeypatch.setattr("foretoken.training.train.held_out_seconds", lambda *_: lambda tau: 90.0 + 0.0 * tau)
     result = run("train", "medusa", str(shared / "target"), *where, *sizes, is_terminal=True)
     assert result.returncode == 0, result.stderr
     shown = re.sub(r"\x1b\[[\d;]*m", "", result.stdout)

@@ -60,7 +60,7 @@ def test_an_interrupted_run_has_the_same_curve(tmp_path: Path) -> None:
 
     def stop(report: Any) -> None:
         if report.step == 3:
-            raise Interrupted(15)
+            raise Interrupted(15, parts.directory)
 
     with pytest.raises(Interrupted):
         train_head(target(), batches(), parts, on_step=stop)

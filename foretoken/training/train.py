@@ -1,0 +1,346 @@
+"""Trains a draft head on a frozen target and measures it: `foretoken.train`, which `foretoken train` calls."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foretoken.bench.workload import no_progress
+from foretoken.core.atomic_files import is_begun
+from foretoken.core.errors import ConfigError, nearest_name_hint
+from foretoken.core.tokenizer_sha import tokenizer_sha
+from foretoken.engine.model_arguments import load_target
+from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+from foretoken.formats.hub import local_head
+from foretoken.formats.registry import read_head
+from foretoken.hf.placement import DTYPES
+from foretoken.training.card import read_curve
+from foretoken.training.config import (
+    has_size,
+    head_config,
+    joint_config,
+    objective_config,
+    train_config,
+    trained_head,
+)
+from foretoken.training.data.packed import PackedTokens
+from foretoken.training.data.vocabulary import DraftVocabulary
+from foretoken.training.evaluation import EvaluationConfig
+from foretoken.training.report import held_out_seconds, held_out_workload, save_target, saved_head
+from foretoken.training.result import TrainingResult
+from foretoken.training.run import RunSettings, train_head, train_jointly
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from foretoken.hf.loading import LoadedModel
+    from foretoken.training.trainer import StepReport
+
+    Place = str | os.PathLike[str]
+
+
+def train(  # noqa: PLR0913 - one argument for each option of the command
+    method: str,
+    model: Place,
+    *,
+    data: Place,
+    out: Place,
+    sizes: Mapping[str, Any] | None = None,
+    init: str | None = None,
+    draft_vocab: Place | None = None,
+    objective: Mapping[str, Any] | None = None,
+    steps: int = 1000,
+    lr: float = 1e-3,
+    warmup_steps: int = 50,
+    lr_floor: float = 0.05,
+    batch_size: int = 8,
+    micro_batch_size: int | None = None,
+    length: int = 512,
+    weight_decay: float = 0.01,
+    clip_norm: float = 1.0,
+    precision: str = "float32",
+    seed: int = 0,
+    joint: Mapping[str, Any] | None = None,
+    target_out: Place | None = None,
+    run_dir: Place | None = None,
+    save_every_s: float = 120.0,
+    cache: Place | None = None,
+    cache_gib: float = 8.0,
+    eval_every: int = 0,
+    eval_data: Place | None = None,
+    prompts: str = "heldout",
+    num_prompts: int = 16,
+    save_dtype: str = "auto",
+    dtype: str = "auto",
+    device: str = "auto",
+    on_step: Callable[[StepReport], None] | None = None,
+    on_held_out: Callable[[int, int], None] = no_progress,
+    command: str | None = None,
+) -> TrainingResult:
+    """Trains a draft head on a frozen target, measures it on held-out prompts and saves it.
+
+    The arguments are the options of `foretoken train`: `eval_every` is `--eval-every`. Messages name the options. A
+    run that was stopped goes on with the same call, to the same weights.
+
+    Args:
+        method: "medusa", "hydra", "mlp_speculator", "eagle", "hass" (trains EAGLE heads), "eagle3" or "falcon".
+        model: Directory or hub id of the target.
+        data: Packed tokens, the output of `foretoken data`.
+        out: Directory of the head; must not exist.
+        sizes: Sizes of the head that differ from the method's defaults, such as `{"num_heads": 3}`.
+        init: Directory or hub id of a head to begin from; None for neutral weights.
+        draft_vocab: File of `foretoken data vocab` with the tokens that the head drafts; None for all.
+        objective: Weights of the loss that differ from the method's defaults, such as `{"ce_weight": 1.0}`.
+        steps: Optimizer steps.
+        lr: Highest learning rate of AdamW.
+        warmup_steps: Steps of linear warm-up.
+        lr_floor: Last learning rate of the cosine schedule as a fraction of `lr`, above 0.
+        batch_size: Windows of the global batch, over all processes.
+        micro_batch_size: Windows that one process computes at once; None for all of its share.
+        length: Tokens of a window.
+        weight_decay: Weight decay of AdamW.
+        clip_norm: Greatest norm of the gradient.
+        precision: "float32", or "bfloat16" for autocast.
+        seed: Seed of the order of the data, of new weights and of dropout.
+        joint: Settings for training the target along (Medusa-2), such as `{"backbone": "lora"}`; None for a frozen
+            target.
+        target_out: With `joint`, the directory of the new target.
+        run_dir: Directory of checkpoints and curves; None for `out` with "-run" at its end.
+        save_every_s: Seconds between checkpoints.
+        cache: Directory in which the target's features are kept between runs; None for none.
+        cache_gib: Greatest size of `cache`, in GiB.
+        eval_every: Steps between evaluations on held-out tokens; 0 for none. Evaluations change no weight.
+        eval_data: Packed tokens for evaluations; None for `held_out/` beside `train/` in `data`.
+        prompts: Held-out prompts for the last measurement: "heldout", "edit", "prose" or a file.
+        num_prompts: Number of these prompts; 0 for no measurement.
+        save_dtype: Dtype of the saved weights; "auto" for that of the target's files.
+        dtype: Dtype of the target while training; "auto" for float32 on a CPU.
+        device: Device of the target and the head; "auto" for an accelerator where there is one.
+        on_step: Called with a `StepReport` after each step.
+        on_held_out: Called with the number of held-out tokens decoded and of all such tokens.
+        command: Command with its prompt, as "$ foretoken train …", for the head's card; None for this call.
+
+    Returns:
+        Where the head is, the loss of each step, and the acceptance at each evaluation.
+
+    Raises:
+        ConfigError: When an argument is out of range or does not fit the others, when `out` exists, or when another
+            run is at work in `run_dir`.
+        ModelError: When the target cannot be loaded, or the loss is not finite.
+        RequestError: When the data cannot be read, or is smaller than one window.
+        Interrupted: After SIGTERM or SIGINT; the state is saved in `run_dir`.
+    """
+    command = command or _call_text(locals())
+    name, out, target_out, cache = os.fspath(model), Path(out), _path(target_out), _path(cache)
+    run_dir = _path(run_dir) or out.with_name(f"{out.name}-run")
+    _check_places(out, target_out, run_dir, cache)
+    if init is not None:
+        _check_begun_from(sizes, draft_vocab)
+    held_out = _held_out(eval_every, _path(eval_data), Path(data), is_joint=joint is not None)
+    if (joint is None) != (target_out is None):
+        raise ConfigError("--joint and --target-out go together: the target that learns along is a new one. Pass both.")
+    _check_values(save_every_s, cache_gib, save_dtype, num_prompts)
+    weights = objective_config(method, objective or {})
+    settings = train_config({
+        "schedule": {"peak": lr, "num_steps": steps, "warmup_steps": warmup_steps, "floor": lr_floor},
+        "batch_size": batch_size, "micro_batch_size": micro_batch_size, "length": length, "seed": seed,
+        "weight_decay": weight_decay, "clip_norm": clip_norm, "precision": precision,
+    })  # fmt: skip
+    packed = PackedTokens.open(Path(data))
+    target, tokenizer = load_target(name, dtype=dtype, device=device)
+    _check_data(packed, tokenizer, target.vocab_size, data=str(data), model=name)
+    packed.batch(0, batch_size=batch_size, length=length, seed=seed)  # too little data: said before the work
+    workload = held_out_workload(prompts, num_prompts)
+    initial = None if init is None else read_head(local_head(init))[1]
+    drafted = None if draft_vocab is None else _drafted_tokens(Path(draft_vocab), packed, target.vocab_size)
+    values = _with_vocabulary(dict(sizes or {}), method, drafted)
+    evaluation = None
+    if held_out is not None:
+        evaluation = _evaluation(held_out, eval_every, length, tokenizer, target.vocab_size, model=name)
+    run = RunSettings(
+        head=initial.config if initial is not None else head_config(method, target, values),
+        objective=weights,
+        train=settings,
+        data=str(packed.meta["tokens_sha256"]),
+        directory=run_dir,
+        save_every_s=save_every_s,
+        cache=cache,
+        cache_bytes=int(cache_gib * 2**30),
+        joint=None if joint is None else joint_config(joint),
+        draft_vocab=drafted,
+        evaluation=evaluation,
+    )
+    if initial is not None and init is not None:
+        _check_initial(initial, method, target, init)
+    seconds_after = held_out_seconds(target, tokenizer, workload)
+
+    def told(report: StepReport) -> None:
+        if on_step is not None:
+            on_step(replace(report, seconds_after=seconds_after(report.tau)))
+
+    if run.joint is None:
+        checkpoint = train_head(target, packed, run, initial=initial, on_step=told)
+    else:
+        checkpoint, target = train_jointly(target, packed, run, initial=initial, on_step=told)
+    if target_out is not None:
+        target = save_target(target, target_out, tokenizer=tokenizer, like=name)
+    facts = saved_head(
+        checkpoint,
+        out,
+        target=target,
+        tokenizer=tokenizer,
+        dtype=save_dtype,
+        workload=workload,
+        run=run_dir,
+        command=command,
+        on_progress=on_held_out,
+    )
+    return _result(out, run_dir, target, facts)
+
+
+def _result(out: Path, run_dir: Path, target: LoadedModel, facts: dict[str, Any] | None) -> TrainingResult:
+    """Returns the result; facts: None in every process but the first, which alone reads the curves."""
+    curve = [] if facts is None else read_curve(run_dir)
+    return TrainingResult(
+        directory=out,
+        run_dir=run_dir,
+        target=target,
+        losses=[point["loss"] for point in curve],
+        acceptance={point["step"]: point["held_out_acceptance"] for point in curve if "held_out_acceptance" in point},
+        facts=facts or {},
+    )
+
+
+def _call_text(arguments: Mapping[str, Any]) -> str:
+    """Returns a call of `train` as text, without the arguments that have their defaults."""
+    given = [
+        f"{name}={arguments[name]!r}"
+        for name, each in inspect.signature(train).parameters.items()
+        if arguments[name] != each.default and not callable(arguments[name])
+    ]
+    return f">>> foretoken.train({', '.join(given)})"
+
+
+def _path(place: Place | None) -> Path | None:
+    return None if place is None else Path(place)
+
+
+def _check_begun_from(sizes: Mapping[str, Any] | None, draft_vocab: Place | None) -> None:
+    """Raises `ConfigError` where what --init brings is given once more."""
+    if sizes:
+        raise ConfigError("--init sets the sizes of the head, so --set cannot change them. Leave one of them out.")
+    if draft_vocab is not None:
+        raise ConfigError("--init brings a vocabulary of its own, so --draft-vocab cannot change it. Pass one of them.")
+
+
+def _check_values(save_every_s: float, cache_gib: float, save_dtype: str, num_prompts: int) -> None:
+    """Raises `ConfigError` for values that would end a run after the work."""
+    counts = (("--save-every-s", save_every_s), ("--cache-gib", cache_gib), ("--num-prompts", num_prompts))
+    for option, value in counts:
+        if not math.isfinite(value) or value < 0:
+            raise ConfigError(f"{option} is {value}. Expected a finite number, at least 0.")
+    known = ("auto", *DTYPES)
+    if save_dtype not in known:
+        raise ConfigError(f"--save-dtype '{save_dtype}' does not exist. {nearest_name_hint(save_dtype, known)}")
+
+
+def _check_places(out: Path, target_out: Path | None, directory: Path, cache: Path | None) -> None:
+    """Raises `ConfigError` where files would be replaced, or those of a run mixed with others."""
+    for place in (out, target_out):
+        if place is not None and (place.exists() or place.is_symlink()):
+            raise ConfigError(f"'{place}' exists already. Expected a new directory. Choose another or remove it.")
+    for option, place in (("--run-dir", directory), ("--cache", cache)):
+        if place is not None and place.exists() and not place.is_dir():
+            raise ConfigError(f"{option} '{place}' is a file. Expected a new directory, or that of an earlier run.")
+    if directory.is_dir() and not (directory / "settings.json").is_file():
+        files = [path for path in directory.iterdir() if path.name != "run.lock"]
+        others = sorted(path.name for path in files if not is_begun(path, "settings.json"))
+        if others:
+            raise ConfigError(
+                f"'{directory}' holds other files ({others[0]}), no training run. Expected a new directory or that of "
+                "a run to go on with. Pass another --run-dir."
+            )
+
+
+def _check_data(packed: PackedTokens, tokenizer: Any, vocab_size: int, *, data: str, model: str) -> None:
+    """Raises `ConfigError` when tokens were made with another tokenizer."""
+    if packed.meta["tokenizer_sha"] != tokenizer_sha(tokenizer) or packed.meta["largest_token_id"] >= vocab_size:
+        raise ConfigError(
+            f"'{data}' was not packed with the tokenizer of '{model}'. Expected data for this target: make it with "
+            f"`foretoken data {model}`."
+        )
+
+
+def _held_out(every: int, given: Path | None, data: Path, *, is_joint: bool) -> Path | None:
+    """Where tokens for evaluations lie; None where none are asked for. Raises `ConfigError` where there are none."""
+    if every < 0:
+        raise ConfigError(f"--eval-every is {every}. Expected a number of steps, or 0 for no evaluations.")
+    if not every:
+        if given is not None:
+            raise ConfigError("--eval-data is for evaluations, and there are none. Pass --eval-every too.")
+        return None
+    if is_joint:
+        raise ConfigError("--eval-every simulates drafts of a frozen target, and --joint changes it. Leave one out.")
+    if given is not None:
+        return given
+    beside = (data if (data / "train").is_dir() else data.resolve().parent) / "held_out"
+    if not beside.is_dir():
+        raise ConfigError(
+            f"--eval-every needs held-out tokens, and there is no '{beside}'. Expected packed tokens there, as "
+            "`foretoken data --held-out-fraction` makes them. Pass --eval-data."
+        )
+    return beside
+
+
+def _evaluation(
+    place: Path, every: int, length: int, tokenizer: Any, vocab_size: int, *, model: str
+) -> EvaluationConfig:
+    """Windows of held-out tokens; raises `ForetokenError` when they are of another tokenizer, or damaged."""
+    packed = PackedTokens.open(place)
+    _check_data(packed, tokenizer, vocab_size, data=str(place), model=model)
+    return EvaluationConfig.of(packed, every=every, length=length)
+
+
+def _drafted_tokens(path: Path, packed: PackedTokens, vocab_size: int) -> tuple[int, ...]:
+    """The ids of a draft vocabulary; raises `ConfigError` when it is of another tokenizer than data or target."""
+    drafted = DraftVocabulary.read(path)
+    if drafted.tokenizer_sha != packed.meta["tokenizer_sha"] or drafted.token_ids[-1] >= vocab_size:
+        raise ConfigError(
+            f"--draft-vocab '{path}' is of another tokenizer than the data. Expected tokens of this target. Make it "
+            "from the data with `foretoken data vocab`."
+        )
+    return drafted.token_ids
+
+
+def _with_vocabulary(sizes: dict[str, Any], method: str, drafted: tuple[int, ...] | None) -> dict[str, Any]:
+    """Sizes of a head that drafts some tokens alone, or all of them.
+
+    Raises:
+        ConfigError: When heads of the method always draft all tokens, or the sizes say another number.
+    """
+    if drafted is None:
+        return sizes
+    if not has_size(method, "draft_vocab_size"):
+        raise ConfigError(
+            f"--draft-vocab is not for {method} heads, which draft all tokens. Expected eagle3, or medusa with "
+            "own_lm_head=true. Leave it out."
+        )
+    stated = sizes.get("draft_vocab_size", len(drafted))
+    if stated != len(drafted):
+        raise ConfigError(
+            f"--set draft_vocab_size={stated} does not fit --draft-vocab, which names {len(drafted)} tokens. Expected "
+            "the same number. Leave the first one out."
+        )
+    return {**sizes, "draft_vocab_size": len(drafted)}
+
+
+def _check_initial(initial: HeadCheckpoint, method: str, target: LoadedModel, name: str) -> None:
+    """Raises `ConfigError` when a head to begin from is of another method or target."""
+    wanted = trained_head(method)
+    if initial.config.method != wanted:
+        raise ConfigError(f"'{name}' is a {initial.config.method} head. Expected a {wanted} head to begin from.")
+    initial.check_target(TargetFingerprint.of(target), what=name)
