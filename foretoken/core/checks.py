@@ -13,6 +13,7 @@ from typing import Any
 
 from foretoken.core.errors import ForetokenError, RequestError
 
+_LARGEST_INTEGER = 2**1000  # of either sign: Python refuses to print integers of more than 4300 digits
 _LONGEST_SHOWN = 60  # characters of a refused value in a message
 _PLAIN = {int, float, str, type(None)}  # what `as_python` leaves as it is
 _MOST_SHOWN, _DEEPEST_SHOWN = 8, 3  # entries and levels of a container
@@ -27,10 +28,11 @@ def require(condition: bool, message: str) -> None:
 def check_integer(
     name: str, value: Any, low: float = -math.inf, high: float = math.inf, *, error: type[ForetokenError] = RequestError
 ) -> None:
-    """Raises `error` unless `value` is an integer (of Python or numpy, not a boolean) in [low, high]."""
+    """Raises `error` unless `value` is an integer (of Python or numpy, not a boolean) in [low, high], within 2^1000."""
     if not isinstance(value, Integral) or isinstance(value, bool):
         raise error(f"{name} is {shown(value)}. Expected an integer.")
     check_range(name, value, low, high, error=error)
+    check_range(name, value, -_LARGEST_INTEGER, _LARGEST_INTEGER, error=error)
 
 
 def check_number(
@@ -144,7 +146,7 @@ def checked_token_ids(ids: Iterable[Any], vocab_size: int, where: str) -> list[i
 
 def check_token_ids(name: str, ids: Collection[Any]) -> None:
     """Raises `RequestError` unless each of some token ids is an integer, at least 0; of a long list in little time."""
-    if ids and set(map(type, ids)) == {int} and min(ids) >= 0:
+    if ids and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= _LARGEST_INTEGER:
         return
     for token in ids:
         check_integer(f"a token id of {name}", token, 0)

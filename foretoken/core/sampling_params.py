@@ -24,7 +24,6 @@ from foretoken.core.structured_outputs import StructuredOutputsParams
 from foretoken.core.vllm_sampling import without_other_fields
 
 GREEDY_BELOW = 1e-5  # a temperature under this is greedy decoding
-LARGEST_SEED = 2**1000  # of either sign: longer ones cannot be printed
 _NO_SEED = -1
 _LEAST_REPETITION_PENALTY = 2.0**-20  # just below 1e-6 in any dtype; logits divided by less may be infinite in float32
 MOST_BAD_WORD_TOKENS = 128  # of one word
@@ -175,7 +174,7 @@ class SamplingParams:
         if self.output_kind is not None and not isinstance(self.output_kind, RequestOutputKind):
             raise RequestError(f"output_kind is {shown(self.output_kind)}. Expected a RequestOutputKind.")
         if self.seed is not None:
-            check_integer("seed", self.seed, -LARGEST_SEED, LARGEST_SEED)
+            check_integer("seed", self.seed)
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 0, 1024)

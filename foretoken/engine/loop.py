@@ -64,8 +64,8 @@ if TYPE_CHECKING:
     from foretoken.sampling.batch import SamplingBatch
 
 NO_TOKEN = "no token is possible: the target's logits, or what the request's parameters make of them, are not finite."
-# Prompt tokens of one pass with all logits. Other requests wait for the pass: with 512 tokens a client's completion
-# took up to 0.74 s (RESULTS, "A server under load"). Four passes of 128 tokens take as long as one of 512.
+# Prompt tokens of one pass with all logits. Other requests wait for the pass: with 512 tokens they took up to 0.74 s,
+# see "A server under load" in benchmarks/RESULTS.md. Four passes of 128 tokens take as long as one of 512.
 _MOST_SCORED_TOKENS = 128
 _log = logging.getLogger(__name__)
 

@@ -191,12 +191,6 @@ def test_a_seed_of_minus_one_is_none() -> None:
         SamplingParams(seed=-1.0)
 
 
-def test_seeds_that_cannot_be_printed_are_refused() -> None:
-    for seed in (2**1001, -(2**1001), 10**5000):
-        with pytest.raises(RequestError, match="seed is an integer of"):
-            SamplingParams(seed=seed)
-
-
 def test_a_field_that_does_not_exist_is_refused_also_without_a_value() -> None:
     with pytest.raises(TypeError, match="temprature"):
         SamplingParams(temprature=None)
@@ -334,3 +328,13 @@ def test_arrays_without_dimensions_are_no_lists(name: str) -> None:
         SamplingParams(temperature=Fraction(10**400))
     with pytest.raises(RequestError, match="a token id of logit_bias is of type Tensor"):
         SamplingParams(logit_bias={torch.tensor([3]): 1.0})
+
+
+def test_integers_that_cannot_be_printed_are_refused() -> None:
+    for large in (2**1001, 10**5000):
+        for given in (
+            {"seed": large}, {"seed": -large}, {"top_k": large}, {"logit_bias": {large: 1.0}},
+            {"stop_token_ids": [large]}, {"bad_words": [[large]]}, {"allowed_token_ids": [large]},
+        ):  # fmt: skip
+            with pytest.raises(RequestError, match="an integer of"):
+                SamplingParams(**given)  # type: ignore[arg-type]

@@ -17,7 +17,7 @@ from end_to_end.tiny_llms import drafters, llm, noisy, target
 from tiny_models import CONTEXT_LEN, VOCAB_SIZE
 
 from foretoken import LLM, RequestOutput, SamplingParams
-from foretoken.core.errors import ForetokenError, ModelError
+from foretoken.core.errors import ConfigError, ForetokenError, ModelError
 from foretoken.core.results import CompletionOutput
 from foretoken.runner.self_test import probe_layer_shapes
 from fuzz.worker import FindingError, Settings
@@ -97,8 +97,8 @@ def engine_with(
             made = llm(arguments, module=module, runner=settings.runner, **more)
             if more.get("max_model_len") is not None or made.target.context_len == CONTEXT_LEN:
                 return made, config is not None
-        except ModelError:
-            if more.get("kv_cache_memory_bytes") is None:
+        except (ConfigError, ModelError) as err:
+            if more.get("kv_cache_memory_bytes") is None or "memory" not in str(err):
                 raise
         more["kv_cache_memory_bytes"] *= 2
 
