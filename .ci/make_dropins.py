@@ -55,7 +55,7 @@ _VLLM = f"""\
 `from foretoken import ...` takes the place of `from vllm import ...` for
 {", ".join(f"`{name}`" for name in _VLLM_NAMES)}.
 The modules `foretoken.sampling_params`, `foretoken.inputs` and `foretoken.outputs` hold these names where vLLM's do.
-`AsyncLLM` comes from `foretoken` too. Metrics: `from foretoken.core.metrics import Counter, Gauge, Vector` for
+`AsyncLLM` comes from `foretoken` too. Metrics: `from foretoken.core.results import Counter, Gauge, Vector` for
 `vllm.v1.metrics.reader`; draft tokens count nodes of trees, positions count depths. There is no `LLMEngine`: `AsyncLLM`
 takes requests one by one, from threads and from tasks. Methods of vLLM's `LLM` for pooling, beam search, adapters and
 sleep are missing. `tests/clients/vllm_scripts` holds scripts with the calls of vLLM's offline examples.

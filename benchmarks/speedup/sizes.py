@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from foretoken.bench.cost_twin.make import TwinPlan, make_twin
 from foretoken.core.errors import ConfigError
-from foretoken.core.json_files import read_json_object
+from foretoken.files.bounded_reads import read_json_object
 from foretoken.formats.registry import holds_head
 from foretoken.hf.twin_record import read_twin_record
 

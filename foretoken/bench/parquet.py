@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.atomic_files import new_file, told_as
 from foretoken.core.errors import ConfigError
+from foretoken.files.atomic_files import new_file, told_as
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -6,9 +6,9 @@ import json
 from importlib import resources
 from pathlib import Path
 
-from foretoken.core.bounded_reads import MIB, read_named
 from foretoken.core.checks import check_text, shown
 from foretoken.core.errors import RequestError
+from foretoken.files.bounded_reads import MIB, read_named
 
 HELD_OUT = "heldout"
 _BUNDLED = (HELD_OUT, "edit", "prose")

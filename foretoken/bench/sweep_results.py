@@ -9,7 +9,7 @@ from foretoken.bench.grid import Serving
 from foretoken.bench.pareto import pareto_front
 from foretoken.bench.quartiles import Quartiles
 from foretoken.core.errors import ConfigError
-from foretoken.core.journal import JournalFile
+from foretoken.files.journal import JournalFile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

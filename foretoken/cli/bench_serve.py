@@ -99,7 +99,7 @@ def _api_key(variable: str) -> str | None:
 
 def _save(path: Path, results: dict[str, Any]) -> None:
     """Writes the file as a whole or not at all."""
-    from foretoken.core.atomic_files import told_as, write_file
+    from foretoken.files.atomic_files import told_as, write_file
 
     with told_as(ConfigError, f"'{path}'", "Choose another --save-result."):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli import options, terminal
-from foretoken.core.bounded_reads import MOST_TEXT_BYTES
 from foretoken.core.errors import RequestError
+from foretoken.files.bounded_reads import MOST_TEXT_BYTES
 
 if TYPE_CHECKING:
     from foretoken.cli.shown_tokens import ShownTokens

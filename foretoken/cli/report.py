@@ -25,8 +25,8 @@ def report(
 
     The page is one file that needs no network: summary, text, trees, and the results and pictures of sweeps in RUN.
     """
-    from foretoken.core.atomic_files import told_as, write_file
     from foretoken.core.errors import ConfigError
+    from foretoken.files.atomic_files import told_as, write_file
     from foretoken.report.page import render
     from foretoken.report.sources import read_run
 

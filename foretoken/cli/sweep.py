@@ -178,8 +178,8 @@ def _measure(
     """
     from foretoken.bench.sweep import run_sweep
     from foretoken.bench.sweep_results import SweepResults
-    from foretoken.core.run_lock import run_lock
-    from foretoken.core.stop_signals import stop_signals
+    from foretoken.files.locks import run_lock
+    from foretoken.files.processes import stop_signals
 
     conditions = run.conditions(axes, plan, points[0].serving.dtype)
     with run_lock(out, option="--out"), stop_signals() as received:

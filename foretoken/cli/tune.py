@@ -50,9 +50,9 @@ def tree(
     """
     from foretoken.bench.prompt_sets import load_prompts
     from foretoken.bench.workload import TokenProgress, Workload
-    from foretoken.core.atomic_files import told_as, write_file
     from foretoken.core.token_tree import MAX_NODES
     from foretoken.engine.config import checked_setup, parse_speculative_config
+    from foretoken.files.atomic_files import told_as, write_file
     from foretoken.training.acceptance import measured_acceptance, tuned_tree
 
     setups = [checked_setup(text, target=model) for text in speculative_config or []]

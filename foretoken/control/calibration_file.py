@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from foretoken.core.errors import ForetokenError
-from foretoken.core.kept_entries import KeptEntries, is_number
+from foretoken.files.user_cache import KeptEntries, is_number
 from foretoken.formats.checkpoint import TargetFingerprint
 
 if TYPE_CHECKING:

@@ -3,12 +3,16 @@
 Every message has three parts: what was wrong (with the value), what was expected, how to mend it.
 """
 
+from __future__ import annotations
+
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from difflib import get_close_matches
 from itertools import accumulate
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator
 
 _LONGEST_DESCRIPTION = 300  # characters
 _LONGEST_TYPE_NAME = 80
@@ -162,3 +166,13 @@ def _first_line(text: str, longest: int) -> str:
     line = next((line.strip() for line in text[: 100 * longest].splitlines() if line.strip()), "")
     line = "".join(character if character.isprintable() else " " for character in line)
     return line if len(line) <= longest else f"{line[: longest - 1]}…"
+
+
+@contextmanager
+def undone_on_error(undo: Callable[[], object]) -> Iterator[None]:
+    """Calls `undo` when the block raises anything, which then goes on; does nothing after a block that ends well."""
+    try:
+        yield
+    except BaseException:
+        undo()
+        raise

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.core.token_tree import TokenTree
+
+Tap = int | Literal["final"]
+"""0 is the input of the first block (embeddings as the model scales them), i the output of block i before any later
+norm; `final` is the output of the norm after the last block, what the LM head reads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

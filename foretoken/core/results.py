@@ -1,9 +1,10 @@
-"""Results of a request, in vLLM's shape."""
+"""Results of a request, and figures of a running engine, in vLLM's shape."""
 
 from __future__ import annotations
 
+import collections
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from dataclasses import asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +12,40 @@ from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One figure.
+
+    Attributes:
+        name: vLLM's name where it has one, as "vllm:generation_tokens", else ours, as "foretoken:target_passes".
+        labels: What it is of.
+    """
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counter(Metric):
+    """A number of things so far."""
+
+    value: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gauge(Metric):
+    """A number of things at this moment."""
+
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Vector(Metric):
+    """Numbers of things so far, by position from 0."""
+
+    values: list[int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,9 +135,9 @@ class GenerationMetrics:
     num_prefill_emitted: int = 0
     num_drafted: int = 0
     num_accepted: int = 0
-    drafted_at_depth: Counter[int] = field(default_factory=Counter)
-    accepted_at_depth: Counter[int] = field(default_factory=Counter)
-    accepted_by: Counter[str] = field(default_factory=Counter)
+    drafted_at_depth: collections.Counter[int] = field(default_factory=collections.Counter)
+    accepted_at_depth: collections.Counter[int] = field(default_factory=collections.Counter)
+    accepted_by: collections.Counter[str] = field(default_factory=collections.Counter)
     by_drafter: DrafterShares = field(default_factory=DrafterShares)
     draft_errors: int = 0
     num_declined: int = 0

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.core.passes import Pass
-    from foretoken.core.taps import Tap
+    from foretoken.core.passes import Pass, Tap
     from foretoken.decoder.cuda_graphs import GraphCapture
     from foretoken.decoder.lean.elementwise import TorchOps
     from foretoken.decoder.lean.weights import LeanWeights

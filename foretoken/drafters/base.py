@@ -17,9 +17,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from foretoken.core.passes import Pass
+    from foretoken.core.passes import Pass, Tap
     from foretoken.core.sampling_params import SamplingParams
-    from foretoken.core.taps import Tap
     from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import PassOutput
     from foretoken.hf.loading import LoadedModel
@@ -48,7 +47,7 @@ class TargetReads:
     """What a drafter reads of the target's passes.
 
     Attributes:
-        taps: Features, see `foretoken.core.taps`; they come with `Committed.features`, in this order.
+        taps: Features, see `foretoken.core.passes`; they come with `Committed.features`, in this order.
         top_k: Most probable tokens wanted at every verified node, see `Verified.top_ids`; 0 for none.
         is_last_enough: Whether `commit` need only be called before a proposal: iterations that no draft follows are
             left out then, and their features are not read.

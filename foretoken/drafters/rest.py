@@ -16,8 +16,8 @@ import torch
 from pydantic import Field, model_validator
 
 from foretoken.core.errors import ConfigError
+from foretoken.core.token_ids import tokenizer_sha
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.core.tokenizer_sha import tokenizer_sha
 from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads
 from foretoken.drafters.options import DrafterOptions
 from foretoken.lookups.datastore import Datastore

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import checked_token_ids, shown
 from foretoken.core.errors import RequestError, foreign_errors_as, one_line
-from foretoken.core.fork_lock import ForkLock
 from foretoken.engine.text_bounds import longest_token_bytes
+from foretoken.files.locks import ForkLock
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

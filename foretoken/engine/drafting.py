@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     import torch
 
     from foretoken.control.base import Allotment, Continue, Controller, Leaf
+    from foretoken.core.passes import Tap
     from foretoken.core.records import Declined, StepRecord
-    from foretoken.core.taps import Tap
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
     from foretoken.drafters.options import DrafterOptions
     from foretoken.grammars.drafts import GrammarBounds

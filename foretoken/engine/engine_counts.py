@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter as Counts
 from typing import TYPE_CHECKING
 
-from foretoken.core.metrics import Counter, Gauge, Metric, Vector
+from foretoken.core.results import Counter, Gauge, Metric, Vector
 
 if TYPE_CHECKING:
     from foretoken.core.records import StepRecord

@@ -51,9 +51,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from foretoken.core.metrics import Metric
     from foretoken.core.records import StepRecord
-    from foretoken.core.results import RequestOutput, StreamChunk
+    from foretoken.core.results import Metric, RequestOutput, StreamChunk
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.drafters.base import Drafter
     from foretoken.drafters.options import DrafterOptions
@@ -399,7 +398,7 @@ class LLM(BuiltPerProcess):
         return self._requests.default_params()
 
     def get_metrics(self) -> list[Metric]:
-        """What the engine has done so far, over all calls: `Counter`, `Gauge` and `Vector` of `foretoken.core.metrics`.
+        """What the engine has done so far, over all calls: `Counter`, `Gauge` and `Vector` of `foretoken.core.results`.
 
         Names are vLLM's ("vllm:spec_decode_num_accepted_tokens") where it has one.
         """

@@ -51,10 +51,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.core.metrics import Metric
     from foretoken.core.passes import Pass
-    from foretoken.core.records import StageSeconds
-    from foretoken.core.tree_trace import TreeTrace
+    from foretoken.core.records import StageSeconds, TreeTrace
+    from foretoken.core.results import Metric
     from foretoken.decoder.base import PassOutput
     from foretoken.engine.drafting import Drafting
     from foretoken.engine.sequence import Sequence

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from foretoken.acceptance.decisions import Acceptance
     from foretoken.core.passes import Pass
+    from foretoken.core.records import TreeTrace
     from foretoken.core.token_tree import HostFacts, TokenTree
-    from foretoken.core.tree_trace import TreeTrace
     from foretoken.engine.drafting import Drafting
     from foretoken.engine.sequence import Sequence
     from foretoken.sampling.node_scores import NodeScores

@@ -10,8 +10,8 @@ import math
 from typing import TYPE_CHECKING
 
 from foretoken.core.errors import QueueFull, RequestError
-from foretoken.core.fork_lock import ForkLock
 from foretoken.engine.request_stream import Mailbox
+from foretoken.files.locks import ForkLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

@@ -13,9 +13,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from foretoken.core.errors import undone_on_error
 from foretoken.core.results import CompletionOutput
 from foretoken.core.sampling_params import RequestOutputKind
-from foretoken.core.undoing import undone_on_error
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Generator

@@ -16,7 +16,7 @@ from collections import Counter, deque
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
-from foretoken.core.common_prefix import common_prefix_len
+from foretoken.core.token_ids import common_prefix_len
 from foretoken.drafters.base import DraftRequest
 from foretoken.engine.failures import contained
 from foretoken.engine.slot_pool import LEAST_PREFIX, Held, Taken

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.bounded_reads import MIB, read_named
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError
 from foretoken.drafters.registry import known_methods
 from foretoken.engine.drafter_files import exists, head_beside, names_beside, spelled, what_lies_at
+from foretoken.files.bounded_reads import MIB, read_named
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

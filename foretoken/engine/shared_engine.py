@@ -9,8 +9,8 @@ from collections import deque
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from foretoken.engine.fair_lock import FairLock
 from foretoken.engine.torch_state import own_torch_state
+from foretoken.files.locks import FairLock
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator

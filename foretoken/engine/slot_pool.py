@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from foretoken.core.common_prefix import common_prefix_len
+from foretoken.core.token_ids import common_prefix_len
 from foretoken.drafters.base import Prefix
 
 if TYPE_CHECKING:

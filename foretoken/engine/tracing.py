@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from foretoken.acceptance.decisions import KeyedDecisions
+from foretoken.core.records import TreeTrace
 from foretoken.core.token_tree import PROBE
-from foretoken.core.tree_trace import TreeTrace
 from foretoken.sampling.truncation import best_possible, warp
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from foretoken.core.records import TreeTrace
     from foretoken.core.token_tree import TokenTree
-    from foretoken.core.tree_trace import TreeTrace
     from foretoken.decoder.base import PassOutput
     from foretoken.engine.drafting import Draft
     from foretoken.engine.outcomes import Outcome

@@ -13,10 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 
-from foretoken.core.bounded_reads import check_regular
 from foretoken.core.errors import ModelError
-from foretoken.core.json_files import read_json_object
-from foretoken.core.tensor_headers import tensor_headers
+from foretoken.files.bounded_reads import check_regular, read_json_object, tensor_headers
 from foretoken.heads.methods import head_methods
 
 if TYPE_CHECKING:

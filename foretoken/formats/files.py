@@ -18,10 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from foretoken.core.bounded_reads import check_regular
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
-from foretoken.core.json_files import read_json_object
-from foretoken.core.tensor_headers import tensor_headers
+from foretoken.files.bounded_reads import check_regular, read_json_object, tensor_headers
 from foretoken.hf.model_files import indexed_files
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from foretoken.core.atomic_files import new_directory, told_as
 from foretoken.core.errors import ConfigError, one_line
+from foretoken.files.atomic_files import new_directory, told_as
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
-from foretoken.core.fork_lock import ForkLock
+from foretoken.files.locks import ForkLock
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

@@ -9,8 +9,7 @@ import sys
 import weakref
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from foretoken.core.errors import ForetokenError, one_line
-from foretoken.core.undoing import undone_on_error
+from foretoken.core.errors import ForetokenError, one_line, undone_on_error
 from foretoken.grammars import checking_process
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import RequestError, foreign_errors_as, one_line
-from foretoken.core.fork_lock import ForkLock
+from foretoken.files.locks import ForkLock
 from foretoken.grammars.byte_cache import ByteCache
 from foretoken.grammars.checks import Form, GrammarChecks, TooSlow
 from foretoken.sampling.grammar import Ends, GrammarState

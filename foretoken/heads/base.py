@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     import torch
 
-    from foretoken.core.taps import Tap
+    from foretoken.core.passes import Tap
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.hf.parts import TargetParts
 
@@ -53,7 +53,7 @@ class HeadConfig(BaseModel):
 
     @property
     def taps(self) -> tuple[Tap, ...]:
-        """The features that are read, see `foretoken.core.taps`."""
+        """The features that are read, see `foretoken.core.passes`."""
         return ("final",)
 
 

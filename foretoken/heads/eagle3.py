@@ -28,7 +28,7 @@ from foretoken.heads.decoder_layer import DecoderLayer
 if TYPE_CHECKING:
     from typing import Self
 
-    from foretoken.core.taps import Tap
+    from foretoken.core.passes import Tap
     from foretoken.hf.parts import TargetParts
 
 
@@ -36,7 +36,7 @@ class Eagle3Config(AutoregressiveConfig):
     """Sizes of an EAGLE-3 head.
 
     Attributes:
-        boundaries: The taps, see `foretoken.core.taps`; of L blocks 2, L // 2 and L - 3 as published.
+        boundaries: The taps, see `foretoken.core.passes`; of L blocks 2, L // 2 and L - 3 as published.
         draft_hidden_size: W; None for E.
         draft_vocab_size: Vd, where drafts cover a part of the vocabulary; None for all of it.
         own_embedding: Whether tokens are embedded by the head; needed where W is not E.

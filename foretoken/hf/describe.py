@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import safe_open
 
 from foretoken.core.errors import ModelError
-from foretoken.core.json_files import read_json_object
-from foretoken.core.tensor_headers import tensor_headers
+from foretoken.files.bounded_reads import read_json_object, tensor_headers
 from foretoken.hf.model_files import check_model_files
 from foretoken.hf.sizes import ATTENTION_LAYERS, SIZES, is_size
 from foretoken.hf.twin_record import read_twin_record

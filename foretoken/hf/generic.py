@@ -17,8 +17,7 @@ from foretoken.hf.taps import Taps
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.core.passes import Pass
-    from foretoken.core.taps import Tap
+    from foretoken.core.passes import Pass, Tap
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.hf.loading import LoadedModel
 

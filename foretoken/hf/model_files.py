@@ -8,9 +8,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from foretoken.core.bounded_reads import MIB, check_regular
 from foretoken.core.errors import ModelError, listed, one_line
-from foretoken.core.json_files import read_json_object
+from foretoken.files.bounded_reads import MIB, check_regular, read_json_object
 
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _INDEX = "model.safetensors.index.json"

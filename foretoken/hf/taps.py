@@ -1,4 +1,4 @@
-"""Reads features of a transformers model by boundary (`foretoken.core.taps`), with hooks.
+"""Reads features of a transformers model by boundary (`foretoken.core.passes`), with hooks.
 
 Positions of the hooks are proven on the actual model at load against `output_hidden_states`, never assumed from a class
 name.
@@ -18,7 +18,7 @@ from foretoken.hf.plugin import ForwardPass, current_pass, running
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from foretoken.core.taps import Tap
+    from foretoken.core.passes import Tap
 
 _PROBE = torch.tensor([[1, 2, 3]])
 

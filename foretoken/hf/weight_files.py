@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from foretoken.core.errors import ModelError, listed
-from foretoken.core.tensor_headers import TensorHeader, tensor_headers
+from foretoken.files.bounded_reads import TensorHeader, tensor_headers
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from foretoken.core.bounded_reads import check_regular
 from foretoken.core.checks import check_integer
 from foretoken.core.errors import ConfigError, RequestError
-from foretoken.core.json_files import read_json_object
-from foretoken.core.output_directory import OutputDirectory
 from foretoken.core.validation import validated
+from foretoken.files.atomic_files import OutputDirectory
+from foretoken.files.bounded_reads import check_regular, read_json_object
 from foretoken.lookups.suffix_array import BYTES_A_TOKEN, MOST_TOKENS, sorted_suffixes
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ class DatastoreIndex(BaseModel):
         dtype: Of the token ids.
         eos_id: Token between documents, after which nothing is continued; None without one.
         depth: Tokens by which suffixes are sorted.
-        tokenizer_sha: Of the tokenizer that the ids are of, see `foretoken.core.tokenizer_sha`.
+        tokenizer_sha: Of the tokenizer that the ids are of, see `foretoken.core.token_ids`.
         tokens_sha256: Of the packed tokens that it was made from.
     """
 

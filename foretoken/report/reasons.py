@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from foretoken.core.tree_trace import NodeOutcome
+from foretoken.core.records import NodeOutcome
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from foretoken.core.tree_trace import TreeTrace
+    from foretoken.core.records import TreeTrace
 
 BY_OUTCOME = {
     NodeOutcome.ROOT: "the last token of the text so far",

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from foretoken.core.atomic_files import told_as, write_file
-from foretoken.core.bounded_reads import MIB, read_named
 from foretoken.core.errors import ConfigError
+from foretoken.core.records import TreeTrace
 from foretoken.core.results import GenerationMetrics
-from foretoken.core.tree_trace import TreeTrace
 from foretoken.engine.token_spans import TokenSpans
+from foretoken.files.atomic_files import told_as, write_file
+from foretoken.files.bounded_reads import MIB, read_named
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.tree_trace import NodeOutcome
+from foretoken.core.records import NodeOutcome
 from foretoken.grammars.drafts import FORCED
 from foretoken.report.reasons import BY_OUTCOME, reason
 from foretoken.report.trace_file import tree_of

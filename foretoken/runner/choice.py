@@ -21,7 +21,7 @@ from foretoken.runner.pass_widths import ranked
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from foretoken.core.taps import Tap
+    from foretoken.core.passes import Tap
     from foretoken.decoder.base import Decoder
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.hf.loading import LoadedModel

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.kept_entries import KeptEntries, is_number
+from foretoken.files.user_cache import KeptEntries, is_number
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,7 +16,7 @@ from foretoken.runner.self_test import check_tree_attention
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from foretoken.core.taps import Tap
+    from foretoken.core.passes import Tap
     from foretoken.decoder.base import Decoder
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.decoder.slot_cache import SlotCache

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from foretoken.core.taps import Tap
+    from foretoken.core.passes import Tap
     from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import Decoder, PassOutput
     from foretoken.decoder.lean.int8 import Quantization

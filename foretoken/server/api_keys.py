@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from foretoken.core.bounded_reads import read_named
 from foretoken.core.errors import ConfigError
+from foretoken.files.bounded_reads import read_named
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.atomic_files import put_file, told_as
-from foretoken.core.bounded_reads import MIB, check_regular
 from foretoken.core.errors import ConfigError, RequestError
-from foretoken.core.file_lock import file_lock
+from foretoken.files.atomic_files import put_file, told_as
+from foretoken.files.bounded_reads import MIB, check_regular
+from foretoken.files.locks import file_lock
 from foretoken.server.replies import dumped
 
 if TYPE_CHECKING:

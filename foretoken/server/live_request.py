@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from foretoken.core.errors import ForetokenError
-from foretoken.core.undoing import undone_on_error
+from foretoken.core.errors import ForetokenError, undone_on_error
 from foretoken.engine.loop import NO_TOKEN
 from foretoken.engine.sequence import NOT_FOLLOWED
 from foretoken.server.answers import running_usage

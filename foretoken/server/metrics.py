@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from foretoken.core import metrics as engine_metrics
+from foretoken.core import results as engine_metrics
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -14,10 +14,10 @@ import torch
 
 from foretoken.bench.prompt_sets import load_prompts
 from foretoken.bench.workload import TokenProgress, Workload, no_progress
-from foretoken.core.atomic_files import new_directory, told_as
 from foretoken.core.errors import ConfigError
 from foretoken.core.results import GenerationMetrics
 from foretoken.engine.llm import LLM
+from foretoken.files.atomic_files import new_directory, told_as
 from foretoken.formats import native
 from foretoken.formats.whole_files import safetensors_errors
 from foretoken.hf.loading import load_config

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foretoken.core.atomic_files import told_as, write_file
 from foretoken.core.errors import ConfigError
-from foretoken.core.json_files import read_json_object
-from foretoken.core.run_lock import run_lock
-from foretoken.core.stop_signals import STOP_SIGNALS, stop_signals
+from foretoken.files.atomic_files import told_as, write_file
+from foretoken.files.bounded_reads import read_json_object
+from foretoken.files.locks import run_lock
+from foretoken.files.processes import STOP_SIGNALS, stop_signals
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
 from foretoken.hf.loading import wrap_model

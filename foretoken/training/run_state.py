@@ -14,8 +14,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from foretoken.core.atomic_files import new_directory, told_as
 from foretoken.core.errors import ModelError, one_line
+from foretoken.files.atomic_files import new_directory, told_as
 from foretoken.formats.whole_files import write_weights
 
 if TYPE_CHECKING:

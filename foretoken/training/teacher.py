@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from foretoken.core.atomic_files import new_file
+from foretoken.files.atomic_files import new_file
 from foretoken.formats.whole_files import safetensors_errors
 from foretoken.hf.plain import own_attention
 from foretoken.hf.plugin import ForwardPass, running
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from foretoken.core.taps import Tap
+    from foretoken.core.passes import Tap
     from foretoken.hf.loading import LoadedModel
 
 _SAMPLED = 4096  # values of each weight that tell targets apart

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from foretoken.core.atomic_files import told_as, write_file
 from foretoken.core.errors import ModelError
+from foretoken.files.atomic_files import told_as, write_file
 from foretoken.sampling.noise import derive_seed
 from foretoken.training.objectives.base import Examples, HeadSums, accumulate, label_counts, mean_by_head
 from foretoken.training.run_state import Progress, load_state, save_state, saved_states

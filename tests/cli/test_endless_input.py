@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command_line import MODEL, ROOT, Finished, run
 
-from foretoken.core import bounded_reads
+from foretoken.files import bounded_reads
 
 HEAD = "models/tinycode-hydra"
 

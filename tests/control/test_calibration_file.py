@@ -17,8 +17,8 @@ from foretoken.control.calibration import Calibration
 from foretoken.control.calibration_file import KeptAcceptance, pair_key
 from foretoken.control.reach import Reach
 from foretoken.control.several_drafters import SeveralDrafters
-from foretoken.core import user_cache
 from foretoken.drafters.registry import drafter_options
+from foretoken.files import user_cache
 from foretoken.hf.loading import wrap_model
 from foretoken.runner.cost_curve import CostCurve
 

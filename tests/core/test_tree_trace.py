@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from foretoken.core.tree_trace import NodeOutcome, TreeTrace
+from foretoken.core.records import NodeOutcome, TreeTrace
 
 #   0 ─┬─ 1 ─┬─ 3 ─── 6
 #      │     └─ 4

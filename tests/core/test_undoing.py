@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from foretoken.core.undoing import undone_on_error
+from foretoken.core.errors import undone_on_error
 
 
 @pytest.mark.parametrize(

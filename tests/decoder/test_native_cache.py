@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from foretoken.core import user_cache
 from foretoken.core.errors import ConfigError
 from foretoken.decoder.lean import build
 from foretoken.decoder.lean.native_linear import NativeLinear
+from foretoken.files import user_cache
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root may give files away")

@@ -17,8 +17,8 @@ from end_to_end.test_poison import poison_caches
 from end_to_end.tiny_llms import RUNNERS, draft_model, drafters, llm, target
 
 from foretoken import LLM, RequestOutput, SamplingParams
-from foretoken.core.common_prefix import common_prefix_len
 from foretoken.core.results import GenerationMetrics
+from foretoken.core.token_ids import common_prefix_len
 
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 # One of every kind of state that a drafter keeps by slot: rows of a draft model, of a head's block, of an LSTM; the

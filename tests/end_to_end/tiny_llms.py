@@ -23,7 +23,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from foretoken import LLM
-from foretoken.core.tokenizer_sha import tokenizer_sha
+from foretoken.core.token_ids import tokenizer_sha
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.draft_model import DraftModelDrafter, Options, drafter_of
 from foretoken.hf.loading import wrap_model

@@ -19,8 +19,8 @@ from end_to_end.tiny_llms import drafters, llm
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ForetokenError
 from foretoken.core.records import StepRecord
-from foretoken.engine.fair_lock import FairLock
 from foretoken.engine.loop import Engine
+from foretoken.files.locks import FairLock
 
 THREADS = 16
 PATIENCE_S = 60

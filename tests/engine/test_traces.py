@@ -18,9 +18,8 @@ from end_to_end.tiny_llms import RUNNERS, drafters, llm, target
 from foretoken import SamplingParams
 from foretoken.acceptance.select import AcceptancePolicy
 from foretoken.core.errors import ConfigError
-from foretoken.core.records import SequenceStep
+from foretoken.core.records import NodeOutcome, SequenceStep, TreeTrace
 from foretoken.core.token_tree import PROBE, TokenTree, TreeRow
-from foretoken.core.tree_trace import NodeOutcome, TreeTrace
 from foretoken.drafters.base import TargetReads
 from foretoken.engine import loop
 

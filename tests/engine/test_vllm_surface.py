@@ -15,7 +15,7 @@ from tiny_models import EOS_ID, VOCAB_SIZE
 
 from foretoken import LLM, AsyncLLM, EngineArgs, EngineStopped, SamplingParams
 from foretoken.core.errors import ConfigError, RequestError
-from foretoken.core.metrics import Counter, Gauge, Vector
+from foretoken.core.results import Counter, Gauge, Vector
 from foretoken.inputs import TextPrompt, TokensPrompt
 from foretoken.sampling_params import RequestOutputKind
 

@@ -15,8 +15,8 @@ import torch
 from end_to_end.tiny_llms import llm, target
 
 from foretoken import SamplingParams
-from foretoken.core.user_cache import cache_directory
 from foretoken.decoder.lean import build
+from foretoken.files.user_cache import cache_directory
 from foretoken.hf.loading import wrap_model
 from foretoken.runner import cost_file, costs
 from fuzz import engines

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
-from foretoken.core.tree_trace import TreeTrace
+from foretoken.core.records import SequenceStep, StageSeconds, StepRecord, TreeTrace
 from foretoken.engine.codec import Codec
 from foretoken.report.trace_file import TraceRecorder
 

@@ -18,10 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 
-from foretoken.core import user_cache
 from foretoken.core.passes import Pass
 from foretoken.decoder.base import PassOutput
 from foretoken.decoder.lean import fused_linear
+from foretoken.files import user_cache
 from foretoken.hf.loading import wrap_model
 from foretoken.runner import cost_curve, costs, decoders
 from foretoken.runner.cost_curve import CostCurve

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from foretoken.bench.cost_twin.padding import Rule
 from foretoken.core.errors import ModelError
-from foretoken.core.json_files import read_json_object
+from foretoken.files.bounded_reads import read_json_object
 from foretoken.formats.files import Weights, open_files
 from foretoken.hf.loading import check_architecture, load_config
 from foretoken.hf.model_files import check_model_files

@@ -10,7 +10,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.cost_twin.padding import exactly
-from foretoken.core.json_files import read_json_object
+from foretoken.files.bounded_reads import read_json_object
 from foretoken.formats.checkpoint import TargetFingerprint, lm_head_hash
 from foretoken.formats.files import open_files
 from foretoken.formats.whole_files import write_config, write_weights

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.core.json_files import read_json_object
+from foretoken.files.bounded_reads import read_json_object
 from foretoken.hf.twin_record import KEY
 
 if TYPE_CHECKING:

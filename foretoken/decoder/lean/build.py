@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from foretoken.core.errors import ConfigError
-from foretoken.core.undoing import undone_on_error
-from foretoken.core.user_cache import open_cache, read_kept, say_nothing_is_kept, write_kept
+from foretoken.core.errors import ConfigError, undone_on_error
 from foretoken.decoder.base import UnsuitableError
+from foretoken.files.user_cache import open_cache, read_kept, say_nothing_is_kept, write_kept
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -29,8 +29,7 @@ from foretoken.decoder.lean.weights import LeanWeights, tap_indices
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from foretoken.core.passes import Pass, TokenChoice
-    from foretoken.core.taps import Tap
+    from foretoken.core.passes import Pass, Tap, TokenChoice
     from foretoken.decoder.blocks import Blocks
     from foretoken.decoder.lean.autoregressive_steps import NativeAutoregressiveHead
     from foretoken.decoder.lean.int8 import Quantization

@@ -19,8 +19,7 @@ from foretoken.decoder.lean.weights import LeanWeights, tap_indices
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from foretoken.core.passes import Pass
-    from foretoken.core.taps import Tap
+    from foretoken.core.passes import Pass, Tap
     from foretoken.decoder.lean.elementwise import TorchOps
     from foretoken.decoder.slot_cache import SlotCache
 

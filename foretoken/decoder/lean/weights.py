@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from foretoken.core.taps import Tap
+    from foretoken.core.passes import Tap
     from foretoken.decoder.blocks import Blocks
 
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from foretoken.core.common_prefix import common_prefix_len
 from foretoken.core.passes import Pass
+from foretoken.core.token_ids import common_prefix_len
 from foretoken.drafters.shared.level_passes import LevelPasses
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import RequestError
-from foretoken.core.json_files import read_json_object
+from foretoken.files.bounded_reads import read_json_object
 from foretoken.sampling.noise import derive_seed
 from foretoken.training.data.shuffle import shuffled
 from foretoken.training.data.writer import FORMAT, META, PACKED_TOKENS, SUPERVISED, TOKENS, VERSION, PackedWriter

@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.bounded_reads import check_regular
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError, RequestError
 from foretoken.core.sampling_params import SamplingParams
-from foretoken.core.tokenizer_sha import tokenizer_sha
+from foretoken.core.token_ids import tokenizer_sha
+from foretoken.files.bounded_reads import check_regular
 from foretoken.training.data.document import Document
 from foretoken.training.data.encoding import NO_TOKENS, Encoder
 

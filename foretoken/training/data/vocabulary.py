@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from foretoken.core.atomic_files import told_as, write_file
 from foretoken.core.errors import ConfigError, RequestError
-from foretoken.core.json_files import read_json_object
 from foretoken.core.validation import validated
+from foretoken.files.atomic_files import told_as, write_file
+from foretoken.files.bounded_reads import read_json_object
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -34,7 +34,7 @@ class DraftVocabulary(BaseModel):
     Attributes:
         token_ids: Ascending.
         coverage: Share of the labels of the data that are among them.
-        tokenizer_sha: Of the tokenizer that the ids are of, see `foretoken.core.tokenizer_sha`.
+        tokenizer_sha: Of the tokenizer that the ids are of, see `foretoken.core.token_ids`.
         tokens_sha256: Of the data.
     """
 

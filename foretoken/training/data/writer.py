@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from foretoken.core.errors import RequestError
-from foretoken.core.output_directory import OutputDirectory
-from foretoken.core.tokenizer_sha import tokenizer_sha
+from foretoken.core.token_ids import tokenizer_sha
+from foretoken.files.atomic_files import OutputDirectory
 
 if TYPE_CHECKING:
     from pathlib import Path

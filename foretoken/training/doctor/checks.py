@@ -25,7 +25,7 @@ from foretoken.training.teacher import Teacher
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from foretoken.core.taps import Tap
+    from foretoken.core.passes import Tap
     from foretoken.heads.base import Head, HeadConfig
     from foretoken.hf.loading import LoadedModel
     from foretoken.hf.parts import TargetParts

@@ -27,7 +27,7 @@ from foretoken.training.teacher import Teacher
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from foretoken.core.taps import Tap
+    from foretoken.core.passes import Tap
     from foretoken.heads.base import Head
     from foretoken.hf.loading import LoadedModel
     from foretoken.hf.parts import TargetParts

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from foretoken.core.taps import Tap
+    from foretoken.core.passes import Tap
     from foretoken.hf.loading import LoadedModel
 
 BLOCK_BEFORE, BLOCK_AFTER = "one block earlier", "one block later"

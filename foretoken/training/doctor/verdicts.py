@@ -11,7 +11,7 @@ from foretoken.training.doctor.tap_readings import BLOCK_AFTER, BLOCK_BEFORE, MO
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.core.taps import Tap
+    from foretoken.core.passes import Tap
     from foretoken.training.doctor.drafting import Drafting
     from foretoken.training.doctor.readings import Agreement
 

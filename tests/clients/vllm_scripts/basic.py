@@ -1,7 +1,7 @@
 """The shape of vLLM's `basic.py` and `metrics.py`: prompts in, texts out, figures of the engine."""
 
 from foretoken import LLM, SamplingParams
-from foretoken.core.metrics import Counter, Gauge, Vector
+from foretoken.core.results import Counter, Gauge, Vector
 
 prompts = ["import os\nimport ", "def read_config(path):\n", "class Queue:\n", "for index in range("]
 sampling_params = SamplingParams(temperature=0.8, top_p=0.95, seed=7)

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from foretoken import LLM, SamplingParams
-from foretoken.core.metrics import Counter, Vector
+from foretoken.core.results import Counter, Vector
 from foretoken.inputs import TokensPrompt
 
 TEXTS = ["def read_config(path):\n", "class Queue:\n", "for index in range("]

@@ -7,7 +7,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from foretoken.core.tensor_headers import tensor_headers
+from foretoken.files.bounded_reads import tensor_headers
 
 
 def test_names_shapes_and_dtypes_of_a_file(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 _PROGRAM = """
 import resource, sys
 import torch
-from foretoken.core.freed_memory import keep_freed_memory
+from foretoken.files.processes import keep_freed_memory
 
 if sys.argv[1] == "keep":
     assert keep_freed_memory()

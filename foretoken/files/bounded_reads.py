@@ -1,14 +1,20 @@
-"""Reads files that a user names with a limit on their size, and refuses devices and pipes without a writer."""
+"""Reads files that a user names: bounded in size, never a device or a pipe, and damage named in one sentence.
+
+Also JSON objects, and the headers of safetensors files, which say what tensors they hold.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import stat
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from foretoken.core.errors import ForetokenError, ModelError, RequestError
+from safetensors import safe_open
+
+from foretoken.core.errors import ForetokenError, ModelError, RequestError, one_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -136,3 +142,45 @@ def _kind(mode: int) -> str | None:
     if stat.S_ISFIFO(mode):
         return "a pipe"
     return "a socket" if stat.S_ISSOCK(mode) else "a device"
+
+
+def read_json_object(
+    path: Path, *, error: type[ForetokenError] = ModelError, advice: str = "Copy or download it again."
+) -> dict[str, Any]:
+    """A JSON file that holds an object.
+
+    Args:
+        path: A regular file of at most `MOST_JSON_BYTES`.
+        error: What to raise.
+        advice: How to mend a damaged file, a sentence.
+
+    Raises:
+        ForetokenError: Of type `error`, when it is missing, no regular file, too large, damaged, or holds something
+            else.
+    """
+    try:
+        value = json.loads(read_regular(path, error=error).decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as err:
+        raise error(f"{path} is not valid JSON: {one_line(err)}. {advice}") from err
+    if not isinstance(value, dict):
+        raise error(f"{path} holds a JSON {type(value).__name__}. Expected an object. {advice}")
+    return value
+
+
+class TensorHeader(NamedTuple):
+    """What a file says of one tensor: its shape, and its dtype in the words of safetensors, such as "BF16"."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def tensor_headers(path: Path) -> dict[str, TensorHeader]:
+    """The tensors of a file, by name.
+
+    Raises:
+        SafetensorError, OSError: When it is damaged or cannot be read.
+    """
+    with safe_open(path, framework="np") as file:
+        names = file.keys()  # of the file itself, which is no mapping
+        parts = {name: file.get_slice(name) for name in names}
+        return {name: TensorHeader(tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}

@@ -11,10 +11,10 @@ import os
 from datetime import date
 from typing import TYPE_CHECKING, Any
 
-from foretoken.core.atomic_files import told_as, write_file
-from foretoken.core.bounded_reads import MIB, read_regular
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, one_line
+from foretoken.files.atomic_files import told_as, write_file
+from foretoken.files.bounded_reads import MIB, read_regular
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.core import user_cache
-from foretoken.core.user_cache import cache_directory, open_cache, read_kept, write_kept
+from foretoken.files import user_cache
+from foretoken.files.user_cache import cache_directory, open_cache, read_kept, write_kept
 
 
 @pytest.fixture(autouse=True)

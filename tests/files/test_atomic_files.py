@@ -14,8 +14,8 @@ from disks import everything
 from limits import full_disk
 
 import foretoken
-from foretoken.core.atomic_files import new_directory, new_file, told_as, write_file
 from foretoken.core.errors import ConfigError, ForetokenError
+from foretoken.files.atomic_files import new_directory, new_file, told_as, write_file
 
 
 def write_over(place: Path) -> None:
@@ -281,4 +281,4 @@ def test_nothing_else_in_the_package_renames_files_into_place() -> None:
                     name in ("replace", "rename") and is_of_one
                 ):
                     found.add(str(path.relative_to(root)))
-    assert found == {"core/atomic_files.py", "decoder/lean/build.py"}
+    assert found == {"files/atomic_files.py", "decoder/lean/build.py"}

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from foretoken.core.errors import ConfigError, ModelError
-from foretoken.core.json_files import read_json_object
+from foretoken.files.bounded_reads import read_json_object
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from foretoken.core import bounded_reads
-from foretoken.core.bounded_reads import MIB, check_regular, read_named, read_regular, read_stream
 from foretoken.core.errors import ConfigError, ModelError, RequestError
+from foretoken.files import bounded_reads
+from foretoken.files.bounded_reads import MIB, check_regular, read_named, read_regular, read_stream
 
 
 @pytest.fixture
