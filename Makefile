@@ -13,7 +13,7 @@ NATIVE_TESTS := tests/decoder/test_lean.py tests/decoder/test_lean_architectures
 	tests/decoder/test_native_attention.py tests/decoder/test_native_feed_forward.py tests/decoder/test_native_products.py tests/decoder/test_int8.py \
 	tests/decoder/test_native_bounds.py tests/decoder/test_native_build.py tests/decoder/test_native_children.py \
 	tests/drafters/test_native_draft.py \
-	tests/decoder/test_native_fork.py tests/decoder/test_tree_passes.py tests/hf/test_taps.py \
+	tests/decoder/test_native_fork.py tests/decoder/test_tree_passes.py tests/models/test_taps.py \
 	tests/decoder/test_held_memory.py tests/heads/test_optimized_heads.py tests/heads/test_prefix_block.py \
 	tests/heads/test_native_heads.py tests/heads/test_eagle_stack.py \
 	tests/heads/test_native_autoregressive.py tests/drafters/test_whole_drafts.py

@@ -14,9 +14,9 @@ from pathlib import Path
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.results import CompletionOutput, Logprob
 from foretoken.core.vllm_sampling import OTHER_FIELDS, OTHER_KEYWORDS, OtherField
-from foretoken.engine.chats import CONTENT_FORMAT, ChatFormat
-from foretoken.engine.vllm_arguments import OTHER_ARGUMENTS
-from foretoken.hf.generate_fields import ARGUMENTS, FIELDS, Meaning
+from foretoken.entrypoints.vllm_arguments import OTHER_ARGUMENTS
+from foretoken.hf.generate_request import ARGUMENTS, FIELDS, Meaning
+from foretoken.text.chats import CONTENT_FORMAT, ChatFormat
 
 COMMAND = "python .ci/make_dropins.py"
 PLACE = Path(__file__).parents[1] / "docs" / "dropins.md"

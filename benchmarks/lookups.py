@@ -20,8 +20,8 @@ from benchmarks.rivals.machine import commit, describe_machine
 from foretoken import LLM, SamplingParams
 from foretoken.bench.prompt_sets import load_prompts
 from foretoken.decoder.lean.threads import set_num_threads
-from foretoken.engine.setups import PLAIN, parse_setup
-from foretoken.hf.loading import load_tokenizer
+from foretoken.entrypoints.config import PLAIN, parse_setup
+from foretoken.models.loading import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -23,8 +23,8 @@ from foretoken.bench.prompt_sets import load_prompts
 from foretoken.bench.workload import Workload
 from foretoken.core.results import GenerationMetrics
 from foretoken.decoder.lean.threads import set_num_threads
-from foretoken.engine.setups import parse_setup
-from foretoken.hf.loading import load_model, load_tokenizer
+from foretoken.entrypoints.config import parse_setup
+from foretoken.models.loading import load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

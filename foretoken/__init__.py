@@ -14,9 +14,9 @@ __all__ = [
 
 if TYPE_CHECKING:
     from foretoken.core.errors import EngineStopped, ForetokenError, QueueFull
-    from foretoken.engine.async_llm import AsyncLLM
-    from foretoken.engine.engine_args import AsyncEngineArgs, EngineArgs
-    from foretoken.engine.llm import LLM
+    from foretoken.entrypoints.async_llm import AsyncLLM
+    from foretoken.entrypoints.engine_args import AsyncEngineArgs, EngineArgs
+    from foretoken.entrypoints.llm import LLM
     from foretoken.inputs import PromptType, TextPrompt, TokensPrompt
     from foretoken.outputs import CompletionOutput, RequestOutput, StreamChunk
     from foretoken.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "foretoken.core.errors": ("EngineStopped", "ForetokenError", "QueueFull"),
-    "foretoken.engine.async_llm": ("AsyncLLM",),
-    "foretoken.engine.engine_args": ("AsyncEngineArgs", "EngineArgs"),
-    "foretoken.engine.llm": ("LLM",),
+    "foretoken.entrypoints.async_llm": ("AsyncLLM",),
+    "foretoken.entrypoints.engine_args": ("AsyncEngineArgs", "EngineArgs"),
+    "foretoken.entrypoints.llm": ("LLM",),
     "foretoken.inputs": ("PromptType", "TextPrompt", "TokensPrompt"),
     "foretoken.outputs": ("CompletionOutput", "RequestOutput", "StreamChunk"),
     "foretoken.training.result": ("TrainingResult",),

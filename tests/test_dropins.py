@@ -16,7 +16,7 @@ from transformers import GenerationConfig, GenerationMixin
 
 from foretoken import LLM, RequestOutputKind, SamplingParams
 from foretoken.core.errors import ForetokenError
-from foretoken.hf.generate_fields import ARGUMENTS, FIELDS, set_argument, set_field
+from foretoken.hf.generate_request import ARGUMENTS, FIELDS, set_argument, set_field
 
 ROOT = Path(__file__).parents[1]
 # A value that asks for something, for fields whose type matters.

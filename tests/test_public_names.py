@@ -28,7 +28,7 @@ NOT_LISTED = {"__version__", "hf"}  # of `dir(foretoken)`: no names to be import
 
 def test_dir_shows_what_users_call_and_nothing_else() -> None:
     """Also after parts of the package were imported, which binds them as attributes."""
-    assert LLM.__module__ == "foretoken.engine.llm"
+    assert LLM.__module__ == "foretoken.entrypoints.llm"
     assert set(dir(foretoken)) == {*foretoken.__all__, *NOT_LISTED}
     assert dir(foretoken.hf) == ["accelerate", "release"] == foretoken.hf.__all__
     for module in (foretoken, foretoken.hf):

@@ -18,7 +18,7 @@ from cli.command_line import run
 import foretoken.drafters
 from foretoken import LLM, SamplingParams
 from foretoken.cli.commands import app
-from foretoken.engine.setups import parse_setup
+from foretoken.entrypoints.config import parse_setup
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

@@ -12,7 +12,7 @@ from tiny_models import ARCHITECTURES, LEAN_ARCHITECTURES, VOCAB_SIZE, tiny_mode
 
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.base import PassOutput
-from foretoken.hf.loading import wrap_model
+from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
 
 SLOTS = (2, 0, 3)  # of the three sequences, out of order

@@ -26,7 +26,7 @@ from benchmarks.gpu_suite.timing import Times, queued_seconds, waited_seconds
 from foretoken import LLM, SamplingParams
 from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.hf.loading import LoadedModel, wrap_model
+from foretoken.models.loading import LoadedModel, wrap_model
 from foretoken.runner.runner import Runner
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.published import PUBLISHED

@@ -27,8 +27,8 @@ from foretoken.bench.setup_engines import SetupEngines
 from foretoken.bench.verify import Judge
 from foretoken.bench.workload import Workload
 from foretoken.core.backend import has_cuda_runtime
-from foretoken.engine.setups import Setup, parse_setup
-from foretoken.hf.loading import LoadedModel, load_tokenizer
+from foretoken.entrypoints.config import Setup, parse_setup
+from foretoken.models.loading import LoadedModel, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

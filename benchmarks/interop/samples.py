@@ -16,15 +16,15 @@ from foretoken.formats.registry import head_readers, read_head, write_head
 from foretoken.formats.target_info import TargetInfo
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.step_head import StepHead
-from foretoken.hf.loading import load_model
-from foretoken.hf.parts import target_parts
+from foretoken.models.loading import load_model
+from foretoken.models.parts import target_parts
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from foretoken.formats.readers import Reader
     from foretoken.heads.base import HeadConfig
-    from foretoken.hf.parts import TargetParts
+    from foretoken.models.parts import TargetParts
 
 E, V, H = 16, 97, 4
 BATCH, LENGTH = 2, 12

@@ -21,7 +21,7 @@ from foretoken.bench.prompt_sets import load_prompts
 from foretoken.core.results import GenerationMetrics
 from foretoken.formats.registry import read_head, write_head
 from foretoken.formats.target_info import TargetInfo, TargetWeights
-from foretoken.hf.loading import load_model
+from foretoken.models.loading import load_model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

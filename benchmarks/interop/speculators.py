@@ -22,8 +22,8 @@ from foretoken.formats.mapping import head_shapes
 from foretoken.formats.readers import SPECULATORS
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle3 import Eagle3Config
-from foretoken.hf.loading import load_model
-from foretoken.hf.parts import target_parts
+from foretoken.models.loading import load_model
+from foretoken.models.parts import target_parts
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from foretoken.bench.prompt_sets import HELD_OUT, load_prompts
-from foretoken.hf.loading import load_tokenizer
+from foretoken.models.loading import load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -15,8 +15,8 @@ from foretoken.bench.compare import in_turn, measure_anew
 from foretoken.bench.setup_engines import SetupEngines
 from foretoken.bench.workload import Workload
 from foretoken.core.errors import RequestError
-from foretoken.engine.setups import PLAIN, parse_setup
-from foretoken.hf.loading import load_model, load_tokenizer
+from foretoken.entrypoints.config import PLAIN, parse_setup
+from foretoken.models.loading import load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

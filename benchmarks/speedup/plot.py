@@ -10,7 +10,7 @@ from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.looks import DARK, LIGHT, look_of, page_style
-from foretoken.engine.setups import PLAIN
+from foretoken.entrypoints.config import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

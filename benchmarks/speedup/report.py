@@ -10,7 +10,7 @@ from benchmarks.gpu_suite.markdown import markdown_table
 from benchmarks.rivals.machine import verdict
 from benchmarks.speedup.rows import Row, pays_from
 from foretoken.bench.looks import look_of
-from foretoken.engine.setups import PLAIN
+from foretoken.entrypoints.config import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from foretoken.bench.quartiles import Quartiles
-from foretoken.engine.setups import PLAIN
+from foretoken.entrypoints.config import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

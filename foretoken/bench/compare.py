@@ -10,7 +10,7 @@ import torch
 
 from foretoken.bench.setup_engines import SetupEngines
 from foretoken.bench.workload import no_progress
-from foretoken.hf.plain import run_plain
+from foretoken.models.taps import run_plain
 from foretoken.runner.choice import likely_decoder
 from foretoken.runner.costs import measure_costs, pass_costs
 from foretoken.runner.pass_widths import PassWidths
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
     from foretoken.bench.measurement import Measurement
     from foretoken.bench.workload import Workload
-    from foretoken.engine.setups import Setup
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.entrypoints.config import Setup
+    from foretoken.models.loading import LoadedModel
 
 _T = TypeVar("_T")
 

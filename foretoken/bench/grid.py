@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import check_integer, check_number, check_text, shown
 from foretoken.core.errors import ConfigError, ForetokenError, one_line
-from foretoken.engine.config import check_setup
-from foretoken.engine.setups import PLAIN, Setup, parse_setup
+from foretoken.entrypoints.config import PLAIN, Setup, check_setup, parse_setup
 from foretoken.files.bounded_reads import MIB, read_named
 
 if TYPE_CHECKING:

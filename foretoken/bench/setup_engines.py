@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.measurement import Measurement
 from foretoken.core.results import GenerationMetrics
-from foretoken.engine.llm import LLM
-from foretoken.engine.setups import PLAIN, Setup
+from foretoken.entrypoints.config import PLAIN, Setup
+from foretoken.entrypoints.llm import LLM
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from foretoken.bench.workload import Workload
     from foretoken.core.records import StepRecord
     from foretoken.core.results import RequestOutput
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 _WARM_UP_TOKENS = 8
 

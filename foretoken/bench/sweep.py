@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from foretoken.bench.grid import Point, Serving
     from foretoken.bench.measurement import Measurement
     from foretoken.bench.sweep_results import SweepResults
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

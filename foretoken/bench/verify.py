@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from foretoken.bench.workload import TokenProgress, no_progress
-from foretoken.engine.llm import LLM
-from foretoken.hf.plain import generate_plain, run_plain
+from foretoken.entrypoints.llm import LLM
+from foretoken.models.taps import generate_plain, run_plain
 from foretoken.sampling.noise import KeyedNoise, Purpose, derive_seed
 
 if TYPE_CHECKING:
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
     from foretoken.bench.workload import Workload
     from foretoken.core.sampling_params import SamplingParams
-    from foretoken.engine.setups import Setup
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.entrypoints.config import Setup
+    from foretoken.models.loading import LoadedModel
 
 Verdict = Literal["identical", "near-tie", "bug"]
 # A difference counts as a near-tie when the two tokens' scores (logits; with temperature and noise where sampled) are

@@ -18,7 +18,7 @@ from foretoken.cli import options, terminal
 from foretoken.core.errors import RequestError
 
 if TYPE_CHECKING:
-    from foretoken.engine.async_llm import AsyncLLM
+    from foretoken.entrypoints.async_llm import AsyncLLM
     from foretoken.server.batch import BatchCounts
 
 _LINE_EVERY = 30.0  # seconds between progress lines where there is no terminal
@@ -115,8 +115,8 @@ def _engine(
     max_waiting_requests: int, **more: Any,
 ) -> AsyncLLM:  # fmt: skip
     """The engine of this process or of a worker; more: of `LLM`."""
-    from foretoken.engine.async_llm import AsyncLLM
-    from foretoken.engine.llm import LLM
+    from foretoken.entrypoints.async_llm import AsyncLLM
+    from foretoken.entrypoints.llm import LLM
 
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
     llm = LLM(loaded, speculative_config=config, tokenizer=tokenizer, **more)

@@ -54,7 +54,7 @@ def bench(
     from foretoken.bench.compare import compare_setups, measure_anew, verify_costs
     from foretoken.bench.prompt_sets import load_prompts
     from foretoken.bench.workload import Workload
-    from foretoken.engine.config import checked_setup
+    from foretoken.entrypoints.config import checked_setup
 
     drafters = options.drafter_texts(speculative_config, spec_type) or ["ngram"]
     setups = [checked_setup(text, target=model) for text in drafters]

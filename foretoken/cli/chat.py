@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from foretoken.cli.shown_tokens import ShownTokens
     from foretoken.core.records import StepRecord
     from foretoken.core.sampling_params import SamplingParams
-    from foretoken.engine.codec import Codec
-    from foretoken.engine.llm import LLM
+    from foretoken.entrypoints.llm import LLM
+    from foretoken.text.codec import Codec
 
 _PROMPT = "> "
 _HELP = "/reset forgets the conversation, /exit or Ctrl-D ends it, Ctrl-C ends an answer."
@@ -63,8 +63,8 @@ def chat(
     SamplingParams(**given)  # refuses what does not fit before anything is loaded
     template = None if chat_template is None else options.read_text(chat_template)
     told = None if system is None else options.checked(system, "--system")
-    from foretoken.engine.codec import Codec
-    from foretoken.engine.llm import LLM
+    from foretoken.entrypoints.llm import LLM
+    from foretoken.text.codec import Codec
 
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
     params = options.sampling(

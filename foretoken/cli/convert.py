@@ -113,7 +113,7 @@ def _read(place: Path, around: TargetInfo, *, has_target: bool) -> tuple[str, He
     Raises:
         ModelError: When there is no head, or it does not fit.
     """
-    from foretoken.engine.drafter_files import check_is_no_model
+    from foretoken.entrypoints.drafter_files import check_is_no_model
     from foretoken.formats.registry import read_head
 
     weights = around.loaded if has_target else None

@@ -19,7 +19,7 @@ from foretoken.cli import options, terminal
 from foretoken.core.errors import ConfigError, RequestError
 
 if TYPE_CHECKING:
-    from foretoken.engine.llm import LLM
+    from foretoken.entrypoints.llm import LLM
     from foretoken.training.data.corpus import Corpus, DocumentMaker
     from foretoken.training.data.packed import DataProgress
     from foretoken.training.data.self_distill import DistillSettings
@@ -140,9 +140,9 @@ def _file_of_responses(given: Path | None, out: Path) -> Path:
 
 def _tokenizer(target: str) -> Any:
     """The target's tokenizer, without its weights."""
-    from foretoken.engine.drafter_files import check_is_no_head
-    from foretoken.hf.loading import load_tokenizer
-    from foretoken.hf.model_files import check_model_files
+    from foretoken.entrypoints.drafter_files import check_is_no_head
+    from foretoken.models.config_checks import check_model_files
+    from foretoken.models.loading import load_tokenizer
 
     if not Path(target).is_dir():
         check_model_files(target)  # one sentence about a name that is neither a directory nor a hub id
@@ -157,8 +157,8 @@ def _target(
     target: str, config: list[str] | None, dtype: str, device: str, runner: str, threads: int | None, batch_size: int
 ) -> LLM:
     """The target, ready to write responses; a drafter makes it faster."""
-    from foretoken.engine.config import checked_setup
-    from foretoken.engine.llm import LLM
+    from foretoken.entrypoints.config import checked_setup
+    from foretoken.entrypoints.llm import LLM
 
     setup = checked_setup(config[0] if config else "plain", target=target)
     loaded, tokenizer = options.load_target(target, dtype, device, threads)

@@ -61,7 +61,7 @@ def doctor(
     if train_check and head is None:
         raise ConfigError("--train-check takes the sizes of a head. Expected one. Pass HEAD, or --method alone.")
     from foretoken.bench.prompt_sets import load_prompts
-    from foretoken.engine.drafter_files import check_is_no_model
+    from foretoken.entrypoints.drafter_files import check_is_no_model
     from foretoken.formats.files import open_files
     from foretoken.formats.hub import local_head
     from foretoken.formats.registry import holds_head

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from foretoken.core.records import Declined, StepRecord
     from foretoken.core.results import RequestOutput
     from foretoken.core.sampling_params import SamplingParams
-    from foretoken.engine.llm import LLM
-    from foretoken.engine.prompts import Prompt
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.entrypoints.llm import LLM
+    from foretoken.models.loading import LoadedModel
     from foretoken.report.trace_file import TraceRecorder
+    from foretoken.text.prompts import Prompt
 
 
 def generate(
@@ -103,7 +103,7 @@ def generate(
         "max_tokens": max_tokens, "stop": stops, "ignore_eos": ignore_eos,
     }  # fmt: skip
     SamplingParams(**given)  # refuses what does not fit before anything is loaded
-    from foretoken.engine.llm import LLM
+    from foretoken.entrypoints.llm import LLM
 
     clock.mark("libraries")
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
@@ -223,9 +223,9 @@ class _Watch:
         if not show and trace is None:
             return
         from foretoken.cli.shown_tokens import ShownTokens
-        from foretoken.engine.codec import Codec
-        from foretoken.engine.prompts import PromptReader
         from foretoken.report.trace_file import TraceRecorder
+        from foretoken.text.codec import Codec
+        from foretoken.text.prompts import PromptReader
 
         codec = Codec(tokenizer, loaded.vocab_size)
         prompt_ids = PromptReader(codec, loaded.vocab_size, loaded.context_len).read(prompt).token_ids

@@ -80,7 +80,7 @@ class VllmCommand(Command):
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         """See click."""
-        from foretoken.engine.vllm_arguments import without_other_options
+        from foretoken.entrypoints.vllm_arguments import without_other_options
 
         own = {name for param in self.params for name in (*param.opts, *param.secondary_opts)}
         return super().parse_args(ctx, without_other_options(args, own))

@@ -31,11 +31,11 @@ def inspect(
     if facts is None:
         facts = _head_facts(directory, target, verify=verify)
     if facts is None:
-        from foretoken.hf.describe import describe_directory
+        from foretoken.models.describe import describe_directory
 
         facts = describe_directory(directory)
         if verify:
-            from foretoken.hf.weight_findings import weight_findings
+            from foretoken.models.weight_findings import weight_findings
 
             found = weight_findings(directory)
             facts |= {**({"warnings": found.warnings} if found.warnings else {}), "findings": found.findings}
@@ -60,7 +60,7 @@ def _local(place: str) -> Path:
 def _quick_facts(directory: Path) -> dict[str, Any] | None:
     """Facts that configuration and headers tell without torch; None where they do not."""
     from foretoken.formats.describe import native_facts
-    from foretoken.hf.describe import describe_plain
+    from foretoken.models.describe import describe_plain
 
     head = native_facts(directory)
     return describe_plain(directory) if head is None else {"directory": str(directory), **head}

@@ -18,7 +18,7 @@ from foretoken.server.tool_formats import TAGS, TOOL_FORMATS, thinking_tags, too
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from foretoken.engine.async_llm import AsyncLLM
+    from foretoken.entrypoints.async_llm import AsyncLLM
 
 
 _BATCHES = "Batches and memory"
@@ -156,8 +156,8 @@ def serve(
         tool_call_parser=tool_call_parser, reasoning_parser=reasoning_parser,
     )  # fmt: skip
     listening = _listen(host, port)  # before the model is loaded, which takes long
-    from foretoken.engine.async_llm import AsyncLLM
-    from foretoken.engine.llm import LLM
+    from foretoken.entrypoints.async_llm import AsyncLLM
+    from foretoken.entrypoints.llm import LLM
 
     loaded, tokenizer = options.load_target(model, dtype, device, threads)
     llm = LLM(

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from foretoken.cli import terminal
 from foretoken.cli.colours import COLOURS, DIM, has_colours, painted, safe_and_painted
-from foretoken.engine.token_spans import TokenSpans
+from foretoken.text.detokenizer import TokenSpans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.core.records import StepRecord
-    from foretoken.engine.codec import Codec
+    from foretoken.text.codec import Codec
 
 
 class ShownTokens:

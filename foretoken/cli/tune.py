@@ -14,7 +14,7 @@ from foretoken.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from foretoken.drafters.options import DrafterOptions
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
     from foretoken.training.acceptance import TunedTree
 
 _SIZES = (8, 16, 32, 64)
@@ -51,7 +51,7 @@ def tree(
     from foretoken.bench.prompt_sets import load_prompts
     from foretoken.bench.workload import TokenProgress, Workload
     from foretoken.core.token_tree import MAX_NODES
-    from foretoken.engine.config import checked_setup, parse_speculative_config
+    from foretoken.entrypoints.config import checked_setup, parse_speculative_config
     from foretoken.files.atomic_files import told_as, write_file
     from foretoken.training.acceptance import measured_acceptance, tuned_tree
 

@@ -63,8 +63,8 @@ def twin(
     from foretoken.bench.cost_twin.make import TwinPlan, make_twin
     from foretoken.bench.prompt_sets import load_prompts
     from foretoken.decoder.lean.threads import set_num_threads
-    from foretoken.hf.loading import load_tokenizer
-    from foretoken.hf.model_files import check_model_files
+    from foretoken.models.config_checks import check_model_files
+    from foretoken.models.loading import load_tokenizer
 
     for name, value, known in (("--draft-model", draft_model, _DRAFT_MODELS), ("--fill", fill, _FILLS)):
         if value not in known:

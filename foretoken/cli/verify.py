@@ -41,7 +41,7 @@ def verify(
     from foretoken.bench.prompt_sets import load_prompts
     from foretoken.bench.verify import verify_setups
     from foretoken.bench.workload import Workload
-    from foretoken.engine.config import checked_setup
+    from foretoken.entrypoints.config import checked_setup
 
     drafters = options.drafter_texts(speculative_config, spec_type) or ["ngram"]
     setups = [checked_setup(text, target=model) for text in drafters]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from foretoken.core.sampling_params import SamplingParams
     from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import PassOutput
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
     from foretoken.runner.cost_curve import CostCurve
     from foretoken.sampling.batch import SamplingBatch
 
@@ -73,7 +73,7 @@ class TargetHandle:
         dtype: Of the target; a draft model takes the same.
         runner: Which runner a draft model should run on, see `foretoken.runner.runner`.
         tokenizer: The target's tokenizer, or None.
-        model: The loaded target, for drafters that share its embedding and LM head (`foretoken.hf.parts.target_parts`).
+        model: The loaded target, for drafters that share its embedding and LM head (`target_parts`).
         run: One pass of the target, for drafters that run the target itself: tokens behind the committed rows of some
             slots, whose rows the next verification writes anew. Trusted drafters only, others get a `PassError`.
         draft_trees: Trees of the target's own in one call, where its decoder can, see `Runner.draft_trees`; likewise.

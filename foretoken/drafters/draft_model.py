@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from foretoken.decoder.lean.int8 import Quantization
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
     from foretoken.trees.dynamic import AnyShape
 
 

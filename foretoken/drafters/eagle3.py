@@ -12,7 +12,7 @@ from foretoken.drafters.heads.loading import HeadOptions
 
 if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 
 class Options(HeadOptions):

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from foretoken.drafters.base import Drafter
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 _GROUP = "foretoken.drafters"
 _NOT_METHODS = {"base", "options", "registry"}

@@ -20,12 +20,13 @@ from foretoken.acceptance.select import AcceptancePolicy, accept
 from foretoken.core.backend import has_triton_kernels, integers_on, reads_are_free
 from foretoken.core.errors import ModelError, described
 from foretoken.core.records import StepRecord
+from foretoken.core.stage_clock import StageClock
 from foretoken.core.token_tree import MAX_NODES, TokenTree
+from foretoken.core.torch_state import restored_torch_state
 from foretoken.drafters.base import DraftContext
-from foretoken.engine.drafting import Draft
+from foretoken.drafting.drafting import Draft
 from foretoken.engine.engine_counts import EngineCounts
-from foretoken.engine.failures import contained, fail
-from foretoken.engine.memory_pressure import MemoryPressure, is_out_of_memory
+from foretoken.engine.failures import MemoryPressure, contained, fail, is_out_of_memory
 from foretoken.engine.outcomes import (
     Outcome,
     greatest_on_host,
@@ -39,8 +40,6 @@ from foretoken.engine.prefill import Chunk, Prefill
 from foretoken.engine.sampling_state import SamplingState
 from foretoken.engine.scheduler import Scheduler
 from foretoken.engine.sequence import slot_of
-from foretoken.engine.stage_clock import StageClock
-from foretoken.engine.torch_state import restored_torch_state
 from foretoken.engine.tracing import traced
 from foretoken.engine.verification import Verified, logits_of, token_choice, verification
 from foretoken.grammars.drafts import GrammarBounds
@@ -55,9 +54,9 @@ if TYPE_CHECKING:
     from foretoken.core.records import StageSeconds, TreeTrace
     from foretoken.core.results import Metric
     from foretoken.decoder.base import PassOutput
-    from foretoken.engine.drafting import Drafting
+    from foretoken.drafting.drafting import Drafting
+    from foretoken.engine.scheduler import SlotPool
     from foretoken.engine.sequence import Sequence
-    from foretoken.engine.slot_pool import SlotPool
     from foretoken.engine.verification import Verification
     from foretoken.runner.runner import Runner
     from foretoken.sampling.batch import SamplingBatch

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Pass
     from foretoken.core.records import TreeTrace
     from foretoken.core.token_tree import HostFacts, TokenTree
-    from foretoken.engine.drafting import Drafting
+    from foretoken.drafting.drafting import Drafting
     from foretoken.engine.sequence import Sequence
     from foretoken.sampling.node_scores import NodeScores
 

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from foretoken.core.errors import described, one_line
 from foretoken.core.results import CompletionOutput, GenerationMetrics, Logprob, StreamChunk, TextPart
-from foretoken.engine.detokenizer import Detokenizer, StopStrings
+from foretoken.text.detokenizer import Detokenizer, StopStrings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Seq
 
     from foretoken.core.records import SequenceStep
     from foretoken.core.sampling_params import SamplingParams
-    from foretoken.engine.codec import Codec
     from foretoken.sampling.batch import SamplingRequest
     from foretoken.sampling.grammar import GrammarState
+    from foretoken.text.codec import Codec
 
 NOT_FOLLOWED = "the grammar cannot be followed any further"
 

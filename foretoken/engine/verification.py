@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from foretoken.core.records import TreeTrace
     from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import PassOutput
-    from foretoken.engine.drafting import Draft
+    from foretoken.drafting.drafting import Draft
     from foretoken.engine.outcomes import Outcome
     from foretoken.engine.prefill import Chunk, Prefill
     from foretoken.engine.sequence import Sequence

@@ -13,12 +13,12 @@ from torch import Tensor
 from foretoken.core.errors import ConfigError, ModelError, listed
 from foretoken.decoder.held_memory import in_own_memory
 from foretoken.heads.base import Head, HeadConfig, build_head
-from foretoken.hf.parts import target_parts
+from foretoken.models.parts import target_parts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 _HASHED_ROWS = 64
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
 from foretoken.files.bounded_reads import check_regular, read_json_object, tensor_headers
-from foretoken.hf.model_files import indexed_files
+from foretoken.models.config_checks import indexed_files
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

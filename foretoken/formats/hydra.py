@@ -22,7 +22,7 @@ from foretoken.formats.mapping import read_tensors, scatter
 from foretoken.formats.readers import HYDRA_CODE, TRT_HYDRA, Reader, has_different_blocks, needs_target_name
 from foretoken.formats.saving import expect_method, finished, own_entries, save, target_name
 from foretoken.heads.hydra import HydraConfig
-from foretoken.hf.rotary import target_scaling
+from foretoken.models.rotary import target_scaling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -12,7 +12,7 @@ from foretoken.core.errors import ModelError
 from foretoken.formats.mapping import Place, count, make_config, most_common
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig
-from foretoken.hf.rotary import target_scaling
+from foretoken.models.rotary import target_scaling
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -11,17 +11,17 @@ from torch.nn.functional import linear
 
 from foretoken.core.errors import ConfigError
 from foretoken.formats.checkpoint import TargetFingerprint
-from foretoken.hf.loading import load_config, load_model
-from foretoken.hf.model_files import check_model_files
-from foretoken.hf.parts import target_parts
-from foretoken.hf.placement import DTYPES
+from foretoken.models.config_checks import check_model_files
+from foretoken.models.loading import load_config, load_model
+from foretoken.models.parts import target_parts
+from foretoken.models.placement import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
 
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 _FINAL_NORMS = ("norm", "final_layernorm", "ln_f", "final_layer_norm")
 

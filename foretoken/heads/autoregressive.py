@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from foretoken.decoder.blocks import Blocks
     from foretoken.decoder.lean.autoregressive_steps import AutoregressiveSteps
     from foretoken.decoder.lean.int8 import Quantization
-    from foretoken.hf.parts import TargetParts
+    from foretoken.models.parts import TargetParts
 
 
 class AutoregressiveConfig(HeadConfig):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Tap
     from foretoken.decoder.lean.int8 import Quantization
-    from foretoken.hf.parts import TargetParts
+    from foretoken.models.parts import TargetParts
 
 
 class HeadConfig(BaseModel):

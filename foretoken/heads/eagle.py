@@ -23,7 +23,7 @@ from foretoken.heads.autoregressive import AutoregressiveConfig, AutoregressiveH
 from foretoken.heads.decoder_layer import DecoderLayer
 
 if TYPE_CHECKING:
-    from foretoken.hf.parts import TargetParts
+    from foretoken.models.parts import TargetParts
 
 
 class EagleConfig(AutoregressiveConfig):

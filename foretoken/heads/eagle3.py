@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from foretoken.core.passes import Tap
-    from foretoken.hf.parts import TargetParts
+    from foretoken.models.parts import TargetParts
 
 
 class Eagle3Config(AutoregressiveConfig):

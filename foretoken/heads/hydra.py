@@ -27,7 +27,7 @@ from foretoken.heads.step_head import StepHead, StepHeadConfig
 
 if TYPE_CHECKING:
     from foretoken.decoder.lean.int8 import Quantization
-    from foretoken.hf.parts import TargetParts
+    from foretoken.models.parts import TargetParts
 
 
 class HydraConfig(StepHeadConfig):

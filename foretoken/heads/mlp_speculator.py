@@ -24,7 +24,7 @@ from foretoken.heads.step_head import StepHead, StepHeadConfig
 if TYPE_CHECKING:
     from typing import Self
 
-    from foretoken.hf.parts import TargetParts
+    from foretoken.models.parts import TargetParts
 
 
 class MlpSpeculatorConfig(StepHeadConfig):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.decoder.lean.head_steps import HeadSteps
-    from foretoken.hf.parts import TargetParts
+    from foretoken.models.parts import TargetParts
 
 
 class StepHeadConfig(HeadConfig):

@@ -1,7 +1,4 @@
-"""Everything that touches transformers: loading and checking models, attention plug-in, features, generic decoder.
-
-`accelerate` and `release`, which need the engine, are imported when they are first used.
-"""
+"""Makes the `generate` of a transformers model speculative: `accelerate` and `release`, imported when first used."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +6,7 @@ __all__ = ["accelerate", "release"]
 
 
 if TYPE_CHECKING:
-    from foretoken.engine.accelerate import accelerate, release
+    from foretoken.hf.acceleration import accelerate, release
 
 
 def __dir__() -> list[str]:
@@ -18,9 +15,9 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports one of the two functions for models in memory."""
+    """Imports one of the two functions."""
     if name not in __all__:
         raise AttributeError(f"module 'foretoken.hf' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module("foretoken.engine.accelerate"), name)
+    return getattr(import_module("foretoken.hf.acceleration"), name)

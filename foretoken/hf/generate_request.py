@@ -3,19 +3,173 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from transformers import GenerationConfig
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 from foretoken.core.errors import RequestError
 from foretoken.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from torch import Tensor
-    from transformers import GenerationConfig
     from transformers.generation.stopping_criteria import StoppingCriteriaList
+
+
+class Meaning(NamedTuple):
+    """What is done with a field or an argument.
+
+    Attributes:
+        how: "works", "no effect" (it changes nothing that is served here), or "by transformers" (once it is set).
+        neutral: Values, besides None, with which a field that is served by transformers asks for nothing.
+        note: What a user should know.
+    """
+
+    how: str
+    neutral: tuple[Any, ...] = ()
+    note: str = ""
+
+
+def _works(note: str = "") -> Meaning:
+    return Meaning("works", (), note)
+
+
+def _idle(note: str) -> Meaning:
+    return Meaning("no effect", (), note)
+
+
+def _theirs(*neutral: Any, note: str = "") -> Meaning:
+    return Meaning("by transformers", neutral, note)
+
+
+_BEAMS, _ASSISTED = "belongs to beam search", "belongs to assisted generation"
+_COMPILED, _NO_SCORES = "nothing here is compiled by it", "logits of drafted passes are not kept"
+
+FIELDS: Mapping[str, Meaning] = {
+    "max_length": _works("at most the model's context, else by transformers"),
+    "max_new_tokens": _works("likewise"),
+    "min_length": _works(),
+    "min_new_tokens": _works(),
+    "early_stopping": _idle(_BEAMS),
+    "max_time": _works("looked at after every token that is handed out"),
+    "stop_strings": _works("`generate` needs `tokenizer=`, unless `accelerate` was given one"),
+    "do_sample": _works("seeds are the engine's own: `torch.manual_seed` has no part in them"),
+    "num_beams": _theirs(1),
+    "use_mtp": _theirs(False),
+    "use_cache": _idle("there always is a cache"),
+    "cache_implementation": _theirs(note="the engine has a cache of its own"),
+    "cache_config": _theirs(note="the engine has a cache of its own"),
+    "max_cache_len": _idle("the engine has a cache of its own"),
+    "temperature": _works(),
+    "top_k": _works(),
+    "top_p": _works(),
+    "min_p": _works(),
+    "top_h": _theirs(),
+    "typical_p": _theirs(1.0),
+    "epsilon_cutoff": _theirs(0.0),
+    "eta_cutoff": _theirs(0.0),
+    "repetition_penalty": _works(),
+    "encoder_repetition_penalty": _theirs(1.0),
+    "length_penalty": _idle(_BEAMS),
+    "no_repeat_ngram_size": _theirs(0),
+    "bad_words_ids": _works(),
+    "renormalize_logits": _idle("changes scores, which are not handed out, and no choice"),
+    "forced_bos_token_id": _theirs(),
+    "forced_eos_token_id": _theirs(),
+    "remove_invalid_values": _theirs(False),
+    "exponential_decay_length_penalty": _theirs(),
+    "suppress_tokens": _works(),
+    "begin_suppress_tokens": _theirs(),
+    "sequence_bias": _theirs(),
+    "token_healing": _theirs(False),
+    "guidance_scale": _theirs(1, 1.0),
+    "watermarking_config": _theirs(),
+    "num_return_sequences": _works(),
+    "output_attentions": _theirs(False),
+    "output_hidden_states": _theirs(False),
+    "output_scores": _theirs(False, note=_NO_SCORES),
+    "output_logits": _theirs(False, note=_NO_SCORES),
+    "return_dict_in_generate": _works("a `GenerateDecoderOnlyOutput` whose `past_key_values` is None"),
+    "pad_token_id": _works(),
+    "bos_token_id": _works(),
+    "eos_token_id": _works("one or a list"),
+    "encoder_no_repeat_ngram_size": _theirs(0),
+    "decoder_start_token_id": _idle("belongs to encoder-decoder models"),
+    "is_assistant": _theirs(False),
+    "num_assistant_tokens": _idle(_ASSISTED),
+    "num_assistant_tokens_schedule": _idle(_ASSISTED),
+    "assistant_confidence_threshold": _idle(_ASSISTED),
+    "prompt_lookup_num_tokens": _theirs(note="assisted generation; `drafter='ngram'` is the same idea"),
+    "max_matching_ngram_size": _idle(_ASSISTED),
+    "assistant_early_exit": _theirs(note="assisted generation; `drafter='early_exit'` is the same idea"),
+    "assistant_lookbehind": _idle(_ASSISTED),
+    "target_lookbehind": _idle(_ASSISTED),
+    "assistant_ensemble_weight": _theirs(),
+    "speculation_type": _theirs(),
+    "compile_config": _idle(_COMPILED),
+    "disable_compile": _idle(_COMPILED),
+    "continuous_batching_config": _idle("belongs to `generate_batch`"),
+    "low_memory": _idle("belongs to contrastive search"),
+    "penalty_alpha": _theirs(0, 0.0),
+    "dola_layers": _theirs(),
+    "diversity_penalty": _idle(_BEAMS),
+    "num_beam_groups": _theirs(1),
+    "constraints": _theirs(),
+    "force_words_ids": _theirs(),
+    "prefill_chunk_size": _idle("prompts are fed in chunks of the engine's choice"),
+    "_from_model_config": _idle("says where the configuration came from"),
+    "transformers_version": _idle("says where the configuration came from"),
+}
+
+ARGUMENTS: Mapping[str, Meaning] = {
+    "inputs": _works("token ids, padded on the left"),
+    "generation_config": _works(),
+    "logits_processor": _theirs(note="a list with anything in it"),
+    "stopping_criteria": _works(
+        "called after every token with the ids so far; `scores` is None, as transformers has it"
+    ),
+    "prefix_allowed_tokens_fn": _theirs(),
+    "synced_gpus": _theirs(False),
+    "assistant_model": _theirs(note="assisted generation; `accelerate(model, drafter=assistant)` is the same idea"),
+    "streamer": _works(),
+    "negative_prompt_ids": _theirs(),
+    "negative_prompt_attention_mask": _theirs(),
+    "custom_generate": _theirs(),
+    "input_ids": _works("as `inputs`"),
+    "attention_mask": _works("2-D, zeros on the left and ones behind them; else by transformers"),
+    "tokenizer": _works("for `stop_strings`"),
+    "trust_remote_code": _idle("belongs to `custom_generate`"),
+}
+
+
+def set_field(config: GenerationConfig) -> str | None:
+    """The first field with which a configuration asks for what transformers has to do; None where there is none.
+
+    Args:
+        config: With transformers' defaults filled in.
+    """
+    for name in GenerationConfig().to_dict():
+        value = getattr(config, name, None)
+        meaning = FIELDS.get(name, _theirs())
+        if meaning.how == "by transformers" and value is not None and value not in meaning.neutral:
+            return name
+    return None
+
+
+def set_argument(arguments: Mapping[str, Any]) -> str | None:
+    """The first argument that asks for what transformers has to do; None where there is none.
+
+    Args:
+        arguments: Of `generate`, those that are no fields of its configuration.
+    """
+    for name, value in arguments.items():
+        meaning = ARGUMENTS.get(name, _theirs())
+        is_neutral = value is None or value is False or (isinstance(value, list) and not value)
+        if meaning.how == "by transformers" and not is_neutral:
+            return name
+    return None
 
 
 class Unserved(Exception):

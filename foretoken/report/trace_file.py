@@ -15,16 +15,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from foretoken.core.errors import ConfigError
 from foretoken.core.records import TreeTrace
 from foretoken.core.results import GenerationMetrics
-from foretoken.engine.token_spans import TokenSpans
 from foretoken.files.atomic_files import told_as, write_file
 from foretoken.files.bounded_reads import MIB, read_named
+from foretoken.text.detokenizer import TokenSpans
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from foretoken.core.records import SequenceStep, StepRecord
-    from foretoken.engine.codec import Codec
+    from foretoken.text.codec import Codec
 
 FORMAT, VERSION = "foretoken trace", 1
 MOST_TRACE_BYTES = 512 * MIB

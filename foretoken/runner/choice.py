@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Tap
     from foretoken.decoder.base import Decoder
     from foretoken.decoder.slot_cache import SlotCache
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
     from foretoken.runner.costs import PassCosts
     from foretoken.runner.pass_widths import PassWidths
 

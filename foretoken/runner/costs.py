@@ -28,7 +28,7 @@ from foretoken.runner.self_test import NUM_ROWS, probe_layer_shapes
 
 if TYPE_CHECKING:
     from foretoken.decoder.base import Decoder
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64, 96, 128)  # nodes of a tree
 _PROMPT_WIDTHS = (1, 32, 128, 512)  # tokens of a chunk of a prompt

@@ -9,8 +9,8 @@ from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.graph_decoder import GraphDecoder
 from foretoken.decoder.lean.native import NativeDecoder
 from foretoken.decoder.lean.stock import StockDecoder
-from foretoken.hf.generic import GenericDecoder
-from foretoken.hf.lean_weights import read_weights
+from foretoken.models.generic import GenericDecoder
+from foretoken.models.lean_weights import read_weights
 from foretoken.runner.self_test import check_tree_attention
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from foretoken.decoder.base import Decoder
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.decoder.slot_cache import SlotCache
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 DECODERS: dict[str, Callable[[LoadedModel, SlotCache, Sequence[Tap]], Decoder]] = {
     "lean-native": lambda model, cache, taps: NativeDecoder(read_weights(model, cache.capacity), cache, taps),

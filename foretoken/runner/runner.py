@@ -22,7 +22,7 @@ from foretoken.core.token_tree import MAX_NODES
 from foretoken.decoder.base import TreeDrafting
 from foretoken.decoder.memory import affordable_rows
 from foretoken.decoder.slot_cache import GRANULE, SlotCache
-from foretoken.hf.model_changes import WeightWrites
+from foretoken.models.model_changes import WeightWrites
 from foretoken.runner.choice import choose_decoder
 from foretoken.runner.costs import pass_costs
 from foretoken.runner.decoders import DECODERS, quantized_decoder
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import Decoder, PassOutput
     from foretoken.decoder.lean.int8 import Quantization
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
     from foretoken.runner.costs import PassCosts
     from foretoken.trees.dynamic import ShapedExpansion
 
@@ -83,7 +83,7 @@ class Runner:
                 there is memory for.
             max_nodes: Widest tree, root included.
             usual_nodes: Widest tree that is made often, for which a decoder is chosen; None for `max_nodes`.
-            taps: Features to read, see `foretoken.hf.taps`.
+            taps: Features to read, see `foretoken.models.taps`.
             prefill_chunk: Prompt tokens fed per pass.
             runner: A decoder, or how to choose one; see `foretoken.runner.choice`.
             costs: Gives what passes of a decoder cost; None reads or measures it, see `pass_costs`.

@@ -18,8 +18,8 @@ from foretoken.core.errors import ForetokenError, ModelError, foreign_errors_as,
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.slot_cache import LayerShape
-from foretoken.hf.plain import run_plain
-from foretoken.hf.plugin import current_pass
+from foretoken.models.plugin import current_pass
+from foretoken.models.taps import run_plain
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from foretoken.decoder.base import Decoder
     from foretoken.decoder.slot_cache import SlotCache
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 _PROMPT_LENS = (2, 5)
 _PARENTS = ((-1, 0, 0, 1, 2, 2), (-1, 0, 1, 1))  # two branches, one of which forks; one branch that forks late

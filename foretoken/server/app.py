@@ -33,7 +33,7 @@ from foretoken.server.threads import in_thread, is_large
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
-    from foretoken.engine.async_llm import AsyncLLM
+    from foretoken.entrypoints.async_llm import AsyncLLM
     from foretoken.server.guards import App
     from foretoken.server.request_fields import ServedRequest
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from foretoken.engine.async_llm import AsyncLLM
+    from foretoken.entrypoints.async_llm import AsyncLLM
     from foretoken.server.batch_files import AnswerFile
 
 

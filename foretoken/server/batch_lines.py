@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-    from foretoken.engine.async_llm import AsyncLLM
+    from foretoken.entrypoints.async_llm import AsyncLLM
     from foretoken.server.batch_files import AnswerFile, Line
     from foretoken.server.live_request import AnswerShape
 

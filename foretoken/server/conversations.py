@@ -10,7 +10,7 @@ from foretoken.server.threads import in_thread
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from foretoken.engine.llm import LLM
+    from foretoken.entrypoints.llm import LLM
 
 
 def has_template(llm: LLM, template: str | None) -> bool:

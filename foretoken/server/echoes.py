@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.core.results import Logprob, RequestOutput, StreamChunk
-    from foretoken.engine.llm import LLM
+    from foretoken.entrypoints.llm import LLM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
     from foretoken.core.results import Logprob, RequestOutput, StreamChunk
     from foretoken.core.sampling_params import SamplingParams
-    from foretoken.engine.async_llm import AsyncLLM
-    from foretoken.engine.request_stream import RequestStream
+    from foretoken.entrypoints.async_llm import AsyncLLM
+    from foretoken.entrypoints.request_stream import RequestStream
     from foretoken.server.metrics import ServerMetrics
     from foretoken.server.request_fields import ServedRequest
 

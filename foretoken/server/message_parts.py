@@ -12,7 +12,7 @@ from foretoken.server.tool_formats import FORCED, CallEnd, thinking_tags, tool_f
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from foretoken.engine.llm import LLM
+    from foretoken.entrypoints.llm import LLM
     from foretoken.server.tool_formats import Call, Schemas, Tags, ToolFormat
     from foretoken.server.tool_requests import ToolUse
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from pathlib import Path
 
-    from foretoken.engine.async_llm import AsyncLLM
+    from foretoken.entrypoints.async_llm import AsyncLLM
     from foretoken.server.batch_files import AnswerFile
 
 _OBJECT_STORE_BYTES = 100 << 20  # for a cluster on this machine alone

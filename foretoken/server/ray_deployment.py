@@ -107,8 +107,8 @@ class Replica:
         from ray import serve
 
         from foretoken.decoder.lean.threads import set_num_threads
-        from foretoken.engine.async_llm import AsyncLLM
-        from foretoken.engine.llm import LLM
+        from foretoken.entrypoints.async_llm import AsyncLLM
+        from foretoken.entrypoints.llm import LLM
         from foretoken.server.app import ServerConfig, make_app
 
         if arguments.threads is not None:
@@ -229,7 +229,7 @@ def app(arguments: RayArguments) -> Any:
 
 def _drafter(arguments: RayArguments) -> dict[str, Any] | None:
     """The drafter, as `LLM` takes it."""
-    from foretoken.engine.config import checked_setup
+    from foretoken.entrypoints.config import checked_setup
 
     if not isinstance(arguments.speculative_config, str):
         return arguments.speculative_config

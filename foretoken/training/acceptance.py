@@ -16,9 +16,9 @@ import torch
 
 from foretoken.bench.workload import TokenProgress, no_progress
 from foretoken.core.errors import ConfigError
-from foretoken.engine.llm import LLM
+from foretoken.entrypoints.llm import LLM
 from foretoken.heads.base import Head
-from foretoken.hf.parts import target_parts
+from foretoken.models.parts import target_parts
 from foretoken.training.teacher import Teacher
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.search import best_nodes
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.bench.workload import Workload
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 _NUM_RANKS = 10
 _AT_ONCE = 4

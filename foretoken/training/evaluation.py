@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from foretoken.heads.base import Head, HeadConfig
-    from foretoken.hf.loading import LoadedModel
-    from foretoken.hf.parts import TargetParts
+    from foretoken.models.loading import LoadedModel
+    from foretoken.models.parts import TargetParts
     from foretoken.training.data.packed import PackedTokens
 
 _WINDOWS = 8

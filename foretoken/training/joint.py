@@ -20,14 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from foretoken.core.errors import ConfigError
-from foretoken.hf.parts import target_parts
+from foretoken.models.parts import target_parts
 from foretoken.training.losses import TargetRows, Weights, distances, target_rows
 from foretoken.training.objectives.base import Examples, HeadSums, accumulate
 from foretoken.training.trainer import Trainer, parameter_groups
 
 if TYPE_CHECKING:
     from foretoken.heads.base import Head
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
     from foretoken.training.config import JointConfig, TrainConfig
     from foretoken.training.objectives.base import Objective
     from foretoken.training.trainer import Batches, Processes

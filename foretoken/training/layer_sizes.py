@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from foretoken.hf.rotary import STATIC_KINDS, target_scaling
+from foretoken.models.rotary import STATIC_KINDS, target_scaling
 
 if TYPE_CHECKING:
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 
 def layer_like(target: LoadedModel) -> dict[str, Any]:

@@ -16,12 +16,12 @@ from foretoken.bench.prompt_sets import load_prompts
 from foretoken.bench.workload import TokenProgress, Workload, no_progress
 from foretoken.core.errors import ConfigError
 from foretoken.core.results import GenerationMetrics
-from foretoken.engine.llm import LLM
+from foretoken.entrypoints.llm import LLM
 from foretoken.files.atomic_files import new_directory, told_as
 from foretoken.formats import native
 from foretoken.formats.whole_files import safetensors_errors
-from foretoken.hf.loading import load_config
-from foretoken.hf.placement import DTYPES
+from foretoken.models.loading import load_config
+from foretoken.models.placement import DTYPES
 from foretoken.runner.costs import pass_costs
 from foretoken.training.acceptance import measured_acceptance
 from foretoken.training.card import head_card, read_curve
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from foretoken.formats.checkpoint import HeadCheckpoint
     from foretoken.heads.base import HeadConfig
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 _MAX_TOKENS = 128
 _TEMPERATURES = (0.0, 0.8)

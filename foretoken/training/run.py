@@ -22,8 +22,8 @@ from foretoken.files.locks import run_lock
 from foretoken.files.processes import STOP_SIGNALS, stop_signals
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
-from foretoken.hf.loading import wrap_model
-from foretoken.hf.parts import TargetParts, target_parts
+from foretoken.models.loading import wrap_model
+from foretoken.models.parts import TargetParts, target_parts
 from foretoken.training.evaluation import Evaluation
 from foretoken.training.joint import JointTrainer
 from foretoken.training.processes import training_processes
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.heads.base import Head, HeadConfig
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
     from foretoken.training.config import JointConfig, TrainConfig
     from foretoken.training.evaluation import EvaluationConfig
     from foretoken.training.objectives.base import Objective

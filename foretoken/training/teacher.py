@@ -16,16 +16,15 @@ from torch import Tensor
 
 from foretoken.files.atomic_files import new_file
 from foretoken.formats.whole_files import safetensors_errors
-from foretoken.hf.plain import own_attention
-from foretoken.hf.plugin import ForwardPass, running
-from foretoken.hf.taps import Taps
+from foretoken.models.plugin import ForwardPass, running
+from foretoken.models.taps import Taps, own_attention
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
     from foretoken.core.passes import Tap
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 _SAMPLED = 4096  # values of each weight that tell targets apart
 _log = logging.getLogger(__name__)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from foretoken.heads.base import Head
-    from foretoken.hf.parts import TargetParts
+    from foretoken.models.parts import TargetParts
     from foretoken.training.config import TrainConfig
     from foretoken.training.objectives.base import Objective
 

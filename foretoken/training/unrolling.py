@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from foretoken.heads.base import Head, HeadConfig
-    from foretoken.hf.parts import TargetParts
+    from foretoken.models.parts import TargetParts
     from foretoken.training.objectives.base import Examples
 
 

@@ -12,8 +12,8 @@ from enumeration import EXACT, Drafts, exact_distribution
 from torch import Tensor
 
 from foretoken.acceptance.sequential import accept_sequential
-from foretoken.control.several_drafters import SeveralDrafters
 from foretoken.core.token_tree import TokenTree
+from foretoken.drafting.several_drafters import SeveralDrafters
 from foretoken.runner.cost_curve import CostCurve
 
 VOCAB = 3

@@ -7,7 +7,7 @@ from typing import Any
 from foretoken.bench.grid import Point, Serving
 from foretoken.bench.quartiles import Quartiles
 from foretoken.bench.sweep_results import PointResult
-from foretoken.engine.setups import Setup
+from foretoken.entrypoints.config import Setup
 
 
 def made_up(method: str, nodes: float, tau: float, speed: float = 10.0, **more: Any) -> PointResult:

@@ -35,9 +35,9 @@ from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.methods import head_methods
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
-from foretoken.hf.loading import fill_model, load_model
-from foretoken.hf.parts import TargetParts
-from foretoken.hf.twin_record import TwinRecord
+from foretoken.models.describe import TwinRecord
+from foretoken.models.loading import fill_model, load_model
+from foretoken.models.parts import TargetParts
 from foretoken.runner.runner import Runner
 
 E, FACTOR = 32, 4

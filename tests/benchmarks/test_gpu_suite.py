@@ -39,7 +39,7 @@ from foretoken.bench.verify import Check
 from foretoken.bench.workload import Workload
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.engine.setups import Setup
+from foretoken.entrypoints.config import Setup
 
 ROOT = Path(__file__).resolve().parents[2]
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from command_line import MODEL, ROOT, run
 
-from foretoken.hf.loading import load_tokenizer
+from foretoken.models.loading import load_tokenizer
 from foretoken.training.data.packed import PackedTokens
 
 SOURCES = ["def add(a, b):\n    return a + b\n", "import os\n\nprint(os.getcwd())\n", "x = [1, 2, 3]\n"]

@@ -17,7 +17,7 @@ import typer.main
 from command_line import ROOT, run
 
 from foretoken.cli.commands import app
-from foretoken.engine.setups import parse_setup
+from foretoken.entrypoints.config import parse_setup
 
 COMMANDS = [
     "generate", "verify", "chat", "bench", "bench serve", "batch", "serve", "sweep", "twin", "inspect", "convert",

@@ -81,7 +81,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
     from foretoken.formats.mapping import head_shapes
     from foretoken.heads.medusa import MedusaConfig
-    from foretoken.hf.loading import load_model
+    from foretoken.models.loading import load_model
 
     place = tmp_path_factory.mktemp("given")
     (place / "texts").mkdir()

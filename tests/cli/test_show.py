@@ -17,8 +17,8 @@ from end_to_end.tiny_llms import tokenizer
 from foretoken.cli.colours import has_colours, runs, safe_and_painted
 from foretoken.cli.shown_tokens import ShownTokens
 from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
-from foretoken.engine.codec import Codec
-from foretoken.engine.token_spans import TokenSpans
+from foretoken.text.codec import Codec
+from foretoken.text.detokenizer import TokenSpans
 
 GENERATE = (
     "generate", MODEL, "-p", "class Queue:\n", "-s", "ngram:num_speculative_tokens=3+hydra:num_speculative_tokens=3",

@@ -341,7 +341,7 @@ def test_ctrl_c_that_a_library_takes_for_a_missing_module() -> None:
         "import sys\n"
         "class Interrupted:\n"
         "    def find_spec(self, name, *_):\n"
-        "        if name == 'foretoken.hf.describe':\n"
+        "        if name == 'foretoken.models.describe':\n"
         "            try:\n"
         "                raise KeyboardInterrupt\n"
         "            except KeyboardInterrupt as err:\n"

@@ -26,8 +26,8 @@ from transformers import PreTrainedTokenizerFast
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
-from foretoken.hf.loading import load_model
-from foretoken.hf.parts import target_parts
+from foretoken.models.loading import load_model
+from foretoken.models.parts import target_parts
 from foretoken.training.config import head_config
 from foretoken.training.data.document import Document
 from foretoken.training.data.packed import write_packed

@@ -9,7 +9,7 @@ import pytest
 from command_line import MODEL, run
 
 from foretoken.drafters.registry import drafter_options
-from foretoken.engine.setups import parse_setup
+from foretoken.entrypoints.config import parse_setup
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.search import best_nodes
 

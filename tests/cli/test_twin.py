@@ -17,7 +17,7 @@ from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.mapping import head_shapes
 from foretoken.heads.medusa import MedusaConfig
-from foretoken.hf.loading import load_model
+from foretoken.models.loading import load_model
 
 LABEL = "3 x 128 of small"
 

@@ -10,8 +10,8 @@ import pytest
 from foretoken.bench.verify import verify_setups
 from foretoken.bench.workload import Workload
 from foretoken.engine import loop
-from foretoken.engine.setups import parse_setup
-from foretoken.hf.loading import load_model, load_tokenizer
+from foretoken.entrypoints.config import parse_setup
+from foretoken.models.loading import load_model, load_tokenizer
 
 MODEL = str(Path(__file__).parents[2] / "models" / "tinycode")
 

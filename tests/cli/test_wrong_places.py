@@ -10,7 +10,7 @@ import torch
 from command_line import MODEL, ROOT, Finished, run
 
 from foretoken.core.errors import ConfigError
-from foretoken.engine.setups import parse_setup
+from foretoken.entrypoints.config import parse_setup
 
 HEAD, DRAFT = "models/tinycode-hydra", "models/tinycode-draft"
 IS_NO_MODEL = (f"'{HEAD}' is a hydra head, not a model", "trained for ('models/tinycode')", f"-s hydra:model={HEAD}")

@@ -9,7 +9,7 @@ from tiny_models import random_model
 from tree_decoding import SLOTS, decode, logits_by_sequence
 
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.hf.loading import wrap_model
+from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
 
 LEAN = ("lean-native", "lean-stock")

@@ -29,10 +29,10 @@ from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint
 from foretoken.heads.base import build_head
 from foretoken.heads.hydra import HydraConfig
-from foretoken.hf.lean_weights import read_weights
-from foretoken.hf.loading import load_model, wrap_model
-from foretoken.hf.parts import target_parts
-from foretoken.hf.placement import DTYPES
+from foretoken.models.lean_weights import read_weights
+from foretoken.models.loading import load_model, wrap_model
+from foretoken.models.parts import target_parts
+from foretoken.models.placement import DTYPES
 from foretoken.runner.runner import Runner
 
 RUNNERS = ["lean-native", "lean-stock", "generic"]

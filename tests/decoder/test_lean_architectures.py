@@ -16,7 +16,7 @@ from tree_decoding import SLOTS, decode
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ModelError
 from foretoken.core.token_tree import TokenTree, TreeRow
-from foretoken.hf.loading import wrap_model
+from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
 
 LONGROPE = {

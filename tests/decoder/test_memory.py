@@ -13,7 +13,7 @@ from foretoken.core.errors import ConfigError, ModelError
 from foretoken.decoder import memory
 from foretoken.decoder.memory import affordable_rows
 from foretoken.decoder.slot_cache import LayerShape
-from foretoken.hf.loading import wrap_model
+from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
 
 

@@ -27,8 +27,8 @@ from foretoken.decoder.lean.native import NativeBlocks
 from foretoken.decoder.lean.native_linear import NativeLinear
 from foretoken.decoder.lean.weights import LeanWeights
 from foretoken.decoder.slot_cache import LayerShape, SlotCache
-from foretoken.hf.lean_weights import read_weights
-from foretoken.hf.loading import wrap_model
+from foretoken.models.lean_weights import read_weights
+from foretoken.models.loading import wrap_model
 from foretoken.runner import runner
 from foretoken.runner.runner import Runner
 

@@ -14,7 +14,7 @@ from foretoken.core.errors import PassError
 from foretoken.core.passes import Pass, TokenChoice
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.base import PassOutput
-from foretoken.hf.loading import wrap_model
+from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
 from foretoken.sampling.noise import KeyedNoise, Purpose
 

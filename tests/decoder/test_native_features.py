@@ -10,8 +10,8 @@ from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.lean.native import NativeBlocks
 from foretoken.decoder.slot_cache import LayerShape, SlotCache
-from foretoken.hf.lean_weights import read_weights
-from foretoken.hf.loading import wrap_model
+from foretoken.models.lean_weights import read_weights
+from foretoken.models.loading import wrap_model
 
 TREE = TokenTree.from_rows([TreeRow([5, 6, 7], [-1, 0, 0]), TreeRow([9], [-1])])
 

@@ -21,8 +21,8 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.registry import read_head
 from foretoken.heads.autoregressive import AutoregressiveHead
 from foretoken.heads.base import build_head
-from foretoken.hf.loading import LoadedModel, wrap_model
-from foretoken.hf.parts import target_parts
+from foretoken.models.loading import LoadedModel, wrap_model
+from foretoken.models.parts import target_parts
 from foretoken.training.config import head_config
 from foretoken.training.teacher import Teacher
 

@@ -11,7 +11,7 @@ from drafting_contexts import attached, context
 from tiny_models import VOCAB_SIZE
 
 from foretoken.drafters.base import Committed
-from foretoken.engine.tree_checks import cut_invalid_nodes, find_fault
+from foretoken.drafting.draft_guard import cut_invalid_nodes, find_fault
 
 TOKENS = [[5, 6], [7, 8, 9]]
 FAULTS: dict[str, str] = {

@@ -21,7 +21,7 @@ from foretoken.drafters.heads import stack_features
 from foretoken.drafters.heads.autoregressive import AutoregressiveDrafter
 from foretoken.drafters.registry import drafter_options
 from foretoken.formats import hub
-from foretoken.hf.loading import wrap_model
+from foretoken.models.loading import wrap_model
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import DynamicShape
 

@@ -15,7 +15,7 @@ from foretoken.core.sampling_params import SamplingParams
 from foretoken.drafters.heads.captured_expansion import CapturedExpansion
 from foretoken.drafters.heads.drafter import fill_by_steps
 from foretoken.heads.hydra import HydraConfig, HydraHeads
-from foretoken.hf.parts import TargetParts
+from foretoken.models.parts import TargetParts
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees import dynamic

@@ -36,7 +36,7 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import DrawKind, TokenTree
 from foretoken.drafters.models.loading import _SAMPLE
 from foretoken.drafters.models.token_bytes import Vocabulary
-from foretoken.hf.loading import load_model, wrap_model
+from foretoken.models.loading import load_model, wrap_model
 from foretoken.runner.runner import Runner
 
 TEXTS = [[5, 6, 7], [9], [20, 4, 22, 30], [31, 54]]  # 4, 30 and 54 are not shared

@@ -16,7 +16,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.hf.loading import wrap_model
+from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
 
 SHAPES: dict[str, dict[str, Any]] = {

@@ -22,7 +22,7 @@ from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import Committed, Prefix
 from foretoken.drafters.heads.falcon_blocks import FalconBlocks, block_plan
 from foretoken.drafters.shared.kept_draws import KeptDraws
-from foretoken.hf.parts import TargetParts
+from foretoken.models.parts import TargetParts
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import DynamicShape, begin_expansion
 

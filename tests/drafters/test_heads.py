@@ -24,8 +24,8 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
 from foretoken.heads.hydra import HydraHeads
 from foretoken.heads.step_head import StepHead
-from foretoken.hf.loading import wrap_model
-from foretoken.hf.parts import target_parts
+from foretoken.models.loading import wrap_model
+from foretoken.models.parts import target_parts
 from foretoken.runner.cost_curve import CostCurve
 from foretoken.training.config import head_config
 from foretoken.trees.published import PUBLISHED

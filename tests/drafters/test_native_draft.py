@@ -15,7 +15,7 @@ from foretoken.core.errors import PassError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.draft_model import DraftModelDrafter
-from foretoken.hf.loading import wrap_model
+from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws

@@ -15,13 +15,13 @@ from greedy_steps import step, texts_of
 from tiny_models import VOCAB_SIZE, tiny_model
 
 from foretoken import SamplingParams
-from foretoken.control.calibration import Calibration
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import PROBE, TokenTree, TreeRow
 from foretoken.drafters import recycling
 from foretoken.drafters.base import DraftRequest
 from foretoken.drafters.recycling import RankRates, RecyclingDrafter, create
 from foretoken.drafters.registry import drafter_options
+from foretoken.drafting.calibration import Calibration
 from foretoken.trees.merge import merge_trees
 
 CHOICES = [[0], [1], [7], [0, 0], [0, 3], [1, 0], [0, 0, 2], [0, 0, 2, 0]]

@@ -16,7 +16,7 @@ from tokenizers_of_kinds import BUNDLED, KINDS, TEXTS
 from foretoken import LLM, SamplingParams
 from foretoken.drafters.models.retokenized import DraftText, Retokenizer
 from foretoken.drafters.models.token_bytes import Vocabulary
-from foretoken.hf.loading import wrap_model
+from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
 
 PAIRS = list(product(KINDS, KINDS))

@@ -22,8 +22,8 @@ from foretoken.drafters.registry import create_drafter, drafter_options
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
-from foretoken.hf.loading import wrap_model
-from foretoken.hf.parts import target_parts
+from foretoken.models.loading import wrap_model
+from foretoken.models.parts import target_parts
 from foretoken.training.config import head_config
 
 METHODS: dict[str, dict[str, Any]] = {

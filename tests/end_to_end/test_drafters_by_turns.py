@@ -13,11 +13,11 @@ from end_to_end.same_text import assert_same_text
 from end_to_end.tiny_heads import head
 from end_to_end.tiny_llms import llm, lookup, noisy, tokenizer
 
-from foretoken.control.base import UNBOUNDED, Allotment, Allowance, Ask
-from foretoken.control.several_drafters import SeveralDrafters
 from foretoken.core.records import StepRecord
 from foretoken.core.token_tree import TokenTree
-from foretoken.engine import drafting
+from foretoken.drafting import drafting
+from foretoken.drafting.base import UNBOUNDED, Allotment, Allowance, Ask
+from foretoken.drafting.several_drafters import SeveralDrafters
 from foretoken.runner.cost_curve import CostCurve
 from foretoken.runner.costs import PassCosts
 
@@ -56,7 +56,7 @@ def test_drafters_asked_by_turns_change_no_text(
     batch: int, draft_directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free = CostCurve((1,), (1.0,))  # width costs nothing: everything is bought
-    monkeypatch.setattr("foretoken.engine.llm.pass_costs", lambda model, name: PassCosts(*[free] * 3))
+    monkeypatch.setattr("foretoken.entrypoints.llm.pass_costs", lambda model, name: PassCosts(*[free] * 3))
     monkeypatch.setattr(drafting, "SeveralDrafters", ByTurns)
     monkeypatch.setattr(drafting, "time_drafts", lambda drafter, target: [])
     monkeypatch.setattr(drafting, "MeasuredGain", lambda turns: turns)  # no turn depends on the clock

@@ -86,7 +86,7 @@ def test_control_one_row_too_many_is_noticed(drafter: str, runner: str) -> None:
 
     engine = engine_with(drafter, runner)
     with (
-        mock.patch("foretoken.engine.slot_pool.common_prefix_len", too_long),
+        mock.patch("foretoken.engine.scheduler.common_prefix_len", too_long),
         pytest.raises(AssertionError, match="completion"),
     ):
         assert_same_text(generated(engine), plain_prefix_mix(runner), [r.name for r in prefix_mix()])

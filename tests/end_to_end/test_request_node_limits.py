@@ -13,7 +13,7 @@ from end_to_end.tiny_llms import drafters, llm
 from foretoken import SamplingParams
 from foretoken.core.records import SequenceStep, StepRecord
 from foretoken.core.token_tree import DraftDistributions, DrawKind, TokenTree, TreeRow
-from foretoken.engine.node_limits import within_node_limits
+from foretoken.drafting.draft_guard import within_node_limits
 
 DRAFTERS = drafters()
 WAYS: list[dict[str, Any]] = [

@@ -31,15 +31,15 @@ from tiny_models import tiny_model
 import foretoken.acceptance.block
 import foretoken.acceptance.sequential
 from foretoken import LLM, SamplingParams
-from foretoken.control.fixed import Fixed
 from foretoken.core.results import GenerationMetrics
 from foretoken.decoder.lean.head_kernels import HeadKernels
-from foretoken.engine.draft_noise import DraftNoise
+from foretoken.drafting.base import Fixed
+from foretoken.drafting.draft_noise import DraftNoise
 from foretoken.engine.loop import Engine
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
-from foretoken.hf.loading import wrap_model
+from foretoken.models.loading import wrap_model
 from foretoken.training.config import head_config
 from foretoken.trees.expansion import TreeExpansion
 
@@ -172,7 +172,7 @@ def test_trees_that_a_head_drafts_natively(setting: str, head: str, monkeypatch:
 @pytest.mark.parametrize("is_broken", [False, True])
 def test_two_drafters_that_draw(is_broken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two of one distribution beside lookups, all in one tree; noise that both share is found."""
-    monkeypatch.setattr("foretoken.engine.llm.choose_controller", lambda options, drafters, target: Fixed(64))
+    monkeypatch.setattr("foretoken.entrypoints.llm.choose_controller", lambda options, drafters, target: Fixed(64))
     if is_broken:
         monkeypatch.setattr(DraftNoise, "of", lambda self, context, drafter: context)
     heads = {"method": "medusa", "model": str(head_directory("medusa")), "tree": {"widths": [1, 1]}}

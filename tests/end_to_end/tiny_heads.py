@@ -14,8 +14,8 @@ from tiny_models import tiny_model
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
-from foretoken.hf.loading import wrap_model
-from foretoken.hf.parts import target_parts
+from foretoken.models.loading import wrap_model
+from foretoken.models.parts import target_parts
 from foretoken.training.config import head_config, objective_config
 from foretoken.training.objectives.base import Examples, accumulate, label_counts
 from foretoken.training.teacher import Teacher

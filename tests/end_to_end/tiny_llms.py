@@ -26,8 +26,8 @@ from foretoken import LLM
 from foretoken.core.token_ids import tokenizer_sha
 from foretoken.drafters.base import Drafter
 from foretoken.drafters.draft_model import DraftModelDrafter, Options, drafter_of
-from foretoken.hf.loading import wrap_model
 from foretoken.lookups.datastore_files import write_datastore
+from foretoken.models.loading import wrap_model
 
 MEDUSA_CHOICES = [[0], [1], [0, 0], [0, 1], [2], [0, 0, 0], [0, 0, 0, 0], [1, 0]]
 GAPPED_CHOICES = [[1], [3], [1, 0], [1, 2], [1, 2, 1]]  # ranks that a search over measured acceptance may skip

@@ -18,10 +18,10 @@ from foretoken.core.passes import Pass
 from foretoken.core.records import StepRecord
 from foretoken.core.results import CompletionOutput
 from foretoken.engine import loop
-from foretoken.engine.detokenizer import Detokenizer
 from foretoken.engine.sequence import Sequence
 from foretoken.sampling.batch import SamplingBatch
 from foretoken.sampling.history import HistoryTable
+from foretoken.text.detokenizer import Detokenizer
 
 DRAFTERS = drafters()
 PROMPTS = [[5], [6, 7], [8, 9, 10]]

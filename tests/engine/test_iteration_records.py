@@ -13,8 +13,8 @@ from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.records import StepRecord
 from foretoken.core.results import GenerationMetrics
 from foretoken.drafters.base import Committed
+from foretoken.drafting.drafting import Drafting
 from foretoken.engine import loop
-from foretoken.engine.drafting import Drafting
 from foretoken.trees import dynamic
 
 DRAFTERS = drafters()

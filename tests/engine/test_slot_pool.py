@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from foretoken.core.token_ids import common_prefix_len
 from foretoken.drafters.base import Prefix
-from foretoken.engine.slot_pool import Held, SlotPool, Taken
+from foretoken.engine.scheduler import Held, SlotPool, Taken
 
 SIZE, LEAST = 4, 8
 

@@ -42,7 +42,7 @@ from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.readers import SPECULATORS
 from foretoken.formats.registry import head_readers, read_head, write_head
 from foretoken.formats.target_info import TargetInfo, TargetWeights
-from foretoken.hf.loading import wrap_model
+from foretoken.models.loading import wrap_model
 
 CONFIG = {
     "architectures": ["Eagle3Speculator"],

@@ -18,7 +18,7 @@ from foretoken.formats.mapping import head_shapes
 from foretoken.formats.registry import read_head, write_head
 from foretoken.formats.target_info import TargetInfo, TargetWeights
 from foretoken.heads.base import HeadConfig
-from foretoken.hf.parts import TargetParts
+from foretoken.models.parts import TargetParts
 
 E, V = 8, 13
 

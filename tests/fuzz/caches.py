@@ -17,7 +17,7 @@ from end_to_end.tiny_llms import llm, target
 from foretoken import SamplingParams
 from foretoken.decoder.lean import build
 from foretoken.files.user_cache import cache_directory
-from foretoken.hf.loading import wrap_model
+from foretoken.models.loading import wrap_model
 from foretoken.runner import cost_file, costs
 from fuzz import engines
 from fuzz.worker import Case

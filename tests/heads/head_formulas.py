@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foretoken.heads.base import Head
-from foretoken.hf.parts import TargetParts
+from foretoken.models.parts import TargetParts
 
 E, V = 6, 11  # hidden size and vocabulary of the tests
 SAME = {"rtol": 1e-11, "atol": 1e-11}  # float64: only the order of sums differs

@@ -29,8 +29,8 @@ from foretoken.heads.base import build_head
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config
-from foretoken.hf.loading import wrap_model
-from foretoken.hf.parts import TargetParts, target_parts
+from foretoken.models.loading import wrap_model
+from foretoken.models.parts import TargetParts, target_parts
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape

@@ -24,8 +24,8 @@ from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig, MedusaHeads
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
-from foretoken.hf.loading import wrap_model
-from foretoken.hf.parts import TargetParts, target_parts
+from foretoken.models.loading import wrap_model
+from foretoken.models.parts import TargetParts, target_parts
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape

@@ -17,8 +17,8 @@ from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.hydra import HydraConfig, HydraHeads
 from foretoken.heads.medusa import MedusaConfig, MedusaHeads
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
-from foretoken.hf.loading import wrap_model
-from foretoken.hf.parts import target_parts
+from foretoken.models.loading import wrap_model
+from foretoken.models.parts import target_parts
 
 SIZES: dict[str, Any] = {"hidden_size": 32, "vocab_size": 61, "num_heads": 3}
 PREFIX = LayerConfig(num_attention_heads=4, num_key_value_heads=2, head_dim=8, intermediate_size=24)

@@ -17,8 +17,8 @@ from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.cuda_graphs import CudaGraphCapture
 from foretoken.decoder.graph_decoder import MAX_GRAPHS, GraphDecoder
 from foretoken.decoder.lean.torch_blocks import triton_ops
-from foretoken.hf.lean_weights import read_weights
-from foretoken.hf.loading import wrap_model
+from foretoken.models.lean_weights import read_weights
+from foretoken.models.loading import wrap_model
 from foretoken.runner.decoders import DECODERS
 from foretoken.runner.runner import Runner
 

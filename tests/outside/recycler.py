@@ -12,7 +12,7 @@ from foretoken.core.token_tree import PROBE, TokenTree
 from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.blocks import Block, Blocks, BlockSpec, FeedForward, Matrix, Norm, Rotary
 from foretoken.drafters.base import DrafterOptions, TargetReads
-from foretoken.hf.parts import target_parts
+from foretoken.models.parts import target_parts
 from foretoken.trees.merge import Trie
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from foretoken.core.records import SequenceStep, StageSeconds, StepRecord, TreeTrace
-from foretoken.engine.codec import Codec
 from foretoken.report.trace_file import TraceRecorder
+from foretoken.text.codec import Codec
 
 TEXTS = [
     "</script><script>document.title='broken'</script>",

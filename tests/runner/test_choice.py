@@ -18,7 +18,7 @@ from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError, PassError
 from foretoken.decoder.lean import fused_linear
 from foretoken.decoder.lean.build import native_library
-from foretoken.hf.loading import wrap_model
+from foretoken.models.loading import wrap_model
 from foretoken.runner import choice, costs, decoders
 from foretoken.runner.choice import likely_decoder
 from foretoken.runner.cost_curve import CostCurve

@@ -22,7 +22,7 @@ from foretoken.core.passes import Pass
 from foretoken.decoder.base import PassOutput
 from foretoken.decoder.lean import fused_linear
 from foretoken.files import user_cache
-from foretoken.hf.loading import wrap_model
+from foretoken.models.loading import wrap_model
 from foretoken.runner import cost_curve, costs, decoders
 from foretoken.runner.cost_curve import CostCurve
 from foretoken.runner.costs import WIDTHS, PassCosts, measure_costs, pass_costs

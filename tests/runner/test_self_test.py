@@ -20,7 +20,7 @@ from foretoken.core.errors import ModelError
 from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
 from foretoken.decoder.slot_cache import SlotCache
-from foretoken.hf.loading import wrap_model
+from foretoken.models.loading import wrap_model
 from foretoken.runner.runner import Runner
 
 _SIZES = {
@@ -72,7 +72,7 @@ def test_broken_attention_is_refused(
 ) -> None:
     module = tiny_model(architecture, dtype=dtype)
     run(module)  # whole, it is accepted
-    monkeypatch.setattr("foretoken.hf.plugin.tree_attention", broken)
+    monkeypatch.setattr("foretoken.models.plugin.tree_attention", broken)
     with pytest.raises(ModelError, match=r"gives wrong logits for a token tree .* It cannot be used as a target\."):
         run(module)
 
@@ -112,7 +112,7 @@ def in_order(query: Tensor, keys: Tensor, values: Tensor, layout: AttentionLayou
 def test_attention_that_is_right_for_one_sequence_only_is_refused(
     broken: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("foretoken.hf.plugin.tree_attention", broken)
+    monkeypatch.setattr("foretoken.models.plugin.tree_attention", broken)
     run(tiny_model("llama"), num_slots=1)  # a single sequence shows nothing, and is all that a single slot ever sees
     with pytest.raises(ModelError, match="gives wrong logits for a token tree"):
         run(tiny_model("llama"), num_slots=2)
@@ -124,7 +124,7 @@ def test_what_a_batch_makes_a_model_raise_is_one_sentence(monkeypatch: pytest.Mo
             raise RuntimeError("view size is not compatible\nwith input tensor's size")
         return tree_attention(query, keys, values, layout, **options)
 
-    monkeypatch.setattr("foretoken.hf.plugin.tree_attention", one_only)
+    monkeypatch.setattr("foretoken.models.plugin.tree_attention", one_only)
     match = r"^LlamaForCausalLM cannot run a batch of token trees \(view size is not compatible\)\. It cannot be used"
     with pytest.raises(ModelError, match=match):
         run(tiny_model("llama"))
@@ -184,7 +184,7 @@ def test_forbidden_tokens_do_not_hide_the_others(monkeypatch: pytest.MonkeyPatch
         module.lm_head.bias[7] = float("-inf")
         module.lm_head.bias[8] = torch.finfo(torch.float32).min
     run(module)
-    monkeypatch.setattr("foretoken.hf.plugin.tree_attention", every_row)
+    monkeypatch.setattr("foretoken.models.plugin.tree_attention", every_row)
     with pytest.raises(ModelError, match="gives wrong logits"):
         run(module)
 

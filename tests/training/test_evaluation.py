@@ -12,7 +12,7 @@ import training_runs
 from training_runs import batches, metrics, settings, target
 
 from foretoken.core.errors import ConfigError
-from foretoken.hf.parts import target_parts
+from foretoken.models.parts import target_parts
 from foretoken.training.evaluation import ChainAcceptance, Evaluation, EvaluationConfig
 from foretoken.training.run import Interrupted, train_head
 from foretoken.training.teacher import Teacher

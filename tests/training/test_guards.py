@@ -20,7 +20,7 @@ from foretoken.drafters.base import Committed
 from foretoken.drafters.heads.last_features import LastFeatures
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.hf.parts import target_parts
+from foretoken.models.parts import target_parts
 from foretoken.runner.runner import Runner
 from foretoken.training.config import head_config
 from foretoken.training.doctor.checks import Check, check_trained, check_values, fresh_head

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.heads.base import build_head
-from foretoken.hf.parts import target_parts
+from foretoken.models.parts import target_parts
 from foretoken.training.data.packed import PackedTokens
 from foretoken.training.run_state import saved_states
 from foretoken.training.teacher import Teacher

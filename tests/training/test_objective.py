@@ -16,7 +16,7 @@ from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 from foretoken.heads.step_head import StepHead, StepHeadConfig
-from foretoken.hf.parts import TargetParts
+from foretoken.models.parts import TargetParts
 from foretoken.training.objectives import base
 from foretoken.training.objectives.base import Examples, HeadSums, Objective, accumulate, label_counts
 

@@ -14,7 +14,7 @@ from tiny_models import tiny_model
 
 from foretoken.core.errors import ConfigError
 from foretoken.formats.registry import read_head
-from foretoken.hf.loading import wrap_model
+from foretoken.models.loading import wrap_model
 from foretoken.training.report import save_target, saved_head
 
 

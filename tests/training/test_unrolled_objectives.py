@@ -17,7 +17,7 @@ from foretoken.heads.base import build_head
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.eagle import EagleConfig
 from foretoken.heads.eagle3 import Eagle3Config
-from foretoken.hf.parts import TargetParts
+from foretoken.models.parts import TargetParts
 from foretoken.training.objectives.base import Examples, HeadSums, Objective, accumulate, label_counts
 from foretoken.training.objectives.eagle import EagleObjective
 from foretoken.training.objectives.eagle3 import Eagle3Objective

@@ -14,8 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.hf.loading import LoadedModel, wrap_model
-from foretoken.hf.parts import target_parts
+from foretoken.models.loading import LoadedModel, wrap_model
+from foretoken.models.parts import target_parts
 from foretoken.training.config import head_config, objective_config, train_config
 from foretoken.training.doctor.checks import fresh_head
 from foretoken.training.doctor.readings import IN_PLACE, Texts, greedy_texts, read_features

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from foretoken.formats.checkpoint import HeadCheckpoint
-from foretoken.hf.loading import LoadedModel, wrap_model
+from foretoken.models.loading import LoadedModel, wrap_model
 from foretoken.training.config import head_config, objective_config, train_config
 from foretoken.training.data.packed import PackedTokens
 from foretoken.training.run import Interrupted, RunSettings, train_head

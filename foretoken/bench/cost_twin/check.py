@@ -12,9 +12,9 @@ from foretoken.bench.workload import no_progress
 from foretoken.core.passes import Pass
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.drafters.registry import create_drafter, drafter_options
-from foretoken.engine.llm import LLM
+from foretoken.entrypoints.llm import LLM
 from foretoken.formats.describe import native_facts
-from foretoken.hf.loading import load_model
+from foretoken.models.loading import load_model
 from foretoken.runner.runner import Runner
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from foretoken.bench.cost_twin.make import TwinPart
     from foretoken.core.token_tree import TokenTree
     from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 _WIDEST_FLOAT32 = 1_000_000_000  # parameters; larger twins would not fit beside what else is in memory
 _WIDTHS = [3, 2, 1]  # of every drafter's tree: not only the best candidate has to be the same

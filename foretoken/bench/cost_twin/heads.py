@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.bench.cost_twin.padding import Rule
 from foretoken.core.errors import ConfigError
 from foretoken.heads.pair_lstm import NUM_LAYERS
-from foretoken.hf.twin_record import KEY
+from foretoken.models.describe import KEY
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from foretoken.bench.cost_twin.padding import Padding
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
     from foretoken.heads.decoder_layer import LayerConfig
-    from foretoken.hf.twin_record import TwinRecord
+    from foretoken.models.describe import TwinRecord
 
     Rules = Mapping[str, Rule]
 

@@ -15,11 +15,11 @@ from foretoken.bench.cost_twin.model_files import padded_tensors, write_all_but_
 from foretoken.bench.cost_twin.padding import Padding
 from foretoken.formats.checkpoint import TargetFingerprint
 from foretoken.formats.whole_files import whole_files
-from foretoken.hf.loading import fill_model
+from foretoken.models.loading import fill_model
 
 if TYPE_CHECKING:
     from foretoken.bench.cost_twin.make import TwinPlan
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 
 def make_twin_in_memory(plan: TwinPlan) -> LoadedModel:

@@ -28,7 +28,7 @@ from foretoken.formats.files import open_files
 from foretoken.formats.registry import holds_head, read_head
 from foretoken.formats.target_info import TargetInfo
 from foretoken.formats.whole_files import whole_files
-from foretoken.hf.twin_record import TwinRecord
+from foretoken.models.describe import TwinRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

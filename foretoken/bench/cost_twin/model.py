@@ -14,10 +14,10 @@ from foretoken.bench.cost_twin.padding import Rule
 from foretoken.core.errors import ModelError
 from foretoken.files.bounded_reads import read_json_object
 from foretoken.formats.files import Weights, open_files
-from foretoken.hf.loading import check_architecture, load_config
-from foretoken.hf.model_files import check_model_files
-from foretoken.hf.twin_record import read_twin_record
-from foretoken.hf.weight_files import check_shapes, read_headers
+from foretoken.models.config_checks import check_model_files
+from foretoken.models.describe import read_twin_record
+from foretoken.models.loading import check_architecture, load_config
+from foretoken.models.weight_files import check_shapes, read_headers
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -14,7 +14,7 @@ from foretoken.files.bounded_reads import read_json_object
 from foretoken.formats.checkpoint import TargetFingerprint, lm_head_hash
 from foretoken.formats.files import open_files
 from foretoken.formats.whole_files import write_config, write_weights
-from foretoken.hf.twin_record import KEY, TwinRecord
+from foretoken.models.describe import KEY, TwinRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping

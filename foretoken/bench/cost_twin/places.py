@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.files.bounded_reads import read_json_object
-from foretoken.hf.twin_record import KEY
+from foretoken.models.describe import KEY
 
 if TYPE_CHECKING:
     from pathlib import Path

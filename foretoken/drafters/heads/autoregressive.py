@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import DraftContext, TargetHandle
     from foretoken.drafters.heads.last_features import KeptFeatures
     from foretoken.drafters.heads.loading import LoadedHead
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
     from foretoken.sampling.draft_draws import DraftDraws
     from foretoken.trees.dynamic import AnyShape, ShapedExpansion
     from foretoken.trees.expansion import Expansion

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.drafters.base import Committed, DraftContext, DraftRequest, TargetHandle
     from foretoken.heads.base import Head
-    from foretoken.hf.parts import TargetParts
+    from foretoken.models.parts import TargetParts
     from foretoken.trees.dynamic import AnyShape, ShapedExpansion
     from foretoken.trees.expansion import Expansion
 

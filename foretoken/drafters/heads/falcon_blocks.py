@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.drafters.base import Committed, Prefix, TargetHandle
     from foretoken.heads.falcon import FalconHead
-    from foretoken.hf.parts import TargetParts
+    from foretoken.models.parts import TargetParts
     from foretoken.trees.expansion import Expansion
 
 _TOGETHER = 32  # positions of a sequence that are fed beside others; longer parts are fed alone

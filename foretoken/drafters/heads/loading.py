@@ -14,14 +14,14 @@ from foretoken.drafters.shared.quantization import QuantizationOption
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.hub import local_head
 from foretoken.formats.registry import read_head
-from foretoken.hf.parts import TargetParts, target_parts
+from foretoken.models.parts import TargetParts, target_parts
 from foretoken.trees.pruning import Pruning
 
 if TYPE_CHECKING:
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.drafters.base import TargetHandle
     from foretoken.heads.base import Head
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 
 class HeadOptions(DrafterOptions):

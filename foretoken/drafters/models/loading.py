@@ -12,11 +12,11 @@ from foretoken.core.errors import ConfigError, PassError
 from foretoken.core.passes import Pass
 from foretoken.drafters.models.token_bytes import Vocabulary
 from foretoken.drafters.models.vocab_map import VocabularyMap
-from foretoken.hf.loading import load_model, load_tokenizer
+from foretoken.models.loading import load_model, load_tokenizer
 
 if TYPE_CHECKING:
     from foretoken.drafters.base import TargetHandle
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 VocabMatch = Literal["auto", "same", "intersection", "text"]
 _LEAST_SHARE = 0.1  # of the target's tokens, below which a draft of shared tokens is refused

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     from foretoken.decoder.lean.int8 import Quantization
     from foretoken.drafters.models.token_bytes import Vocabulary
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 
 class TextDraftDrafter:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
     from pathlib import Path
 
-    from foretoken.engine.llm import LLM
+    from foretoken.entrypoints.llm import LLM
     from foretoken.training.data.records import Record
 
 _BATCHES_A_CALL = 4  # prompts a call in multiples of max_num_seqs: slots stay busy while long responses end

@@ -17,8 +17,8 @@ from foretoken.core.errors import ModelError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import build_head
 from foretoken.heads.step_head import StepHeadConfig
-from foretoken.hf.parts import target_parts
-from foretoken.hf.plain import run_plain
+from foretoken.models.parts import target_parts
+from foretoken.models.taps import run_plain
 from foretoken.runner.runner import Runner
 from foretoken.training.teacher import Teacher
 
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Tap
     from foretoken.heads.base import Head, HeadConfig
-    from foretoken.hf.loading import LoadedModel
-    from foretoken.hf.parts import TargetParts
+    from foretoken.models.loading import LoadedModel
+    from foretoken.models.parts import TargetParts
 
 Verdict = Literal["ok", "warning", "fault", "skipped"]
 _LARGEST = 1e4

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from foretoken.engine.llm import LLM
+from foretoken.entrypoints.llm import LLM
 from foretoken.training.doctor.readings import AT_ONCE, Texts, greedy
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from foretoken.core.records import StepRecord
     from foretoken.core.results import RequestOutput
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from foretoken.core.errors import ForetokenError
 from foretoken.formats.checkpoint import TargetFingerprint
 from foretoken.formats.registry import read_head
 from foretoken.formats.target_info import TargetWeights
-from foretoken.hf.parts import target_parts
+from foretoken.models.parts import target_parts
 from foretoken.training.config import head_config
 from foretoken.training.doctor.checks import (
     Check,
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from foretoken.formats.checkpoint import HeadCheckpoint
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
     from foretoken.training.trainer import Batches
 
 _OF_THE_HEAD = ("head trained", "head values", "feature", "labels", "knowledge", "depth", "drafting")

@@ -18,9 +18,9 @@ from torch import Tensor
 
 from foretoken.core.errors import ModelError, RequestError
 from foretoken.core.sampling_params import SamplingParams
-from foretoken.engine.llm import LLM
+from foretoken.entrypoints.llm import LLM
 from foretoken.heads.autoregressive import AutoregressiveHead
-from foretoken.hf.taps import find_blocks, find_final_norm
+from foretoken.models.taps import find_blocks, find_final_norm
 from foretoken.training.doctor.tap_readings import MOVED_BLOCKS, read_taps
 from foretoken.training.teacher import Teacher
 
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     from foretoken.core.passes import Tap
     from foretoken.heads.base import Head
-    from foretoken.hf.loading import LoadedModel
-    from foretoken.hf.parts import TargetParts
+    from foretoken.models.loading import LoadedModel
+    from foretoken.models.parts import TargetParts
 
 SHIFTS = (0, -1, 1, 2)  # tokens later than head i's own label; the first is where it belongs
 AT_ONCE = 8  # sequences decoded together

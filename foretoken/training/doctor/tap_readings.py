@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from foretoken.core.passes import Tap
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 BLOCK_BEFORE, BLOCK_AFTER = "one block earlier", "one block later"
 MOVED_BLOCKS = {BLOCK_BEFORE: -1, BLOCK_AFTER: 1}

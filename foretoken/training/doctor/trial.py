@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from foretoken.core.errors import ModelError
-from foretoken.hf.parts import target_parts
+from foretoken.models.parts import target_parts
 from foretoken.training.config import objective_config, train_config
 from foretoken.training.doctor.checks import Check, fresh_head, skipped
 from foretoken.training.doctor.readings import IN_PLACE, Texts, predictions, read_features, target_choices
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from foretoken.heads.base import Head, HeadConfig
-    from foretoken.hf.loading import LoadedModel
-    from foretoken.hf.parts import TargetParts
+    from foretoken.models.loading import LoadedModel
+    from foretoken.models.parts import TargetParts
     from foretoken.training.trainer import Batches
 
 _STEPS, _WINDOWS, _LENGTH = 100, 2, 16

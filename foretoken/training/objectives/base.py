@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from foretoken.heads.base import Head, HeadConfig
-    from foretoken.hf.parts import TargetParts
+    from foretoken.models.parts import TargetParts
 
 _PORTION_VALUES = 1 << 24  # logits of one portion
 

@@ -18,7 +18,7 @@ from foretoken.training.layer_sizes import layer_like
 from foretoken.training.unrolling import UnrolledObjective
 
 if TYPE_CHECKING:
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 _WINDOW = 512  # of which the published noise is
 

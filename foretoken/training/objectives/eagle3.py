@@ -27,7 +27,7 @@ from foretoken.training.unrolling import UnrolledObjective
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 
 class Eagle3Objective(UnrolledObjective):

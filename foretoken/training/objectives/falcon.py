@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from foretoken.heads.base import Head, HeadConfig
-    from foretoken.hf.loading import LoadedModel
-    from foretoken.hf.parts import TargetParts
+    from foretoken.models.loading import LoadedModel
+    from foretoken.models.parts import TargetParts
     from foretoken.training.objectives.base import Examples
 
 _WINDOW = 512  # of which the published noise is

@@ -12,7 +12,7 @@ from foretoken.training.layer_sizes import layer_like
 from foretoken.training.objectives.base import Objective
 
 if TYPE_CHECKING:
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 
 class HydraObjective(Objective):

@@ -13,7 +13,7 @@ from foretoken.heads.medusa import MedusaConfig
 from foretoken.training.objectives.base import Objective
 
 if TYPE_CHECKING:
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 
 class MedusaObjective(Objective):

@@ -11,7 +11,7 @@ from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 from foretoken.training.objectives.base import Objective
 
 if TYPE_CHECKING:
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 
 class MlpSpeculatorObjective(Objective):

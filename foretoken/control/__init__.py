@@ -1,1 +1,0 @@
-"""How much to draft and to verify, for whom: the controllers. Knows no drafter and no engine."""

@@ -1,0 +1,1 @@
+"""Calls drafters, guards the engine against them, and controls how much they draft."""

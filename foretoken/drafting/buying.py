@@ -1,0 +1,213 @@
+"""Buying nodes: of all drafted nodes of a batch, those that are worth their cost.
+
+No node is worth more than its parent, so the most valuable nodes of all sequences together are trees. With their values
+p_1 ≥ p_2 ≥ …, B sequences, c(T) the seconds of a pass over T tokens, d those of drafting and h those of the host, the
+first k of them bring B + p_1 + … + p_k tokens in c(B + k) + d + h seconds; the best k is taken.
+
+Letters: B sequences, N nodes.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+
+from foretoken.core.token_tree import MAX_NODES, PROBE, DrawKind, HostFacts, TokenTree
+from foretoken.drafting.host_trees import falling, with_ancestors
+from foretoken.trees.merge import prune
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from foretoken.drafting.draft_costs import FadingLine
+    from foretoken.drafting.host_trees import HostTree
+    from foretoken.runner.cost_curve import CostCurve
+
+
+class Ranked(NamedTuple):
+    """Nodes that may be bought, the most valuable ones first.
+
+    Attributes:
+        values: (1 + k,), probability that each is accepted with its path; the first is 0, for no node.
+        depths: (1 + k,) int64; the first is 0.
+        num_fixed: Tokens of a pass without them: roots, and nodes that are verified whatever they cost.
+        tokens: That are expected of such a pass.
+    """
+
+    values: NDArray[np.float64]
+    depths: NDArray[np.int64]
+    num_fixed: int
+    tokens: float
+
+
+class Earnings(NamedTuple):
+    """What is expected of the best purchases among the nodes down to each depth; all (D,), at depths 1 to D.
+
+    Attributes:
+        tokens: Of the batch.
+        seconds: Of the pass and of the host, without those of drafting.
+    """
+
+    tokens: NDArray[np.float64]
+    seconds: NDArray[np.float64]
+
+
+class Purchase(NamedTuple):
+    """Nodes that are worth their cost.
+
+    Attributes:
+        host: The trees that they were chosen from.
+        values: (B, N), probability that each node is accepted with its path.
+        kept: (B, N) bool, the nodes that are verified; of the roots it says nothing.
+        is_everything: Whether nothing is left out.
+        width: Tokens of the pass.
+        rate: Tokens a second that are expected.
+        ranked: What there was to be bought.
+    """
+
+    host: HostTree
+    values: NDArray[np.float64]
+    kept: NDArray[np.bool_]
+    is_everything: bool
+    width: int
+    rate: float
+    ranked: Ranked
+
+    def taken_from(self, tree: TokenTree) -> TokenTree:
+        """What is verified of the tree that was looked at; put together on the host unless it was drawn."""
+        if tree.distributions is None:
+            return self.on(tree.tokens.device, has_sources=tree.source is not None)
+        if not self.is_everything:
+            tree = prune(tree, torch.from_numpy(self.kept).to(tree.tokens.device))
+        return tree.narrowed()
+
+    def on(self, device: torch.device, *, has_sources: bool = True) -> TokenTree:
+        """The roots and the nodes that are kept, of trees that the host knows whole.
+
+        Args:
+            device: Where the tree goes.
+            has_sources: Whether it says who proposed its nodes.
+        """
+        host, kept = self.host, self.kept | (np.arange(self.kept.shape[1]) == 0)
+        assert host.scores is not None, "the trees are valued"
+        counts, rows = kept.sum(1), np.arange(len(kept))[:, None]
+        order = np.argsort(~kept, axis=1, kind="stable")[:, : counts.max()]
+        places = kept.cumsum(1) - 1
+        parents = np.where(host.parents >= 0, places[rows, np.maximum(host.parents, 0)], -1)
+        is_node = np.arange(order.shape[1]) < counts[:, None]
+        parts = np.stack([host.tokens, parents, host.depths, host.sources])[:, rows, order]
+        parts = np.where(is_node, parts, np.array([0, -1, 0, 0])[:, None, None])
+        tokens, new_parents, depths, sources = torch.from_numpy(parts).to(device)
+        scores = torch.from_numpy(np.where(is_node, host.scores[rows, order], np.float32(0.0))).to(device)
+        deepest, sizes = parts[2].max(1).tolist(), counts.tolist()
+        return TokenTree(
+            tokens=tokens,
+            parents=new_parents,
+            depths=depths,
+            num_nodes=torch.from_numpy(counts).to(device),
+            max_depth=max(deepest),
+            scores=scores,
+            source=sources if has_sources else None,
+            host_facts=HostFacts(
+                roots=parts[0, :, 0].tolist(), depths=deepest, num_nodes=sizes, num_tokens=int(parts[0].max()) + 1
+            ),
+        )
+
+
+def buy(
+    host: HostTree,
+    cost: CostCurve,
+    host_seconds: FadingLine,
+    *,
+    draft_s: float,
+    max_nodes: int = MAX_NODES,
+    is_drawn: NDArray[np.bool_] | None = None,
+) -> Purchase:
+    """Chooses nodes.
+
+    Args:
+        host: Trees with calibrated `scores`.
+        cost: Seconds of passes.
+        host_seconds: Of the host, by the tokens generated.
+        draft_s: Seconds that drafting took.
+        max_nodes: Most nodes of each tree, root included; drawn nodes and probes are kept beyond.
+        is_drawn: (B, N), the nodes that were drawn from a draft distribution, see `drawn_nodes`; None for none.
+    """
+    assert host.scores is not None, "the trees are valued"
+    batch = len(host.tokens)
+    # A cut that looks at what was drawn would bias the output. Probes: the drafter wants the target's answer there,
+    # whatever it costs.
+    is_fixed = (host.sources & PROBE).astype(bool) & (host.depths > 0)
+    if is_drawn is not None:
+        is_fixed |= is_drawn & host.is_drafted
+    is_fixed = with_ancestors(is_fixed, host)
+    values = np.exp(falling(host.scores.astype(np.float64), host))
+    candidates = np.where(host.is_drafted & ~is_fixed, values, -1.0)
+    num_candidates = int((candidates > 0).sum())
+    if host.tokens.shape[1] > max_nodes:
+        candidates = _best_of_rows(candidates, max_nodes - 1 - is_fixed.sum(1))
+    candidates = candidates.ravel()
+    order = np.argsort(-candidates, kind="stable")
+    worth = candidates[order]
+    worth = worth[worth > 0]
+    num_fixed = batch + int(is_fixed.sum())
+    ranked = Ranked(
+        values=np.concatenate([[0.0], worth]),
+        depths=np.concatenate([[0], host.depths.ravel()[order[: len(worth)]]]),
+        num_fixed=num_fixed,
+        tokens=batch + float(values[is_fixed & host.is_drafted].sum()),
+    )
+    tokens = ranked.tokens + ranked.values.cumsum()
+    seconds = cost.seconds(num_fixed + np.arange(len(tokens))) + draft_s + host_seconds(tokens)
+    best = int((tokens / seconds).argmax())
+    kept = is_fixed.ravel()
+    kept[order[:best]] = True
+    return Purchase(
+        host=host,
+        values=values,
+        kept=kept.reshape(host.tokens.shape),
+        is_everything=best == num_candidates,
+        width=num_fixed + best,
+        rate=float(tokens[best] / seconds[best]),
+        ranked=ranked,
+    )
+
+
+def drawn_nodes(tree: TokenTree) -> NDArray[np.bool_] | None:
+    """(B, N) bool, the nodes that were drawn from a draft distribution; None for none. Synchronises with the host."""
+    if tree.distributions is None:
+        return None
+    is_drawn: NDArray[np.bool_] = (tree.distributions.kinds != DrawKind.ONE_HOT).cpu().numpy()
+    return is_drawn
+
+
+def earnings_by_depth(
+    ranked: Ranked, cost: CostCurve, host_seconds: FadingLine, draft_s: NDArray[np.float64]
+) -> Earnings:
+    """What would have been bought, had the nodes been drafted down to smaller depths.
+
+    A shallower draft might have had further shallow nodes, where the number of nodes bounds these trees.
+
+    Args:
+        ranked: The nodes.
+        cost: Seconds of passes.
+        host_seconds: Of the host, by the tokens generated.
+        draft_s: (D,), seconds of drafts of 1 to D levels.
+    """
+    rows = np.arange(len(draft_s))
+    is_there = ranked.depths <= rows[:, None] + 1  # (D, 1 + k)
+    tokens = ranked.tokens + (is_there * ranked.values).cumsum(1)
+    passes = cost.seconds(ranked.num_fixed + np.arange(len(ranked.values)))
+    seconds = passes[is_there.cumsum(1) - 1] + host_seconds(tokens)
+    best = (tokens / (seconds + draft_s[:, None])).argmax(1)
+    return Earnings(tokens[rows, best], seconds[rows, best])
+
+
+def _best_of_rows(values: NDArray[np.float64], most: NDArray[np.int64]) -> NDArray[np.float64]:
+    """(B, N) values, of which all but the first `most` of each row, in falling order, are -1."""
+    order = np.argsort(-values, axis=1, kind="stable")
+    ranks = np.empty_like(order)
+    np.put_along_axis(ranks, order, np.arange(values.shape[1])[None], axis=1)
+    return np.where(ranks < most[:, None], values, -1.0)

@@ -1,0 +1,181 @@
+"""What drafts take: by their depth, level by level, and beside the chunks of prompts in the same pass."""
+
+from __future__ import annotations
+
+from collections import deque
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import NDArray
+
+    from foretoken.runner.cost_curve import CostCurve
+
+_FADE = 0.5 ** (1.0 / 40.0)  # an observation counts half after 40 others
+
+
+class FadingLine:
+    """A rising line through observations, the older ones counting less: least squares."""
+
+    def __init__(self) -> None:
+        self._count = self._x = self._y = self._xx = self._xy = 0.0
+
+    def learn(self, x: float, y: float) -> None:
+        """Adds an observation."""
+        self._count = self._count * _FADE + 1
+        self._x = self._x * _FADE + x
+        self._y = self._y * _FADE + y
+        self._xx = self._xx * _FADE + x * x
+        self._xy = self._xy * _FADE + x * y
+
+    @property
+    def line(self) -> tuple[float, float]:
+        """Its height at 0, and its slope; 0 before anything was observed."""
+        if not self._count:
+            return 0.0, 0.0
+        mean_x, mean_y = self._x / self._count, self._y / self._count
+        variance = self._xx / self._count - mean_x**2
+        slope = (self._xy / self._count - mean_x * mean_y) / variance if variance > 1e-6 else 0.0
+        steepest = mean_y / mean_x if mean_x > 0 else 0.0
+        slope = min(max(slope, 0.0), steepest)  # neither falls nor starts below 0
+        return mean_y - slope * mean_x, slope
+
+    def __call__(self, x: float | np.ndarray) -> float | np.ndarray:
+        """The line's height."""
+        start, slope = self.line
+        return start + slope * x
+
+
+_LONG_RATIO = 1.5  # of a proposal to what is known: one that also reads a prompt says nothing of the next; two do
+_LARGEST_RATIO = 2.0  # of a proposal that is believed
+_SMALLEST_RATIO = 0.5  # below it what is known is wrong: no proposal is faster by chance
+
+
+class DraftSeconds:
+    """Seconds of one drafter's proposals."""
+
+    def __init__(self, deepest: int, timed: Sequence[tuple[int, float]] = ()) -> None:
+        """What is known beforehand.
+
+        Args:
+            deepest: Levels that are drafted at most.
+            timed: Depth and seconds of proposals that were timed, the fastest of each depth of which count.
+        """
+        self._deepest, self._line, self._num = deepest, FadingLine(), 0
+        self._was_long = False  # the last proposal, which was left out
+        for depth, seconds in fastest_by_depth(timed).items():
+            self._line.learn(depth, seconds)
+            self._num += 1
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any proposal was timed."""
+        return self._num > 0
+
+    def __call__(self, depths: np.ndarray | float) -> np.ndarray | float:
+        """Seconds of proposals of some depths; 0 before any was timed."""
+        return self._line(depths)
+
+    @property
+    def of_deepest(self) -> float:
+        """Seconds of a proposal of the greatest depth."""
+        return float(self._line(float(self._deepest)))
+
+    def learn(self, depth: int, seconds: float) -> None:
+        """Takes in a proposal; depth: that it reached."""
+        if self._num:
+            known = float(self._line(float(depth)))
+            if seconds < _SMALLEST_RATIO * known:
+                self._line, self._was_long = FadingLine(), False
+            elif known > 0:
+                self._was_long = seconds > _LONG_RATIO * known and not self._was_long
+                if self._was_long:
+                    return
+                seconds = min(seconds, _LARGEST_RATIO * known)
+        self._num += 1
+        self._line.learn(depth, seconds)
+
+
+def fastest_by_depth(timed: Sequence[tuple[int, float]]) -> dict[int, float]:
+    """Seconds of the fastest draft of each depth, of depth and seconds of some."""
+    fastest: dict[int, float] = {}
+    for depth, seconds in timed:
+        fastest[depth] = min(fastest.get(depth, seconds), seconds)
+    return fastest
+
+
+_DRAFTS_KEPT = 5  # of a depth, the median of which counts: one that also reads a prompt says nothing of the next
+_LONGEST_KEPT = 100  # drafts after which one is forgotten: machines slow down and speed up
+_FAR = 1000.0  # levels, more than are drafted
+
+
+class LevelSeconds:
+    """Seconds of drafts by depth: a rising curve through the origin and the medians of recent drafts of each depth."""
+
+    def __init__(self) -> None:
+        self._drafts: dict[int, deque[tuple[int, float]]] = {}  # by depth: when each was made, seconds
+        self._count = 0
+        self._curve: tuple[list[float], list[float]] | None = None  # until another draft is made
+
+    @property
+    def is_known(self) -> bool:
+        """Whether any draft was timed."""
+        return bool(self._drafts)
+
+    def learn(self, depth: int, seconds: float) -> None:
+        """Takes in a draft; depth: its levels, at least 1."""
+        self._count += 1
+        self._drafts.setdefault(depth, deque(maxlen=_DRAFTS_KEPT)).append((self._count, seconds))
+        self._drafts = {
+            each: drafts for each, drafts in self._drafts.items() if drafts[-1][0] > self._count - _LONGEST_KEPT
+        }
+        self._curve = None
+
+    def __call__(self, depths: NDArray[Any] | float) -> NDArray[np.float64]:
+        """Seconds of drafts of some depths, beyond the deepest one seen as far as the line goes on; 0 before any."""
+        if self._curve is None:
+            self._curve = self._points()
+        return np.asarray(np.interp(depths, *self._curve))
+
+    def _points(self) -> tuple[list[float], list[float]]:
+        """Depths and seconds that the curve goes through."""
+        depths, seconds = [0.0], [0.0]
+        for depth in sorted(self._drafts):
+            depths.append(float(depth))
+            seconds.append(max(median(each for _, each in self._drafts[depth]), seconds[-1]))
+        if len(depths) > 1:
+            slope = (seconds[-1] - seconds[-2]) / (depths[-1] - depths[-2])
+            depths.append(_FAR)
+            seconds.append(seconds[-1] + slope * (_FAR - depths[-2]))
+        return depths, seconds
+
+
+_LARGEST_SHARE = 0.75  # of what a token of the pass costs that a further one may add
+
+
+class BesidePrompts:
+    """What nodes add to passes that read prompts."""
+
+    def __init__(self, cost: CostCurve) -> None:
+        """Takes costs.
+
+        Args:
+            cost: Seconds of a pass.
+        """
+        self._cost = cost
+
+    def has_room(self, num_sequences: int, num_prompt_tokens: int) -> bool:
+        """Whether drafts may pay in a pass; always where it reads no prompts.
+
+        Args:
+            num_sequences: That are decoding, a token each.
+            num_prompt_tokens: Of others' prompts.
+        """
+        if not num_prompt_tokens:
+            return True
+        width = num_sequences + num_prompt_tokens
+        return self._cost(2 * width) - self._cost(width) <= _LARGEST_SHARE * self._cost(width)

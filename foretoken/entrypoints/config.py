@@ -1,0 +1,393 @@
+"""Checks `speculative_config`: vLLM's keys and ours, split into options of the engine and of each drafter."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from foretoken.acceptance.select import AcceptancePolicy
+from foretoken.core.checks import as_python, check_text, shown
+from foretoken.core.errors import ConfigError, nearest_name_hint
+from foretoken.drafters.registry import drafter_options, is_method, known_methods, offered_methods, unknown_method
+from foretoken.entrypoints.drafter_files import (
+    beside,
+    check_model_of,
+    exists,
+    head_beside,
+    names_beside,
+    spelled,
+    what_lies_at,
+)
+from foretoken.entrypoints.model_arguments import checked_path
+from foretoken.files.bounded_reads import MIB, read_named
+from foretoken.formats.registry import holds_head, method_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from foretoken.core.results import RequestOutput
+    from foretoken.drafters.options import DrafterOptions
+
+PLAIN = "plain"
+_BEFORE_KEY = re.compile(r":(?=[A-Za-z_]\w*=)")
+_LONGEST_PATH = 4096  # characters; PATH_MAX of Linux
+_MOST_BYTES = 16 * MIB  # of a JSON file; references of the method `oracle` are whole texts
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One way to decode.
+
+    Attributes:
+        name: Shown in tables.
+        config: `speculative_config`, or None for plain decoding.
+    """
+
+    name: str
+    config: Mapping[str, Any] | None
+
+    @property
+    def needs_references(self) -> bool:
+        """Whether the drafter is an `oracle` that still needs the output of plain decoding."""
+        return self.config is not None and self.config.get("method") == "oracle" and "references" not in self.config
+
+    def with_references(self, outputs: Iterable[RequestOutput]) -> Mapping[str, Any] | None:
+        """Returns the configuration; adds the output of plain decoding for an `oracle` without references.
+
+        Args:
+            outputs: Results of plain decoding.
+        """
+        if not self.needs_references or self.config is None:
+            return self.config
+        texts = [[*output.prompt_token_ids, *output.outputs[0].token_ids] for output in outputs]
+        return {**self.config, "references": texts}
+
+
+def parse_setup(given: str | os.PathLike[str], *, target: str | None = None, reads_files: bool = True) -> Setup:
+    """Parses one way to decode; `foretoken.entrypoints.config` checks whether the drafter exists.
+
+    Args:
+        given: `DRAFTER[:TREE][:KEY=VALUE]...`, or several of these joined by `+` for one merged tree, or a JSON object,
+            or `@FILE` with a JSON object; `plain` for plain decoding. DRAFTER is a method, a name such as `hass` for
+            the head in `TARGET-hass`, a directory or file of weights, or a hub id (with a slash). VALUE is JSON, text,
+            or `@FILE` with JSON.
+        target: The target's directory or hub id; None if it is unknown yet.
+        reads_files: Whether `@FILE` is allowed; only the command line allows it.
+
+    Raises:
+        ConfigError: When the text does not follow this syntax, or a file cannot be read.
+    """
+    if isinstance(given, os.PathLike):
+        return Setup(Path(given).name, {"model": os.fspath(given)})
+    text = given.strip()
+    if text == PLAIN:
+        return Setup(PLAIN, None)
+    if text.startswith(("@", "{", "[", '"')):
+        return _from_json(_read(text, reads_files) if text.startswith("@") else text)
+    parts = [_from_words(part.strip(), target, reads_files) for part in _between_drafters(text, target)]
+    if len(parts) == 1:
+        return parts[0]
+    return Setup("+".join(part.name for part in parts), {"drafters": [part.config for part in parts]})
+
+
+def _between_drafters(text: str, target: str | None) -> list[str]:
+    """Splits a text at the plus signs between drafters.
+
+    A plus inside an existing path does not split. A plus inside a value splits only before a drafter's name or path.
+    """
+    names = {*known_methods(), *names_beside(target)}
+    parts: list[str] = []
+    for piece in text.split("+"):
+        word = piece.partition(":")[0].strip()
+        before = re.split("[:=]", parts[-1])[-1] if parts else ""
+        is_start = word in names or exists(word)
+        if parts and (exists(f"{before}+{word}") or (_BEFORE_KEY.search(parts[-1]) and not is_start)):
+            parts[-1] += f"+{piece}"
+        else:
+            parts.append(piece)
+    return parts
+
+
+def _from_words(text: str, target: str | None, reads_files: bool) -> Setup:
+    """Parses `DRAFTER:TREE:KEY=VALUE`."""
+    drafter = _drafter_of(text)
+    tree, *pairs = _BEFORE_KEY.split(text[len(drafter) :])
+    tree = tree.removeprefix(":")
+    is_name = drafter in known_methods() or head_beside(target, drafter) is not None
+    is_path = not is_name and ("/" in drafter or exists(drafter))
+    config: dict[str, Any] = {"model" if is_path else "method": drafter, **({"tree": tree} if tree else {})}
+    for pair in pairs:
+        key, _, value = pair.partition("=")
+        if key in config:
+            raise ConfigError(f"{shown(text)} gives {shown(key)} twice. Expected it once.")
+        config[key] = _value(value, reads_files)
+    found = what_lies_at(tree) if tree else None
+    if found is not None:
+        raise ConfigError(
+            f"'{tree}' is {found.name}, and {shown(text)} takes it for a tree. Write {spelled(found, tree)}."
+        )
+    name = ":".join([Path(drafter).name, *([tree] if tree else [])])
+    return Setup(" ".join([name, *(pair for pair in pairs if not pair.startswith("model="))]), config)
+
+
+def _drafter_of(text: str) -> str:
+    """Returns DRAFTER: the longest existing path at the start, which may hold colons, else the text up to a colon."""
+    ends = [*(colon.start() for colon in re.finditer(":", text[:_LONGEST_PATH])), len(text)]
+    return text[: next((end for end in reversed(ends) if exists(text[:end])), ends[0])]
+
+
+def _value(text: str, reads_files: bool) -> Any:
+    """Parses a value: the JSON in `@FILE`, else JSON, else text."""
+    is_file = text.startswith("@")
+    try:
+        return json.loads(_read(text, reads_files) if is_file else text)
+    except (ValueError, RecursionError) as err:
+        if not is_file:
+            return text
+        raise ConfigError(
+            f"'{text[1:]}' is not valid JSON: {err}. Expected a value such as [[0], [1], [0, 0]]."
+        ) from err
+
+
+def _from_json(text: str) -> Setup:
+    """Parses a `speculative_config` in JSON."""
+    example = """Expected for example ngram or {"method": "ngram"}."""
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError) as err:
+        raise ConfigError(f"speculative_config is not valid JSON: {err}. {example}") from err
+    if not isinstance(config, dict):
+        raise ConfigError(f"speculative_config is {shown(config)}. {example}")
+    if config.get("drafters") is not None:
+        return Setup(_names(config["drafters"]), config)
+    details = [f"{key}={json.dumps(value)}" for key, value in config.items() if key not in ("method", "model")]
+    return Setup(" ".join([_name(config), *details]), config)
+
+
+def _name(config: Mapping[str, Any]) -> str:
+    """Returns the name of a drafter: its method, or its directory without a method."""
+    if config.get("method") is None and isinstance(config.get("model"), str):
+        return Path(config["model"]).name
+    return str(config.get("method", "ngram"))
+
+
+def _names(drafters: Any) -> str:
+    """Returns the names of several drafters; `parse_speculative_config` reports what is wrong with them."""
+    each = drafters if isinstance(drafters, list) else []
+    names = [one if isinstance(one, str) else _name(one) if isinstance(one, dict) else "?" for one in each]
+    return "+".join(names) or "drafters"
+
+
+def _read(text: str, reads_files: bool) -> str:
+    """Returns the text of the file in `@FILE`."""
+    path = Path(text[1:])
+    if not reads_files:
+        raise ConfigError(
+            f"{shown(text)} names a file, which only the command line reads. Expected what the file holds."
+        )
+    if not path.exists():
+        raise ConfigError(f"there is no file '{path}'. Expected a file with JSON after '@'.")
+    try:
+        return read_named(path, limit=_MOST_BYTES, error=ConfigError).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as err:
+        raise ConfigError(f"'{path}' cannot be read: {err}. Expected JSON as UTF-8 text.") from err
+
+
+_REJECTION_METHODS = {"standard": "sequential", "block": "block"}  # vLLM's names
+_POLICY_KEYS = tuple(each.name for each in fields(AcceptancePolicy) if each.name != "rule")
+# Keys of vLLM that have no effect here; other values than these are refused.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "draft_tensor_parallel_size": (None, 1),
+    "max_model_len": (None,),
+    "code_revision": (None,),
+    "parallel_drafting": (None, False),
+    "num_speculative_tokens_per_batch_size": (None,),
+    "enable_adaptive_verification": (None, False, True),
+    "enforce_eager": (None, False, True),
+    "disable_padded_drafter_batch": (None, False, True),
+}
+# Keys that only some methods have. vLLM passes them to every method; these values mean "not set".
+_UNSET: dict[str, tuple[Any, ...]] = {
+    "revision": (None,), "quantization": (None,), "use_heterogeneous_vocab": (None, False),
+}  # fmt: skip
+_MOST_DRAFTERS = 16
+_PREDICTION = "prediction"  # the method that drafts from what requests bring
+_EXAMPLE = 'Expected for example "ngram", "ngram+hass", a directory, or {"method": "ngram"}.'
+ENGINE_KEYS = frozenset({"acceptance", "drafters", "rejection_sample_method", *_POLICY_KEYS, *_NEUTRAL})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """A checked `speculative_config`.
+
+    Attributes:
+        options: The part of each drafter; none for plain decoding.
+        policy: The acceptance rule.
+        for_predictions: Of the drafter that is asked besides while requests bring predictions; None where one of
+            `options` reads them.
+    """
+
+    options: Sequence[DrafterOptions]
+    policy: AcceptancePolicy
+
+    @property
+    def for_predictions(self) -> DrafterOptions | None:
+        """See above."""
+        return (
+            None if any(each.reads_predictions for each in self.options) else drafter_options({"method": _PREDICTION})
+        )
+
+
+def parse_speculative_config(
+    given: Mapping[str, Any] | str | os.PathLike[str] | None, *, target: str | None
+) -> SpeculativeConfig:
+    """Checks a configuration; looks for the drafter beside the target if no model is named. Uses no network.
+
+    Args:
+        given: vLLM's keys and ours, text as this module reads it, a directory or file of weights, or None
+            for plain decoding. Without a `method` it is told from the files of `model`, or from keys that only prompt
+            lookup has.
+        target: The target's directory; a drafter without a model is looked for beside it, as `TARGET-METHOD`
+            (`TARGET-draft` for a draft model). A method that does not exist may be the name of a head there: "hass"
+            means the head in `TARGET-hass`, whose files tell its method. None where the target is in memory alone.
+
+    Raises:
+        ConfigError: For unknown keys and methods (the nearest one is named), values out of range, keys asking for what
+            is not supported, or weights that are missing beside the target or are not the method's.
+    """
+    if isinstance(given, str | os.PathLike):
+        check_text("speculative_config", os.fspath(given), error=ConfigError)
+        given = parse_setup(given, target=target, reads_files=False).config
+    if given is None:
+        return SpeculativeConfig(options=[], policy=AcceptancePolicy())
+    config = _mapping(given)
+    for key, values in _NEUTRAL.items():
+        if key in config and not _is_one_of(config[key], values):
+            raise ConfigError(f"'{key}' = {shown(config[key])} is not supported. Leave it out.")
+    each = [config] if config.get("drafters") is None else _drafters(config)
+    return SpeculativeConfig(options=[_options(one, target) for one in each], policy=_policy(config))
+
+
+def checked_setup(text: str, *, target: str) -> Setup:
+    """Parses and checks a setup of the command line; raises what `parse_setup` and `check_setup` raise."""
+    setup = parse_setup(text, target=target)
+    check_setup(setup, target=target)
+    return setup
+
+
+def check_setup(setup: Setup, *, target: str) -> None:
+    """Checks the configuration of a setup; raises what `parse_speculative_config` raises."""
+    config = setup.config
+    if setup.needs_references and config is not None:  # plain decoding makes them later
+        config = {**config, "references": []}
+    parse_speculative_config(config, target=target)
+
+
+def _drafters(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns the configurations of several drafters; a method's name alone is a configuration too.
+
+    Raises:
+        ConfigError: When the list is empty, too long, or mixed with the keys of a single drafter.
+    """
+    drafters = config["drafters"]
+    is_list = isinstance(drafters, list | tuple) and all(isinstance(one, Mapping | str) for one in drafters)
+    if not is_list or not 0 < len(drafters) <= _MOST_DRAFTERS:
+        raise ConfigError(
+            f"'drafters' is {shown(drafters)}. Expected a list of 1 to {_MOST_DRAFTERS} methods or configurations, as "
+            '["ngram", {"method": "draft_model"}].'
+        )
+    drafters = [{"method": one} if isinstance(one, str) else one for one in drafters]
+    others = sorted(set(config) - ENGINE_KEYS)
+    if others:
+        hint = nearest_name_hint(others[0], ENGINE_KEYS)
+        if not hint.startswith("Did"):  # no near engine key: it is a drafter's key
+            hint = "Put it into the configuration of one of them."
+        raise ConfigError(f"{shown(others[0])} stands beside 'drafters'. {hint}")
+    for one in drafters:
+        wrong = sorted(set(map(str, one)) & ENGINE_KEYS)
+        if wrong:
+            raise ConfigError(f"'{wrong[0]}' is not a single drafter's. Put it beside 'drafters'.")
+    return [_mapping(one) for one in drafters]
+
+
+def _options(config: Mapping[str, Any], target: str | None) -> DrafterOptions:
+    """Returns the options of one drafter, with the weights beside the target if no model is named."""
+    own = {
+        key: value
+        for key, value in {**config, "method": _method(config)}.items()
+        if key not in ENGINE_KEYS and not _is_one_of(value, _UNSET.get(key, ()))
+    }
+    method, model = own["method"], own.get("model")
+    if isinstance(model, os.PathLike):
+        model = own["model"] = os.fspath(model)
+    if isinstance(model, str):
+        checked_path("'model' of speculative_config", model)
+    elif model is None and isinstance(method, str):
+        place = beside(target, method) if method in known_methods() else head_beside(target, method)
+        if place is not None:
+            own["model"] = str(place)
+            own["method"] = method if method in known_methods() else method_of(place)
+        elif not is_method(method):
+            raise _no_method(method, target)
+    options = drafter_options(own, other_keys=ENGINE_KEYS)
+    check_model_of(options.method, options.model, target)
+    return options
+
+
+def _no_method(name: str, target: str | None) -> ConfigError:
+    """Returns the error for a name that is neither a method nor a head beside the target."""
+    found = what_lies_at(name) if exists(name) else None
+    if found is not None:
+        return ConfigError(f"{shown(name)} is {found.name}, not a method. Write {{'model': {shown(name)}}}.")
+    heads = [each for each in names_beside(target) if head_beside(target, each) is not None]
+    return ConfigError(unknown_method(name, also=heads))
+
+
+def _mapping(config: Any) -> Mapping[str, Any]:
+    """Returns the configuration; raises `ConfigError` unless it is a mapping with text keys."""
+    if not isinstance(config, Mapping) or not all(isinstance(key, str) for key in config):
+        raise ConfigError(f"speculative_config is {shown(config)}. {_EXAMPLE}")
+    return config
+
+
+def _method(config: Mapping[str, Any]) -> Any:
+    """Returns the method: the key `method`, else the one that the files or the other keys imply."""
+    if config.get("method") is not None:
+        return config["method"]
+    model = config.get("model")
+    if model is not None:
+        if not isinstance(model, str | os.PathLike):
+            raise ConfigError(f"'model' is {shown(model)}. Expected a directory or a hub id.")
+        if exists(model):
+            return method_of(Path(model)) if holds_head(Path(model)) else "draft_model"
+        if isinstance(model, str) and "/" not in model:  # a hub id has a slash, so this is a misspelt method
+            raise ConfigError(
+                f"there is no directory {shown(model)}, and without a 'method' it is no hub id, which is owner/name. "
+                f"{nearest_name_hint(model, offered_methods())}"
+            )
+        return "draft_model"
+    if any(key.startswith("prompt_lookup_") for key in config):
+        return "ngram"
+    raise ConfigError("speculative_config has no 'method'. Expected for example {'method': 'ngram'}.")
+
+
+def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
+    """Whether a value is among `values`; 1 and True differ."""
+    return any(type(value) is type(each) and value == each for each in values)
+
+
+def _policy(config: Mapping[str, Any]) -> AcceptancePolicy:
+    """Returns the acceptance rule of the configuration."""
+    rule = config.get("acceptance", "auto")
+    method = config.get("rejection_sample_method")
+    if method is not None:
+        if not isinstance(method, str) or method not in _REJECTION_METHODS:
+            hint = nearest_name_hint(shown(method), _REJECTION_METHODS)
+            raise ConfigError(f"rejection_sample_method {shown(method)} is not supported. {hint}")
+        rule = config.get("acceptance", _REJECTION_METHODS[method])
+    return AcceptancePolicy(rule=rule, **{key: as_python(config[key]) for key in _POLICY_KEYS if key in config})

@@ -1,0 +1,309 @@
+"""Finds drafters' files, and makes drafters, the package's own or a caller's."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from foretoken.core.checks import check_integer, check_text, shown
+from foretoken.core.errors import ConfigError, ForetokenError, described, foreign_errors_as
+from foretoken.core.token_tree import MAX_NODES
+from foretoken.core.torch_state import restored_torch_state
+from foretoken.drafters.base import TargetReads
+from foretoken.drafting.untrusted_drafter import UntrustedDrafter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    import torch
+
+    from foretoken.drafters.base import Drafter, TargetHandle
+
+_DRAFT_MODEL = "draft_model"
+_NAME_OF_HEAD = re.compile(r"[\w+-]+")
+
+
+class Found(NamedTuple):
+    """The content of a directory or file of weights.
+
+    Attributes:
+        method: The method that drafts with it: "draft_model" for a whole model, a head's method, or None if unknown.
+        name: A description with an article, such as "a hass head".
+        target: The name of the target that a head was trained for, if the head states it.
+    """
+
+    method: str | None
+    name: str
+    target: str | None = None
+
+    @property
+    def is_model(self) -> bool:
+        """Whether the files are a whole model."""
+        return self.method == _DRAFT_MODEL
+
+
+def what_lies_at(place: str | Path) -> Found | None:
+    """Returns the kind of model or head at a path; None if there is neither.
+
+    Args:
+        place: A directory, or a file of weights.
+    """
+    from foretoken.formats.describe import native_facts
+    from foretoken.formats.registry import holds_head, method_of
+    from foretoken.models.config_checks import check_model_files
+
+    path = Path(place)
+    if not exists(path):
+        return None
+    try:
+        facts = native_facts(path)
+        if facts is not None:
+            target = facts.get("target") or {}
+            return Found(facts["method"], _head_of(facts["method"]), target.get("name"))
+        if holds_head(path):
+            return _foreign(path, method_of)
+        check_model_files(str(path), may_be_hub_id=False)
+    except ForetokenError:
+        return None
+    return Found(_DRAFT_MODEL, "a model")
+
+
+def _foreign(path: Path, method_of: Any) -> Found:
+    """Describes a head in another format; the method is None if it is not supported."""
+    try:
+        method = method_of(path)
+    except ForetokenError:
+        return Found(None, "a draft head")
+    return Found(method, _head_of(method))
+
+
+def _head_of(method: str) -> str:
+    """Returns a method's head in words."""
+    return f"{'an' if method[0] in 'aeiou' else 'a'} {method} head"
+
+
+def exists(name: str | os.PathLike[str]) -> bool:
+    """Whether a file or directory exists; False for invalid paths, such as too long names."""
+    return os.path.exists(name)  # noqa: PTH110 - pathlib raises for such names
+
+
+def beside(target: str | None, name: str) -> Path | None:
+    """Returns the directory `TARGET-NAME`; None if it does not exist.
+
+    Args:
+        target: The target's directory; None for a target in memory.
+        name: The name of a method or a head; for `draft_model` the directory is `TARGET-draft`.
+    """
+    place = f"{_stem(target)}-{'draft' if name == _DRAFT_MODEL else name}"
+    return Path(place) if target is not None and exists(place) and Path(place).is_dir() else None
+
+
+def head_beside(target: str | None, name: str) -> Path | None:
+    """Returns the directory `TARGET-NAME`, such as `TARGET-hass`; None if it holds no head."""
+    from foretoken.formats.registry import holds_head
+
+    place = beside(target, name) if _NAME_OF_HEAD.fullmatch(name) else None
+    return place if place is not None and holds_head(place) else None
+
+
+def names_beside(target: str | None) -> list[str]:
+    """Returns every NAME of a directory `TARGET-NAME`, sorted."""
+    if target is None or not exists(target):
+        return []
+    stem = Path(_stem(target))
+    names = (path.name.removeprefix(f"{stem.name}-") for path in stem.parent.glob("*-*") if path.is_dir())
+    return sorted(name for name in names if beside(target, name) is not None)
+
+
+def _stem(target: str | None) -> str:
+    """Returns a target's path without a final slash; makes paths that end with `.` or `..` absolute."""
+    path = os.path.normpath(target or "")
+    return os.path.abspath(path) if path.endswith(".") else path  # noqa: PTH100 - links are not followed
+
+
+def spelled(found: Found, place: str | Path) -> str:
+    """Returns the drafter with these files, as text for `-s`."""
+    return f"{found.method or 'METHOD'}:model={place}"
+
+
+def check_is_no_head(place: str) -> None:
+    """Raises `ConfigError` for a head in the place of a target."""
+    found = what_lies_at(place)
+    if found is None or found.is_model:
+        return
+    target = f" ('{found.target}')" if found.target else ""
+    raise ConfigError(
+        f"'{place}' is {found.name}, not a model. Expected the model that it was trained "
+        f"for{target} as MODEL, and the head as -s {spelled(found, place)}."
+    )
+
+
+def check_is_no_model(place: str | Path) -> None:
+    """Raises `ConfigError` for a whole model in the place of a head."""
+    found = what_lies_at(place)
+    if found is not None and found.is_model:
+        raise ConfigError(
+            f"'{place}' is a model and holds no draft head. Expected a directory or file of weights with a head. A "
+            f"model drafts by itself: foretoken bench MODEL -s {spelled(found, place)}."
+        )
+
+
+def check_model_of(method: str, model: str | None, target: str | None) -> None:
+    """Checks that a drafter's weights exist and fit its method.
+
+    Args:
+        method: The drafter's method.
+        model: The directory or file of its weights; None if none were named or found beside the target.
+        target: The target's directory; None for a target in memory.
+
+    Raises:
+        ConfigError: When the weights are missing, or are a model instead of a head, a head instead of a model, or the
+            head of another method.
+    """
+    from foretoken.heads.methods import head_methods
+
+    is_head = method in head_methods()
+    if not is_head and method != _DRAFT_MODEL:
+        return
+    if model is None:
+        if target is not None:
+            check_is_no_head(target)
+        where = "of a target in memory no directory is known"
+        if target is not None:
+            where = f"there is no '{_stem(target)}-{method if is_head else 'draft'}'"
+        raise ConfigError(
+            f"{method} needs {'a trained head' if is_head else 'a draft model'}, and {where}. Write "
+            f"{method}:model=PLACE, a directory or a hub id."
+        )
+    found = what_lies_at(model)
+    if found is not None and found.method not in (None, method):
+        expected = _head_of(method) if is_head else "a model"
+        raise ConfigError(
+            f"'{model}' is {found.name}, and method '{method}' needs {expected}. Write {spelled(found, model)}."
+        )
+
+
+_METHODS = ("attach", "begin", "propose", "commit", "release")
+_ATTRIBUTES = ("name", "reads", "nodes_by_depth", *_METHODS)
+_LONGEST_NAME = 100  # characters
+_DEEPEST = 512
+_MOST_IDS = 1024  # that may be read at a node
+_MISSING = object()
+
+
+def make_drafter(create: Callable[[], Any], *, maker: str, is_trusted: bool, device: torch.device) -> Drafter:
+    """A drafter that has what `Drafter` asks for.
+
+    Args:
+        create: Makes it.
+        maker: Who that is, for messages.
+        is_trusted: Whether the drafter is handed the engine's own values and its word is taken, see `UntrustedDrafter`.
+        device: Where trees must lie.
+
+    Raises:
+        ConfigError: When `create` raises, or makes something else.
+        ForetokenError: As `create` raises it.
+    """
+    if is_trusted:
+        drafter: Drafter = create()
+        _checked(drafter, {name: getattr(drafter, name, _MISSING) for name in _ATTRIBUTES}, maker)
+        return drafter
+    with _explained(maker, "make a drafter"):
+        with restored_torch_state():
+            made = create()
+            parts = {name: getattr(made, name, _MISSING) for name in _ATTRIBUTES}
+        name, reads, nodes = _checked(made, parts, maker)
+        return UntrustedDrafter(made, name=name, reads=reads, nodes_by_depth=nodes, device=device)
+
+
+def attach_drafter(drafter: Drafter, target: TargetHandle) -> None:
+    """Attaches a drafter that `make_drafter` gave.
+
+    Raises:
+        ConfigError: When it raises, or drafts more than it said when it was made.
+        ForetokenError: As it raises it.
+    """
+    widest = drafter.nodes_by_depth[-1]
+    if not isinstance(drafter, UntrustedDrafter):
+        drafter.attach(target)
+    else:
+        with _explained(f"attach of drafter '{drafter.name}'", "prepare for the target"):
+            drafter.attach(target)
+    if drafter.nodes_by_depth[-1] > widest:
+        raise ConfigError(
+            f"drafter '{drafter.name}' has trees of {drafter.nodes_by_depth[-1]} nodes once it is attached, and said "
+            f"{widest} before. Expected no more, since the cache has no room for them."
+        )
+
+
+def _explained(what: str, expected: str) -> AbstractContextManager[None]:
+    """Turns what a caller's code raises into a sentence, as `ConfigError`; what the package raises itself passes."""
+    return foreign_errors_as(
+        ConfigError,
+        lambda err: f"{what} raised {described(err)}. Expected it to {expected}.",
+        passing=(ForetokenError,),
+    )
+
+
+def _checked(drafter: object, parts: dict[str, Any], maker: str) -> tuple[str, TargetReads, list[int]]:
+    """Name, reads and sizes of a drafter.
+
+    Raises:
+        ConfigError: When one of them, or a method, is missing or of another type.
+    """
+    missing = [name for name in _ATTRIBUTES if parts[name] is _MISSING]
+    if missing:
+        raise ConfigError(
+            f"{maker} made {shown(drafter)} without {', '.join(missing)}. Expected a drafter: an object with "
+            f"{', '.join(_ATTRIBUTES)}, see foretoken.drafters.base.Drafter."
+        )
+    owner = f"the drafter of {maker}"
+    for method in _METHODS:
+        if not callable(parts[method]):
+            raise ConfigError(f"{method} of {owner} is {shown(parts[method])}. Expected a method.")
+    name = parts["name"]
+    check_text(f"name of {owner}", name, error=ConfigError)
+    if not 0 < len(name) <= _LONGEST_NAME or not name.isprintable():
+        raise ConfigError(f"name of {owner} is {shown(name)}. Expected 1 to {_LONGEST_NAME} printable characters.")
+    return str(name), _checked_reads(parts["reads"], owner), _checked_sizes(parts["nodes_by_depth"], owner)
+
+
+def _checked_reads(reads: Any, owner: str) -> TargetReads:
+    """What a drafter reads.
+
+    Raises:
+        ConfigError: When it is no `TargetReads` of valid taps.
+    """
+    if type(reads) is not TargetReads:
+        raise ConfigError(f"reads of {owner} is {shown(reads)}. Expected foretoken.drafters.base.TargetReads(...).")
+    taps = reads.taps
+    if not isinstance(taps, tuple | list) or not all(map(_is_tap, taps)):
+        raise ConfigError(
+            f"taps of {owner} are {shown(taps)}. Expected a tuple of layer numbers, 0 for the embeddings, or 'final'."
+        )
+    check_integer(f"top_k of {owner}", reads.top_k, 0, _MOST_IDS, error=ConfigError)
+    return TargetReads(taps=tuple(taps), top_k=int(reads.top_k))
+
+
+def _checked_sizes(sizes: Any, owner: str) -> list[int]:
+    """Nodes of a drafter's trees by depth.
+
+    Raises:
+        ConfigError: When they are no sizes of trees.
+    """
+    expected = f"Expected ascending numbers of nodes from 1 to at most {MAX_NODES}, as range(1, 6) for chains of four."
+    is_sizes = isinstance(sizes, range | tuple | list) and 0 < len(sizes) <= _DEEPEST
+    if not is_sizes or any(type(nodes) is not int for nodes in sizes):
+        raise ConfigError(f"nodes_by_depth of {owner} is {shown(sizes)}. {expected}")
+    found = list(sizes)
+    if found[0] != 1 or found != sorted(found) or found[-1] > MAX_NODES:
+        raise ConfigError(f"nodes_by_depth of {owner} is {shown(sizes)}. {expected}")
+    return found
+
+
+def _is_tap(tap: object) -> bool:
+    """Whether a value is of the type `Tap`."""
+    return tap == "final" if isinstance(tap, str) else type(tap) is int and tap >= 0

@@ -1,0 +1,249 @@
+"""From what a caller asks to sequences that the engine runs: everything is checked before anything is generated."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from foretoken.core.checks import check_text, checked_token_ids, shown
+from foretoken.core.errors import RequestError
+from foretoken.core.results import GenerationMetrics, RequestOutput
+from foretoken.core.sampling_params import MOST_BAD_WORD_TOKENS, RequestOutputKind, SamplingParams, bounded_bad_words
+from foretoken.engine.sequence import Sequence
+from foretoken.grammars.compiling import Grammars
+from foretoken.sampling.batch import SamplingRequest
+from foretoken.sampling.noise import derive_seed
+from foretoken.text.chats import ChatFormat, chat_prompts
+from foretoken.text.codec import Codec
+from foretoken.text.prompts import PromptReader, ReadPrompt, split_prompts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from foretoken.runner.runner import Runner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One prompt on its way through the engine.
+
+    Attributes:
+        request_id: Unique in the life of an `LLM`, unless the caller chose it.
+        prompt_text: As text, or None where it came as token ids.
+        sequences: Its n completions.
+    """
+
+    request_id: str
+    prompt_text: str | None
+    sequences: Seq[Sequence]
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all its completions are."""
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether any of its completions has, or had, a slot."""
+        return any(s.has_begun or s.finish_reason is not None for s in self.sequences)
+
+    @property
+    def num_prompt(self) -> int:
+        """Tokens of its prompt."""
+        return self.sequences[0].num_prompt
+
+    def check_new_parts(self, call: str) -> None:
+        """Raises `RequestError` if a call that yields new parts gets another `output_kind`."""
+        kind = self.sequences[0].params.output_kind
+        if kind not in (None, RequestOutputKind.DELTA):
+            raise RequestError(
+                f"output_kind is {kind.name}, but {call} gives new parts. Expected DELTA or None. Leave it out, or use "
+                "generate."
+            )
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """Its prompt."""
+        return self.sequences[0].tokens[: self.num_prompt]
+
+    def output(self) -> RequestOutput:
+        """What it brought so far."""
+        outputs = [sequence.output() for sequence in self.sequences]
+        return replace(self.summary(), outputs=outputs, prompt_logprobs=self.sequences[0].prompt_logprobs())
+
+    def summary(self) -> RequestOutput:
+        """The same without completions and log-probabilities, which grow with the text."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt_text,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[],
+            metrics=GenerationMetrics.total(sequence.metrics for sequence in self.sequences),
+            num_cached_tokens=self.sequences[0].metrics.num_cached_tokens if self.has_begun else None,
+        )
+
+
+class RequestReader:
+    """Makes requests for a target."""
+
+    def __init__(self, target: Runner, tokenizer: Any, seed: int | None, defaults: Mapping[str, Any]) -> None:
+        """Reads prompts for a target.
+
+        Args:
+            target: The runner, for its limits.
+            tokenizer: Its tokenizer, or None.
+            seed: Makes requests without a seed of their own reproducible, in the order in which they come.
+            defaults: Fields of `SamplingParams` of requests that come without any.
+        """
+        self._tokenizer, self._defaults = tokenizer, defaults
+        self._target, self._codec = target, None if tokenizer is None else Codec(tokenizer, target.vocab_size)
+        self._grammars = Grammars(tokenizer, target.vocab_size, target.model.eos_ids)
+        self._prompts = PromptReader(self._codec, target.vocab_size, target.context_len)
+        self._is_seeded, self._seeds = seed is not None, random.Random(seed)
+        self._ids = itertools.count()
+
+    def chats(self, messages: Any, form: ChatFormat) -> list[dict[str, Any]]:
+        """Conversations as prompts, see `chat_prompts`; raises `RequestError` where they are none."""
+        return chat_prompts(messages, self._tokenizer, self._codec, form, self._target.context_len)
+
+    def encode(self, text: Any, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
+        """Token ids of text; see `LLM.encode`."""
+        if self._codec is None:
+            raise RequestError("the model has no tokenizer. Pass token ids.")
+        check_text("the text", text)
+        if most_tokens is not None:
+            self._codec.check_length(text, "the text", most_tokens, "the context length")
+        return self._codec.encode(text, "the text", add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Any) -> str:
+        """Text of token ids, special tokens included; raises `RequestError` where there is none."""
+        if self._codec is None:
+            raise RequestError("the model has no tokenizer to decode token ids.")
+        return self._codec.decode(checked_token_ids(token_ids, self._target.vocab_size, "the token ids"))
+
+    def read(self, prompts: Any, sampling_params: Any) -> list[Request]:
+        """Checks everything before anything is run.
+
+        Args:
+            prompts: In any of the forms of `split_prompts`.
+            sampling_params: `SamplingParams` for all, a list with one for each prompt, or None for the defaults.
+
+        Raises:
+            RequestError: When a prompt cannot be served, or there are not as many parameters as prompts.
+        """
+        items = split_prompts(prompts)
+        each = self._params_for_each(sampling_params, len(items))
+        checked = [self._checked_prompt(i, item) for i, item in enumerate(items)]
+        return [self._request(*parts, self.new_id()) for parts in zip(checked, each, strict=True)]
+
+    def read_one(self, prompt: Any, sampling_params: Any, request_id: str) -> Request:
+        """Checks one request.
+
+        Args:
+            prompt: In any of the forms of `split_prompts`.
+            sampling_params: `SamplingParams`, or None for the defaults.
+            request_id: Its name.
+
+        Raises:
+            RequestError: As `read` does, and when there are several prompts.
+        """
+        items = split_prompts(prompt)
+        if len(items) != 1:
+            raise RequestError(f"there are {len(items)} prompts. Expected one. Submit a request for each.")
+        (params,) = self._params_for_each(sampling_params, 1)
+        return self._request(self._checked_prompt(0, items[0]), params, request_id)
+
+    def new_id(self) -> str:
+        """A name for a request that it has not given before."""
+        return str(next(self._ids))
+
+    def _checked_prompt(self, index: int, prompt: Any) -> ReadPrompt:
+        """A prompt that leaves room for an answer."""
+        read, limit = self._prompts.read(prompt), self._target.context_len
+        if len(read.token_ids) >= limit:
+            raise RequestError(
+                f"prompt {index} has {len(read.token_ids)} tokens. Expected at most {limit - 1}, one less than the "
+                "context length. Shorten it."
+            )
+        return read
+
+    def _request(self, prompt: ReadPrompt, params: SamplingParams, request_id: str) -> Request:
+        """The n sequences of one prompt."""
+        vocab_size, limit = self._target.vocab_size, self._target.context_len
+        if params.stop_strings and self._codec is None:
+            raise RequestError("stop holds text but the model has no tokenizer. Use stop_token_ids.")
+        named = checked_token_ids(
+            [*params.logit_bias, *params.stop_token_ids], vocab_size, "logit_bias or stop_token_ids"
+        )
+        eos_ids = list(self._target.model.eos_ids)
+        bad_words, grammar = self._bad_words(params), self._grammars.state_of(params)
+        checked_token_ids(params.allowed_token_ids or (), vocab_size, "allowed_token_ids")
+        seed = self._seeds.getrandbits(63) if params.seed is None else int(params.seed)
+        sequences = [
+            Sequence(
+                request_id=request_id,
+                index=index,
+                prompt=prompt.token_ids,
+                sampling=SamplingRequest(
+                    params=params,
+                    seed=derive_seed(seed, index),
+                    terminators=[*eos_ids, *named[len(params.logit_bias) :]],
+                    bad_words=bad_words,
+                ),
+                is_seeded=params.seed is not None or self._is_seeded,
+                eos_ids=eos_ids,
+                max_len=limit if params.max_tokens is None else min(limit, len(prompt.token_ids) + params.max_tokens),
+                codec=self._codec,
+                prediction=prompt.prediction,
+                cache_salt=prompt.cache_salt,
+                grammar=grammar,
+                max_nodes=prompt.max_nodes,
+            )
+            for index in range(params.n)
+        ]
+        return Request(request_id=request_id, prompt_text=prompt.text, sequences=sequences)
+
+    def _bad_words(self, params: SamplingParams) -> list[list[int]]:
+        """Forbidden sequences as token ids; a word given as text is forbidden with and without a space before it."""
+        spelled = (
+            each for word in params.bad_words for each in (_spellings(word) if isinstance(word, str) else [word])
+        )
+        return bounded_bad_words(map(self._bad_word, spelled))
+
+    def _bad_word(self, word: str | Seq[int]) -> list[int]:
+        """A forbidden word as token ids."""
+        if not isinstance(word, str):
+            return checked_token_ids(word, self._target.vocab_size, "bad_words")
+        if self._codec is None:
+            raise RequestError("bad_words holds text but the model has no tokenizer. Pass token ids.")
+        check_text("a word of bad_words", word)
+        self._codec.check_length(word, "a word of bad_words", MOST_BAD_WORD_TOKENS, "for one word")
+        ids = self._codec.encode(word, "bad_words", add_special_tokens=False)
+        if not ids:
+            raise RequestError(f"the tokenizer has no token for {shown(word)} of bad_words. Pass token ids.")
+        return ids
+
+    def default_params(self) -> SamplingParams:
+        """Returns the parameters of a request without parameters."""
+        return SamplingParams(**self._defaults)
+
+    def _params_for_each(self, given: Any, count: int) -> list[SamplingParams]:
+        """Returns copies of the sampling parameters, one for each of `count` prompts."""
+        if given is None or isinstance(given, SamplingParams):
+            return [self.default_params() if given is None else given.clone()] * count
+        if not isinstance(given, Seq) or isinstance(given, str | bytes):
+            raise RequestError(f"sampling_params is {shown(given)}. Expected SamplingParams, or one for each prompt.")
+        if len(given) != count:
+            raise RequestError(f"{count} prompts came with {len(given)} sampling parameters. Expected as many.")
+        for params in given:
+            if params is not None and not isinstance(params, SamplingParams):
+                raise RequestError(f"an entry of sampling_params is {shown(params)}. Expected SamplingParams or None.")
+        return [self.default_params() if params is None else params.clone() for params in given]
+
+
+def _spellings(word: str) -> list[str]:
+    """A word at the beginning of a line and after a space; white space alone as it is."""
+    return [word] if word.isspace() else [word.lstrip(), f" {word.lstrip()}"]

@@ -1,0 +1,229 @@
+"""The thread that makes iterations while there is work, sleeps while there is none, and hands out what came of them."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+import time
+import weakref
+from enum import Enum
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+from foretoken.core.errors import EngineStopped, ForetokenError, described
+from foretoken.entrypoints.request_queue import ServedRequest
+
+if TYPE_CHECKING:
+    from foretoken.entrypoints.request_queue import RequestQueue
+    from foretoken.entrypoints.shared_engine import SharedEngine
+
+_CLOSED = "this AsyncLLM was closed. Expected one that is open. Make another over the same LLM."
+_FORKED = (
+    "this process was forked from the one that made this AsyncLLM, and has no copy of its thread. Expected calls in "
+    "the process that made it. Make another AsyncLLM in the child."
+)
+_FAILED = (
+    "the engine's thread ended with {error}, and with it all requests. Expected none to end it. Make another AsyncLLM "
+    "over the same LLM, or load the model anew."
+)
+_BROKEN_OFF = "the engine's thread was ended by {error} in the middle of an iteration, which serves all requests."
+_log = logging.getLogger(__name__)
+_alive: weakref.WeakSet[ServingThread] = weakref.WeakSet()
+
+
+class _Order(Enum):
+    """What a thread may be told besides new requests."""
+
+    LOOK = "look for requests that were given up"
+    CLOSE = "end all requests, and yourself"
+
+
+class ServingThread:
+    """Serves the requests of a queue on an engine, until it is closed or fails.
+
+    Attributes:
+        stopped: Why it serves no requests any more, or None.
+    """
+
+    def __init__(self, shared: SharedEngine, queue: RequestQueue) -> None:
+        """Starts the thread."""
+        self.stopped: str | None = None
+        self._shared, self._queue = shared, queue
+        self._inbox: SimpleQueue[ServedRequest | _Order] = SimpleQueue()  # whose `put` may be called anywhere
+        self._iteration_began: float | None = None  # on a clock that never goes back; None between iterations
+        self._thread = threading.Thread(target=self._serve, name="foretoken-engine", daemon=True)
+        _alive.add(self)
+        self._thread.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it serves requests."""
+        return self.stopped is None and self._thread.is_alive()
+
+    @property
+    def iteration_seconds(self) -> float:
+        """How long the present iteration has taken so far; 0 between iterations."""
+        began = self._iteration_began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def hand_over(self, served: ServedRequest) -> None:
+        """Has a request served.
+
+        Raises:
+            EngineStopped: When nobody would.
+        """
+        self.check_alive()
+        self._inbox.put(served)
+
+    def check_alive(self) -> None:
+        """Raises `EngineStopped` when no request can be served."""
+        if self.stopped is not None:
+            raise EngineStopped(self.stopped)
+
+    def give_up(self, served: ServedRequest) -> None:
+        """Ends a request before the next iteration. Takes no lock."""
+        self._shared.give_up_at_next_turn(served.request.sequences)
+        self._inbox.put(_Order.LOOK)
+
+    def close(self) -> None:
+        """Has all requests ended, and the thread. Takes no lock."""
+        self._inbox.put(_Order.CLOSE)
+
+    def join(self) -> None:
+        """Waits for the thread's end; not where the thread itself would wait."""
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _serve(self) -> None:
+        """What the thread does all its life."""
+        try:
+            while self._serve_once():
+                pass
+            self._stop(_CLOSED, error=None)
+        except BaseException as err:  # noqa: BLE001 - whatever it is, readers must hear of it
+            _log.critical("the engine's thread failed: %s", described(err), exc_info=err)
+            self._stop(_FAILED.format(error=described(err)), error=_BROKEN_OFF.format(error=described(err)))
+
+    def _serve_once(self) -> bool:
+        """Takes in what came, makes an iteration where there is work, and hands out what came of it.
+
+        Returns:
+            Whether to go on.
+        """
+        orders = self._orders()
+        if _Order.CLOSE in orders:
+            return False
+        with self._shared.turn():
+            for served in orders:
+                if isinstance(served, ServedRequest):
+                    for sequence in served.request.sequences:
+                        if sequence.finish_reason is None:  # else it was given up on the way
+                            self._shared.engine.add(sequence)
+            if self._shared.engine.has_work:
+                self._step()
+            self._queue.move_begun(are_all_looked_at=_Order.LOOK in orders)
+            self._hand_out(list(self._queue.running.values()))
+        return True
+
+    def _step(self) -> None:
+        """One iteration, and what it achieved."""
+        running = self._queue.running.values()
+        begin, before = time.perf_counter(), sum(served.num_generated for served in running)
+        self._iteration_began = time.monotonic()
+        self._shared.step(_BROKEN_OFF)
+        self._iteration_began = None
+        generated = sum(served.num_generated for served in running) - before
+        self._queue.throughput.add_iteration(generated, time.perf_counter() - begin)
+
+    def _orders(self) -> list[ServedRequest | _Order]:
+        """What came since the last iteration; waits for something while no request is alive."""
+        orders = []
+        if self._queue.is_empty:
+            orders.append(self._inbox.get())
+        try:
+            while True:
+                orders.append(self._inbox.get_nowait())
+        except Empty:
+            return orders
+
+    def _hand_out(self, requests: list[ServedRequest]) -> None:
+        """Gives readers what is new, and forgets requests that are over."""
+        for served in requests:
+            box, request = served.mailbox, served.request
+            error = _fill(served)
+            if error is not None:
+                self._shared.engine.abort(request.sequences, error=f"decoding failed: {error}.")
+                self._fill_at_last(served)
+            if box.is_complete:
+                self._queue.remove(request.request_id)
+                for sequence in request.sequences:
+                    self._queue.throughput.add_output(len(sequence.tokens) - sequence.num_prompt)
+            if box.chunks or box.is_complete:
+                box.wake()
+
+    @staticmethod
+    def _fill_at_last(served: ServedRequest) -> None:
+        """Gives a reader the result of a request that is over, or why there is none."""
+        error = _fill(served)
+        if error is not None:
+            name = served.request.request_id
+            served.mailbox.error = ForetokenError(f"the result of request '{name}' cannot be made: {error}.")
+
+    def _stop(self, reason: str, *, error: str | None) -> None:
+        """Ends all requests; nothing is served from now on.
+
+        Args:
+            reason: What those hear who submit another.
+            error: What the requests are told; None where they were ended from outside.
+        """
+        self.stopped = reason
+        requests = self._queue.take_all()
+        try:
+            with self._shared.turn():
+                self._shared.engine.abort([s for served in requests for s in served.request.sequences], error=error)
+                for served in requests:
+                    self._fill_at_last(served)
+        except BaseException as err:  # noqa: BLE001 - what ended the thread may go on failing
+            _log.error("requests could not be brought to an end: %s", described(err))
+        for served in requests:
+            if not served.mailbox.is_complete:
+                served.mailbox.error = EngineStopped(reason)
+            served.mailbox.wake()
+
+    def _after_fork(self) -> None:
+        """Where there is no such thread: readers hear so, and nobody waits for what cannot come."""
+        self.stopped = _FORKED
+        for served in self._queue.take_all():
+            served.mailbox.error = EngineStopped(_FORKED)
+            served.mailbox.wake_after_fork()
+
+
+def _fill(served: ServedRequest) -> str | None:
+    """Gives a reader what is new; what was raised meanwhile, or None."""
+    try:
+        served.fill_mailbox()
+    except Exception as err:  # noqa: BLE001 - a tokenizer that fails must cost its request alone
+        return described(err)
+    return None
+
+
+def _at_exit() -> None:
+    """Before the interpreter goes, which would stop threads in the middle of an iteration."""
+    threads = list(_alive)
+    for thread in threads:
+        thread.close()
+    for thread in threads:
+        thread.join()
+
+
+def _after_fork() -> None:
+    """In a forked child."""
+    for thread in _alive:
+        thread._after_fork()
+
+
+atexit.register(_at_exit)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

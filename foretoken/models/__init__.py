@@ -1,0 +1,1 @@
+"""What touches transformers: loading and checking models, attention plug-in, features, the generic decoder."""

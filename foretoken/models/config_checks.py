@@ -1,0 +1,227 @@
+"""Checks the files and the configuration of a model directory before any library reads them, each in one sentence."""
+
+from __future__ import annotations
+
+import logging
+import re
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from foretoken.core.checks import shown
+from foretoken.core.errors import ModelError, listed, one_line
+from foretoken.files.bounded_reads import MIB, check_regular, read_json_object
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+    "sliding_window",
+)
+LARGEST_SIZE = 1 << 28  # the largest size published is a vocabulary or context of some ten millions
+ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention"})
+
+
+def is_size(value: object) -> bool:
+    """Whether a value is a whole number that a model may have as a size."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= LARGEST_SIZE
+
+
+_log = logging.getLogger(__name__)
+
+
+def check_sizes(config: Any, name: str) -> None:
+    """Refuses sizes that no model has.
+
+    Args:
+        config: The text configuration of a transformers model.
+        name: Of the model, for the message.
+
+    Raises:
+        ModelError: Naming the first field that is no positive integer of a sane order.
+    """
+    for field in SIZES:
+        value = getattr(config, field, None)
+        for one in value if isinstance(value, list | tuple) and value else [value]:  # some models give one a layer
+            if one is not None and not is_size(one):
+                raise ModelError(
+                    f"{field} in the configuration of '{name}' is {shown(value)}. Expected a whole number from 1 to "
+                    f"{LARGEST_SIZE}. Copy or download config.json again."
+                )
+
+
+def check_quantization(config: Any, name: str) -> None:
+    """Refuses quantised weights that transformers has no code for; it would take them for ordinary ones.
+
+    Args:
+        config: The configuration of a transformers model.
+        name: Of the model, for the message.
+
+    Raises:
+        ModelError: Naming the method.
+    """
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING  # takes seconds to import
+
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        settings = getattr(part, "quantization_config", None)
+        if settings is None:
+            continue
+        method = settings.get("quant_method") if isinstance(settings, dict) else getattr(settings, "quant_method", None)
+        known = sorted(AUTO_QUANTIZATION_CONFIG_MAPPING)
+        if getattr(method, "value", method) not in known and not _is_bitsandbytes(settings):
+            raise ModelError(
+                f"the weights of '{name}' are quantised by the method {shown(method)}, which transformers does not "
+                f"know. Expected one of {', '.join(known)}, or a model that is not quantised."
+            )
+
+
+def end_tokens(generation_config: Any, config: Any, *, vocab_size: int, name: str) -> tuple[int, ...]:
+    """The end-of-sequence tokens of a model: of its generation configuration, else of its configuration.
+
+    Args:
+        generation_config: Of the transformers model, or None.
+        config: Its text configuration.
+        vocab_size: Width of the logits. Tokens past it, which models have whose vocabulary was cut, are left out with
+            a warning: they are never written.
+        name: Of the model, for the message.
+
+    Raises:
+        ModelError: When they are anything but token ids.
+    """
+    given = getattr(generation_config, "eos_token_id", None)
+    given = getattr(config, "eos_token_id", None) if given is None else given
+    tokens = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    if any(not isinstance(token, int) or isinstance(token, bool) or token < 0 for token in tokens):
+        raise ModelError(
+            f"eos_token_id of '{name}' is {shown(given)}. Expected a token id, or a list of these. Correct it in "
+            "generation_config.json or config.json."
+        )
+    unknown = [token for token in tokens if token >= vocab_size]
+    if unknown:
+        _log.warning(
+            "%s: end-of-sequence tokens %s are not in its vocabulary of %d and are left out.", name, unknown, vocab_size
+        )
+    return tuple(dict.fromkeys(token for token in tokens if token < vocab_size))
+
+
+def _is_bitsandbytes(settings: Any) -> bool:
+    """Whether it is of the time before configurations named their method."""
+    return isinstance(settings, dict) and bool(settings.get("load_in_8bit") or settings.get("load_in_4bit"))
+
+
+_HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+_INDEX = "model.safetensors.index.json"
+# Kinds of files that libraries read to their end, which a device has not.
+_READ_WHOLE = {".json", ".safetensors", ".txt", ".model", ".jinja"}
+_TEMPLATES = "additional_chat_templates"  # the one directory that tokenizers read besides
+_MOST_TEXT_BYTES = 256 * MIB  # tokenizers of 260,000 tokens have 40 MiB
+
+
+def check_model_files(name: str, *, may_be_hub_id: bool = True) -> None:
+    """Looks at a model directory before any library does, for one clear sentence about what is wrong with it.
+
+    Args:
+        name: A directory, or a hub id, whose files are looked at when they are there.
+        may_be_hub_id: Whether a hub id is allowed at all.
+
+    Raises:
+        ModelError: When the directory is missing, holds no configuration or no safetensors, or holds a damaged file.
+    """
+    directory = Path(name)
+    if not directory.is_dir():
+        if may_be_hub_id and _is_hub_id(name):
+            return
+        raise ModelError(
+            f"there is no model directory '{name}'. Expected a directory with config.json and safetensors. "
+            + _nearby(directory)
+        )
+    check_readable(directory)
+    if not (directory / "config.json").is_file():
+        raise ModelError(f"'{name}' has no config.json. Expected a model directory in Hugging Face layout.")
+    read_json_object(directory / "config.json")
+    weights = sorted(directory.glob("*.safetensors"))
+    if (directory / _INDEX).is_file() and not (directory / "model.safetensors").is_file():
+        indexed_files(directory / _INDEX)
+    if not weights:
+        pickles = sorted(p.name for kind in ("*.bin", "*.pt", "*.pth", "*.ckpt") for p in directory.glob(kind))
+        if pickles:
+            raise ModelError(
+                f"'{name}' holds only pickle weights ({pickles[0]}), which can run code when they are loaded. "
+                "Expected safetensors. Convert them first where you trust their origin."
+            )
+        raise ModelError(f"'{name}' holds no weights. Expected *.safetensors beside config.json.")
+    for path in weights:
+        try:
+            with safe_open(path, framework="np") as file:  # not "pt", which would import torch
+                file.keys()
+        except (SafetensorError, OSError) as err:
+            raise ModelError(f"{path} is damaged: {one_line(err)}. Copy or download it again.") from err
+
+
+def check_readable(directory: Path) -> None:
+    """Refuses what would keep a library reading: devices and pipes in the place of files, and endless text.
+
+    Raises:
+        ModelError: Naming the first such file.
+    """
+    for path in sorted([*directory.iterdir(), *directory.glob(f"{_TEMPLATES}/*")]):
+        if path.suffix not in _READ_WHOLE or not path.exists():
+            continue
+        check_regular(path)
+        size = path.stat().st_size
+        if path.suffix != ".safetensors" and size > _MOST_TEXT_BYTES:
+            raise ModelError(
+                f"'{path}' has {size} bytes. Expected at most {_MOST_TEXT_BYTES}. Copy or download it again."
+            )
+
+
+def indexed_files(index: Path) -> list[Path]:
+    """The weight files that an index such as `model.safetensors.index.json` names, sorted.
+
+    Args:
+        index: Its files must lie beside it.
+
+    Raises:
+        ModelError: When it is damaged, has no weight_map, or names a file of another directory or a missing one.
+    """
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ModelError(f"{index} has no weight_map. Expected one that gives each tensor's file.")
+    names = sorted({str(shard) for shard in weight_map.values()})
+    outside = [name for name in names if Path(name).name != name]
+    if outside:
+        raise ModelError(f"{index} names files outside its directory: {listed(outside)}. Expected plain file names.")
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise ModelError(
+            f"'{index.parent}' lacks weight files that its index names: {listed(missing)}. Copy or download them again."
+        )
+    return [index.parent / name for name in names]
+
+
+def _is_hub_id(name: str) -> bool:
+    """Whether a name that is no directory is meant for the hub: it has that form and is not near local models."""
+    path = Path(name)
+    if not _HUB_ID.fullmatch(name) or path.exists():
+        return False
+    return not path.parent.is_dir() if "/" in name else not _model_directories(Path())
+
+
+def _nearby(directory: Path) -> str:
+    """Names of model directories beside a missing one."""
+    known = {path.name: str(path) for path in _model_directories(directory.parent)}
+    close = get_close_matches(directory.name, known, n=1, cutoff=0.5)
+    question = f"Did you mean '{known[close[0]]}'? " if close else ""
+    return f"{question}Known: {listed(known.values())}." if known else "Check the path."
+
+
+def _model_directories(parent: Path) -> list[Path]:
+    """Directories in `parent` that hold a model."""
+    return [path for path in parent.iterdir() if (path / "config.json").is_file()] if parent.is_dir() else []

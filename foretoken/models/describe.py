@@ -1,0 +1,182 @@
+"""Describes a model directory from its configuration and weight headers, without loading weights.
+
+transformers knows every configuration, but takes seconds to import. Models of a few common architectures, with all
+their sizes in `config.json`, are described without it, to the same facts.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors import safe_open
+
+from foretoken.core.errors import ModelError
+from foretoken.core.validation import validated
+from foretoken.files.bounded_reads import read_json_object, tensor_headers
+from foretoken.models.config_checks import ATTENTION_LAYERS, SIZES, check_model_files, is_size
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
+
+KEY = "cost_twin"
+
+
+class TwinRecord(BaseModel):
+    """What a cost twin is of.
+
+    Attributes:
+        of: Name of the trained model whose function it has.
+        layers: Layers of the twin that it belongs to; of the target where it is a draft model or a head.
+        hidden_size: Likewise.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    of: str = Field(min_length=1)
+    layers: int = Field(ge=1)
+    hidden_size: int = Field(ge=1)
+
+    @property
+    def label(self) -> str:
+        """As in "24 x 1024 of tinycode"."""
+        return f"{self.layers} x {self.hidden_size} of {self.of}"
+
+    def __str__(self) -> str:
+        return f"cost twin {self.label}"
+
+
+def read_twin_record(values: Mapping[str, Any], name: str) -> TwinRecord | None:
+    """The record of a configuration, or of a head's notes; None where there is none.
+
+    Args:
+        values: With our key or without.
+        name: Of the model, for the message.
+
+    Raises:
+        ModelError: When it makes no sense.
+    """
+    if values.get(KEY) is None:
+        return None
+    return validated(
+        TwinRecord, values[KEY], f"'{KEY}' in the config.json of '{name}'", error=ModelError, advice="Make it again."
+    )
+
+
+_PLAIN = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+_PLAIN_SIZES = ("num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings")
+_PLAIN_TENSORS = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")
+_YES = "yes, if it loads and the self-test agrees"
+
+
+def describe_plain(directory: Path) -> dict[str, Any] | None:
+    """Facts about a model of a common architecture as `describe_directory` gives them, without transformers or torch.
+
+    Args:
+        directory: Anything.
+
+    Returns:
+        None where it is something else, or anything about it is unusual: a draft head may have such a configuration.
+
+    Raises:
+        ModelError: When a file is damaged.
+    """
+    try:
+        config = read_json_object(directory / "config.json")
+    except ModelError:
+        return None  # the full reading says what is wrong
+    paths = sorted(directory.glob("*.safetensors"))
+    if not paths:
+        return None
+    model_type, layer_types = str(config.get("model_type")), config.get("layer_types") or []
+    is_plain = (
+        config.get("architectures") == [_PLAIN.get(model_type)]
+        and all(is_size(config.get(key)) for key in (*_PLAIN_SIZES, "intermediate_size", "num_attention_heads"))
+        and all(is_size(config[key]) for key in SIZES if config.get(key) is not None)
+        and config["hidden_size"] % config["num_attention_heads"] == 0
+        and all(isinstance(config.get(key), dict | None) for key in ("rope_parameters", "rope_scaling"))
+        and isinstance(layer_types, list)
+        and all(isinstance(kind, str) and kind in ATTENTION_LAYERS for kind in layer_types)
+        and not {"auto_map", "is_encoder_decoder", "quantization_config", "text_config"} & config.keys()
+    )
+    if not is_plain:
+        return None
+    check_model_files(str(directory), may_be_hub_id=False)
+    if not all(key.startswith(_PLAIN_TENSORS) for path in paths for key in _keys(path)):
+        return None
+    sizes = dict(zip(("layers", "hidden_size", "vocabulary", "context"), map(config.get, _PLAIN_SIZES), strict=True))
+    return _facts(directory, paths, _PLAIN[model_type], sizes, _YES)
+
+
+def describe_directory(directory: Path) -> dict[str, Any]:
+    """Facts about a model directory, JSON-ready.
+
+    Args:
+        directory: In Hugging Face layout.
+
+    Raises:
+        ModelError: When it is not a model, or damaged.
+    """
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    from foretoken.models.loading import check_architecture, load_config
+
+    check_model_files(str(directory), may_be_hub_id=False)
+    config = load_config(str(directory))
+    text = config.get_text_config()
+    try:
+        check_architecture(config, str(directory))
+        is_causal = type(config) in MODEL_FOR_CAUSAL_LM_MAPPING
+        target = _YES if is_causal else "no: it is no causal LM of transformers"
+    except ModelError as err:
+        target = f"no: {err}"
+    sizes = {
+        "layers": getattr(text, "num_hidden_layers", None),
+        "hidden_size": getattr(text, "hidden_size", None),
+        "vocabulary": getattr(text, "vocab_size", None),
+        "context": getattr(text, "max_position_embeddings", None),
+    }
+    architecture = ", ".join(config.architectures or [type(config).__name__])
+    return _facts(directory, sorted(directory.glob("*.safetensors")), architecture, sizes, target)
+
+
+def _facts(
+    directory: Path, paths: list[Path], architecture: str, sizes: Mapping[str, int | None], target: str
+) -> dict[str, Any]:
+    """The facts in order; paths: of the weights, target: whether it can be one."""
+    num_parameters, dtypes = _weights(paths)
+    twin = read_twin_record(read_json_object(directory / "config.json"), str(directory))
+    return {
+        "directory": str(directory),
+        **({} if twin is None else {"cost_twin": twin.label}),
+        "architecture": architecture,
+        **sizes,
+        "parameters": num_parameters,
+        "weight_dtypes": sorted(dtypes),
+        "weight_bytes": sum(path.stat().st_size for path in paths),
+        "has_tokenizer": any(directory.glob("tokenizer*")),
+        "can_be_target": target,
+    }
+
+
+def _keys(path: Path) -> list[str]:
+    """Names of a file's tensors."""
+    with safe_open(path, framework="np") as file:
+        return list(file.keys())
+
+
+def _weights(paths: list[Path]) -> tuple[int, set[str]]:
+    """Number of parameters and their dtypes over several safetensors files."""
+    total, dtypes = 0, set()
+    for path in paths:
+        for header in tensor_headers(path).values():
+            total += prod(header.shape)
+            dtypes.add(header.dtype)
+    return total, dtypes

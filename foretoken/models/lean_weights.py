@@ -1,0 +1,282 @@
+"""A table of architectures: where their transformers modules have what a lean decoder runs (`decoder.lean.weights`).
+
+Everything that is not in it is refused here, by name, and left to the generic decoder.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from foretoken.decoder.base import UnsuitableError
+from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, FeedForward, Matrix, Norm, Rotary
+from foretoken.decoder.lean.weights import LeanWeights
+from foretoken.models.model_changes import foreign_call
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from foretoken.decoder.blocks import Activation
+    from foretoken.models.loading import LoadedModel
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Architecture:
+    """How an architecture differs from Llama.
+
+    Attributes:
+        norms: Names of a layer's norms: before attention, after it, before the feed-forward layer, after it; None where
+            there is none.
+        norm_offset: What is added to a norm's weight.
+        activation: The configuration's entry that names the activation.
+        window: Where the sliding window of a layer is found: "none", "config" (the same for all layers), or "layer"
+            (`self_attn.sliding_window`).
+        softcap: Whether attention scores are capped as the configuration says.
+    """
+
+    norms: tuple[str | None, str | None, str | None, str | None] = (
+        "input_layernorm", None, "post_attention_layernorm", None,
+    )  # fmt: skip
+    norm_offset: float = 0.0
+    activation: str = "hidden_act"
+    window: str = "none"
+    softcap: bool = False
+
+
+_SANDWICH = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+)  # fmt: skip
+_ARCHITECTURES = {
+    "LlamaForCausalLM": _Architecture(),
+    "MistralForCausalLM": _Architecture(window="config"),
+    "MixtralForCausalLM": _Architecture(window="config"),
+    "Qwen2ForCausalLM": _Architecture(window="layer"),
+    "Qwen3ForCausalLM": _Architecture(window="layer"),
+    "Qwen3MoeForCausalLM": _Architecture(window="layer"),
+    "Phi3ForCausalLM": _Architecture(window="config"),
+    "SmolLM3ForCausalLM": _Architecture(window="layer"),
+    "Olmo2ForCausalLM": _Architecture(norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm")),
+    "Gemma2ForCausalLM": _Architecture(
+        norms=_SANDWICH, norm_offset=1.0, activation="hidden_activation", window="layer", softcap=True
+    ),
+    "Gemma3ForCausalLM": _Architecture(
+        norms=_SANDWICH, norm_offset=1.0, activation="hidden_activation", window="layer"
+    ),
+    "Starcoder2ForCausalLM": _Architecture(window="config"),
+}
+_LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.Dropout, nn.ModuleList)
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh",
+}  # fmt: skip
+
+
+def read_weights(model: LoadedModel, num_positions: int) -> LeanWeights:
+    """Finds the weights of a model; copies nothing but norms.
+
+    Args:
+        model: A loaded causal LM.
+        num_positions: P.
+
+    Raises:
+        UnsuitableError: When the model is of another architecture, naming what is foreign.
+    """
+    module: Any = model.module
+    architecture = _known_architecture(module, model.config)
+    backbone = module.model
+    tables = _RotaryTables(backbone.rotary_emb, min(num_positions, model.context_len), model)
+    embedding = backbone.embed_tokens
+    scale = getattr(embedding, "embed_scale", None)
+    return LeanWeights(
+        embedding=embedding.weight.detach(),
+        embedding_scale=1.0 if scale is None else float(scale.to(embedding.weight.dtype)),
+        layers=Blocks(
+            blocks=[
+                _block(layer, model.config, index, architecture, tables) for index, layer in enumerate(backbone.layers)
+            ],
+            final_norm=_norm(backbone.norm, architecture.norm_offset),
+        ),
+        head=module.lm_head,
+        logit_softcap=getattr(model.config, "final_logit_softcapping", None),
+        is_borrowed=model.is_borrowed,
+    )
+
+
+def _known_architecture(module: Any, config: Any) -> _Architecture:
+    """The architecture of a model.
+
+    Raises:
+        UnsuitableError: Naming the first thing that is not known.
+    """
+    name = type(module).__name__
+    if name not in _ARCHITECTURES or not _is_of_transformers(module):
+        raise UnsuitableError(f"{name} is not among the architectures it knows.")
+    architecture = _ARCHITECTURES[name]
+    activation = getattr(config, architecture.activation)
+    if activation not in _ACTIVATIONS:
+        raise UnsuitableError(f"{name} with activation '{activation}' is not among what it knows.")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise UnsuitableError(f"{name} with bidirectional attention is not among what it knows.")
+    # A quantised or adapted projection is not a plain matrix.
+    foreign = [f"{key} ({type(part).__name__})" for key, part in _projections(module) if not _is_plain(part)]
+    if foreign:
+        raise UnsuitableError(f"{foreign[0]} is not a plain linear layer.")
+    known = (*_LAYERS, type(ACT2FN[activation]))
+    replaced = [
+        f"{key} is a {type(part).__name__}, which {name} has not"
+        for key, part in module.named_modules()
+        if type(part) not in known and type(part).__module__ != type(module).__module__
+    ]
+    call = foreign_call(module)
+    if replaced or call:
+        raise UnsuitableError(f"{(*replaced, call)[0]}.")
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    if len(dtypes) > 1:
+        raise UnsuitableError(f"its weights differ in dtype: {', '.join(sorted(map(str, dtypes)))}.")
+    return architecture
+
+
+def _projections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Everything in a model that multiplies by a weight, but for its embedding and LM head."""
+    for key, part in module.named_modules():
+        if key.endswith(("_proj", ".c_fc", ".mlp.gate", ".mlp.experts")):
+            yield key, part
+
+
+def _is_plain(part: nn.Module) -> bool:
+    """Whether a part is unchanged from transformers: a linear layer, a router or experts."""
+    is_own = type(part).__name__.endswith(("Experts", "TopKRouter")) and _is_of_transformers(part)
+    return type(part) is nn.Linear or is_own
+
+
+def _is_of_transformers(part: nn.Module) -> bool:
+    """Whether a module's class comes from transformers."""
+    return type(part).__module__.startswith("transformers.")
+
+
+class _RotaryTables:
+    """Cosines and sines of all positions as the model's own module computes them, made once for each kind of layer."""
+
+    def __init__(self, module: Any, num_positions: int, model: LoadedModel) -> None:
+        self._module, self._model = module, model
+        self._positions = torch.arange(num_positions, device=model.device).unsqueeze(0)
+        self._known: dict[str | None, Rotary] = {}
+
+    def of(self, kind: str | None) -> Rotary:
+        """(P, R / 2) float32 each, for a kind of layer, or for all layers when None.
+
+        Both halves of what is rotated turn by the same angles, so half of what the module gives is enough.
+        """
+        if kind not in self._known:
+            kinds = () if kind is None else (kind,)
+            with torch.inference_mode():
+                cos, sin = self._module(
+                    torch.empty(0, dtype=torch.float32, device=self._model.device), self._positions, *kinds
+                )
+            half = cos.shape[2] // 2
+            tables = (table[0, :, :half].clone(memory_format=torch.contiguous_format) for table in (cos, sin))
+            self._known[kind] = Rotary(**dict(zip(("cos", "sin"), tables, strict=True)))
+        return self._known[kind]
+
+
+def _block(layer: Any, config: Any, index: int, architecture: _Architecture, tables: _RotaryTables) -> Block:
+    """One layer."""
+    attention, offset = layer.self_attn, architecture.norm_offset
+    head_dim = attention.head_dim
+    sizes = [config.num_attention_heads * head_dim, *[config.num_key_value_heads * head_dim] * 2]
+    query, key, value = _matrices(attention, ("q_proj", "k_proj", "v_proj"), "qkv_proj", sizes)
+    attention_norm, attention_post_norm, mlp_norm, mlp_post_norm = (
+        None if name is None else _norm(getattr(layer, name), offset) for name in architecture.norms
+    )
+    has_norms = hasattr(attention, "q_norm")
+    windows = {
+        "none": None,
+        "config": getattr(config, "sliding_window", None),
+        "layer": getattr(attention, "sliding_window", None),
+    }
+    return Block(
+        spec=BlockSpec(
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=head_dim,
+            scale=attention.scaling,
+            softcap=config.attn_logit_softcapping if architecture.softcap else None,
+            window=windows[architecture.window],
+            activation=_ACTIVATIONS[getattr(config, architecture.activation)],
+        ),
+        query=query,
+        key=key,
+        value=value,
+        output=_matrix(attention.o_proj),
+        mlp=_mlp(layer.mlp),
+        attention_norm=attention_norm,
+        attention_post_norm=attention_post_norm,
+        mlp_norm=mlp_norm,
+        mlp_post_norm=mlp_post_norm,
+        query_norm=_norm(attention.q_norm, offset) if has_norms else None,
+        key_norm=_norm(attention.k_norm, offset) if has_norms else None,
+        rotary=_rotary(attention, config, index, tables),
+    )
+
+
+def _rotary(attention: Any, config: Any, index: int, tables: _RotaryTables) -> Rotary | None:
+    """The rotation of a layer: none (SmolLM3), one for all, or one for each kind of layer (Gemma 3)."""
+    if not getattr(attention, "use_rope", True):
+        return None
+    by_kind = any(isinstance(part, dict) for part in (config.rope_parameters or {}).values())
+    return tables.of(config.layer_types[index] if by_kind else None)
+
+
+def _mlp(module: Any) -> FeedForward | Experts:
+    """The feed-forward part of a layer, whatever its architecture calls the matrices."""
+    if hasattr(module, "experts"):
+        experts, router = module.experts, module.gate
+        return Experts(
+            router=Matrix(weight=router.weight),
+            gate_up=experts.gate_up_proj,
+            down=experts.down_proj,
+            top_k=router.top_k,
+            is_normalized=getattr(router, "norm_topk_prob", True),  # Mixtral always does
+        )
+    if hasattr(module, "c_fc"):
+        return FeedForward(gate=None, up=_matrix(module.c_fc), down=_matrix(module.c_proj))
+    width = module.down_proj.in_features
+    gate, up = _matrices(module, ("gate_proj", "up_proj"), "gate_up_proj", [width, width])
+    return FeedForward(gate=gate, up=up, down=_matrix(module.down_proj))
+
+
+def _matrices(owner: Any, names: tuple[str, ...], joined: str, sizes: list[int]) -> list[Matrix]:
+    """Projections that a module holds one by one, or joined in one whose rows are theirs in order."""
+    if not hasattr(owner, joined):
+        return [_matrix(getattr(owner, name)) for name in names]
+    whole = getattr(owner, joined)
+    weights = whole.weight.detach().split(sizes)
+    biases = [None] * len(sizes) if whole.bias is None else whole.bias.detach().split(sizes)
+    return [Matrix(weight=weight, bias=bias) for weight, bias in zip(weights, biases, strict=True)]
+
+
+def _matrix(linear: Any) -> Matrix:
+    """A linear layer's own parameters."""
+    return Matrix(weight=linear.weight, bias=linear.bias)
+
+
+def _norm(module: Any, offset: float = 0.0) -> Norm:
+    """A norm with its weight in float32, or in float64 where the model is."""
+    is_layer_norm = isinstance(module, nn.LayerNorm)
+    epsilon = module.eps if hasattr(module, "eps") else module.variance_epsilon
+    bias = _wide(module.bias) if is_layer_norm and module.bias is not None else None
+    weight = _wide(module.weight)
+    return Norm(
+        weight=weight if offset == 0.0 else weight + offset,
+        bias=bias,
+        epsilon=epsilon,
+        kind="layer" if is_layer_norm else "rms",
+    )
+
+
+def _wide(parameter: Tensor) -> Tensor:
+    """A parameter in at least float32; its own memory where it is that already."""
+    return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32)).contiguous()

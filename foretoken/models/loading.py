@@ -1,0 +1,335 @@
+"""Loads a causal LM and its tokenizer from a directory or a hub id, strictly and without running their code."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers.utils.logging import disable_progress_bar
+
+from foretoken.core.checks import shown
+from foretoken.core.errors import ModelError, foreign_errors_as, listed, one_line
+from foretoken.models.config_checks import (
+    ATTENTION_LAYERS,
+    check_model_files,
+    check_quantization,
+    check_readable,
+    check_sizes,
+    end_tokens,
+)
+from foretoken.models.describe import KEY as TWIN_KEY
+from foretoken.models.describe import read_twin_record
+from foretoken.models.placement import check_placement, gather_weights, resolve_device, resolve_dtype
+from foretoken.models.plugin import ATTENTION_NAME, adapt_attention
+from foretoken.models.shared_copy import shared_copy
+from foretoken.models.weight_files import (
+    check_counts,
+    check_dtypes,
+    check_keys,
+    check_shapes,
+    check_total,
+    check_unused,
+    read_headers,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+
+    from foretoken.models.describe import TwinRecord
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadedModel:
+    """A causal LM ready to run, with the facts that the rest needs.
+
+    Attributes:
+        module: The transformers model in evaluation mode, its attention set to the plug-in.
+        config: Its text configuration.
+        name: Where it came from.
+        vocab_size: Width of the logits.
+        context_len: Most positions it can embed, whatever the other sequences of a batch.
+        num_layers: L.
+        dtype: Of weights and cache.
+        device: Of weights and cache.
+        eos_ids: End-of-sequence tokens of its generation configuration.
+        is_borrowed: Whether the weights lie in the memory of a caller's model, which has to stay as it is.
+    """
+
+    module: nn.Module
+    config: Any
+    name: str
+    vocab_size: int
+    context_len: int
+    num_layers: int
+    dtype: torch.dtype
+    device: torch.device
+    eos_ids: tuple[int, ...]
+    is_borrowed: bool = False
+
+    @property
+    def backbone(self) -> nn.Module:
+        """The model without its LM head."""
+        backbone: nn.Module = self.module.base_model  # type: ignore[assignment]
+        return backbone
+
+    @property
+    def generation_values(self) -> dict[str, Any]:
+        """The values of the model's generation configuration, by name."""
+        config = getattr(self.module, "generation_config", None)
+        return {} if config is None else dict(config.to_diff_dict())
+
+    @property
+    def cost_twin(self) -> TwinRecord | None:
+        """Of which trained model it is a cost twin; None for any other model.
+
+        Raises:
+            ModelError: When its configuration says so in words that make no sense.
+        """
+        return read_twin_record({TWIN_KEY: getattr(self.config, TWIN_KEY, None)}, self.name)
+
+
+def load_model(
+    name: str | os.PathLike[str], *, dtype: str = "auto", device: str = "auto", revision: str | None = None
+) -> LoadedModel:
+    """Loads a causal LM. Its files may be changed or removed afterwards: the weights are in memory, not mapped.
+
+    Args:
+        name: A directory in Hugging Face layout, or a hub id.
+        dtype: "auto" (float32 on CPU, else the checkpoint's), or a key of `placement.DTYPES`.
+        device: "auto" (an accelerator where there is one), or a torch device.
+        revision: Hub revision.
+
+    Raises:
+        ModelError: When the model is missing, damaged, incomplete, not safetensors, or of an architecture that cannot
+            be rolled back.
+    """
+    name = os.fspath(name)
+    check_model_files(name)
+    torch_device = resolve_device(device)
+    torch_dtype = resolve_dtype(dtype, torch_device)
+    config, headers = load_config(name, revision), read_headers(Path(name))
+    check_architecture(config, name)
+    check_quantization(config, name)
+    check_counts(headers, config.get_text_config(), name)
+    is_quantised = getattr(config, "quantization_config", None) is not None
+    if not is_quantised:
+        check_total(name, config, headers)
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+
+    def told(error: Exception) -> str:
+        check_shapes(name, config, headers)  # which names the weights where their shapes are what is wrong
+        return f"model '{name}' cannot be loaded: {one_line(error)}. Check that it is complete."
+
+    with foreign_errors_as(ModelError, told):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            name,
+            config=config,
+            revision=revision,
+            dtype=torch_dtype,
+            attn_implementation="eager",  # the one that every architecture has; see `_plug_in`
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    module, info = loaded
+    check_keys(name, missing=info["missing_keys"], misshaped=[str(key) for key in info["mismatched_keys"]])
+    check_unused(info["unexpected_keys"], config.get_text_config(), name)
+    if not is_quantised:
+        check_dtypes(headers, module, name)
+    if info["unexpected_keys"]:
+        # No error: published checkpoints carry extra heads and buffers that a plain causal LM has no use for.
+        logging.getLogger(__name__).warning("%s: unused weights: %s", name, listed(info["unexpected_keys"]))
+    module.to(torch_device)
+    gather_weights(module)
+    return _ready(module, name)
+
+
+def fill_model(name: str, tensors: Iterable[tuple[str, torch.Tensor]], *, device: torch.device) -> LoadedModel:
+    """Makes a causal LM of weights in memory, where it will run.
+
+    Args:
+        name: A directory with its `config.json`, which names its dtype too.
+        tensors: Every weight with its name, taken one after the other and copied.
+        device: Where the model goes.
+
+    Raises:
+        ModelError: When the configuration cannot be read, the architecture cannot be served, or weights are missing, of
+            another shape or unknown.
+    """
+    config = load_config(name)
+    check_architecture(config, name)
+    with torch.device(device):
+        module: Any = AutoModelForCausalLM.from_config(config, dtype=config.dtype, attn_implementation="eager")
+    wanted, misshaped, unknown = dict(module.named_parameters()), [], []
+    for key, tensor in tensors:
+        parameter = wanted.pop(key, None)
+        if parameter is None:
+            unknown.append(key)
+        elif parameter.shape != tensor.shape:
+            misshaped.append(f"{key} {list(tensor.shape)} instead of {list(parameter.shape)}")
+        else:
+            parameter.detach().copy_(tensor)
+    check_keys(name, missing=wanted, misshaped=misshaped)
+    check_unused(unknown, config.get_text_config(), name)
+    gather_weights(module)
+    return _ready(module, name)
+
+
+def wrap_model(module: Any, *, name: str, dtype: str = "auto", device: str = "auto") -> LoadedModel:
+    """Makes a target of a transformers causal LM in memory, which stays as it is and may be used meanwhile.
+
+    The target has modules of its own over the same weights, see `shared_copy`. Weights and buffers that the caller
+    writes to in place are the target's too: the engine notices that between passes and computes nothing from rows of
+    the old ones (`Runner.follow_weights`); writes through `.data` are not noticed. Weights may move in memory between
+    passes, as by `share_memory()`; while a pass runs nothing may move or free them.
+
+    Args:
+        module: The model. Its mode, attention, hooks and configuration are not changed.
+        name: Of the model, for messages.
+        dtype: "auto", or the name of the dtype that the model has.
+        device: "auto", or the device that the model is on.
+
+    Raises:
+        ModelError: When it is no causal LM, of an architecture that cannot be served, or has another dtype or device.
+    """
+    model = replace(_ready(shared_copy(module), name), is_borrowed=True)
+    check_placement(model, dtype=dtype, device=device)
+    return model
+
+
+def _ready(module: Any, name: str) -> LoadedModel:
+    """A model that is ours, set up for passes over a slot cache, in place; see `wrap_model` for what it raises."""
+    config = module.config.get_text_config()
+    check_architecture(module.config, name, is_stateful=bool(getattr(module, "_is_stateful", False)))
+    module.eval()
+    _plug_in(module, name)
+    parameter = next((each for each in module.parameters() if each.is_floating_point()), None)
+    if parameter is None:
+        raise ModelError(f"'{name}' has no weights of real numbers. Expected a causal LM.")
+    vocab_size = module.get_output_embeddings().out_features
+    return LoadedModel(
+        module=module,
+        config=config,
+        name=name,
+        vocab_size=vocab_size,
+        context_len=_context_len(config),
+        num_layers=config.num_hidden_layers,
+        dtype=parameter.dtype,
+        device=parameter.device,
+        eos_ids=end_tokens(module.generation_config, config, vocab_size=vocab_size, name=name),
+    )
+
+
+def _plug_in(module: Any, name: str) -> None:
+    """Sends the model's attention to ours.
+
+    Raises:
+        ModelError: When its architecture knows no other attention than its own.
+    """
+    if adapt_attention(module):
+        module.config._attn_implementation = "eager"
+        return
+    module.set_attn_implementation(ATTENTION_NAME)
+    if module.config.get_text_config()._attn_implementation != ATTENTION_NAME:
+        raise ModelError(
+            f"'{name}' ({type(module).__name__}) ignores the attention plug-in: transformers computes attention inside "
+            "this architecture, where token trees cannot be shown to it. It cannot be used as a target."
+        )
+
+
+def load_tokenizer(name: str, revision: str | None = None) -> Any | None:
+    """The tokenizer of a model, or None when its directory has none.
+
+    Raises:
+        ModelError: When it is damaged, or what lies there is no directory.
+    """
+    directory = Path(name)
+    if directory.exists() and not directory.is_dir():
+        raise ModelError(f"'{name}' is no directory. Expected one with tokenizer files, or a hub id.")
+    if directory.is_dir():
+        check_readable(directory)
+    if directory.is_dir() and not any(directory.glob("tokenizer*")) and not any(directory.glob("*vocab*")):
+        return None
+    with foreign_errors_as(ModelError, partial(_refusal, f"the tokenizer of '{name}'")):
+        return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=False)
+
+
+def check_architecture(config: Any, name: str, *, is_stateful: bool = False) -> None:
+    """Refuses what cannot be rolled back after a rejected draft.
+
+    Raises:
+        ModelError: For encoder-decoder models, recurrent state and attention kinds that are not supported.
+    """
+    if getattr(config, "is_encoder_decoder", False):
+        raise ModelError(f"'{name}' is an encoder-decoder model. Expected a decoder-only causal LM.")
+    text = config.get_text_config()
+    foreign = sorted(set(getattr(text, "layer_types", None) or ()) - ATTENTION_LAYERS)
+    if is_stateful or foreign:
+        kinds = f"layers of kind {', '.join(foreign)}" if foreign else "recurrent state"
+        raise ModelError(
+            f"'{name}' ({type(text).__name__}) has {kinds}, which cannot be rolled back to the accepted tokens after a "
+            "rejected draft. Expected full or sliding-window attention in every layer."
+        )
+    check_sizes(text, name)
+
+
+def load_config(name: str, revision: str | None = None) -> Any:
+    """The model's configuration; code named inside it is never run.
+
+    Raises:
+        ModelError: When it cannot be read or makes no sense.
+    """
+    with foreign_errors_as(ModelError, partial(_refusal, f"the configuration of '{name}'")):
+        config: Any = AutoConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+        text = config.get_text_config()
+    if not isinstance(text, PreTrainedConfig):  # transformers keeps unknown keys, whatever they hold
+        raise ModelError(
+            f"the text configuration inside config.json of '{name}' is {shown(text)}, which its architecture does not "
+            "have. Expected none. Copy or download config.json again."
+        )
+    return config
+
+
+def _refusal(what: str, error: Exception) -> str:
+    """Returns the sentence that says why transformers cannot load a part of a model."""
+    if "trust_remote_code" not in str(error):
+        return f"{what} cannot be read: {one_line(error)}."
+    return (
+        f"{what} needs code that comes with the model, which is never run, also with trust_remote_code=True. Expected "
+        "an architecture that transformers has. Load the model with transformers, and pass it as LLM(model, "
+        "tokenizer=tokenizer)."
+    )
+
+
+def load_generation_values(name: str) -> dict[str, Any]:
+    """Returns the values in a generation_config.json; raises `ModelError` if it cannot be read."""
+    if Path(name).is_dir():
+        check_readable(Path(name))
+    told = "the generation configuration of '{}' cannot be read: {}. Expected a directory with generation_config.json."
+    with foreign_errors_as(ModelError, lambda err: told.format(name, one_line(err).rstrip("."))):
+        return dict(GenerationConfig.from_pretrained(name).to_diff_dict())
+
+
+def _context_len(config: Any) -> int:
+    """Positions at which a token's embedding depends on nothing but its position.
+
+    LongRoPE has two sets of frequencies and takes the long one for the whole batch once any position is past the
+    pretrained length: other sequences of the batch and drafted nodes would change a sequence's text, so the context
+    ends before that.
+    """
+    longest = int(getattr(config, "max_position_embeddings", None) or 4096)
+    rope = getattr(config, "rope_parameters", None) or {}
+    for part in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if part.get("rope_type") == "longrope":
+            longest = min(longest, int(part["original_max_position_embeddings"]))
+    return longest

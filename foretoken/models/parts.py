@@ -1,0 +1,147 @@
+"""The target's embedding and LM head, which draft heads share, as functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from foretoken.decoder.lean.head_steps import LmHead, ScaledEmbedding
+from foretoken.decoder.lean.native_linear import NativeLinear, fast_linear, linear_layer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from foretoken.decoder.lean.int8 import Quantization
+    from foretoken.models.loading import LoadedModel
+
+
+class NativeParts(NamedTuple):
+    """The same for the native kernels.
+
+    Attributes:
+        embedding: (V, E) rows.
+        head: The LM head, with what the target does to its logits.
+    """
+
+    embedding: ScaledEmbedding
+    head: LmHead
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TargetParts:
+    """What heads share with the target. Never trained with them.
+
+    Attributes:
+        embed: (...) int64 to (..., E), the target's input embeddings.
+        lm_head: (..., E), the feature `final`, to (..., V) logits with whatever the target does to them.
+        lm_head_weight: (V, E), for heads that begin with a copy.
+        native: Both for the native kernels; None where they are something else, or gradients may be wanted.
+    """
+
+    embed: Callable[[Tensor], Tensor]
+    lm_head: Callable[[Tensor], Tensor]
+    lm_head_weight: Tensor
+    native: NativeParts | None = None
+
+    def follow_weights(self) -> None:
+        """Makes an int8 copy of the LM head anew where the target's weight was written to since."""
+        if self.native is not None and isinstance(self.native.head.layer, NativeLinear):
+            self.native.head.layer.follow(self.lm_head_weight)
+
+
+def target_parts(
+    model: LoadedModel,
+    *,
+    dtype: torch.dtype | None = None,
+    is_inference: bool = False,
+    quantization: Quantization | None = None,
+) -> TargetParts:
+    """The parts of a loaded target.
+
+    Args:
+        model: The target.
+        dtype: What the caller computes in, which then has no gradient for the target's weights; None for the target's
+            modules as they are.
+        is_inference: Whether no gradient is wanted: nothing is copied then, and the LM head may run on native kernels
+            and give float32.
+        quantization: With `is_inference`, "int8" for an LM head that is a copy in int8, a byte a weight; for drafts
+            alone, the target goes on reading its own.
+
+    Raises:
+        UnsuitableError: When the LM head cannot be quantised.
+    """
+    module: Any = model.module
+    embedding, head = module.get_input_embeddings(), module.get_output_embeddings()
+    factor, cap = _logits_shape(model.config)
+    native = None
+    if is_inference:
+        fast = fast_linear(head, quantization=quantization, compacts=False)
+        embed, lm_head = _casting(embedding, fast, head.weight.dtype, dtype or model.dtype)
+        native = _native(embedding, LmHead(fast, factor, cap or 0.0))
+    elif dtype == model.dtype:
+        embed, lm_head = _frozen(embedding, head)
+    elif dtype is not None:
+        embed, lm_head = _converted(embedding, head, dtype)
+    else:
+        embed, lm_head = embedding, head
+    return TargetParts(
+        embed=embed,
+        lm_head=lambda features: _shaped(lm_head(features), factor, cap),
+        lm_head_weight=head.weight.detach(),
+        native=native,
+    )
+
+
+def _native(embedding: Any, head: LmHead) -> NativeParts | None:
+    """What is said of the modules; None where they are no native layer and no table of rows."""
+    scale = getattr(embedding, "embed_scale", None)
+    is_table = type(embedding) is nn.Embedding or scale is not None
+    if not is_table or not isinstance(head.layer, NativeLinear):
+        return None
+    rows = embedding.weight
+    return NativeParts(ScaledEmbedding(rows, 1.0 if scale is None else float(scale.to(rows.dtype))), head)
+
+
+def _casting(embedding: Any, head: Any, own: torch.dtype, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The modules themselves for a caller that computes in another dtype; our native linear layers take any."""
+    takes_any = own == dtype or isinstance(head, NativeLinear)
+    return lambda tokens: embedding(tokens).to(dtype), head if takes_any else lambda x: head(x.to(own))
+
+
+def _frozen(embedding: Any, head: Any) -> tuple[Any, Any]:
+    """The modules without gradients for weights: one for the LM head's costs as much as the one for its input."""
+    is_plain = type(head) is nn.Linear  # others may compute anything from their weight
+    frozen = linear_layer(head.weight, head.bias) if is_plain else head
+    return lambda tokens: embedding(tokens).detach(), frozen
+
+
+def _converted(embedding: Any, head: Any, dtype: torch.dtype) -> tuple[Any, nn.Linear]:
+    """Copies in another dtype; tied weights stay one copy."""
+    is_tied = embedding.weight is head.weight
+    bias = None if head.bias is None else head.bias.to(dtype)
+    copy = linear_layer(head.weight.to(dtype), bias)
+    rows = copy.weight if is_tied else embedding.weight.detach().to(dtype)
+    # An embedding module may scale what it looks up, as Gemma's does.
+    scale = getattr(embedding, "embed_scale", None)
+    factor = 1.0 if scale is None else float(scale)
+
+    def embed(tokens: Tensor) -> Tensor:
+        return nn.functional.embedding(tokens, rows) * factor
+
+    return embed, copy
+
+
+def _logits_shape(config: Any) -> tuple[float, float | None]:
+    """What the target does to its LM head's output: a factor, and c in c tanh(logit / c)."""
+    cap = getattr(config, "final_logit_softcapping", None)
+    factor = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    return factor, cap
+
+
+def _shaped(logits: Tensor, factor: float, cap: float | None) -> Tensor:
+    """The target's logits from its LM head's output."""
+    logits = logits if factor == 1.0 else logits * factor
+    return logits if cap is None else torch.tanh(logits / cap) * cap

@@ -1,0 +1,137 @@
+"""Where a model's weights lie: dtypes and devices by name, and the memory of each block side by side."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import TYPE_CHECKING
+
+import torch
+
+from foretoken.core.checks import shown
+from foretoken.core.errors import ModelError, nearest_name_hint, one_line
+from foretoken.decoder.held_memory import in_own_memory, plain_tensors
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from foretoken.models.loading import LoadedModel
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+
+_LONGEST_REASON = 100  # characters
+
+
+def check_placement(model: LoadedModel, *, dtype: str, device: str) -> None:
+    """Refuses to take a model in memory for one in another dtype or on another device.
+
+    Args:
+        model: What was loaded before.
+        dtype: "auto", or a key of `DTYPES`.
+        device: "auto", or a torch device.
+
+    Raises:
+        ModelError: When they differ from what it has, or do not exist.
+    """
+    if dtype != "auto" and resolve_dtype(dtype, model.device) != model.dtype:
+        own = str(model.dtype).removeprefix("torch.")
+        raise ModelError(
+            f"dtype '{dtype}' was asked for, but {model.name} is in memory as {own}. Expected 'auto' or '{own}'. "
+            "Convert it first, or pass the name of the model."
+        )
+    asked = None if device == "auto" else resolve_device(device)
+    if asked is not None and (asked.type != model.device.type or asked.index not in (None, model.device.index)):
+        raise ModelError(
+            f"device '{device}' was asked for, but {model.name} is on '{model.device}'. Expected 'auto' or "
+            f"'{model.device}'. Move it first, or pass the name of the model."
+        )
+
+
+def resolve_dtype(dtype: str, device: torch.device) -> torch.dtype | str:
+    """The dtype to load in; float32 on CPU by default, where it is exact and no slower for small models."""
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {shown(dtype)} does not exist. {nearest_name_hint(shown(dtype), [*DTYPES, 'auto'])}")
+    return DTYPES[dtype]
+
+
+def resolve_device(device: str) -> torch.device:
+    """The device to load on; with "auto" an accelerator where there is one.
+
+    Raises:
+        ModelError: When there is no such device here, or it holds no numbers: why, and what can be asked for.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device == "auto":
+        return accelerator or torch.device("cpu")
+    try:
+        found = torch.device(device)
+        torch.empty(1, dtype=torch.float32, device=found).tolist()
+    except (RuntimeError, AssertionError, ImportError) as err:
+        advice = _usable_devices(accelerator)
+        raise ModelError(f"device {shown(device)} cannot be used: {_what_lacks(device, err)}. {advice}") from err
+    return found
+
+
+def _what_lacks(device: str, err: Exception) -> str:
+    """Why torch cannot compute on a device; err: what it raised."""
+    device_type = device.partition(":")[0]
+    if device_type == "meta":
+        return "it holds shapes and no numbers"
+    if device_type == "cuda" and not torch.cuda.is_available():
+        if torch.version.cuda is None and torch.version.hip is None:
+            return f"this torch ({torch.__version__}) was built without CUDA"
+        return "torch finds no NVIDIA GPU; look at nvidia-smi and CUDA_VISIBLE_DEVICES"
+    said = one_line(err).rstrip("!")
+    # torch names all its types of devices for one that does not exist, and all its backends for one it lacks.
+    return said if len(said) < _LONGEST_REASON else "this torch cannot compute on it"
+
+
+def _usable_devices(accelerator: torch.device | None) -> str:
+    """What can be asked for on this machine, and how there would be more."""
+    if accelerator is not None:
+        return f"Expected 'auto', 'cpu' or '{accelerator.type}', also with an index of a device that is there."
+    return (
+        "Expected 'auto' or 'cpu': torch finds no accelerator here. Where there is one, install its driver and the "
+        "build of torch for it that https://pytorch.org/get-started/locally shows."
+    )
+
+
+_BLOCK = re.compile(r"(.*?\.\d+)\.")  # the part of a weight's name that names its block
+_ALIGNMENT = 64  # bytes
+
+
+def gather_weights(module: nn.Module) -> None:
+    """Moves the weights of each block into one allocation, one block after another, in place.
+
+    What lies on other devices or is no plain tensor, as in quantised layers, stays where it is.
+    """
+    plain = set(map(id, plain_tensors(module)))
+    blocks: dict[tuple[str, torch.dtype], list[Tensor]] = defaultdict(list)
+    for name, parameter in module.named_parameters():
+        if id(parameter) in plain and parameter.is_cpu:
+            match = _BLOCK.match(name)
+            blocks["" if match is None else match[1], parameter.dtype].append(parameter)
+    for weights in blocks.values():
+        _gather(weights)
+    for buffer in module.buffers():
+        buffer.data = in_own_memory(buffer.data)
+
+
+def _gather(weights: list[Tensor]) -> None:
+    """Moves some weights of one dtype into one allocation."""
+    step = _ALIGNMENT // weights[0].itemsize
+    starts = [0]
+    for weight in weights:
+        starts.append(starts[-1] + -(-weight.numel() // step) * step)
+    memory = torch.empty(starts[-1], dtype=weights[0].dtype, device="cpu")
+    for weight, start in zip(weights, starts, strict=False):
+        place = memory[start : start + weight.numel()].view(weight.shape)
+        place.copy_(weight.data)
+        weight.data = place

@@ -1,0 +1,225 @@
+"""Connects transformers models to our KV cache and attention through their public plug-in points.
+
+The pass travels through a context variable, not through forward arguments, which some models drop on the way.
+"""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from foretoken.attention.dispatch import tree_attention
+from foretoken.core.errors import ModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+    from foretoken.attention.layout import AttentionLayout
+    from foretoken.decoder.slot_cache import SlotCache
+
+ATTENTION_NAME = "foretoken_tree"
+_HARMLESS_TENSORS = {"position_ids", "cache_position"}  # forward arguments that some models hand on to attention
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardPass:
+    """One pass of the model in progress.
+
+    Attributes:
+        layout: Who sees what in the slot cache; None where the model runs by itself and features alone are read.
+        num_layers: After which block the pass ends; None where it goes through all of them.
+        features: Filled by taps while the pass runs: tap name to (1, M, D).
+        windows: Filled by attention while the pass runs: layer index to sliding window.
+    """
+
+    layout: AttentionLayout | None
+    num_layers: int | None = None
+    features: dict[int | str, Tensor] = field(default_factory=dict)
+    windows: dict[int, int | None] = field(default_factory=dict)
+
+
+_current: ContextVar[ForwardPass | None] = ContextVar("foretoken_forward_pass", default=None)
+
+
+@contextmanager
+def running(forward_pass: ForwardPass) -> Iterator[ForwardPass]:
+    """Makes a pass the current one for cache, attention and taps."""
+    token = _current.set(forward_pass)
+    try:
+        yield forward_pass
+    finally:
+        _current.reset(token)
+
+
+def current_pass() -> ForwardPass | None:
+    """The pass in progress, or None outside one."""
+    return _current.get()
+
+
+def current_layout() -> AttentionLayout | None:
+    """Who sees what in the pass in progress, or None outside a pass over the slot cache."""
+    forward_pass = current_pass()
+    return None if forward_pass is None else forward_pass.layout
+
+
+class SlotCacheLayer(CacheLayerMixin):
+    """One layer of a `SlotCache` as transformers sees it; `update` returns the whole layer, not a sequence's part."""
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, store: SlotCache, layer: int) -> None:
+        super().__init__()
+        self._store, self._layer = store, layer
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do: rows are preallocated."""
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: Any,  # noqa: ARG002 - the base class's signature
+        **kwargs: Any,  # noqa: ARG002
+    ) -> tuple[Tensor, Tensor]:
+        """Writes (1, Hk, M, D) where the current pass says; returns (slots, Hk, capacity, D) for `tree_attention`."""
+        layout = current_layout()
+        assert layout is not None, "the cache is written only inside a pass"
+        return self._store.write(self._layer, layout, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:  # noqa: ARG002 - the base class's signature
+        """Unused: no mask is built by transformers."""
+        return self._store.capacity, 0
+
+    def get_seq_length(self) -> int:
+        """Unused: positions are explicit."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Rows a slot."""
+        return self._store.capacity
+
+
+def as_transformers_cache(store: SlotCache) -> Cache:
+    """The cache object handed to `model(past_key_values=...)`."""
+    return Cache(layers=[SlotCacheLayer(store, layer) for layer in range(len(store.keys))])
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls in every attention layer; most models pass the window, some only hold it.
+
+    Raises:
+        ModelError: When the layer has a mask, a bias or a choice of keys of its own, which a tree would lose, or
+            when the model is called outside a pass of ours.
+    """
+    forward_pass = current_pass()
+    if forward_pass is None or forward_pass.layout is None:
+        raise ModelError(
+            f"{type(module).__name__} belongs to a foretoken runner and attends only inside its passes. Call a model "
+            "of your own, or give this one its attention back: model.set_attn_implementation('sdpa')."
+        )
+    own = ["attention_mask"] * (attention_mask is not None)
+    own += [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _HARMLESS_TENSORS]
+    if own:
+        raise ModelError(
+            f"{type(module).__name__} hands {', '.join(own)} to attention, which foretoken cannot apply to a token "
+            "tree. Expected plain, sliding-window, soft-capped or sink attention. It cannot be used as a target."
+        )
+    window = kwargs["sliding_window"] if "sliding_window" in kwargs else getattr(module, "sliding_window", None)
+    forward_pass.windows[getattr(module, "layer_idx", len(forward_pass.windows))] = window
+    output = tree_attention(
+        query[0].transpose(0, 1),
+        key,
+        value,
+        forward_pass.layout,
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=window,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return output.unsqueeze(
+        0
+    ).contiguous(), None  # some models take a view of it, as they may of what transformers' own give
+
+
+# No mask function is registered under the name: transformers then builds no mask at all.
+AttentionInterface.register(ATTENTION_NAME, _attention)
+
+
+_WITH_SCORES = {"GPTJAttention", "CodeGenAttention", "GPTNeoSelfAttention"}  # they compute scores in `_attn`
+
+
+def adapt_attention(model: nn.Module) -> bool:
+    """Sends the attention of every layer to `tree_attention`, in place.
+
+    Args:
+        model: A transformers causal LM that is used by us alone.
+
+    Returns:
+        Whether it is of an architecture that is known here; otherwise nothing is changed.
+    """
+    layers: list[Any] = []
+    for module in model.modules():
+        name = type(module).__name__
+        is_falcon = name == "FalconAttention" and not getattr(model.config, "alibi", False)
+        if type(module).__module__.startswith("transformers.") and (is_falcon or name in _WITH_SCORES):
+            layers.append(module)
+    for layer in layers:
+        if type(layer).__name__ == "FalconAttention":
+            layer.forward = partial(_falcon, layer, layer.forward)
+        else:
+            layer._attn = partial(_from_scores, layer, layer._attn)
+    return bool(layers)
+
+
+def _from_scores(
+    layer: Any, own: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None
+) -> tuple[Tensor, None]:
+    """Stands for `_attn`: (1, H, M, E) queries, keys and values as the cache gave them, to (1, H, M, E)."""
+    layout = current_layout()
+    if layout is None:
+        result: tuple[Tensor, None] = own(query, key, value, attention_mask)
+        return result
+    is_local = getattr(layer, "attention_type", "global") == "local"  # GPT-Neo, which does not scale its scores either
+    output = tree_attention(
+        query[0].transpose(0, 1).to(key.dtype), key, value, layout,
+        scale=1.0 / float(getattr(layer, "scale_attn", 1.0)), window=layer.config.window_size if is_local else None,
+    )  # fmt: skip
+    return output.transpose(0, 1).unsqueeze(0), None
+
+
+def _falcon(
+    layer: Any, own: Callable[..., Any], hidden_states: Tensor, alibi: Tensor | None, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Stands for the forward of a Falcon attention with rotary positions."""
+    from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
+
+    layout, cache = current_layout(), kwargs.get("layer_past")
+    if layout is None or cache is None:
+        result: tuple[Tensor, None] = own(hidden_states, alibi, attention_mask, **kwargs)
+        return result
+    query, key, value = (part.transpose(1, 2) for part in layer._split_heads(layer.query_key_value(hidden_states)))
+    query, key = apply_rotary_pos_emb(query, key, *kwargs["position_embeddings"])
+    keys, values = cache.update(key, value, layer.layer_idx)
+    output = tree_attention(query[0].transpose(0, 1), keys, values, layout, scale=layer.inv_norm_factor)
+    return layer.dense(output.flatten(1).unsqueeze(0)), None

@@ -1,0 +1,1 @@
+"""Text and token ids: prompts, chats, a tokenizer with checks, and text as it comes."""

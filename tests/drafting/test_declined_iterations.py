@@ -1,0 +1,223 @@
+"""Where drafting does not pay an iteration is one of plain decoding: no drafter is asked, told, or read for."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from drafters.drafting_contexts import handle
+from end_to_end.tiny_heads import head
+from end_to_end.tiny_llms import llm
+
+from foretoken import SamplingParams
+from foretoken.core.records import StageSeconds, StepRecord
+from foretoken.core.token_tree import TokenTree
+from foretoken.drafters.base import DraftContext, DraftRequest
+from foretoken.drafters.heads.prefix_features import PrefixFeatures
+from foretoken.drafters.oracle import OracleDrafter
+from foretoken.drafters.registry import drafter_options
+from foretoken.drafting import draft_timing, drafting
+from foretoken.drafting.base import Fixed
+from foretoken.drafting.draft_costs import fastest_by_depth
+from foretoken.drafting.draft_timing import time_drafts
+from foretoken.drafting.measured_gain import MeasuredGain
+from foretoken.runner.cost_curve import CostCurve
+from foretoken.runner.costs import PassCosts
+
+DEAR = (1, 2, 64), (1.0, 40.0, 400.0)  # seconds of passes: a second token costs as much as 39 passes
+PARAMS = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)
+
+
+def adaptive(name: str) -> dict[str, Any]:
+    """A head without training, whose depth the controller chooses."""
+    plain = llm({}).generate([[5], [6]], PARAMS)
+    references = [[*o.prompt_token_ids, *o.outputs[0].token_ids] for o in plain]
+    return head(name, steps=0, tree="chain")(references)
+
+
+class Calls:
+    """Counts what reaches the drafters and the target of an engine."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, curve: Any, config: dict[str, Any]) -> None:
+        monkeypatch.setattr(
+            "foretoken.entrypoints.llm.pass_costs", lambda model, name: PassCosts(*[CostCurve(*curve)] * 3)
+        )
+        self.records: list[StepRecord] = []
+        self.engine = llm(config, on_step=self.records.append)
+        (drafter,) = self.engine.drafters
+        self.proposed = self.committed = self.tapped = 0
+
+        def counting(name: str, original: Any) -> Any:
+            def method(argument: Any) -> Any:
+                is_step = name != "committed" or argument.verified is not None
+                setattr(self, name, getattr(self, name) + is_step)
+                return original(argument)
+
+            return method
+
+        inner = self.engine.target.run
+
+        def run(work: Any) -> Any:
+            output = inner(work)
+            if work.has_all_logits:  # else it reads a prompt, of which drafters are always told
+                self.tapped += work.has_features
+                assert work.has_features or output.features is None or len(output.features) == work.num_tokens
+            return output
+
+        monkeypatch.setattr(drafter, "propose", counting("proposed", drafter.propose))
+        monkeypatch.setattr(drafter, "commit", counting("committed", drafter.commit))
+        monkeypatch.setattr(self.engine.target, "run", run)
+
+
+@pytest.mark.parametrize("method", ["medusa", "ngram", "hydra++"])
+def test_an_iteration_without_a_draft_is_one_of_plain_decoding(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config: Any = {"speculative_config": {"method": "ngram", "prompt_lookup_min": 1}}
+    if method != "ngram":
+        config = adaptive(method)
+    calls = Calls(monkeypatch, DEAR, config)
+    prompts = [[5, 6, 5, 6], [7, 8, 9]]
+    outputs = [calls.engine.generate(prompt, PARAMS)[0].outputs[0].token_ids for prompt in prompts]
+    assert outputs == [llm({}).generate(prompt, PARAMS)[0].outputs[0].token_ids for prompt in prompts]
+    num_declined = sum(record.declined is not None for record in calls.records)
+    assert num_declined >= 112
+    assert calls.proposed <= 4
+    if method == "hydra++":  # its block reads every position
+        assert calls.committed == len(calls.records) - len(prompts)
+        return
+    assert calls.committed <= len(calls.records) - num_declined + 2 + 2 * len(prompts)
+    assert calls.tapped == calls.committed
+
+
+def test_drafting_goes_on_where_it_was_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features of the last position are there when a probe asks for them, after many that were left out."""
+    calls = Calls(monkeypatch, ((1, 64), (1.0, 1.0)), adaptive("medusa"))
+    engine_drafting: Any = calls.engine._engine._drafting
+    controller = engine_drafting._usual.controller.inner  # the costs are not those of the clock
+    engine_drafting._usual = engine_drafting._usual._replace(controller=controller)
+    controller._fixed = 0.0
+    controller._levels.extend([5.0] * 9)  # drafts are said to take five passes; probes find out that they do not
+    controller._probes.savings.amount = 100.0
+    calls.engine.generate([5, 6, 7], replace(PARAMS, max_tokens=80))
+    num_declined = sum(record.declined is not None for record in calls.records)
+    assert 31 <= num_declined < 40
+    first, *records = calls.records
+    assert first.sequences[0].ends_prompt
+    assert all(record.declined is not None for record in records[:31])
+    later = records[num_declined:-1]
+    assert len(later) > 5
+    assert all(record.sequences[0].tree_depth > 0 for record in later), "none was asked for without a feature"
+    assert calls.tapped == calls.committed < 55
+
+
+def test_drafting_rests_where_the_clock_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Iterations without drafts are looked at; then nobody is told, until drafts are tried with a feature at hand."""
+    monkeypatch.setattr("foretoken.drafting.probing.SHARE", 0.25)
+    monkeypatch.setattr("foretoken.drafting.measured_gain._STAY_NEAR", 4)
+    calls = Calls(monkeypatch, ((1, 64), (1.0, 1.0)), adaptive("medusa"))
+    engine_drafting: Any = calls.engine._engine._drafting
+    controller = MeasuredGain(Fixed(16))  # which asks always
+
+    def learn(record: StepRecord) -> None:
+        seconds = StageSeconds(draft=1.0, verify=2.0) if record.asked else StageSeconds(verify=1.0)
+        controller.learn(replace(record, seconds=seconds))
+
+    timed = mock.Mock(wraps=controller, learn=learn)
+    monkeypatch.setattr(engine_drafting, "_usual", engine_drafting._usual._replace(controller=timed))
+    got = calls.engine.generate([5, 6, 7], replace(PARAMS, max_tokens=120))[0].outputs[0].token_ids
+    assert got == llm({}).generate([5, 6, 7], replace(PARAMS, max_tokens=120))[0].outputs[0].token_ids
+    kinds = [
+        "look" if not record.asked and record.declined is None else "draft" if record.asked else "rest"
+        for record in calls.records[1:-1]  # the prompt's, and the last token's, after which there is no room
+    ]
+    assert kinds[:8] == ["draft"] * 4 + ["look"] + ["draft"] * 2 + ["look"]
+    assert kinds.index("rest") < 20
+    rests = [len([*each]) for kind, each in itertools.groupby(kinds) if kind == "rest"]
+    assert len(rests) >= 2
+    assert all(8 <= rest <= 60 for rest in rests[:-1])
+    drafted = [record for record in calls.records if record.asked]
+    assert all(record.sequences[0].tree_depth > 0 for record in drafted), "none was asked for without a feature"
+    assert calls.tapped == calls.committed <= len(calls.records) - sum(rests) + 6 * len(rests)
+
+
+def test_a_slow_first_draft_is_not_the_last_one_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It compiles or captures; of each depth the fastest draft counts, so there is another one of each."""
+    timed: list[list[tuple[int, float]]] = []
+    monkeypatch.setattr("foretoken.drafting.draft_timing._LIMIT_S", 0.0)
+    monkeypatch.setattr(
+        drafting, "time_drafts", lambda drafter, target: timed.append(time_drafts(drafter, target)) or timed[-1]
+    )
+    llm(adaptive("hydra++"))
+    assert sorted(Counter(depth for depth, _ in timed[0]).values()) == [2, 2]
+
+
+def test_a_timed_draft_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that are timed before the first request change no draft, and say what they take by depth."""
+    timed: list[list[tuple[int, float]]] = []
+
+    def timing(drafter: Any, target: Any) -> list[tuple[int, float]]:
+        timed.append(time_drafts(drafter, target))
+        return timed[-1]
+
+    config = adaptive("hydra++")
+    monkeypatch.setattr(drafting, "time_drafts", timing)
+    engine = llm(config)
+    assert len(timed) == 1
+    assert len(timed[0]) >= 2
+    assert min(seconds for _, seconds in timed[0]) > 0
+    assert {depth for depth, _ in timed[0]} == {1, max(timed[0])[0]}
+    features = engine.drafters[0]._features  # type: ignore[attr-defined]
+    assert isinstance(features, PrefixFeatures)
+    assert all(held.length == 0 for held in engine._engine._scheduler._slots._free), (
+        "nothing that a request could go on from"
+    )
+    request = DraftRequest(request_id="r", prompt=[0] * 9, params=PARAMS)
+    engine.drafters[0].begin(0, request)
+    assert (set(features._fed), set(features._known)) == ({0}, {0})
+    assert not any(features._waiting)
+
+
+class Clock:
+    """A clock that work advances, by several times as much while another program runs."""
+
+    def __init__(self, slowness: Callable[[int], float]) -> None:
+        self.now, self._slowness, self._num = 0.0, slowness, 0
+
+    def work(self, seconds: float) -> None:
+        self.now += seconds * self._slowness(self._num)
+        self._num += 1
+
+
+@pytest.mark.parametrize(
+    "slowness",
+    [lambda i: 1.0, lambda i: 5.0, lambda i: 5.0 if i < 12 else 1.0, lambda i: 5.0 if i % 5 == 4 else 1.0],
+    ids=["idle", "busy", "busy at first", "busy now and then"],
+)
+def test_what_drafts_take_is_told_as_on_an_idle_machine(
+    slowness: Callable[[int], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes were timed on an idle machine before: a busy one made drafts five times as dear beside them."""
+    clock, costs = Clock(slowness), CostCurve((1, 16), (1.0, 1.0))
+
+    def run(work: Any) -> Any:
+        clock.work(costs(work.num_tokens))
+        return SimpleNamespace(features=None)
+
+    class Steady(OracleDrafter):
+        def propose(self, context: DraftContext) -> TokenTree:
+            clock.work(0.2 * context.max_depth[0])
+            return super().propose(context)
+
+    monkeypatch.setattr(draft_timing, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(draft_timing, "_LIMIT_S", 1e9)
+    options = drafter_options({"method": "oracle", "references": [[0] * 90], "num_speculative_tokens": 4})
+    drafter = Steady(options)  # type: ignore[arg-type]
+    target = handle(run=run, measured_costs=lambda: costs)
+    drafter.attach(target)
+    fastest = fastest_by_depth(time_drafts(drafter, target))
+    assert fastest == pytest.approx({1: 0.2, 4: 0.8}, rel=1e-9)

@@ -1,0 +1,199 @@
+"""What was proposed stays known when less of it is verified, and for which reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from drafters.drafting_contexts import GREEDY, context, handle
+from tiny_models import VOCAB_SIZE
+
+from foretoken.core.records import Declined, StageSeconds, StepRecord
+from foretoken.core.token_tree import MAX_NODES, PROBE, TokenTree, TreeRow
+from foretoken.drafters.base import DraftContext, DraftRequest, TargetReads
+from foretoken.drafters.registry import drafter_options
+from foretoken.drafting.adaptive_depth import AdaptiveDepth
+from foretoken.drafting.base import Allotment, Allowance, Controller, Fixed
+from foretoken.drafting.best_nodes import BestNodes
+from foretoken.drafting.draft_costs import BesidePrompts
+from foretoken.drafting.drafting import Draft, Drafting, choose_controller, most_nodes, room_beside_prompts
+from foretoken.runner.cost_curve import CostCurve
+
+TREE = TokenTree.from_rows([TreeRow([7, 1, 2, 3], [-1, 0, 0, 1]), TreeRow([9, 4], [-1, 0])])
+UNKNOWN = replace(TREE, host_facts=None)
+PROBES = torch.tensor([[0, 0, PROBE, 0], [0, 0, 0, 0]])
+Change = Callable[[TokenTree], Any]
+
+
+class Proposer:
+    """Proposes one tree, or what a function makes of it."""
+
+    name, reads, nodes_by_depth = "proposer", TargetReads(), [1, 3, 4]
+
+    def __init__(self, change: Change) -> None:
+        self._change = change
+
+    def propose(self, context: DraftContext) -> TokenTree:
+        tree: TokenTree = self._change(TREE)
+        return tree
+
+
+class Declining(Fixed):
+    """Asks for nothing."""
+
+    def allot(self, batch_size: int) -> Allotment:
+        declined = Declined(width=2, pass_cost=2.0, draft_cost=0.1, acceptance=0.1, hit_rate=1.0)
+        return Allotment(allowances=[Allowance(depth=0, nodes=1)] * batch_size, declined=declined)
+
+
+def draft(*changes: Change, controller: Controller | None = None, max_depth: tuple[int, int] = (8, 8)) -> Draft:
+    """What drafters that propose the tree, each changed, come to."""
+    controller = controller or Fixed(max_nodes=16)
+    drafters: list[Any] = [Proposer(change) for change in changes]
+    drafting = Drafting(drafters, controller, vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu"))
+    return drafting.propose(context([[5, 7], [5, 9]], max_depth=max_depth))
+
+
+def num_verified(made: Draft) -> list[int]:
+    """Nodes of each tree that can be accepted."""
+    counts: list[int] = (made.tree.without_probes().parents >= 0).sum(1).tolist()
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("change", "proposed", "verified"),
+    [
+        (lambda t: t, [3, 1], [3, 1]),
+        (lambda t: UNKNOWN, [3, 1], [3, 1]),
+        (lambda t: replace(UNKNOWN, tokens=t.tokens + (t.tokens == 2) * VOCAB_SIZE), [3, 1], [2, 1]),
+        (lambda t: replace(UNKNOWN, source=PROBES), [2, 1], [2, 1]),
+        (lambda t: replace(t, source=PROBES), [None, None], [2, 1]),
+        (lambda t: replace(UNKNOWN, depths=t.depths * 2), [0, 0], [0, 0]),
+        (lambda t: 1 / 0, [0, 0], [0, 0]),
+        (lambda t: TokenTree.roots([7, 9]), [0, 0], [0, 0]),
+    ],
+    ids=["host facts", "no host facts", "token cut", "probes", "probes and host facts", "dropped", "raised", "nothing"],
+)
+def test_one_drafter(change: Change, proposed: list[int | None], verified: list[int]) -> None:
+    made = draft(change)
+    assert (made.num_proposed, num_verified(made)) == (proposed, verified)
+
+
+def test_nodes_that_are_too_deep_were_proposed() -> None:
+    made = draft(lambda t: t, max_depth=(1, 0))
+    assert made.num_proposed == [3, None]  # the second was not asked for: one token of its own is all it has room for
+    assert num_verified(made) == [2, 0]
+
+
+def test_nodes_that_do_not_pay_were_proposed() -> None:
+    dear = CostCurve((1, 64), (1.0, 64.0))
+    made = draft(lambda t: t, controller=BestNodes(dear, max_nodes=16))
+    assert (made.num_proposed, num_verified(made)) == ([3, 1], [0, 0])
+
+
+def test_each_drafter_counts() -> None:
+    """Also where the nodes are the same, and not where a tree was dropped."""
+    made = draft(lambda t: t, lambda t: UNKNOWN, lambda t: None)
+    assert (made.num_proposed, num_verified(made)) == ([6, 2], [3, 1])
+    assert made.error is not None
+
+
+@pytest.mark.parametrize(("controller", "max_depth"), [(Declining(16), (8, 8)), (Fixed(16), (0, 0))])
+def test_who_was_not_asked_proposed_nothing_that_is_known(controller: Controller, max_depth: tuple[int, int]) -> None:
+    made = draft(lambda t: t, controller=controller, max_depth=max_depth)
+    assert made.num_proposed == [None, None]
+    assert (made.declined is not None) == isinstance(controller, Declining)
+
+
+@pytest.mark.parametrize("fixed", [{"num_speculative_tokens": 2}, {"tree": [[0], [0, 0]]}])
+def test_no_drafter_of_fixed_size_crowds_out_another(fixed: dict[str, Any]) -> None:
+    """Whole drafts are verified, probes of the one listed last among them."""
+    changes: list[Change] = [
+        lambda t: t,
+        lambda t: replace(UNKNOWN, tokens=t.tokens + 20 * (t.depths > 0)),
+        lambda t: replace(UNKNOWN, tokens=t.tokens + 40 * (t.depths > 0), source=PROBES + 1),
+    ]
+    drafters: list[Any] = [Proposer(change) for change in changes]
+    options = [drafter_options({"method": "ngram", **keys}) for keys in (fixed, {}, {})]
+    most = most_nodes(drafters)
+    drafting = Drafting(
+        drafters, choose_controller(options, drafters, handle()), vocab_size=VOCAB_SIZE, max_nodes=most,
+        device=torch.device("cpu"),
+    )  # fmt: skip
+    tree = drafting.propose(context([[5, 7], [5, 9]])).tree
+    assert (tree.parents >= 0).sum(1).tolist() == [9, 3]
+    assert tree.width <= most == 1 + 3 * 3
+
+
+def test_there_is_room_for_what_is_never_left_out() -> None:
+    """Drawn nodes and probes are verified whatever else is bought, so that rows of the cache must not run short."""
+    drafters: list[Any] = [Proposer(lambda t: t) for _ in range(3)]
+    for drafter, nodes in zip(drafters, (100, 64, 20), strict=True):
+        drafter.nodes_by_depth = (1, nodes)
+    assert most_nodes(drafters) == 182
+    drafters[0].nodes_by_depth = (1, 512)
+    assert most_nodes(drafters) == MAX_NODES
+    assert most_nodes([]) == 1
+
+
+class Full(BesidePrompts):
+    """There is room beside 8 tokens of prompts at most."""
+
+    def has_room(self, num_sequences: int, num_prompt_tokens: int) -> bool:
+        return num_prompt_tokens <= 8
+
+
+def test_nobody_is_asked_beside_prompts_that_fill_a_pass() -> None:
+    """And the controller hears nothing of such a pass, which was not its decision."""
+    drafters: list[Any] = [Proposer(lambda tree: tree)]
+    controller = mock.Mock(wraps=Fixed(max_nodes=16))
+    drafting = Drafting(
+        drafters, controller, vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu"),
+        beside_prompts=Full(handle().costs),
+    )  # fmt: skip
+    asked = context([[5, 7], [5, 9]])
+    made = [drafting.propose(asked, num_prompt_tokens) for num_prompt_tokens in (0, 8, 9)]
+    assert [num_verified(each) for each in made] == [[3, 1], [3, 1], [0, 0]]
+    assert controller.allot.call_count == 2
+    assert made[2].is_committed, "drafters hear what such a pass brought"
+    assert made[2].declined is None
+    drafting.learn(made[2], StepRecord(sequences=(), num_tokens=2, num_prompt_tokens=9, seconds=StageSeconds()))
+    controller.learn.assert_not_called()
+
+
+def test_drafters_that_are_asked_in_every_pass_are_asked_beside_prompts() -> None:
+    assert room_beside_prompts(Fixed(max_nodes=16), handle()) is None
+    assert room_beside_prompts(AdaptiveDepth(handle().costs, [1, 2]), handle()) is not None
+
+
+class Resting(Declining):
+    """Asks for nothing, and drafters need not hear of it."""
+
+    def allot(self, batch_size: int) -> Allotment:
+        return replace(super().allot(batch_size), may_draft_next=False)
+
+
+def test_drafters_hear_of_an_iteration_before_a_prediction_has_them_asked() -> None:
+    """While drafting rests drafters miss iterations; a request with a prediction hands over to another controller."""
+    drafters: list[Any] = [Proposer(lambda t: t), Proposer(lambda t: replace(t, tokens=t.tokens + 20 * (t.depths > 0)))]
+    for drafter in drafters:
+        drafter.reads = TargetReads(is_last_enough=True)
+        drafter.begin = drafter.release = mock.Mock()
+    drafting = Drafting(
+        drafters, Resting(max_nodes=16), vocab_size=VOCAB_SIZE, max_nodes=16, device=torch.device("cpu"),
+        for_predictions=Fixed(max_nodes=16),
+    )  # fmt: skip
+    asked = context([[5, 7], [5, 9]])
+    assert not drafting.propose(asked).is_committed
+    drafting.begin(1, replace(DraftRequest(request_id="r", prompt=[5], params=GREEDY), prediction=[1, 2]))
+    first, second = drafting.propose(asked), drafting.propose(asked)
+    assert (first.asked, first.is_committed, num_verified(first)) == ((), True, [0, 0])
+    assert (second.asked, num_verified(second)) == ([(0, 2), (1, 2)], [6, 2])
+    assert drafting.are_merged
+    drafting.release(1)
+    third = drafting.propose(asked)
+    assert (third.asked, third.is_committed, drafting.are_merged) == ((), False, False)
