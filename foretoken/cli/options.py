@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from foretoken.cli import terminal
-from foretoken.core.bounded_reads import read_named, read_stream
 from foretoken.core.checks import lone_surrogate
 from foretoken.core.errors import ConfigError, RequestError
+from foretoken.files.bounded_reads import read_named, read_stream
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from foretoken.core.sampling_params import SamplingParams
-    from foretoken.engine.setups import Setup
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.entrypoints.config import Setup
+    from foretoken.models.loading import LoadedModel
 
 Model = Annotated[str, typer.Argument(help="Target: a model directory in Hugging Face layout, or a hub id.")]
 Dtype = Annotated[
@@ -132,7 +132,7 @@ def one_setup(
     Raises:
         ConfigError: When there are several, one cannot be had, or it cannot decode texts that nobody knows.
     """
-    from foretoken.engine.config import checked_setup
+    from foretoken.entrypoints.config import checked_setup
 
     texts = drafter_texts(speculative_config, spec_type) or ["plain"]
     if len(texts) > 1:
@@ -153,7 +153,7 @@ def load_target(model: str, dtype: str, device: str, threads: int | None) -> tup
         RequestError: When the model has no tokenizer to read text prompts with.
     """
     from foretoken.decoder.lean.threads import set_num_threads
-    from foretoken.engine import model_arguments
+    from foretoken.entrypoints import model_arguments
 
     if threads is not None:
         set_num_threads(threads)
@@ -177,7 +177,7 @@ def sampling(
         ModelError: When the generation configuration cannot be read.
     """
     from foretoken.core.sampling_params import SamplingParams
-    from foretoken.engine.model_arguments import sampling_defaults
+    from foretoken.entrypoints.model_arguments import sampling_defaults
 
     asked = {name: value for name, value in given.items() if value is not None}
     defaults = sampling_defaults(loaded, generation_config, override)

@@ -13,7 +13,7 @@ import typer
 from foretoken.cli import options, terminal, train_options
 from foretoken.cli.progress import progress, step_progress
 from foretoken.core.errors import ConfigError
-from foretoken.core.freed_memory import keep_freed_memory
+from foretoken.files.processes import keep_freed_memory
 
 
 def train(
@@ -106,7 +106,7 @@ def _print_facts(facts: dict[str, Any]) -> None:
 
 def _bench_command(target: str, method: str, head: Path) -> str:
     """Returns the shell command that measures a head."""
-    from foretoken.engine.setups import parse_setup
+    from foretoken.entrypoints.config import parse_setup
 
     config, words = {"method": method, "model": str(head)}, f"{method}:model={head}"
     if parse_setup(words, target=target).config != config:  # a name such as `1` or `a:b=c`

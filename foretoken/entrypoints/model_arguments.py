@@ -12,10 +12,10 @@ import torch
 from foretoken.core.checks import check_text, shown
 from foretoken.core.errors import ConfigError, ModelError, RequestError, nearest_name_hint
 from foretoken.core.sampling_params import SamplingParams
-from foretoken.engine.drafter_files import check_is_no_head, exists
-from foretoken.engine.vocabulary import check_vocabulary
-from foretoken.hf.loading import LoadedModel, load_generation_values, load_model, load_tokenizer, wrap_model
-from foretoken.hf.placement import check_placement
+from foretoken.entrypoints.drafter_files import check_is_no_head, exists
+from foretoken.models.loading import LoadedModel, load_generation_values, load_model, load_tokenizer, wrap_model
+from foretoken.models.placement import check_placement
+from foretoken.text.prompts import check_vocabulary
 
 _DTYPE_NAMES = {"half": "float16", "float": "float32", "double": "float64"}  # vLLM's and torch's other names
 

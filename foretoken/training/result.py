@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import os
     from pathlib import Path
 
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
 
 _SIZE = (8.4, 3.3)  # inches
 

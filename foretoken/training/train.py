@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.workload import no_progress
-from foretoken.core.atomic_files import is_begun
 from foretoken.core.errors import ConfigError, nearest_name_hint
-from foretoken.core.tokenizer_sha import tokenizer_sha
-from foretoken.engine.model_arguments import load_target
+from foretoken.core.token_ids import tokenizer_sha
+from foretoken.entrypoints.model_arguments import load_target
+from foretoken.files.atomic_files import is_begun
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.hub import local_head
 from foretoken.formats.registry import read_head
-from foretoken.hf.placement import DTYPES
+from foretoken.models.placement import DTYPES
 from foretoken.training.card import read_curve
 from foretoken.training.config import (
     has_size,
@@ -37,7 +37,7 @@ from foretoken.training.run import RunSettings, train_head, train_jointly
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from foretoken.hf.loading import LoadedModel
+    from foretoken.models.loading import LoadedModel
     from foretoken.training.trainer import StepReport
 
     Place = str | os.PathLike[str]
