@@ -23,9 +23,9 @@ from benchmarks.gpu_suite.attention_inputs import (
     covering_cases,
     make_problem,
 )
-from foretoken.attention.reference import reference_attention
+from foretoken.attention.dispatch import reference_attention
 from foretoken.core.backend import has_cuda_runtime
-from foretoken.decoder.captured_pass import captured_pass, padded_inputs, shape_of
+from foretoken.decoder.cuda_graphs import captured_pass, padded_inputs, shape_of
 
 if TYPE_CHECKING:
     from benchmarks.gpu_suite.work import Work

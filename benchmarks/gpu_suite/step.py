@@ -28,8 +28,7 @@ from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.models.loading import LoadedModel, wrap_model
 from foretoken.runner.runner import Runner
-from foretoken.trees.choices import TreeShape
-from foretoken.trees.published import PUBLISHED
+from foretoken.trees.choices import PUBLISHED, TreeShape
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

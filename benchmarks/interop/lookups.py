@@ -20,12 +20,11 @@ import torch
 from benchmarks.interop.borrowed import borrow
 from benchmarks.interop.outcome import Outcome, compared
 from benchmarks.interop.samples import E, H, Target, V, random_head, texts, written
+from foretoken.drafters.lookahead import Answers, NgramPool, Window
+from foretoken.drafters.recycling import SuccessorMatrix
 from foretoken.formats.readers import FALCON_CODE
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.falcon import FalconConfig
-from foretoken.lookups.lookahead_window import Answers, Window
-from foretoken.lookups.ngram_pool import NgramPool
-from foretoken.lookups.successors import SuccessorMatrix
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.merge import Trie
 

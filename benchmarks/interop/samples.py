@@ -14,8 +14,8 @@ from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.mapping import head_shapes
 from foretoken.formats.registry import head_readers, read_head, write_head
 from foretoken.formats.target_info import TargetInfo
+from foretoken.heads.base import StepHead
 from foretoken.heads.decoder_layer import LayerConfig
-from foretoken.heads.step_head import StepHead
 from foretoken.models.loading import load_model
 from foretoken.models.parts import target_parts
 

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from foretoken.sampling.batch import best_possible
 from foretoken.sampling.noise import KeyedNoise, Purpose
-from foretoken.sampling.truncation import best_possible
 
 LogProbs = Callable[[Tensor], Tensor]
 """(B,) int64 nodes -> (B, V) log-probabilities of the token after each node, warped by the request."""

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from foretoken.acceptance.block import accept_block
 from foretoken.acceptance.decisions import Acceptance, KeyedDecisions
 from foretoken.acceptance.lossy import accept_lenient, accept_typical
-from foretoken.acceptance.sequential import accept_sequential
+from foretoken.acceptance.sequential import accept_block, accept_sequential
 from foretoken.acceptance.walk import accept_chosen, accept_coupled, accept_greedy
 from foretoken.core.checks import check_number, shown
 from foretoken.core.errors import ConfigError, nearest_name_hint

@@ -1,11 +1,4 @@
-"""The sequential test of speculative sampling, for chains and trees with sampled and one-hot children; lossless.
-
-At a node with target distribution P, each sampled child x with exact conditional draft distribution Q is accepted with
-probability min(1, P[x] / Q[x]); after a rejection P becomes norm(max(P - Q, 0)). One-hot children come last, all at
-once: draw y from what is left of P and descend if a child holds y. On a chain this is speculative sampling (Leviathan
-et al., arXiv 2211.17192; Chen et al., 2302.01318, who swap p and q); with children drawn without replacement it is the
-rule of Sequoia (2402.12374); with independent ones, SpecInfer's (2305.09781); with one-hot ones, sample and match.
-"""
+"""Rules for sampled drafts: the sequential test of speculative sampling, and block verification of a chain."""
 
 from __future__ import annotations
 
@@ -98,3 +91,55 @@ def conditional_draft_probs(tree: TokenTree, table: Tensor, node: Tensor, slot: 
     taken = torch.zeros_like(probs).scatter_add_(1, tree.tokens.gather(1, earlier), is_removed.to(probs.dtype))
     probs = torch.where(taken > 0, 0.0, probs)
     return torch.where(without, probs / probs.sum(1, keepdim=True).clamp_min(torch.finfo(like.dtype).tiny), probs)
+
+
+def accept_block(tree: TokenTree, log_probs: LogProbs, decisions: Decisions) -> Acceptance:
+    """Verifies chains of independently drawn tokens as blocks.
+
+    Args:
+        tree: Chains (node i's parent is i - 1) whose nodes were all drawn from `tree.distributions` independently.
+        log_probs: The target distribution after each node.
+        decisions: Source of the tests and draws.
+
+    Returns:
+        Path and correction or bonus token; lossless.
+    """
+    drafts = tree.distributions
+    assert drafts is not None, "block verification needs the draft distributions"
+    batch, device = tree.batch_size, tree.tokens.device
+    index = torch.arange(batch, device=device)
+    gamma = tree.num_nodes - 1
+    node = torch.zeros(batch, dtype=torch.int64, device=device)
+    accepted = torch.zeros_like(node)
+    target_probs = log_probs(node).exp()
+    prefix = torch.ones(batch, dtype=target_probs.dtype, device=device)  # P_i
+    rest = target_probs  # distribution of the next token if the chain ends at `accepted`
+    for i in range(tree.max_depth + 1):
+        exists = i <= gamma
+        if i:
+            token = tree.tokens[:, i : i + 1]
+            draft_probs = drafts.rows[index, drafts.row_of[:, i].clamp_min(0)].to(prefix.dtype)
+            ratio = target_probs.gather(1, token)[:, 0] / draft_probs.gather(1, token)[:, 0]
+            prefix = torch.where(exists, (prefix * ratio).clamp_max(1.0), prefix)
+            node = torch.where(exists, i, node)
+            target_probs = log_probs(node).exp()
+        is_last = gamma == i
+        following = drafts.row_of[:, min(i + 1, tree.width - 1)].clamp_min(0)
+        next_draft = drafts.rows[index, following].to(prefix.dtype)
+        scaled = prefix.unsqueeze(1) * target_probs
+        surplus = (scaled - next_draft).clamp_min(0).sum(1)
+        # P_i = 1 and S_i = 0 means p = q: position i then never passes, which changes nothing, as i + 1 surely does.
+        passing = torch.where(is_last, prefix, surplus)
+        total = torch.where(is_last, 1.0, surplus + (1 - prefix))
+        survives = decisions.accept(passing, total, i) if i else torch.ones_like(exists)
+        is_accepted = exists & survives
+        accepted = torch.where(is_accepted, i, accepted)
+        ending = torch.where(is_last.unsqueeze(1), target_probs, residual(scaled, next_draft))
+        rest = torch.where(is_accepted.unsqueeze(1), ending, rest)
+    path = torch.arange(1, tree.max_depth + 1, device=device).expand(batch, -1)
+    return Acceptance(
+        path=torch.where(path <= accepted.unsqueeze(1), path, -1),
+        num_accepted=accepted,
+        next_token=decisions.token(rest, 0),
+        lossy_tv=torch.zeros(batch, dtype=torch.float32, device=device),
+    )

@@ -11,9 +11,8 @@ import torch
 from foretoken.bench.setup_engines import SetupEngines
 from foretoken.bench.workload import no_progress
 from foretoken.models.taps import run_plain
-from foretoken.runner.choice import likely_decoder
+from foretoken.runner.choice import PassWidths, likely_decoder
 from foretoken.runner.costs import measure_costs, pass_costs
-from foretoken.runner.pass_widths import PassWidths
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence

@@ -25,7 +25,7 @@ def index(
     """
     from foretoken.cli.data import ending_cleanly
     from foretoken.core.errors import RequestError
-    from foretoken.lookups.datastore_files import DATASTORE, SORTED_DEPTH, write_datastore
+    from foretoken.drafters.lookups.datastore import DATASTORE, SORTED_DEPTH, write_datastore
     from foretoken.training.data.packed import PackedTokens
 
     DATASTORE.check(out, force=force)

@@ -18,8 +18,14 @@ from foretoken.attention.dispatch import has_kernel
 from foretoken.core.backend import has_cuda_graphs
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import PassOutput, UnsuitableError
-from foretoken.decoder.captured_pass import PassShape, captured_pass, padded_inputs, shape_of
-from foretoken.decoder.cuda_graphs import CapturedGraphs, CudaGraphCapture
+from foretoken.decoder.cuda_graphs import (
+    CapturedGraphs,
+    CudaGraphCapture,
+    PassShape,
+    captured_pass,
+    padded_inputs,
+    shape_of,
+)
 from foretoken.decoder.held_memory import HeldMemory
 from foretoken.decoder.lean.stock import StockDecoder
 
@@ -31,7 +37,7 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Pass, Tap
     from foretoken.decoder.cuda_graphs import GraphCapture
     from foretoken.decoder.lean.elementwise import TorchOps
-    from foretoken.decoder.lean.weights import LeanWeights
+    from foretoken.decoder.lean.stock import LeanWeights
     from foretoken.decoder.slot_cache import SlotCache
 
 MAX_GRAPHS = 48

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import PassOutput
     from foretoken.models.loading import LoadedModel
-    from foretoken.runner.cost_curve import CostCurve
+    from foretoken.runner.costs import CostCurve
     from foretoken.sampling.batch import SamplingBatch
 
 __all__ = [

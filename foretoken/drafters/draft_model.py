@@ -1,6 +1,6 @@
 """A smaller language model drafts a chain or a tree, on its own KV cache.
 
-With the target's vocabulary, or with another one that shares tokens with it, see `foretoken.drafters.models.vocab_map`;
+With the target's vocabulary, or with another one that shares tokens with it, see `foretoken.drafters.models.loading`;
 with `vocab_match="text"` it drafts text, see `foretoken.drafters.models.text_draft`.
 
 Sources: Leviathan et al. 2023 (arXiv 2211.17192) and Chen et al. 2023 (2302.01318) for chains; sampled trees draw
@@ -17,12 +17,17 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads
 from foretoken.drafters.models.draft_levels import DraftLevels
-from foretoken.drafters.models.loading import DraftModelFiles, VocabMatch, vocabularies, vocabulary_map
+from foretoken.drafters.models.loading import (
+    DraftModelFiles,
+    Translation,
+    VocabMatch,
+    VocabularyMap,
+    vocabularies,
+    vocabulary_map,
+)
 from foretoken.drafters.models.text_draft import TextDraftDrafter
-from foretoken.drafters.models.vocab_map import Translation, VocabularyMap
 from foretoken.drafters.options import DrafterOptions
-from foretoken.drafters.shared.kept_draws import KeptDraws
-from foretoken.drafters.shared.quantization import QuantizationOption, with_quantization
+from foretoken.drafters.shared.drafts import KeptDraws, QuantizationOption, with_quantization
 from foretoken.runner.runner import Runner
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import begin_expansion
@@ -32,7 +37,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from typing import Any
 
-    from foretoken.decoder.lean.int8 import Quantization
+    from foretoken.decoder.lean.native_linear import Quantization
     from foretoken.models.loading import LoadedModel
     from foretoken.trees.dynamic import AnyShape
 

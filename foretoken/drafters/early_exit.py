@@ -21,8 +21,7 @@ from foretoken.core.passes import Pass
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads
 from foretoken.drafters.options import DrafterOptions
-from foretoken.drafters.shared.kept_draws import KeptDraws
-from foretoken.drafters.shared.level_passes import LevelPasses
+from foretoken.drafters.shared.drafts import KeptDraws, LevelPasses
 from foretoken.trees.dynamic import DynamicShape, begin_expansion
 from foretoken.trees.pruning import Pruning
 

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from foretoken.drafters.heads.drafter import HeadDrafter
 from foretoken.drafters.heads.loading import HeadOptions
-from foretoken.drafters.heads.prefix_features import PrefixFeatures
+from foretoken.drafters.heads.stack_features import PrefixFeatures
 from foretoken.heads.hydra import HydraHeads
 
 if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter, TargetHandle
-    from foretoken.drafters.heads.last_features import KeptFeatures
+    from foretoken.drafters.heads.stack_features import KeptFeatures
 
 
 class Options(HeadOptions):

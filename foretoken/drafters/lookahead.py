@@ -12,9 +12,11 @@ Source: Fu et al. 2024, "Lookahead Decoding" (arXiv 2402.02057), and the code of
 
 from __future__ import annotations
 
+import random
+from collections import OrderedDict
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -23,12 +25,181 @@ from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import PROBE, TokenTree, TreeRow
 from foretoken.drafters.base import Committed, DraftContext, Drafter, DraftRequest, TargetHandle, TargetReads
 from foretoken.drafters.options import DrafterOptions, TreeOption
-from foretoken.lookups.lookahead_window import Answers, Window, most_nodes
-from foretoken.lookups.ngram_pool import NgramPool
 from foretoken.trees.merge import Trie
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Container, Iterator, Mapping, Sequence
+
+
+class NgramPool:
+    """The least recently seen go first: of a token's n-grams its oldest, and of all tokens the one seen longest ago."""
+
+    def __init__(self, *, per_key: int, max_ngrams: int) -> None:
+        """An empty pool.
+
+        Args:
+            per_key: Most n-grams kept after one token.
+            max_ngrams: Most n-grams altogether, no fewer than `per_key`.
+        """
+        self._per_key, self._max_ngrams = per_key, max_ngrams
+        self._by_key: OrderedDict[int, dict[tuple[int, ...], None]] = OrderedDict()  # both: least recently seen first
+        self._num_ngrams = 0
+
+    def __len__(self) -> int:
+        """How many n-grams there are."""
+        return self._num_ngrams
+
+    def add(self, key: int, ngram: tuple[int, ...]) -> None:
+        """Notes that an n-gram was seen after a token."""
+        ngrams = self._by_key.setdefault(key, {})
+        self._by_key.move_to_end(key)
+        if ngram in ngrams:
+            del ngrams[ngram]
+        elif len(ngrams) == self._per_key:
+            del ngrams[next(iter(ngrams))]
+        else:
+            self._num_ngrams += 1
+        ngrams[ngram] = None
+        while self._num_ngrams > self._max_ngrams:
+            _, dropped = self._by_key.popitem(last=False)
+            self._num_ngrams -= len(dropped)
+
+    def after(self, key: int) -> Iterator[tuple[int, ...]]:
+        """The n-grams seen after a token, the most recent first."""
+        return reversed(self._by_key.get(key, {}))
+
+
+class Ngram(NamedTuple):
+    """Tokens that the window expects after a token."""
+
+    key: int
+    tokens: tuple[int, ...]
+
+
+def most_nodes(width: int, ngram: int) -> int:
+    """Nodes of a window, root included, when it is largest: full, or while it fills where it is narrow."""
+    return max(rows * (width + ngram - 1 - rows) for rows in range(1, ngram))
+
+
+class Answers:
+    """The target's most probable token after every path of a verified tree.
+
+    Equal paths have equal answers, so it does not matter whose node is looked at, nor what a tree was merged with.
+    """
+
+    def __init__(self, row: TreeRow, answers: Sequence[int]) -> None:
+        """Reads a tree.
+
+        Args:
+            row: The tree; a node without a parent, as one that was cut off, is left out with all below it.
+            answers: The target's most probable token after each node.
+        """
+        self._children: dict[tuple[int, int], int] = {}
+        self._answers = answers
+        first: dict[int, int] = {0: 0}  # of the nodes with the same path
+        for node in range(1, len(row.tokens)):
+            parent = first.get(row.parents[node])
+            if parent is not None:
+                first[node] = self._children.setdefault((parent, row.tokens[node]), node)
+
+    def below(self, node: int, tokens: Sequence[int]) -> int | None:
+        """The node that some tokens lead to from a node; None where that was not verified."""
+        children: Mapping[tuple[int, int], int] = self._children
+        for token in tokens:
+            found = children.get((node, token))
+            if found is None:
+                return None
+            node = found
+        return node
+
+    def at(self, node: int) -> int:
+        """The answer after a node."""
+        return self._answers[node]
+
+
+class Window:
+    """The window of one sequence.
+
+    Attributes:
+        columns: Tokens of each column by row, as many in each; the first of column 0 stands in the root's place.
+    """
+
+    def __init__(self, width: int, ngram: int, *, prompt: Sequence[int], unwanted: Container[int], seed: int) -> None:
+        """A window that guesses tokens of the prompt.
+
+        Args:
+            width: W.
+            ngram: N.
+            prompt: Where guesses come from that the target did not make.
+            unwanted: Tokens that end a text, which the window does not hold unless the prompt has no others.
+            seed: Chooses them.
+        """
+        self._num_rows = ngram - 1
+        self._unwanted, self._random = unwanted, random.Random(seed)
+        self._spare = [token for token in prompt if token not in unwanted] or list(prompt) or [0]
+        self.columns = [[self._random.choice(self._spare)] for _ in range(width + ngram - 2)]
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of the tree that the window is, root included."""
+        return len(self.columns) * len(self.columns[0])
+
+    def add_to(self, trie: Trie, *, max_depth: int, max_nodes: int) -> None:
+        """Adds the window below a root: as many columns, from the first on, as fit as a whole.
+
+        Args:
+            trie: Where to.
+            max_depth: How deep nodes may lie.
+            max_nodes: Most nodes of the trie.
+        """
+        top, num_rows = 0, len(self.columns[0])
+        for index, column in enumerate(self.columns):
+            if index + num_rows - 1 > max_depth or len(trie.tokens) + num_rows - (index == 0) > max_nodes:
+                return
+            top = node = trie.add(top, column[0]) if index else 0
+            for token in column[1:]:
+                node = trie.add(node, token)
+
+    def learn(self, root: int, answers: Answers) -> list[Ngram]:
+        """Moves on by the target's answers.
+
+        Args:
+            root: The root's token.
+            answers: Of the tree that was verified.
+
+        Returns:
+            The n-grams that full columns with an answer gave, from the first column on.
+        """
+        found = self._answers(answers)
+        if len(self.columns[0]) < self._num_rows:
+            if any(answer is not None for answer in found[1:]):
+                self.columns = [
+                    [*column, self._guess(answer)] for column, answer in zip(self.columns[1:], found[1:], strict=True)
+                ]
+            return []
+        ngrams = []
+        for index, answer in enumerate(found):
+            if answer is not None:
+                top, *others = self.columns[index]
+                ngrams.append(Ngram(top if index else root, (*others, answer)))
+                self.columns[index] = [*others, self._guess(answer)]
+        return ngrams
+
+    def _answers(self, answers: Answers) -> list[int | None]:
+        """The target's answer below the last row of each column; None where it was not verified."""
+        found: list[int | None] = []
+        top: int | None = 0
+        for index, column in enumerate(self.columns):
+            if index and top is not None:
+                top = answers.below(top, column[:1])
+            last = None if top is None else answers.below(top, column[1:])
+            found.append(None if last is None else answers.at(last))
+        return found
+
+    def _guess(self, answer: int | None) -> int:
+        """An answer, or a token of the prompt where there is none or it would end the text."""
+        return self._random.choice(self._spare) if answer is None or answer in self._unwanted else answer
+
 
 _MOST_NGRAMS = 16_384  # of a sequence
 

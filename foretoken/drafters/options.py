@@ -10,15 +10,14 @@ from pydantic import BaseModel, ConfigDict, Field, InstanceOf, ValidationInfo, f
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, nearest_name_hint
 from foretoken.core.validation import validated
-from foretoken.trees.choices import OF_LANGUAGE_MODELS, TreeShape
+from foretoken.trees.choices import OF_LANGUAGE_MODELS, PUBLISHED, TreeShape
 from foretoken.trees.dynamic import DynamicShape
 from foretoken.trees.pruning import Pruning
-from foretoken.trees.published import PUBLISHED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from foretoken.runner.cost_curve import CostCurve
+    from foretoken.runner.costs import CostCurve
     from foretoken.trees.dynamic import AnyShape
 
 LONGEST_CHAIN = 16  # drafted tokens a pass when nothing else sets a bound
@@ -37,7 +36,7 @@ class DrafterOptions(BaseModel):
         model: Directory or hub id of the drafter's weights, for methods that have some.
         num_speculative_tokens: Depth of a draft; None lets the engine choose it from measured costs and acceptance.
         tree: "chain", "tree" (the method's own branching shape), "dynamic" (the most probable nodes of each draft, see
-            `foretoken.trees.dynamic`), the name of a published tree (see `foretoken.trees.published`), Medusa choices
+            `foretoken.trees.dynamic`), the name of a published tree (see `foretoken.trees.choices`), Medusa choices
             such as [[0], [1], [0, 0]], or {"widths": [3, 2, 1]}; both become a `TreeShape` here.
         max_nodes: Most nodes of a tree, root included. Of dynamic trees, EAGLE's `total_token` and SGLang's
             `num_draft_tokens`; `num_speculative_tokens` is then EAGLE's `depth` and one, and SGLang's `num_steps`.

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from foretoken.core.records import StepRecord
     from foretoken.core.token_tree import TokenTree
     from foretoken.drafting.base import Continue
-    from foretoken.runner.cost_curve import CostCurve
+    from foretoken.runner.costs import CostCurve
 
 _HALF_LIFE = 40.0  # drafts after which an observation counts half
 _DRAFTS_KEPT = 9

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from foretoken.drafting.base import Continue
     from foretoken.drafting.buying import Earnings, Purchase
     from foretoken.drafting.host_trees import HostTree
-    from foretoken.runner.cost_curve import CostCurve
+    from foretoken.runner.costs import CostCurve
 
 _FADE = 0.5 ** (1 / 40)  # of what levels added, by draft
 _LOOK_EVERY = 8  # drafts of which one goes a level deeper than pays, to see what is there

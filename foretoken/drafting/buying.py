@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from foretoken.drafting.draft_costs import FadingLine
     from foretoken.drafting.host_trees import HostTree
-    from foretoken.runner.cost_curve import CostCurve
+    from foretoken.runner.costs import CostCurve
 
 
 class Ranked(NamedTuple):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-    from foretoken.runner.cost_curve import CostCurve
+    from foretoken.runner.costs import CostCurve
 
 _FADE = 0.5 ** (1.0 / 40.0)  # an observation counts half after 40 others
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from foretoken.core.records import SequenceStep
     from foretoken.core.token_tree import TokenTree
     from foretoken.drafting.calibration import Calibration
-    from foretoken.trees.graft import Graft
+    from foretoken.trees.merge import Graft
 
 
 class HostTree(NamedTuple):

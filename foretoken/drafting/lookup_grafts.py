@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from foretoken.drafting.base import Leaf
-from foretoken.trees.graft import Graft
+from foretoken.trees.merge import Graft
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -24,8 +24,7 @@ from foretoken.drafting.draft_costs import FadingLine
 from foretoken.drafting.host_trees import HostMerge, count_followed, on_host, valued, values_of, with_values
 from foretoken.drafting.lookup_grafts import LookupChain, grafts_on, learn_chain
 from foretoken.drafting.probing import WEIGHT_AT_PROBE
-from foretoken.trees.graft import grafted
-from foretoken.trees.merge import merge_trees
+from foretoken.trees.merge import grafted, merge_trees
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
     from foretoken.drafting.buying import Purchase
     from foretoken.drafting.calibration import KeptAcceptance, Learner
     from foretoken.drafting.host_trees import HostTree
-    from foretoken.runner.cost_curve import CostCurve
-    from foretoken.trees.graft import Graft
+    from foretoken.runner.costs import CostCurve
+    from foretoken.trees.merge import Graft
 
 _FREE = 0.03  # of a plain iteration: a drafter that takes less is always asked, and first
 _WIDTH_RATE = 0.1  # weight of a draft in how many nodes of a level are bought

@@ -18,7 +18,7 @@ from torch import Tensor
 from foretoken.acceptance.decisions import KeyedDecisions
 from foretoken.core.records import TreeTrace
 from foretoken.core.token_tree import PROBE
-from foretoken.sampling.truncation import best_possible, warp
+from foretoken.sampling.batch import best_possible, warp
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from foretoken.entrypoints.config import SpeculativeConfig
     from foretoken.entrypoints.engine_args import EngineArgs
     from foretoken.models.loading import LoadedModel
-    from foretoken.runner.cost_curve import CostCurve
+    from foretoken.runner.costs import CostCurve
     from foretoken.text.chats import Message
     from foretoken.text.prompts import Prompt
 

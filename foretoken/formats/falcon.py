@@ -22,8 +22,7 @@ from foretoken.formats.eagle_names import (
 from foretoken.formats.mapping import Place, make_config, read_tensors, scatter
 from foretoken.formats.readers import FALCON_CODE, Reader
 from foretoken.formats.saving import expect_method, finished, own_entries, own_entry, save, target_name
-from foretoken.heads.falcon import FalconConfig
-from foretoken.heads.pair_lstm import NUM_LAYERS
+from foretoken.heads.falcon import NUM_LAYERS, FalconConfig
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from foretoken.core.token_tree import MAX_NODES, PROBE
-from foretoken.trees.graft import Graft, grafted
-from foretoken.trees.merge import prune
+from foretoken.trees.merge import Graft, grafted, prune
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

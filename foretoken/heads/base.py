@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor, nn
+from typing_extensions import override
 
 from foretoken.decoder.lean.native_linear import optimize_for_inference
 
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     import torch
 
     from foretoken.core.passes import Tap
-    from foretoken.decoder.lean.int8 import Quantization
+    from foretoken.decoder.lean.head_steps import HeadSteps
+    from foretoken.decoder.lean.native_linear import Quantization
     from foretoken.models.parts import TargetParts
 
 
@@ -131,3 +133,67 @@ def build_head(config: HeadConfig, *, device: torch.device | None = None, dtype:
     module = import_module(f"foretoken.heads.{config.method}")
     head: Head = module.HEAD(config, device=device, dtype=dtype)
     return head
+
+
+class StepHeadConfig(HeadConfig):
+    """Sizes of a head with a network for every step.
+
+    Attributes:
+        num_heads: K, tokens drafted at most.
+    """
+
+    num_heads: int = Field(ge=1, le=64)
+
+    @property
+    def steps(self) -> int:
+        """See `HeadConfig`."""
+        return self.num_heads
+
+
+class StepHead(Head):
+    """A state that starts from the feature `final`, behind the target's last norm, and takes one token a step."""
+
+    config: StepHeadConfig
+
+    def encode(self, features: Tensor) -> Tensor:
+        """What steps start from, at every position of whole texts.
+
+        Args:
+            features: (B, S, E), positions 0 … S - 1.
+
+        Returns:
+            (B, S, W).
+        """
+        return features
+
+    @abstractmethod
+    def step(self, index: int, state: Tensor, tokens: Tensor, parts: TargetParts) -> tuple[Tensor, Tensor]:
+        """Takes one token.
+
+        Args:
+            index: i, which step.
+            state: (..., W), as `encode` or the step before gave it.
+            tokens: (...) int64, x_{t+1+i}.
+            parts: What is shared with the target.
+
+        Returns:
+            The state after the token and what `draft_logits` reads, both (..., some width).
+        """
+
+    def native_steps(self, parts: TargetParts) -> HeadSteps | None:
+        """What the native kernels draft from, after `optimize_for_inference`; None where they do not know the network.
+
+        Steps and logits are then those of `encode`, `step` and `draft_logits`, but for rounding.
+
+        Args:
+            parts: What is shared with the target.
+        """
+        del parts
+        return None
+
+    @override
+    def teacher_forced(self, features: Tensor, tokens: Tensor, parts: TargetParts) -> Iterator[Tensor]:
+        state = self.encode(features)
+        for index in range(self.config.num_heads):
+            state, hidden = self.step(index, state, tokens.roll(-(index + 1), dims=1), parts)
+            yield hidden

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from foretoken.decoder.blocks import Blocks
-from foretoken.decoder.lean.autoregressive_steps import AutoregressiveSteps
+from foretoken.decoder.lean.head_steps import AutoregressiveSteps
 from foretoken.heads.autoregressive import AutoregressiveConfig, AutoregressiveHead, BlockInputs
 from foretoken.heads.decoder_layer import DecoderLayer
 

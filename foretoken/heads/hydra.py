@@ -19,15 +19,51 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear, silu
 from typing_extensions import override
 
+from foretoken.decoder.blocks import Blocks
 from foretoken.decoder.lean.head_steps import HeadStep, HeadSteps, LmHead
 from foretoken.decoder.lean.native_linear import fast_linear, linear_layer, optimize_for_inference
-from foretoken.heads.decoder_layer import LayerConfig
-from foretoken.heads.prefix_layer import PrefixLayer
-from foretoken.heads.step_head import StepHead, StepHeadConfig
+from foretoken.heads.base import StepHead, StepHeadConfig
+from foretoken.heads.decoder_layer import DecoderLayer, LayerConfig
 
 if TYPE_CHECKING:
-    from foretoken.decoder.lean.int8 import Quantization
+    from foretoken.decoder.blocks import Norm
+    from foretoken.decoder.lean.native_linear import Quantization
     from foretoken.models.parts import TargetParts
+
+
+class PrefixLayer(DecoderLayer):
+    """See the module.
+
+    Attributes:
+        norm: (E,), behind the block.
+    """
+
+    def __init__(
+        self,
+        config: LayerConfig,
+        hidden_size: int,
+        *,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(config, hidden_size, device=device, dtype=dtype)
+        self.norm = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+
+    @override
+    def initialize(self) -> None:
+        super().initialize()
+        with torch.no_grad():
+            self.norm.fill_(1.0)
+
+    @override
+    def forward(self, inputs: Tensor, positions: Tensor | None = None, side: Tensor | None = None) -> Tensor:
+        """(B, T, E), features in the light of all that came before; see `DecoderLayer`."""
+        return self.normed(super().forward(inputs, positions, side), self.norm)
+
+    def as_blocks(self, num_positions: int) -> Blocks:
+        """Block and norm as a `BlockStack` takes them; num_positions: how many may be fed."""
+        norm: Norm | None = self.as_norm(self.norm)
+        return Blocks(blocks=[self.as_block(num_positions)], final_norm=norm)
 
 
 class HydraConfig(StepHeadConfig):

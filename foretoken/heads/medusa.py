@@ -7,7 +7,7 @@ Letters as in `base`; L blocks of a head, Vd drafted vocabulary.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from pydantic import Field, model_validator
@@ -17,14 +17,46 @@ from typing_extensions import override
 
 from foretoken.decoder.lean.head_steps import HeadStep, HeadSteps, LmHead
 from foretoken.decoder.lean.native_linear import fast_linear, linear_layer
-from foretoken.heads.stacked import part_of
-from foretoken.heads.step_head import StepHead, StepHeadConfig
+from foretoken.heads.base import StepHead, StepHeadConfig
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from foretoken.decoder.lean.int8 import Quantization
+    from foretoken.decoder.lean.native_linear import Quantization
     from foretoken.models.parts import TargetParts
+
+
+def part_of(stack: nn.Parameter, index: int) -> Tensor:
+    """`stack[index]`, whose gradient a backward pass adds to `stack.grad[index]` and to nothing else.
+
+    Autograd's own indexing makes a whole stack of zeros around the gradient of a part and adds that, for every part and
+    every portion of a batch. In return `torch.autograd.grad` finds no gradient for the stack: only `backward` does.
+
+    Args:
+        stack: (K, ...).
+        index: Which part.
+    """
+    result: Tensor = _Part.apply(stack, index)
+    return result
+
+
+class _Part(torch.autograd.Function):
+    """See `part_of`."""
+
+    @staticmethod
+    def forward(ctx: Any, stack: nn.Parameter, index: int) -> Tensor:
+        """The part, without a copy."""
+        ctx.stack, ctx.index = stack, index
+        return stack.detach()[index]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        """Adds to the gradient in place."""
+        stack = ctx.stack
+        if stack.grad is None:
+            stack.grad = torch.zeros_like(stack)
+        stack.grad[ctx.index] += grad
+        return None, None
 
 
 class MedusaConfig(StepHeadConfig):

@@ -11,10 +11,6 @@ _NOT_METHODS = {
     "base",
     "decoder_layer",
     "methods",
-    "pair_lstm",
-    "prefix_layer",
-    "stacked",
-    "step_head",
 }
 
 

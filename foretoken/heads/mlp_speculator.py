@@ -19,7 +19,7 @@ from torch.nn.functional import gelu
 from typing_extensions import override
 
 from foretoken.decoder.lean.head_steps import BiasedNorm, HeadStep, HeadSteps, LmHead, ScaledEmbedding
-from foretoken.heads.step_head import StepHead, StepHeadConfig
+from foretoken.heads.base import StepHead, StepHeadConfig
 
 if TYPE_CHECKING:
     from typing import Self

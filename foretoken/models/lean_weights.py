@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, FeedForward, Matrix, Norm, Rotary
-from foretoken.decoder.lean.weights import LeanWeights
+from foretoken.decoder.lean.stock import LeanWeights
 from foretoken.models.model_changes import foreign_call
 
 if TYPE_CHECKING:

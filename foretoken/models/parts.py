@@ -14,7 +14,7 @@ from foretoken.decoder.lean.native_linear import NativeLinear, fast_linear, line
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from foretoken.decoder.lean.int8 import Quantization
+    from foretoken.decoder.lean.native_linear import Quantization
     from foretoken.models.loading import LoadedModel
 
 

@@ -23,11 +23,9 @@ from foretoken.decoder.base import TreeDrafting
 from foretoken.decoder.memory import affordable_rows
 from foretoken.decoder.slot_cache import GRANULE, SlotCache
 from foretoken.models.model_changes import WeightWrites
-from foretoken.runner.choice import choose_decoder
+from foretoken.runner.choice import PassWidths, choose_decoder
 from foretoken.runner.costs import pass_costs
-from foretoken.runner.decoders import DECODERS, quantized_decoder
-from foretoken.runner.pass_widths import PassWidths
-from foretoken.runner.self_test import NUM_ROWS, probe_layer_shapes
+from foretoken.runner.decoders import DECODERS, NUM_ROWS, probe_layer_shapes, quantized_decoder
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -38,7 +36,7 @@ if TYPE_CHECKING:
     from foretoken.core.passes import Tap
     from foretoken.core.token_tree import TokenTree
     from foretoken.decoder.base import Decoder, PassOutput
-    from foretoken.decoder.lean.int8 import Quantization
+    from foretoken.decoder.lean.native_linear import Quantization
     from foretoken.models.loading import LoadedModel
     from foretoken.runner.costs import PassCosts
     from foretoken.trees.dynamic import ShapedExpansion

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from foretoken.core.backend import reads_are_free
+from foretoken.sampling.batch import warp
 from foretoken.sampling.noise import Purpose
-from foretoken.sampling.truncation import warp
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from foretoken.core.backend import runs_cpu_kernels
+from foretoken.sampling.batch import best_possible, one_hot_log_probs, warp
 from foretoken.sampling.history import NodeView
 from foretoken.sampling.processors import apply_processors
-from foretoken.sampling.truncation import best_possible, one_hot_log_probs, warp
 
 if TYPE_CHECKING:
     from foretoken.core.token_tree import TokenTree

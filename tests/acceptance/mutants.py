@@ -13,10 +13,9 @@ from enumeration import DecisionsFactory, Drafts, Lookup, ReplayedDecisions, Rul
 from penalised import penalised_rule, penalised_target, without_the_node_itself, without_the_path
 from torch import Tensor
 
-from foretoken.acceptance.block import accept_block
 from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs, residual
 from foretoken.acceptance.lossy import accept_lenient, accept_typical
-from foretoken.acceptance.sequential import accept_sequential, conditional_draft_probs, sampled_children
+from foretoken.acceptance.sequential import accept_block, accept_sequential, conditional_draft_probs, sampled_children
 from foretoken.acceptance.walk import child_with_token, descend
 from foretoken.core.token_tree import DrawKind, TokenTree
 
@@ -211,7 +210,7 @@ PENALISED = replace(CHAIN, rule=penalised_rule, target=penalised_target(VOCAB, 2
 
 MUTANTS: dict[str, Mutant] = {
     "residual replaced by p": Mutant(CHAIN, patches={SEQUENTIAL + "residual": unchanged}),
-    "residual replaced by p, block": Mutant(BLOCK, patches={"foretoken.acceptance.block.residual": unchanged}),
+    "residual replaced by p, block": Mutant(BLOCK, patches={"foretoken.acceptance.sequential.residual": unchanged}),
     "residual replaced by p, lenient": Mutant(LENIENT, patches={"foretoken.acceptance.lossy.residual": unchanged}),
     "residual not normalised": Mutant(PAIR, patches={SEQUENTIAL + "residual": not_normalised}),
     "siblings tested with unmodified p": Mutant(

@@ -14,7 +14,7 @@ from torch import Tensor
 from foretoken.acceptance.sequential import accept_sequential
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafting.several_drafters import SeveralDrafters
-from foretoken.runner.cost_curve import CostCurve
+from foretoken.runner.costs import CostCurve
 
 VOCAB = 3
 

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from random_trees import Batch, batches, chains
 from torch import Tensor
 
-from foretoken.acceptance.block import accept_block
 from foretoken.acceptance.decisions import Acceptance, KeyedDecisions
 from foretoken.acceptance.lossy import accept_lenient, accept_typical
-from foretoken.acceptance.sequential import accept_sequential
+from foretoken.acceptance.sequential import accept_block, accept_sequential
 from foretoken.acceptance.walk import accept_coupled, accept_greedy
 from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.sampling.noise import KeyedNoise

@@ -8,9 +8,8 @@ from drafting import best, best_and_one, drafts, independent, random_table, tabl
 from enumeration import EXACT, exact_distribution
 from torch import Tensor
 
-from foretoken.acceptance.block import accept_block
 from foretoken.acceptance.decisions import KeyedDecisions
-from foretoken.acceptance.sequential import accept_sequential
+from foretoken.acceptance.sequential import accept_block, accept_sequential
 from foretoken.acceptance.walk import accept_coupled
 from foretoken.sampling.noise import KeyedNoise, Purpose
 

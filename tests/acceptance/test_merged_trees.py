@@ -14,8 +14,7 @@ from foretoken.acceptance.sequential import accept_sequential
 from foretoken.acceptance.walk import accept_coupled
 from foretoken.core.token_tree import PROBE, TokenTree
 from foretoken.trees import merge
-from foretoken.trees.graft import Graft, grafted
-from foretoken.trees.merge import merge_trees, prune
+from foretoken.trees.merge import Graft, grafted, merge_trees, prune
 
 VOCAB = 3
 

@@ -26,9 +26,8 @@ from toy_decoding import (
     shared_noise,
 )
 
-from foretoken.acceptance.block import accept_block
 from foretoken.acceptance.decisions import Acceptance, Decisions, LogProbs
-from foretoken.acceptance.sequential import accept_sequential
+from foretoken.acceptance.sequential import accept_block, accept_sequential
 from foretoken.acceptance.walk import accept_coupled
 from foretoken.core.token_tree import TokenTree
 from foretoken.sampling.noise import KeyedNoise, Purpose

@@ -32,8 +32,8 @@ from benchmarks.gpu_suite.step import PATTERNS, covered
 from benchmarks.gpu_suite.successor_model import prompt_ids, successor_model, text_after, toy
 from benchmarks.gpu_suite.work import SECTIONS, Deadline, Section, Work
 from foretoken import LLM, SamplingParams
+from foretoken.attention.dispatch import reference_attention
 from foretoken.attention.layout import AttentionLayout
-from foretoken.attention.reference import reference_attention
 from foretoken.bench.measurement import Measurement
 from foretoken.bench.verify import Check
 from foretoken.bench.workload import Workload

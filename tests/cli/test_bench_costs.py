@@ -11,8 +11,7 @@ from command_line import MODEL, run
 import foretoken.bench.compare  # noqa: F401 - binds `measure_costs` when it is imported: not while that is replaced
 import foretoken.runner.costs as costs_module
 from foretoken.decoder.lean.build import native_library
-from foretoken.runner.cost_curve import CostCurve
-from foretoken.runner.costs import PassCosts
+from foretoken.runner.costs import CostCurve, PassCosts
 
 
 def test_costs_are_measured_anew_when_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,9 +15,8 @@ from foretoken.core.token_tree import TokenTree, TreeRow
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.blocks import Block, Blocks, FeedForward, Matrix
-from foretoken.decoder.lean import int8
-from foretoken.decoder.lean.int8 import int8_weight
-from foretoken.decoder.lean.native_linear import NativeLinear
+from foretoken.decoder.lean import native_linear
+from foretoken.decoder.lean.native_linear import NativeLinear, int8_weight
 
 
 @pytest.fixture(params=INSTRUCTION_SETS)
@@ -45,7 +44,7 @@ def test_rows_are_rounded_to_multiples_of_their_scale(dtype: torch.dtype, monkey
         assert integers.abs().max() == (127 if greatest > 1e-40 else integers.abs().max())
     assert not numbers[2].any()
     assert scales[2] == 0
-    monkeypatch.setattr(int8, "_AT_ONCE", 80)  # two rows at once
+    monkeypatch.setattr(native_linear, "_AT_ONCE", 80)  # two rows at once
     again = int8_weight(weight)
     assert torch.equal(again.numbers, numbers)
     assert torch.equal(again.scales, scales)

@@ -25,7 +25,7 @@ from foretoken.decoder.blocks import Block, Blocks, BlockSpec, Experts, Matrix, 
 from foretoken.decoder.lean import native, native_linear, native_model, threads
 from foretoken.decoder.lean.native import NativeBlocks
 from foretoken.decoder.lean.native_linear import NativeLinear
-from foretoken.decoder.lean.weights import LeanWeights
+from foretoken.decoder.lean.stock import LeanWeights
 from foretoken.decoder.slot_cache import LayerShape, SlotCache
 from foretoken.models.lean_weights import read_weights
 from foretoken.models.loading import wrap_model

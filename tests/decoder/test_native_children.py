@@ -11,7 +11,7 @@ from torch import Tensor
 from foretoken.core.errors import PassError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import DrawKind, TokenTree
-from foretoken.decoder.lean.native_children import NativeDraft, can_draft, choose_children
+from foretoken.decoder.lean.head_kernels import NativeDraft, can_draft, choose_children
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.trees.choices import TreeShape

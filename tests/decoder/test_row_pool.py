@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from foretoken.decoder.row_pool import Move, RowPool
+from foretoken.decoder.slot_cache import Move, RowPool
 
 SLOTS, GRANULE, MOST = 5, 4, 60
 ACTIONS = st.lists(

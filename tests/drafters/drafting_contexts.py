@@ -13,7 +13,7 @@ from foretoken import SamplingParams
 from foretoken.core.errors import PassError
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import DraftContext, DraftRequest, TargetHandle, Verified
-from foretoken.runner.cost_curve import CostCurve
+from foretoken.runner.costs import CostCurve
 from foretoken.sampling.batch import SamplingBatch, SamplingRequest
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from foretoken import SamplingParams
 from foretoken.core.token_tree import DrawKind, TokenTree
-from foretoken.decoder.lean.int8 import int8_weight
+from foretoken.decoder.lean.native_linear import int8_weight
 from foretoken.sampling.noise import KeyedNoise, Purpose
 
 TEXTS = [[5, 6, 7], [9], [20, 21, 22, 23], [30, 31]]

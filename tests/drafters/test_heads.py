@@ -21,14 +21,13 @@ from foretoken.drafters.heads.drafter import load_head
 from foretoken.drafters.registry import create_drafter, drafter_options
 from foretoken.formats import hub, native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.heads.base import build_head
+from foretoken.heads.base import StepHead, build_head
 from foretoken.heads.hydra import HydraHeads
-from foretoken.heads.step_head import StepHead
 from foretoken.models.loading import wrap_model
 from foretoken.models.parts import target_parts
-from foretoken.runner.cost_curve import CostCurve
+from foretoken.runner.costs import CostCurve
 from foretoken.training.config import head_config
-from foretoken.trees.published import PUBLISHED
+from foretoken.trees.choices import PUBLISHED
 
 METHODS = ("medusa", "hydra", "mlp_speculator")
 TABLE = [[0.6, 0.2, 0.05], [0.5, 0.1, 0.02]]

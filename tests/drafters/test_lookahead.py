@@ -16,9 +16,8 @@ from foretoken import SamplingParams
 from foretoken.core.errors import ConfigError
 from foretoken.core.token_tree import PROBE, TokenTree, TreeRow
 from foretoken.drafters.base import DraftRequest
-from foretoken.drafters.lookahead import LookaheadDrafter, create
+from foretoken.drafters.lookahead import LookaheadDrafter, create, most_nodes
 from foretoken.drafters.registry import drafter_options
-from foretoken.lookups.lookahead_window import most_nodes
 from foretoken.trees.merge import merge_trees
 
 SIZES = [(7, 5), (1, 2), (4, 2), (1, 4), (3, 3), (2, 6)]

@@ -10,8 +10,7 @@ from drafting_contexts import attached, begin, context, continued
 from hypothesis import given
 from hypothesis import strategies as st
 
-from foretoken.drafters.ngram import NgramDrafter, Options, create
-from foretoken.lookups.ngram_index import MOST_MATCHES, NgramIndex
+from foretoken.drafters.ngram import MOST_MATCHES, NgramDrafter, NgramIndex, Options, create
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
 

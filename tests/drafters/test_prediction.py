@@ -19,9 +19,8 @@ from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import DraftRequest
 from foretoken.drafters.ngram import NgramDrafter
 from foretoken.drafters.ngram import Options as NgramOptions
-from foretoken.drafters.prediction import PredictionDrafter, create
+from foretoken.drafters.prediction import FollowedText, PredictionDrafter, create
 from foretoken.drafters.registry import drafter_options
-from foretoken.lookups.followed_text import FollowedText
 
 
 def drafter(*predictions: list[int] | None, prompt: list[int], **keys: Any) -> PredictionDrafter:

@@ -17,10 +17,9 @@ from foretoken.core.errors import ConfigError
 from foretoken.drafters.base import TargetReads
 from foretoken.drafters.options import LONGEST_CHAIN, DrafterOptions
 from foretoken.drafters.registry import create_drafter, drafter_options, known_methods
-from foretoken.runner.cost_curve import CostCurve
-from foretoken.trees.choices import TreeShape
+from foretoken.runner.costs import CostCurve
+from foretoken.trees.choices import PUBLISHED, TreeShape
 from foretoken.trees.pruning import Pruning
-from foretoken.trees.published import PUBLISHED
 
 REPEAT = """
 from foretoken.core.token_tree import TokenTree, TreeRow

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from foretoken.core.errors import ConfigError
+from foretoken.drafters.lookups.datastore import write_datastore
 from foretoken.drafters.registry import drafter_options
 from foretoken.drafters.rest import create
-from foretoken.lookups.datastore_files import write_datastore
 
 TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=50)
 

@@ -19,8 +19,7 @@ from foretoken.core.records import AskedDrafter, Declined, SequenceStep, StageSe
 from foretoken.drafting.adaptive_depth import AdaptiveDepth
 from foretoken.drafting.draft_costs import FadingLine
 from foretoken.drafting.measured_gain import MeasuredGain
-from foretoken.runner.cost_curve import CostCurve
-from foretoken.runner.costs import PassCosts
+from foretoken.runner.costs import CostCurve, PassCosts
 
 FLAT = (1, 64), (1.0, 1.0)
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from foretoken.drafting.asking import AtHand, Candidate, Costs, best_depth, choose, stop_rate
-from foretoken.runner.cost_curve import CostCurve
+from foretoken.runner.costs import CostCurve
 
 
 def random_case(seed: int, num_drafters: int) -> tuple[AtHand, dict[int, Candidate], Costs]:

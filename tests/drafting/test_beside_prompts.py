@@ -3,7 +3,7 @@
 import pytest
 
 from foretoken.drafting.draft_costs import BesidePrompts
-from foretoken.runner.cost_curve import CostCurve
+from foretoken.runner.costs import CostCurve
 
 # A pass of up to 16 tokens takes 10 ms, and every further one half a millisecond.
 ROOM = BesidePrompts(CostCurve([1, 16, 1016], [0.010, 0.010, 0.510]))

@@ -17,7 +17,7 @@ from foretoken.drafting.buying import buy, earnings_by_depth
 from foretoken.drafting.calibration import Calibration
 from foretoken.drafting.draft_costs import FadingLine
 from foretoken.drafting.host_trees import on_host
-from foretoken.runner.cost_curve import CostCurve
+from foretoken.runner.costs import CostCurve
 from foretoken.trees.merge import prune
 
 FLAT, STEEP = ((1, 64), (1.0, 1.0)), ((1, 64), (1.0, 64.0))

@@ -19,7 +19,7 @@ from foretoken.drafting.calibration import Calibration, KeptAcceptance, pair_key
 from foretoken.drafting.several_drafters import SeveralDrafters
 from foretoken.files import user_cache
 from foretoken.models.loading import wrap_model
-from foretoken.runner.cost_curve import CostCurve
+from foretoken.runner.costs import CostCurve
 
 FILE, KEY = "foretoken-acceptance.json", "a pair"
 

@@ -19,7 +19,7 @@ from foretoken import SamplingParams
 from foretoken.core.records import StageSeconds, StepRecord
 from foretoken.core.token_tree import TokenTree
 from foretoken.drafters.base import DraftContext, DraftRequest
-from foretoken.drafters.heads.prefix_features import PrefixFeatures
+from foretoken.drafters.heads.stack_features import PrefixFeatures
 from foretoken.drafters.oracle import OracleDrafter
 from foretoken.drafters.registry import drafter_options
 from foretoken.drafting import draft_timing, drafting
@@ -27,8 +27,7 @@ from foretoken.drafting.base import Fixed
 from foretoken.drafting.draft_costs import fastest_by_depth
 from foretoken.drafting.draft_timing import time_drafts
 from foretoken.drafting.measured_gain import MeasuredGain
-from foretoken.runner.cost_curve import CostCurve
-from foretoken.runner.costs import PassCosts
+from foretoken.runner.costs import CostCurve, PassCosts
 
 DEAR = (1, 2, 64), (1.0, 40.0, 400.0)  # seconds of passes: a second token costs as much as 39 passes
 PARAMS = SamplingParams(temperature=0.0, max_tokens=60, ignore_eos=True)

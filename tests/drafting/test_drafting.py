@@ -21,7 +21,7 @@ from foretoken.drafting.base import Allotment, Allowance, Controller, Fixed
 from foretoken.drafting.best_nodes import BestNodes
 from foretoken.drafting.draft_costs import BesidePrompts
 from foretoken.drafting.drafting import Draft, Drafting, choose_controller, most_nodes, room_beside_prompts
-from foretoken.runner.cost_curve import CostCurve
+from foretoken.runner.costs import CostCurve
 
 TREE = TokenTree.from_rows([TreeRow([7, 1, 2, 3], [-1, 0, 0, 1]), TreeRow([9, 4], [-1, 0])])
 UNKNOWN = replace(TREE, host_facts=None)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from foretoken.core.token_tree import PROBE, TokenTree, TreeRow
 from foretoken.drafting.host_trees import HostMerge, HostTree, on_host
-from foretoken.trees.graft import Graft, grafted
-from foretoken.trees.merge import merge_trees
+from foretoken.trees.merge import Graft, grafted, merge_trees
 
 
 @st.composite

@@ -12,7 +12,7 @@ from foretoken.core.records import AskedDrafter, SequenceStep, StageSeconds, Ste
 from foretoken.core.token_tree import PROBE, DraftDistributions, DrawKind, TokenTree, TreeRow
 from foretoken.drafting.base import Leaf
 from foretoken.drafting.several_drafters import SeveralDrafters
-from foretoken.runner.cost_curve import CostCurve
+from foretoken.runner.costs import CostCurve
 
 FLAT, STEEP = ((1, 64), (1.0, 1.2)), ((1, 64), (1.0, 1.0 + 63 * 0.4))
 DEPTH = 6

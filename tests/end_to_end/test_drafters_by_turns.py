@@ -18,8 +18,7 @@ from foretoken.core.token_tree import TokenTree
 from foretoken.drafting import drafting
 from foretoken.drafting.base import UNBOUNDED, Allotment, Allowance, Ask
 from foretoken.drafting.several_drafters import SeveralDrafters
-from foretoken.runner.cost_curve import CostCurve
-from foretoken.runner.costs import PassCosts
+from foretoken.runner.costs import CostCurve, PassCosts
 
 
 class ByTurns(SeveralDrafters):

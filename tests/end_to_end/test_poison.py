@@ -21,8 +21,7 @@ from foretoken.drafters.base import DraftContext, Prefix
 from foretoken.drafters.draft_model import DraftModelDrafter
 from foretoken.drafters.heads.autoregressive import AutoregressiveDrafter
 from foretoken.drafters.heads.drafter import HeadDrafter
-from foretoken.drafters.heads.prefix_features import PrefixFeatures
-from foretoken.drafters.heads.stack_features import StackFeatures
+from foretoken.drafters.heads.stack_features import PrefixFeatures, StackFeatures
 from foretoken.drafters.models.text_draft import TextDraftDrafter
 from foretoken.engine.sequence import Sequence, slot_of
 

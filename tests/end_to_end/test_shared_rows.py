@@ -16,9 +16,8 @@ from tiny_models import VOCAB_SIZE
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.core.results import GenerationMetrics
-from foretoken.decoder.row_pool import RowPool
-from foretoken.decoder.slot_cache import GRANULE
-from foretoken.runner.self_test import probe_layer_shapes
+from foretoken.decoder.slot_cache import GRANULE, RowPool
+from foretoken.runner.decoders import probe_layer_shapes
 
 DRAFTERS = {runner: drafters(dtype=dtype) for runner, dtype in RUNNERS.items()}
 CONTEXT_LEN = 90

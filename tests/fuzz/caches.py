@@ -18,7 +18,7 @@ from foretoken import SamplingParams
 from foretoken.decoder.lean import build
 from foretoken.files.user_cache import cache_directory
 from foretoken.models.loading import wrap_model
-from foretoken.runner import cost_file, costs
+from foretoken.runner import costs
 from fuzz import engines
 from fuzz.worker import Case
 
@@ -80,7 +80,7 @@ def _fill(rng: random.Random, cache: Path, key: str, library: Path | None) -> st
             (cache / beside.name).write_bytes(beside.read_bytes())
         (cache / library.name).write_bytes(content if kind == "whole" else cut.get(kind, b""))
         said.append(f"kernels: {kind}, {(cache / library.name).stat().st_size} of {len(content)} bytes")
-    path = cache / cost_file.FILE
+    path = cache / costs.FILE
     kind = rng.choice(["text", "points", "points", "points", "folder", "bytes", "other keys", "missing"])
     text = {
         "text": rng.choice(["", '{"foretoken_costs": 1, "curves": ']) + rng.choice(_TEXTS),

@@ -19,7 +19,7 @@ from tiny_models import CONTEXT_LEN, VOCAB_SIZE
 from foretoken import LLM, RequestOutput, SamplingParams
 from foretoken.core.errors import ConfigError, ForetokenError, ModelError
 from foretoken.core.results import CompletionOutput
-from foretoken.runner.self_test import probe_layer_shapes
+from foretoken.runner.decoders import probe_layer_shapes
 from fuzz.worker import FindingError, Settings
 
 CONTEXT_LENS = (8, 16, 24, 44, 44, None, None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken.grammars.byte_cache import ByteCache
+from foretoken.grammars.compiling import ByteCache
 
 
 def test_what_was_not_used_for_longest_goes_first() -> None:

@@ -12,9 +12,9 @@ from heads.head_formulas import SAME, E, numbers
 from torch import Tensor
 
 from foretoken.drafters.base import Committed, Prefix
-from foretoken.drafters.heads.prefix_features import PrefixFeatures
+from foretoken.drafters.heads.stack_features import PrefixFeatures
 from foretoken.heads.decoder_layer import LayerConfig
-from foretoken.heads.prefix_layer import PrefixLayer
+from foretoken.heads.hydra import PrefixLayer
 
 GROUPS = {"one key head each": (4, 4), "grouped": (4, 2), "one key head": (4, 1)}
 

@@ -20,10 +20,10 @@ from foretoken.core.sampling_params import SamplingParams
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
 from foretoken.decoder.blocks import Norm
-from foretoken.decoder.lean.autoregressive_kernels import AutoregressiveKernels
+from foretoken.decoder.lean.head_kernels import AutoregressiveKernels
 from foretoken.decoder.lean.head_steps import LmHead, ScaledEmbedding
 from foretoken.decoder.lean.native_linear import NativeLinear
-from foretoken.drafters.shared.level_passes import LevelPasses
+from foretoken.drafters.shared.drafts import LevelPasses
 from foretoken.heads.autoregressive import AutoregressiveHead, BlockOutputs
 from foretoken.heads.base import build_head
 from foretoken.heads.decoder_layer import LayerConfig

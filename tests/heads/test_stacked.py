@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from foretoken.heads.stacked import part_of
+from foretoken.heads.medusa import part_of
 
 
 def test_gradient_is_that_of_indexing() -> None:

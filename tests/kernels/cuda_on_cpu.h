@@ -2,7 +2,7 @@
 //
 // A block's threads take turns, each up to the next __syncthreads, and blocks run one after the other. Under
 // ThreadSanitizer they are threads, and __syncthreads is a barrier. The driver's functions are those that
-// foretoken/attention/cuda_compile.py calls. The image of a module is the path of this very library.
+// foretoken/attention/cuda_tree.py calls. The image of a module is the path of this very library.
 // Each call is checked as far as it can be: sizes within a GPU's limits, a context current, shared memory not overrun.
 // Kernels take one struct by value and use no warp intrinsic; their shared memory is `float shared_memory[]`.
 

@@ -16,7 +16,7 @@ from foretoken.acceptance import triton_walk
 from foretoken.attention import triton_masked, triton_tables, triton_tree
 from foretoken.attention.layout import AttentionLayout
 from foretoken.core.passes import Pass
-from foretoken.decoder import triton_commit, triton_write
+from foretoken.decoder import triton_cache
 from foretoken.decoder.lean import triton_block
 from foretoken.sampling import triton_choice
 
@@ -31,8 +31,7 @@ KERNELS = {
     triton_tables: ["_tables_kernel"],
     triton_choice: ["_part_kernel", "_merge_kernel"],
     triton_walk: ["_walk_kernel"],
-    triton_commit: ["_commit_kernel"],
-    triton_write: ["_write_kernel"],
+    triton_cache: ["_commit_kernel", "_write_kernel"],
     triton_block: ["_norm_kernel", "_gate_kernel", "_rotate_kernel"],
 }
 
@@ -118,7 +117,7 @@ def compile_all() -> None:
     walked = triton_walk.walk_chosen(parents, parents, parents, 8)
     for kind in (torch.float32, BF16):
         store = torch.zeros(4, 3, 8, 40, 128, dtype=kind)
-        triton_commit.commit_rows(store, parents[:, 0], parents[:, 0], walked.path, walked.num_accepted)
+        triton_cache.commit_rows(store, parents[:, 0], parents[:, 0], walked.path, walked.num_accepted)
 
     for kind in (torch.float32, BF16):
         x = torch.zeros(10, 4096, dtype=kind)
@@ -129,7 +128,7 @@ def compile_all() -> None:
         joined, positions = torch.zeros(10, 48 * 128, dtype=kind), torch.zeros(10, dtype=torch.int64)
         for norms in (None, (x[0, :128], x[0, :128])):
             triton_block.rotate_and_write(joined, table, table, positions, cache, cache, layout.tables(), norms, 1e-5)
-        triton_write.write_rows(cache, cache, *joined.unflatten(1, (48, 128))[:, :16].chunk(2, dim=1), layout.tables())
+        triton_cache.write_rows(cache, cache, *joined.unflatten(1, (48, 128))[:, :16].chunk(2, dim=1), layout.tables())
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def capture(monkeypatch):
     """What the runner "lean-graphs" captures with here."""
     made = CudaGraphCapture(torch.device(DEVICE)) if DEVICE == "cuda" else Rerun()
     monkeypatch.setattr("foretoken.decoder.cuda_graphs._LEAST_BOUND", 32)  # fewer programs for the interpreter
-    monkeypatch.setattr("foretoken.decoder.lean.fused_linear.is_packable", lambda weight: False)  # as on a GPU
+    monkeypatch.setattr("foretoken.decoder.lean.torch_blocks.is_packable", lambda weight: False)  # as on a GPU
     monkeypatch.setitem(
         DECODERS,
         "lean-graphs",

@@ -19,11 +19,18 @@ import torch
 from kernel_device import DEVICE
 from torch import Tensor
 
-from foretoken.attention import cuda_compile, cuda_tree
-from foretoken.attention.cuda_compile import KernelModule, compile_source, find_nvrtc
-from foretoken.attention.cuda_tree import BlockShape, TreeAttentionArguments, kernel_source, tree_attention_cuda
+from foretoken.attention import cuda_tree
+from foretoken.attention.cuda_tree import (
+    BlockShape,
+    KernelModule,
+    TreeAttentionArguments,
+    compile_source,
+    find_nvrtc,
+    kernel_source,
+    tree_attention_cuda,
+)
+from foretoken.attention.dispatch import reference_attention
 from foretoken.attention.layout import AttentionLayout
-from foretoken.attention.reference import reference_attention
 from foretoken.core import passes
 from foretoken.core.errors import ConfigError
 
@@ -452,10 +459,10 @@ def test_the_compiler_s_complaints_are_said() -> None:
 
 
 def test_without_nvrtc_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_compile, "find_nvrtc", lambda: None)
-    monkeypatch.setattr(cuda_compile, "find_library", lambda name: None)
+    monkeypatch.setattr(cuda_tree, "find_nvrtc", lambda: None)
+    monkeypatch.setattr(cuda_tree, "find_library", lambda name: None)
     with pytest.raises(ConfigError, match="pip install nvidia-cuda-nvrtc"):
-        cuda_compile._nvrtc.__wrapped__()
+        cuda_tree._nvrtc.__wrapped__()
 
 
 def test_the_nvrtc_of_torch_s_cuda_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from foretoken.attention import cuda_compile
+from foretoken.attention import cuda_tree
 from foretoken.core.errors import ConfigError
 
 
@@ -15,6 +15,6 @@ def test_errors_of_nvrtc(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("nvrtcCreateProgram", "nvrtcCompileProgram", "nvrtcDestroyProgram", "nvrtcGetCUBINSize", "nvrtcGetCUBIN")
     calls = {name: lambda *_, name=name: 1 if name == failing else 0 for name in names}
     nvrtc = SimpleNamespace(**calls, nvrtcGetErrorString=lambda status: b"NVRTC_ERROR_OUT_OF_MEMORY")
-    monkeypatch.setattr(cuda_compile, "_nvrtc", lambda: nvrtc)
+    monkeypatch.setattr(cuda_tree, "_nvrtc", lambda: nvrtc)
     with pytest.raises(ConfigError, match=r"NVRTC failed: NVRTC_ERROR_OUT_OF_MEMORY \(1\)"):
-        cuda_compile.compile_source("")
+        cuda_tree.compile_source("")

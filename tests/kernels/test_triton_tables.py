@@ -13,11 +13,10 @@ from kernel_device import DEVICE, GuardedMemory, OnDevice, random_parents
 
 pytest.importorskip("triton")
 
-from foretoken.attention.layout import AttentionLayout
-from foretoken.attention.tables import PassTables
+from foretoken.attention.layout import AttentionLayout, PassTables
 from foretoken.attention.triton_tables import pass_tables
 from foretoken.core.passes import Pass
-from foretoken.decoder.captured_pass import captured_pass, padded_inputs, shape_of
+from foretoken.decoder.cuda_graphs import captured_pass, padded_inputs, shape_of
 
 
 @dataclass(frozen=True)

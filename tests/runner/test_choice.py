@@ -16,15 +16,12 @@ from tiny_models import tiny_model
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.errors import ConfigError, ModelError, PassError
-from foretoken.decoder.lean import fused_linear
+from foretoken.decoder.lean import torch_blocks
 from foretoken.decoder.lean.build import native_library
 from foretoken.models.loading import wrap_model
 from foretoken.runner import choice, costs, decoders
-from foretoken.runner.choice import likely_decoder
-from foretoken.runner.cost_curve import CostCurve
-from foretoken.runner.cost_file import keep_points
-from foretoken.runner.costs import PassCosts, measure_costs
-from foretoken.runner.pass_widths import PassWidths, ranked
+from foretoken.runner.choice import PassWidths, likely_decoder, ranked
+from foretoken.runner.costs import CostCurve, PassCosts, keep_points, measure_costs
 from foretoken.runner.runner import Runner
 
 
@@ -292,11 +289,11 @@ def test_the_losers_leave_nothing_behind() -> None:
     model = loaded()
 
     gc.collect()
-    before = len(fused_linear._fused)
+    before = len(torch_blocks._fused)
     packed = runner(model, "lean-stock", unasked)
-    assert len(fused_linear._fused) > before
+    assert len(torch_blocks._fused) > before
     del packed
-    assert len(fused_linear._fused) == before
+    assert len(torch_blocks._fused) == before
 
     def measured(name: str) -> PassCosts:
         measure_costs(model, name, limit_s=0.0)
@@ -304,7 +301,7 @@ def test_the_losers_leave_nothing_behind() -> None:
 
     made = runner(model, "fastest", measured)
     assert made.name == "lean-native"
-    assert len(fused_linear._fused) == before
+    assert len(torch_blocks._fused) == before
 
 
 @pytest.mark.parametrize("method", [None, "ngram"])

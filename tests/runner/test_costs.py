@@ -20,12 +20,11 @@ from tiny_models import tiny_model
 
 from foretoken.core.passes import Pass
 from foretoken.decoder.base import PassOutput
-from foretoken.decoder.lean import fused_linear
+from foretoken.decoder.lean import torch_blocks
 from foretoken.files import user_cache
 from foretoken.models.loading import wrap_model
-from foretoken.runner import cost_curve, costs, decoders
-from foretoken.runner.cost_curve import CostCurve
-from foretoken.runner.costs import WIDTHS, PassCosts, measure_costs, pass_costs
+from foretoken.runner import costs, decoders
+from foretoken.runner.costs import WIDTHS, CostCurve, PassCosts, measure_costs, pass_costs
 
 NARROW = tuple(width for width in WIDTHS if width <= 12)
 
@@ -83,8 +82,8 @@ def test_measuring_takes_the_fastest_pass_and_stops_in_time(monkeypatch: pytest.
         passes.append(width)
         clock[0] += width * 0.01 * (3.0 if len(passes) % 5 == 0 else 1.0)  # now and then something else runs
 
-    monkeypatch.setattr(cost_curve.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(cost_curve, "_BURST_S", 0.0)
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(costs, "_BURST_S", 0.0)
     curve = CostCurve.measure(run, NARROW, repeats=4, limit_s=1e9)
     assert [curve(width) for width in (1, 6, 12, 24)] == pytest.approx([0.01, 0.06, 0.12, 0.24])
     assert set(passes) == set(NARROW)
@@ -102,7 +101,7 @@ def test_a_width_that_was_timed_once_is_known(monkeypatch: pytest.MonkeyPatch) -
         passes.append(width)
         clock[0] += 1.0 if width < 8 else 10.0
 
-    monkeypatch.setattr(cost_curve.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: clock[0])
     curve = CostCurve.measure(run, NARROW, limit_s=2.0)
     assert [width for width, _ in curve.points] == list(NARROW)
     assert [curve(width) for width in (1, 2, 6, 8, 12)] == pytest.approx([1.0, 1.0, 1.0, 10.0, 10.0])
@@ -394,6 +393,6 @@ def test_what_was_measured_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch
     try:
         measure_costs(model, "lean-stock", limit_s=0.0)
         assert [each() for each in made] == [None, None]
-        assert not any(fused_linear._fused.get(module) for module in model.module.modules())
+        assert not any(torch_blocks._fused.get(module) for module in model.module.modules())
     finally:
         gc.enable()

@@ -13,10 +13,9 @@ from transformers import (
 )
 
 from foretoken.core.sampling_params import SamplingParams
-from foretoken.sampling.batch import SamplingBatch, SamplingRequest
+from foretoken.sampling.batch import SamplingBatch, SamplingRequest, warp
 from foretoken.sampling.history import HistoryTable, NodeView
 from foretoken.sampling.processors import apply_processors
-from foretoken.sampling.truncation import warp
 
 VOCAB, ROWS = 101, 64
 

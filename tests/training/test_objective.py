@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 from training_runs import VOCAB_SIZE, no_grad_features
 
-from foretoken.heads.base import Head, HeadConfig, build_head
+from foretoken.heads.base import Head, HeadConfig, StepHead, StepHeadConfig, build_head
 from foretoken.heads.hydra import HydraConfig
 from foretoken.heads.medusa import MedusaConfig
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
-from foretoken.heads.step_head import StepHead, StepHeadConfig
 from foretoken.models.parts import TargetParts
 from foretoken.training.objectives import base
 from foretoken.training.objectives.base import Examples, HeadSums, Objective, accumulate, label_counts

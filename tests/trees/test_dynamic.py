@@ -16,10 +16,9 @@ from torch import Tensor
 
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import TokenTree
-from foretoken.sampling.batch import SamplingBatch, SamplingRequest
+from foretoken.sampling.batch import SamplingBatch, SamplingRequest, warp
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.sampling.noise import Purpose
-from foretoken.sampling.truncation import warp
 from foretoken.trees import dynamic
 from foretoken.trees.dynamic import DynamicExpansion, DynamicShape
 from foretoken.trees.pruning import Pruning

@@ -6,10 +6,9 @@ from torch import Tensor
 
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_tree import DrawKind, TokenTree
-from foretoken.sampling.batch import SamplingBatch, SamplingRequest
+from foretoken.sampling.batch import SamplingBatch, SamplingRequest, warp
 from foretoken.sampling.draft_draws import DraftDraws
 from foretoken.sampling.noise import Purpose
-from foretoken.sampling.truncation import warp
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.expansion import TreeExpansion
 

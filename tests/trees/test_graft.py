@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from foretoken.core.token_tree import DraftDistributions, TokenTree, TreeRow
-from foretoken.trees.graft import Graft, grafted
+from foretoken.trees.merge import Graft, grafted
 
 ROWS = [TreeRow([5, 1, 2, 3], [-1, 0, 0, 1]), TreeRow([9, 4], [-1, 0])]
 

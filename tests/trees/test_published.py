@@ -5,8 +5,7 @@ The numbers were recorded from the original lists; here they are computed from p
 
 import pytest
 
-from foretoken.trees.choices import TreeShape
-from foretoken.trees.published import PUBLISHED
+from foretoken.trees.choices import PUBLISHED, TreeShape
 
 # Nodes of each depth, leaves, ones of the mask, sums of tree indices, positions and retrieve indices, first of their
 # rows.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.cost_twin.padding import Rule
 from foretoken.core.errors import ConfigError
-from foretoken.heads.pair_lstm import NUM_LAYERS
+from foretoken.heads.falcon import NUM_LAYERS
 from foretoken.models.describe import KEY
 
 if TYPE_CHECKING:

@@ -20,19 +20,19 @@ from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import PassError
 from foretoken.decoder.base import PassOutput, UnsuitableError
 from foretoken.decoder.lean.build import native_library
-from foretoken.decoder.lean.native_children import NativeDraft, can_draft
+from foretoken.decoder.lean.head_kernels import NativeDraft, can_draft
 from foretoken.decoder.lean.native_model import NativeModel
+from foretoken.decoder.lean.stock import LeanWeights, tap_indices
 from foretoken.decoder.lean.structures import Model, PassArguments, Status
 from foretoken.decoder.lean.threads import kernel_threads
-from foretoken.decoder.lean.weights import LeanWeights, tap_indices
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from foretoken.core.passes import Pass, Tap, TokenChoice
     from foretoken.decoder.blocks import Blocks
-    from foretoken.decoder.lean.autoregressive_steps import NativeAutoregressiveHead
-    from foretoken.decoder.lean.int8 import Quantization
+    from foretoken.decoder.lean.head_steps import NativeAutoregressiveHead
+    from foretoken.decoder.lean.native_linear import Quantization
     from foretoken.decoder.slot_cache import SlotCache
     from foretoken.trees.dynamic import ShapedExpansion
 

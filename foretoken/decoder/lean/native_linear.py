@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ctypes import addressof, c_int64, c_void_p
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,51 @@ from foretoken.core.errors import PassError
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.held_memory import HeldMemory, check_memory, has_memory
 from foretoken.decoder.lean.build import native_library
-from foretoken.decoder.lean.int8 import Quantization, int8_weight
 from foretoken.decoder.lean.structures import Matrix
 from foretoken.decoder.lean.threads import kernel_threads
+
+Quantization = Literal["int8"]
+
+_GREATEST = 127
+_AT_ONCE = 1 << 24  # weights that are held in float32 while they are rounded: 64 MiB
+
+
+class Int8Weight(NamedTuple):
+    """A matrix (N, K) whose row n is `scales[n] * numbers[n]`: K + 4 bytes a row.
+
+    Attributes:
+        numbers: (N, K) int8, contiguous.
+        scales: (N,) float32, 0 where a row is zero.
+    """
+
+    numbers: Tensor
+    scales: Tensor
+
+
+def int8_weight(weight: Tensor) -> Int8Weight:
+    """Rounds every row to multiples of 1 / 127 of its greatest absolute value, to even where two are as near.
+
+    Args:
+        weight: (N, K) of any real dtype, on a CPU, N and K at least 1.
+
+    Raises:
+        UnsuitableError: When a weight is NaN or infinite.
+    """
+    weight = weight.detach()
+    numbers = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    num_rows = max(1, _AT_ONCE // weight.shape[1])
+    for part, rounded, scale in zip(*(each.split(num_rows) for each in (weight, numbers, scales)), strict=True):
+        wide = part.float()
+        torch.div(wide.abs().amax(1), _GREATEST, out=scale)
+        if not scale.isfinite().all():
+            raise UnsuitableError(
+                f"a weight {tuple(weight.shape)} {weight.dtype} holds NaN or infinite values, which int8 has not."
+            )
+        divisor = torch.where(scale > 0, scale, 1.0).unsqueeze(1)
+        rounded.copy_((wide / divisor).round_().clamp_(-_GREATEST, _GREATEST))
+    return Int8Weight(numbers, scales)
+
 
 _ALONE = 1 << 15  # so few multiplications are over before a second thread has begun
 

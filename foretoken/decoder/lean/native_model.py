@@ -15,16 +15,16 @@ from torch import Tensor
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.blocks import Experts, FeedForward
 from foretoken.decoder.held_memory import HeldMemory, has_memory, is_plain, lost_memory
-from foretoken.decoder.lean.huge_pages import use_huge_pages
-from foretoken.decoder.lean.int8 import int8_weight
+from foretoken.decoder.lean.native_linear import int8_weight
 from foretoken.decoder.lean.structures import ExpertsArguments, Layer, Matrix, Model, Norm
+from foretoken.decoder.lean.threads import use_huge_pages
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from foretoken.decoder import blocks as described
-    from foretoken.decoder.lean.int8 import Quantization
-    from foretoken.decoder.lean.weights import LeanWeights
+    from foretoken.decoder.lean.native_linear import Quantization
+    from foretoken.decoder.lean.stock import LeanWeights
     from foretoken.decoder.slot_cache import SlotCache
 
 _ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2}

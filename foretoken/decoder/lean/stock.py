@@ -2,26 +2,84 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from foretoken.attention.layout import AttentionLayout
-from foretoken.decoder.base import PassOutput
+from foretoken.decoder.base import PassOutput, UnsuitableError
 from foretoken.decoder.blocks import Matrix
-from foretoken.decoder.held_memory import check_memory
-from foretoken.decoder.lean.fused_linear import fuse, is_packable
-from foretoken.decoder.lean.torch_blocks import TorchBlocks
-from foretoken.decoder.lean.weights import LeanWeights, tap_indices
+from foretoken.decoder.held_memory import check_memory, is_plain
+from foretoken.decoder.lean.torch_blocks import TorchBlocks, fuse, is_packable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from foretoken.core.passes import Pass, Tap
+    from foretoken.decoder.blocks import Blocks
     from foretoken.decoder.lean.elementwise import TorchOps
     from foretoken.decoder.slot_cache import SlotCache
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LeanWeights:
+    """A model that a lean decoder knows.
+
+    Attributes:
+        embedding: (V, E), in the dtype of the blocks.
+        embedding_scale: Factor of what is looked up.
+        layers: The blocks.
+        head: The LM head module; its weight is the embedding where they are tied.
+        logit_softcap: c in c tanh(logit / c), or None.
+        is_borrowed: Whether the weights are the caller's own, and none may be moved.
+    """
+
+    embedding: Tensor
+    embedding_scale: float = 1.0
+    layers: Blocks
+    head: nn.Module
+    logit_softcap: float | None = None
+    is_borrowed: bool
+
+    @property
+    def num_layers(self) -> int:
+        """Blocks."""
+        return len(self.layers.blocks)
+
+    @property
+    def vocab_size(self) -> int:
+        """V, the width of the logits."""
+        head: Any = self.head
+        return int(head.weight.shape[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of all matrices."""
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of all tensors."""
+        return self.embedding.device
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Every tensor but the rotary tables, of those whose memory can be looked at."""
+        yield from filter(is_plain, (self.embedding, *self.layers.tensors(), *self.head.parameters()))
+
+
+def tap_indices(taps: Sequence[Tap], num_layers: int) -> list[int]:
+    """Boundary indices of taps; `final` is one past the last block's output.
+
+    Raises:
+        UnsuitableError: When a tap does not exist; the generic decoder says so in full.
+    """
+    indices = [num_layers + 1 if tap == "final" else tap for tap in taps]
+    if any(not isinstance(i, int) or not 0 <= i <= num_layers + 1 for i in indices) or num_layers + 1 in taps:
+        raise UnsuitableError(f"taps {list(taps)} do not all exist.")
+    return [int(i) for i in indices]
 
 
 class StockDecoder:

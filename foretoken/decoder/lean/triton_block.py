@@ -20,7 +20,7 @@ from foretoken.decoder.lean.elementwise import Projected, TorchOps
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from foretoken.attention.tables import PassTables
+    from foretoken.attention.layout import PassTables
     from foretoken.decoder.blocks import Activation, Block, Norm
     from foretoken.decoder.slot_cache import SlotCache
 

@@ -26,12 +26,12 @@ from typing_extensions import override
 from foretoken.core.passes import Pass
 from foretoken.decoder.base import UnsuitableError
 from foretoken.decoder.block_stack import BlockStack
-from foretoken.decoder.lean.autoregressive_kernels import AutoregressiveKernels
+from foretoken.decoder.lean.head_kernels import AutoregressiveKernels
 from foretoken.drafters.base import TargetReads
 from foretoken.drafters.heads.drafter import HeadDrafter
 from foretoken.drafters.heads.loading import HeadOptions, checked_head
 from foretoken.drafters.heads.stack_features import StackFeatures
-from foretoken.drafters.shared.level_passes import LevelPasses
+from foretoken.drafters.shared.drafts import LevelPasses
 from foretoken.heads.autoregressive import AutoregressiveHead
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import begin_expansion
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.drafters.base import DraftContext, TargetHandle
-    from foretoken.drafters.heads.last_features import KeptFeatures
     from foretoken.drafters.heads.loading import LoadedHead
+    from foretoken.drafters.heads.stack_features import KeptFeatures
     from foretoken.models.loading import LoadedModel
     from foretoken.sampling.draft_draws import DraftDraws
     from foretoken.trees.dynamic import AnyShape, ShapedExpansion

@@ -27,15 +27,14 @@ from torch import Tensor
 from foretoken.core.backend import integers_on
 from foretoken.core.passes import Pass
 from foretoken.decoder.block_stack import BlockStack
-from foretoken.drafters.heads.last_features import rows_at
-from foretoken.heads.falcon import paired
-from foretoken.heads.pair_lstm import NUM_LAYERS
+from foretoken.drafters.heads.stack_features import rows_at
+from foretoken.heads.falcon import NUM_LAYERS, paired
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from foretoken.decoder.cuda_graphs import GraphCapture
-    from foretoken.decoder.lean.int8 import Quantization
+    from foretoken.decoder.lean.native_linear import Quantization
     from foretoken.drafters.base import Committed, Prefix, TargetHandle
     from foretoken.heads.falcon import FalconHead
     from foretoken.models.parts import TargetParts

@@ -10,7 +10,7 @@ from foretoken.core.backend import runs_cpu_kernels
 from foretoken.core.errors import ConfigError
 from foretoken.decoder.base import UnsuitableError
 from foretoken.drafters.options import DrafterOptions, TreeOption
-from foretoken.drafters.shared.quantization import QuantizationOption
+from foretoken.drafters.shared.drafts import QuantizationOption
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.formats.hub import local_head
 from foretoken.formats.registry import read_head
@@ -18,7 +18,7 @@ from foretoken.models.parts import TargetParts, target_parts
 from foretoken.trees.pruning import Pruning
 
 if TYPE_CHECKING:
-    from foretoken.decoder.lean.int8 import Quantization
+    from foretoken.decoder.lean.native_linear import Quantization
     from foretoken.drafters.base import TargetHandle
     from foretoken.heads.base import Head
     from foretoken.models.loading import LoadedModel

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from foretoken.core.passes import Pass
 from foretoken.core.token_ids import common_prefix_len
-from foretoken.drafters.shared.level_passes import LevelPasses
+from foretoken.drafters.shared.drafts import LevelPasses
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from foretoken.drafters.models.vocab_map import VocabularyMap
+    from foretoken.drafters.models.loading import VocabularyMap
     from foretoken.runner.runner import Runner
     from foretoken.trees.dynamic import ShapedExpansion
     from foretoken.trees.expansion import Expansion

@@ -15,8 +15,7 @@ from torch import Tensor
 from foretoken.core.backend import has_cuda_runtime
 from foretoken.core.errors import ModelError
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.heads.base import build_head
-from foretoken.heads.step_head import StepHeadConfig
+from foretoken.heads.base import StepHeadConfig, build_head
 from foretoken.models.parts import target_parts
 from foretoken.models.taps import run_plain
 from foretoken.runner.runner import Runner

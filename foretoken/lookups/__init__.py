@@ -1,1 +1,0 @@
-"""Data structures for lookups of token sequences; know no drafter."""
