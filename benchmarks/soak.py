@@ -24,7 +24,7 @@ import httpx
 from benchmarks.rivals.environments import DEFAULT_ENV_DIR
 from benchmarks.rivals.machine import commit, describe_machine
 from benchmarks.serving.servers import Server, Setting
-from foretoken.bench.prompt_sets import load_prompts
+from foretoken.bench.workload import load_prompts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.rivals.machine import commit, describe_machine
 from foretoken.bench.compare import compare_setups
-from foretoken.bench.prompt_sets import load_prompts
-from foretoken.bench.workload import Workload
+from foretoken.bench.workload import Workload, load_prompts
 from foretoken.core.results import GenerationMetrics
 from foretoken.decoder.lean.threads import set_num_threads
 from foretoken.entrypoints.config import parse_setup

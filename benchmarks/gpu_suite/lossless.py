@@ -7,9 +7,8 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foretoken.bench.prompt_sets import load_prompts
 from foretoken.bench.verify import verify_setups
-from foretoken.bench.workload import Workload
+from foretoken.bench.workload import Workload, load_prompts
 from foretoken.entrypoints.config import PLAIN, Setup, parse_setup
 from foretoken.models.loading import LoadedModel, load_model, load_tokenizer
 from tests.drafters.adversarial import BEHAVIOURS

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from benchmarks.gpu_suite.goals import Ceilings, Record, Row, table
 from benchmarks.gpu_suite.markdown import NONE, markdown_table
-from foretoken.bench.looks import look_of
+from foretoken.bench.plots import look_of
 
 _HEADINGS = (
     "method", "T", "tokens/s", "tau", "speed-up", "efficiency", "pass, ms", "drafting, ms", "host, ms", "not drafted",

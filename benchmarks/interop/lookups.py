@@ -22,7 +22,7 @@ from benchmarks.interop.outcome import Outcome, compared
 from benchmarks.interop.samples import E, H, Target, V, random_head, texts, written
 from foretoken.drafters.lookahead import Answers, NgramPool, Window
 from foretoken.drafters.recycling import SuccessorMatrix
-from foretoken.formats.readers import FALCON_CODE
+from foretoken.formats.saving import FALCON_CODE
 from foretoken.heads.decoder_layer import LayerConfig
 from foretoken.heads.falcon import FalconConfig
 from foretoken.trees.choices import TreeShape

@@ -22,7 +22,7 @@ from foretoken.models.parts import target_parts
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from foretoken.formats.readers import Reader
+    from foretoken.formats.saving import Reader
     from foretoken.heads.base import HeadConfig
     from foretoken.models.parts import TargetParts
 

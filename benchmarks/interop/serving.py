@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken import LLM, SamplingParams
-from foretoken.bench.prompt_sets import load_prompts
+from foretoken.bench.workload import load_prompts
 from foretoken.core.results import GenerationMetrics
 from foretoken.formats.registry import read_head, write_head
 from foretoken.formats.target_info import TargetInfo, TargetWeights

@@ -6,7 +6,7 @@ import difflib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from foretoken.bench.looks import in_order, look_of
+from foretoken.bench.plots import in_order, look_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

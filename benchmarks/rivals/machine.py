@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from foretoken.bench.processor import processor_facts, processor_name
+from foretoken.bench.measurement import processor_facts, processor_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

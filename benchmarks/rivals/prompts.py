@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from foretoken.bench.prompt_sets import HELD_OUT, load_prompts
+from foretoken.bench.workload import HELD_OUT, load_prompts
 from foretoken.models.loading import load_tokenizer
 
 if TYPE_CHECKING:

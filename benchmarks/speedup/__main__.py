@@ -21,8 +21,8 @@ from benchmarks.speedup.plot import write_pictures
 from benchmarks.speedup.report import as_json, as_markdown
 from benchmarks.speedup.rows import rows_of
 from benchmarks.speedup.sizes import Size, digest_of, methods_of, prepare, twin_label, weights_bytes
-from foretoken.bench.looks import in_order
-from foretoken.bench.prompt_sets import load_prompts
+from foretoken.bench.plots import in_order
+from foretoken.bench.workload import load_prompts
 from foretoken.core.errors import ForetokenError
 from foretoken.decoder.lean.threads import set_num_threads
 

@@ -9,7 +9,7 @@ from math import log
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
-from foretoken.bench.looks import DARK, LIGHT, look_of, page_style
+from foretoken.bench.plots import DARK, LIGHT, look_of, page_style
 from foretoken.entrypoints.config import PLAIN
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from benchmarks.speedup.rows import Row
-    from foretoken.bench.looks import Theme
+    from foretoken.bench.plots import Theme
 
 
 _TICKS = (0.25, 0.35, 0.5, 0.7, 1, 1.4, 2, 3, 4, 6, 8, 12, 16)

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from benchmarks.gpu_suite.markdown import markdown_table
 from benchmarks.rivals.machine import verdict
 from benchmarks.speedup.rows import Row, pays_from
-from foretoken.bench.looks import look_of
+from foretoken.bench.plots import look_of
 from foretoken.entrypoints.config import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from foretoken.bench.quartiles import Quartiles
+    from foretoken.bench.sweep_results import Quartiles
 
 _LEGEND = (
     "Medians over prompts, quartiles in brackets. *Speed-up*: tokens per second of decoding over those of plain "

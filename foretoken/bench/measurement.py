@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.results import GenerationMetrics
 
 if TYPE_CHECKING:
     from foretoken.core.records import StepRecord
+
+_CPU_INFO = Path("/proc/cpuinfo")
+
+
+def processor_facts() -> dict[str, str]:
+    """What the system says of its first processor, by name; empty where it says nothing."""
+    if not _CPU_INFO.exists():
+        return {}
+    facts: dict[str, str] = {}
+    for line in _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        facts.setdefault(name.strip(), value.strip())
+    return facts
+
+
+def processor_name() -> str:
+    """Its model, as in "Intel(R) Xeon(R) Platinum 8488C"; the architecture where the system tells no model."""
+    return processor_facts().get("model name") or platform.processor() or platform.machine()
 
 
 @dataclass(slots=True)

@@ -2,21 +2,64 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
+from statistics import quantiles
 from typing import TYPE_CHECKING, Any
 
 from foretoken.bench.grid import Serving
-from foretoken.bench.pareto import pareto_front
-from foretoken.bench.quartiles import Quartiles
 from foretoken.core.errors import ConfigError
 from foretoken.files.journal import JournalFile
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
     from pathlib import Path
 
     from foretoken.bench.grid import Point, Refused
     from foretoken.bench.measurement import Measurement
+
+
+@dataclass(frozen=True, slots=True)
+class Quartiles:
+    """A median between the first and the third quartile."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Quartiles:
+        """Of at least one value; between two values of the sample, quartiles lie on the line that joins them."""
+        known = list(values)
+        if len(known) == 1:
+            return cls(known[0], known[0], known[0])
+        low, middle, high = quantiles(known, n=4, method="inclusive")
+        return cls(middle, low, high)
+
+
+def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
+    """The points that no other one beats.
+
+    A point beats another when it costs no more and brings no less, and is better in one of the two. Points that are
+    equal in both do not beat each other.
+
+    Args:
+        points: (cost, value) pairs: cost is better the lower, value the higher. All finite.
+
+    Returns:
+        Indices into `points`, by ascending cost; equal points in their order.
+
+    Raises:
+        ValueError: For a number that is not finite.
+    """
+    if not all(math.isfinite(number) for point in points for number in point):
+        raise ValueError("points of a Pareto front must be finite")
+    front: list[int] = []
+    for index in sorted(range(len(points)), key=lambda i: (points[i][0], -points[i][1])):
+        if not front or points[index][1] > points[front[-1]][1] or points[index] == points[front[-1]]:
+            front.append(index)
+    return front
+
 
 RESULTS = "results.jsonl"
 TAU_FRONT, SPEED_FRONT = "tau", "tokens/s"

@@ -52,8 +52,7 @@ def bench(
     often as its `pattern` says: it shows what the engine costs by itself.
     """
     from foretoken.bench.compare import compare_setups, measure_anew, verify_costs
-    from foretoken.bench.prompt_sets import load_prompts
-    from foretoken.bench.workload import Workload
+    from foretoken.bench.workload import Workload, load_prompts
     from foretoken.entrypoints.config import checked_setup
 
     drafters = options.drafter_texts(speculative_config, spec_type) or ["ngram"]

@@ -56,7 +56,7 @@ def serve(
     Tokens are counted by the server's usage, else by parts with text: the output says which. Acceptance is what the
     server counts at /metrics between begin and end, other clients' requests included.
     """
-    from foretoken.bench.prompt_sets import load_prompts
+    from foretoken.bench.workload import load_prompts
 
     try:
         from foretoken.bench.serving.load import Load, run_load

@@ -17,7 +17,6 @@ from foretoken.cli import (
     data,
     doctor,
     generate,
-    index,
     inspect,
     report,
     serve,
@@ -26,7 +25,6 @@ from foretoken.cli import (
     tune,
     twin,
     verify,
-    vocab,
 )
 from foretoken.cli.help import Command, VllmCommand, ending, without_flags
 from foretoken.core.errors import ForetokenError
@@ -154,12 +152,12 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
         "foretoken data models/tinycode --jsonl chats.jsonl --self-distill \\",
         "    -s ngram --out runs/data",
     )),
-    (vocab.vocab, ending(
+    (data.vocab, ending(
         "foretoken data vocab runs/data --size 512 --out runs/vocab.json",
         "foretoken train eagle3 models/tinycode --data runs/data --out runs/eagle3 \\",
         "    --draft-vocab runs/vocab.json",
     )),
-    (index.index, ending(
+    (data.index, ending(
         "foretoken data index runs/data --out runs/index",
         "foretoken generate models/tinycode -p 'class Queue:' \\",
         "    -s rest:datastore=runs/index",
@@ -180,7 +178,7 @@ _COMMANDS: tuple[tuple[Callable[..., None], str], ...] = (
     )),
 )  # fmt: skip
 _TWO_WORDS: dict[Callable[..., None], str] = {
-    bench_serve.serve: "bench serve", vocab.vocab: "data vocab", index.index: "data index", tune.tree: "tune tree",
+    bench_serve.serve: "bench serve", data.vocab: "data vocab", data.index: "data index", tune.tree: "tune tree",
 }  # fmt: skip
 for _function, _ending in _COMMANDS:
     _settings = {"token_normalize_func": convert.option_name} if _function is convert.convert else None

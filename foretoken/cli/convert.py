@@ -66,7 +66,7 @@ def convert(
     """
     import torch
 
-    from foretoken.formats.hub import local_head
+    from foretoken.formats.files import local_head
     from foretoken.formats.registry import head_readers, write_head
     from foretoken.formats.target_info import TargetInfo
 
@@ -137,7 +137,7 @@ def _say(facts: dict[str, Any]) -> None:
 
 def _counted(checkpoint: HeadCheckpoint, method: str, num_heads: int | None, num_layers: int | None) -> HeadCheckpoint:
     """Holds the tensors against what the user says about them, and drops heads beyond those asked for."""
-    from foretoken.formats.changes import first_heads
+    from foretoken.formats.checkpoint import first_heads
 
     if num_heads is None and num_layers is None:
         return checkpoint

@@ -1,4 +1,4 @@
-"""`foretoken data`: text as packed token windows for training heads."""
+"""`foretoken data`: text as packed token windows for training heads, a sorted corpus, and the vocabulary of drafts."""
 
 from __future__ import annotations
 
@@ -23,6 +23,90 @@ if TYPE_CHECKING:
     from foretoken.training.data.corpus import Corpus, DocumentMaker
     from foretoken.training.data.packed import DataProgress
     from foretoken.training.data.self_distill import DistillSettings
+
+
+def index(
+    data: Annotated[Path, typer.Argument(help="Packed tokens, as `foretoken data` writes them.")],
+    out: Annotated[Path, typer.Option(help="Directory to make, which `-s rest:datastore=DIR` drafts from.")],
+    force: Annotated[bool, typer.Option("--force", help="Replace a datastore in OUT.")] = False,
+    as_json: options.AsJson = False,
+) -> None:
+    """Sort the suffixes of packed tokens, so that what followed any run of them is found at once.
+
+    Sorting takes 60 bytes of memory a token, the files 6 (8 where the vocabulary has more than 65536 tokens). Drafts
+    come from the corpus as long as it was made with the target's tokenizer; they never change the text. The files are
+    mapped into memory where they are drafted from: do not change them meanwhile.
+    """
+    from foretoken.core.errors import RequestError
+    from foretoken.drafters.lookups.datastore import DATASTORE, SORTED_DEPTH, write_datastore
+    from foretoken.training.data.packed import PackedTokens
+
+    DATASTORE.check(out, force=force)
+    packed = PackedTokens.open(data)
+    missing = {"vocab_size", "eos_id", "tokenizer_sha", "tokens_sha256"} - packed.meta.keys()
+    if missing:
+        raise RequestError(f"'{data}' does not tell its {', '.join(sorted(missing))}. It is damaged: make it again.")
+    begin = time.perf_counter()
+
+    def show(num_sorted: int) -> None:
+        terminal.note(
+            f"{len(packed.tokens)} suffixes sorted by {num_sorted} of {SORTED_DEPTH} tokens, "
+            f"{time.perf_counter() - begin:.1f} s"
+        )
+
+    terminal.note(f"sorting the suffixes of {len(packed.tokens)} tokens")
+    with ending_cleanly():
+        made = write_datastore(
+            out,
+            packed.tokens,
+            vocab_size=packed.meta["vocab_size"],
+            eos_id=packed.meta["eos_id"],
+            tokenizer_sha=packed.meta["tokenizer_sha"],
+            tokens_sha256=packed.meta["tokens_sha256"],
+            force=force,
+            on_round=show,
+        )
+    seconds = time.perf_counter() - begin
+    if as_json:
+        options.print_json({
+            "out": str(out), "tokens": made.num_tokens, "vocab_size": made.vocab_size, "seconds": seconds,
+            "tokens_sha256": made.tokens_sha256,
+        })  # fmt: skip
+        return
+    terminal.prose(f"{out}: {made.num_tokens} tokens in {seconds:.1f} s. Draft from it with -s rest:datastore={out}")
+
+
+def vocab(
+    data: Annotated[Path, typer.Argument(help="Packed tokens, as `foretoken data` writes them.")],
+    size: Annotated[int, typer.Option(min=1, help="Tokens of the draft vocabulary.")],
+    out: Annotated[Path, typer.Option(help="File to make, JSON, which `foretoken train` takes.")],
+    as_json: options.AsJson = False,
+) -> None:
+    """Choose the tokens that a head drafts: the most frequent labels of packed tokens.
+
+    An LM head over a part of the vocabulary is read in a part of the time. What it cannot draft, the target writes
+    alone: the text stays what it is. Coverage is the share of the labels that can be drafted.
+    """
+    from foretoken.training.data.packed import PackedTokens
+    from foretoken.training.data.vocabulary import count_vocabulary
+
+    if out.exists() or out.is_symlink():
+        raise ConfigError(f"'{out}' exists already. Expected a new file. Choose another or remove it.")
+    counted = count_vocabulary(PackedTokens.open(data), size)
+    counted.vocabulary.write(out)
+    if counted.num_filled:
+        terminal.note(
+            f"{counted.num_filled} of {size} tokens are no label in '{data}': the lowest ids that were left make up "
+            "the number"
+        )
+    if as_json:
+        options.print_json({
+            "out": str(out), "size": size, "coverage": counted.vocabulary.coverage, "labels": counted.num_labels,
+            "filled": counted.num_filled,
+        })  # fmt: skip
+        return
+    terminal.say(f"{out}: {size} tokens, coverage {counted.vocabulary.coverage:.2%} of {counted.num_labels} labels")
+
 
 _LINE_EVERY = 30.0  # seconds between progress lines where there is no terminal
 
@@ -86,8 +170,7 @@ def data(
     is named ./vocab or ./index.
     """
     from foretoken.training.data.corpus import CorpusPlan, build_corpus
-    from foretoken.training.data.hub_datasets import dataset_source
-    from foretoken.training.data.sources import file_source, json_source, text_source
+    from foretoken.training.data.sources import dataset_source, file_source, json_source, text_source
     from foretoken.training.data.writer import PACKED_TOKENS
 
     PACKED_TOKENS.check(out, force=force)

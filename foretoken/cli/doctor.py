@@ -60,10 +60,9 @@ def doctor(
         raise ConfigError("there is nothing to examine. Expected a head, or --method for one that is to be trained.")
     if train_check and head is None:
         raise ConfigError("--train-check takes the sizes of a head. Expected one. Pass HEAD, or --method alone.")
-    from foretoken.bench.prompt_sets import load_prompts
+    from foretoken.bench.workload import load_prompts
     from foretoken.entrypoints.drafter_files import check_is_no_model
-    from foretoken.formats.files import open_files
-    from foretoken.formats.hub import local_head
+    from foretoken.formats.files import local_head, open_files
     from foretoken.formats.registry import holds_head
     from foretoken.training.data.packed import PackedTokens
     from foretoken.training.doctor.examine import Examination, examine

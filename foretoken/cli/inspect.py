@@ -52,7 +52,7 @@ def _local(place: str) -> Path:
     """Where it lies on this machine, downloaded where it is named by a hub id; see `formats.hub`."""
     if Path(place).exists():
         return Path(place)  # the hub's client takes half a second to import
-    from foretoken.formats.hub import is_hub_id, local_head
+    from foretoken.formats.files import is_hub_id, local_head
 
     return local_head(place, what="model or head") if is_hub_id(place) else Path(place)
 

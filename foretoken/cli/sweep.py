@@ -91,8 +91,8 @@ def sweep(
         _show(SweepResults(Path(model)), Path(model), wide=wide, as_json=as_json)
         return
     from foretoken.bench.grid import SETUP_AXIS, expand, joined_axes, parse_axis, read_grid
-    from foretoken.bench.prompt_sets import load_prompts
     from foretoken.bench.sweep import SweepPlan
+    from foretoken.bench.workload import load_prompts
     from foretoken.core.errors import ConfigError
 
     if out is None:
@@ -141,7 +141,7 @@ class _Run:
         """What all points have in common, JSON-ready; dtype: of the first of them."""
         import hashlib
 
-        from foretoken.bench.processor import processor_name
+        from foretoken.bench.measurement import processor_name
         from foretoken.formats.checkpoint import TargetFingerprint
 
         loaded, _ = self.load(dtype)

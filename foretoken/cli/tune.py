@@ -48,8 +48,7 @@ def tree(
     The target continues prompts; candidate r of depth d is right as often as it is what the target wrote, given that
     the tokens before it were. The tree holds the nodes of the greatest products of these along their paths.
     """
-    from foretoken.bench.prompt_sets import load_prompts
-    from foretoken.bench.workload import TokenProgress, Workload
+    from foretoken.bench.workload import TokenProgress, Workload, load_prompts
     from foretoken.core.token_tree import MAX_NODES
     from foretoken.entrypoints.config import checked_setup, parse_speculative_config
     from foretoken.files.atomic_files import told_as, write_file

@@ -38,9 +38,8 @@ def verify(
     Greedy and seeded sampled texts must be identical. A difference is a near-tie when the two tokens' scores agree to
     rounding, and a bug otherwise.
     """
-    from foretoken.bench.prompt_sets import load_prompts
     from foretoken.bench.verify import verify_setups
-    from foretoken.bench.workload import Workload
+    from foretoken.bench.workload import Workload, load_prompts
     from foretoken.entrypoints.config import checked_setup
 
     drafters = options.drafter_texts(speculative_config, spec_type) or ["ngram"]

@@ -29,8 +29,17 @@ from foretoken.formats.eagle_names import (
     without_prefix,
 )
 from foretoken.formats.mapping import make_config, read_tensors, scatter
-from foretoken.formats.readers import EAGLE_CODE, VLLM_EAGLE, Reader
-from foretoken.formats.saving import expect_method, finished, own_entries, own_entry, save, target_name
+from foretoken.formats.saving import (
+    EAGLE_CODE,
+    VLLM_EAGLE,
+    Reader,
+    expect_method,
+    finished,
+    own_entries,
+    own_entry,
+    save,
+    target_name,
+)
 from foretoken.heads.eagle import EagleConfig
 
 if TYPE_CHECKING:

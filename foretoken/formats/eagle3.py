@@ -22,8 +22,19 @@ from foretoken.formats.eagle3_network import (
     with_plain_vocabulary,
 )
 from foretoken.formats.eagle_names import misread_block, stated_layer, warn_of_base, without_prefix
-from foretoken.formats.readers import EAGLE_CODE, SGLANG, SPECFORGE, VLLM_EAGLE, Reader
-from foretoken.formats.saving import expect_method, finished, own_entries, own_entry, save, target_name
+from foretoken.formats.saving import (
+    EAGLE_CODE,
+    SGLANG,
+    SPECFORGE,
+    VLLM_EAGLE,
+    Reader,
+    expect_method,
+    finished,
+    own_entries,
+    own_entry,
+    save,
+    target_name,
+)
 from foretoken.heads.eagle3 import Eagle3Config
 
 if TYPE_CHECKING:

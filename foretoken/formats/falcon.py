@@ -20,8 +20,16 @@ from foretoken.formats.eagle_names import (
     without_prefix,
 )
 from foretoken.formats.mapping import Place, make_config, read_tensors, scatter
-from foretoken.formats.readers import FALCON_CODE, Reader
-from foretoken.formats.saving import expect_method, finished, own_entries, own_entry, save, target_name
+from foretoken.formats.saving import (
+    FALCON_CODE,
+    Reader,
+    expect_method,
+    finished,
+    own_entries,
+    own_entry,
+    save,
+    target_name,
+)
 from foretoken.heads.falcon import NUM_LAYERS, FalconConfig
 
 if TYPE_CHECKING:

@@ -19,8 +19,18 @@ from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.hydra_names import UPSTREAM_ROPE_THETA, HydraNames, prefix_entries, with_own_lm_heads
 from foretoken.formats.mapping import read_tensors, scatter
-from foretoken.formats.readers import HYDRA_CODE, TRT_HYDRA, Reader, has_different_blocks, needs_target_name
-from foretoken.formats.saving import expect_method, finished, own_entries, save, target_name
+from foretoken.formats.saving import (
+    HYDRA_CODE,
+    TRT_HYDRA,
+    Reader,
+    expect_method,
+    finished,
+    has_different_blocks,
+    needs_target_name,
+    own_entries,
+    save,
+    target_name,
+)
 from foretoken.heads.hydra import HydraConfig
 from foretoken.models.rotary import target_scaling
 

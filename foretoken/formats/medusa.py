@@ -16,16 +16,20 @@ from typing import TYPE_CHECKING
 from foretoken.core.errors import ConfigError
 from foretoken.formats.mapping import read_tensors, scatter
 from foretoken.formats.medusa_names import OFFICIAL, for_writing, warn_of_counts, without_added_biases
-from foretoken.formats.readers import (
+from foretoken.formats.saving import (
     MEDUSA_CODE,
     TGI,
     TRT_MEDUSA,
     VLLM,
     Reader,
+    expect_method,
+    finished,
     has_different_blocks,
     needs_target_name,
+    own_entries,
+    save,
+    target_name,
 )
-from foretoken.formats.saving import expect_method, finished, own_entries, save, target_name
 from foretoken.heads.medusa import MedusaConfig
 
 if TYPE_CHECKING:

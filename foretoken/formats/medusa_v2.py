@@ -11,8 +11,15 @@ from foretoken.core.errors import ConfigError
 from foretoken.formats import medusa
 from foretoken.formats.mapping import scatter
 from foretoken.formats.medusa_names import OFFICIAL, with_biases
-from foretoken.formats.readers import MEDUSA_CODE, TGI, VLLM, Reader, has_different_blocks, needs_target_name
-from foretoken.formats.saving import expect_method
+from foretoken.formats.saving import (
+    MEDUSA_CODE,
+    TGI,
+    VLLM,
+    Reader,
+    expect_method,
+    has_different_blocks,
+    needs_target_name,
+)
 from foretoken.heads.medusa import MedusaConfig
 
 if TYPE_CHECKING:

@@ -12,8 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ConfigError, ModelError
 from foretoken.formats.mapping import Place, make_config, most_common, read_tensors, scatter
-from foretoken.formats.readers import OLD_TGI, TGI, VLLM, Reader, needs_target_name
-from foretoken.formats.saving import expect_method, finished, own_entries, own_entry, save, target_name
+from foretoken.formats.saving import (
+    OLD_TGI,
+    TGI,
+    VLLM,
+    Reader,
+    expect_method,
+    finished,
+    needs_target_name,
+    own_entries,
+    own_entry,
+    save,
+    target_name,
+)
 from foretoken.heads.mlp_speculator import MlpSpeculatorConfig
 
 if TYPE_CHECKING:

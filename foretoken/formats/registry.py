@@ -11,23 +11,43 @@ from typing import TYPE_CHECKING, Any
 
 from foretoken.core.errors import ConfigError, ModelError, nearest_name_hint, one_line
 from foretoken.formats import native
-from foretoken.formats.changes import with_dtype
+from foretoken.formats.checkpoint import with_dtype
 from foretoken.formats.files import HeadFiles, holds_pickles, open_files
 from foretoken.formats.mapping import check_values
-from foretoken.formats.readers import Reader
-from foretoken.formats.saving import WriteOptions
+from foretoken.formats.saving import Reader, WriteOptions, whole_files
+from foretoken.formats.speculators import KINDS
 from foretoken.formats.target_info import TargetInfo
-from foretoken.formats.unserved import unserved_head
-from foretoken.formats.whole_files import whole_files
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from pathlib import Path
 
     import torch
 
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
     from foretoken.formats.target_info import TargetWeights
+
+# What vllm-project/speculators calls its kinds.
+_SPECULATORS = {"peagle": "P-EAGLE", "dflash": "DFlash", "dspark": "DSpark", "mtp": "multi-token prediction"}
+
+
+def unserved_head(files: HeadFiles) -> str | None:
+    """What a checkpoint holds that nothing here drafts with, in a few words; None when it is nothing of that kind."""
+    kind = files.config.get("speculators_model_type")
+    if not isinstance(kind, str) or kind in KINDS:
+        return None
+    name = _SPECULATORS.get(kind, f"'{kind}'")
+    facts = ["format speculators", *_vocabularies(files)]
+    return f"{'an' if name[0] in 'AEIOU' else 'a'} {name} head ({', '.join(facts)})"
+
+
+def _vocabularies(files: HeadFiles) -> list[str]:
+    """The vocabulary that is drafted, of the target's, as far as they are told."""
+    layer: Mapping[str, Any] | Any = files.config.get("transformer_layer_config")
+    drafted, whole = files.config.get("draft_vocab_size"), layer.get("vocab_size") if isinstance(layer, dict) else None
+    drafted = drafted or whole
+    return [f"draft vocabulary {drafted}" + (f" of {whole}" if whole and whole != drafted else "")] if drafted else []
+
 
 NATIVE = "native"
 # Those that recognise part of what another one recognises come first.

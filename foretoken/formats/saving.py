@@ -2,23 +2,139 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from foretoken.core.errors import ConfigError, ModelError
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from foretoken.core.errors import ConfigError, ModelError, one_line
 from foretoken.core.validation import validated
+from foretoken.files.atomic_files import new_directory, told_as
 from foretoken.formats.checkpoint import HeadCheckpoint, HeadExtras, TargetFingerprint
 from foretoken.formats.mapping import with_ties
 from foretoken.formats.target_info import TargetInfo
-from foretoken.formats.whole_files import write_config, write_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
     from pathlib import Path
 
     from torch import Tensor
 
     from foretoken.heads.base import HeadConfig
+
+CONFIG = "config.json"
+
+
+@contextmanager
+def whole_files(directory: Path, *, replaces: bool = False) -> Iterator[Path]:
+    """A new directory to write into; its files go to `directory` when the block ends without an error.
+
+    Args:
+        directory: Where the files belong; made where it is not there. See `core.atomic_files` for symbolic links.
+        replaces: Whether they take the place of everything in it. Otherwise each takes the place of the file of its
+            name and the others stay, `config.json` last.
+
+    Raises:
+        ConfigError: When they cannot be written, whatever the system's reason.
+    """
+    advice = "Expected a directory with enough room that may be written to. Name another place, or make room."
+    existing: Any = "replace" if replaces else "merge"
+    with (
+        told_as(ConfigError, f"'{directory}'", advice),
+        new_directory(directory, existing=existing, last=CONFIG) as new,
+    ):
+        yield new
+
+
+@contextmanager
+def safetensors_errors() -> Iterator[None]:
+    """Raises what safetensors says of a file that cannot be written as an `OSError`."""
+    try:
+        yield
+    except SafetensorError as err:
+        raise OSError(one_line(err)) from err
+
+
+def write_weights(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """One file of tensors, each with memory of its own: safetensors, or a pickle where the name ends otherwise.
+
+    Raises:
+        OSError: When it cannot be written.
+    """
+    if path.suffix == ".safetensors":
+        path.touch()
+        mode = path.stat().st_mode  # safetensors leaves its files to their owner alone
+        with safetensors_errors():
+            save_file(dict(tensors), path, metadata={"format": "pt"})
+        path.chmod(mode)
+        return
+    with path.open("wb") as file:
+        try:
+            torch.save(dict(tensors), file)
+        except RuntimeError as err:  # torch's writer hides what the file said
+            cause = err.__context__ if isinstance(err.__context__, OSError) else None
+            raise cause or OSError(one_line(err)) from err
+
+
+def write_config(directory: Path, config: Mapping[str, Any]) -> None:
+    """The `config.json` of a checkpoint."""
+    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+MEDUSA_CODE = "FasterDecoding/Medusa"
+HYDRA_CODE = "zankner/Hydra"
+TRT_MEDUSA = "TensorRT-LLM"
+TRT_HYDRA = "the public Hydra port of TensorRT-LLM"
+VLLM = "vLLM 0.32"
+VLLM_EAGLE = "vLLM"
+EAGLE_CODE = "SafeAILab/EAGLE"
+FALCON_CODE = "Bestpay-inc/Falcon"
+SGLANG = "SGLang"
+SPECFORGE = "sgl-project/SpecForge"
+SPECULATORS = "speculators 0.9"
+TGI = "TGI 3.3"
+OLD_TGI = "TGI 2.0.3 to 2.2"
+
+
+class Reader(NamedTuple):
+    """A program, and what it makes of a checkpoint.
+
+    Attributes:
+        program: Its name, with the version where that matters.
+        reads: Whether it computes what the head computes here.
+        how: What to do; or, where it does not, what happens.
+    """
+
+    program: str
+    reads: bool
+    how: str
+
+    def __str__(self) -> str:
+        return f"{'read' if self.reads else 'not read'} by {self.program}: {self.how}"
+
+
+def has_different_blocks(checkpoint: HeadCheckpoint, *names: str) -> bool:
+    """Whether blocks that others hold to be one differ.
+
+    Args:
+        checkpoint: The head.
+        names: Stacked tensors of its weights with blocks along dimension 1.
+    """
+    stacked = [checkpoint.weights[name] for name in names if name in checkpoint.weights]
+    return any(not torch.equal(part, part[:, :1].expand_as(part)) for part in stacked if part.shape[1] > 1)
+
+
+def needs_target_name(checkpoint: HeadCheckpoint) -> str:
+    """What to add where a reader loads the target that a head names, and this one names none."""
+    is_named = checkpoint.target is not None and checkpoint.target.name
+    return (
+        "" if is_named else "; set base_model_name_or_path in config.json to the target, which this head does not name"
+    )
+
 
 KEY = "foretoken"
 # What numbers alone do not tell: equal blocks may be apart all the same, and biases of zero may be none.

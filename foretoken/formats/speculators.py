@@ -24,8 +24,16 @@ from foretoken.formats.eagle3_network import (
     with_plain_vocabulary,
 )
 from foretoken.formats.eagle_names import EMBEDDING, stated_layer, without_prefix
-from foretoken.formats.readers import SPECULATORS, VLLM_EAGLE, Reader
-from foretoken.formats.saving import expect_method, finished, own_entries, own_entry, save
+from foretoken.formats.saving import (
+    SPECULATORS,
+    VLLM_EAGLE,
+    Reader,
+    expect_method,
+    finished,
+    own_entries,
+    own_entry,
+    save,
+)
 from foretoken.heads.eagle3 import Eagle3Config
 
 if TYPE_CHECKING:

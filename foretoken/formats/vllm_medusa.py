@@ -16,8 +16,7 @@ from foretoken.core.checks import shown
 from foretoken.core.errors import ModelError
 from foretoken.formats.mapping import make_config, read_tensors, scatter
 from foretoken.formats.medusa_names import MedusaNames, warn_of_counts
-from foretoken.formats.readers import VLLM, Reader
-from foretoken.formats.saving import expect_method, finished, own_entries, own_entry, save
+from foretoken.formats.saving import VLLM, Reader, expect_method, finished, own_entries, own_entry, save
 from foretoken.heads.medusa import MedusaConfig
 
 if TYPE_CHECKING:

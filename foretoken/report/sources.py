@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 from foretoken.core.errors import ConfigError
 from foretoken.files.bounded_reads import MIB, read_named
 from foretoken.report.trace_file import MOST_TRACE_BYTES, is_trace, read_trace
-from foretoken.report.views import TraceView, view_of
-from foretoken.report.visible import visible
+from foretoken.report.views import TraceView, view_of, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

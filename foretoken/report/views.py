@@ -6,20 +6,90 @@ Letters: N nodes of a tree.
 from __future__ import annotations
 
 import math
+import unicodedata
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from foretoken.core.records import NodeOutcome
 from foretoken.grammars.drafts import FORCED
-from foretoken.report.reasons import BY_OUTCOME, reason
 from foretoken.report.trace_file import tree_of
-from foretoken.report.visible import label, visible
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+    from foretoken.core.records import TreeTrace
     from foretoken.report.trace_file import Iteration, Trace
+
+_KEPT = "\u200c\u200d"  # joiners that emoji and several scripts need
+_HIDDEN = {"Cc", "Cf", "Cs", "Zl", "Zp", "Co"}
+
+
+def visible(text: str, kept: str = "\n\t") -> str:
+    """Text in which characters that a browser would obey or hide are escapes.
+
+    Args:
+        text: Anything.
+        kept: Control characters that stay.
+    """
+    return "".join(char if char in kept or char in _KEPT or not _is_hidden(char) else _escape(char) for char in text)
+
+
+def label(text: str) -> str:
+    r"""A token in one line: white space that would not be seen is a symbol."""
+    text = visible(text, kept="\n\t ")
+    if not text:
+        return "(no text)"
+    return text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "␣" if not text.strip(" ") else " ")
+
+
+def _is_hidden(char: str) -> bool:
+    return unicodedata.category(char) in _HIDDEN
+
+
+def _escape(char: str) -> str:
+    return char.encode("unicode_escape", "surrogatepass").decode("ascii")
+
+
+BY_OUTCOME = {
+    NodeOutcome.ROOT: "the last token of the text so far",
+    NodeOutcome.ACCEPTED: "accepted",
+    NodeOutcome.UNREACHED: "not tested: its parent was not accepted",
+    NodeOutcome.ENDED: "not taken: the text ended before it",
+    NodeOutcome.PROBE: "verified only to read the target's answer there",
+}
+
+
+def reason(trace: TreeTrace, node: int, shown: Callable[[int], str]) -> str:
+    """Why a rejected node was.
+
+    Args:
+        trace: Of its tree.
+        node: Whose outcome is `REJECTED`.
+        shown: A token as it is shown.
+    """
+    parent = trace.parents[node]
+    written, target, prob = trace.written_after(parent), trace.target_tokens[parent], trace.target_probs[parent]
+    own = f"this node had {_probability(trace.token_probs[node])}"
+    if written is not None and written == trace.tokens[node]:
+        return "another node with the same token was accepted"
+    if trace.rule in {"greedy", "coupled"}:
+        if target < 0:
+            return "no token was possible here"
+        verb = "would write" if trace.rule == "greedy" else "drew"
+        return f"the target {verb} {shown(target)} ({_probability(prob)}); {own}"
+    drawn = None if trace.draft_probs is None else trace.draft_probs[node]
+    draft = "" if drawn is None else f", and {_probability(drawn)} in the draft"
+    instead = "" if written is None else f"; {shown(written)} was written instead"
+    return f"rejected by the {trace.rule} test: {own} in the target{draft}{instead}"
+
+
+def _probability(value: float | None) -> str:
+    """A probability in words."""
+    if value is None:
+        return "no finite probability"
+    return f"p = {value:.2g}" if value < 0.1 else f"p = {value:.2f}"
+
 
 NUM_COLOURS = 8
 _OUTCOMES = list(NodeOutcome)

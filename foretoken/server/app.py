@@ -15,20 +15,18 @@ from starlette.responses import Response
 import foretoken
 from foretoken.core.errors import ForetokenError
 from foretoken.server.answers import Envelope, seconds_since_1970
-from foretoken.server.conversations import has_template, rendered
-from foretoken.server.documentation import documentation_of
 from foretoken.server.errors import ApiError, api_error
 from foretoken.server.guards import Guards, check_origins, open_to
 from foretoken.server.json_body import parse_object
 from foretoken.server.live_request import LiveRequest
 from foretoken.server.message_parts import AnswerFormats
 from foretoken.server.metrics import ServerMetrics
-from foretoken.server.page import page_response
+from foretoken.server.page import documentation_of, page_response
 from foretoken.server.replies import EventStream, JsonResponse, disconnect, dumped_in_pieces
 from foretoken.server.request_fields import UnknownFields, chat_form, chat_request, completion_request, token_request
 from foretoken.server.response_answers import ResponseEnvelope, numbered
 from foretoken.server.response_fields import as_chat, told_back
-from foretoken.server.threads import in_thread, is_large
+from foretoken.server.threads import has_template, in_thread, is_large, rendered
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

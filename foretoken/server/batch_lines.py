@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from foretoken.core.errors import ForetokenError
 from foretoken.server.answers import Envelope
 from foretoken.server.batch_files import name_of, read_lines
-from foretoken.server.conversations import rendered
 from foretoken.server.errors import ApiError, api_error
 from foretoken.server.json_body import parse_object
 from foretoken.server.live_request import LiveRequest
@@ -17,6 +16,7 @@ from foretoken.server.message_parts import AnswerFormats
 from foretoken.server.request_fields import UnknownFields, chat_form, chat_request, completion_request
 from foretoken.server.response_answers import ResponseEnvelope
 from foretoken.server.response_fields import as_chat, told_back
+from foretoken.server.threads import rendered
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from foretoken.core.errors import ForetokenError, undone_on_error
 from foretoken.engine.loop import NO_TOKEN
 from foretoken.engine.sequence import NOT_FOLLOWED
-from foretoken.server.answers import running_usage
-from foretoken.server.echoes import EchoedPrompt, chunk_alone, prompt_alone
+from foretoken.server.answers import EchoedPrompt, chunk_alone, prompt_alone, running_usage
 from foretoken.server.errors import ApiError, api_error
 from foretoken.server.replies import dumped_in_pieces
 from foretoken.server.threads import in_pool, in_thread

@@ -1,12 +1,50 @@
-"""The page at `/`: asks this server for text and shows which tokens were drafted; the same for everybody."""
+"""The page at `/`, and what `/openapi.json` says of each route."""
 
 from __future__ import annotations
 
+import re
 from functools import cache
+from typing import Any
 
-from starlette.responses import Response
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response
 
-from foretoken.report.inlined import render_inlined
+from foretoken.report.page import render_inlined
+
+_ANSWERS = {"/": HTMLResponse, "/metrics": PlainTextResponse}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {},
+            },
+        }
+    },
+}
+_ERRORS = {
+    status: {"description": description, "content": {"application/json": {"schema": _ERROR}}}
+    for status, description in (("4XX", "Refused: `error` says why."), ("5XX", "Failed, or not ready: likewise."))
+}
+
+
+def documentation_of(path: str) -> dict[str, Any]:
+    """Keyword arguments of `FastAPI.add_api_route` for a path such as "/v1/models/{name}"."""
+    parameters = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        for name in re.findall(r"{(\w+)(?::path)?}", path)
+    ]
+    return {
+        "response_class": _ANSWERS.get(path, JSONResponse),
+        "responses": _ERRORS,
+        "openapi_extra": {"parameters": parameters} if parameters else None,
+    }
+
 
 # Requests go to this server alone, no other page may frame it, and text can never be parsed as markup.
 _POLICY = "connect-src 'self'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"

@@ -141,14 +141,14 @@ class Replica:
 
     async def answer(self, scope: dict[str, Any], body: bytes) -> AsyncGenerator[dict[str, Any]]:
         """The server's answer as ASGI messages; see `asgi_messages`."""
-        from foretoken.server.asgi_messages import answer_messages
+        from foretoken.server.ray_forwarding import answer_messages
 
         async for message in answer_messages(self._app, scope, body):
             yield dict(message)
 
     async def metrics_page(self) -> str:
         """The figures of this replica."""
-        from foretoken.server.asgi_messages import answer_messages
+        from foretoken.server.ray_forwarding import answer_messages
 
         scope = {"type": "http", "method": "GET", "path": "/metrics", "headers": [], "query_string": b""}
         messages = [message async for message in answer_messages(self._app, scope, b"")]
@@ -173,8 +173,7 @@ class Front:
         Raises:
             ConfigError: When there is something wrong with an API key or an allowed origin.
         """
-        from foretoken.server.api_keys import api_keys
-        from foretoken.server.guards import check_origins
+        from foretoken.server.guards import api_keys, check_origins
 
         check_origins(arguments.allowed_origins)
         self._replicas, self._length, self._origins = replicas, arguments.prefix_characters, arguments.allowed_origins

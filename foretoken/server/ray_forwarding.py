@@ -7,6 +7,7 @@ another one gets the whole request; a stream that has begun ends with an error. 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import uuid
@@ -16,16 +17,109 @@ from typing import TYPE_CHECKING, Any
 import ray.exceptions
 import ray.serve.exceptions
 
-from foretoken.server.asgi_messages import portable_scope
 from foretoken.server.errors import ApiError
-from foretoken.server.metrics_pages import merged_pages
-from foretoken.server.prefix_key import prefix_key
 from foretoken.server.replies import disconnect, send_json
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator, MutableMapping
+    from collections.abc import AsyncGenerator, Iterable, Mapping, MutableMapping
 
-    from foretoken.server.guards import Message, Receive, Send
+    from foretoken.server.guards import App, Message, Receive, Send
+
+
+def prefix_key(body: bytes, length: int) -> str | None:
+    """The same for requests whose prompts share their first characters, and whose `cache_salt` is the same.
+
+    Of a conversation counts what comes up to the first message of the user, so that all its turns have one key.
+
+    Args:
+        body: Of a request to one of the paths that generate.
+        length: Characters that count; of prompts of token ids, tokens.
+
+    Returns:
+        Hexadecimal digits that tell nothing of the prompt; None where there is no prompt.
+    """
+    try:
+        asked = json.loads(body)
+    except (ValueError, RecursionError):  # the engine's server says what is wrong
+        return None
+    beginning = _beginning(asked, length) if isinstance(asked, dict) else None
+    if not beginning:
+        return None
+    told = json.dumps([asked.get("cache_salt"), beginning])
+    return hashlib.blake2b(told.encode(), digest_size=16).hexdigest()
+
+
+def _beginning(asked: dict[str, Any], length: int) -> Any:
+    """What counts of the prompt."""
+    messages = asked.get("messages", asked.get("input"))
+    if isinstance(messages, list) and messages and isinstance(messages[0], dict):
+        at = next((at for at, each in enumerate(messages) if isinstance(each, dict) and each.get("role") == "user"), 0)
+        opening = [asked.get("instructions"), asked.get("tools"), messages[: at + 1]]
+        return json.dumps(opening, ensure_ascii=False)[:length]
+    prompt = asked.get("prompt", messages)
+    while isinstance(prompt, list) and prompt and isinstance(prompt[0], list | str):
+        prompt = prompt[0]  # several prompts go together
+    if isinstance(prompt, str) and isinstance(asked.get("instructions"), str):
+        prompt = asked["instructions"] + prompt
+    return prompt[:length] if isinstance(prompt, str | list) else None
+
+
+_PASSED_ON = ("http_version", "method", "scheme", "path", "raw_path", "root_path", "query_string", "headers")
+
+
+def portable_scope(scope: Mapping[str, Any]) -> dict[str, Any]:
+    """What a request says of itself, without what belongs to the process that received it."""
+    return {"type": "http", **{key: scope[key] for key in _PASSED_ON if key in scope}}
+
+
+async def answer_messages(app: App, scope: dict[str, Any], body: bytes) -> AsyncGenerator[Message]:
+    """Messages that the application sends. Closing the iterator tells it that the client went away.
+
+    Args:
+        app: Answers.
+        scope: See `portable_scope`.
+        body: All of it.
+    """
+    sent: asyncio.Queue[Message | None] = asyncio.Queue()
+    given: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    gone = asyncio.Event()
+
+    async def receive() -> Message:
+        if given:
+            return given.pop()
+        await gone.wait()
+        return {"type": "http.disconnect"}
+
+    task = asyncio.ensure_future(app(scope, receive, sent.put))
+    task.add_done_callback(lambda _: sent.put_nowait(None))
+    try:
+        while (message := await sent.get()) is not None:
+            yield message
+        await task
+    finally:
+        gone.set()
+        await asyncio.wait((task,))
+
+
+def merged_pages(pages: Iterable[str]) -> str:
+    """One page in Prometheus' text format, each family once with the samples of all pages.
+
+    Args:
+        pages: In that format; their samples differ in a label.
+    """
+    families: dict[str, tuple[list[str], list[str]]] = {}
+    for page in pages:
+        name = ""
+        for line in page.splitlines():
+            if line.startswith("# HELP "):
+                name = line.split(" ", 3)[2]
+            heading, samples = families.setdefault(name, ([], []))
+            if not line.startswith("#"):
+                samples.append(line)
+            elif line not in heading:
+                heading.append(line)
+    return "".join(f"{line}\n" for heading, samples in families.values() for line in (*heading, *samples))
+
 
 _log = logging.getLogger(__name__)
 _MOST_ATTEMPTS = 4  # a request that ends every replica may not end all of them

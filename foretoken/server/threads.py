@@ -1,4 +1,4 @@
-"""Calls in threads, for what would hold up other requests' parts on the event loop."""
+"""Calls in threads, for what would hold up other requests on the event loop, as rendering conversations does."""
 
 from __future__ import annotations
 
@@ -7,11 +7,15 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
 from functools import partial
-from typing import TYPE_CHECKING, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from foretoken.server.errors import ApiError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from concurrent.futures import Executor
+
+    from foretoken.entrypoints.llm import LLM
 
 _Given = ParamSpec("_Given")
 _Result = TypeVar("_Result")
@@ -46,3 +50,30 @@ def _ended(call: Callable[[], _Result]) -> _Result:
         return call()
     except StopIteration as err:
         raise RuntimeError("StopIteration out of a call in a thread") from err
+
+
+def has_template(llm: LLM, template: str | None) -> bool:
+    """Whether conversations can be rendered; template: a server's own, or None."""
+    return bool(template or getattr(llm.tokenizer, "chat_template", None))
+
+
+async def rendered(
+    llm: LLM, messages: Any, form: Mapping[str, Any], template: str | None, advice: str
+) -> dict[str, Any]:
+    """The prompt of a conversation.
+
+    Args:
+        llm: Renders it.
+        messages: As `chat_form` gives them.
+        form: Likewise.
+        template: In Jinja; None for the tokenizer's own.
+        advice: What to do where there is none: who asks cannot pass one.
+
+    Raises:
+        ApiError: When there is no template.
+        RequestError: What `LLM.chat_prompts` raises.
+    """
+    if llm.tokenizer is not None and not has_template(llm, template):
+        raise ApiError(f"The model has no chat template. {advice}", param="messages")
+    (prompt,) = await in_thread(llm.chat_prompts, messages, chat_template=template, **form)
+    return prompt

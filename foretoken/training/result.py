@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from foretoken.bench.looks import LIGHT, distinct_look, load_matplotlib, page_style
+from foretoken.bench.plots import LIGHT, distinct_look, load_matplotlib, page_style
 
 if TYPE_CHECKING:
     import os

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from foretoken.core.errors import ModelError, one_line
 from foretoken.files.atomic_files import new_directory, told_as
-from foretoken.formats.whole_files import write_weights
+from foretoken.formats.saving import write_weights
 
 if TYPE_CHECKING:
     from pathlib import Path

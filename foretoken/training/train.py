@@ -15,10 +15,9 @@ from foretoken.core.token_ids import tokenizer_sha
 from foretoken.entrypoints.model_arguments import load_target
 from foretoken.files.atomic_files import is_begun
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.formats.hub import local_head
+from foretoken.formats.files import local_head
 from foretoken.formats.registry import read_head
 from foretoken.models.placement import DTYPES
-from foretoken.training.card import read_curve
 from foretoken.training.config import (
     has_size,
     head_config,
@@ -30,7 +29,7 @@ from foretoken.training.config import (
 from foretoken.training.data.packed import PackedTokens
 from foretoken.training.data.vocabulary import DraftVocabulary
 from foretoken.training.evaluation import EvaluationConfig
-from foretoken.training.report import held_out_seconds, held_out_workload, save_target, saved_head
+from foretoken.training.report import held_out_seconds, held_out_workload, read_curve, save_target, saved_head
 from foretoken.training.result import TrainingResult
 from foretoken.training.run import RunSettings, train_head, train_jointly
 

@@ -12,8 +12,8 @@ from bench.scripted_server import NUM_INPUT, ScriptedServer
 from cli.command_line import MODEL, Finished, run
 from served_app import served
 
-from foretoken.bench.serving.arrivals import arrival_times
 from foretoken.bench.serving.draft_counts import DraftCounts, page_counts
+from foretoken.bench.serving.load import arrival_times
 
 FIGURES = ("mean", "median", "std", "p50", "p90", "p99")
 VLLM_KEYS = {

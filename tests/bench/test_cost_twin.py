@@ -18,8 +18,7 @@ from foretoken.bench.cost_twin.check import check_twin
 from foretoken.bench.cost_twin.heads import _METHODS, padded_head
 from foretoken.bench.cost_twin.in_memory import make_twin_in_memory
 from foretoken.bench.cost_twin.make import TwinPart, TwinPlan, make_twin
-from foretoken.bench.cost_twin.model import open_model
-from foretoken.bench.cost_twin.padding import Padding, growth
+from foretoken.bench.cost_twin.model import Padding, growth, open_model
 from foretoken.core.errors import ConfigError, ForetokenError, ModelError
 from foretoken.core.passes import Pass
 from foretoken.formats import native

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from foretoken.bench.looks import look_of
+from foretoken.bench.plots import look_of
 
 
 def test_titles_say_who_drafts_and_how() -> None:

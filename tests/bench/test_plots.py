@@ -10,10 +10,8 @@ import pytest
 from sweep_points import made_up, many
 
 from foretoken.bench.grid import Serving
-from foretoken.bench.looks import DARK, LIGHT
-from foretoken.bench.pareto import pareto_front
-from foretoken.bench.plots import CHARTS, Series, draw, lines_of, write_plots
-from foretoken.bench.sweep_results import PointResult
+from foretoken.bench.plots import CHARTS, DARK, LIGHT, Series, draw, lines_of, write_plots
+from foretoken.bench.sweep_results import PointResult, pareto_front
 from foretoken.core.errors import ConfigError
 
 TAU, SPEED = CHARTS

@@ -21,8 +21,8 @@ from benchmarks.speedup.plot import write_pictures
 from benchmarks.speedup.report import as_markdown
 from benchmarks.speedup.rows import Row, pays_from, rows_of
 from benchmarks.speedup.sizes import Size, methods_of
-from foretoken.bench.looks import in_order
-from foretoken.bench.quartiles import Quartiles
+from foretoken.bench.plots import in_order
+from foretoken.bench.sweep_results import Quartiles
 from foretoken.core.errors import ConfigError
 from foretoken.formats import native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint

@@ -278,10 +278,10 @@ def test_places_that_cannot_be_written_to(tmp_path: Path) -> None:
 def test_a_source_on_the_hub(tmp_path: Path) -> None:
     from unittest import mock
 
-    from foretoken.formats import hub
+    from foretoken.formats import files
 
     written(tmp_path / "head", MEDUSA)
-    with mock.patch.object(hub, "snapshot_download", return_value=str(tmp_path / "head")) as download:
+    with mock.patch.object(files, "snapshot_download", return_value=str(tmp_path / "head")) as download:
         succeeded("convert", "some/head", str(tmp_path / "out"), "--to", "medusa", "--revision", "v1")
     assert download.call_args.kwargs["revision"] == "v1"
     assert read_head(tmp_path / "out")[0] == "medusa"

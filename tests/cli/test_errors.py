@@ -12,7 +12,7 @@ import pytest
 from command_line import MODEL, ROOT, Finished, run
 
 from foretoken import LLM
-from foretoken.bench.prompt_sets import load_prompts
+from foretoken.bench.workload import load_prompts
 from foretoken.core.errors import RequestError
 
 

@@ -14,8 +14,7 @@ import pytest
 from command_line import MODEL, ROOT, run
 from end_to_end.tiny_llms import tokenizer
 
-from foretoken.cli.colours import has_colours, runs, safe_and_painted
-from foretoken.cli.shown_tokens import ShownTokens
+from foretoken.cli.shown_tokens import ShownTokens, has_colours, runs, safe_and_painted
 from foretoken.core.records import SequenceStep, StageSeconds, StepRecord
 from foretoken.text.codec import Codec
 from foretoken.text.detokenizer import TokenSpans
@@ -62,7 +61,7 @@ def test_on_a_terminal(options: tuple[str, ...], environment: dict[str, str], is
     parent, child = pty.openpty()
     settings = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
     code = (
-        "import sys; from foretoken.cli.colours import has_colours; "
+        "import sys; from foretoken.cli.shown_tokens import has_colours; "
         "print(has_colours(sys.stdout, {'--color': True, '--no-color': False}.get((sys.argv + [''])[1])))"
     )
     subprocess.run(

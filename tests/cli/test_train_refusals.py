@@ -29,8 +29,8 @@ from foretoken.heads.base import build_head
 from foretoken.models.loading import load_model
 from foretoken.models.parts import target_parts
 from foretoken.training.config import head_config
-from foretoken.training.data.document import Document
 from foretoken.training.data.packed import write_packed
+from foretoken.training.data.records import Document
 
 QUICK = ("--steps", "2", "--batch-size", "2", "--length", "16", "--num-prompts", "0")
 

@@ -151,7 +151,7 @@ def test_hub_ids(arguments: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) ->
         asked.append((name, options["revision"]))
         return str(ROOT / HEAD)
 
-    monkeypatch.setattr("foretoken.formats.hub.snapshot_download", snapshot)
+    monkeypatch.setattr("foretoken.formats.files.snapshot_download", snapshot)
     result = run(*arguments)
     assert result.returncode in (0, 1), result.stderr
     assert "hydra" in result.stdout or "head fits" in result.stdout

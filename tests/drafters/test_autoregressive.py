@@ -20,7 +20,7 @@ from foretoken.decoder.lean.native_linear import NativeLinear
 from foretoken.drafters.heads import stack_features
 from foretoken.drafters.heads.autoregressive import AutoregressiveDrafter
 from foretoken.drafters.registry import drafter_options
-from foretoken.formats import hub
+from foretoken.formats import files
 from foretoken.models.loading import wrap_model
 from foretoken.trees.choices import TreeShape
 from foretoken.trees.dynamic import DynamicShape
@@ -305,7 +305,7 @@ def test_int8_elsewhere_than_on_a_cpu_is_refused(kind: str) -> None:
 def test_heads_by_hub_id(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The revision that the options name is the one that drafts, from the taps on."""
     places = {None: directory(kind), "v1": directory(kind, seed=1)}
-    monkeypatch.setattr(hub, "snapshot_download", lambda name, *, revision, **_: str(places[revision]))
+    monkeypatch.setattr(files, "snapshot_download", lambda name, *, revision, **_: str(places[revision]))
     local, of_main, of_v1 = (
         drafter(kind, **keys) for keys in ({}, {"model": "some/head"}, {"model": "some/head", "revision": "v1"})
     )

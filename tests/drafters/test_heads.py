@@ -19,7 +19,7 @@ from foretoken.decoder.lean.head_kernels import HeadKernels
 from foretoken.drafters.base import Committed, MeasuredDrafter
 from foretoken.drafters.heads.drafter import load_head
 from foretoken.drafters.registry import create_drafter, drafter_options
-from foretoken.formats import hub, native
+from foretoken.formats import files, native
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
 from foretoken.heads.base import StepHead, build_head
 from foretoken.heads.hydra import HydraHeads
@@ -252,7 +252,7 @@ def test_heads_by_hub_id(method: str, tmp_path: Path, monkeypatch: pytest.Monkey
     """The revision that the options name is the one that drafts."""
     heads = {None: 0, "v1": 1}
     places = {revision: saved(tmp_path / str(seed), method, seed=seed) for revision, seed in heads.items()}
-    monkeypatch.setattr(hub, "snapshot_download", lambda name, *, revision, **_: str(places[revision]))
+    monkeypatch.setattr(files, "snapshot_download", lambda name, *, revision, **_: str(places[revision]))
     target = wrap_model(tiny_model("llama"), name="llama")
     loaded = [
         load_head(drafter_options({"method": method, "model": "some/head", **keys}), handle(model=target), method)

@@ -13,8 +13,8 @@ import pytest
 from tiny_heads import E, V, random_head, round_trip
 
 from foretoken.core.errors import ModelError
-from foretoken.formats import hub
-from foretoken.formats.hub import local_head
+from foretoken.formats import files
+from foretoken.formats.files import local_head
 from foretoken.formats.registry import read_head, write_head
 from foretoken.heads.medusa import MedusaConfig
 
@@ -23,7 +23,7 @@ COMMITS = {"main": "a" * 40, "v1": "b" * 40}
 LOOK = """
 import json, sys
 from foretoken.core.errors import ForetokenError
-from foretoken.formats.hub import local_head
+from foretoken.formats.files import local_head
 from foretoken.formats.registry import read_head
 said = []
 for name, revision in json.loads(sys.argv[1]):
@@ -75,7 +75,7 @@ def test_offline(tmp_path: Path) -> None:
 def asked_for(tmp_path: Path, write: str, **options: object) -> list[list[str]]:
     """Which patterns are downloaded for a repository with a head of some format."""
     write_head(write, random_head(HEAD), tmp_path, **options)  # type: ignore[arg-type]
-    with mock.patch.object(hub, "snapshot_download", return_value=str(tmp_path)) as download:
+    with mock.patch.object(files, "snapshot_download", return_value=str(tmp_path)) as download:
         assert read_head(local_head("some/head", "v1"))[1].config == HEAD
     assert all(call.kwargs["revision"] == "v1" for call in download.call_args_list)
     assert all(call.kwargs["ignore_patterns"] == ["*/*"] for call in download.call_args_list)
@@ -95,7 +95,7 @@ def test_pickles_are_fetched_only_where_there_is_nothing_else(tmp_path: Path) ->
 def test_what_is_here_is_never_looked_for_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     round_trip("native", random_head(HEAD), tmp_path / "some")
     monkeypatch.chdir(tmp_path)
-    with mock.patch.object(hub, "snapshot_download") as download:
+    with mock.patch.object(files, "snapshot_download") as download:
         assert local_head("some/one") == Path("some/one")
         assert local_head(str(tmp_path / "some" / "one")) == tmp_path / "some" / "one"
         for misspelt in ("some/on", "/nowhere/at/all", "one", "../one", "a/b/c", "", "owner/", "o wner/name"):

@@ -14,8 +14,7 @@ from tiny_models import tiny_model
 
 from foretoken.core.errors import ForetokenError, ModelError
 from foretoken.formats.files import open_files
-from foretoken.formats.registry import head_format, holds_head, read_head
-from foretoken.formats.unserved import unserved_head
+from foretoken.formats.registry import head_format, holds_head, read_head, unserved_head
 
 NESTED = {"draft_vocab_size": VD, "transformer_layer_config": LLAMA}
 LAYOUTS = {

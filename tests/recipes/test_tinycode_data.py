@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from foretoken.bench.prompt_sets import load_prompts
+from foretoken.bench.workload import load_prompts
 from recipes.tinycode import corpus
 from recipes.tinycode.licences import PERMISSIVE, RESTRICTIVE, has_restrictive_header
 from recipes.tinycode.prompts import prompts_of

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from foretoken.server.asgi_messages import answer_messages, portable_scope
+from foretoken.server.ray_forwarding import answer_messages, portable_scope
 
 SCOPE = {"type": "http", "method": "POST", "path": "/echo", "query_string": b"", "headers": [(b"x-name", b"a")]}
 

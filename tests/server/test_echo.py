@@ -9,7 +9,7 @@ from server.live_server import LiveServer, live_server
 
 from foretoken import LLM, SamplingParams
 from foretoken.core.results import Logprob, RequestOutput
-from foretoken.server.echoes import EchoedPrompt
+from foretoken.server.answers import EchoedPrompt
 
 CODE = "class Queue:\n    def push(self, item):\n        self.items.append(item)\n\n    def pop(self"
 IDS = [300, 301, 302, 303, 300, 301]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from foretoken.server.metrics_pages import merged_pages
+from foretoken.server.ray_forwarding import merged_pages
 
 
 def page(engine: str, count: int, reason: str) -> str:

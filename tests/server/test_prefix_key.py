@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from foretoken.server.prefix_key import prefix_key
+from foretoken.server.ray_forwarding import prefix_key
 
 SYSTEM = {"role": "system", "content": "Write code. " * 10}
 FIRST, ANSWER, NEXT = ({"role": role, "content": role * 9} for role in ("user", "assistant", "user"))

@@ -9,7 +9,7 @@ import pytest
 import torch
 import training_runs
 
-from foretoken.training.schedule import Schedule
+from foretoken.training.config import Schedule
 
 
 def test_warmup_rises_in_equal_steps_to_the_peak() -> None:

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from foretoken.bench.cost_twin.padding import Rule
+from foretoken.bench.cost_twin.model import Rule
 from foretoken.core.errors import ConfigError
 from foretoken.heads.falcon import NUM_LAYERS
 from foretoken.models.describe import KEY
@@ -14,7 +14,7 @@ from foretoken.models.describe import KEY
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from foretoken.bench.cost_twin.padding import Padding
+    from foretoken.bench.cost_twin.model import Padding
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
     from foretoken.heads.decoder_layer import LayerConfig
     from foretoken.models.describe import TwinRecord

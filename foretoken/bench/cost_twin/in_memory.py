@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from foretoken.bench.cost_twin.make import planned_parts, write_heads, write_planned_model
+from foretoken.bench.cost_twin.model import Padding
 from foretoken.bench.cost_twin.model_files import padded_tensors, write_all_but_weights
-from foretoken.bench.cost_twin.padding import Padding
 from foretoken.formats.checkpoint import TargetFingerprint
-from foretoken.formats.whole_files import whole_files
+from foretoken.formats.saving import whole_files
 from foretoken.models.loading import fill_model
 
 if TYPE_CHECKING:

@@ -17,25 +17,66 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import torch
 
 from foretoken.bench.cost_twin.heads import check_method, padded_head
-from foretoken.bench.cost_twin.model import SmallModel, open_model
+from foretoken.bench.cost_twin.model import Padding, SmallModel, exactly, growth, open_model
 from foretoken.bench.cost_twin.model_files import fingerprint, write_model
-from foretoken.bench.cost_twin.padding import Padding, exactly, growth
-from foretoken.bench.cost_twin.places import check_place, drafter_place
 from foretoken.bench.workload import no_progress
-from foretoken.core.errors import ConfigError
+from foretoken.core.errors import ConfigError, ModelError
+from foretoken.files.bounded_reads import read_json_object
 from foretoken.formats import native
 from foretoken.formats.files import open_files
 from foretoken.formats.registry import holds_head, read_head
+from foretoken.formats.saving import whole_files
 from foretoken.formats.target_info import TargetInfo
-from foretoken.formats.whole_files import whole_files
-from foretoken.models.describe import TwinRecord
+from foretoken.models.describe import KEY, TwinRecord
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from foretoken.bench.cost_twin.padding import Fill
+    from foretoken.bench.cost_twin.model import Fill
     from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
+
+_SUFFIXES = {".json", ".safetensors", ".txt", ".model", ".jinja"}  # of files that twins consist of
+
+
+def drafter_place(source: Path, model: Path, out: Path) -> Path:
+    """Where the twin of a drafter goes: `OUT-medusa` for `MODEL-medusa`.
+
+    Args:
+        source: The drafter.
+        model: The target.
+        out: The target's twin.
+    """
+    return out.with_name(f"{out.name}-{source.resolve().name.removeprefix(f'{model.resolve().name}-')}")
+
+
+def check_place(path: Path) -> None:
+    """Refuses to write over what is no twin.
+
+    Raises:
+        ConfigError: When there is anything else.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise ConfigError(f"'{path}' is no directory. Expected a new one.")
+    content = sorted(path.iterdir()) if path.is_dir() else []
+    foreign = [file.name for file in content if not file.is_file() or file.suffix not in _SUFFIXES]
+    if content and (foreign or not _is_twin(path)):
+        what = f": it holds '{foreign[0]}'" if foreign else ""
+        raise ConfigError(
+            f"'{path}' is not empty, and no cost twin that could be replaced{what}. Expected a new directory, or that "
+            "of a twin. Name another place."
+        )
+
+
+def _is_twin(path: Path) -> bool:
+    """Whether a directory holds a twin, of a model or of a head."""
+    try:
+        config = read_json_object(path / "config.json")
+    except ModelError:
+        return False
+    notes = config.get("notes")
+    return KEY in config or (isinstance(notes, dict) and KEY in notes)
+
 
 TARGET, DRAFT_MODEL = "target", "draft_model"
 _EXAMPLES = 4  # sizes that a message names

@@ -9,11 +9,11 @@ import json
 import shutil
 from typing import TYPE_CHECKING, Any
 
-from foretoken.bench.cost_twin.padding import exactly
+from foretoken.bench.cost_twin.model import exactly
 from foretoken.files.bounded_reads import read_json_object
 from foretoken.formats.checkpoint import TargetFingerprint, lm_head_hash
 from foretoken.formats.files import open_files
-from foretoken.formats.whole_files import write_config, write_weights
+from foretoken.formats.saving import write_config, write_weights
 from foretoken.models.describe import KEY, TwinRecord
 
 if TYPE_CHECKING:
@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from foretoken.bench.cost_twin.model import SmallModel
-    from foretoken.bench.cost_twin.padding import Padding
+    from foretoken.bench.cost_twin.model import Padding, SmallModel
 
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
 _WEIGHTS = "model.safetensors"

@@ -12,7 +12,7 @@ from foretoken.decoder.base import UnsuitableError
 from foretoken.drafters.options import DrafterOptions, TreeOption
 from foretoken.drafters.shared.drafts import QuantizationOption
 from foretoken.formats.checkpoint import HeadCheckpoint, TargetFingerprint
-from foretoken.formats.hub import local_head
+from foretoken.formats.files import local_head
 from foretoken.formats.registry import read_head
 from foretoken.models.parts import TargetParts, target_parts
 from foretoken.trees.pruning import Pruning

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from pathlib import Path
 
-    from foretoken.training.data.document import Document
-    from foretoken.training.data.records import Record
+    from foretoken.training.data.records import Document, Record
     from foretoken.training.data.sources import Source
 
 TRAIN, HELD_OUT = "train", "held_out"

@@ -17,14 +17,46 @@ from torch import Tensor
 
 from foretoken.core.errors import RequestError
 from foretoken.files.bounded_reads import read_json_object
-from foretoken.sampling.noise import derive_seed
-from foretoken.training.data.shuffle import shuffled
+from foretoken.sampling.noise import derive_seed, mix
 from foretoken.training.data.writer import FORMAT, META, PACKED_TOKENS, SUPERVISED, TOKENS, VERSION, PackedWriter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from foretoken.training.data.document import Document
+    from foretoken.training.data.records import Document
+
+_ROUNDS = 8
+
+
+def shuffled(positions: np.ndarray, count: int, key: int) -> np.ndarray:
+    """Where a permutation of 0..count-1 sends some positions.
+
+    Args:
+        positions: (n,) int64, each in 0..count-1.
+        count: Size of the range, at least 1.
+        key: Chooses the permutation; any integer.
+
+    Returns:
+        (n,) int64; all `count` positions together give every number once.
+    """
+    half = max(1, ((count - 1).bit_length() + 1) // 2)
+    keys = [derive_seed(key, number) for number in range(1, _ROUNDS + 1)]
+    values = _encrypted(torch.from_numpy(np.asarray(positions, dtype=np.int64)), half, keys)
+    outside = values >= count
+    while bool(outside.any()):
+        values = torch.where(outside, _encrypted(values, half, keys), values)
+        outside = values >= count
+    result: np.ndarray = values.numpy()
+    return result
+
+
+def _encrypted(values: Tensor, half: int, keys: list[int]) -> Tensor:
+    """A permutation of the `2 * half`-bit numbers, int64 in and out."""
+    mask = (1 << half) - 1
+    left, right = values >> half, values & mask
+    for key in keys:
+        left, right = right, left ^ (mix(right + key) & mask)
+    return (left << half) | right
 
 
 @dataclass(frozen=True)

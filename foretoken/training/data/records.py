@@ -9,10 +9,13 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from foretoken.core.checks import check_text, shown
 from foretoken.core.errors import RequestError, nearest_name_hint
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 Message = dict[str, str]
 _ROLES = {"system": "system", "developer": "developer", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -131,3 +134,23 @@ def _messages(turns: Any, column: str, where: str) -> tuple[Message, ...]:
     while column == "conversations" and found and found[0]["role"] == "assistant":
         del found[0]
     return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """One document as tokens.
+
+    Attributes:
+        tokens: Token ids, special ones included.
+        supervised: Which of them count as labels, as many as tokens; None for all.
+    """
+
+    tokens: Sequence[int]
+    supervised: Sequence[bool] | None = None
+
+    def __post_init__(self) -> None:
+        """Checks that flags and tokens go together."""
+        if self.supervised is not None and len(self.supervised) != len(self.tokens):
+            raise RequestError(
+                f"a document has {len(self.tokens)} tokens and {len(self.supervised)} flags. Expected one flag a token."
+            )

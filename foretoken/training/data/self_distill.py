@@ -18,8 +18,8 @@ from foretoken.core.errors import ConfigError, ModelError, RequestError
 from foretoken.core.sampling_params import SamplingParams
 from foretoken.core.token_ids import tokenizer_sha
 from foretoken.files.bounded_reads import check_regular
-from foretoken.training.data.document import Document
 from foretoken.training.data.encoding import NO_TOKENS, Encoder
+from foretoken.training.data.records import Document
 
 if TYPE_CHECKING:
     from collections import Counter

@@ -5,8 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from foretoken.training.doctor.checks import Check, Verdict, skipped
-from foretoken.training.doctor.readings import EARLIER, IN_PLACE, LATER, NORMED_TWICE, PRE_NORM
-from foretoken.training.doctor.tap_readings import BLOCK_AFTER, BLOCK_BEFORE, MOVED_BLOCKS
+from foretoken.training.doctor.readings import (
+    BLOCK_AFTER,
+    BLOCK_BEFORE,
+    EARLIER,
+    IN_PLACE,
+    LATER,
+    MOVED_BLOCKS,
+    NORMED_TWICE,
+    PRE_NORM,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,7 +14,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from foretoken.heads.eagle import EagleConfig
-from foretoken.training.layer_sizes import layer_like
+from foretoken.training.objectives.base import layer_like
 from foretoken.training.unrolling import UnrolledObjective
 
 if TYPE_CHECKING:

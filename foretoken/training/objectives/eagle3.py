@@ -21,7 +21,7 @@ from pydantic import Field
 from typing_extensions import override
 
 from foretoken.heads.eagle3 import Eagle3Config
-from foretoken.training.layer_sizes import layer_like
+from foretoken.training.objectives.base import layer_like
 from foretoken.training.unrolling import UnrolledObjective
 
 if TYPE_CHECKING:

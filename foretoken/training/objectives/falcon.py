@@ -22,8 +22,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from foretoken.heads.falcon import FalconConfig, FalconHead
-from foretoken.training.layer_sizes import layer_like
-from foretoken.training.objectives.base import Fed, Objective
+from foretoken.training.objectives.base import Fed, Objective, layer_like
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

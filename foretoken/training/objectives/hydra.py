@@ -8,8 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from foretoken.heads.hydra import HydraConfig
-from foretoken.training.layer_sizes import layer_like
-from foretoken.training.objectives.base import Objective
+from foretoken.training.objectives.base import Objective, layer_like
 
 if TYPE_CHECKING:
     from foretoken.models.loading import LoadedModel

@@ -21,10 +21,8 @@ from data_tokenizers import (
 )
 
 from foretoken.core.errors import ConfigError
-from foretoken.training.data.chats import DISAGREES, NO_ASSISTANT, REFUSED, ChatEncoder
-from foretoken.training.data.document import Document
-from foretoken.training.data.encoding import NO_COMPLETION, Encoder
-from foretoken.training.data.records import Message, Record
+from foretoken.training.data.encoding import DISAGREES, NO_ASSISTANT, NO_COMPLETION, REFUSED, ChatEncoder, Encoder
+from foretoken.training.data.records import Document, Message, Record
 
 
 def chat(*turns: str) -> list[Message]:

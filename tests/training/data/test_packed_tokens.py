@@ -13,9 +13,8 @@ import torch
 from data_tokenizers import EOS, letter_tokenizer, letters
 
 from foretoken.core.errors import RequestError
-from foretoken.training.data.document import Document
-from foretoken.training.data.packed import DataProgress, PackedTokens, write_packed
-from foretoken.training.data.shuffle import shuffled
+from foretoken.training.data.packed import DataProgress, PackedTokens, shuffled, write_packed
+from foretoken.training.data.records import Document
 
 
 def counted(size: int) -> PackedTokens:
