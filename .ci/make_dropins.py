@@ -28,10 +28,10 @@ _OWN_ARGUMENTS = {  # of `LLM`, which vLLM's does not have
     "drafter", "trust_drafter", "device", "on_step", "allow_unknown_ids", "trace",
 }  # fmt: skip
 _NOTES = {  # of names that work
-    "gpu_memory_utilization": "of the free memory, for the KV cache alone; at most a half",
+    "gpu_memory_utilization": "share of the free memory for the KV cache alone; above 0.5 counts as 0.5",
     "n": "at most 128", "logprobs": "at most 1024", "prompt_logprobs": "at most 1024",
-    "output_kind": "of results of `AsyncLLM.generate`", "use_tqdm": "False unless it is given",
-    "speculative_config": "[methods](methods.md); text as on the command line too",
+    "output_kind": "for results of `AsyncLLM.generate`", "use_tqdm": "default False",
+    "speculative_config": "[syntax](methods.md#how-drafters-are-named); a mapping, or text as on the command line",
     "dtype": '"auto" is float32 on a CPU', "runner": '"auto" and "generate"; others choose how passes are computed',
 }  # fmt: skip
 _HEAD = f"""\
@@ -41,28 +41,28 @@ Written by `{COMMAND}` from the code: change that, then run the command again.
 
 ## transformers
 
-`foretoken.hf.accelerate(model, drafter)` makes a model's own `generate` speculative; `foretoken.hf.release(model)`,
-or the end of `with accelerate(...)`, undoes it. Arguments, defaults, warnings, padding, streamers and stopping
-criteria are transformers' own code; only the decoding loop is another. "By transformers" means that a call which sets
-the field is served by transformers as if nothing had been accelerated, and that the log says so once. So are calls in
-training mode, under autocast, of models with forward hooks or with a `forward` that was replaced, and of models that
-are asked for more tokens than their context holds. A field that is in neither table, as one of a later transformers, is
-served by transformers too.
+`foretoken.hf.accelerate(model, drafter)` makes a model's own `generate` speculative. `foretoken.hf.release(model)`, or
+the end of `with accelerate(...)`, undoes this. Arguments, defaults, warnings, padding, streamers and stopping criteria
+are transformers' own code. foretoken replaces only the decoding loop.
+
+"By transformers" means: transformers serves a call that sets the field, as without acceleration, and the log says so
+once. transformers also serves calls in training mode or under autocast, models with forward hooks or a replaced
+`forward`, requests for more tokens than the context holds, and fields that are in neither table.
 """
 _VLLM = f"""\
 ## vLLM
 
 `from foretoken import ...` takes the place of `from vllm import ...` for
 {", ".join(f"`{name}`" for name in _VLLM_NAMES)}.
-The modules `foretoken.sampling_params`, `foretoken.inputs` and `foretoken.outputs` hold these names where vLLM's do.
-`AsyncLLM` comes from `foretoken` too. Metrics: `from foretoken.core.results import Counter, Gauge, Vector` for
+The modules `foretoken.sampling_params`, `foretoken.inputs` and `foretoken.outputs` hold the names of vLLM's modules.
+`AsyncLLM` comes from `foretoken` too. `from foretoken.core.results import Counter, Gauge, Vector` replaces
 `vllm.v1.metrics.reader`; draft tokens count nodes of trees, positions count depths. There is no `LLMEngine`: `AsyncLLM`
 takes requests one by one, from threads and from tasks. Methods of vLLM's `LLM` for pooling, beam search, adapters and
 sleep are missing. `tests/clients/vllm_scripts` holds scripts with the calls of vLLM's offline examples.
 
-The tables name the values that are taken and ignored because they ask for nothing that is missing here, as
-`tensor_parallel_size=1`. Any other value is refused in a sentence, whose end the table shows. What no table names is
-refused by its name.
+"Ignored" names the neutral values of an argument, such as `tensor_parallel_size=1`, which ask for nothing that is
+missing here. Any other value is refused, and the error ends with the sentence in the table. Arguments that no table
+names are refused by their name.
 """
 
 

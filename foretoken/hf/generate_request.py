@@ -45,20 +45,20 @@ def _theirs(*neutral: Any, note: str = "") -> Meaning:
 
 
 _BEAMS, _ASSISTED = "belongs to beam search", "belongs to assisted generation"
-_COMPILED, _NO_SCORES = "nothing here is compiled by it", "logits of drafted passes are not kept"
+_COMPILED, _NO_SCORES = "foretoken compiles nothing with this field", "logits of drafted passes are not kept"
 
 FIELDS: Mapping[str, Meaning] = {
     "max_length": _works("at most the model's context, else by transformers"),
-    "max_new_tokens": _works("likewise"),
+    "max_new_tokens": _works("at most the model's context with the prompt, else by transformers"),
     "min_length": _works(),
     "min_new_tokens": _works(),
     "early_stopping": _idle(_BEAMS),
-    "max_time": _works("looked at after every token that is handed out"),
-    "stop_strings": _works("`generate` needs `tokenizer=`, unless `accelerate` was given one"),
-    "do_sample": _works("seeds are the engine's own: `torch.manual_seed` has no part in them"),
+    "max_time": _works("checked after every token"),
+    "stop_strings": _works("`generate` or `accelerate` needs `tokenizer=`"),
+    "do_sample": _works("the engine makes its own seeds: `torch.manual_seed` has no effect"),
     "num_beams": _theirs(1),
     "use_mtp": _theirs(False),
-    "use_cache": _idle("there always is a cache"),
+    "use_cache": _idle("there is always a cache"),
     "cache_implementation": _theirs(note="the engine has a cache of its own"),
     "cache_config": _theirs(note="the engine has a cache of its own"),
     "max_cache_len": _idle("the engine has a cache of its own"),
@@ -75,7 +75,7 @@ FIELDS: Mapping[str, Meaning] = {
     "length_penalty": _idle(_BEAMS),
     "no_repeat_ngram_size": _theirs(0),
     "bad_words_ids": _works(),
-    "renormalize_logits": _idle("changes scores, which are not handed out, and no choice"),
+    "renormalize_logits": _idle("changes scores, which are not returned, and no choice"),
     "forced_bos_token_id": _theirs(),
     "forced_eos_token_id": _theirs(),
     "remove_invalid_values": _theirs(False),
@@ -127,9 +127,7 @@ ARGUMENTS: Mapping[str, Meaning] = {
     "inputs": _works("token ids, padded on the left"),
     "generation_config": _works(),
     "logits_processor": _theirs(note="a list with anything in it"),
-    "stopping_criteria": _works(
-        "called after every token with the ids so far; `scores` is None, as transformers has it"
-    ),
+    "stopping_criteria": _works("called after every token with the ids so far; `scores` is None, as in transformers"),
     "prefix_allowed_tokens_fn": _theirs(),
     "synced_gpus": _theirs(False),
     "assistant_model": _theirs(note="assisted generation; `accelerate(model, drafter=assistant)` is the same idea"),
@@ -138,7 +136,7 @@ ARGUMENTS: Mapping[str, Meaning] = {
     "negative_prompt_attention_mask": _theirs(),
     "custom_generate": _theirs(),
     "input_ids": _works("as `inputs`"),
-    "attention_mask": _works("2-D, zeros on the left and ones behind them; else by transformers"),
+    "attention_mask": _works("2-D with zeros on the left, then ones; else by transformers"),
     "tokenizer": _works("for `stop_strings`"),
     "trust_remote_code": _idle("belongs to `custom_generate`"),
 }
