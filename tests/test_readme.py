@@ -25,7 +25,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = [
     "README.md", "CONTRIBUTING.md", "benchmarks/NOTES.md", "benchmarks/RESULTS.md", "docs/architecture.md",
     "docs/contracts.md", "docs/drafters.md", "docs/dropins.md", "docs/faults.md", "docs/heads.md", "docs/lossless.md",
-    "docs/methods.md", "docs/runners.md", "docs/server.md", "docs/usage.md",
+    "docs/methods.md", "docs/runners.md", "docs/server.md", "docs/tour.md", "docs/usage.md",
 ]  # fmt: skip
 
 

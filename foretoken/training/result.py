@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from foretoken.bench.plots import LIGHT, distinct_look, load_matplotlib, page_style
 
@@ -43,14 +44,15 @@ class TrainingResult:
         """Acceptance length at each evaluated step: tokens a target pass of a chain, the target's own included."""
         return {step: 1.0 + sum(by_depth) for step, by_depth in self.acceptance.items()}
 
-    def plot(self, file: str | os.PathLike[str] | None = None) -> Any:
+    def plot(self, file: str | os.PathLike[str] | IO[str] | None = None) -> Any:
         """Draws the training loss and the acceptance rate at each depth over the steps.
 
         Args:
-            file: Where to write the picture, in the format of the file's suffix; None to write nothing.
+            file: Where to write the picture, in the format of the name's suffix, or an open file for SVG; None to
+                write nothing.
 
         Returns:
-            The `matplotlib.figure.Figure`, which notebooks show.
+            The `matplotlib.figure.Figure`.
 
         Raises:
             ConfigError: When matplotlib is not installed (`pip install '.[report]'`).
@@ -58,7 +60,7 @@ class TrainingResult:
         mpl = load_matplotlib()
         from matplotlib.figure import Figure
 
-        with mpl.rc_context(page_style(LIGHT, "training")):
+        with mpl.rc_context({**page_style(LIGHT, "training"), "svg.fonttype": "none"}):  # text as text: a small file
             figure: Any = Figure(figsize=_SIZE, layout="constrained")
             loss, acceptance = figure.subplots(1, 2)
             loss.plot(range(1, len(self.losses) + 1), self.losses, color=distinct_look(1).light, lw=1.4)
@@ -68,11 +70,19 @@ class TrainingResult:
                 axes.set_xlabel("optimizer step")
                 axes.spines[["top", "right"]].set_visible(False)
                 axes.grid(visible=True, color=LIGHT.grid, lw=0.6)
-                axes.set_xlim(0, max(len(self.losses), 1))
+                axes.set_xlim(0, 1.02 * max(len(self.losses), 1))
                 axes.set_ylim(bottom=0)
             if file is not None:
-                figure.savefig(file, metadata={"Date": None} if str(file).endswith(".svg") else None)
+                is_svg = hasattr(file, "write") or str(file).endswith(".svg")
+                dateless = {"metadata": {"Date": None}, "format": "svg"} if is_svg else {}
+                figure.savefig(file, **dateless)
         return figure
+
+    def _repr_svg_(self) -> str:
+        """Returns the picture for notebooks, which show it where a cell ends with the result."""
+        picture = io.StringIO()
+        self.plot(picture)
+        return picture.getvalue()
 
     def _draw_acceptance(self, axes: Any) -> None:
         by_step = list(self.acceptance.values())

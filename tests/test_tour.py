@@ -1,0 +1,72 @@
+"""The tour of docs/: the notebook runs; page, notebook and script show the same code, with the output of that code."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / ".ci"))
+import make_tour  # noqa: E402 - a script, no package
+
+PAGE = make_tour.PAGE.read_text(encoding="utf-8")
+CELLS = json.loads(make_tour.NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+CODES = [cell["source"] for cell in CELLS if cell["cell_type"] == "code"]
+SHOWN = ["".join(output.get("text", "") for output in cell["outputs"]) for cell in CELLS if cell["cell_type"] == "code"]
+EXACT = 4  # cells whose output is the same on every machine: imports, load, draft, tree
+
+
+def test_page_and_notebook_show_the_code_of_the_script() -> None:
+    codes = make_tour.cells()
+    outputs = [text for code, text in zip(CODES, SHOWN, strict=True) if code != "result"]
+    assert make_tour.page(PAGE, codes, outputs) == PAGE, "docs/tour.md is stale. Run `python .ci/make_tour.py`."
+    assert make_tour.NOTEBOOK.read_text(encoding="utf-8") == make_tour.notebook(PAGE), (
+        "docs/tour.ipynb is stale. Run `python .ci/make_tour.py --prose`."
+    )
+
+
+def test_steps_are_short() -> None:
+    for code in make_tour.cells()[1:]:
+        for function in re.split(r"\n\n\n", code)[:-1]:
+            assert len(function.splitlines()) <= 17, function
+
+
+def masked(text: str) -> list[str]:
+    """Lines without their figures, which machines and numbers of steps change; lines that differ in these are one."""
+    lines = [re.sub(r"[\d.]+", "N", " ".join(line.split())) for line in text.splitlines()]
+    return [line for index, line in enumerate(lines) if index == 0 or line != lines[index - 1]]
+
+
+@pytest.fixture(scope="module")
+def ran() -> tuple[list[str], dict[str, Any]]:
+    """What the notebook's cells print, from its own directory, with less training; and their names."""
+    for extra in ("matplotlib", "fastapi", "uvicorn", "prometheus_client"):
+        pytest.importorskip(extra)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(ROOT / "docs")
+        return make_tour.run(CODES, {"TRAINING_STEPS": 20})
+
+
+def test_cells_of_the_notebook_print_what_it_shows(ran: tuple[list[str], dict[str, Any]]) -> None:
+    outputs, _ = ran
+    assert outputs[:EXACT] == SHOWN[:EXACT]
+    for output, shown in zip(outputs[EXACT:], SHOWN[EXACT:], strict=True):
+        assert masked(output) == masked(shown)
+    assert "same text: True" in outputs[2]
+    assert "False" not in "".join(outputs)
+
+
+def test_the_head_learns_and_its_curves_are_drawn(ran: tuple[list[str], dict[str, Any]]) -> None:
+    outputs, namespace = ran
+    result = namespace["result"]
+    first, last = result.tau.values()
+    assert last > first > 1
+    assert result._repr_svg_() == result.directory.with_name("tour.svg").read_text()
+    tau = re.search(r"tau (\d+\.\d+) in", outputs[-1])
+    assert tau is not None
+    assert float(tau[1]) > 1
