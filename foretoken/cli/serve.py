@@ -12,7 +12,7 @@ import typer
 from foretoken.cli import options, terminal
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError
-from foretoken.server.guards import KEY_VARIABLE, api_keys
+from foretoken.server.api_keys import KEY_VARIABLE, api_keys
 from foretoken.server.tool_formats import TAGS, TOOL_FORMATS, thinking_tags, tool_format
 
 if TYPE_CHECKING:

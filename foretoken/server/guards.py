@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import os
 import re
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -13,53 +12,16 @@ from starlette.middleware.cors import CORSMiddleware
 
 from foretoken.core.checks import shown
 from foretoken.core.errors import ConfigError
-from foretoken.files.bounded_reads import read_named
 from foretoken.server.errors import ApiError
 from foretoken.server.replies import send_json
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, MutableMapping, Sequence
-    from pathlib import Path
 
     Message = MutableMapping[str, Any]
     Receive = Callable[[], Awaitable[Message]]
     Send = Callable[[Message], Awaitable[None]]
     App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
-
-KEY_VARIABLE = "FORETOKEN_API_KEY"
-
-
-def api_keys(path: Path | None) -> list[str]:
-    """The key in `KEY_VARIABLE`, where it is set, and those of a file.
-
-    Args:
-        path: Of a file with one key a line; None for no file.
-
-    Raises:
-        ConfigError: When a key is empty or no plain ASCII, or the file cannot be read or has none.
-    """
-    given = [os.environ[KEY_VARIABLE]] if KEY_VARIABLE in os.environ else []
-    if path is not None:
-        given += _keys_of(path)
-    for key in given:
-        if not key or not key.isascii() or not key.isprintable() or " " in key:
-            raise ConfigError(
-                f"an API key of {KEY_VARIABLE} or --api-key-file is empty or has other than ASCII characters."
-            )
-    return given
-
-
-def _keys_of(path: Path) -> list[str]:
-    """The lines of a file that are not empty."""
-    try:
-        text = read_named(path, error=ConfigError).decode("utf-8", "replace")  # what is no ASCII is refused later
-    except OSError as err:
-        raise ConfigError(f"'{path}' cannot be read: {err.strerror}. Expected a file with an API key a line.") from err
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if not lines:
-        raise ConfigError(f"'{path}' has no API key. Expected one a line.")
-    return lines
-
 
 MOST_BODY_BYTES = 8 << 20
 _BODY_SECONDS = 30.0

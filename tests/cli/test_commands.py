@@ -40,6 +40,21 @@ def test_help_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
 
 
+def test_commands_of_the_base_package_need_no_extra() -> None:
+    """Every command is loaded before one runs, also where the packages of the extras are not installed."""
+    extras = (
+        "accelerate", "datasets", "fastapi", "httpx", "llguidance", "matplotlib", "peft", "prometheus_client",
+        "pyarrow", "ray", "starlette", "tensorboard", "triton", "uvicorn",
+    )  # fmt: skip
+    arguments = ["foretoken", "generate", MODEL, "-s", "ngram", "--prompt", PROMPT, "--max-tokens", "4"]
+    code = (
+        f"import sys; sys.argv = {arguments}; sys.modules.update(dict.fromkeys({extras}))\n"
+        "from foretoken.cli.main import main\n"
+        "main()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)
+
+
 def test_generate_json_is_the_same_with_every_drafter() -> None:
     plain = generated()
     assert plain["runner"] in ("lean-native", "lean-stock")
