@@ -99,7 +99,7 @@ def backend_for(
 
 
 class _Native:
-    """The native kernels."""
+    """Runs the native kernels."""
 
     name = "native"
     native_blocks: NativeBlocks
@@ -107,37 +107,32 @@ class _Native:
     def __init__(
         self, layers: Blocks, cache: SlotCache, taps: Sequence[int], quantization: Quantization | None = None
     ) -> None:
-        """Raises `UnsuitableError` where they cannot run the blocks."""
         self.native_blocks = NativeBlocks(layers, cache, taps, quantization=quantization)
 
     def run(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
-        """See `Backend`."""
         features = self.native_blocks.run(work, inputs.detach().float(), _in_float32(side)).features
         assert features is not None, "the output is tapped"
         return features
 
     def append(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
-        """See `Backend`."""
         self.native_blocks.append(work, inputs.detach().float(), _in_float32(side))
 
 
 class _Torch:
-    """Torch's operations."""
+    """Runs torch's operations."""
 
     name = "torch"
     native_blocks = None
 
     def __init__(self, layers: Blocks, cache: SlotCache, taps: Sequence[int]) -> None:
-        """Fuses the projections."""
         self._blocks, self._taps, self._dtype = TorchBlocks(layers, cache), taps, layers.dtype
         self._tensors = list(filter(is_plain, layers.tensors()))
 
     def run(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
-        """See `Backend`."""
         return self.run_on(inputs, work, side, AttentionLayout(work))
 
     def run_on(self, inputs: Tensor, work: Pass, side: Tensor | None, layout: AttentionLayout) -> Tensor:
-        """`run` where the layout of the pass exists already."""
+        """Runs a pass with a layout that exists already."""
         check_memory(self._tensors)
         with torch.no_grad():
             features = self._blocks.run(inputs.to(self._dtype), work, layout, self._taps, self._fitted(side))[1]
@@ -145,24 +140,21 @@ class _Torch:
         return features
 
     def append(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
-        """See `Backend`."""
         check_memory(self._tensors)
         with torch.no_grad():
             self._blocks.append(inputs.to(self._dtype), work, AttentionLayout(work), self._fitted(side))
 
     def _fitted(self, side: Tensor | None) -> Tensor | None:
-        """The second input in the dtype of the blocks."""
         return None if side is None else side.to(self._dtype).contiguous()
 
 
 class _Graphs:
-    """Torch's operations, short passes as CUDA graphs."""
+    """Runs torch's operations, and short passes as CUDA graphs."""
 
     name = "graphs"
     native_blocks = None
 
     def __init__(self, plain: _Torch, layers: Blocks, capture: GraphCapture) -> None:
-        """Prepares; graphs are captured when a shape is first met."""
         self._plain, self._dtype = plain, layers.dtype
         self._weights = HeldMemory(filter(is_plain, layers.tensors()))
         self._graphs: CapturedGraphs[Tensor] = CapturedGraphs(
@@ -170,7 +162,6 @@ class _Graphs:
         )
 
     def run(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
-        """See `Backend`."""
         if self._weights.has_changed():
             raise PassError("a weight has moved in memory, where captured passes do not find it. Make a new LLM.")
         shape = shape_of(work)
@@ -185,17 +176,14 @@ class _Graphs:
         return outputs[: len(inputs)].clone()  # the next run fills the same tensor
 
     def append(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
-        """See `Backend`; without a graph."""
         self._plain.append(inputs, work, side)
 
     def _run_captured(self, shape: PassShape, *inputs: Tensor) -> Tensor:
-        """What is captured; inputs: the two of the pass, then what goes into the first block."""
         work, layout = captured_pass(shape, inputs[:2])
         return self._plain.run_on(inputs[2], work, inputs[3] if len(inputs) > 3 else None, layout)
 
 
 def _in_float32(side: Tensor | None) -> Tensor | None:
-    """The second input as the native kernels take it."""
     return None if side is None else side.detach().float()
 
 
@@ -314,12 +302,11 @@ class BlockStack:
         self._backend.append(inputs, work, side)
 
     def _run(self, inputs: Tensor, work: Pass, side: Tensor | None) -> Tensor:
-        """(M, 1 + F, E), the output and the features."""
+        """Returns (M, 1 + F, E), the output and the features."""
         self._check(inputs, work, side)
         return self._backend.run(inputs, work, side)
 
     def _check(self, inputs: Tensor, work: Pass, side: Tensor | None) -> None:
-        """Raises `PassError` for inputs of another shape and rows that the cache does not have."""
         expected = (work.num_tokens, self.hidden_size)
         if inputs.shape != expected:
             raise PassError(f"inputs are {tuple(inputs.shape)}. Expected {expected}: a row for each token of the pass.")

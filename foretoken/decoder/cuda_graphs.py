@@ -52,14 +52,6 @@ class CudaGraphCapture:
 
 
 class _Graph(NamedTuple, Generic[Output]):
-    """One captured graph.
-
-    Attributes:
-        inputs: Filled before a run.
-        output: Filled by a run.
-        run: Runs it.
-    """
-
     inputs: list[Tensor]
     output: Output
     run: Callable[[], None]
@@ -116,7 +108,6 @@ class CapturedGraphs(Generic[Output]):
         return graph.output
 
     def _captured(self, shape: Hashable, inputs: Sequence[Tensor], work: Callable[..., Output]) -> _Graph[Output]:
-        """Captures a shape."""
         if len(self._kept) >= self._limit:
             self._kept.popitem(last=False)
         before = _allocated(self._device)
@@ -129,7 +120,6 @@ class CapturedGraphs(Generic[Output]):
 
 
 def _allocated(device: torch.device) -> int:
-    """Bytes in use on a GPU; 0 elsewhere."""
     return torch.cuda.memory_allocated(device) if has_cuda_runtime(device) else 0
 
 
@@ -218,10 +208,9 @@ def captured_pass(shape: PassShape, inputs: Sequence[Tensor]) -> tuple[Pass, Att
 
 
 def _places_width(shape: PassShape) -> int:
-    """Entries of a row of places: S + 1 or a few more, so that every row begins at a multiple of 16 bytes."""
+    """Returns the width of a row of places: at least S + 1, so that every row begins at a multiple of 16 bytes."""
     return -(-(shape.num_sequences + 1) // 4) * 4
 
 
 def _rounded_up(number: int) -> int:
-    """The next power of two."""
     return 1 << (number - 1).bit_length()

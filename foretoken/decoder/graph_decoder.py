@@ -116,12 +116,10 @@ class GraphDecoder:
         return self._graphs.memory_bytes
 
     def _is_captured(self, shape: PassShape, num_unwanted: int) -> bool:
-        """Whether a pass with logits of all but so many tokens runs as a graph."""
         logits_bytes = shape.num_tokens * self._vocab_size * 4
         is_small = shape.num_tokens <= _MOST_TOKENS and logits_bytes <= _LARGEST_LOGITS
         return is_small and num_unwanted <= _MOST_UNWANTED
 
     def _run_captured(self, shape: PassShape, *inputs: Tensor) -> PassOutput:
-        """What is captured: the pass, with the logits of all tokens."""
         work, layout = captured_pass(shape, inputs)
         return self._stock.run_on(replace(work, logit_rows=self._every_row[: shape.num_tokens]), layout)

@@ -38,7 +38,6 @@ def share_of_free(device: torch.device, most: float = 1.0) -> int:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Memory that can still be allocated."""
     if has_cuda_runtime(device):
         return torch.cuda.mem_get_info(device)[0]
     if runs_cpu_kernels(device) and hasattr(os, "sysconf"):

@@ -35,7 +35,7 @@ class Move(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Rows of a slot: `size` of them are its own, of which the first `used` may hold something."""
+    """Rows of a slot: `size` of them are its own, and the first `used` may hold keys and values."""
 
     start: int
     size: int
@@ -43,7 +43,6 @@ class _Rows(NamedTuple):
 
     @property
     def end(self) -> int:
-        """The row after the last one."""
         return self.start + self.size
 
 
@@ -120,7 +119,7 @@ class RowPool:
         return self._packed(slot, wanted)
 
     def _packed(self, slot: int, wanted: int) -> list[Move] | None:
-        """Packs the rows in use of all slots, `wanted` of one of them, and shares what is left among them."""
+        """Packs the used rows of all slots, `wanted` of one of them, and shares out the rest."""
         order = sorted((rows.start, each) for each, rows in enumerate(self._rows) if rows is not None and each != slot)
         own = self._rows[slot]
         order.append((self.num_rows if own is None else own.start, slot))
@@ -144,22 +143,19 @@ class RowPool:
         return down + [move for move in reversed(moves) if move.target > move.source]
 
     def _gaps(self) -> list[tuple[int, int]]:
-        """Where rows that no slot has begin and end."""
+        """Returns the begins and ends of rows that no slot has."""
         taken = sorted((rows.start, rows.end) for rows in self._rows if rows is not None)
         bounds = [(0, 0), *taken, (self.num_rows, self.num_rows)]
         return [(before[1], after[0]) for before, after in pairwise(bounds) if after[0] > before[1]]
 
     def _free_after(self, rows: _Rows) -> int:
-        """Free rows behind those of a slot."""
         return next((end - start for start, end in self._gaps() if start == rows.end), 0)
 
     def _used(self, slot: int) -> int:
-        """Rows of a slot that may hold something."""
         rows = self._rows[slot]
         return 0 if rows is None else rows.used
 
     def _rounded(self, count: int) -> int:
-        """Up to a multiple of the granule."""
         return -(-count // self.granule) * self.granule
 
 
@@ -224,7 +220,7 @@ class SlotCache:
     def _allocated(
         self, num_layers: int, num_heads: int, width: int, *, dtype: torch.dtype, device: torch.device
     ) -> Tensor:
-        """Zeros, (layers, places, heads, capacity, width); shared rows are those of several places."""
+        """Returns zeros (layers, places, heads, capacity, width); shared rows are one place."""
         if self._pool is None:
             size = (num_layers, self.num_slots, num_heads, self.capacity, width)
             return torch.zeros(size, dtype=dtype, device=device)
@@ -363,7 +359,7 @@ class SlotCache:
             store[:, place, :, start : self.rows(slot)] = float("nan")
 
     def _move(self, source: int, target: int, count: int) -> None:
-        """Copies shared rows to where they may overlap themselves."""
+        """Copies shared rows; source and target may overlap."""
         for store in self._stores.values():
             for first in _portions(source, target, count):
                 rows = store[:, first.source // GRANULE, :, : first.num_rows]
@@ -372,7 +368,7 @@ class SlotCache:
 
 
 def _portions(source: int, target: int, count: int) -> list[Move]:
-    """A move in portions of bounded size, in an order in which none overwrites what another one reads."""
+    """Splits a move into bounded portions, ordered so that none overwrites the source of a later one."""
     starts = range(0, count, _PORTION)
     portions = [Move(source + at, target + at, min(_PORTION, count - at)) for at in starts]
     return portions if target < source else portions[::-1]

@@ -63,14 +63,17 @@ def _commit_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_W: tl.constexpr,
 ) -> None:
-    """Some columns of the rows of one head and sequence, a block of rows at a time, in order.
+    """Moves some columns of the rows of one head and sequence, a block of rows at a time, in order.
 
-    Write s(i) = path[i] and d(i) = 1 + i, rows after the root's. A path ascends from at least 1, so s(i) >= d(i).
-    - A later block's sources are no destinations of an earlier one: for j > i, s(j) >= d(j) > d(i). What was stored is
-      never loaded again, so no store has to be waited for.
-    - A destination may be an earlier source, d(j) = s(i) for some i <= j. If i is in an earlier block or in the same,
-      its load comes before the barrier of j's block and the store after it, whichever threads do them.
-    - Destinations are all different. Rows in place already, s(i) = d(i), are left alone.
+    Row i moves from s(i) = path[i] to d(i) = 1 + i, counted from the root's row. A path ascends from at least 1, so
+    s(i) >= d(i).
+
+    - A later block never reads a row that an earlier block wrote: for j > i, s(j) >= d(j) > d(i). No store has to be
+      waited for.
+    - A destination may be an earlier source, d(j) = s(i) for some i <= j. The load of row i is in an earlier block or
+      in the same block, before the block's barrier. The store follows the barrier, whichever threads do them.
+    - Destinations are all different. Rows with s(i) = d(i) are left alone.
+
     Programs share nothing: they differ in layer and head, in slot or in columns.
     """
     layer, head = tl.program_id(0) // heads, tl.program_id(0) % heads
@@ -121,7 +124,7 @@ def _write_kernel(
     key_token_stride, key_head_stride, key_column_stride,
     value_token_stride, value_head_stride, value_column_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token."""
+    """Writes one head of one token."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     slot, row = tl.load(slots + token), tl.load(rows + token)
     column = tl.arange(0, BLOCK)

@@ -88,7 +88,7 @@ _VARIANTS = ("norm_before_residual", "norm_before_fc", "fc_norms", "feeds_normed
 
 
 def _block_facts(sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """What only heads of the EAGLE family have; sizes: a head's configuration, JSON-ready."""
+    """Returns the facts that only heads of the EAGLE family have."""
     if _BLOCK not in sizes:
         return {}
     return {
@@ -102,7 +102,7 @@ def _block_facts(sizes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tensors(path: Path) -> list[tuple[str, int, str]]:
-    """Names, numbers of elements and dtypes of a file's tensors."""
+    """Returns the names, numbers of elements and dtypes of a file's tensors."""
     try:
         check_regular(path)
         headers = tensor_headers(path)

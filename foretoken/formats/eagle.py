@@ -172,7 +172,6 @@ def read_eagle(
 
 
 def _check_variant(name: str, weights: Weights, stated: Mapping[str, Any]) -> None:
-    """Refuses what others call EAGLE as well and nothing here computes."""
     norms = [key for key in weights.shapes if key.split(".")[0] in OTHER_NORMS]
     if norms or stated.get("add_para_norm"):
         found = listed(norms) or "add_para_norm"
@@ -187,7 +186,6 @@ def _check_variant(name: str, weights: Weights, stated: Mapping[str, Any]) -> No
 
 
 def _compare_shared(weights: Weights, keys: list[str], target: TargetInfo) -> None:
-    """Holds copies of the target's tensors against the target, which is what drafts are computed with."""
     for key in keys:
         if target.weights is None:
             if key == LM_HEAD:

@@ -149,7 +149,7 @@ def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
 
 
 def _misread(sizes: Eagle3Config, own: list[int] | None) -> str | None:
-    """Returns why the authors' code does not compute a head, or None; own: that code's taps of the target, if known."""
+    """Returns why the authors' code computes a head wrongly, or None; own: that code's taps for the target."""
     if sizes.fc_norms or len(sizes.boundaries) != 3:
         return "it fuses three taps without norms"
     if own is not None and tuple(own) != sizes.boundaries:
@@ -158,12 +158,11 @@ def _misread(sizes: Eagle3Config, own: list[int] | None) -> str | None:
 
 
 def _is_specforge(config: Mapping[str, Any]) -> bool:
-    """Whether a configuration names SpecForge's class."""
     return config.get("architectures") == [_CLASS]
 
 
 def _feeds_normed(name: str, config: Mapping[str, Any], *, is_specforge: bool) -> bool:
-    """What `norm_output` means, which depends on who wrote the file."""
+    """Decides what `norm_output` means, which depends on the program that wrote the file."""
     says = config.get("norm_output")
     is_on = flag(name, config, "norm_output", default=is_specforge)
     if is_specforge:
@@ -185,7 +184,7 @@ def _feeds_normed(name: str, config: Mapping[str, Any], *, is_specforge: bool) -
 
 
 def _refuse_variants(sizes: Eagle3Config) -> None:
-    """Raises `ConfigError` for what the programs of this layout compute as another network, or cannot say."""
+    """Raises `ConfigError` for options that other programs compute as another network."""
     words = {
         "norm_before_residual": sizes.norm_before_residual,
         "norm_before_fc": sizes.norm_before_fc,

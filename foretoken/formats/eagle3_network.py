@@ -152,11 +152,7 @@ def flag(name: str, config: Mapping[str, Any], key: str, *, default: bool = Fals
 
 
 def _unstated_boundaries(name: str, num_taps: int, target: TargetInfo) -> list[int]:
-    """The authors' taps.
-
-    Raises:
-        ModelError: When the target's number of blocks is not known, or they are not as many.
-    """
+    """Returns the taps of the authors' code; raises `ModelError` if the target does not fit them."""
     if target.num_layers is None:
         raise ModelError(
             f"'{name}' is an EAGLE-3 head that does not name the layers it reads: they follow from how many its target "
@@ -172,7 +168,6 @@ def _unstated_boundaries(name: str, num_taps: int, target: TargetInfo) -> list[i
 
 
 def _check_boundaries(name: str, boundaries: list[int], target: TargetInfo) -> None:
-    """Raises `ModelError` for taps that the target does not have."""
     layers = target.num_layers
     wrong = [one for one in boundaries if one < 0 or (layers is not None and one > layers)]
     if wrong:
@@ -181,11 +176,7 @@ def _check_boundaries(name: str, boundaries: list[int], target: TargetInfo) -> N
 
 
 def _token_map(weights: Weights, rows: int | None, vocab_size: int) -> Tensor | None:
-    """(Vd,) the tokens of the LM head's rows, or None where they are all in order.
-
-    Raises:
-        ModelError: When there are fewer rows and nothing tells whose they are, or the map is none.
-    """
+    """Returns (Vd,), the token of each row of the LM head, or None if the rows are all tokens in order."""
     name, shapes = weights.name, weights.shapes
     if OFFSETS not in shapes:
         if rows is not None and rows < vocab_size:
@@ -215,7 +206,7 @@ def _token_map(weights: Weights, rows: int | None, vocab_size: int) -> Tensor | 
 def _embedding(
     weights: Weights, config: Mapping[str, Any], target: TargetInfo, *, is_narrower: bool
 ) -> tuple[bool, bool]:
-    """Whether the head keeps an embedding of its own, and whether the file repeats the target's."""
+    """Decides whether the head keeps its own embedding; drops a copy of the target's embedding."""
     said = own_entry(config, "own_embedding")
     if EMBEDDING not in weights.shapes:
         return is_narrower or said is True, False

@@ -250,14 +250,13 @@ def map_tensors(token_map: Tensor, vocab_size: int) -> dict[str, Tensor]:
 
 
 def _stated_scaling(scaling: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns rotary scaling with the keys that EAGLE's own code reads: two keys and a float; others read them too."""
+    """Returns rotary scaling with the keys that EAGLE's code reads: two keys and a float."""
     if scaling is None or scaling["rope_type"] != "linear":
         return scaling
     return {"type": "linear", "factor": float(scaling["factor"])}
 
 
 def _check_kind(weights: Weights, layer: str, stated: Mapping[str, Any]) -> None:
-    """Refuses blocks that are computed otherwise."""
     name, stem = weights.name, layer.rsplit(".", 1)[0] if layer.endswith(".0") else None
     further = [key for key in weights.shapes if stem and key.startswith(f"{stem}.") and not key.startswith(f"{layer}.")]
     count = stated.get("num_hidden_layers", 1)
@@ -279,7 +278,6 @@ def _check_kind(weights: Weights, layer: str, stated: Mapping[str, Any]) -> None
 
 
 def _rotation(name: str, stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Base and scaling of the rotary embedding, in the words of any version of transformers."""
     parts = [stated.get(key) or {} for key in ("rope_scaling", "rope_parameters")]
     if not all(isinstance(part, dict) for part in parts):
         raise ModelError(f"the rotary scaling of '{name}' is {shown(parts)}. Expected keys and values, or null.")

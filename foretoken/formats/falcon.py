@@ -125,7 +125,6 @@ def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
 
 
 def _table(config: FalconConfig) -> dict[str, Place]:
-    """Places by key."""
     kinds = ("weight_ih", "weight_hh", *(("bias_ih", "bias_hh") if config.has_bias else ()))
     names = [f"{kind}_l{layer}" for layer in range(NUM_LAYERS) for kind in kinds]
     places = {f"lstm.{name}": Place(f"lstm.weights.{name}") for name in names}

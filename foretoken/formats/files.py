@@ -70,7 +70,6 @@ def local_head(name: str, revision: str | None = None, *, what: str = "head") ->
 
 
 def _download(name: str, revision: str | None, patterns: list[str], what: str) -> Path:
-    """A snapshot with the files of some patterns."""
     at = "" if revision is None else f" at revision '{revision}'"
     with foreign_errors_as(  # no such repository, no right to read it, no network, no room: each has its own type
         ModelError,
@@ -191,7 +190,7 @@ def open_weights(path: Path) -> Weights:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """Which files of a directory hold its weights: safetensors before pickles, an index before what lies beside it."""
+    """Returns the files with weights: safetensors before pickles, an index before single files."""
     for kind in ("*.safetensors", "*.bin"):
         indices = sorted(directory.glob(f"{kind}.index.json"))
         if len(indices) == 1:
@@ -210,7 +209,6 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _merged(name: str, parts: list[Weights]) -> Weights:
-    """Several files as one; each tensor lies in one of them."""
     owner: dict[str, Weights] = {}
     for part in parts:
         for key in part.shapes:
@@ -229,8 +227,6 @@ def _merged(name: str, parts: list[Weights]) -> Weights:
 
 
 def _open_safetensors(path: Path) -> Weights:
-    """Reads the header; tensors later."""
-
     def fetch(keys: Iterable[str]) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             return {key: file.get_tensor(key) for key in keys}
@@ -269,7 +265,7 @@ def _open_pickle(path: Path) -> Weights:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether this is a dense tensor with memory for each element: a view that repeats one could have any size."""
+    """Decides whether a dense tensor has memory for each element: a view that repeats elements could have any size."""
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.device.type != "cpu":
         return False
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()

@@ -45,12 +45,11 @@ def read(files: HeadFiles, target: TargetInfo) -> HeadCheckpoint:
 
 
 def _compiled_or_not(files: HeadFiles) -> Weights:
-    """The tensors without what `torch.compile` adds to their names."""
+    """Returns the tensors without the prefix that `torch.compile` adds to names."""
     return files.weights.renamed(lambda key: key.replace("_orig_mod.", ""))
 
 
 def _compare_norms(weights: Weights, norms: list[str], target: TargetInfo) -> None:
-    """Warns when a norm is not the target's."""
     if not norms or target.weights is None or target.weights.norm is None:
         return
     norm = target.weights.norm.cpu().float()

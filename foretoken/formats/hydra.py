@@ -154,7 +154,6 @@ def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
 
 
 def _refuse_other_networks(checkpoint: HeadCheckpoint, config: HydraConfig, target: TargetInfo) -> None:
-    """Raises `ConfigError` for heads that the original code would load without a word and compute otherwise."""
     elsewhere = "pass --safetensors, which that code does not open, or convert to 'tensorrt_llm' or 'native'."
     if has_different_blocks(checkpoint, "weight", "bias"):
         raise ConfigError(
@@ -183,12 +182,11 @@ def _refuse_other_networks(checkpoint: HeadCheckpoint, config: HydraConfig, targ
 
 
 def _factor(scaling: Mapping[str, Any] | None) -> tuple[Any, Any]:
-    """What the original code reads of a rotary scaling."""
+    """Returns the factor that the original code reads from a rotary scaling."""
     return (None, None) if scaling is None else (scaling.get("rope_type"), scaling.get("factor"))
 
 
 def _check_architecture(name: str, config: Mapping[str, Any], weights: Weights) -> None:
-    """Refuses what the original code also trains and nothing here computes."""
     arch = config.get("hydra_head_arch", "mlp")
     if arch not in ("mlp", "prefix-mlp"):
         raise ModelError(f"'{name}' has hydra_head_arch {shown(arch)}. Expected 'mlp' or 'prefix-mlp'.")
@@ -204,7 +202,6 @@ def _check_architecture(name: str, config: Mapping[str, Any], weights: Weights) 
 
 
 def _warn_of_counts(name: str, config: Mapping[str, Any], found: HydraConfig) -> None:
-    """Warns where the configuration counts other than the tensors."""
     for key, number in (("hydra_num_heads", found.num_heads), ("hydra_num_layers", found.num_layers)):
         if config.get(key, number) != number:
             logging.getLogger(__name__).warning(
@@ -213,7 +210,6 @@ def _warn_of_counts(name: str, config: Mapping[str, Any], found: HydraConfig) ->
 
 
 def _compare_embedding(weights: Weights, target: TargetInfo) -> None:
-    """Warns when the heads were trained with another embedding than the target's."""
     if target.weights is None:
         return
     tensor, embedding = weights.fetch([_EMBEDDING])[_EMBEDDING], target.weights.embedding

@@ -119,7 +119,6 @@ class HydraNames:
         return config
 
     def _prefix_config(self, weights: Weights, stated: Mapping[str, Any], target: TargetInfo) -> LayerConfig | None:
-        """The decoder block's sizes: its tensors do not say how its width is cut into attention heads."""
         if self.prefix is None or not any(key.startswith(self.prefix[0]) for key in weights.shapes):
             return None
         name, base = weights.name, target.config
@@ -170,11 +169,7 @@ def with_own_lm_heads(
 
 
 def _rope_scaling(name: str, stated: Mapping[str, Any], base: Any | None) -> Any:
-    """The rotary scaling of a prefix layer: what the file says, else what the original code takes from the target.
-
-    Raises:
-        ModelError: When the file does not say, and the original code does not know the target's.
-    """
+    """Returns the scaling that the file states, else the target's, as the original code does."""
     if _SCALING in stated or "prefix_rope_theta" in stated:
         return stated.get(_SCALING)
     scaling = stated.get(TARGET_SCALING) or (None if base is None else target_scaling(base))
@@ -188,7 +183,6 @@ def _rope_scaling(name: str, stated: Mapping[str, Any], base: Any | None) -> Any
 
 
 def _base_sizes(base: Any) -> dict[str, Any]:
-    """Attention sizes of a transformers configuration."""
     heads = getattr(base, "num_attention_heads", None)
     width = getattr(base, "hidden_size", None)
     return {
@@ -200,7 +194,7 @@ def _base_sizes(base: Any) -> dict[str, Any]:
 
 
 def _pattern(template: str, ending: str) -> re.Pattern[str]:
-    """A template as a pattern with the groups `head` and, where it has one, `index`."""
+    """Compiles a template to a pattern with the groups `head` and, if the template has one, `index`."""
     escaped = (
         re.escape(template).replace(r"\{head\}", r"(?P<head>\d{1,4})").replace(r"\{index\}", r"(?P<index>\d{1,4})")
     )

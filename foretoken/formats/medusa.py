@@ -132,7 +132,7 @@ def write_heads(
 
 
 def _other_count(heads: int) -> str:
-    """What the original code makes of a number of heads that is not its own."""
+    """Returns what the original code does with another number of heads than its own."""
     if heads == _OFFICIAL_HEADS:
         return ""
     rest = "leaves the others at random" if heads < _OFFICIAL_HEADS else "passes over the others"

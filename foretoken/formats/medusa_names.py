@@ -160,7 +160,7 @@ def without_added_biases(
 
 
 def _pattern(template: str, ending: str = "") -> re.Pattern[str]:
-    """A template as a pattern with named groups."""
+    """Compiles a template to a pattern with named groups."""
     escaped = re.escape(template).replace(r"\{", "{").replace(r"\}", "}")
     for field in _fields(escaped):
         escaped = escaped.replace(f"{{{field}}}", rf"(?P<{field}>\d{{1,4}})", 1)
@@ -168,5 +168,4 @@ def _pattern(template: str, ending: str = "") -> re.Pattern[str]:
 
 
 def _fields(template: str) -> Iterable[str]:
-    """Names in braces."""
     return re.findall(r"\{(\w+)\}", template)

@@ -133,7 +133,7 @@ def table(config: MlpSpeculatorConfig, prefix: str) -> dict[str, Place]:
 
 
 def _sizes(name: str, weights: Weights, config: Mapping[str, Any], prefix: str) -> MlpSpeculatorConfig:
-    """The configuration; its number of stages is part of the network, so tensors cannot overrule it."""
+    """Returns the configuration. Its number of stages is part of the network; tensors do not overrule it."""
     if not isinstance(config.get("n_predict"), int):
         raise ModelError(f"the config.json of '{name}' does not give n_predict. Expected the number of stages.")
 

@@ -42,7 +42,7 @@ def unserved_head(files: HeadFiles) -> str | None:
 
 
 def _vocabularies(files: HeadFiles) -> list[str]:
-    """The vocabulary that is drafted, of the target's, as far as they are told."""
+    """Returns the sizes of the drafted and of the target's vocabulary, None if the files do not tell."""
     layer: Mapping[str, Any] | Any = files.config.get("transformer_layer_config")
     drafted, whole = files.config.get("draft_vocab_size"), layer.get("vocab_size") if isinstance(layer, dict) else None
     drafted = drafted or whole
@@ -199,5 +199,4 @@ def head_readers(
 
 
 def _module(name: str) -> Any:
-    """The format's module."""
     return import_module(f"foretoken.formats.{name}")

@@ -167,11 +167,7 @@ def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
 
 
 def _shared_embedding(target: TargetWeights, dtype: torch.dtype) -> Tensor:
-    """(V, E), a copy of the target's embedding.
-
-    Raises:
-        ConfigError: When a copy would not compute the same.
-    """
+    """Returns (V, E), a copy of the target's embedding; raises `ConfigError` if a copy would compute other values."""
     if not target.is_embedding_plain:
         raise ConfigError(
             "the head shares the target's embeddings, which are scaled, and format 'speculators' keeps them as they "
@@ -181,11 +177,7 @@ def _shared_embedding(target: TargetWeights, dtype: torch.dtype) -> Tensor:
 
 
 def _verifier(checkpoint: HeadCheckpoint, target: TargetInfo) -> dict[str, Any]:
-    """The target, as both programs load it by.
-
-    Raises:
-        ConfigError: When its name is not known.
-    """
+    """Returns the `verifier` entry, by which both programs load the target."""
     known = checkpoint.target or target.fingerprint
     if known is None or not known.name:
         raise ConfigError(
@@ -196,14 +188,13 @@ def _verifier(checkpoint: HeadCheckpoint, target: TargetInfo) -> dict[str, Any]:
 
 
 def _target_name(config: Mapping[str, Any]) -> Any:
-    """The name of the target, as far as the file says it."""
     outer = config.get("speculators_config")
     verifier = outer.get("verifier") if isinstance(outer, dict) else None
     return verifier.get("name_or_path") if isinstance(verifier, dict) else None
 
 
 def _steps(config: Mapping[str, Any]) -> Any:
-    """For how many tokens the head is proposed to be used."""
+    """Returns the number of drafted tokens that the file proposes."""
     outer = config.get("speculators_config")
     methods = outer.get("proposal_methods") if isinstance(outer, dict) else None
     first = methods[0] if isinstance(methods, list) and methods else None
@@ -211,7 +202,7 @@ def _steps(config: Mapping[str, Any]) -> Any:
 
 
 def _norm_before_residual(name: str, config: Mapping[str, Any]) -> bool:
-    """What the file says; speculators' default where it says nothing, which is not vLLM's."""
+    """Returns the file's value, else the default of speculators, which differs from vLLM's."""
     if config.get("norm_before_residual") is None:
         logging.getLogger(__name__).warning(
             "%s: norm_before_residual is missing and taken to be false, as speculators does; vLLM takes it to be true. "
@@ -221,11 +212,7 @@ def _norm_before_residual(name: str, config: Mapping[str, Any]) -> bool:
 
 
 def _without_output_bias(weights: Weights, stated: Mapping[str, Any]) -> Weights:
-    """The tensors without a bias of attention's output, which is zero as far as heads here know one.
-
-    Raises:
-        ModelError: When it is not.
-    """
+    """Returns the tensors without a zero bias of attention's output; raises `ModelError` for other values."""
     if _OUTPUT_BIAS not in weights.shapes or not stated.get("attention_bias"):
         return weights
     bias = weights.fetch([_OUTPUT_BIAS])[_OUTPUT_BIAS]

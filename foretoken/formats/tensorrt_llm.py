@@ -122,18 +122,15 @@ class Ranks:
         }
 
     def _label(self, rank: int, key: str) -> str:
-        """A key in messages."""
         return key if len(self.parts) == 1 else f"rank{rank}: {key}"
 
 
 def _part_shape(key: str, shape: tuple[int, ...], tp_size: int) -> tuple[int, ...]:
-    """A rank's share of a shape."""
     dim = split_dim(key)
     return tuple(size // tp_size if index == dim else size for index, size in enumerate(shape))
 
 
 def _merge(name: str, parts: Mapping[int, Weights]) -> Weights:
-    """Whole tensors."""
     shapes: dict[str, tuple[int, ...]] = {}
     for key in dict.fromkeys(key for part in parts.values() for key in part.shapes):
         found, dim = [part.shapes[key] for part in parts.values() if key in part.shapes], split_dim(key)
@@ -151,7 +148,6 @@ def _merge(name: str, parts: Mapping[int, Weights]) -> Weights:
 
 
 def _join(name: str, key: str, tensors: list[Tensor]) -> Tensor:
-    """One tensor from the parts of all ranks."""
     dim = split_dim(key)
     if dim is not None:
         return torch.cat(tensors, dim)
@@ -276,7 +272,7 @@ def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
 def _config(
     checkpoint: HeadCheckpoint, sizes: MedusaConfig | HydraConfig, options: WriteOptions, dtype: str
 ) -> dict[str, Any]:
-    """`config.json`; the target's sizes as far as they are known."""
+    """Returns `config.json`, with the target's sizes if they are known."""
     method, base = sizes.method, options.target.config
     known = {} if base is None else {key: getattr(base, name, None) for key, name in _BASE_KEYS.items()}
     if base is not None:
@@ -303,14 +299,13 @@ def _config(
 
 
 def _scaling(rope: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the format calls rotary scaling, or None for plain rotations."""
     if rope.get("rope_type", "default") == "default":
         return None
     return {("type" if key == "rope_type" else key): value for key, value in rope.items() if key != "rope_theta"}
 
 
 def _prefix_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with the target's attention sizes standing in for the prefix layer's."""
+    """Returns the configuration with the target's attention sizes in place of the prefix layer's."""
     heads, width = config.get("num_attention_heads"), config.get("hidden_size")
     found = {
         "prefix_num_attention_heads": heads,
@@ -324,7 +319,6 @@ def _prefix_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _vocab_size(name: str, config: Mapping[str, Any], rows: int) -> int:
-    """The vocabulary without padding."""
     stated = config.get("vocab_size")
     if isinstance(stated, int) and 0 <= rows - stated < _MOST_PADDING:
         return stated
@@ -333,10 +327,7 @@ def _vocab_size(name: str, config: Mapping[str, Any], rows: int) -> int:
 
 
 def _check_ranks(sizes: HeadConfig, tp_size: int) -> None:
-    """Refuses too many ranks, and ranks that split an attention head; the split itself checks other sizes.
-
-    LM heads are padded to a multiple of the ranks, which is memory for as many rows at least.
-    """
+    """Refuses ranks that split an attention head, and too many ranks: LM heads are padded to a multiple of them."""
     if not 1 <= tp_size <= MOST_RANKS:
         raise ConfigError(f"tp_size is {shown(tp_size)}. Expected 1 to {MOST_RANKS} ranks.")
     prefix = sizes.prefix if isinstance(sizes, HydraConfig) else None
@@ -347,18 +338,18 @@ def _check_ranks(sizes: HeadConfig, tp_size: int) -> None:
 
 
 def _is_lm_head(key: str) -> bool:
-    """Whether dimension 0 is the vocabulary, in the file's names."""
+    """Decides whether dimension 0 is the vocabulary, by the file's names."""
     return ".lm_head." in key or ".hydra_lm_head." in key
 
 
 def _padded(key: str, tensor: Tensor, tp_size: int) -> Tensor:
-    """LM heads with rows of zeros up to a multiple of the ranks."""
+    """Pads LM heads with rows of zeros to a multiple of the ranks."""
     missing = -tensor.shape[0] % tp_size
     return pad(tensor, (0, 0) * (tensor.dim() - 1) + (0, missing)) if _is_lm_head(key) and missing else tensor
 
 
 def _cut(key: str, tensor: Tensor, vocab_size: int) -> Tensor:
-    """LM heads without those rows, in our names: (K, V, E) in a Medusa head, (V, E) and (V,) in a Hydra head."""
+    """Cuts the padding of LM heads, in our names: (K, V, E) in a Medusa head, (V, E) and (V,) in a Hydra head."""
     if key == "lm_head":
         return tensor[:, :vocab_size].contiguous()
     return tensor[:vocab_size].contiguous() if key.startswith("lm_heads.") else tensor

@@ -143,7 +143,7 @@ def readers(checkpoint: HeadCheckpoint, options: WriteOptions) -> list[Reader]:
 
 
 def _shared_key(files: HeadFiles, prefix: str) -> str | None:
-    """The LM head that all heads share, or None where each has its own."""
+    """Returns the name of the LM head that all heads share, or None if each head has its own."""
     shapes = files.weights.shapes
     if not files.config.get("original_lm_head") and prefix + _SHARED not in shapes:
         return None
@@ -151,7 +151,7 @@ def _shared_key(files: HeadFiles, prefix: str) -> str | None:
 
 
 def _sizes_without_blocks(files: HeadFiles) -> dict[str, Any]:
-    """What `MedusaNames.sizes` gives, for heads that are the shared LM head alone: only the file's words count them."""
+    """Returns `MedusaNames.sizes` of a file that holds a shared LM head alone."""
     heads, shape = files.config.get("num_heads"), files.weights.shapes[_SHARED]
     if not isinstance(heads, int) or isinstance(heads, bool) or files.config.get("num_hidden_layers") != 0:
         raise ModelError(
@@ -169,12 +169,11 @@ def _sizes_without_blocks(files: HeadFiles) -> dict[str, Any]:
 
 
 def _stated_vocab_size(config: Mapping[str, Any]) -> Any:
-    """What the configuration says, or what vLLM takes where it does not."""
+    """Returns the configured vocabulary size, or vLLM's default."""
     return config.get("vocab_size", _DEFAULT_VOCAB_SIZE)
 
 
 def _checked(name: str, sizes: dict[str, Any]) -> MedusaConfig:
-    """The configuration from the tensors' sizes."""
     config: MedusaConfig = make_config(MedusaConfig, name, **{key: sizes[key] for key in sizes if key != "rows"})
     return config
 
@@ -187,7 +186,7 @@ def _with_token_map(
     token_map: Tensor,
     shared: Tensor | None,
 ) -> MedusaConfig:
-    """Puts LM heads over part of the vocabulary in their place; those over all of it are cut, as vLLM does."""
+    """Places LM heads over part of the vocabulary; cuts those over all of it, as vLLM does."""
     drafted, rows = token_map.numel(), stored.vocab_size
     full: MedusaConfig = make_config(
         MedusaConfig,
@@ -212,7 +211,7 @@ def _with_token_map(
 def _with_shared_lm_head(
     name: str, stored: MedusaConfig, tensors: dict[str, Tensor], shared: Tensor, target: TargetInfo
 ) -> MedusaConfig:
-    """Shares the target's LM head when this is it, and copies it into each head when it is another one."""
+    """Shares the target's LM head if the file repeats it, and copies any other into each head."""
     known = target.weights
     if known is None:
         logging.getLogger(__name__).warning("%s: its LM head is taken to be the target's", name)
@@ -224,7 +223,6 @@ def _with_shared_lm_head(
 
 
 def _warn(name: str, config: Mapping[str, Any], found: MedusaConfig, *, has_map: bool) -> None:
-    """Warns where the configuration says other than the tensors."""
     counts = {"num_heads": "num_heads", "num_layers": "num_hidden_layers"}
     warn_of_counts(name, config, counts, found)
     # vLLM also takes other names that hold these words.

@@ -231,7 +231,7 @@ class DecoderLayer(nn.Module):
         return torch.promote_types(self.post_attention_norm.dtype, torch.float32)
 
     def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(B, T, 1, Dh / 2) cosines and sines; angles in float64 where the features are, else float32."""
+        """Returns (B, T, 1, Dh / 2) cosines and sines; angles in float64 for float64 features, else float32."""
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         config, device = self.config, positions.device
         if config.rope_scaling is None:
@@ -278,6 +278,6 @@ def unrolled_attention(query: Tensor, starts: Tensor, first: Heads, later: Seque
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of (B, T, heads, Dh), halves paired."""
+    """Applies rotary embedding to (B, T, heads, Dh), halves paired."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)

@@ -87,7 +87,7 @@ class PairLstm(nn.Module):
         return self._layers(pairs.flatten(0, 1).unsqueeze(1)).view(*pairs.shape[:2], self._width)
 
     def _layers(self, pairs: Tensor) -> Tensor:
-        """(B, T, W) of torch's layers; in their own dtype where autocast asks the processor for one that it lacks."""
+        """Returns (B, T, W). Uses the weights' dtype if the processor lacks autocast's dtype."""
         assert self.weights is not None, "only what drafts is split"
         keeps_dtype = torch.is_autocast_enabled("cpu") and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
         with torch.autocast("cpu", enabled=False) if keeps_dtype else nullcontext():
@@ -136,12 +136,12 @@ class PairLstm(nn.Module):
         self.weights = None
 
     def _weights(self, layer: int) -> tuple[Tensor, Tensor]:
-        """(4 W, ...) of the input and of h."""
+        """Returns the (4 W, ...) weights of the input and of h."""
         assert self.weights is not None, "only what drafts is split"
         return getattr(self.weights, f"weight_ih_l{layer}"), getattr(self.weights, f"weight_hh_l{layer}")
 
     def _biases(self, layer: int) -> tuple[Tensor | None, Tensor | None]:
-        """(4 W,) that go with the input and with h; both with the input in mode "per_position", where h is zero."""
+        """Returns (4 W,) for the input and for h; mode "per_position" adds both to the input, as h is zero."""
         assert self.weights is not None, "only what drafts is split"
         if not self.weights.bias:
             return None, None
@@ -149,14 +149,14 @@ class PairLstm(nn.Module):
         return (of_input + of_hidden, None) if self._mode == "per_position" else (of_input, of_hidden)
 
     def _of_input(self, layer: int, x: Tensor) -> Tensor:
-        """(..., 4 W), the input's part of the gates."""
+        """Returns (..., 4 W), the input's part of the gates."""
         if len(self.cells):
             result: Tensor = self.cells[layer][0](x)  # type: ignore[index]
             return result
         return linear(x, self._weights(layer)[0], self._biases(layer)[0])
 
     def _of_hidden(self, layer: int, h: Tensor) -> Tensor:
-        """(..., 4 W), the part of h, in mode "recurrent"."""
+        """Returns (..., 4 W), the part of h, in mode "recurrent"."""
         if len(self.cells):
             result: Tensor = self.cells[layer][1](h)  # type: ignore[index]
             return result
@@ -164,7 +164,7 @@ class PairLstm(nn.Module):
 
 
 def _activated(gates: Tensor, c: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(..., W) each, h and c after a position; c: before it, None for zeros."""
+    """Returns (..., W) each, h and c after a position; c: before the position, None for zeros."""
     take, keep, new, show = gates.chunk(4, dim=-1)
     c = take.sigmoid() * new.tanh() + (0.0 if c is None else keep.sigmoid() * c)
     return show.sigmoid() * c.tanh(), c

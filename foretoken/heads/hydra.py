@@ -204,11 +204,9 @@ class HydraHeads(StepHead):
         )
 
     def _first_blocks(self) -> list[FirstBlock]:
-        """The first blocks by their type."""
         return [block for block in self.first if isinstance(block, FirstBlock)]
 
     def _dropped(self, x: Tensor) -> Tensor:
-        """The input with dropout, while training."""
         return dropout(x, self.config.dropout) if self.training and self.config.dropout else x
 
 

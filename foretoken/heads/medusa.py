@@ -41,17 +41,15 @@ def part_of(stack: nn.Parameter, index: int) -> Tensor:
 
 
 class _Part(torch.autograd.Function):
-    """See `part_of`."""
+    """One part of a stack of parameters, without a copy; the backward pass adds to the stack's gradient in place."""
 
     @staticmethod
     def forward(ctx: Any, stack: nn.Parameter, index: int) -> Tensor:
-        """The part, without a copy."""
         ctx.stack, ctx.index = stack, index
         return stack.detach()[index]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
-        """Adds to the gradient in place."""
         stack = ctx.stack
         if stack.grad is None:
             stack.grad = torch.zeros_like(stack)
@@ -222,7 +220,7 @@ class MedusaHeads(StepHead):
         return self.whole_vocabulary((hidden @ self.lm_head[:count].transpose(1, 2)).transpose(0, 1))
 
     def _all_hidden(self, features: Tensor, parts: TargetParts, count: int) -> Tensor:
-        """(C, B, E), what the first LM heads read."""
+        """Returns (C, B, E), the inputs of the first LM heads."""
         if self._quick_blocks:
             return torch.stack([self.step(index, features, features, parts)[1] for index in range(count)])
         hidden = features.expand(count, *features.shape)

@@ -170,7 +170,7 @@ def rms_scaled(x: Tensor, epsilon: float) -> Tensor:
 
 
 def _of(modules: nn.ModuleList, index: int) -> nn.Module:
-    """A stage's module; the last one serves all further stages where weights are tied."""
+    """Returns a stage's module; with tied weights the last one serves all further stages."""
     return modules[min(index, len(modules) - 1)]
 
 

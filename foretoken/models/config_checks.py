@@ -112,7 +112,7 @@ def end_tokens(generation_config: Any, config: Any, *, vocab_size: int, name: st
 
 
 def _is_bitsandbytes(settings: Any) -> bool:
-    """Whether it is of the time before configurations named their method."""
+    """Recognises bitsandbytes settings of the time before configurations named their method."""
     return isinstance(settings, dict) and bool(settings.get("load_in_8bit") or settings.get("load_in_4bit"))
 
 
@@ -207,7 +207,7 @@ def indexed_files(index: Path) -> list[Path]:
 
 
 def _is_hub_id(name: str) -> bool:
-    """Whether a name that is no directory is meant for the hub: it has that form and is not near local models."""
+    """Decides whether a name is meant for the hub: it has that form and no local model is near."""
     path = Path(name)
     if not _HUB_ID.fullmatch(name) or path.exists():
         return False
@@ -215,7 +215,7 @@ def _is_hub_id(name: str) -> bool:
 
 
 def _nearby(directory: Path) -> str:
-    """Names of model directories beside a missing one."""
+    """Returns the names of model directories beside a missing one."""
     known = {path.name: str(path) for path in _model_directories(directory.parent)}
     close = get_close_matches(directory.name, known, n=1, cutoff=0.5)
     question = f"Did you mean '{known[close[0]]}'? " if close else ""
@@ -223,5 +223,4 @@ def _nearby(directory: Path) -> str:
 
 
 def _model_directories(parent: Path) -> list[Path]:
-    """Directories in `parent` that hold a model."""
     return [path for path in parent.iterdir() if (path / "config.json").is_file()] if parent.is_dir() else []

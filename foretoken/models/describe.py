@@ -150,7 +150,7 @@ def describe_directory(directory: Path) -> dict[str, Any]:
 def _facts(
     directory: Path, paths: list[Path], architecture: str, sizes: Mapping[str, int | None], target: str
 ) -> dict[str, Any]:
-    """The facts in order; paths: of the weights, target: whether it can be one."""
+    """Returns the facts in order; paths: files with weights, target: whether the model can be a target."""
     num_parameters, dtypes = _weights(paths)
     twin = read_twin_record(read_json_object(directory / "config.json"), str(directory))
     return {
@@ -167,13 +167,12 @@ def _facts(
 
 
 def _keys(path: Path) -> list[str]:
-    """Names of a file's tensors."""
     with safe_open(path, framework="np") as file:
         return list(file.keys())
 
 
 def _weights(paths: list[Path]) -> tuple[int, set[str]]:
-    """Number of parameters and their dtypes over several safetensors files."""
+    """Returns the number of parameters and their dtypes over several safetensors files."""
     total, dtypes = 0, set()
     for path in paths:
         for header in tensor_headers(path).values():

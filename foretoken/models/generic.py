@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class _ExitError(Exception):
-    """Carries (1, M, D), what the last block that runs gives, out of the model's forward."""
+    """Carries (1, M, D), the output of the last block that runs, out of the model's forward."""
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class EarlyExit:
 
 
 def _exit_after(number: int) -> Callable[[Any, Any, Any], None]:
-    """A hook on the block that is the `number`-th, from 1 on."""
+    """Returns a hook for block `number`, counted from 1."""
 
     def hook(module: Any, args: Any, output: Any) -> None:
         del module, args

@@ -29,13 +29,13 @@ class _Architecture:
     """How an architecture differs from Llama.
 
     Attributes:
-        norms: Names of a layer's norms: before attention, after it, before the feed-forward layer, after it; None where
-            there is none.
-        norm_offset: What is added to a norm's weight.
+        norms: Names of a layer's norms before and after attention, before and after the feed-forward layer; None
+            without a norm.
+        norm_offset: Added to a norm's weight.
         activation: The configuration's entry that names the activation.
-        window: Where the sliding window of a layer is found: "none", "config" (the same for all layers), or "layer"
+        window: Source of the sliding window: "none", "config" (one for all layers), or "layer"
             (`self_attn.sliding_window`).
-        softcap: Whether attention scores are capped as the configuration says.
+        softcap: Whether the configuration caps attention scores.
     """
 
     norms: tuple[str | None, str | None, str | None, str | None] = (
@@ -106,11 +106,7 @@ def read_weights(model: LoadedModel, num_positions: int) -> LeanWeights:
 
 
 def _known_architecture(module: Any, config: Any) -> _Architecture:
-    """The architecture of a model.
-
-    Raises:
-        UnsuitableError: Naming the first thing that is not known.
-    """
+    """Returns the architecture of a model; raises `UnsuitableError` for the first unknown part."""
     name = type(module).__name__
     if name not in _ARCHITECTURES or not _is_of_transformers(module):
         raise UnsuitableError(f"{name} is not among the architectures it knows.")
@@ -140,25 +136,23 @@ def _known_architecture(module: Any, config: Any) -> _Architecture:
 
 
 def _projections(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Everything in a model that multiplies by a weight, but for its embedding and LM head."""
+    """Returns all modules that multiply by a weight, except embedding and LM head."""
     for key, part in module.named_modules():
         if key.endswith(("_proj", ".c_fc", ".mlp.gate", ".mlp.experts")):
             yield key, part
 
 
 def _is_plain(part: nn.Module) -> bool:
-    """Whether a part is unchanged from transformers: a linear layer, a router or experts."""
     is_own = type(part).__name__.endswith(("Experts", "TopKRouter")) and _is_of_transformers(part)
     return type(part) is nn.Linear or is_own
 
 
 def _is_of_transformers(part: nn.Module) -> bool:
-    """Whether a module's class comes from transformers."""
     return type(part).__module__.startswith("transformers.")
 
 
 class _RotaryTables:
-    """Cosines and sines of all positions as the model's own module computes them, made once for each kind of layer."""
+    """Cosines and sines of all positions from the model's own module, computed once for each kind of layer."""
 
     def __init__(self, module: Any, num_positions: int, model: LoadedModel) -> None:
         self._module, self._model = module, model
@@ -166,10 +160,7 @@ class _RotaryTables:
         self._known: dict[str | None, Rotary] = {}
 
     def of(self, kind: str | None) -> Rotary:
-        """(P, R / 2) float32 each, for a kind of layer, or for all layers when None.
-
-        Both halves of what is rotated turn by the same angles, so half of what the module gives is enough.
-        """
+        """Returns (P, R / 2) float32 each; kind: of layer, None for all. Both halves turn by the same angles."""
         if kind not in self._known:
             kinds = () if kind is None else (kind,)
             with torch.inference_mode():
@@ -183,7 +174,6 @@ class _RotaryTables:
 
 
 def _block(layer: Any, config: Any, index: int, architecture: _Architecture, tables: _RotaryTables) -> Block:
-    """One layer."""
     attention, offset = layer.self_attn, architecture.norm_offset
     head_dim = attention.head_dim
     sizes = [config.num_attention_heads * head_dim, *[config.num_key_value_heads * head_dim] * 2]
@@ -223,7 +213,7 @@ def _block(layer: Any, config: Any, index: int, architecture: _Architecture, tab
 
 
 def _rotary(attention: Any, config: Any, index: int, tables: _RotaryTables) -> Rotary | None:
-    """The rotation of a layer: none (SmolLM3), one for all, or one for each kind of layer (Gemma 3)."""
+    """Returns the rotation of a layer: none (SmolLM3), one for all, or one for each kind of layer (Gemma 3)."""
     if not getattr(attention, "use_rope", True):
         return None
     by_kind = any(isinstance(part, dict) for part in (config.rope_parameters or {}).values())
@@ -231,7 +221,6 @@ def _rotary(attention: Any, config: Any, index: int, tables: _RotaryTables) -> R
 
 
 def _mlp(module: Any) -> FeedForward | Experts:
-    """The feed-forward part of a layer, whatever its architecture calls the matrices."""
     if hasattr(module, "experts"):
         experts, router = module.experts, module.gate
         return Experts(
@@ -249,7 +238,7 @@ def _mlp(module: Any) -> FeedForward | Experts:
 
 
 def _matrices(owner: Any, names: tuple[str, ...], joined: str, sizes: list[int]) -> list[Matrix]:
-    """Projections that a module holds one by one, or joined in one whose rows are theirs in order."""
+    """Returns projections that a module holds separately, or joined in one matrix with their rows in order."""
     if not hasattr(owner, joined):
         return [_matrix(getattr(owner, name)) for name in names]
     whole = getattr(owner, joined)
@@ -259,12 +248,10 @@ def _matrices(owner: Any, names: tuple[str, ...], joined: str, sizes: list[int])
 
 
 def _matrix(linear: Any) -> Matrix:
-    """A linear layer's own parameters."""
     return Matrix(weight=linear.weight, bias=linear.bias)
 
 
 def _norm(module: Any, offset: float = 0.0) -> Norm:
-    """A norm with its weight in float32, or in float64 where the model is."""
     is_layer_norm = isinstance(module, nn.LayerNorm)
     epsilon = module.eps if hasattr(module, "eps") else module.variance_epsilon
     bias = _wide(module.bias) if is_layer_norm and module.bias is not None else None
@@ -278,5 +265,5 @@ def _norm(module: Any, offset: float = 0.0) -> Norm:
 
 
 def _wide(parameter: Tensor) -> Tensor:
-    """A parameter in at least float32; its own memory where it is that already."""
+    """Returns a parameter in at least float32, without a copy if it is already."""
     return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32)).contiguous()

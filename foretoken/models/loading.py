@@ -208,7 +208,7 @@ def wrap_model(module: Any, *, name: str, dtype: str = "auto", device: str = "au
 
 
 def _ready(module: Any, name: str) -> LoadedModel:
-    """A model that is ours, set up for passes over a slot cache, in place; see `wrap_model` for what it raises."""
+    """Prepares a model in place for passes over a slot cache."""
     config = module.config.get_text_config()
     check_architecture(module.config, name, is_stateful=bool(getattr(module, "_is_stateful", False)))
     module.eval()
@@ -231,11 +231,6 @@ def _ready(module: Any, name: str) -> LoadedModel:
 
 
 def _plug_in(module: Any, name: str) -> None:
-    """Sends the model's attention to ours.
-
-    Raises:
-        ModelError: When its architecture knows no other attention than its own.
-    """
     if adapt_attention(module):
         module.config._attn_implementation = "eager"
         return
@@ -301,7 +296,6 @@ def load_config(name: str, revision: str | None = None) -> Any:
 
 
 def _refusal(what: str, error: Exception) -> str:
-    """Returns the sentence that says why transformers cannot load a part of a model."""
     if "trust_remote_code" not in str(error):
         return f"{what} cannot be read: {one_line(error)}."
     return (
@@ -321,11 +315,10 @@ def load_generation_values(name: str) -> dict[str, Any]:
 
 
 def _context_len(config: Any) -> int:
-    """Positions at which a token's embedding depends on nothing but its position.
+    """Returns the number of positions at which a token's embedding depends on its position alone.
 
-    LongRoPE has two sets of frequencies and takes the long one for the whole batch once any position is past the
-    pretrained length: other sequences of the batch and drafted nodes would change a sequence's text, so the context
-    ends before that.
+    LongRoPE has two sets of frequencies. One position past the pretrained length switches the whole batch to the long
+    set, so other sequences and drafted nodes would change a text. The context therefore ends before that length.
     """
     longest = int(getattr(config, "max_position_embeddings", None) or 4096)
     rope = getattr(config, "rope_parameters", None) or {}

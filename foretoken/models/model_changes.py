@@ -46,7 +46,6 @@ def _module_structure(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _settings(attributes: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Returns the attributes with plain values."""
     return [(key, value) for key, value in attributes.items() if type(value) in _SETTINGS and key != "training"]
 
 
@@ -116,7 +115,6 @@ _alive: WeakValueDictionary[int, WeightWrites] = WeakValueDictionary()
 
 @cache
 def _see_optimizers() -> None:
-    """Registers `_count_step` for all optimizers of this process."""
     register_optimizer_step_post_hook(_count_step)
 
 

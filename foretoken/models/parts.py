@@ -96,7 +96,7 @@ def target_parts(
 
 
 def _native(embedding: Any, head: LmHead) -> NativeParts | None:
-    """What is said of the modules; None where they are no native layer and no table of rows."""
+    """Describes the modules for the native kernels; None unless they are a native layer and a table of rows."""
     scale = getattr(embedding, "embed_scale", None)
     is_table = type(embedding) is nn.Embedding or scale is not None
     if not is_table or not isinstance(head.layer, NativeLinear):
@@ -106,20 +106,20 @@ def _native(embedding: Any, head: LmHead) -> NativeParts | None:
 
 
 def _casting(embedding: Any, head: Any, own: torch.dtype, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The modules themselves for a caller that computes in another dtype; our native linear layers take any."""
+    """Returns the modules for a caller of another dtype; our native linear layers take any."""
     takes_any = own == dtype or isinstance(head, NativeLinear)
     return lambda tokens: embedding(tokens).to(dtype), head if takes_any else lambda x: head(x.to(own))
 
 
 def _frozen(embedding: Any, head: Any) -> tuple[Any, Any]:
-    """The modules without gradients for weights: one for the LM head's costs as much as the one for its input."""
+    """Returns the modules without weight gradients; for an LM head they would double the cost."""
     is_plain = type(head) is nn.Linear  # others may compute anything from their weight
     frozen = linear_layer(head.weight, head.bias) if is_plain else head
     return lambda tokens: embedding(tokens).detach(), frozen
 
 
 def _converted(embedding: Any, head: Any, dtype: torch.dtype) -> tuple[Any, nn.Linear]:
-    """Copies in another dtype; tied weights stay one copy."""
+    """Copies the modules to another dtype; tied weights stay one copy."""
     is_tied = embedding.weight is head.weight
     bias = None if head.bias is None else head.bias.to(dtype)
     copy = linear_layer(head.weight.to(dtype), bias)
@@ -135,13 +135,12 @@ def _converted(embedding: Any, head: Any, dtype: torch.dtype) -> tuple[Any, nn.L
 
 
 def _logits_shape(config: Any) -> tuple[float, float | None]:
-    """What the target does to its LM head's output: a factor, and c in c tanh(logit / c)."""
+    """Returns the target's scale of logits, and c of c tanh(logit / c)."""
     cap = getattr(config, "final_logit_softcapping", None)
     factor = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
     return factor, cap
 
 
 def _shaped(logits: Tensor, factor: float, cap: float | None) -> Tensor:
-    """The target's logits from its LM head's output."""
     logits = logits if factor == 1.0 else logits * factor
     return logits if cap is None else torch.tanh(logits / cap) * cap

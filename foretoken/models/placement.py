@@ -80,7 +80,6 @@ def resolve_device(device: str) -> torch.device:
 
 
 def _what_lacks(device: str, err: Exception) -> str:
-    """Why torch cannot compute on a device; err: what it raised."""
     device_type = device.partition(":")[0]
     if device_type == "meta":
         return "it holds shapes and no numbers"
@@ -94,7 +93,6 @@ def _what_lacks(device: str, err: Exception) -> str:
 
 
 def _usable_devices(accelerator: torch.device | None) -> str:
-    """What can be asked for on this machine, and how there would be more."""
     if accelerator is not None:
         return f"Expected 'auto', 'cpu' or '{accelerator.type}', also with an index of a device that is there."
     return (
@@ -125,7 +123,7 @@ def gather_weights(module: nn.Module) -> None:
 
 
 def _gather(weights: list[Tensor]) -> None:
-    """Moves some weights of one dtype into one allocation."""
+    """Moves weights of one dtype into one allocation."""
     step = _ALIGNMENT // weights[0].itemsize
     starts = [0]
     for weight in weights:

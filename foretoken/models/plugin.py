@@ -126,11 +126,9 @@ def _attention(
     s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The function transformers calls in every attention layer; most models pass the window, some only hold it.
+    """Computes attention for transformers, in every attention layer of a pass of ours.
 
-    Raises:
-        ModelError: When the layer has a mask, a bias or a choice of keys of its own, which a tree would lose, or
-            when the model is called outside a pass of ours.
+    Raises `ModelError` for a mask, bias or choice of keys of the layer's own, which a tree would lose.
     """
     forward_pass = current_pass()
     if forward_pass is None or forward_pass.layout is None:
@@ -195,7 +193,7 @@ def adapt_attention(model: nn.Module) -> bool:
 def _from_scores(
     layer: Any, own: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None
 ) -> tuple[Tensor, None]:
-    """Stands for `_attn`: (1, H, M, E) queries, keys and values as the cache gave them, to (1, H, M, E)."""
+    """Replaces `_attn`; takes and returns (1, H, M, E)."""
     layout = current_layout()
     if layout is None:
         result: tuple[Tensor, None] = own(query, key, value, attention_mask)
@@ -211,7 +209,7 @@ def _from_scores(
 def _falcon(
     layer: Any, own: Callable[..., Any], hidden_states: Tensor, alibi: Tensor | None, attention_mask: Any, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """Stands for the forward of a Falcon attention with rotary positions."""
+    """Replaces the forward of a Falcon attention with rotary positions."""
     from transformers.models.falcon.modeling_falcon import apply_rotary_pos_emb
 
     layout, cache = current_layout(), kwargs.get("layer_past")

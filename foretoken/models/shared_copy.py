@@ -39,11 +39,7 @@ def shared_copy(model: Any) -> Any:
 
 
 def _plain_model(model: Any) -> PreTrainedModel:
-    """The transformers model within wrappers that leave its arithmetic as it is.
-
-    Raises:
-        ModelError: When there is none that can be run.
-    """
+    """Returns the transformers model inside wrappers that leave its arithmetic as it is."""
     model = getattr(model, "_orig_mod", model)  # torch.compile
     name = type(model).__name__
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
@@ -76,7 +72,7 @@ def _plain_model(model: Any) -> PreTrainedModel:
 
 
 def _kept_as_they_are(source: nn.Module) -> dict[int, Any]:
-    """The memo of `copy.deepcopy` by which tensors are shared, and hooks called instead of copied."""
+    """Returns the memo that makes `copy.deepcopy` share tensors, and hooks, which are not copied."""
     inside = {id(module) for module in source.modules()}
     memo: dict[int, Any] = {}
     for module in source.modules():
@@ -97,7 +93,7 @@ def _kept_as_they_are(source: nn.Module) -> dict[int, Any]:
 
 
 def _alias(parameter: nn.Parameter) -> nn.Parameter:
-    """Another parameter over the same memory; subclasses, which quantised layers use, are shared as they are."""
+    """Returns another parameter over the same memory; shares subclasses, which quantised layers use, as they are."""
     if type(parameter) is not nn.Parameter:
         return parameter
     with torch.no_grad():

@@ -149,11 +149,7 @@ def find_final_norm(model: nn.Module, blocks: Sequence[nn.Module]) -> nn.Module:
 
 
 def _prove(model: nn.Module, num_layers: int, wanted: Sequence[Tap]) -> None:
-    """Compares every tap with the hidden states that the model itself reports.
-
-    Raises:
-        ModelError: Naming the first tap that differs.
-    """
+    """Compares every tap with the hidden states that the model itself reports."""
     with running(ForwardPass(layout=None)) as forward_pass:
         states = run_plain(model, _PROBE, output_hidden_states=True).hidden_states
     for tap in wanted:
@@ -175,7 +171,6 @@ def first_output(output: Any) -> Tensor:
 
 
 def _input_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Leaves the first block's input as tap 0."""
     del module
     forward_pass = current_pass()
     if forward_pass is not None:
@@ -183,8 +178,6 @@ def _input_hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _output_hook(tap: Tap) -> Callable[[nn.Module, Any, Any], None]:
-    """A hook that leaves a module's output as a tap."""
-
     def hook(module: nn.Module, args: Any, output: Any) -> None:
         del module, args
         forward_pass = current_pass()

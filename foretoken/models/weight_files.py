@@ -155,7 +155,7 @@ def check_total(name: str, config: Any, headers: dict[str, TensorHeader]) -> Non
 
 
 def _wanted_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes of the weights of an architecture, tied ones once; nothing where it cannot be built."""
+    """Returns the shapes of an architecture's weights, tied ones once; empty if it cannot be built."""
     module = meta_model(config)
     return {} if module is None else untied_shapes(module)
 

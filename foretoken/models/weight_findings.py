@@ -83,7 +83,7 @@ def weight_findings(directory: Path) -> WeightFindings:
 
 
 def _told(check: Callable[[], None]) -> str | None:
-    """What a check says against the files; None where it passes."""
+    """Returns the error of a check; None if it passes."""
     try:
         check()
     except ModelError as err:
@@ -92,13 +92,12 @@ def _told(check: Callable[[], None]) -> str | None:
 
 
 def _named(key: str, used: set[str], prefix: str) -> str:
-    """The architecture's name of a tensor: files may leave out its prefix, or have it where there is none."""
+    """Returns the architecture's name of a tensor; files may omit or add its prefix."""
     names = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
     return next((name for name in names if name in used), key)
 
 
 def _not_finite(directory: Path) -> Iterator[str]:
-    """Tensors with numbers that are not finite, of all files."""
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a mapping

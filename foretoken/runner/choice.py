@@ -84,8 +84,6 @@ def ranked(costs: Mapping[str, PassCosts], widths: PassWidths) -> list[tuple[str
 
 
 def _comparison(name: str, costs: Mapping[str, PassCosts], widths: PassWidths) -> str:
-    """What passes of a decoder cost, and those of the others."""
-
     def milliseconds(each: str) -> str:
         values = [1e3 * seconds for _, seconds in widths.passes(costs[each])]
         return " / ".join(f"{value:.0f}" if value >= 10 else f"{value:.2g}" for value in values)
@@ -173,18 +171,9 @@ def likely_decoder(model: LoadedModel, runner: str, widths: PassWidths, *, costs
 
 
 class _Candidates:
-    """Decoders that may be used.
-
-    Attributes:
-        reasons: Why some do not, each reason with the names of those.
-    """
+    """The decoders that may be used; `reasons` says why others may not, each with their names."""
 
     def __init__(self, model: LoadedModel, runner: str, widths: PassWidths, costs: Callable[[str], PassCosts]) -> None:
-        """See `choose_decoder`.
-
-        Raises:
-            ConfigError: When there is no such runner.
-        """
         if runner not in RUNNERS:
             raise ConfigError(f"runner '{runner}' does not exist. {nearest_name_hint(runner, RUNNERS)}")
         self._model, self._runner, self._widths, self._costs = model, runner, widths, costs
@@ -192,10 +181,7 @@ class _Candidates:
         self._generic_error: ModelError | None = None
 
     def in_order(self) -> Iterator[tuple[str, str]]:
-        """Names, the one that should be used first, each with what its passes cost where they were compared.
-
-        Nothing is measured before the names that come earlier have been refused.
-        """
+        """Yields names, the preferred one first, and the measured costs that were compared. Measures lazily."""
         for group in self._groups():
             fitting = [name for name in group if len(group) == 1 or self._is_known(name)]
             costs, unmeasured = {}, []
@@ -212,23 +198,21 @@ class _Candidates:
             yield from ((name, f"{name} is used: its passes could not be timed") for name in unmeasured)
 
     def refuse(self, name: str, err: ModelError) -> None:
-        """Notes why a decoder is not used."""
         self.reasons.setdefault(str(err), []).append(name)
         if name == "generic":
             self._generic_error = err.with_traceback(None)  # whose frames hold the decoder and its cache
 
     def refusals(self) -> str:
-        """Who was refused, and why."""
         return " ".join(f"{', '.join(names)}: {reason}" for reason, names in self.reasons.items())
 
     def failure(self) -> ModelError:
-        """The error when none is left: the generic runner's where it was asked, which any causal LM should fit."""
+        """Returns the error when no decoder is left: the generic decoder's, if that was tried."""
         return self._generic_error or ModelError(
             f"runner '{self._runner}' cannot run '{self._model.name}'. {self.refusals()}"
         )
 
     def _groups(self) -> list[list[str]]:
-        """Names that are compared with each other; a later group is used only where no one of an earlier one does."""
+        """Returns names that are compared with each other; a later group only serves if no earlier decoder does."""
         if self._runner in DECODERS:
             return [[self._runner]]
         names = [name for name in decoders_for(self._model) if name != "generic" or self._runner != "lean"]
@@ -237,7 +221,7 @@ class _Candidates:
         return [[name for name in names if name in EXACT], [name for name in names if name not in EXACT]]
 
     def _is_known(self, name: str) -> bool:
-        """Whether a decoder knows the model's architecture; else notes why not."""
+        """Decides whether a decoder knows the model's architecture; notes the reason otherwise."""
         try:
             check_architecture(name, self._model)
         except ModelError as err:
@@ -247,7 +231,7 @@ class _Candidates:
 
 
 def _why_alone(name: str, runner: str) -> str:
-    """Why there was nothing to compare."""
+    """Returns why there was nothing to compare."""
     if name == runner:
         return "it was asked for"
     is_promised = name in EXACT and runner != "fastest"
@@ -255,7 +239,6 @@ def _why_alone(name: str, runner: str) -> str:
 
 
 def _say_once(level: int, message: str) -> None:
-    """Logs a message that has not been logged before."""
     if message not in _said:
         _said.add(message)
         _log.log(level, "%s", message)

@@ -124,18 +124,18 @@ class CostCurve:
             self._seconds[index] = known * (1 + _LEARNING_RATE * change)
 
     def _rising(self) -> list[float]:
-        """Seconds at the measured widths, none more than at a wider one."""
+        """Returns seconds at the measured widths, none more than at a wider one."""
         return [*accumulate(reversed(self._seconds), min)][::-1]
 
     def _slope(self, rising: Sequence[float]) -> float:
-        """Seconds of a token past the last measured width; rising: see `_rising`."""
+        """Returns seconds of one token beyond the widest measured pass."""
         if len(rising) == 1:
             return 0.0
         return (rising[-1] - rising[-2]) / (self._widths[-1] - self._widths[-2])
 
 
 def _fastest(run: Callable[[int], None], width: int) -> float:
-    """Seconds of the fastest of several passes in a row: decoding repeats a width too, and finds its caches warm."""
+    """Returns the seconds of the fastest of several passes in a row: decoding also finds caches warm."""
     begin, best = time.perf_counter(), float("inf")
     while best == float("inf") or time.perf_counter() - begin < _BURST_S:
         start = time.perf_counter()
@@ -175,7 +175,7 @@ def keep_points(key: str, points: Mapping[str, Sequence[tuple[int, float]]]) -> 
 
 
 def _is_likely(curve: Any, allowed: Sequence[int]) -> bool:
-    """Whether a curve of the file can be true: some of the widths, from the first one on, and their seconds."""
+    """Decides whether a stored curve can be true: some of the widths, from the first on, with their seconds."""
     if not isinstance(curve, dict):
         return False
     widths: Any = curve.get("widths")
@@ -271,21 +271,9 @@ def measure_costs(model: LoadedModel, decoder: str, *, limit_s: float = LIMIT_S)
 
 
 class _Passes:
-    """Passes to be timed, made as the engine makes them; tokens differ, so that a mixture of experts uses many.
-
-    Attributes:
-        tree_widths: Nodes of the trees that fit the cache.
-        prompt_widths: Tokens of the chunks that fit cache and model.
-    """
+    """Passes like the engine's, to be timed. Tokens differ, so that a mixture of experts uses many experts."""
 
     def __init__(self, model: LoadedModel, cache: SlotCache, decoder: Decoder) -> None:
-        """Takes trees that are chains: a mask is made for them as for any tree.
-
-        Args:
-            model: What is run.
-            cache: All of it is scratch.
-            decoder: Made for the cache.
-        """
         self._cache, self._decoder, self._device = cache, decoder, model.device
         self._prefix = min(_PREFIX, model.context_len // 2, cache.capacity // 2)
         self._last_position = min(model.context_len, cache.capacity) - 1
@@ -296,35 +284,29 @@ class _Passes:
         self._roots = {width: TokenTree.roots(self._tokens[:width], device=self._device) for width in _STEP_WIDTHS}
 
     def tree(self, width: int) -> None:
-        """One sequence's tree."""
         self._verify(self._chains[width])
 
     def step(self, width: int) -> None:
-        """One token of each sequence."""
         self._verify(self._roots[width])
 
     def prompt(self, width: int) -> None:
-        """The beginning of one sequence's prompt."""
         tokens = self._tokens[:width]
         self._run(Pass.of_chains([tokens], slots=[0], prefix_lens=[0], device=self._device))
 
     def _chain(self, width: int) -> TokenTree:
-        """One sequence's tree of so many nodes."""
         return TokenTree.from_rows([TreeRow(self._tokens[:width], range(-1, width - 1))], device=self._device)
 
     def _verify(self, tree: TokenTree) -> None:
-        """A verification."""
         slots, prefix_lens = range(tree.batch_size), [self._prefix] * tree.batch_size
         self._run(Pass.of_tree(tree, slots=slots, prefix_lens=prefix_lens, last_position=self._last_position))
 
     def _run(self, work: Pass) -> None:
-        """A pass, to its end."""
         self._decoder.run(work)
         self._cache.values[-1][0, 0, 0, 0].item()  # waits for an accelerator
 
 
 def _key(model: LoadedModel, decoder: str) -> str:
-    """Names what the costs depend on: machine, threads, versions, decoder and the sizes of the model."""
+    """Names what the costs depend on: machine, threads, versions, decoder and sizes of the model."""
     sizes = {name: value for name, value in model.config.to_dict().items() if isinstance(value, int)}
     facts = {
         "format": _FORMAT,

@@ -90,7 +90,6 @@ def check_tree_attention(model: LoadedModel, decoder: Decoder, cache: SlotCache,
 
 
 def _check(tested: _Tested) -> None:
-    """See `check_tree_attention`."""
     model, decoder = tested.model, tested.decoder
     if decoder.name == "generic":  # the others read windows from the configuration themselves
         _check_windows(tested)
@@ -114,8 +113,6 @@ def _check(tested: _Tested) -> None:
 
 
 class _Tested(NamedTuple):
-    """What is tested; see `check_tree_attention`."""
-
     model: LoadedModel
     decoder: Decoder
     slots: Sequence[int]
@@ -123,11 +120,10 @@ class _Tested(NamedTuple):
     context_len: int
 
     def prefill(self, slot: int, tokens: Sequence[int]) -> None:
-        """Feeds a prompt."""
         self.decoder.run(Pass.of_chains([tokens], slots=[slot], prefix_lens=[0], device=self.model.device))
 
     def verify(self, slots: Sequence[int], lengths: Sequence[int], tree: TokenTree) -> Tensor:
-        """(M, V) logits at the nodes of trees, without padding, one tree after another."""
+        """Returns (M, V) logits at the nodes of the trees, one tree after another, without padding."""
         work = Pass.of_tree(tree, slots=slots, prefix_lens=lengths, last_position=self.last_position)
         logits = self.decoder.run(work).logits
         assert logits is not None, "a verification gives all logits"
@@ -135,12 +131,9 @@ class _Tested(NamedTuple):
 
 
 def _errors(tested: _Tested, first_token: int) -> list[float]:
-    """Greatest relative error of a node's logits against an ordinary forward of its path, for each sequence.
+    """Returns each sequence's largest relative error of a node's logits against an ordinary forward of the node's path.
 
-    A cache of a single slot is never given a batch, and is tested with one sequence.
-
-    Raises:
-        ModelError: When some logits are not numbers.
+    A cache of a single slot is tested with one sequence. Raises `ModelError` for logits that are not finite.
     """
     model, slots = tested.model, tested.slots
     module = model.module
@@ -173,7 +166,7 @@ def _errors(tested: _Tested, first_token: int) -> list[float]:
 
 
 def _refusing(model: nn.Module, what: str, advice: str) -> AbstractContextManager[None]:
-    """Turns whatever a model raises into a `ModelError` that says what it cannot do; memory errors go through."""
+    """Turns errors of a model into a `ModelError`, except memory errors."""
     return foreign_errors_as(
         ModelError,
         lambda err: f"{type(model).__name__} {what} ({one_line(err)}). {advice}",
@@ -182,15 +175,12 @@ def _refusing(model: nn.Module, what: str, advice: str) -> AbstractContextManage
 
 
 def _comparable(logits: Tensor) -> Tensor:
-    """Logits without the entries, -inf or nearly, by which a model forbids tokens: their norm would hide all others."""
+    """Drops entries of about -inf, by which a model forbids tokens: their norm would hide all others."""
     return logits.masked_fill(logits < -1e4, 0.0)
 
 
 def _check_windows(tested: _Tested) -> None:
-    """Every layer that the configuration calls sliding must hand its window to attention.
-
-    The trees of the self-test are shorter than any real window, so a lost one does not show in their logits.
-    """
+    """Checks that every sliding layer hands its window to attention: test trees are too short to show a lost one."""
     config: Any = tested.model.config
     seen: dict[int, int | None] = {}
 

@@ -279,20 +279,11 @@ class Runner:
         self.cache.copy_rows(source, slot, length)
 
     def _use(self, decoder: Decoder) -> None:
-        """Makes a decoder run all later passes."""
         self._decoder = decoder
         self._tree_drafting = decoder if isinstance(decoder, TreeDrafting) else None
 
     def _placed(self, work: Pass, num_drafted: int = 0) -> Pass:
-        """The pass over the places in the cache where its slots have their rows.
-
-        Args:
-            work: The pass.
-            num_drafted: Nodes drafted behind its own, whose rows may be a neighbour's where rows are shared.
-
-        Raises:
-            PassError: When a slot has fewer rows.
-        """
+        """Returns the pass over the rows of its slots; num_drafted: nodes drafted behind it."""
         cache = self.cache
         nodes = [end - start for start, end in pairwise(work.node_offsets)]
         for slot, rows in zip(work.slots, map(add, work.prefix_lens, nodes), strict=True):

@@ -81,11 +81,7 @@ def kernels_version() -> str:
 
 
 def _compiler() -> tuple[str, ...]:
-    """The command that compiles: CXX, which may have arguments as in `ccache g++`, or the first compiler there is.
-
-    Raises:
-        UnsuitableError: When there is none.
-    """
+    """Returns the command in CXX, which may have arguments as in `ccache g++`, or the first compiler found."""
     named = os.environ.get("CXX", "").strip()
     try:
         words = [named] if shutil.which(named) else shlex.split(named)
@@ -99,18 +95,13 @@ def _compiler() -> tuple[str, ...]:
 
 
 def _fingerprint(compiler: Sequence[str]) -> str:
-    """Changes with whatever may change the binary: source, flags, compiler and the processor's instructions."""
+    """Returns a digest of all that may change the binary: source, flags, compiler and the processor's instructions."""
     capabilities = sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True)
     parts = [kernels_version(), *_flags(), *compiler, platform.machine(), *capabilities]
     return hashlib.sha256("\n".join(parts).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def _flags() -> tuple[str, ...]:
-    """The compiler's flags on this machine.
-
-    Raises:
-        ConfigError: When FORETOKEN_SANITIZE is neither 0 nor 1.
-    """
     sanitize = os.environ.get("FORETOKEN_SANITIZE", "0")
     if sanitize not in ("0", "1"):
         raise ConfigError(f"FORETOKEN_SANITIZE is '{sanitize}'. Expected 0 or 1.")
@@ -121,7 +112,7 @@ def _flags() -> tuple[str, ...]:
 
 @cache
 def _may_use_tiles() -> bool:
-    """Asks Linux on x86-64 for the tile registers of matrix units (AMX), which a process has to; forks inherit them."""
+    """Asks Linux on x86-64 for this process' use of AMX tile registers; forks inherit the permission."""
     if platform.system() != "Linux" or platform.machine() != "x86_64":  # elsewhere the number is another call's
         return False
     system: Any = ctypes.CDLL(None, use_errno=True)
@@ -133,7 +124,7 @@ def _may_use_tiles() -> bool:
 
 
 def _kept_library(path: Path) -> ctypes.CDLL | None:
-    """The library that was compiled before; None where there is none or it is not what was compiled."""
+    """Returns a library that was compiled before; None if there is none or its digest differs."""
     if not os.path.lexists(path):
         return None
     data, digest = read_kept(path, limit=_MOST_BYTES), read_kept(_digest_path(path), limit=64)
@@ -148,7 +139,7 @@ def _kept_library(path: Path) -> ctypes.CDLL | None:
 
 
 def _workplace(directory: Path | None) -> tempfile.TemporaryDirectory[str]:
-    """A new directory that only this user can enter: in the cache, for /tmp may forbid to run what lies there."""
+    """Creates a directory that only this user can enter, inside the cache because /tmp may be mounted noexec."""
     if directory is not None:
         try:
             return tempfile.TemporaryDirectory(dir=directory)
@@ -158,11 +149,6 @@ def _workplace(directory: Path | None) -> tempfile.TemporaryDirectory[str]:
 
 
 def _compile(compiler: Sequence[str], library: Path) -> None:
-    """Writes the library.
-
-    Raises:
-        UnsuitableError: When the compiler fails.
-    """
     command = [*compiler, *_flags(), str(_SOURCE), "-o", str(library)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     with process, undone_on_error(process.kill):
@@ -176,11 +162,7 @@ def _compile(compiler: Sequence[str], library: Path) -> None:
 
 
 def _printed(process: subprocess.Popen[bytes]) -> bytes:
-    """Returns the output of a compiler; logs at intervals that it is still running.
-
-    Raises:
-        TimeoutExpired: When it does not end.
-    """
+    """Returns the output of a compiler; logs at intervals that it is still running."""
     for seconds in range(_SAYS_SO_S, _TIMEOUT_S + 1, _SAYS_SO_S):
         try:
             return process.communicate(timeout=_SAYS_SO_S)[1]
@@ -190,11 +172,6 @@ def _printed(process: subprocess.Popen[bytes]) -> bytes:
 
 
 def _load(path: Path) -> ctypes.CDLL:
-    """Loads a library.
-
-    Raises:
-        UnsuitableError: When it cannot be loaded or is another one.
-    """
     try:
         library = ctypes.CDLL(str(path))
     except OSError as err:
@@ -206,10 +183,7 @@ def _load(path: Path) -> ctypes.CDLL:
 
 
 def _keep(made: Path, path: Path) -> None:
-    """Moves a library to its place in the cache, and its digest beside it.
-
-    Processes may do so at the same time; one that finds the digest of another's library compiles anew.
-    """
+    """Moves a library and its digest into the cache; if processes mix up a pair, the next one compiles again."""
     try:
         digest = _digest(made.read_bytes())
         made.replace(path)
@@ -219,10 +193,8 @@ def _keep(made: Path, path: Path) -> None:
 
 
 def _digest_path(path: Path) -> Path:
-    """Where the digest of a library is kept."""
     return path.with_suffix(".sha256")
 
 
 def _digest(data: bytes) -> bytes:
-    """What is kept of a library's contents to know them again."""
     return hashlib.sha256(data).hexdigest().encode()

@@ -117,7 +117,7 @@ def prepared_norm(norm: Norm | None, dtype: torch.dtype) -> Norm | None:
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:
-    """The norm over the last dimension, in the dtype of its weights, rounded to that of `x`."""
+    """Returns the norm over the last dimension, computed in the dtype of its weights, rounded to that of `x`."""
     if norm is None:
         return x
     wide, shape = x.to(norm.weight.dtype), norm.weight.shape
@@ -127,14 +127,13 @@ def _normed(x: Tensor, norm: Norm | None) -> Tensor:
 
 
 def _activated(x: Tensor, activation: Activation) -> Tensor:
-    """The activation alone."""
     if activation == "silu":
         return functional.silu(x)
     return functional.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
 
 
 def _normed_and_rotated(x: Tensor, norm: Norm | None, block: Block, turns: Turns) -> Tensor:
-    """(M, heads, D) of (M, heads D)."""
+    """Turns (M, heads D) into (M, heads, D)."""
     size = block.spec.head_dim
     if block.norms_all_heads:
         x = _normed(x, norm).unflatten(1, (x.shape[1] // size, size))
@@ -144,7 +143,7 @@ def _normed_and_rotated(x: Tensor, norm: Norm | None, block: Block, turns: Turns
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary embedding of (M, heads, D), of the first R elements of each head."""
+    """Applies rotary embedding to the first R elements of each head of (M, heads, D)."""
     size = 2 * cos.shape[-1]
     turned, rest = (x, None) if size == x.shape[-1] else (x[..., :size], x[..., size:])
     a, b = turned.chunk(2, dim=-1)

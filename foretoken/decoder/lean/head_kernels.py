@@ -76,7 +76,6 @@ class NativeDraft:
 
 
 def _address(tensor: Tensor | None) -> int | None:
-    """Where a tensor lies."""
     return None if tensor is None else tensor.data_ptr()
 
 
@@ -179,11 +178,7 @@ class HeadKernels:
             raise PassError(f"the draft does not fit: {Status(status).name}. Expected a tree level by level.")
 
     def _described(self) -> NativeHead:
-        """The head, described anew where a weight has moved.
-
-        Raises:
-            PassError: When a weight is no longer what the kernels can run on.
-        """
+        """Returns the description of the head, renewed if a weight has moved."""
         if self._native.has_moved():
             try:
                 self._native = NativeHead(self._head)
@@ -192,11 +187,7 @@ class HeadKernels:
         return self._native
 
     def _take_workspace(self, native: NativeHead, draft: NativeDraft, num_rows: c_int64) -> Tensor:
-        """An idle workspace that is large enough, or a new one.
-
-        Raises:
-            PassError: When there is no memory for it.
-        """
+        """Returns an idle workspace that is large enough, or a new one."""
         size = self._library.foretoken_head_draft_bytes(byref(native.structure), byref(draft.arguments), num_rows)
         try:
             workspace = self._idle.pop()
@@ -257,11 +248,6 @@ class AutoregressiveKernels:
         self._blocks.draft_head_trees(work, states, expansion, self._described())
 
     def _described(self) -> NativeAutoregressiveHead:
-        """The head, described anew where a weight has moved.
-
-        Raises:
-            PassError: When a weight is no longer what the kernels can run on.
-        """
         if self._native.has_moved():
             try:
                 self._native = NativeAutoregressiveHead(self._head)

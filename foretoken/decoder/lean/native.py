@@ -40,7 +40,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 
 class _Workspace(NamedTuple):
-    """Buffers that suffice for so many nodes and threads."""
+    """Buffers for up to a number of nodes and threads."""
 
     memory: Tensor
     num_nodes: int
@@ -226,11 +226,7 @@ class NativeBlocks:
 
     @contextmanager
     def _draft_memory(self, size: int, draft: NativeDraft) -> Iterator[int]:
-        """The address of a workspace for drafts, used by nobody else meanwhile.
-
-        Raises:
-            PassError: When there is no memory for it.
-        """
+        """Yields the address of a workspace for drafts that no other thread uses."""
         memory = self._idle_of_drafts.pop() if self._idle_of_drafts else torch.empty(0, dtype=torch.uint8, device="cpu")
         if memory.numel() < size or size < 0:
             memory = _allocated(size, f"a draft of {draft.arguments.num_nodes} nodes")
@@ -242,18 +238,13 @@ class NativeBlocks:
     def _prepared(
         self, work: Pass, inputs: Tensor | None, sides: Tensor | None = None
     ) -> tuple[NativeModel, PassArguments, list[Any]]:
-        """The model, the pass, and what must live as long as the kernels run."""
+        """Yields the model, the pass, and the tensors that must outlive the call."""
         if self._described.has_moved():
             self._describe_anew()
         described = self._described  # until the end of the pass, also where another thread describes it anew
         return described, *self._prepare(work, inputs, sides)
 
     def _call(self, described: NativeModel, arguments: PassArguments, work: Pass) -> None:
-        """One call of the kernels in a workspace of its own.
-
-        Raises:
-            PassError: When they refuse.
-        """
         workspace = self._take_workspace(work.node_offsets[-1], arguments.num_threads)
         arguments.workspace = workspace.memory.data_ptr()
         status = self._library.foretoken_decode(byref(_cut(described.structure, work)), byref(arguments))
@@ -262,11 +253,6 @@ class NativeBlocks:
             raise PassError(self._complaint(Status(status), work))
 
     def _describe_anew(self) -> None:
-        """Takes the addresses of weights that have moved.
-
-        Raises:
-            PassError: When they are no longer what the kernels can run on.
-        """
         try:
             self._described = NativeModel(self._layers, self._ends, self._cache, self._quantization)
         except UnsuitableError as err:
@@ -274,11 +260,7 @@ class NativeBlocks:
         self._model = self._described.structure
 
     def _prepare(self, work: Pass, inputs: Tensor | None, sides: Tensor | None) -> tuple[PassArguments, list[Any]]:
-        """What the kernels are told of a pass, and what must live as long as they run.
-
-        Raises:
-            PassError: When a tensor has another shape, dtype or device; the kernels check what is in it.
-        """
+        """Returns the arguments of a pass and the tensors that must outlive it; the kernels check their values."""
         num, node_offsets = work.num_sequences, work.node_offsets
         lists = [(c_int64 * num)(*work.slots), (c_int64 * num)(*work.prefix_lens)]
         lists += [(c_int64 * (num + 1))(*work.offsets), (c_int64 * (num + 1))(*node_offsets)]
@@ -318,11 +300,6 @@ class NativeBlocks:
 
     @staticmethod
     def _prepare_choice(arguments: PassArguments, choice: TokenChoice, num_rows: int) -> list[Tensor]:
-        """What the kernels are told of a choice, and what must live as long as they run.
-
-        Raises:
-            PassError: As `_prepare`.
-        """
         scales = _fitting("inverse_temperature", choice.inverse_temperature, torch.float32, (num_rows,))
         seeds = _fitting("seeds", choice.seeds, torch.int64, (num_rows,))
         arguments.inverse_temperature, arguments.seeds = scales.data_ptr(), seeds.data_ptr()
@@ -333,11 +310,7 @@ class NativeBlocks:
         return [scales, seeds, ids]
 
     def _take_workspace(self, num_nodes: int, threads: int) -> _Workspace:
-        """An idle workspace that is large enough for a pass, or a new one; two Python threads never share one.
-
-        Raises:
-            PassError: When there is no memory for it.
-        """
+        """Returns an idle workspace that is large enough, or a new one; two Python threads never share one."""
         try:
             idle = self._idle.pop()
         except IndexError:
@@ -353,7 +326,6 @@ class NativeBlocks:
             raise
 
     def _complaint(self, status: Status, work: Pass) -> str:
-        """What is wrong with a pass that the kernels refused."""
         model = self._model
         match status:
             case Status.TOKENS:
@@ -388,11 +360,7 @@ class NativeBlocks:
 
 
 def _cut(model: Model, work: Pass) -> Model:
-    """The model as far as a pass goes through it.
-
-    Raises:
-        PassError: When it has fewer blocks.
-    """
+    """Returns the model with the blocks of the pass alone."""
     if work.num_layers is None:
         return model
     if work.num_layers > model.num_layers:
@@ -403,11 +371,7 @@ def _cut(model: Model, work: Pass) -> Model:
 
 
 def _allocated(size: int, what: str) -> Tensor:
-    """(size,) uint8; a size below 0 stands for one beyond 64 bits.
-
-    Raises:
-        PassError: When there is no memory for it.
-    """
+    """Returns (size,) uint8; a negative size stands for a number beyond 64 bits."""
     try:
         return torch.empty(size, dtype=torch.uint8, device="cpu")
     except RuntimeError as err:  # torch has no type for it
@@ -415,26 +379,20 @@ def _allocated(size: int, what: str) -> Tensor:
 
 
 def _lengths(offsets: Sequence[int]) -> list[int]:
-    """Differences of offsets."""
+    """Returns the differences of offsets."""
     return [end - start for start, end in pairwise(offsets)]
 
 
 def _fitting(name: str, tensor: Tensor | None, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    """A contiguous tensor of what the kernels read.
-
-    Raises:
-        PassError: When it is anything else.
-    """
+    """Returns the tensor made contiguous; raises `PassError` for another dtype, shape or device."""
     if tensor is None or tensor.dtype is not dtype or tensor.shape != shape or not tensor.is_cpu:
         raise PassError(f"{name} is {_described(tensor)}. Expected {shape} {dtype} on a CPU.")
     return tensor.contiguous()
 
 
 def _described(tensor: Tensor | None) -> str:
-    """Shape, dtype and device."""
     return "None" if tensor is None else f"{tuple(tensor.shape)} {tensor.dtype} on {tensor.device}"
 
 
 def _range(values: Tensor) -> str:
-    """Least and greatest value."""
     return f"{values.min()}..{values.max()}"

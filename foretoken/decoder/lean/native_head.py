@@ -138,7 +138,7 @@ class HeadParts:
         return int(copy.data_ptr())
 
     def _hold(self, name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
-        """Keeps a tensor whose address is handed out."""
+        """Keeps a tensor alive and returns its address."""
         is_plain = type(tensor) is torch.Tensor and tensor.is_cpu and tensor.dtype in dtypes and tensor.is_contiguous()
         self.require(is_plain, f"{name} is {type(tensor).__name__} {tensor.dtype}", "a plain tensor on a CPU")
         if not has_memory(tensor):
@@ -194,7 +194,6 @@ class NativeHead:
         return self._memory.has_changed()
 
     def _step(self, index: int) -> Step:
-        """One step."""
         head, step, parts = self._head, self._head.steps[index], self._parts
         rows = head.vocab_size if head.token_map is None else head.token_map.numel()
         made = {

@@ -149,14 +149,13 @@ class NativeLinear(nn.Module):
         return [part for part in (self._weight, self._bias, self._scales) if part is not None]
 
     def _described(self) -> tuple[Matrix, HeldMemory]:
-        """What the kernels are told of the weights, and what tells that it holds no more."""
+        """Returns the description of the weights, and the versions for which it holds."""
         bias, scales = (None if part is None else part.data_ptr() for part in (self._bias, self._scales))
         matrix = Matrix(weight=self._weight.data_ptr(), bias=bias, rows=self._rows, cols=self._cols, scales=scales)
         return matrix, HeldMemory(self.tensors())
 
 
 def _version(weight: Tensor) -> int:
-    """Returns torch's write counter of a weight."""
     return 0 if weight.is_inference() else weight._version
 
 
@@ -215,5 +214,5 @@ def fits_bfloat16(weight: Tensor) -> bool:
 
 
 def _compact(weight: Tensor) -> Tensor:
-    """The same numbers in bfloat16 where that holds them exactly."""
+    """Returns the weight in bfloat16 if that is exact."""
     return weight.detach().to(torch.bfloat16) if fits_bfloat16(weight) else weight

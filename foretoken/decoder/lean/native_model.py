@@ -80,7 +80,6 @@ class NativeModel:
         return self._memory.has_changed()
 
     def _model(self, layers: described.Blocks, ends: LeanWeights | None) -> Model:
-        """The whole model."""
         vocab, embedding, head = 0, None, Matrix()
         if ends is not None:
             vocab = ends.embedding.shape[0]
@@ -111,7 +110,6 @@ class NativeModel:
         )
 
     def _layer(self, index: int, block: described.Block) -> Layer:
-        """One layer."""
         spec, hidden, width = block.spec, self._hidden, self._head_dim
         if (spec.num_heads, spec.num_kv_heads, spec.head_dim) != (self._heads, self._kv_heads, width):
             raise UnsuitableError(f"block {index} has other heads than the first. Its kernels take equal ones.")
@@ -144,7 +142,6 @@ class NativeModel:
         )
 
     def _feed_forward(self, layers: FeedForward) -> dict[str, Matrix]:
-        """The fields of one feed-forward layer."""
         hidden, inner = self._hidden, layers.down.weight.shape[1]
         return {
             "gate": Matrix() if layers.gate is None else self._matrix("gate_proj", layers.gate, inner, hidden),
@@ -153,11 +150,6 @@ class NativeModel:
         }
 
     def _experts(self, experts: Experts) -> dict[str, ExpertsArguments]:
-        """The fields of a mixture of experts.
-
-        Raises:
-            UnsuitableError: When they are to be quantised.
-        """
         if self._quantization is not None:
             raise UnsuitableError(f"a mixture of experts has no kernels for {self._quantization}.")
         count, _, inner = experts.down.shape
@@ -176,7 +168,6 @@ class NativeModel:
         return {"experts": fields}
 
     def _rotary(self, rotary: described.Rotary | None) -> dict[str, Any]:
-        """The fields of a layer's rotation."""
         if rotary is None:
             return {"pairs": 0}
         shape = rotary.cos.shape[0], rotary.cos.shape[1]
@@ -191,18 +182,13 @@ class NativeModel:
         }
 
     def _head(self, head: Any) -> Matrix:
-        """The LM head.
-
-        Raises:
-            UnsuitableError: When it is anything but a plain linear layer.
-        """
         if type(head) is not torch.nn.Linear:
             raise UnsuitableError(f"the LM head is a {type(head).__name__}. Expected a plain linear layer.")
         rows = int(head.out_features)
         return self._matrix("lm_head", head, rows, self._hidden)
 
     def _matrix(self, name: str, matrix: described.Matrix | torch.nn.Linear, rows: int, cols: int) -> Matrix:
-        """A weight in place or its copy in int8, its bias in float32."""
+        """Describes a weight in place or its int8 copy, and its bias in float32."""
         weight, bias, scales = matrix.weight.detach(), self._bias(name, matrix.bias, rows), None
         if self._quantization is None:
             address = self._hold(name, weight, (rows, cols), self._dtype)
@@ -216,11 +202,9 @@ class NativeModel:
         )  # fmt: skip
 
     def _bias(self, name: str, bias: Tensor | None, rows: int) -> int | None:
-        """The address of a bias in float32."""
         return None if bias is None else self._copied(f"the bias of {name}", bias, rows)
 
     def _norm(self, name: str, norm: described.Norm | None, size: int) -> Norm:
-        """A norm, or none."""
         if norm is None:
             return Norm()
         return Norm(
@@ -231,11 +215,6 @@ class NativeModel:
         )
 
     def _copied(self, name: str, vector: Tensor, size: int) -> int:
-        """The address of a copy in float32.
-
-        Raises:
-            UnsuitableError: When it has another size, or its memory was freed.
-        """
         if vector.shape != (size,) or not is_plain(vector):
             raise UnsuitableError(f"{name} is a {type(vector).__name__} {tuple(vector.shape)}. Expected ({size},).")
         if not has_memory(vector):
@@ -243,7 +222,6 @@ class NativeModel:
         return self._vectors.copy(vector)
 
     def _cache_rows(self) -> dict[str, int]:
-        """How the rows of the cache lie."""
         keys = self._cache.keys[0]
         slot_rows, head_rows = (stride // self._head_dim for stride in keys.stride()[:2])
         return {
@@ -252,11 +230,7 @@ class NativeModel:
         }  # fmt: skip
 
     def _hold_rows(self, name: str, rows: Tensor) -> int:
-        """The address of a layer's keys or values, which lie like those of every other layer.
-
-        Raises:
-            UnsuitableError: When they do not, or as `_check`.
-        """
+        """Returns the address of a layer's keys or values; their strides must be those of every other layer."""
         width, first = self._head_dim, self._cache.keys[0]
         self._check(name, rows[0, 0], (self._cache.capacity, width), self._dtype)
         if rows.shape != (len(first), self._kv_heads, self._cache.capacity, width) or rows.stride() != first.stride():
@@ -265,18 +239,13 @@ class NativeModel:
         return rows.data_ptr()
 
     def _hold(self, name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> int:
-        """The address of a tensor that stays alive as long as this.
-
-        Raises:
-            UnsuitableError: See `_check`.
-        """
+        """Keeps a tensor alive and returns its address."""
         self._check(name, tensor, shape, dtype)
         self._kept.append(tensor)
         return tensor.data_ptr()
 
     @staticmethod
     def _check(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Raises `UnsuitableError` for a tensor that is not what the kernels take it for."""
         subclass = "" if type(tensor) is Tensor else f"a {type(tensor).__name__} "  # of others the address may be 0
         is_as_said = not subclass and tensor.shape == shape and tensor.dtype == dtype
         if not is_as_said or not tensor.is_cpu or not tensor.is_contiguous():
@@ -289,24 +258,22 @@ class NativeModel:
 
 
 def _num_bytes(layers: described.Blocks, ends: LeanWeights | None, quantization: Quantization | None) -> int:
-    """Of the matrices that a pass reads: those of the blocks, and the LM head's."""
+    """Returns the bytes of the matrices that a pass reads: of the blocks and the LM head."""
     matrices = [tensor for tensor in layers.tensors() if tensor.dim() > 1]
     matrices += [] if ends is None else [each for each in ends.head.parameters() if each.dim() > 1]
     return sum(each.numel() * (each.itemsize if quantization is None else 1) for each in matrices)
 
 
 class _Vectors:
-    """Norms and biases in float32, side by side in memory that nothing else can reach."""
+    """Norms and biases in float32, side by side in memory of their own."""
 
     def __init__(self, tensors: Iterable[Tensor]) -> None:
-        """Makes room for every vector among some tensors."""
         self._memory = torch.empty(
             sum(_padded(each.numel()) for each in tensors if each.dim() == 1), dtype=torch.float32, device="cpu"
         )
         self._used = 0
 
     def copy(self, vector: Tensor) -> int:
-        """The address of a copy."""
         place = self._memory[self._used : self._used + vector.numel()]
         place.copy_(vector.detach())
         self._used += _padded(vector.numel())
@@ -314,5 +281,5 @@ class _Vectors:
 
 
 def _padded(count: int) -> int:
-    """A number of float32 elements in whole cache lines."""
+    """Rounds a number of float32 elements up to whole cache lines."""
     return -(-count // 16) * 16

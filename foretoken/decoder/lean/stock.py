@@ -128,7 +128,7 @@ class StockDecoder:
 
 
 def _head(weights: LeanWeights) -> Callable[[Tensor], Tensor]:
-    """The LM head, packed where it can be; a tied one is the embedding, and as large as all else in a small model."""
+    """Returns the LM head, packed if possible; a tied head may be as large as the rest of a small model."""
     head = weights.head
     if type(head) is not nn.Linear or not is_packable(head.weight):
         return head

@@ -49,7 +49,7 @@ def set_num_threads(count: int) -> None:
 
 
 def _pauses() -> Iterator[ctypes._NamedFuncPointer | None]:
-    """`omp_pause_resource_all` of torch's OpenMP and of the kernels', mostly the same one; None where it is missing."""
+    """Returns `omp_pause_resource_all` of torch's OpenMP and of the kernels', usually the same one; None without it."""
     libraries = [ctypes.CDLL(torch._C.__file__)]
     if native_library.cache_info().currsize:
         libraries.append(native_library())
@@ -58,12 +58,11 @@ def _pauses() -> Iterator[ctypes._NamedFuncPointer | None]:
 
 
 def _before_fork() -> None:
-    """Ends the OpenMP threads of the thread that forks: the only one that lives on in the child."""
+    """Ends the OpenMP threads of the forking thread, which alone lives on in the child."""
     _fork["ended"] = all(pause is not None and pause(_PAUSE_HARD) == 0 for pause in _pauses())
 
 
 def _after_fork_in_child() -> None:
-    """Leaves the child with threads that it can use, or with one."""
     count = torch.get_num_threads()
     if not _fork["ended"] and count > 1:
         _fork["limit"] = count = 1
@@ -122,7 +121,7 @@ def use_huge_pages(tensors: Iterable[Tensor]) -> int:
 
 
 def _are_switched_off() -> bool:
-    """Whether the system keeps no huge pages for anyone, which a process that insists would still get."""
+    """Decides whether the system disables huge pages for all; `madvise` would still give them."""
     try:
         return "[never]" in _SETTING.read_text(encoding="ascii")
     except OSError:
@@ -130,7 +129,7 @@ def _are_switched_off() -> bool:
 
 
 def _spans(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Where tensors begin and end, as one where nothing much lies between two of them."""
+    """Returns the begins and ends of tensors, joined across small gaps."""
     spans: list[tuple[int, int]] = []
     for begin, end in sorted({(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for tensor in tensors}):
         if spans and begin <= spans[-1][1] + _GAP:

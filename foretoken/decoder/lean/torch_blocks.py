@@ -97,7 +97,7 @@ def fuse(*parts: Matrix, moves_weights: bool = False) -> FusedLinear:
 
 
 def _key(parts: Sequence[Matrix]) -> tuple[tuple[int, ...], ...]:
-    """Tells layers from all others whose weights and biases are in memory, and from themselves before a change."""
+    """Returns a key that differs between layers in memory, and before and after a change of weights."""
     return tuple(
         (t.untyped_storage()._cdata, 0 if t.is_inference() else t._version, t.storage_offset(), *t.shape, *t.stride())
         for part in parts
@@ -106,7 +106,7 @@ def _key(parts: Sequence[Matrix]) -> tuple[tuple[int, ...], ...]:
 
 
 def _are_adjacent(weights: Sequence[Tensor]) -> bool:
-    """Whether matrices lie one after another in one storage, row by row."""
+    """Decides whether matrices lie one after another in one storage, row by row."""
     is_one = len({w.untyped_storage()._cdata for w in weights}) == 1 and all(w.is_contiguous() for w in weights)
     return len(weights) == 1 or (
         is_one and all(a.storage_offset() + a.numel() == b.storage_offset() for a, b in pairwise(weights))
@@ -114,7 +114,6 @@ def _are_adjacent(weights: Sequence[Tensor]) -> bool:
 
 
 def _joined(weights: Sequence[Tensor]) -> Tensor:
-    """Adjacent matrices as one, in place."""
     first = weights[0]
     if len(weights) == 1:
         return first
@@ -197,7 +196,7 @@ class TorchBlocks:
         TorchOps().rotate_and_write(Projected(joined, 0, last.index, turns, layout), last.block, self._cache)
 
     def _attention(self, layer: _Layer, normed: Tensor, turns: Turns, layout: AttentionLayout) -> Tensor:
-        """(M, E), the output projection of attention; writes the layer's keys and values."""
+        """Returns (M, E), the output projection of attention; writes the layer's keys and values."""
         block, spec = layer.block, layer.block.spec
         projected = Projected(layer.query_key_value(normed), spec.num_heads, layer.index, turns, layout)
         query = self._ops.rotate_and_write(projected, block, self._cache)
@@ -209,19 +208,18 @@ class TorchBlocks:
         return output
 
     def _with_side(self, block: Block, normed: Tensor, side: Tensor | None) -> Tensor:
-        """What attention reads: (M, E), or (M, 2 E) with a second input."""
+        """Returns the input of attention: (M, E), or (M, 2 E) with a second input."""
         if block.side is None:
             return normed
         assert side is not None, "the block has a second input"
         return torch.cat([self._normed(side, block.side.norm), normed], dim=-1)
 
     def _normed(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """The norm alone."""
         return x if norm is None else self._ops.add_and_norm(x, None, norm)[1]
 
 
 class _Layer:
-    """A block: fused projections, norms in the model's dtype."""
+    """A block with fused projections, and norms in the model's dtype."""
 
     def __init__(self, index: int, block: Block, dtype: torch.dtype, *, moves_weights: bool) -> None:
         self.index = index
@@ -238,20 +236,16 @@ class _Layer:
 
     @cached_property
     def key_value(self) -> FusedLinear:
-        """Keys and values alone; made when first asked for."""
         return fuse(self.block.key, self.block.value)
 
 
 class _TorchFeedForward:
-    """One feed-forward layer."""
-
     def __init__(self, layers: FeedForward, block: Block, *, moves_weights: bool) -> None:
         self._activation, self._is_gated = block.spec.activation, layers.gate is not None
         gates = () if layers.gate is None else (layers.gate,)
         self._up, self._down = fuse(*gates, layers.up, moves_weights=moves_weights), fuse(layers.down)
 
     def __call__(self, x: Tensor, ops: TorchOps) -> Tensor:
-        """(M, E) to (M, E)."""
         output: Tensor = self._down(ops.activate(self._up(x), self._activation, is_gated=self._is_gated))
         return output
 

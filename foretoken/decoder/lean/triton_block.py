@@ -135,7 +135,7 @@ def rotate_and_write(  # noqa: PLR0913, PLR0917 - one launch reads all of it
 def _norm_kernel(  # noqa: PLR0913, PLR0917 - a kernel takes all that it reads
     x, delta, weight, total, normed, width, epsilon, HAS_DELTA: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One token."""
+    """Computes one token."""
     first = tl.program_id(0).to(tl.int64) * width
     column = tl.arange(0, BLOCK)
     is_column = column < width
@@ -153,7 +153,7 @@ def _norm_kernel(  # noqa: PLR0913, PLR0917 - a kernel takes all that it reads
 
 @triton.jit
 def _gate_kernel(gate_up, out, width, BLOCK: tl.constexpr):
-    """Some columns of one token."""
+    """Computes some columns of one token."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < width
@@ -170,7 +170,7 @@ def _rotate_kernel(  # noqa: PLR0913, PLR0917 - a kernel takes all that it reads
     key_slot_stride, key_head_stride, key_row_stride, value_slot_stride, value_head_stride, value_row_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_NORMS: tl.constexpr,
 ):  # fmt: skip
-    """One head of one token: `head` counts queries, then keys, then values. Halves are paired."""
+    """Computes one head of one token; `head` counts queries, then keys, then values. Halves are paired."""
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     half: tl.constexpr = SIZE // 2
     column = tl.arange(0, BLOCK)
