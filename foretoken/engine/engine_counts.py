@@ -1,4 +1,4 @@
-"""What an engine has done so far, over all requests."""
+"""Counts of an engine over all requests."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 class EngineCounts:
     """Counts of one engine.
 
-    `num_drafts` counts trees, one a sequence and pass; `num_draft_tokens` their verified nodes, not depths;
-    `num_accepted_tokens` leaves the target's own token of every pass out, as vLLM does.
+    `num_drafts` counts trees, one for each sequence and pass. `num_draft_tokens` counts verified nodes, not depths.
+    `num_accepted_tokens` excludes the target's own token of every pass, as in vLLM.
     """
 
     def __init__(self) -> None:
@@ -43,24 +43,24 @@ class EngineCounts:
                 self._accepted_at[position] += 1
 
     def preempt(self) -> None:
-        """Counts a sequence whose KV rows others get."""
+        """Counts a preempted sequence."""
         self._counts["vllm:num_preemptions"] += 1
 
     def end(self, sequence: Sequence) -> None:
-        """Counts a sequence that ran and is over."""
+        """Counts a finished sequence."""
         self._ended[sequence.finish_reason or ""] += 1
 
     def metrics(
         self, *, model_name: str, num_running: int, num_waiting: int, kv_usage: float, num_out_of_memory: int
     ) -> list[Metric]:
-        """All figures.
+        """Returns all figures.
 
         Args:
             model_name: The target's name.
-            num_running: Sequences that have a slot.
-            num_waiting: Sequences that have none.
-            kv_usage: Share of the KV rows that running sequences have, 0 to 1.
-            num_out_of_memory: Passes that memory did not hold.
+            num_running: Sequences with a slot.
+            num_waiting: Sequences without a slot.
+            kv_usage: Share of all KV rows that running sequences fill, 0 to 1.
+            num_out_of_memory: Passes that ran out of memory.
         """
         labels = {"model_name": model_name, "engine": "0"}
         names = (

@@ -1,4 +1,4 @@
-"""What one sequence's part of an iteration raises ends that sequence alone."""
+"""Contains failures: an error in one sequence's part of an iteration ends that sequence alone."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ _log = logging.getLogger(__name__)
 
 
 def contained(sequence: Sequence, work: Callable[..., T], *arguments: Any) -> T | None:
-    """Does one sequence's part of an iteration; whatever it raises ends that sequence.
+    """Runs one sequence's part of an iteration; an error ends that sequence alone.
 
     Args:
-        sequence: Whose.
+        sequence: The sequence.
         work: Called with the sequence and the arguments.
-        arguments: More of them.
+        arguments: Further arguments.
 
     Returns:
-        What it gives; None where it raised.
+        The result of `work`; None if it raised.
     """
     try:
         return work(sequence, *arguments)
@@ -40,7 +40,7 @@ def contained(sequence: Sequence, work: Callable[..., T], *arguments: Any) -> T 
 
 
 def fail(sequence: Sequence, error: Exception) -> None:
-    """Ends a sequence with what its part of an iteration raised."""
+    """Ends a sequence with an error, and logs it."""
     sequence.fail(f"decoding failed: {described(error)}.")
     _log.warning("request %s failed and was ended; others go on: %s", sequence.request_id, sequence.error)
     _log.debug("where request %s failed", sequence.request_id, exc_info=error)
@@ -49,29 +49,29 @@ def fail(sequence: Sequence, error: Exception) -> None:
 _MOST_FAILURES = 3
 _WATCHED_SECONDS = 60.0
 _OFF_SECONDS = 60.0
-_CPU_ALLOCATOR = "DefaultCPUAllocator"  # torch has no exception of its own for it
+_CPU_ALLOCATOR = "DefaultCPUAllocator"  # torch raises a RuntimeError with this name
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether something could not be allocated, on the host or on the device."""
+    """Whether an error is a failed allocation, on the host or on the device."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and _CPU_ALLOCATOR in str(error)
 
 
 class MemoryPressure:
-    """Counts passes that memory did not hold, and switches drafting off for a minute after three in a minute.
+    """Counts passes that ran out of memory. After three within a minute, drafting is off for a minute.
 
     Attributes:
-        num_failures: Passes that memory did not hold so far.
+        num_failures: Passes that ran out of memory so far.
     """
 
     def __init__(self, device: torch.device, *, now: Callable[[], float] = time.monotonic) -> None:
-        """Nothing has failed yet.
+        """Starts without failures.
 
         Args:
-            device: Of the target; memory that torch keeps there for itself is given back after a failure.
-            now: A clock in seconds that never goes back.
+            device: The target's device; after a failure torch's cached memory there is freed.
+            now: A monotonic clock in seconds.
         """
         self.num_failures = 0
         self._device, self._now = device, now
@@ -84,7 +84,7 @@ class MemoryPressure:
         return self._now() >= self._off_until
 
     def note(self) -> None:
-        """Counts a failed pass; to be called when nothing refers to what it held any more."""
+        """Counts a failed pass. Call it when nothing refers to the tensors of the pass any more."""
         self.num_failures += 1
         if has_cuda_runtime(self._device):
             torch.cuda.empty_cache()

@@ -1,10 +1,9 @@
 """The decoding loop: prefill → [ propose → verify → accept → commit ]* → finish, over a ragged batch.
 
-One iteration makes one target pass over all running sequences, those whose prompts are being read included, and one
-transfer to the host, the packed outcome of acceptance; before it, the guard asks once about a tree whose producer
-guarantees nothing. Sequences join when a slot is free and leave when they stop; nobody waits for anybody. What fails
-for one sequence ends that sequence alone: until something is committed an iteration changes nothing, so a batch that
-fails is decoded again one sequence at a time.
+An iteration makes one target pass over all running sequences, including prompts that are still being read. One transfer
+brings the outcome of acceptance to the host; a tree without `HostFacts` costs the guard one more. Sequences join when a
+slot is free and leave when they stop. An iteration changes nothing before it commits, so the engine decodes a batch
+that fails again, one sequence at a time. Only a sequence that fails alone ends.
 """
 
 from __future__ import annotations
@@ -69,12 +68,12 @@ _log = logging.getLogger(__name__)
 
 
 class Engine:
-    """Runs sequences on a target with a drafter.
+    """Runs sequences on a target with drafters.
 
     Attributes:
         target: The runner.
         policy: How sampled requests are verified.
-        counts: What it has done so far.
+        counts: Counts of all iterations so far.
     """
 
     def __init__(
@@ -89,17 +88,17 @@ class Engine:
         max_num_batched_tokens: int | None = None,
         has_traces: bool = False,
     ) -> None:
-        """An idle engine.
+        """Makes an idle engine.
 
         Args:
-            target: With at least as many slots as there are in `slots`.
+            target: The runner, with at least as many slots as `slots`.
             drafting: The drafters and their controller.
             policy: How sampled requests are verified.
-            slots: One for each sequence that is decoded at once.
-            on_step: Called with every iteration's record.
+            slots: One slot for each sequence that is decoded at once.
+            on_step: Called with the record of every iteration.
             impossible_ids: (U,) int64, token ids that are never generated; None for none.
             max_num_batched_tokens: See `PrefillBudget`.
-            has_traces: Whether step records say what became of every node; see `SequenceStep`.
+            has_traces: Whether step records have a trace of every node; see `SequenceStep`.
         """
         self.target, self.policy, self._impossible_ids = target, policy, impossible_ids
         self._drafting, self._on_step, self._has_traces = drafting, on_step, has_traces
@@ -114,7 +113,7 @@ class Engine:
         return self._scheduler.has_work
 
     def metrics(self) -> list[Metric]:
-        """Figures over all requests so far."""
+        """Returns figures over all requests so far."""
         return self.counts.metrics(
             model_name=self.target.model.name, num_running=len(self._scheduler.running),
             num_waiting=self._scheduler.num_waiting, kv_usage=self._scheduler.kv_usage,
@@ -123,7 +122,7 @@ class Engine:
 
     @property
     def num_free_slots(self) -> int:
-        """Sequences that can join at once."""
+        """Number of sequences that can join at once."""
         return self._scheduler.num_free_slots
 
     def add(self, sequence: Sequence) -> None:
@@ -134,8 +133,8 @@ class Engine:
         """Ends sequences that are waiting or running and frees their slots.
 
         Args:
-            sequences: Which; all of them when None.
-            error: Why, in one sentence, where they failed; None where nobody waits for them any more.
+            sequences: The sequences to end; None for all.
+            error: Why they failed, in one sentence; None if they did not fail and nobody waits for them.
         """
         for sequence in self._scheduler.all() if sequences is None else list(sequences):
             if sequence.finish_reason is not None:
@@ -147,10 +146,10 @@ class Engine:
         self._scheduler.leave()
 
     def step(self) -> None:
-        """One iteration: one pass over a tree of each decoding sequence, and over chunks of prompts as far as they fit.
+        """Runs one iteration: a pass over a tree of each decoding sequence and over chunks of prompts.
 
-        A prompt's last chunk ends with its first root, so that its first token comes of the pass that reads it.
-        Where weights were written to since the last iteration, nothing is kept that the old ones computed.
+        The last chunk of a prompt ends with its first root, so the pass that reads the chunk also gives the first
+        token. If weights were written to since the last iteration, all cached KV rows are dropped first.
         """
         if not self.follow_weights():
             return
@@ -158,7 +157,7 @@ class Engine:
         running, is_read = self._scheduler.running, self._prefill.is_over
         unread = self._scheduler.fewest_first([s for s in running if s.finish_reason is None and not is_read(s)])
         scored = [s for s in unread if s.wants_prompt_scores]
-        if scored:  # one chunk an iteration: others wait for it
+        if scored:  # one chunk an iteration, because other requests wait for the pass
             self._feed_scored(scored[0], sum(s.finish_reason is None and is_read(s) for s in running))
         decoding = [s for s in running if s.finish_reason is None and is_read(s)]
         joining = [s for s in unread if s.finish_reason is None and not is_read(s) and not s.wants_prompt_scores]
@@ -167,9 +166,10 @@ class Engine:
         self._scheduler.leave()
 
     def follow_weights(self) -> bool:
-        """Takes in weights that were written to; whether the target can run on them, else all sequences end.
+        """Drops all KV rows if weights were written to; running sequences are then read again.
 
-        All rows are given up then: running sequences read again what they have, and go on from there.
+        Returns:
+            Whether the target can run on the weights. If not, all sequences end with an error.
         """
         try:
             if self.target.follow_weights():
@@ -180,14 +180,7 @@ class Engine:
         return True
 
     def _feed_scored(self, sequence: Sequence, num_decoding: int) -> None:
-        """A pass over one chunk of a prompt, with the log-probabilities of the tokens that follow its own.
-
-        The root is left to the next iteration.
-
-        Args:
-            sequence: Whose prompt it is.
-            num_decoding: Sequences that decode in the same iteration, which bound the chunk.
-        """
+        """Reads one chunk of a prompt and scores its tokens; the next iteration reads the root."""
         begin = time.perf_counter()
         chunks = self._prefill.next_chunks([sequence], num_decoding, _MOST_SCORED_TOKENS)
         output = contained(sequence, self._scored, chunks)
@@ -195,7 +188,6 @@ class Engine:
             self._prefill.learn(chunks, output.features, time.perf_counter() - begin, num_decoding)
 
     def _scored(self, sequence: Sequence, chunks: list[Chunk]) -> PassOutput:
-        """The pass of `_feed_scored`, whose log-probabilities are kept with the sequence."""
         chunk = chunks[0]
         output = self.target.run(self._prefill.as_pass(chunks).with_all_logits())
         logits = logits_of(output)
@@ -206,12 +198,12 @@ class Engine:
         return output
 
     def _iterate(self, decoding: list[Sequence], joining: list[Sequence], most_nodes: int | None = None) -> None:
-        """One pass and what comes of it, another way where it fails for all of its sequences together.
+        """Runs and commits one iteration. If the pass fails, retries with narrower trees, then one sequence at a time.
 
         Args:
-            decoding: Those of which all but the root is in the cache.
-            joining: The others; at least one sequence in all.
-            most_nodes: Of a tree, root included; None for as many as the target takes.
+            decoding: Sequences with all KV rows but the root's.
+            joining: Sequences whose prompts are being read; `decoding` and `joining` are not both empty.
+            most_nodes: Cap on the nodes of a tree, root included; None for the target's limit.
         """
         clock = StageClock(self.target.device)
         draft: Draft | None = None
@@ -226,7 +218,7 @@ class Engine:
             if not fewer and len(decoding) + len(joining) == 1:
                 fail([*decoding, *joining][0], err)
                 return
-        if draft is None or verified is None:  # here, where the error no longer holds what the pass had allocated
+        if draft is None or verified is None:  # outside `except`: the error no longer holds tensors of the pass
             if is_memory_short:
                 self._memory.note()
             for group in [decoding] if fewer else [[sequence] for sequence in decoding]:
@@ -237,19 +229,18 @@ class Engine:
         self._commit(verified, clock)
 
     def _call_back(self, record: StepRecord) -> None:
-        """Hands a record to the caller. A callback that raises is called no more: the iteration is over, all go on."""
+        """Calls `on_step`. A callback that raises is not called again."""
         if self._on_step is None:
             return
         try:
             with restored_torch_state():
                 self._on_step(record)
-        except Exception as err:  # noqa: BLE001 - the caller's code, which has nothing to do with the requests
+        except Exception as err:  # noqa: BLE001 - the caller's code must not end requests
             self._on_step = None
             _log.warning("on_step raised %s. It is not called any more.", described(err))
             _log.debug("where on_step raised", exc_info=err)
 
     def _propose(self, sequences: list[Sequence], joining: list[Sequence], most_nodes: int | None) -> Draft:
-        """What is verified of sequences that are decoding; arguments as `_iterate`'s."""
         if not sequences:
             return Draft(TokenTree.roots([], device=self.target.device), num_proposed=[], is_committed=False)
         most = most_nodes if self._memory.allows_drafts else 1
@@ -261,7 +252,7 @@ class Engine:
         return draft
 
     def _verify(self, decoding: list[Sequence], joining: list[Sequence], draft: Draft, clock: StageClock) -> Verified:
-        """Verify, accept, and move accepted KV rows into place. The sequences themselves stay as they are."""
+        """Verifies, accepts, and moves accepted KV rows into place. Leaves the sequences unchanged."""
         clock.mark()
         asked, work = verification(self.target, self._prefill, decoding, joining, draft)
         choice = token_choice(asked.sequences, asked.offsets, self._impossible_ids, self.target.device)
@@ -281,7 +272,6 @@ class Engine:
         return Verified(asked, draft, output, outcomes, lossy_tv, traces)
 
     def _run(self, work: Pass) -> PassOutput:
-        """A pass with logits in which impossible tokens have none."""
         output = self.target.run(work)
         if self._impossible_ids is not None and output.logits is not None and output.chosen is None:
             with torch.inference_mode():  # the logits may be an inference tensor, which nothing else may write to
@@ -289,13 +279,7 @@ class Engine:
         return output
 
     def _accept(self, asked: Verification, batch: SamplingBatch, output: PassOutput) -> tuple[list[Outcome], float]:
-        """What survives of each tree, and what a lossy rule spent; see `StepRecord`.
-
-        Args:
-            asked: At least one tree.
-            batch: Sampling parameters of its sequences.
-            output: Of the whole pass.
-        """
+        """Returns the outcome of each tree, and `StepRecord.lossy_tv`."""
         tree, logits = asked.tree.without_probes(), logits_of(output)
         rules = self._rules(asked.sequences, tree, output)
         if not batch.processors and reads_are_free(tree.tokens.device) and {"greedy", "drawn"}.issuperset(rules):
@@ -304,12 +288,11 @@ class Engine:
         scores, roots = self._node_scores(asked, tree, batch, output)
         acceptance = accept(scores, rules, self.policy, roots)
         lossy_tv = 0.0
-        if self.policy.is_lossy and asked.trees is not None:  # the roots of prompts that end spend nothing
+        if self.policy.is_lossy and asked.trees is not None:  # trees only: roots of prompts that end are never lossy
             lossy_tv = float(acceptance.lossy_tv[: asked.trees.num_sequences].mean())
         return outcomes_on_host(scores, acceptance), lossy_tv
 
     def _rules(self, sequences: list[Sequence], tree: TokenTree, output: PassOutput) -> list[str]:
-        """The acceptance rule of each sequence; tree: without probes."""
         has_kernels = output.chosen is not None or has_triton_kernels(tree.tokens.device)
         are_merged = self._drafting.are_merged
         return [
@@ -323,14 +306,7 @@ class Engine:
     def _node_scores(
         self, asked: Verification, tree: TokenTree, batch: SamplingBatch, output: PassOutput
     ) -> tuple[NodeScores, Tensor]:
-        """The target's answer to some trees, and (B,) int64 the positions of their roots.
-
-        Args:
-            asked: The trees.
-            tree: Theirs, with or without probes.
-            batch: See `_accept`.
-            output: Likewise.
-        """
+        """Returns the target's distributions at the nodes of trees, and the (B,) int64 positions of the roots."""
         positions = [len(s.tokens) - 1 for s in asked.sequences]
         starts, roots = integers_on([asked.offsets[:-1], positions], tree.tokens.device).unbind()
         scores = NodeScores(
@@ -347,11 +323,7 @@ class Engine:
     def _traces(
         self, asked: Verification, batch: SamplingBatch, output: PassOutput, outcomes: list[Outcome], clock: StageClock
     ) -> list[TreeTrace | None]:
-        """What became of every node, before anything is committed; in no stage's time.
-
-        None for all where nobody asks, and where that cannot be found out, which is logged: a request never fails for
-        its trace.
-        """
+        """Returns the trace of every tree, or None for each if tracing is off or fails; a failure is logged."""
         nothing: list[TreeTrace | None] = [None] * len(asked.sequences)
         if not self._has_traces:
             return nothing
@@ -367,7 +339,7 @@ class Engine:
             return nothing
 
     def _commit(self, verified: Verified, clock: StageClock) -> None:
-        """Appends tokens to the sequences, and tells drafters, controller and caller of the iteration."""
+        """Appends tokens to the sequences; tells drafters, controller and caller about the iteration."""
         asked, draft, features = verified.asked, verified.draft, verified.output.features
         sequences, num_decoding = asked.sequences, draft.tree.batch_size
         lengths, roots = [len(s.tokens) for s in sequences], [s.tokens[-1] for s in sequences[:num_decoding]]
@@ -386,13 +358,6 @@ class Engine:
             self._record(verified, generated, seconds)
 
     def _record(self, verified: Verified, generated: list[list[int]], seconds: StageSeconds) -> None:
-        """Says what an iteration did to whoever counts that.
-
-        Args:
-            verified: The iteration.
-            generated: New tokens of each of its sequences.
-            seconds: Its stages'.
-        """
         asked, draft = verified.asked, verified.draft
         num_decoding = draft.tree.batch_size
         num_ending = len(asked.sequences) - num_decoding
@@ -415,13 +380,13 @@ class Engine:
             sequence.metrics.add_step(step, record)
             sequence.credit(step)
         self.counts.add(record)
-        if not draft.has_forced:  # whose acceptance and cost say nothing of the drafters'
+        if not draft.has_forced:  # forced drafts say nothing about the drafters' acceptance or cost
             drafted = record if not num_ending else replace(record, sequences=record.sequences[:num_decoding])
             self._drafting.learn(draft, drafted)
         self._call_back(record)
 
     def _top_ids(self, verified: Verified) -> Tensor | None:
-        """(R, k) the most probable tokens after every node of a draft, where drafters read them."""
+        """Returns (R, k), the most probable tokens after every node of a draft; None if no drafter reads them."""
         count, logits = self._drafting.reads.top_k, verified.output.logits
         if not count or logits is None:
             return None
@@ -429,7 +394,6 @@ class Engine:
         return logits.topk(min(count, logits.shape[1]), dim=1).indices
 
     def _draft_context(self, sequences: list[Sequence], batch: SamplingBatch, widest: int) -> DraftContext:
-        """What the drafter is told. A pass always emits one token of the target's own, so drafts leave room for it."""
         return DraftContext(
             slots=[slot_of(s) for s in sequences],
             tokens=[s.tokens for s in sequences],
@@ -440,12 +404,7 @@ class Engine:
         )
 
     def _grammar_bounds(self, sequence: Sequence, most_nodes: int | None) -> GrammarBounds | None:
-        """What of a sequence's draft its grammar lets be, and how much may be added: the cache has room for chains.
-
-        Args:
-            sequence: Any.
-            most_nodes: Of its tree, root included; None for as many as there is room for.
-        """
+        """Returns what a grammar allows of a draft. Forced chains may use all rows that the slot has left."""
         if sequence.grammar is None:
             return None
         room = self.target.cache.rows(slot_of(sequence)) - (len(sequence.tokens) - 1)
@@ -457,7 +416,6 @@ class Engine:
         )
 
     def _emit(self, sequence: Sequence, outcome: Outcome, logits: Tensor | None) -> None:
-        """Appends what was decided to one sequence; logits: (N, V) of its tree where their values are asked for."""
         before = len(sequence.tokens)
         valid = outcome.tokens[: outcome.num_valid]
         if sequence.params.logprobs is not None and logits is not None and valid:
@@ -471,5 +429,5 @@ class Engine:
 
 
 def _most_depth(sequence: Sequence) -> int:
-    """How deep a sequence's draft may be: a pass emits a token of the target's own besides, and trees have bounds."""
+    """Returns the greatest useful depth; one of the remaining tokens is the target's own."""
     return min(sequence.remaining, sequence.max_nodes or sequence.remaining) - 1

@@ -1,4 +1,4 @@
-"""What one iteration decided, brought to the host, and what follows from it for caller, drafter and record.
+"""Brings the outcome of an iteration to the host; makes records and what drafters learn from it.
 
 Letters: B sequences, N nodes, V vocabulary, K tokens of one sequence.
 """
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 
 class Outcome(NamedTuple):
-    """What acceptance decided for one sequence, on the host.
+    """Decision of acceptance for one sequence, on the host.
 
     Attributes:
         path: Accepted nodes in order.
         tokens: Accepted tokens and the correction or bonus token.
-        num_valid: Leading tokens that rest on finite target logits and are possible under the request's parameters.
-        num_drafted: Drafted nodes of its tree that could be accepted.
-        tree_depth: Greatest depth of these.
-        sources: Of the accepted nodes, see `TokenTree.source`; all 1 where one drafter proposed everything.
-        drafted: Likewise of the nodes of `num_drafted`, in any order.
+        num_valid: Number of leading tokens with finite target logits that the request's parameters allow.
+        num_drafted: Drafted nodes of the tree that could be accepted.
+        tree_depth: Greatest depth of these nodes.
+        sources: `TokenTree.source` of the accepted nodes; all 1 if one drafter proposed the tree.
+        drafted: `TokenTree.source` of the nodes of `num_drafted`, in any order.
     """
 
     path: list[int]
@@ -55,11 +55,11 @@ class Outcome(NamedTuple):
 
 
 def outcomes_on_host(scores: NodeScores, acceptance: Acceptance) -> list[Outcome]:
-    """Everything the host needs of an iteration in one transfer.
+    """Brings all outcomes of an iteration to the host in one transfer.
 
     Args:
-        scores: The tree without probes, and its logits, to tell whether those on the path are finite.
-        acceptance: What survived.
+        scores: The tree without probes, and its logits, which must be finite on the path.
+        acceptance: The decisions.
     """
     tree, path, nodes = scores.tree, acceptance.path, acceptance.path.clamp_min(0)
     is_finite = scores.by_node(torch.isfinite(scores.logits.amax(1)))
@@ -79,8 +79,8 @@ def outcomes_on_host(scores: NodeScores, acceptance: Acceptance) -> list[Outcome
         on_path, tokens, is_valid = values[2 : 2 + depth], values[2 + depth : 2 + 2 * depth], values[2 + 2 * depth :]
         rest = values[3 + 3 * depth :]
         num_drafted, tree_depth = (facts.num_nodes[row] - 1, facts.depths[row]) if facts is not None else rest[:2]
-        # One token rests on the root's row and on each row of the path; the first bad row ends plain decoding. A row
-        # without a possible token, which finite logits may become under the request's parameters, draws -1.
+        # Each token needs a finite row of logits at the root or on the path; the first bad row ends the sequence. A
+        # row without a possible token draws -1: the request's parameters may exclude all tokens.
         num_valid = min([*is_valid[: accepted + 1], 0].index(0), accepted + (next_token >= 0))
         outcomes.append(
             Outcome(
@@ -97,12 +97,12 @@ def outcomes_on_host(scores: NodeScores, acceptance: Acceptance) -> list[Outcome
 
 
 def outcomes_of_choices(tree: TokenTree, choices: Seq[int], offsets: Seq[int]) -> list[Outcome]:
-    """What greedy and coupled acceptance decide where reads are free and the target's token after every node is known.
+    """Returns the outcomes of greedy and coupled acceptance from the target's token after every node.
 
     Args:
-        tree: Without probes.
-        choices: The token after each node, padding left out; -1 where logits are not finite.
-        offsets: B + 1, where each tree's nodes begin.
+        tree: Without probes, on a device where reads are free.
+        choices: The token after each node, without padding; -1 if logits are not finite.
+        offsets: B + 1, the first node of each tree.
     """
     paths = walk_chosen(tree, [choices[start:end] for start, end in pairwise(offsets)])
     facts = _facts_of_drafts(tree)
@@ -129,19 +129,19 @@ def outcomes_of_choices(tree: TokenTree, choices: Seq[int], offsets: Seq[int]) -
 
 
 def _facts_of_drafts(tree: TokenTree) -> HostFacts | None:
-    """What the host knows of the sizes of trees without probes, where that is all there is to know."""
+    """Returns host facts of trees without probes, if they hold all that outcomes need."""
     facts = tree.host_facts
     return facts if facts is not None and tree.source is None and facts.are_depths_exact else None
 
 
 class _Drafted(NamedTuple):
-    """What could be accepted of one tree.
+    """Nodes of one tree that could be accepted.
 
     Attributes:
-        sources: Of all its nodes; None where one drafter proposed everything.
-        num_drafted: See `Outcome`, as the next two.
-        tree_depth: Of the tree.
-        drafted: Of the tree.
+        sources: `TokenTree.source` of all nodes; None if one drafter proposed the tree.
+        num_drafted: See `Outcome`.
+        tree_depth: See `Outcome`.
+        drafted: See `Outcome`.
     """
 
     sources: list[int] | None
@@ -151,7 +151,6 @@ class _Drafted(NamedTuple):
 
 
 def _drafted_of_rows(tree: TokenTree) -> list[_Drafted]:
-    """What could be accepted of each tree, in plain Python: see `walk_chosen`."""
     sources = [None] * tree.batch_size if tree.source is None else tree.source.tolist()
     rows = []
     for parents, depths, of_nodes in zip(tree.parents.tolist(), tree.depths.tolist(), sources, strict=True):
@@ -162,28 +161,28 @@ def _drafted_of_rows(tree: TokenTree) -> list[_Drafted]:
 
 
 def greatest_on_host(logits: Tensor) -> list[int]:
-    """The token with the greatest logit of each row of a tensor on the CPU, the lowest among equals.
+    """Returns the token with the greatest logit of each row of a CPU tensor, the lowest among equals.
 
     Args:
         logits: (R, V) float32.
 
     Returns:
-        R tokens, -1 where the greatest is not finite.
+        R tokens, -1 if the greatest logit is not finite.
     """
-    rows = logits.numpy()  # its argmax is vectorised along a row, torch's is not
+    rows = logits.numpy()  # NumPy's argmax is vectorised along a row, torch's is not
     best = rows.argmax(1)
-    is_finite = np.isfinite(rows[np.arange(len(rows)), best])  # of NaN and a number, NaN counts as greater
+    is_finite = np.isfinite(rows[np.arange(len(rows)), best])  # argmax treats NaN as the greatest
     tokens: list[int] = np.where(is_finite, best, -1).tolist()
     return tokens
 
 
 def token_scores(logits: Tensor, tokens: list[int], count: int) -> list[TokenScores]:
-    """Log-probabilities at output tokens: one transfer to the host.
+    """Returns log-probabilities at output tokens; one transfer to the host.
 
     Args:
         logits: (K, V) float32, the rows that decided the tokens.
         tokens: K tokens.
-        count: How many of the most probable tokens.
+        count: Number of most probable tokens to return.
     """
     log_probs = logits.log_softmax(1)
     top = log_probs.topk(min(count, logits.shape[1]), dim=1)
@@ -205,22 +204,22 @@ def newly_committed(
     features: Tensor | None,
     top_ids: Tensor | None,
 ) -> Committed:
-    """What drafters learn: root and path of every sequence entered the KV, with their features.
+    """Returns what drafters learn: root and accepted path of every sequence, with their features.
 
     Args:
         roots: Root token of each of B sequences.
-        trees: Their verification.
-        tree: What was verified.
-        outcomes: What was accepted.
-        features: (M, F, D) tapped features of its tokens, perhaps followed by others, or None.
-        top_ids: See `Verified`.
+        trees: The part of the pass with the trees.
+        tree: The verified tree.
+        outcomes: The outcome of each sequence.
+        features: (M, F, D) tapped features of the tokens of `trees`, perhaps followed by others, or None.
+        top_ids: See `foretoken.drafters.base.Verified`.
     """
     starts = trees.offsets[:-1]
     paths = [outcome.path for outcome in outcomes]
     if features is not None:
         nodes = [start + node for start, path in zip(starts, paths, strict=True) for node in (0, *path)]
         if nodes == list(range(len(nodes))):
-            # Not a view: drafters keep it, and would keep the features of the whole pass with it.
+            # Cloned: drafters keep the features, and a view would keep those of the whole pass.
             features = features if len(nodes) == len(features) else features[: len(nodes)].clone()
         else:
             features = features.index_select(0, integers_on(nodes, features.device))
@@ -243,15 +242,15 @@ def sequence_step(
     *,
     ends_prompt: bool = False,
 ) -> SequenceStep:
-    """The record of one sequence's iteration.
+    """Returns the record of one sequence's iteration.
 
     Args:
         drafting: Knows the drafters' names.
         sequence: The sequence.
-        outcome: What was accepted.
+        outcome: The decision of acceptance.
         generated: Tokens added to its output.
         num_proposed: See `SequenceStep`.
-        trace: As if all that was accepted entered the text.
+        trace: The trace with the whole accepted path; cut if the sequence ended earlier.
         ends_prompt: See `SequenceStep`.
     """
     accepted = min(len(outcome.path), len(generated))

@@ -1,4 +1,4 @@
-"""Prompts on their way into the KV cache: which chunks ride in the next pass, and what is done once it is over."""
+"""Reads prompts into the KV cache: chooses the chunks of the next pass and commits them."""
 
 from __future__ import annotations
 
@@ -18,52 +18,47 @@ if TYPE_CHECKING:
     from foretoken.engine.sequence import Sequence
     from foretoken.runner.runner import Runner
 
-_LONGEST_STEP = 2.4  # steps without prompt tokens that one with some is to take
-_LEAST = 4  # prompt tokens of a step: a pass of a few tokens takes what one of two does
-_FIRST = 16  # prompt tokens of the first step beside decoding sequences, where nothing is known
-_FADE = 0.8  # weight of what was known when a step adds to it
-_LEAST_FACTOR, _GREATEST_FACTOR = 0.75, 1.25  # by which one step changes the budget, however long it took
+_LONGEST_STEP = 2.4  # longest time of a step with prompt tokens, in steps without
+_LEAST = 4  # prompt tokens of a step: a pass of four tokens takes as long as one of two
+_FIRST = 16  # prompt tokens of the first step beside decoding sequences, before any measurement
+_FADE = 0.8  # weight of earlier steps in the moving average
+_LEAST_FACTOR, _GREATEST_FACTOR = 0.75, 1.25  # bounds on the change that one step makes
 
 
 class PrefillBudget:
-    """Prompt tokens a step.
+    """Number of prompt tokens in each step.
 
     Attributes:
-        max_num_batched_tokens: Most tokens of a pass, drafted nodes included; None leaves it to what passes take.
+        max_num_batched_tokens: Cap on the tokens of a pass, drafted nodes included; None steers by measured times.
     """
 
     def __init__(self, max_num_batched_tokens: int | None = None) -> None:
-        """Nothing is known yet.
-
-        Args:
-            max_num_batched_tokens: See the class.
-        """
         self.max_num_batched_tokens = max_num_batched_tokens
-        self._step_seconds: dict[int, float] = {}  # of steps without prompt tokens, by the size of what is decoding
-        self._tokens: float | None = None  # the budget as it is steered
+        self._step_seconds: dict[int, float] = {}  # of steps without prompt tokens, by bit length of decoding tokens
+        self._tokens: float | None = None  # the steered budget
 
     def tokens(self, num_decoding: int, chunk: int) -> int:
-        """Prompt tokens of the next step, at least 1.
+        """Returns the number of prompt tokens of the next step, at least 1.
 
         Args:
-            num_decoding: Tokens of the pass that belong to sequences that are decoding.
-            chunk: Most prompt tokens of any pass.
+            num_decoding: Tokens of the pass that belong to decoding sequences.
+            chunk: Cap on the prompt tokens of any pass.
         """
         budget = chunk
         if self.max_num_batched_tokens is not None:
             budget = min(budget, self.max_num_batched_tokens - num_decoding)
         elif num_decoding:
-            # As many as are decoding cost about as much as these: prompts must not starve beside wide steps.
+            # At least as many as decoding tokens, so that prompts do not starve beside wide steps.
             budget = min(budget, max(int(self._tokens or _FIRST), num_decoding, _LEAST))
         return max(budget, 1)
 
     def learn(self, seconds: float, *, num_decoding: int, num_prompt: int) -> None:
-        """Learns from a step.
+        """Steers the budget by the time of a step.
 
         Args:
-            seconds: Of the pass.
-            num_decoding: Its tokens that belong to sequences that are decoding.
-            num_prompt: Its prompt tokens.
+            seconds: Duration of the pass.
+            num_decoding: Tokens of the pass that belong to decoding sequences.
+            num_prompt: Prompt tokens of the pass.
         """
         if not num_decoding:
             return
@@ -76,7 +71,7 @@ class PrefillBudget:
             wanted = _LONGEST_STEP * self._step_seconds[nearest]
             factor = min(max(wanted / max(seconds, 1e-9), _LEAST_FACTOR), _GREATEST_FACTOR)
             tokens = self._tokens or _FIRST
-            if factor < 1.0 or num_prompt >= int(tokens):  # a short chunk says nothing of longer ones
+            if factor < 1.0 or num_prompt >= int(tokens):  # a fast short chunk tells nothing about longer ones
                 self._tokens = max(min(tokens, num_prompt) * factor if factor < 1.0 else tokens * factor, _LEAST)
 
 
@@ -84,11 +79,11 @@ class Chunk(NamedTuple):
     """Consecutive prompt tokens of one sequence.
 
     Attributes:
-        sequence: Whose.
-        slot: Of the cache.
-        start: Rows filled before.
-        tokens: At least one.
-        is_last: Whether the last of them is the root, after which the sequence's next token is chosen in the same pass.
+        sequence: The sequence.
+        slot: Its slot.
+        start: Number of rows filled before.
+        tokens: The tokens, at least one.
+        is_last: Whether the last token is the root; the pass then also chooses the sequence's next token.
     """
 
     sequence: Sequence
@@ -99,22 +94,22 @@ class Chunk(NamedTuple):
 
     @property
     def num_prompt(self) -> int:
-        """Its tokens without the root."""
+        """Number of its tokens without the root."""
         return len(self.tokens) - self.is_last
 
 
 class Prefill:
-    """Feeds prompts. The last token of each is its first root, whose logits are wanted.
+    """Reads prompts. The last token of each prompt is its first root; the pass returns its logits.
 
     Attributes:
-        budget: How many prompt tokens a pass takes.
+        budget: Number of prompt tokens in each pass.
     """
 
     def __init__(self, target: Runner, drafting: Drafting, max_num_batched_tokens: int | None = None) -> None:
-        """Nothing is being fed.
+        """Makes a reader of prompts.
 
         Args:
-            target: Whose cache is filled.
+            target: The runner whose cache is filled.
             drafting: Gets the features.
             max_num_batched_tokens: See `PrefillBudget`.
         """
@@ -123,17 +118,16 @@ class Prefill:
 
     @staticmethod
     def is_over(sequence: Sequence) -> bool:
-        """Whether all of a sequence but its root is in the cache."""
+        """Whether the cache has all tokens of a sequence but the root."""
         return sequence.num_cached == len(sequence.tokens) - 1
 
     def next_chunks(self, sequences: Seq[Sequence], num_decoding: int, most: int | None = None) -> list[Chunk]:
-        """What the next pass takes of some prompts, first come first served.
+        """Returns the prompt chunks of the next pass, first come first served.
 
         Args:
-            sequences: Running ones, in the order in which their prompts are read; those whose prompt is in the cache
-                are left out.
-            num_decoding: Tokens of the pass that belong to sequences that are decoding.
-            most: Prompt tokens of the pass, at most; None for as many as the target takes.
+            sequences: Running sequences, in the order in which prompts are read; skips prompts in the cache.
+            num_decoding: Tokens of the pass that belong to decoding sequences.
+            most: Cap on the prompt tokens of the pass; None for the target's limit.
         """
         chunks, left = (
             [],
@@ -150,12 +144,12 @@ class Prefill:
         return chunks
 
     def num_next_tokens(self, sequences: Seq[Sequence], num_decoding: int) -> int:
-        """Tokens of `next_chunks` together; arguments as there."""
+        """Returns the number of tokens that `next_chunks` would return for the same arguments."""
         unread = sum(_num_unread(one) for one in sequences if one.slot is not None and not self.is_over(one))
         return min(unread, self.budget.tokens(num_decoding, self._target.prefill_chunk))
 
     def as_pass(self, chunks: Seq[Chunk]) -> Pass:
-        """Some chunks, with the logits of their roots."""
+        """Returns a pass over some chunks that gives the logits of their roots."""
         work = Pass.of_chains(
             [chunk.tokens for chunk in chunks],
             slots=[chunk.slot for chunk in chunks],
@@ -167,13 +161,13 @@ class Prefill:
         return replace(work, logit_rows=integers_on(roots, self._target.device)) if roots else work
 
     def learn(self, chunks: Seq[Chunk], features: Tensor | None, seconds: float, num_decoding: int) -> None:
-        """Notes what a pass has put into the cache, and tells the drafter.
+        """Records that a pass has filled the rows of chunks, and tells the drafters.
 
         Args:
-            chunks: Of the pass.
-            features: (M, F, D) of their tokens, or None without taps.
-            seconds: Of the whole pass.
-            num_decoding: Its tokens that belong to sequences that are decoding.
+            chunks: Chunks of the pass.
+            features: (M, F, D) features of their tokens, or None without taps.
+            seconds: Duration of the whole pass.
+            num_decoding: Tokens of the pass that belong to decoding sequences.
         """
         num_tokens = sum(len(chunk.tokens) for chunk in chunks)
         self.budget.learn(seconds, num_decoding=num_decoding, num_prompt=num_tokens)
@@ -194,5 +188,5 @@ class Prefill:
 
 
 def _num_unread(sequence: Sequence) -> int:
-    """Tokens that chunks still take; where the logits of all of them are prompt scores, the root has its own pass."""
+    """Returns the tokens left for chunks. If the prompt is scored, the root has a pass of its own."""
     return len(sequence.tokens) - sequence.num_cached - sequence.wants_prompt_scores

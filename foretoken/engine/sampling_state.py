@@ -1,4 +1,4 @@
-"""Sampling parameters of running sequences, and what processors of their logits read, as tensors."""
+"""Sampling parameters and token histories of running sequences, as tensors."""
 
 from __future__ import annotations
 
@@ -20,24 +20,23 @@ class SamplingState:
     """Tensors of the sequences in slots, kept from one iteration to the next.
 
     Attributes:
-        table: Tokens of each slot's sequence, as far as processors read them.
+        table: Tokens of each slot's sequence that processors read.
     """
 
     def __init__(self, num_slots: int, vocab_size: int, device: torch.device) -> None:
-        """Nothing is in the slots."""
         self.table = HistoryTable(num_slots, vocab_size, device)
         self._vocab_size, self._device = vocab_size, device
         self._batch: tuple[list[Sequence], SamplingBatch] | None = None
 
     def batch(self, sequences: list[Sequence]) -> SamplingBatch:
-        """Parameters as tensors, built anew only when the batch changes."""
+        """Returns the parameters as tensors; rebuilds them only when the batch changes."""
         if self._batch is None or self._batch[0] != sequences:
             requests = [s.sampling for s in sequences]
             self._batch = (list(sequences), SamplingBatch.build(requests, self._vocab_size, self._device))
         return self._batch[1]
 
     def masked_batch(self, sequences: list[Sequence]) -> SamplingBatch:
-        """`batch`, with what their grammars rule out."""
+        """Returns `batch` with the masks of the sequences' grammars."""
         batch = self.batch(sequences)
         if all(s.grammar is None for s in sequences):
             return batch
@@ -45,7 +44,7 @@ class SamplingState:
         return replace(batch, processors=(mask, *batch.processors))
 
     def histories(self, sequences: list[Sequence], batch: SamplingBatch) -> History | None:
-        """What processors of a batch read, or None when none is in use."""
+        """Returns the tokens that processors of a batch read; None without processors."""
         if not batch.processors:
             return None
         return self.table.view(

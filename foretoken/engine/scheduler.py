@@ -1,13 +1,13 @@
-"""Which sequences run, in which slots, and over how many KV rows.
+"""Decides which sequences run, in which slots, and over how many KV rows.
 
-Sequences join in the order in which they came, when a slot is free and there are KV rows for all of their tokens; those
-of clients that have fewer sequences running come first. Where no slot is free, and a client that waits has at least two
-sequences fewer than another one, the other's sequence that joined last is preempted. Sequences whose prompt begins as
-one that is being read wait for that, a slot kept free for them, and go on from its rows.
+Sequences join in order of arrival, when a slot is free and the KV rows for all of their tokens fit. Clients with fewer
+running sequences come first. If no slot is free and a waiting client has at least two sequences fewer than another
+client, the last sequence that joined for the other client is preempted. A sequence waits while another sequence reads
+the same prefix, with a slot kept free, and then reuses the rows.
 
-Sequences that run need more rows with every token. Where rows are shared and there are no more, texts that free slots
-still hold are given up first, the oldest first; then the sequence that joined last is preempted: it waits for a slot as
-if it had just come, before all others, and all that it has so far is read again, so that its text stays what it was.
+A running sequence needs more rows with every token. When shared rows run out, prefixes in free slots are dropped first,
+the oldest first. Then the sequence that joined last is preempted: it goes to the head of the queue, and all of its
+tokens are read again later. Its text does not change.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
     from foretoken.runner.runner import Runner
     from foretoken.sampling.history import HistoryTable
 
-LEAST_PREFIX = 8  # positions of a prefix that is used; shorter ones are read as fast as they are copied
+LEAST_PREFIX = 8  # positions; a shorter prefix is read as fast as it is copied
 
 
 class Held(NamedTuple):
-    """What a slot holds.
+    """The text whose KV rows a slot holds.
 
     Attributes:
-        slot: Which.
-        tokens: Of a text whose first ones fill its rows.
-        length: Rows that are filled; 0 where nobody may use them.
-        salt: Of the text's request: only those with the same one use them.
+        slot: The slot.
+        tokens: Tokens of the text; the first ones fill the rows.
+        length: Number of filled rows; 0 if nobody may reuse them.
+        salt: `cache_salt` of the text's request; only requests with the same salt reuse the rows.
     """
 
     slot: int
@@ -50,24 +50,23 @@ class Held(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """A slot for a sequence, and the prefix that need not be read, where there is one."""
+    """A slot for a sequence, and the cached prefix to reuse, if any."""
 
     slot: int
     prefix: Prefix | None
 
 
 class SlotPool:
-    """Free slots and what they hold.
+    """Free slots and the prefixes that they hold.
 
     Attributes:
-        num_slots: Free and in use.
-        keeps_prefixes: Whether free slots hold anything.
+        num_slots: Number of slots, free or in use.
+        keeps_prefixes: Whether free slots keep prefixes.
     """
 
     def __init__(self, num_slots: int, *, keeps_prefixes: bool = True) -> None:
-        """All slots are free and empty."""
         self.num_slots, self.keeps_prefixes = num_slots, keeps_prefixes
-        # What was given back first comes first, behind slots that hold nothing.
+        # Empty slots first, then in the order in which slots were given back.
         self._free = [Held(slot, (), 0, None) for slot in range(num_slots)]
 
     @property
@@ -76,7 +75,7 @@ class SlotPool:
         return [held.slot for held in self._free]
 
     def take_oldest(self) -> int:
-        """The free slot that has been free for longest, an empty one first; there must be one."""
+        """Takes an empty slot, else the slot that has been free for longest; at least one slot must be free."""
         return self._free.pop(0).slot
 
     def take(
@@ -88,13 +87,13 @@ class SlotPool:
         running: Iterable[Held],
         reusable: Callable[[int, int], int],
     ) -> Taken:
-        """A free slot for a text, and the longest prefix of it that any slot holds; there must be a free one.
+        """Takes a free slot for a text and finds its longest prefix in any slot. At least one slot must be free.
 
         Args:
-            tokens: Of the text.
-            most: Longest prefix that is of use.
-            salt: Of its request.
-            running: What the slots hold that are in use.
+            tokens: Tokens of the text.
+            most: Longest useful prefix.
+            salt: `cache_salt` of the request.
+            running: Contents of the slots in use.
             reusable: See `Drafting.reusable`.
         """
         prefix, num_lost = self.longest_prefix(tokens, most=most, salt=salt, running=running, reusable=reusable)
@@ -113,7 +112,7 @@ class SlotPool:
         running: Iterable[Held],
         reusable: Callable[[int, int], int],
     ) -> tuple[Prefix | None, int]:
-        """The longest prefix of a text that any slot holds, and rows of that slot behind it; arguments as `take`'s."""
+        """Returns the longest prefix of a text in any slot, and the slot's rows behind it. Arguments: see `take`."""
         prefix, num_lost = None, 0
         for held in (*self._free, *running):
             if held.salt != salt or min(held.length, most) < LEAST_PREFIX:
@@ -126,13 +125,13 @@ class SlotPool:
         return prefix, num_lost
 
     def forget_oldest(self, *, but: int | None = None) -> int | None:
-        """Gives up what the free slot holds that has held it for longest.
+        """Drops the prefix of the slot that has been free for longest.
 
         Args:
-            but: A slot that keeps what it holds.
+            but: A slot that keeps its prefix.
 
         Returns:
-            Which slot, or None where no other one holds anything.
+            The slot, or None if no other free slot holds a prefix.
         """
         for at, held in enumerate(self._free):
             if held.length and held.slot != but:
@@ -142,7 +141,7 @@ class SlotPool:
         return None
 
     def give_back(self, held: Held) -> None:
-        """A slot is free; its tokens are not to be changed any more."""
+        """Frees a slot; the tokens of `held` must not change afterwards."""
         if self.keeps_prefixes and held.length:
             self._free.append(held)
         else:
@@ -150,29 +149,29 @@ class SlotPool:
 
 
 class Scheduler:
-    """Sequences that wait and that run.
+    """Waiting and running sequences.
 
     Attributes:
-        running: Those that have a slot, in the order in which they joined.
+        running: Sequences with a slot, in the order in which they joined.
     """
 
     def __init__(
         self, target: Runner, drafting: Drafting, history: HistoryTable, slots: SlotPool, counts: EngineCounts
     ) -> None:
-        """Nothing waits or runs.
+        """Makes a scheduler without sequences.
 
         Args:
-            target: Whose cache is filled, with at least as many slots as there are in `slots`.
-            drafting: Is told of sequences that begin and end.
-            history: Likewise.
-            slots: One for each sequence that is decoded at once.
-            counts: Counts them.
+            target: The runner, with at least as many slots as `slots`.
+            drafting: Told of sequences that begin and end.
+            history: Told of sequences that begin.
+            slots: One slot for each sequence that is decoded at once.
+            counts: Counts sequences that begin, end, or are preempted.
         """
         self._target, self._drafting, self._history, self._slots, self._counts = (
             target, drafting, history, slots, counts,
         )  # fmt: skip
         self._waiting: deque[Sequence] = deque()
-        self._has_clients = False  # any sequence so far
+        self._has_clients = False  # whether any sequence so far had a client
         self.running: list[Sequence] = []
 
     @property
@@ -182,21 +181,21 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without a slot."""
+        """Number of sequences without a slot."""
         return len(self._waiting)
 
     @property
     def num_free_slots(self) -> int:
-        """Slots of which no sequence has taken any."""
+        """Number of slots that no sequence has."""
         return len(self._slots.free)
 
     @property
     def kv_usage(self) -> float:
-        """Share of the KV rows that running sequences fill, 0 to 1."""
+        """Share of all KV rows that running sequences fill, 0 to 1."""
         return sum(s.num_cached for s in self.running) / self._target.cache.num_rows
 
     def all(self) -> list[Sequence]:
-        """Sequences that are waiting or running."""
+        """Returns all sequences that wait or run."""
         return [*self._waiting, *self.running]
 
     def add(self, sequence: Sequence) -> None:
@@ -205,7 +204,7 @@ class Scheduler:
         self._has_clients |= sequence.client is not None
 
     def schedule(self) -> None:
-        """Gives slots to waiting sequences, and all that run the KV rows that a pass over the widest tree writes."""
+        """Gives slots to waiting sequences, and KV rows for a pass over the widest tree to all running ones."""
         while len(self.running) > 1 and not self._fits(self.running):
             self._preempt(self.running[-1])
         for sequence in self.running:
@@ -213,7 +212,7 @@ class Scheduler:
                 self._reserve(sequence.slot, self._rows_of(sequence))
         if self._waiting and not self._slots.free:
             self._make_way()
-        held_back: list[Sequence] = []  # which keep their place
+        held_back: list[Sequence] = []  # these stay in the queue
         for sequence in self._in_turn() if self._slots.free else ():
             if len(self._slots.free) == len(held_back) or not self._fits([*self.running, *held_back, sequence]):
                 break
@@ -224,22 +223,22 @@ class Scheduler:
                 self._join(sequence)
 
     def forget_rows(self) -> None:
-        """Gives up all KV rows: sequences that run are preempted and read again, and no prefix is kept."""
+        """Drops all KV rows: preempts running sequences, and drops all prefixes."""
         for sequence in self.running[::-1]:
             self._preempt(sequence)
         while (slot := self._slots.forget_oldest()) is not None:
             self._target.cache.trim(slot, 0)
 
     def fewest_first(self, sequences: Iterable[Sequence]) -> list[Sequence]:
-        """Sequences in the order in which prompts are read: those of clients with the fewest running ones first."""
+        """Returns sequences in the order in which prompts are read: clients with the fewest running sequences first."""
         counts = Counter(s.client for s in self.running if s.client is not None)
         return sorted(sequences, key=lambda sequence: counts[sequence.client])
 
     def leave(self) -> None:
-        """Frees the slots of sequences that are over."""
+        """Frees the slots of finished sequences."""
         for sequence in self.running:
             if sequence.finish_reason is not None:
-                # Its rows may be why it failed.
+                # The rows of a failed sequence may be the cause: nobody reuses them.
                 self._free_slot(sequence, 0 if sequence.finish_reason == "error" else sequence.num_cached)
                 self._counts.end(sequence)
                 sequence.slot = None
@@ -250,7 +249,7 @@ class Scheduler:
         self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
 
     def _in_turn(self) -> list[Sequence]:
-        """Sequences that wait, those first whose clients have fewest that run or come before them."""
+        """Returns the queue, clients with the fewest sequences that run or wait ahead first."""
         if not self._has_clients:
             return [*self._waiting]
         counts = Counter(s.client for s in self.running)
@@ -261,22 +260,21 @@ class Scheduler:
         return [sequence for _, sequence in sorted(zip(ranks, self._waiting, strict=True), key=itemgetter(0))]
 
     def _make_way(self) -> None:
-        """Frees a slot where a sequence waits whose client has at least two fewer than another one."""
+        """Preempts a sequence if a waiting client has at least two running sequences fewer than another client."""
         counts = Counter(s.client for s in self.running if s.client is not None)
         client, most = next(iter(counts.most_common(1)), (None, 0))
         if most > 1 and any(s.client is not None and counts[s.client] + 1 < most for s in self._waiting):
             self._preempt([s for s in self.running if s.client == client][-1])
 
     def _fits(self, sequences: Iterable[Sequence]) -> bool:
-        """Whether there are rows for the next pass over some sequences, if the others have none."""
+        """Whether the cache has rows for the next pass over these sequences alone."""
         return self._target.cache.fits([self._rows_of(s) for s in sequences])
 
     def _rows_of(self, sequence: Sequence) -> int:
-        """Rows that the next pass over a sequence may write, once its prompt is read."""
+        """Returns the number of rows that the next pass over a sequence may fill once the prompt is read."""
         return min(len(sequence.tokens) - 1 + self._target.max_nodes, self._target.cache.capacity)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Takes a sequence's slot away."""
         self._free_slot(sequence, sequence.num_cached)
         sequence.preempt()
         self.running.remove(sequence)
@@ -284,7 +282,6 @@ class Scheduler:
         self._counts.preempt()
 
     def _free_slot(self, sequence: Sequence, num_kept: int) -> None:
-        """Gives a slot back with the first rows of what it holds."""
         if sequence.slot is None:
             raise RuntimeError(f"request {sequence.request_id} has no slot: only running sequences leave")
         self._drafting.release(sequence.slot)
@@ -293,7 +290,7 @@ class Scheduler:
         self._target.cache.trim(sequence.slot, num_kept)
 
     def _is_being_read(self, sequence: Sequence) -> bool:
-        """Whether a running sequence is reading more of a prompt than any slot holds, so that both need not read it."""
+        """Whether a running sequence is reading a longer prefix of this prompt than any slot holds."""
         if not self._slots.keeps_prefixes or sequence.wants_prompt_scores:
             return False
         most, salt = len(sequence.tokens) - 1, sequence.cache_salt
@@ -312,7 +309,6 @@ class Scheduler:
         return coming - (0 if prefix is None else prefix.length) >= LEAST_PREFIX
 
     def _join(self, sequence: Sequence) -> None:
-        """Gives a free slot to a sequence for which there are rows."""
         taken = self._taken_slot(sequence)
         sequence.slot = taken.slot
         self.running.append(sequence)
@@ -322,9 +318,9 @@ class Scheduler:
         sequence.has_begun = True
 
     def _taken_slot(self, sequence: Sequence) -> Taken:
-        """The slot that a sequence gets, with its rows, and what of its text need not be read."""
+        """Takes a slot and its rows for a sequence; finds the cached prefix to reuse."""
         cache, prefix = self._target.cache, None
-        if not self._slots.keeps_prefixes or sequence.wants_prompt_scores:  # which take the logits of all positions
+        if not self._slots.keeps_prefixes or sequence.wants_prompt_scores:  # scores need the logits of all positions
             slot = self._slots.take_oldest()
         else:
             most, salt = len(sequence.tokens) - 1, sequence.cache_salt
@@ -336,12 +332,11 @@ class Scheduler:
         cache.trim(slot, prefix.length if prefix is not None and prefix.slot == slot else 0)
         rows = self._rows_of(sequence)
         if prefix is not None and not self._reserve(slot, rows, but=prefix.slot):
-            prefix = None  # it is held where its rows are needed
+            prefix = None  # the slot of the prefix must give up its rows
         self._reserve(slot, rows)
         return Taken(slot, prefix)
 
     def _held(self) -> list[Held]:
-        """What the slots of running sequences hold."""
         return [
             Held(s.slot, s.tokens, s.num_cached, s.cache_salt)
             for s in self.running
@@ -349,16 +344,7 @@ class Scheduler:
         ]
 
     def _reserve(self, slot: int, count: int, *, but: int | None = None) -> bool:
-        """Gives a slot rows, those of free slots if need be.
-
-        Args:
-            slot: Which.
-            count: How many; `_fits` where all that run have theirs.
-            but: A slot that keeps what it holds.
-
-        Returns:
-            Whether it has them.
-        """
+        """Reserves rows for a slot, if needed those of free slots but `but`; returns whether it succeeded."""
         while not self._target.cache.reserve(slot, count):
             forgotten = self._slots.forget_oldest(but=but)
             if forgotten is None:
@@ -367,7 +353,7 @@ class Scheduler:
         return True
 
     def _begin(self, sequence: Sequence, prefix: Prefix | None) -> None:
-        """Begins what cache, processors and drafters know of a sequence."""
+        """Starts the sequence in the cache, the history and the drafters."""
         slot, params = sequence.slot, sequence.params
         if slot is None:
             raise RuntimeError(f"request {sequence.request_id} has no slot: only running sequences begin")

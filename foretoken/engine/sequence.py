@@ -1,4 +1,4 @@
-"""One sequence on its way through the engine: its tokens, its text, and when it stops."""
+"""One sequence in the engine: its tokens, its text, and when it stops."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class TokenScores(NamedTuple):
     Attributes:
         token: The output token.
         logprob: Its log-probability.
-        rank: Its place in the vocabulary, from 1.
-        top: The most probable tokens and their log-probabilities, best first.
+        rank: Its rank in the vocabulary, from 1.
+        top: The most probable tokens with their log-probabilities, best first.
     """
 
     token: int
@@ -41,28 +41,27 @@ class Sequence:
     """State of one completion.
 
     Attributes:
-        request_id: The request it belongs to.
-        index: Which of the request's n completions.
+        request_id: Id of the request.
+        index: Index among the request's n completions.
         sampling: Parameters resolved against the tokenizer.
         is_seeded: Whether the request gave a seed.
-        tokens: Prompt and output; the last one is the root.
+        tokens: Prompt and output; the last token is the root.
         num_prompt: Prompt length.
-        num_cached: Target KV rows filled so far, a prefix that was there included; `len(tokens) - 1` once prefill is
-            over.
+        num_cached: Filled KV rows of the target, a reused prefix included; `len(tokens) - 1` after prefill.
         slot: Cache slot while running, else None.
-        has_begun: Whether it ever had one.
-        finish_reason: Set when it is over.
-        stop_reason: What ended it, where something did.
-        error: Why it failed, where it did.
-        metrics: What it took.
-        accepted_from: Of each output token the names of the drafters that proposed it; none for the target's own.
-        scores: Of output tokens, where they are asked for.
-        prompt_scores: Likewise of prompt tokens but the first, as far as the prompt is in the cache.
-        prediction: Token ids that the output probably repeats in part, for drafters; None without any.
-        cache_salt: Likewise for drafters, see `foretoken.drafters.base.DraftRequest`.
-        grammar: What may follow its output; None without a grammar.
-        max_nodes: Most nodes of its trees, root included; None for no bound of its own.
-        client: Whose it is, for slots to be shared among clients; None for nobody's.
+        has_begun: Whether the sequence ever had a slot.
+        finish_reason: Set when the sequence is over.
+        stop_reason: The token id or string that ended the sequence, else None.
+        error: Why the sequence failed, else None.
+        metrics: Times and counts of the sequence.
+        accepted_from: For each output token the names of the drafters that proposed it; empty for the target's own.
+        scores: Log-probabilities of output tokens, if requested.
+        prompt_scores: Log-probabilities of the cached prompt tokens after the first, if requested.
+        prediction: Token ids that the output probably repeats in part, for drafters; None for none.
+        cache_salt: See `foretoken.drafters.base.DraftRequest`.
+        grammar: State of the grammar after the output; None without a grammar.
+        max_nodes: Cap on the nodes of a tree, root included; None for no cap.
+        client: The client, for sharing slots among clients; None for no client.
     """
 
     def __init__(  # noqa: PLR0913 - facts of a completion, each by its name
@@ -107,11 +106,11 @@ class Sequence:
         )
         self._stops = StopStrings(params.stop_strings, keep=params.include_stop_str_in_output)
         self._shown = 0
-        self._unread: list[int] = []  # tokens whose text nobody has asked for yet
+        self._unread: list[int] = []  # tokens without text yet
 
     @property
     def params(self) -> SamplingParams:
-        """What the request asked for."""
+        """Sampling parameters of the request."""
         return self.sampling.params
 
     @property
@@ -121,7 +120,7 @@ class Sequence:
 
     @property
     def wants_prompt_scores(self) -> bool:
-        """Whether prompt tokens are still to be scored; of several completions of a prompt the first one is enough."""
+        """Whether prompt tokens must still be scored; only the first of several completions of a prompt scores them."""
         return self.params.prompt_logprobs is not None and self.index == 0 and not self.has_prompt_scores
 
     @property
@@ -131,7 +130,7 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens that it may still emit."""
+        """Number of tokens that the sequence may still emit."""
         return self._max_len - len(self.tokens)
 
     @property
@@ -141,13 +140,13 @@ class Sequence:
         return "" if self._detokenizer is None else self._detokenizer.text
 
     def emit(self, tokens: Seq[int]) -> int:
-        """Appends tokens until one of them ends the sequence; the rest is dropped.
+        """Appends tokens until one of them ends the sequence; drops the rest.
 
         Args:
-            tokens: Accepted tokens and the correction or bonus token, in order.
+            tokens: Accepted tokens, then the correction or bonus token.
 
         Returns:
-            How many were kept.
+            Number of appended tokens.
         """
         for count, token in enumerate(tokens, start=1):
             self.tokens.append(token)
@@ -157,12 +156,12 @@ class Sequence:
         return len(tokens)
 
     def credit(self, step: SequenceStep) -> None:
-        """Takes in who proposed the tokens that an iteration appended."""
+        """Records who proposed the tokens that an iteration appended."""
         self.accepted_from += step.accepted_from
         self.accepted_from += [()] * (len(step.tokens) - len(step.accepted_from))
 
     def take_new_text(self) -> str:
-        """Text that has become certain since the last call: nothing a stop string could still take back."""
+        """Returns text that has become certain since the last call, without text that a stop string could still cut."""
         text = self.text
         end = len(text) if self.finish_reason is not None else self._stops.showable(text)
         new = text[self._shown : end]
@@ -170,31 +169,32 @@ class Sequence:
         return new
 
     def preempt(self) -> None:
-        """Leaves its slot; all that is in the cache is read again, once it has another."""
+        """Gives up the slot. All tokens are read again once the sequence has another slot."""
         self.slot, self.num_cached = None, 0
         self.metrics.num_preemptions += 1
         if not self.has_prompt_scores:
             self.prompt_scores, self._told_of_prompt = [], []
 
     def abort(self) -> None:
-        """Ends the sequence from outside."""
+        """Ends the sequence from outside, with `finish_reason` "abort"."""
         self._finish("abort", None)
 
     def fail(self, error: str) -> None:
-        """Ends the sequence because it cannot go on; error: why, in whole sentences.
+        """Ends the sequence with an error. If the remaining tokens cannot be decoded, the text stays as it was.
 
-        Its text stays what it was when even the rest of that cannot be decoded.
+        Args:
+            error: The reason, in whole sentences.
         """
         self.finish_reason, self.stop_reason, self.error = "error", None, error
         try:
             self._finish("error", None)
-        except Exception as err:  # noqa: BLE001 - what failed before may be the tokenizer itself
+        except Exception as err:  # noqa: BLE001 - the tokenizer itself may be what failed
             self._unread = []
             self.error = f"{error} Its last tokens could not be decoded: {described(err)}."
-        self.finish_reason, self.stop_reason = "error", None  # held-back text may have held a stop string
+        self.finish_reason, self.stop_reason = "error", None  # `_finish` may have found a stop string in held-back text
 
     def output(self) -> CompletionOutput:
-        """The result so far."""
+        """Returns the result so far."""
         self.tell_scores()
         scores = None if self.params.logprobs is None else self.scores[: len(self.output_ids)]
         return CompletionOutput(
@@ -209,21 +209,21 @@ class Sequence:
         )
 
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """What a caller gets of the prompt's scores so far; None where it did not ask."""
+        """Returns the log-probabilities of the scored prompt tokens; None if not requested."""
         self.tell_scores()
         return None if self.params.prompt_logprobs is None else [None, *self._told_of_prompt]
 
     def tell_scores(self) -> None:
-        """Makes the log-probabilities of new scores; a call in every iteration spreads this slow work."""
+        """Makes log-probabilities for callers from new scores; one call an iteration spreads this slow work."""
         for scores, told in ((self.scores, self._told), (self.prompt_scores, self._told_of_prompt)):
             told.extend(map(self._logprobs, scores[len(told) :]))
 
     def chunk(self, prompt_index: int, given: int) -> StreamChunk:
-        """What it has that was not given yet; text of which nothing can be taken back.
+        """Returns the tokens after the first `given` output tokens, and the text that has become certain.
 
         Args:
             prompt_index: See `StreamChunk`.
-            given: Output tokens that were given.
+            given: Number of output tokens that former chunks had.
         """
         self.tell_scores()
         token_ids = self.output_ids[given:]
@@ -245,11 +245,11 @@ class Sequence:
         )
 
     def _parts(self, begin: int, text: str) -> list[TextPart]:
-        """A piece of the text by tokens, those that brought nothing to it left out; begin: where it stands."""
+        """Splits a piece of the text, which starts at character `begin`, by the tokens that gave it."""
         if self._detokenizer is None or not text:
             return []
         ends, parts, at = self._detokenizer.ends, [], 0
-        last = len(ends) - 1  # whose text goes on where something was held back
+        last = len(ends) - 1  # held-back text belongs to the last token
         for token in range(min(bisect_right(ends, begin), last), last + 1):
             end = len(text) if token == last else min(ends[token] - begin, len(text))
             if end > at:
@@ -258,7 +258,7 @@ class Sequence:
         return parts
 
     def _logprobs(self, scores: TokenScores) -> dict[int, Logprob]:
-        """What a caller gets of one token's scores: the token itself, then the most probable ones."""
+        """Returns log-probabilities of one position: the token itself, then the most probable tokens."""
         ranked = {token: (value, rank) for rank, (token, value) in enumerate(scores.top.items(), start=1)}
         tokens = {scores.token: (scores.logprob, scores.rank)} | {
             token: entry for token, entry in ranked.items() if token != scores.token
@@ -269,11 +269,10 @@ class Sequence:
         }
 
     def _decoded(self, token: int) -> str | None:
-        """One token as text."""
         return None if self._codec is None else self._codec.alone(token, skip_special_tokens=False)
 
     def _check_stop(self, token: int) -> None:
-        """Ends the sequence when the token just appended does."""
+        """Ends the sequence if the last appended token ends it."""
         is_stop_id = token in self._stop_ids
         is_hidden = is_stop_id and not self.params.include_stop_str_in_output
         new_text = ""
@@ -293,7 +292,6 @@ class Sequence:
             self._finish("length", None)
 
     def _follow_grammar(self, grammar: GrammarState, token: int) -> None:
-        """Goes on in the grammar, and ends the sequence where nothing can follow."""
         following = self.grammar = grammar.after(token)
         if following is None:
             raise RuntimeError(f"token {token} was generated against the grammar")
@@ -303,13 +301,12 @@ class Sequence:
             self._finish("stop", None)
 
     def _read(self) -> None:
-        """Turns tokens into text that were not looked at so far."""
         if self._unread and self._detokenizer is not None:
             self._detokenizer.push_all(self._unread)
             self._unread = []
 
     def _cut_at_stop_string(self, num_new: int) -> bool:
-        """Ends the sequence when a stop string ends in the last `num_new` characters of its text."""
+        """Ends the sequence if a stop string ends in the last `num_new` characters of its text."""
         found = self._stops.find(self.text, num_new)
         if found is None or self._detokenizer is None:
             return False
@@ -329,7 +326,7 @@ class Sequence:
 
 
 def slot_of(sequence: Sequence) -> int:
-    """The slot of a running sequence."""
+    """Returns the slot of a running sequence."""
     if sequence.slot is None:
         raise RuntimeError(f"request {sequence.request_id} has no slot: only running sequences are decoded")
     return sequence.slot

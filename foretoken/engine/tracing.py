@@ -1,7 +1,6 @@
-"""Traces of verified trees: the target's answer at every node, read out of the logits that acceptance used.
+"""Traces of verified trees: the target's distribution at every node, from the logits that acceptance used.
 
-Costs a pass over the vocabulary a node and one transfer to the host, where traces are asked for. Changes nothing that
-acceptance, drafters or requests see.
+A trace costs a pass over the vocabulary for each node, and one transfer to the host. Traces change no text.
 
 Letters: B sequences, N nodes, V vocabulary.
 """
@@ -39,15 +38,15 @@ def traced(
     credit: Callable[[int], Sequence[str]],
     impossible_ids: Tensor | None,
 ) -> list[TreeTrace]:
-    """What became of the nodes of B trees, one transfer to the host.
+    """Returns the traces of B trees; one transfer to the host.
 
     Args:
-        scores: Of the trees as they were verified, probes included.
+        scores: Scores of the trees as verified, probes included.
         rules: B names, see `AcceptancePolicy.rule_for`.
         root_positions: (B,) int64.
-        outcomes: B, what acceptance decided.
-        credit: Names of the drafters in a bit set of `TokenTree.source`.
-        impossible_ids: (U,) int64 token ids that are never generated, where the logits do not say so themselves.
+        outcomes: B decisions of acceptance.
+        credit: Returns the names of the drafters in a bit set of `TokenTree.source`.
+        impossible_ids: (U,) int64 token ids that are never generated, if the logits do not exclude them; else None.
     """
     if impossible_ids is not None:
         scores = replace(scores, logits=scores.logits.index_fill(1, impossible_ids, -math.inf))
@@ -71,7 +70,6 @@ def traced(
 def _trace(
     values: list[float], rule: str, outcome: Outcome, *, has_scores: bool, credit: Callable[[int], Sequence[str]]
 ) -> TreeTrace:
-    """One sequence's trace of what was brought to the host."""
     position, count, *packed = values
     of = {name: packed[index :: len(_COLUMNS)][: int(count)] for index, name in enumerate(_COLUMNS)}
     draft_probs = [_known(value) for value in of["draft_prob"]]
@@ -94,12 +92,11 @@ def _trace(
 
 
 def _known(value: float) -> float | None:
-    """None for NaN."""
     return None if math.isnan(value) else value
 
 
 def _draft_probs(tree: TokenTree, nothing: Tensor) -> Tensor:
-    """(B, N) the probability with which each node was drawn, NaN where it was chosen."""
+    """Returns (B, N) draft probabilities of nodes, NaN for nodes that were chosen instead of drawn."""
     drafts = tree.distributions
     if drafts is None:
         return nothing
@@ -109,14 +106,14 @@ def _draft_probs(tree: TokenTree, nothing: Tensor) -> Tensor:
 
 
 def _answers(scores: NodeScores, rules: Sequence[str], root_positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The target's answer at every node: one node a sequence at a time, so that (B, V) is the most memory taken.
+    """Returns the target's answer at every node; visits one node a sequence at a time, to bound memory by (B, V).
 
     Returns:
         (B, N) float32 probabilities of the nodes' tokens under their parents, NaN at roots; (B, N) int64 the target's
         own tokens; (B, N) float32 their probabilities.
     """
     tree, batch, device = scores.tree, scores.batch, scores.logits.device
-    # A token that was drawn for all nodes at once is what acceptance followed; another computation might round it away.
+    # Acceptance used tokens drawn for all nodes at once; drawing them again could round differently.
     drawn = scores.drawn_everywhere(root_positions) if "drawn" in rules else None
     is_drawn = torch.tensor([rule == "drawn" for rule in rules], device=device)
     is_coupled = torch.tensor([rule == "coupled" for rule in rules], device=device)

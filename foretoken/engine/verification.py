@@ -1,4 +1,4 @@
-"""What an iteration's verification asks of the decoder, and what comes of it before anything is committed."""
+"""Builds the pass of an iteration, and holds its result before anything is committed."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 class Verification(NamedTuple):
-    """What one iteration asks of the target: B trees, and chunks of prompts.
+    """The work of one iteration for the target: B trees, and chunks of prompts.
 
     Attributes:
-        sequences: B; those that are decoding, then those whose prompts end in this pass.
-        tree: Theirs, probes included. Where a prompt ends it is the root alone.
+        sequences: B; decoding sequences, then sequences whose prompts end in this pass.
+        tree: Their trees, probes included; the root alone where a prompt ends.
         offsets: B + 1; node i of tree b has row `offsets[b] + i` of the logits.
-        trees: The part of the pass that holds the trees of sequences that are decoding; None where none is.
-        chunks: Of prompts, the rest of the pass.
+        trees: The part of the pass with the trees of decoding sequences; None without any.
+        chunks: Chunks of prompts, the rest of the pass.
     """
 
     sequences: list[Sequence]
@@ -45,20 +45,20 @@ class Verification(NamedTuple):
 
     @property
     def num_decoding(self) -> int:
-        """Tokens of the pass that belong to sequences that are decoding."""
+        """Tokens of the pass that belong to decoding sequences."""
         return 0 if self.trees is None else self.trees.num_tokens
 
 
 class Verified(NamedTuple):
-    """One iteration of some sequences up to acceptance, nothing committed yet.
+    """One iteration of some sequences after acceptance and before commit.
 
     Attributes:
-        asked: What was asked of the target.
-        draft: What was verified of the sequences that were decoding.
-        output: Of the whole pass.
-        outcomes: What survived, one a sequence.
+        asked: The work of the target.
+        draft: The trees of decoding sequences.
+        output: Output of the whole pass.
+        outcomes: Decision of acceptance for each sequence.
         lossy_tv: See `StepRecord`.
-        traces: See `SequenceStep`; one a sequence.
+        traces: See `SequenceStep`; one for each sequence.
     """
 
     asked: Verification
@@ -69,21 +69,21 @@ class Verified(NamedTuple):
     traces: Seq[TreeTrace | None]
 
     def logits_of(self, row: int) -> Tensor:
-        """(N, V) logits of one sequence's tree."""
+        """Returns the (N, V) logits of one sequence's tree."""
         return logits_of(self.output)[self.asked.offsets[row] : self.asked.offsets[row + 1]]
 
 
 def verification(
     target: Runner, prefill: Prefill, decoding: list[Sequence], joining: list[Sequence], draft: Draft
 ) -> tuple[Verification, Pass]:
-    """What an iteration asks of the target, and the pass for that.
+    """Returns the work of an iteration for the target, and its pass.
 
     Args:
         target: The runner.
         prefill: Cuts the chunks.
-        decoding: Sequences of which all but the root is in the cache.
-        joining: The others; at least one sequence in all.
-        draft: Trees of those that are decoding.
+        decoding: Sequences with all KV rows but the root's.
+        joining: Sequences whose prompts are being read; `decoding` and `joining` are not both empty.
+        draft: Trees of `decoding`.
     """
     passes, trees, num_nodes = list[Pass](), None, 0
     if decoding:
@@ -108,18 +108,18 @@ def verification(
 def token_choice(
     sequences: Seq[Sequence], offsets: Seq[int], impossible_ids: Tensor | None, device: torch.device
 ) -> TokenChoice | None:
-    """How a decoder may choose tokens of requests whose distribution nothing but temperature changes.
+    """Tells a decoder how to choose tokens of requests that use temperature alone.
 
-    What it chooses for others is not looked at.
+    For other requests the decoder's choice is ignored.
 
     Args:
-        sequences: One a tree.
-        offsets: B + 1, the rows of logits of each tree.
+        sequences: One for each tree.
+        offsets: B + 1, first row of logits of each tree.
         impossible_ids: (U,) int64, token ids that are never generated; None for none.
-        device: Of the decoder.
+        device: The decoder's device.
 
     Returns:
-        None where the greatest logits are all that is wanted.
+        None if the greatest logits are enough.
     """
     params = [s.params for s in sequences]
     scales = [0.0 if p.is_greedy or not p.is_plain else 1 / p.temperature for p in params]
@@ -135,7 +135,7 @@ def token_choice(
 
 
 def logits_of(output: PassOutput) -> Tensor:
-    """The logits of a verification, which every decoder gives, also where it chooses tokens besides."""
+    """Returns the logits of a verification; raises `RuntimeError` if the output has none."""
     if output.logits is None:
         raise RuntimeError("a verification has logits")
     return output.logits
