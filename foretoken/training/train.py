@@ -136,12 +136,10 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
     command = command or _call_text(locals())
     name, out, target_out, cache = os.fspath(model), Path(out), _path(target_out), _path(cache)
     run_dir = _path(run_dir) or out.with_name(f"{out.name}-run")
-    _check_places(out, target_out, run_dir, cache)
+    _check_places(out, target_out, run_dir, cache, is_joint=joint is not None)
     if init is not None:
         _check_begun_from(sizes, draft_vocab)
     held_out = _held_out(eval_every, _path(eval_data), Path(data), is_joint=joint is not None)
-    if (joint is None) != (target_out is None):
-        raise ConfigError("--joint and --target-out go together: the target that learns along is a new one. Pass both.")
     _check_values(save_every_s, cache_gib, save_dtype, num_prompts)
     weights = objective_config(method, objective or {})
     settings = train_config({
@@ -153,52 +151,37 @@ def train(  # noqa: PLR0913 - one argument for each option of the command
     target, tokenizer = load_target(name, dtype=dtype, device=device)
     _check_data(packed, tokenizer, target.vocab_size, data=str(data), model=name)
     packed.batch(0, batch_size=batch_size, length=length, seed=seed)  # too little data: said before the work
-    workload = held_out_workload(prompts, num_prompts)
-    initial = None if init is None else read_head(local_head(init))[1]
+    initial = None if init is None else _initial_head(init, method, target)
     drafted = None if draft_vocab is None else _drafted_tokens(Path(draft_vocab), packed, target.vocab_size)
     values = _with_vocabulary(dict(sizes or {}), method, drafted)
-    evaluation = None
-    if held_out is not None:
-        evaluation = _evaluation(held_out, eval_every, length, tokenizer, target.vocab_size, model=name)
+    evaluation = _evaluation(held_out, eval_every, length, tokenizer, target.vocab_size, model=name)
     run = RunSettings(
-        head=initial.config if initial is not None else head_config(method, target, values),
-        objective=weights,
-        train=settings,
-        data=str(packed.meta["tokens_sha256"]),
-        directory=run_dir,
-        save_every_s=save_every_s,
-        cache=cache,
-        cache_bytes=int(cache_gib * 2**30),
-        joint=None if joint is None else joint_config(joint),
-        draft_vocab=drafted,
-        evaluation=evaluation,
-    )
-    if initial is not None and init is not None:
-        _check_initial(initial, method, target, init)
-    seconds_after = held_out_seconds(target, tokenizer, workload)
-
-    def told(report: StepReport) -> None:
-        if on_step is not None:
-            on_step(replace(report, seconds_after=seconds_after(report.tau)))
-
+        head=initial.config if initial is not None else head_config(method, target, values), objective=weights,
+        train=settings, data=str(packed.meta["tokens_sha256"]), directory=run_dir, save_every_s=save_every_s,
+        cache=cache, cache_bytes=int(cache_gib * 2**30), joint=None if joint is None else joint_config(joint),
+        draft_vocab=drafted, evaluation=evaluation,
+    )  # fmt: skip
+    workload = held_out_workload(prompts, num_prompts)
+    if on_step is not None:
+        on_step = _with_seconds_after(on_step, held_out_seconds(target, tokenizer, workload))
     if run.joint is None:
-        checkpoint = train_head(target, packed, run, initial=initial, on_step=told)
+        checkpoint = train_head(target, packed, run, initial=initial, on_step=on_step)
     else:
-        checkpoint, target = train_jointly(target, packed, run, initial=initial, on_step=told)
+        checkpoint, target = train_jointly(target, packed, run, initial=initial, on_step=on_step)
     if target_out is not None:
         target = save_target(target, target_out, tokenizer=tokenizer, like=name)
     facts = saved_head(
-        checkpoint,
-        out,
-        target=target,
-        tokenizer=tokenizer,
-        dtype=save_dtype,
-        workload=workload,
-        run=run_dir,
-        command=command,
-        on_progress=on_held_out,
-    )
+        checkpoint, out, target=target, tokenizer=tokenizer, dtype=save_dtype, workload=workload, run=run_dir,
+        command=command, on_progress=on_held_out,
+    )  # fmt: skip
     return _result(out, run_dir, target, facts)
+
+
+def _with_seconds_after(
+    on_step: Callable[[StepReport], None], seconds_after: Callable[[float], float]
+) -> Callable[[StepReport], None]:
+    """Returns `on_step`, called with reports that hold the expected seconds after the last step."""
+    return lambda report: on_step(replace(report, seconds_after=seconds_after(report.tau)))
 
 
 def _result(out: Path, run_dir: Path, target: LoadedModel, facts: dict[str, Any] | None) -> TrainingResult:
@@ -247,8 +230,10 @@ def _check_values(save_every_s: float, cache_gib: float, save_dtype: str, num_pr
         raise ConfigError(f"--save-dtype '{save_dtype}' does not exist. {nearest_name_hint(save_dtype, known)}")
 
 
-def _check_places(out: Path, target_out: Path | None, directory: Path, cache: Path | None) -> None:
+def _check_places(out: Path, target_out: Path | None, directory: Path, cache: Path | None, *, is_joint: bool) -> None:
     """Raises `ConfigError` where files would be replaced, or those of a run mixed with others."""
+    if is_joint != (target_out is not None):
+        raise ConfigError("--joint and --target-out go together: the target that learns along is a new one. Pass both.")
     for place in (out, target_out):
         if place is not None and (place.exists() or place.is_symlink()):
             raise ConfigError(f"'{place}' exists already. Expected a new directory. Choose another or remove it.")
@@ -296,9 +281,11 @@ def _held_out(every: int, given: Path | None, data: Path, *, is_joint: bool) -> 
 
 
 def _evaluation(
-    place: Path, every: int, length: int, tokenizer: Any, vocab_size: int, *, model: str
-) -> EvaluationConfig:
-    """Windows of held-out tokens; raises `ForetokenError` when they are of another tokenizer, or damaged."""
+    place: Path | None, every: int, length: int, tokenizer: Any, vocab_size: int, *, model: str
+) -> EvaluationConfig | None:
+    """Windows of held-out tokens, or None; raises `ForetokenError` when they are of another tokenizer, or damaged."""
+    if place is None:
+        return None
     packed = PackedTokens.open(place)
     _check_data(packed, tokenizer, vocab_size, data=str(place), model=model)
     return EvaluationConfig.of(packed, every=every, length=length)
@@ -337,9 +324,10 @@ def _with_vocabulary(sizes: dict[str, Any], method: str, drafted: tuple[int, ...
     return {**sizes, "draft_vocab_size": len(drafted)}
 
 
-def _check_initial(initial: HeadCheckpoint, method: str, target: LoadedModel, name: str) -> None:
-    """Raises `ConfigError` when a head to begin from is of another method or target."""
-    wanted = trained_head(method)
+def _initial_head(name: str, method: str, target: LoadedModel) -> HeadCheckpoint:
+    """Returns the head to begin from; raises `ConfigError` when it is of another method or target."""
+    initial, wanted = read_head(local_head(name))[1], trained_head(method)
     if initial.config.method != wanted:
         raise ConfigError(f"'{name}' is a {initial.config.method} head. Expected a {wanted} head to begin from.")
     initial.check_target(TargetFingerprint.of(target), what=name)
+    return initial
