@@ -1,10 +1,11 @@
-"""Whom to ask for a draft: where the tokens that a drafter is expected to add come faster than passes bring them.
+"""Chooses which drafter to call next.
 
-With L_b,d the probability that the trees at hand are right down to depth d for sequence b, and R_d the probability that
-a drafter is where they are not (`reach`), asking it for D levels adds Σ_b Σ_d≤D (1 - L_b,d) R_d tokens, and takes its
-seconds and those of verifying its nodes. Nodes at hand are bought along with it, as far as that pays (`buying`).
+L_b,d is the probability that the trees at hand are right down to depth d of sequence b. R_d is the probability that the
+candidate drafter is right at depth d where the trees at hand are wrong (`reach`). Calling the drafter for D levels adds
+Σ_b Σ_d≤D (1 - L_b,d) R_d expected tokens. It costs the drafter's seconds and those of verifying its nodes. The nodes
+at hand are bought together with the new ones, see `buying`.
 
-Arctic's rule, a lookup's draft instead of a model's where it is expected to be accepted as far, follows from this.
+Arctic's rule is a special case: take a lookup's draft instead of a model's where it is expected to be accepted as far.
 
 Letters: B sequences, D levels, k nodes at hand.
 """
@@ -24,29 +25,30 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_FADE = 0.5 ** (1 / 60)  # of an observation, by later ones
-_PRIOR = 4.0  # observations that the mean rate is worth as a guess at each level
-_GUESS = 0.6  # the mean rate to begin with,
-_GUESS_WEIGHT = 10.0  # and tokens that it is worth, so that a few wrong drafts are no reason to give up
+_FADE = 0.5 ** (1 / 60)  # decay per observation
+_PRIOR = 4.0  # observations that the mean rate is worth at each level
+_GUESS = 0.6  # first mean rate
+_GUESS_WEIGHT = 10.0  # tokens that the first mean rate is worth, so that a few wrong drafts do not end drafting
 
 
 class Reach:
     """P(a drafter is right down to depth d | the drafters before it are not), for every depth."""
 
     def __init__(self, deepest: int) -> None:
-        """Nothing was observed yet; deepest: levels that are drafted at most."""
-        self._seen, self._right = np.zeros(deepest), np.zeros(deepest)  # tested after right ones; of these, right ones
-        self._tested, self._passed = _GUESS_WEIGHT, _GUESS * _GUESS_WEIGHT  # likewise, where those before are right too
+        """Starts without observations; deepest: most levels of a draft."""
+        self._seen, self._right = np.zeros(deepest), np.zeros(deepest)  # tests after right tokens; right ones
+        # The same over all levels, also where earlier drafters are right.
+        self._tested, self._passed = _GUESS_WEIGHT, _GUESS * _GUESS_WEIGHT
         self._estimate: NDArray[np.float64] | None = None
 
     def rates(self) -> NDArray[np.float64]:
-        """(deepest,) shares of right tokens after right ones; where little is known, near the drafter's mean rate."""
+        """(deepest,) shares of right tokens after right tokens; close to the mean rate where observations are few."""
         mean = self._passed / self._tested
         result: NDArray[np.float64] = (self._right + _PRIOR * mean) / (self._seen + _PRIOR)
         return result
 
     def probabilities(self) -> NDArray[np.float64]:
-        """(deepest,), falling."""
+        """(deepest,) products of the rates, falling."""
         if self._estimate is None:
             self._estimate = self.rates().cumprod()
         return self._estimate
@@ -55,56 +57,56 @@ class Reach:
         """Counts one sequence's draft.
 
         Args:
-            before: Depth down to which the drafters asked before were right.
-            right: Depth down to which this one was.
-            asked: Levels that it was asked for.
-            generated: Tokens that followed the root: nobody knows what is right below them.
+            before: Depth down to which the earlier drafters were right.
+            right: Depth down to which this drafter was right.
+            asked: Levels that this drafter was asked for.
+            generated: Tokens generated after the root. Deeper levels stay unknown.
         """
         last = min(asked, generated, len(self._seen))
         right, tested = min(right, last), min(right + 1, last)
         self._seen *= _FADE
         self._right *= _FADE
-        self._seen[before:tested] += 1  # nothing where those before are right down to there
+        self._seen[before:tested] += 1  # empty if the earlier drafters are right down to there
         self._right[before:right] += 1
         self._tested = self._tested * _FADE + tested
         self._passed = self._passed * _FADE + right
         self._estimate = None
 
     def age(self, weight: float) -> None:
-        """Lets what was observed weigh no more than some observations: it is old, and texts change."""
+        """Caps the weight of past observations, because texts change."""
         share = weight / np.maximum(self._seen, weight)
         self._seen *= share
         self._right *= share
         self._estimate = None
 
     def counts(self) -> NDArray[np.float64]:
-        """(2, deepest): how often each level was tested after right ones, and how often the drafter was right there."""
+        """(2, deepest): tests of each level after right tokens, and how many of them were right."""
         return np.stack([self._seen, self._right])
 
     def restore(self, counts: NDArray[np.float64]) -> None:
-        """Begins from what `counts` gave of a reach of the same depth."""
+        """Starts from the `counts` of a reach of the same depth."""
         self._seen, self._right = counts[0].copy(), counts[1].copy()
         self._estimate = None
 
 
-_DEEPEST = 64  # levels that are told apart
+_DEEPEST = 64  # most levels that are told apart
 
 
 class KnownDrafter:
-    """What is known of one drafter.
+    """Measurements of one drafter.
 
     Attributes:
-        deepest: Levels of its deepest drafts, as far as they are told apart.
+        deepest: Levels of its deepest drafts, at most 64.
         nodes_by_depth: See `foretoken.drafters.base.Drafter`.
         calibration: Of the nodes that it proposes.
-        grafts: Of the chains that it proposes below drafts of others.
+        grafts: Of the chains that it proposes below drafts of other drafters.
         seconds: Of its proposals.
-        probes: When it is tried, while it is not asked.
-        widths: (D,) nodes bought a level, at first a chain.
+        probes: When the drafter is tried although it does not pay.
+        widths: (D,) nodes bought per level; starts as a chain.
     """
 
     def __init__(self, nodes_by_depth: Sequence[int], timed: Sequence[tuple[int, float]]) -> None:
-        """Nothing is known of its acceptance yet; timed: see `DraftSeconds`."""
+        """Starts without acceptance; timed: see `DraftSeconds`."""
         self.deepest, self.nodes_by_depth = min(len(nodes_by_depth) - 1, _DEEPEST), nodes_by_depth
         self.calibration, self.grafts = Calibration(), Calibration()
         self.seconds = DraftSeconds(self.deepest, timed)
@@ -114,11 +116,11 @@ class KnownDrafter:
 
     @property
     def first_reach(self) -> Reach:
-        """Its reach where only drafters that cost nothing were asked before."""
+        """Its reach if only free drafters were asked before."""
         return self._reach[frozenset()]
 
     def reach(self, before: frozenset[int]) -> Reach:
-        """Its reach after some others that cost something; to begin with, half of what it is without them."""
+        """Returns its reach after other drafters that cost something; starts from half of `first_reach`."""
         known = self._reach.get(before)
         if known is None:
             known = self._reach[before] = Reach(self.deepest)
@@ -128,16 +130,16 @@ class KnownDrafter:
         return known
 
 
-_MOST_NODES = 128  # at hand that are looked at, the most valuable ones
+_MOST_NODES = 128  # most nodes at hand that count, the most valuable first
 
 
 class AtHand(NamedTuple):
-    """The trees of those who have answered.
+    """The trees of the drafters that have answered.
 
     Attributes:
-        reach: (B, D) probability that one of them is right down to each depth.
+        reach: (B, D) probability that one of the trees is right down to each depth.
         values: (k,) probabilities of their nodes, falling.
-        draft_s: Seconds that they took.
+        draft_s: Seconds that the drafters took.
     """
 
     reach: NDArray[np.float64]
@@ -146,12 +148,12 @@ class AtHand(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A drafter that was not asked yet; all (D,), by depth.
+    """A drafter that was not asked yet; all fields are (D,), by depth.
 
     Attributes:
-        reach: Probability that it is right down to there where those at hand are not.
-        widths: Nodes of a sequence at that depth that are verified.
-        seconds: Of drafts so deep.
+        reach: Probability that it is right down to the depth where the trees at hand are wrong.
+        widths: Nodes of a sequence that are verified at the depth.
+        seconds: Of drafts of the depth.
     """
 
     reach: NDArray[np.float64]
@@ -160,12 +162,12 @@ class Candidate(NamedTuple):
 
 
 class Costs(NamedTuple):
-    """What everything else takes, seconds.
+    """Seconds of everything but drafting.
 
     Attributes:
         passes: Of target passes, by their tokens.
-        host: Of accepting and committing, by the tokens generated.
-        merging: Of merging another tree into those at hand.
+        host: Of accepting and committing, by the emitted tokens.
+        merging: Of merging one more tree.
     """
 
     passes: Callable[[NDArray[Any]], NDArray[np.float64]]
@@ -174,12 +176,12 @@ class Costs(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A drafter to be asked.
+    """The drafter to ask next.
 
     Attributes:
-        drafter: None for nobody.
+        drafter: Its index; None for no drafter.
         depth: Levels that pay most.
-        rate: Tokens a second that are expected.
+        rate: Expected tokens per second.
     """
 
     drafter: int | None
@@ -188,7 +190,7 @@ class Choice(NamedTuple):
 
 
 def stop_rate(at_hand: AtHand, costs: Costs) -> float:
-    """Tokens a second when nobody else is asked."""
+    """Returns the expected tokens per second if no other drafter is asked."""
     batch = len(at_hand.reach)
     tokens = batch + _sums(at_hand.values)
     seconds = costs.passes(batch + np.arange(len(tokens))) + at_hand.draft_s + costs.host(tokens)
@@ -196,11 +198,11 @@ def stop_rate(at_hand: AtHand, costs: Costs) -> float:
 
 
 def best_depth(at_hand: AtHand, candidate: Candidate, costs: Costs) -> tuple[int, float]:
-    """Levels of a candidate's draft that bring most tokens a second, and how many; one level at least."""
+    """Returns the depth, at least 1, with the most tokens per second for a candidate, and these tokens per second."""
     batch, deepest = at_hand.reach.shape[0], len(candidate.reach)
     covered = at_hand.reach[:, :deepest]
     added = ((1 - covered).sum(0) * candidate.reach[: covered.shape[1]]).cumsum()
-    if deepest > covered.shape[1]:  # nothing at hand is so deep
+    if deepest > covered.shape[1]:  # no tree at hand is so deep
         beyond = (batch * candidate.reach[covered.shape[1] :]).cumsum()
         added = np.concatenate([added, beyond + (added[-1] if len(added) else 0.0)])
     sums = _sums(at_hand.values)
@@ -214,10 +216,10 @@ def best_depth(at_hand: AtHand, candidate: Candidate, costs: Costs) -> tuple[int
 
 
 def choose(at_hand: AtHand, candidates: Mapping[int, Candidate], costs: Costs) -> Choice:
-    """The drafter whose draft adds most to the tokens a second; nobody where none adds any.
+    """Returns the drafter that adds most tokens per second; no drafter if none adds any.
 
-    Asked again after every answer, this finds those who pay together: what a drafter adds only falls with the others'
-    trees, so that where none pays alone, several do not pay either.
+    Called after every answer, this also finds groups of drafters: a drafter adds less after others have answered. If no
+    drafter pays alone, no group pays.
     """
     best = Choice(None, 0, stop_rate(at_hand, costs))
     for drafter, candidate in candidates.items():
@@ -228,5 +230,5 @@ def choose(at_hand: AtHand, candidates: Mapping[int, Candidate], costs: Costs) -
 
 
 def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(k + 1,), what the first nodes are worth together, from none on."""
+    """(k + 1,) expected tokens of the first 0, 1, …, k nodes."""
     return np.concatenate([[0.0], values[:_MOST_NODES].cumsum()])

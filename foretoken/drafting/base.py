@@ -1,4 +1,4 @@
-"""What a controller is: it bounds what drafters draft in an iteration and chooses which of their nodes are verified."""
+"""The contract of controllers: a controller bounds the drafts of an iteration and chooses the nodes to verify."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNBOUNDED = 1 << 20  # deeper than any tree
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allowance:
-    """What may be drafted for one sequence in one iteration.
+    """Bounds on the draft of one sequence in one iteration.
 
     Attributes:
         depth: Deepest node; 0 for no draft.
@@ -31,11 +31,11 @@ class Allowance:
 
 
 class Ask(NamedTuple):
-    """Who is asked for a draft now.
+    """The drafters to ask now.
 
     Attributes:
-        drafters: Places among the engine's drafters; none for nobody.
-        depth: Deepest node that pays; the allowances bound it too.
+        drafters: Indices of the engine's drafters; empty for none.
+        depth: Deepest node that pays. The allowances also bound the depth.
     """
 
     drafters: Sequence[int]
@@ -43,32 +43,31 @@ class Ask(NamedTuple):
 
 
 class Leaf(NamedTuple):
-    """A drafted node that text may be continued after.
+    """A drafted node below which lookups may continue.
 
     Attributes:
-        row: Its sequence in the batch.
-        path: Tokens from below the root down to it.
+        row: Index of its sequence in the batch.
+        path: Tokens below the root, down to the node.
     """
 
     row: int
     path: Sequence[int]
 
 
-# What lookups, by their places among the engine's drafters, say of the text after a leaf: those that say something.
+# Returns the continuations that lookups propose below a leaf, by the lookup's index among the engine's drafters.
 Continue = Callable[[Leaf], Sequence[tuple[int, Sequence[int]]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Allotment:
-    """What may be drafted in one iteration.
+    """Bounds on the drafts of one iteration.
 
     Attributes:
-        allowances: One a sequence of the batch.
-        first: Who is asked first; None for all drafters.
-        declined: Why nothing is to be drafted at all; None where something is, and where `measures_plain`.
-        may_draft_next: Whether something may be drafted in the next iteration. Where it may not, drafters need not hear
-            of this one.
-        measures_plain: Whether nothing is drafted in this iteration only to see what it takes without.
+        allowances: One per sequence of the batch.
+        first: The drafters to ask first; None for all drafters.
+        declined: Reason for not drafting at all; None if there are drafts, and if `measures_plain`.
+        may_draft_next: Whether the next iteration may draft. If not, drafters need not hear of this iteration.
+        measures_plain: Whether this iteration only measures plain decoding.
     """
 
     allowances: Sequence[Allowance]
@@ -79,35 +78,35 @@ class Allotment:
 
 
 class Controller(Protocol):
-    """Decides before drafting how much to ask for, and afterwards what of it to verify."""
+    """Decides how much to draft, and then which nodes to verify."""
 
     def allot(self, batch_size: int) -> Allotment:
-        """What drafters may do for a batch of sequences."""
+        """Returns the bounds of the drafts for a batch of sequences."""
 
     def further(self, trees: Mapping[int, TokenTree]) -> Ask | None:
-        """Who else is asked, now that some drafters have answered; None for nobody.
+        """Returns the drafters to ask next, after some have answered; None for no drafter.
 
         Args:
-            trees: By the drafter's place among the engine's, over the same roots; valid, and within the allowances.
+            trees: By the drafter's index, over the same roots; valid, and within the allowances.
         """
 
     def select(self, trees: Mapping[int, TokenTree], continued: Continue | None = None) -> TokenTree:
-        """The tree to verify.
+        """Returns the tree to verify.
 
         Args:
-            trees: Of all who were asked, one at least; see `further`.
-            continued: Gives what lookups say of paths that are not committed.
+            trees: Of all drafters that were asked, at least one; see `further`.
+            continued: Returns what lookups propose after paths that are not committed.
         """
 
     def learn(self, record: StepRecord) -> None:
-        """Takes in what an iteration brought."""
+        """Learns from the record of an iteration."""
 
 
 class Fixed:
     """Asks for whole drafts in every iteration."""
 
     def __init__(self, max_nodes: int, most_nodes: Sequence[int] | None = None) -> None:
-        """A controller without state.
+        """Makes a controller without state.
 
         Args:
             max_nodes: Most nodes of a verified tree, root included.
@@ -117,14 +116,14 @@ class Fixed:
         self._most_nodes = most_nodes
 
     def allot(self, batch_size: int) -> Allotment:
-        """As much as there is, for everyone."""
+        """Returns unbounded allowances for every sequence."""
         return Allotment(allowances=[self._allowance] * batch_size)
 
     def further(self, trees: Mapping[int, TokenTree]) -> None:
-        """All drafters are asked at once."""
+        """Returns None: all drafters are asked at once."""
 
     def select(self, trees: Mapping[int, TokenTree], continued: Continue | None = None) -> TokenTree:
-        """The tree, or all of them merged, earlier drafters first, which synchronises once."""
+        """Returns the tree, or all trees merged, earlier drafters first. Merging synchronises once."""
         del continued
         if len(trees) == 1:
             return next(iter(trees.values()))
@@ -132,4 +131,4 @@ class Fixed:
         return merge_trees(list(trees.values()), max_nodes=self._max_nodes, most_nodes=most).narrowed()
 
     def learn(self, record: StepRecord) -> None:
-        """Nothing to learn."""
+        """Learns nothing."""

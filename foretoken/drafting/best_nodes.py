@@ -1,7 +1,7 @@
-"""The controller of one drafter's trees that buys nodes one by one: those that are worth their cost.
+"""A controller for the trees of one drafter that buys the nodes that are worth their cost.
 
-Every node has a calibrated probability of being accepted with its whole path (`calibration`); by these they are bought
-over the whole batch (`buying`). What decides for several drafters is `several_drafters`.
+Every node has a calibrated probability that its whole path is accepted (`calibration`). Nodes are bought by that
+probability over the whole batch (`buying`). For several drafters see `several_drafters`.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ if TYPE_CHECKING:
     from foretoken.drafting.host_trees import HostTree
     from foretoken.runner.costs import CostCurve
 
-_FADE = 0.5 ** (1 / 40)  # of what levels added, by draft
-_LOOK_EVERY = 8  # drafts of which one goes a level deeper than pays, to see what is there
+_FADE = 0.5 ** (1 / 40)  # decay per draft
+_LOOK_EVERY = 8  # every 8th draft goes one level deeper than pays, to measure that level
 
 
 class PayingDepth:
-    """Chooses the depth of the next draft from what recent ones would have earned at every depth.
+    """Chooses the depth of the next draft by what recent drafts would have earned at every depth.
 
     Attributes:
         seconds: Of drafts by depth.
     """
 
     def __init__(self, deepest: int) -> None:
-        """Nothing is known yet; deepest: levels that can be drafted at most."""
+        """Starts without observations; deepest: most levels of a draft."""
         self.seconds = LevelSeconds()
         self._deepest = self._best = deepest
-        self._added = np.zeros((2, deepest))  # by each level, T_d and R_d, fading
+        self._added = np.zeros((2, deepest))  # expected tokens and saved tokens of each level, fading
         self._weights = np.zeros(deepest)  # drafts that had the level, fading
         self._num_asked = self._num_timed = 0
 
     def next(self) -> int:
-        """Levels of the next draft."""
+        """Returns the levels of the next draft."""
         self._num_asked += 1
         return min(self._best + (self._num_asked % _LOOK_EVERY == 0), self._deepest)
 
     def learn_seconds(self, depth: int, seconds: float) -> None:
-        """Takes in what a draft took, unless it is the first, which reads the prompt; depth: its levels, at least 1."""
+        """Learns the seconds of a draft, except of the first, which reads the prompt; depth: its levels, at least 1."""
         if self._num_timed:
             self.seconds.learn(depth, seconds)
         self._num_timed += 1
 
     def learn_earnings(self, earned: Earnings, *, batch_size: int, plain_s: float) -> None:
-        """Takes in what a draft is expected to earn down to each of its depths.
+        """Learns the expected earnings of a draft at each of its depths.
 
         Args:
             earned: At depths 1, 2, …
@@ -75,7 +75,7 @@ class PayingDepth:
         self._weights *= _FADE
         self._added[:, :levels] += totals[:, 1:] - totals[:, :-1]
         self._weights[:levels] += 1.0
-        if not self.seconds.is_known:  # or drafting would seem to cost nothing
+        if not self.seconds.is_known:  # otherwise drafting would seem to cost nothing
             return
         known = int(np.count_nonzero(self._weights))
         tokens, seconds = 1.0 + (self._added[:, :known] / self._weights[:known]).cumsum(1)
@@ -83,42 +83,43 @@ class PayingDepth:
         self._best = int((tokens / seconds).argmax()) + 1
 
 
-_FADE = 0.5 ** (1 / 40)  # of what drafts brought, by iteration
-_NO_GAIN = 0.98  # below this share of plain decoding's speed, drafts are given up for a while
-_LEAST_GAIN = 0.96  # what drafts were given up for counts as no worse, so that a few good ones bring them back
+_FADE = 0.5 ** (1 / 40)  # decay per iteration
+_NO_GAIN = 0.98  # drafting stops for a while below this share of plain decoding's speed
+_LEAST_GAIN = 0.96  # the gain when drafting stops counts as at least this, so that a few good drafts bring it back
 _DRAFTS_KEPT = 9
-_LEARN_EVERY = 8  # iterations without drafts, of which one is learned from
+_LEARN_EVERY = 8  # learns from every 8th iteration without drafts
 
 
 class BestNodes:
-    """A controller for one drafter."""
+    """Buys the nodes of one drafter's trees that are worth their cost. A controller for one drafter."""
 
     def __init__(self, cost: CostCurve, *, max_nodes: int, deepest: int | None = None) -> None:
-        """A controller that knows nothing of the drafter yet.
+        """Starts without observations.
 
         Args:
             cost: Seconds of a pass.
             max_nodes: Most nodes of a verified tree, root included.
-            deepest: Levels at most of drafts that are made level by level, of which no more are asked for than pay;
-                None for drafts that take the same time however deep they are.
+            deepest: Most levels of drafts that are made level by level; the controller chooses how many. None for
+                drafts
+                that take the same time at any depth.
         """
         self._cost, self._max_nodes = cost, max_nodes
         self._calibration = Calibration()
-        self._host = FadingLine()  # seconds of accepting and committing by tokens generated
-        self._drafts: deque[float] = deque(maxlen=_DRAFTS_KEPT)  # seconds of recent ones
-        self._gain = 1.0  # speed with drafts over speed without, as estimated for recent drafts, fading
+        self._host = FadingLine()  # seconds of accepting and committing by emitted tokens
+        self._drafts: deque[float] = deque(maxlen=_DRAFTS_KEPT)  # seconds of recent drafts
+        self._gain = 1.0  # estimated speed with drafts divided by speed without, fading
         self._acceptance: float | None = None  # of the most probable node of recent drafts
         self._probes = ProbeSchedule()
         self._is_asking = True
         self._depth = None if deepest is None else PayingDepth(deepest)
-        self._levels = 0  # of the present draft, or of the last one
-        self._tree: HostTree | None = None  # that of the last call of `select`
+        self._levels = 0  # of the present or last draft
+        self._tree: HostTree | None = None  # of the last call of `select`
         self._width = 0
-        self._price = 0.0  # what a probe adds to an iteration of plain decoding, as a share of it
-        self._declining: Allotment | None = None  # of the present iterations without drafts
+        self._price = 0.0  # seconds that a probe adds, as a share of a plain iteration
+        self._declining: Allotment | None = None  # allotment of the present iterations without drafts
 
     def allot(self, batch_size: int) -> Allotment:
-        """Whole drafts for everyone, or nothing while drafts do not pay."""
+        """Returns whole drafts for every sequence, or no drafts while drafts do not pay."""
         self._tree = None
         if self._gain >= _NO_GAIN and not self._probes.savings.is_spent:
             self._probes.reset()
@@ -137,7 +138,6 @@ class BestNodes:
         return known
 
     def _decline(self, batch_size: int, may_draft_next: bool) -> Allotment:
-        """No draft for anyone, and why."""
         plain, wide = self._cost(batch_size), self._cost(self._width)
         self._price = (self._draft_s + wide - plain) / (plain + float(self._host(batch_size)))
         declined = Declined(
@@ -152,10 +152,10 @@ class BestNodes:
         )
 
     def further(self, trees: Mapping[int, TokenTree]) -> None:
-        """There is nobody else to ask."""
+        """Returns None: there is only one drafter."""
 
     def select(self, trees: Mapping[int, TokenTree], continued: Continue | None = None) -> TokenTree:
-        """The nodes worth their cost. Synchronises with the host."""
+        """Returns the nodes worth their cost. Synchronises with the host."""
         del continued
         (tree,) = trees.values()
         self._levels = tree.max_depth
@@ -169,13 +169,13 @@ class BestNodes:
         return bought.taken_from(tree if tree.distributions is None else with_values(tree, values))
 
     def learn(self, record: StepRecord) -> None:
-        """Counts which nodes were accepted, what passes and drafts took; without drafts, now and then."""
+        """Learns acceptance and seconds. Without drafts, learns from every n-th iteration only."""
         if not self._is_asking:
             self._probes.save()
             if self._probes.num_idle % _LEARN_EVERY:
                 return
         num_generated = sum(step.num_emitted for step in record.sequences)
-        if not record.num_prompt_tokens:  # else the pass took longer than its trees do, and the host had others too
+        if not record.num_prompt_tokens:  # else the pass and the host also worked for prompts
             self._cost.learn(record.num_tokens, record.seconds.verify)
             self._host.learn(num_generated, record.seconds.accept + record.seconds.commit)
         if not self._is_asking:
@@ -190,13 +190,11 @@ class BestNodes:
 
     @property
     def _draft_s(self) -> float:
-        """Seconds of the present draft: as the fastest of recent ones, or what drafts of its depth take."""
         if self._depth is not None:
             return float(self._depth.seconds(float(self._levels)))
         return min(self._drafts, default=0.0)
 
     def _spend(self, record: StepRecord, tokens: float) -> None:
-        """Accounts for an iteration with drafts against plain decoding; see `AdaptiveDepth`."""
         seconds = record.seconds.total
         if not self._probes.num_idle:
             seconds += self._draft_s - record.seconds.draft
@@ -205,7 +203,6 @@ class BestNodes:
         self._probes.spend(seconds / plain - tokens, tokens)
 
     def _note(self, bought: Purchase) -> None:
-        """Keeps what a decision was based on."""
         host, batch = bought.host, len(bought.kept)
         plain = batch / (self._cost(batch) + float(self._host(batch)))
         self._gain = max(self._gain + (1 - _FADE) * (bought.rate / plain - self._gain), _LEAST_GAIN)

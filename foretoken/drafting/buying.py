@@ -1,8 +1,8 @@
-"""Buying nodes: of all drafted nodes of a batch, those that are worth their cost.
+"""Buys nodes: chooses, of all drafted nodes of a batch, those that are worth their cost.
 
-No node is worth more than its parent, so the most valuable nodes of all sequences together are trees. With their values
-p_1 ≥ p_2 ≥ …, B sequences, c(T) the seconds of a pass over T tokens, d those of drafting and h those of the host, the
-first k of them bring B + p_1 + … + p_k tokens in c(B + k) + d + h seconds; the best k is taken.
+A node is never worth more than its parent. The most valuable nodes of all sequences therefore form trees. p_1 ≥ p_2 ≥ …
+are their values, c(T) the seconds of a pass over T tokens, d those of drafting and h those of the host. The first k
+nodes give B + p_1 + … + p_k expected tokens in c(B + k) + d + h seconds. `buy` takes the best k.
 
 Letters: B sequences, N nodes.
 """
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class Ranked(NamedTuple):
-    """Nodes that may be bought, the most valuable ones first.
+    """Nodes that may be bought, most valuable first.
 
     Attributes:
-        values: (1 + k,), probability that each is accepted with its path; the first is 0, for no node.
-        depths: (1 + k,) int64; the first is 0.
-        num_fixed: Tokens of a pass without them: roots, and nodes that are verified whatever they cost.
-        tokens: That are expected of such a pass.
+        values: (1 + k,) probability that each node is accepted with its path; the first entry is 0, for no node.
+        depths: (1 + k,) int64; the first entry is 0.
+        num_fixed: Tokens of a pass without these nodes: roots, and nodes that are always verified.
+        tokens: Expected tokens of such a pass.
     """
 
     values: NDArray[np.float64]
@@ -43,11 +43,11 @@ class Ranked(NamedTuple):
 
 
 class Earnings(NamedTuple):
-    """What is expected of the best purchases among the nodes down to each depth; all (D,), at depths 1 to D.
+    """Expected result of the best purchase among the nodes down to each depth; all (D,), at depths 1 to D.
 
     Attributes:
         tokens: Of the batch.
-        seconds: Of the pass and of the host, without those of drafting.
+        seconds: Of the pass and of the host, without drafting.
     """
 
     tokens: NDArray[np.float64]
@@ -58,13 +58,13 @@ class Purchase(NamedTuple):
     """Nodes that are worth their cost.
 
     Attributes:
-        host: The trees that they were chosen from.
+        host: The trees that the nodes come from.
         values: (B, N), probability that each node is accepted with its path.
-        kept: (B, N) bool, the nodes that are verified; of the roots it says nothing.
-        is_everything: Whether nothing is left out.
+        kept: (B, N) bool, the nodes to verify; entries of roots mean nothing.
+        is_everything: Whether all nodes are kept.
         width: Tokens of the pass.
-        rate: Tokens a second that are expected.
-        ranked: What there was to be bought.
+        rate: Expected tokens per second.
+        ranked: The nodes that could be bought.
     """
 
     host: HostTree
@@ -76,7 +76,7 @@ class Purchase(NamedTuple):
     ranked: Ranked
 
     def taken_from(self, tree: TokenTree) -> TokenTree:
-        """What is verified of the tree that was looked at; put together on the host unless it was drawn."""
+        """Returns the kept nodes of a tree; trees without drawn nodes are built on the host."""
         if tree.distributions is None:
             return self.on(tree.tokens.device, has_sources=tree.source is not None)
         if not self.is_everything:
@@ -84,11 +84,11 @@ class Purchase(NamedTuple):
         return tree.narrowed()
 
     def on(self, device: torch.device, *, has_sources: bool = True) -> TokenTree:
-        """The roots and the nodes that are kept, of trees that the host knows whole.
+        """Returns the roots and the kept nodes of trees that are wholly on the host.
 
         Args:
             device: Where the tree goes.
-            has_sources: Whether it says who proposed its nodes.
+            has_sources: Whether the tree gets `source`.
         """
         host, kept = self.host, self.kept | (np.arange(self.kept.shape[1]) == 0)
         assert host.scores is not None, "the trees are valued"
@@ -125,20 +125,20 @@ def buy(
     max_nodes: int = MAX_NODES,
     is_drawn: NDArray[np.bool_] | None = None,
 ) -> Purchase:
-    """Chooses nodes.
+    """Chooses the nodes that are worth their cost.
 
     Args:
         host: Trees with calibrated `scores`.
         cost: Seconds of passes.
-        host_seconds: Of the host, by the tokens generated.
-        draft_s: Seconds that drafting took.
-        max_nodes: Most nodes of each tree, root included; drawn nodes and probes are kept beyond.
-        is_drawn: (B, N), the nodes that were drawn from a draft distribution, see `drawn_nodes`; None for none.
+        host_seconds: Of the host, by emitted tokens.
+        draft_s: Seconds of drafting.
+        max_nodes: Most nodes of each tree, root included. Drawn nodes and probes are kept beyond this bound.
+        is_drawn: (B, N), nodes that were drawn from a draft distribution, see `drawn_nodes`; None for none.
     """
     assert host.scores is not None, "the trees are valued"
     batch = len(host.tokens)
-    # A cut that looks at what was drawn would bias the output. Probes: the drafter wants the target's answer there,
-    # whatever it costs.
+    # A cut that depends on drawn tokens would bias the output. Probes are always kept: the drafter reads the target's
+    # answer there.
     is_fixed = (host.sources & PROBE).astype(bool) & (host.depths > 0)
     if is_drawn is not None:
         is_fixed |= is_drawn & host.is_drafted
@@ -176,7 +176,7 @@ def buy(
 
 
 def drawn_nodes(tree: TokenTree) -> NDArray[np.bool_] | None:
-    """(B, N) bool, the nodes that were drawn from a draft distribution; None for none. Synchronises with the host."""
+    """(B, N) bool, nodes that were drawn from a draft distribution; None for none. Synchronises with the host."""
     if tree.distributions is None:
         return None
     is_drawn: NDArray[np.bool_] = (tree.distributions.kinds != DrawKind.ONE_HOT).cpu().numpy()
@@ -186,14 +186,14 @@ def drawn_nodes(tree: TokenTree) -> NDArray[np.bool_] | None:
 def earnings_by_depth(
     ranked: Ranked, cost: CostCurve, host_seconds: FadingLine, draft_s: NDArray[np.float64]
 ) -> Earnings:
-    """What would have been bought, had the nodes been drafted down to smaller depths.
+    """Returns what shallower drafts would have earned.
 
-    A shallower draft might have had further shallow nodes, where the number of nodes bounds these trees.
+    A shallower draft might have more shallow nodes, if the number of nodes bounds these trees.
 
     Args:
         ranked: The nodes.
         cost: Seconds of passes.
-        host_seconds: Of the host, by the tokens generated.
+        host_seconds: Of the host, by emitted tokens.
         draft_s: (D,), seconds of drafts of 1 to D levels.
     """
     rows = np.arange(len(draft_s))
@@ -206,7 +206,7 @@ def earnings_by_depth(
 
 
 def _best_of_rows(values: NDArray[np.float64], most: NDArray[np.int64]) -> NDArray[np.float64]:
-    """(B, N) values, of which all but the first `most` of each row, in falling order, are -1."""
+    """(B, N) values; all but the `most` greatest of each row are -1."""
     order = np.argsort(-values, axis=1, kind="stable")
     ranks = np.empty_like(order)
     np.put_along_axis(ranks, order, np.arange(values.shape[1])[None], axis=1)

@@ -1,10 +1,9 @@
-"""How probable it is that a drafted path is accepted: a drafter's own scores, corrected by what was accepted before.
+"""Estimates the probability that a drafted path is accepted, from the drafter's scores and past acceptance.
 
-Log-probabilities of drafters are over-confident, and some drafters have none. So nodes of one drafter are sorted into
-bins by depth and score, and each bin remembers the share of its nodes that were accepted, older ones counting less. An
-empty bin of a depth starts from what is known of its scores at all depths, and that from the drafter's own probability;
-without scores, from one half a level. A node whose score lies between the middles of two bins belongs to both in
-proportion, so that a better score counts more within a bin too.
+Log-probabilities of drafters are over-confident, and some drafters have none. The nodes of a drafter are therefore
+sorted into bins by depth and score. Each bin counts the share of accepted nodes; older nodes count less. An empty bin
+of a depth starts from the bin of that score over all depths, and that bin from the drafter's own probability. Without
+scores it starts from one half per level. A node between the middles of two bins counts in both, in proportion.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ if TYPE_CHECKING:
 _STARTS = np.array([0.01, 0.035, 0.075, 0.15, 0.275, 0.425, 0.575, 0.725, 0.85, 0.95])  # path probabilities
 _MIDDLES = np.log(_STARTS)
 _BINS = np.arange(len(_MIDDLES))
-_UNSCORED = len(_MIDDLES)  # the bin of nodes whose drafter gives no scores
+_UNSCORED = len(_MIDDLES)  # bin of nodes without scores
 _DEEPEST = 16
-_PRIOR = 4.0  # nodes that the start is worth
-_FADE = 0.5 ** (1 / 200)  # by iteration
+_PRIOR = 4.0  # nodes that the start value is worth
+_FADE = 0.5 ** (1 / 200)  # decay per iteration
 
 
 class Calibration:
-    """Estimates of one drafter's acceptance, by depth and score of a node."""
+    """Estimates one drafter's acceptance by depth and score of a node."""
 
     def __init__(self) -> None:
         bins = (_DEEPEST + 1, _UNSCORED + 1)
@@ -46,11 +45,11 @@ class Calibration:
         self._seen, self._accepted = np.zeros(bins), np.zeros(bins)
 
     def probabilities(self, depths: NDArray[np.int64], scores: NDArray[np.float32] | None) -> NDArray[np.float64]:
-        """P(the whole path down to a node is accepted).
+        """Returns P(the whole path down to a node is accepted), in the shape of `depths`.
 
         Args:
-            depths: Of nodes, in any shape.
-            scores: The drafter's path log-probabilities, in the same shape; None where it gives none.
+            depths: Of nodes, any shape.
+            scores: The drafter's path log-probabilities, in the same shape; None if it gives none.
         """
         estimates = self._estimates()
         depth, below, above, share = _places(depths, scores)
@@ -59,7 +58,7 @@ class Calibration:
         return result
 
     def _estimates(self) -> NDArray[np.float64]:
-        """(depths, bins); with scores, a bin of any depth begins from what is known of that score at all depths."""
+        """(depths, bins); with scores, each bin starts from that score's estimate over all depths."""
         start = self._start.copy()
         start[:, :_UNSCORED] = (self._accepted[:, :_UNSCORED].sum(0) + _PRIOR * _STARTS) / (
             self._seen[:, :_UNSCORED].sum(0) + _PRIOR
@@ -68,26 +67,26 @@ class Calibration:
         return estimates
 
     def age(self, weight: float) -> None:
-        """Lets what was counted so far weigh no more than some nodes in each bin: it is old, and texts change."""
+        """Caps the weight of past nodes in each bin, because texts change."""
         share = weight / np.maximum(self._seen, weight)
         self._seen *= share
         self._accepted *= share
 
     def counts(self) -> NDArray[np.float64]:
-        """(2, depths, bins): how many nodes were counted, and how many of them were accepted."""
+        """(2, depths, bins): counted nodes, and accepted nodes among them."""
         return np.stack([self._seen, self._accepted])
 
     def restore(self, counts: NDArray[np.float64]) -> None:
-        """Begins from what `counts` gave."""
+        """Starts from the `counts` of another calibration."""
         self._seen, self._accepted = counts[0].copy(), counts[1].copy()
 
     def learn(self, depths: Sequence[int], scores: Sequence[float] | None, accepted: Sequence[bool]) -> None:
         """Counts an iteration's nodes.
 
         Args:
-            depths: Of the nodes of this drafter that were verified.
-            scores: What the drafter gave them.
-            accepted: Which were accepted.
+            depths: Of the verified nodes of this drafter.
+            scores: The drafter's scores of these nodes.
+            accepted: Whether each node was accepted.
         """
         self._seen *= _FADE
         self._accepted *= _FADE
@@ -101,7 +100,7 @@ class Calibration:
 
 
 class _Places(NamedTuple):
-    """Where nodes are counted, all of one shape: in two bins of a depth, the share of the second one."""
+    """Two neighbouring bins of a depth for each node, and the share of the second one; all of one shape."""
 
     depth: NDArray[np.int64]
     below: NDArray[np.int64]
@@ -110,7 +109,7 @@ class _Places(NamedTuple):
 
 
 def _places(depths: NDArray[np.int64], scores: NDArray[np.float32] | None) -> _Places:
-    """The bins whose middles are next to the scores; a score that is no number counts as the least."""
+    """Returns the bins whose middles are next to the scores; NaN counts as the least score."""
     depth = np.minimum(depths, _DEEPEST)
     if scores is None:
         unscored = np.full_like(depth, _UNSCORED)
@@ -125,18 +124,18 @@ _KEPT = KeptEntries(
     what="estimates of drafters' acceptance",
 )  # fmt: skip
 _FORMAT = 2
-_LEAST_LEARNED = 64  # iterations, below which nothing is kept
-_EVERY = 4096  # iterations, after which it is kept for a process that may not end by itself
-_MOST, _MOST_KEPT = 1e6, 20.0  # observations that a bin may claim, and that it is believed to have: texts change
+_LEAST_LEARNED = 64  # iterations that must be learned before anything is stored
+_EVERY = 4096  # iterations between two writes, for processes that never end
+_MOST, _MOST_KEPT = 1e6, 20.0  # limit of a stored count; cap on its weight, because texts change
 _log = logging.getLogger(__name__)
 
 
 def pair_key(model: LoadedModel, drafters: Sequence[object]) -> str | None:
-    """Names a target and the drafters for it; None for weights that are a caller's own, which may change.
+    """Returns a name for a target and its drafters; None if the caller made the weights, which may change.
 
     Args:
         model: The target.
-        drafters: Their options, which print all they say.
+        drafters: Their options; `repr` of them names all values.
     """
     if model.is_borrowed:
         return None
@@ -150,20 +149,20 @@ def pair_key(model: LoadedModel, drafters: Sequence[object]) -> str | None:
 
 
 class Learner(Protocol):
-    """What counts observations in bins."""
+    """An object that counts observations in bins."""
 
     def counts(self) -> NDArray[np.float64]:
-        """(2, …): how often each bin was observed, and how often what it stands for was right."""
+        """(2, …): observations of each bin, and how many of them were right."""
 
     def restore(self, counts: NDArray[np.float64]) -> None:
-        """Begins from counts of the same shape."""
+        """Starts from counts of the same shape."""
 
 
 class KeptAcceptance:
-    """Gives learners what earlier ones counted, and keeps what they count."""
+    """Restores the counts of learners from the cache directory, and stores what they count."""
 
     def __init__(self, learners: Sequence[Learner], key: str) -> None:
-        """Restores what is kept under a key."""
+        """Restores the counts stored under a key."""
         self._learners, self._key, self._num_learned = learners, key, 0
         entry = _KEPT.read(key)
         found = _dense(entry.get("counts"), [each.counts().shape for each in learners]) if entry is not None else None
@@ -171,25 +170,23 @@ class KeptAcceptance:
             learner.restore(counts)
 
     def learned(self) -> None:
-        """An iteration was learned from."""
+        """Counts a learned iteration, and stores the counts now and then."""
         self._num_learned += 1
         if self._num_learned % _EVERY == 0:
             self.keep()
 
     def keep(self) -> None:
-        """Keeps what was counted, where that is enough to tell anything."""
+        """Stores the counts if there are enough of them."""
         if self._num_learned >= _LEAST_LEARNED:
             _KEPT.keep(self._key, {"counts": [_sparse(each.counts()) for each in self._learners]})
 
 
 def _sparse(counts: NDArray[np.float64]) -> list[list[float]]:
-    """(bin, seen, right) of each bin in which anything was seen."""
     seen, right = counts.reshape(2, -1)
     return [[int(at), round(float(seen[at]), 4), round(float(right[at]), 4)] for at in np.flatnonzero(seen > 1e-3)]
 
 
 def _dense(kept: Any, shapes: Sequence[tuple[int, ...]]) -> list[NDArray[np.float64]] | None:
-    """Counts of some shapes, of what `_sparse` gave; None where a value of JSON cannot be that."""
     if not isinstance(kept, list) or len(kept) != len(shapes):
         return None
     result = []
@@ -204,7 +201,6 @@ def _dense(kept: Any, shapes: Sequence[tuple[int, ...]]) -> list[NDArray[np.floa
 
 
 def _is_bin(value: Any, num_bins: int) -> bool:
-    """Whether a value of JSON is a bin's number, how often it was observed, and how often it was right."""
     if not isinstance(value, list) or len(value) != 3 or type(value[0]) is not int:
         return False
     at, seen, right = value

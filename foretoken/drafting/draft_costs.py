@@ -1,4 +1,4 @@
-"""What drafts take: by their depth, level by level, and beside the chunks of prompts in the same pass."""
+"""Estimates the seconds of drafts by depth, and the seconds that drafts add to passes that also read prompts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FADE = 0.5 ** (1.0 / 40.0)  # an observation counts half after 40 others
 
 
 class FadingLine:
-    """A rising line through observations, the older ones counting less: least squares."""
+    """A rising least-squares line through observations; older observations count less."""
 
     def __init__(self) -> None:
         self._count = self._x = self._y = self._xx = self._xy = 0.0
@@ -34,7 +34,7 @@ class FadingLine:
 
     @property
     def line(self) -> tuple[float, float]:
-        """Its height at 0, and its slope; 0 before anything was observed."""
+        """Returns the height at 0 and the slope; 0 and 0 before any observation."""
         if not self._count:
             return 0.0, 0.0
         mean_x, mean_y = self._x / self._count, self._y / self._count
@@ -45,28 +45,28 @@ class FadingLine:
         return mean_y - slope * mean_x, slope
 
     def __call__(self, x: float | np.ndarray) -> float | np.ndarray:
-        """The line's height."""
+        """Returns the height of the line at x."""
         start, slope = self.line
         return start + slope * x
 
 
-_LONG_RATIO = 1.5  # of a proposal to what is known: one that also reads a prompt says nothing of the next; two do
-_LARGEST_RATIO = 2.0  # of a proposal that is believed
-_SMALLEST_RATIO = 0.5  # below it what is known is wrong: no proposal is faster by chance
+_LONG_RATIO = 1.5  # ignores one proposal slower than this times the known seconds; believes two in a row
+_LARGEST_RATIO = 2.0  # times the known seconds: cap of a slow proposal
+_SMALLEST_RATIO = 0.5  # times the known seconds: a faster proposal corrects them, as none is fast by chance
 
 
 class DraftSeconds:
-    """Seconds of one drafter's proposals."""
+    """Estimates the seconds of one drafter's proposals by depth."""
 
     def __init__(self, deepest: int, timed: Sequence[tuple[int, float]] = ()) -> None:
-        """What is known beforehand.
+        """Starts from proposals that were timed before.
 
         Args:
-            deepest: Levels that are drafted at most.
-            timed: Depth and seconds of proposals that were timed, the fastest of each depth of which count.
+            deepest: Most levels of a draft.
+            timed: Depth and seconds of proposals; the fastest of each depth counts.
         """
         self._deepest, self._line, self._num = deepest, FadingLine(), 0
-        self._was_long = False  # the last proposal, which was left out
+        self._was_long = False  # whether the last proposal was slow and left out
         for depth, seconds in fastest_by_depth(timed).items():
             self._line.learn(depth, seconds)
             self._num += 1
@@ -77,7 +77,7 @@ class DraftSeconds:
         return self._num > 0
 
     def __call__(self, depths: np.ndarray | float) -> np.ndarray | float:
-        """Seconds of proposals of some depths; 0 before any was timed."""
+        """Returns the seconds of proposals of some depths; 0 before any was timed."""
         return self._line(depths)
 
     @property
@@ -86,7 +86,7 @@ class DraftSeconds:
         return float(self._line(float(self._deepest)))
 
     def learn(self, depth: int, seconds: float) -> None:
-        """Takes in a proposal; depth: that it reached."""
+        """Learns the seconds of a proposal that reached `depth`."""
         if self._num:
             known = float(self._line(float(depth)))
             if seconds < _SMALLEST_RATIO * known:
@@ -101,14 +101,14 @@ class DraftSeconds:
 
 
 def fastest_by_depth(timed: Sequence[tuple[int, float]]) -> dict[int, float]:
-    """Seconds of the fastest draft of each depth, of depth and seconds of some."""
+    """Returns the seconds of the fastest draft of each depth; timed: depths and seconds."""
     fastest: dict[int, float] = {}
     for depth, seconds in timed:
         fastest[depth] = min(fastest.get(depth, seconds), seconds)
     return fastest
 
 
-_DRAFTS_KEPT = 5  # of a depth, the median of which counts: one that also reads a prompt says nothing of the next
+_DRAFTS_KEPT = 5  # drafts of a depth, whose median counts: ignores a draft that also reads a prompt
 _LONGEST_KEPT = 100  # drafts after which one is forgotten: machines slow down and speed up
 _FAR = 1000.0  # levels, more than are drafted
 
@@ -117,9 +117,9 @@ class LevelSeconds:
     """Seconds of drafts by depth: a rising curve through the origin and the medians of recent drafts of each depth."""
 
     def __init__(self) -> None:
-        self._drafts: dict[int, deque[tuple[int, float]]] = {}  # by depth: when each was made, seconds
+        self._drafts: dict[int, deque[tuple[int, float]]] = {}  # by depth: index and seconds of each draft
         self._count = 0
-        self._curve: tuple[list[float], list[float]] | None = None  # until another draft is made
+        self._curve: tuple[list[float], list[float]] | None = None  # cleared by the next draft
 
     @property
     def is_known(self) -> bool:
@@ -127,7 +127,7 @@ class LevelSeconds:
         return bool(self._drafts)
 
     def learn(self, depth: int, seconds: float) -> None:
-        """Takes in a draft; depth: its levels, at least 1."""
+        """Learns the seconds of a draft; depth: its levels, at least 1."""
         self._count += 1
         self._drafts.setdefault(depth, deque(maxlen=_DRAFTS_KEPT)).append((self._count, seconds))
         self._drafts = {
@@ -136,13 +136,12 @@ class LevelSeconds:
         self._curve = None
 
     def __call__(self, depths: NDArray[Any] | float) -> NDArray[np.float64]:
-        """Seconds of drafts of some depths, beyond the deepest one seen as far as the line goes on; 0 before any."""
+        """Returns the seconds of drafts of some depths, extrapolated beyond the deepest; 0 before any draft."""
         if self._curve is None:
             self._curve = self._points()
         return np.asarray(np.interp(depths, *self._curve))
 
     def _points(self) -> tuple[list[float], list[float]]:
-        """Depths and seconds that the curve goes through."""
         depths, seconds = [0.0], [0.0]
         for depth in sorted(self._drafts):
             depths.append(float(depth))
@@ -154,26 +153,21 @@ class LevelSeconds:
         return depths, seconds
 
 
-_LARGEST_SHARE = 0.75  # of what a token of the pass costs that a further one may add
+_LARGEST_SHARE = 0.75  # share of the mean cost of a token: a further token that adds more does not fit
 
 
 class BesidePrompts:
-    """What nodes add to passes that read prompts."""
+    """Decides whether to draft in passes that also read prompts."""
 
     def __init__(self, cost: CostCurve) -> None:
-        """Takes costs.
-
-        Args:
-            cost: Seconds of a pass.
-        """
         self._cost = cost
 
     def has_room(self, num_sequences: int, num_prompt_tokens: int) -> bool:
-        """Whether drafts may pay in a pass; always where it reads no prompts.
+        """Decides whether drafts may pay in a pass; always true if the pass reads no prompts.
 
         Args:
-            num_sequences: That are decoding, a token each.
-            num_prompt_tokens: Of others' prompts.
+            num_sequences: Decoding sequences, one token each.
+            num_prompt_tokens: Prompt tokens of other sequences in the pass.
         """
         if not num_prompt_tokens:
             return True

@@ -1,8 +1,8 @@
-"""Checks what a drafter returns: whatever it does, a valid tree over the right roots goes on to the target.
+"""Calls a drafter, validates its trees and survives its failures, so that the target always gets a valid tree.
 
-A drafter that raises or returns what is no tree costs the draft of that iteration; a token outside the vocabulary or
-past the context limit costs its subtree. After several failures in a row the drafter is switched off for good, which is
-said once. Ctrl-C alone passes.
+A drafter that raises or returns no tree costs the draft of that iteration. A token outside the vocabulary or beyond the
+context limit costs its subtree. After several failures in a row the drafter is switched off for good, with one log
+message. Only Ctrl-C passes.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _STRUCTURE = (
 
 
 class Finding(NamedTuple):
-    """What a look at a drafter's tree gives.
+    """The result of checking a drafter's tree.
 
     Attributes:
-        fault: What makes it unusable as a whole, or None.
-        num_proposed: Its nodes of each of B sequences, neither roots nor probes counted; None where there is a fault,
-            and where only the device knows.
+        fault: Reason why the whole tree is unusable, or None.
+        num_proposed: Nodes of each of B sequences without roots and probes; None if there is a fault, or if only the
+            device has the number.
     """
 
     fault: str | None
@@ -48,13 +48,13 @@ class Finding(NamedTuple):
 
 
 def find_misfit(tree: object, batch: int, max_nodes: int, device: torch.device | None = None) -> str | None:
-    """What can be told to be wrong with a tree without a look at its values, or None.
+    """Returns what is wrong with a tree, without reading its values; None if nothing is.
 
     Args:
         tree: As the drafter returned it.
         batch: B.
-        max_nodes: Widest tree the cache has room for.
-        device: Where it must lie; None for anywhere.
+        max_nodes: Widest tree that the cache has room for.
+        device: Where the tree must lie; None for anywhere.
     """
     if not isinstance(tree, TokenTree):
         return f"propose returned {shown(tree)}; expected a TokenTree"
@@ -62,7 +62,6 @@ def find_misfit(tree: object, batch: int, max_nodes: int, device: torch.device |
 
 
 def _misfits(tree: TokenTree, batch: int, max_nodes: int, device: torch.device | None) -> Iterator[str]:
-    """`find_misfit` of a tree; each look relies on that nothing was found before."""
     place = "" if device is None else f" on {device}"
     parts = {name: getattr(tree, name) for name in ("tokens", "parents", "depths", "num_nodes")}
     for name, part in parts.items():
@@ -84,13 +83,13 @@ def _misfits(tree: TokenTree, batch: int, max_nodes: int, device: torch.device |
 
 
 def find_fault(tree: TokenTree, roots: Sequence[int], max_nodes: int, device: torch.device | None = None) -> Finding:
-    """Whether a tree is usable, and how much it proposes; synchronises once where it has no `host_facts`.
+    """Checks a tree and counts its nodes; synchronises once if the tree has no `host_facts`.
 
     Args:
         tree: As the drafter returned it.
-        roots: The root tokens it must start from.
-        max_nodes: Widest tree the cache has room for.
-        device: Where it must lie; None for anywhere.
+        roots: The root tokens that it must start from.
+        max_nodes: Widest tree that the cache has room for.
+        device: Where the tree must lie; None for anywhere.
     """
     misfit = find_misfit(tree, len(roots), max_nodes, device)
     if misfit is not None:
@@ -122,12 +121,14 @@ def find_fault(tree: TokenTree, roots: Sequence[int], max_nodes: int, device: to
 def cut_invalid_nodes(tree: TokenTree, vocab_size: int, max_depth: Sequence[int]) -> TokenTree:
     """Cuts off nodes that can never be accepted: tokens outside the vocabulary, and nodes too deep.
 
-    A cut node loses its parent, so nothing reaches it or its subtree. Draft distributions that are none, or that speak
-    of cut nodes, are dropped: every node then counts as one-hot, which is true of any token. So are scores and sources,
-    which nothing here reads, when their shape is wrong.
+    A cut node loses its parent, so that nothing reaches its subtree. Invalid draft distributions, and distributions
+    that
+    name cut nodes, are dropped: every node then counts as one-hot, which is lossless for any token. Scores and sources
+    of a
+    wrong shape are dropped too.
 
     Args:
-        tree: A tree in which `find_fault` finds nothing.
+        tree: A tree without a fault, see `find_fault`.
         vocab_size: V.
         max_depth: Deepest node allowed in each sequence.
     """
@@ -154,7 +155,6 @@ def cut_invalid_nodes(tree: TokenTree, vocab_size: int, max_depth: Sequence[int]
 
 
 def _fits(part: object, tree: TokenTree, dtype: torch.dtype) -> bool:
-    """Whether something is a tensor with a value for every node of a tree, where the tree lies."""
     return (
         type(part) is Tensor
         and part.shape == tree.tokens.shape
@@ -165,7 +165,7 @@ def _fits(part: object, tree: TokenTree, dtype: torch.dtype) -> bool:
 
 
 def _has_valid_distributions(tree: TokenTree, is_cut: Tensor, vocab_size: int) -> bool:
-    """Whether the whole tree may have been drawn from its draft distributions: each allows what was drawn from it."""
+    """Whether every drawn node has a positive probability in its draft distribution."""
     drafts, (batch, width) = tree.distributions, tree.tokens.shape
     if not isinstance(drafts, DraftDistributions) or not all(
         type(part) is Tensor for part in (drafts.kinds, drafts.rows, drafts.row_of)
@@ -195,14 +195,15 @@ def _has_valid_distributions(tree: TokenTree, is_cut: Tensor, vocab_size: int) -
 
 
 def within_node_limits(tree: TokenTree, limits: Sequence[int | None]) -> TokenTree:
-    """The first nodes of each tree, which are a tree too.
+    """Returns the first nodes of each tree, which form a tree too.
 
-    The tokens of a tree with a limit count as chosen, not as drawn, whether any is cut or not, because how many there
-    are may depend on what was drawn; one-hot is true of any token. Other trees of the batch stay what they are.
+    In a tree with a limit every token counts as chosen, not drawn, even if no node is cut: the number of nodes may
+    depend
+    on what was drawn. Trees without a limit keep their draft distributions.
 
     Args:
         tree: Of B sequences.
-        limits: B, most nodes of each, root included; None where there can be no more.
+        limits: B, most nodes of each, root included; None for no limit.
     """
     facts, drafts, widest = tree.host_facts, tree.distributions, tree.width
     most_nodes = [widest if most is None else most for most in limits]
@@ -239,12 +240,12 @@ _log = logging.getLogger(__name__)
 
 
 class SafeDraft(NamedTuple):
-    """What came of asking a drafter.
+    """The result of asking a drafter.
 
     Attributes:
-        tree: A valid one.
-        error: Why the drafter's own was dropped, or None.
-        num_proposed: Nodes of its tree before any was cut, of each sequence; see `SequenceStep`.
+        tree: A valid tree.
+        error: Reason why the drafter's own tree was dropped, or None.
+        num_proposed: Nodes of each sequence before any cut; see `SequenceStep`.
     """
 
     tree: TokenTree
@@ -257,17 +258,17 @@ class _Call:
     """One call of a drafter.
 
     Attributes:
-        error: What is wrong with what came of it; None where nothing is.
+        error: Reason why its result is unusable; None if it is usable.
     """
 
     error: str | None = None
 
 
 class DraftGuard:
-    """Calls a drafter and outlives its failures.
+    """Calls a drafter and survives its failures.
 
     Attributes:
-        name: The drafter's name, also after it has been switched off.
+        name: The drafter's name; stays after the drafter is switched off.
     """
 
     def __init__(self, drafter: Drafter, *, vocab_size: int, max_nodes: int, device: torch.device) -> None:
@@ -275,7 +276,7 @@ class DraftGuard:
         self._vocab_size, self._max_nodes, self._device = vocab_size, max_nodes, device
         self.name, self._has_features = drafter.name, bool(drafter.reads.taps)
         self._failures: Counter[str] = Counter()  # in a row, by call
-        self._logged: set[tuple[str, str]] = set()  # calls and kinds of failure
+        self._logged: set[tuple[str, str]] = set()  # calls and kinds of failure that were logged
 
     @property
     def is_active(self) -> bool:
@@ -283,7 +284,7 @@ class DraftGuard:
         return self._drafter is not None
 
     def begin(self, slot: int, request: DraftRequest) -> None:
-        """Passes on that a sequence begins, and what of it need not be read, see `PrefixKeeper`."""
+        """Tells the drafter that a sequence begins."""
         if self._drafter is None:
             return
         with self._guarded("begin"):
@@ -293,7 +294,7 @@ class DraftGuard:
             self.commit(Committed(slots=[slot], starts=[0], tokens=[tokens], features=None))
 
     def reusable(self, slot: int, length: int) -> int:
-        """How many of the first positions of a slot need not be read again for the drafter, see `PrefixKeeper`."""
+        """Returns how many of the first positions of a slot the drafter need not read again, see `PrefixKeeper`."""
         drafter = self._drafter
         if drafter is None:
             return length
@@ -305,10 +306,10 @@ class DraftGuard:
         return min(max(found, 0), length)
 
     def propose(self, context: DraftContext) -> SafeDraft:
-        """The drafter's tree without invalid nodes, or roots alone.
+        """Returns the drafter's tree without invalid nodes, or the roots alone.
 
         Args:
-            context: What the drafter is told; `max_depth` is enforced.
+            context: Passed to the drafter; `max_depth` is enforced.
         """
         roots, error = context.roots, None
         tree: TokenTree | None = None
@@ -331,7 +332,7 @@ class DraftGuard:
         return isinstance(self._drafter, Lookup)
 
     def continue_from(self, slot: int, tokens: Sequence[int], path: Sequence[int], depth: int) -> list[int]:
-        """What the drafter says that a path is followed by, cut before the first token that is none; see `Lookup`."""
+        """Returns the tokens that a lookup proposes after a path, cut before the first invalid token; see `Lookup`."""
         drafter = self._drafter
         if not isinstance(drafter, Lookup):
             return []
@@ -341,14 +342,14 @@ class DraftGuard:
         return list(takewhile(lambda token: 0 <= token < self._vocab_size, found[:depth]))
 
     def commit(self, committed: Committed) -> None:
-        """Passes on what was committed."""
+        """Tells the drafter what was committed."""
         if self._drafter is None:
             return
         with self._guarded("commit"):
             self._drafter.commit(committed)
 
     def release(self, slot: int) -> None:
-        """Passes on that a slot is free."""
+        """Tells the drafter that a slot is free."""
         if self._drafter is None:
             return
         with self._guarded("release"):
@@ -356,13 +357,9 @@ class DraftGuard:
 
     @contextmanager
     def _guarded(self, method: str) -> Iterator[_Call]:
-        """A call of the drafter, counted by how it ended: whatever it raises goes no further and costs no text.
+        """Runs a call of the drafter, catches its exceptions and counts the outcome.
 
-        Args:
-            method: Which of the drafter's methods.
-
-        Yields:
-            Where the block notes what is wrong with an answer. After the block it says what was raised as well.
+        Yields a `_Call`: the block notes an unusable result there, and a raised exception is noted after the block.
         """
         call, kind = _Call(), "tree"
         try:
@@ -374,13 +371,6 @@ class DraftGuard:
         self._count(method, kind, call.error)
 
     def _count(self, call: str, kind: str, error: str | None) -> None:
-        """Switches the drafter off after too many failures in a row; calls that succeed excuse only themselves.
-
-        Args:
-            call: Which of the drafter's methods.
-            kind: Of the failure; the first of each kind is a warning.
-            error: What went wrong; None where nothing did.
-        """
         self._failures[call] = 0 if error is None else self._failures[call] + 1
         if error is None:
             return

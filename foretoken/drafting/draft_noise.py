@@ -1,9 +1,9 @@
-"""Random numbers of several drafters: what one draws tells nothing of what another draws.
+"""Gives each drafter its own random numbers, so that draws of one drafter are independent of draws of another.
 
-Numbers are keyed by a request's seed, position and node. Two drafters that draw for the same request in one iteration
-would share them, and a node drawn along with a sibling that was rejected is no draw from its own distribution any more,
-which biases what is generated. So every drafter but the first gets other seeds for requests that it draws for. Coupled
-requests keep theirs: their drafts go by the target's noise.
+Random numbers are keyed by a request's seed, position and node. Two drafters that draw for the same request in one
+iteration would share them. A node drawn beside a rejected sibling with the same numbers is then no draw from its own
+distribution, which biases the output. Every drafter but the first therefore gets other seeds for requests with sampled
+drafts. Coupled requests keep their seeds, because their drafts use the target's noise.
 """
 
 from __future__ import annotations
@@ -19,20 +19,19 @@ if TYPE_CHECKING:
 
 
 class DraftNoise:
-    """Contexts as each of several drafters gets them; kept from one proposal to the next while the batch stays."""
+    """Contexts with each drafter's own noise; kept between proposals while the batch stays the same."""
 
     def __init__(self) -> None:
-        """Nothing is kept yet."""
         self._batch: SamplingBatch | None = None
         self._are_coupled: list[bool] = []
         self._kept: dict[int, SamplingBatch] = {}
 
     def of(self, context: DraftContext, drafter: int) -> DraftContext:
-        """A context with a drafter's own noise.
+        """Returns a context with a drafter's own noise.
 
         Args:
             context: Of the batch.
-            drafter: The drafter's place among the engine's; the first one keeps the requests' own noise.
+            drafter: The drafter's index. Index 0 keeps the requests' own noise.
         """
         batch, are_coupled = context.sampling, list(context.is_coupled)
         if not drafter or batch.is_all_greedy or all(are_coupled):

@@ -1,11 +1,11 @@
-"""What a draft takes, measured before the first request: nobody waits for text yet.
+"""Measures the seconds of drafts at load, before the first request.
 
-The controller then need not draft while it decodes to find out that drafts are dear here. The first drafts, which
-allocate and capture, are over as well.
+The controller then knows the cost of drafts before any request. The first slow drafts, which allocate memory and
+capture graphs, are over as well.
 
-The controller compares drafts with passes that were timed at another moment, perhaps weeks ago. Another program on the
-machine slows both down: passes are therefore timed between the drafts, and the drafts' seconds are divided by how many
-times as long as then passes take now.
+The controller compares drafts with passes that were timed earlier, perhaps weeks ago. Another program on the machine
+slows both. Passes are therefore timed between the drafts, and the drafts' seconds are divided by the slowdown of the
+passes.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ if TYPE_CHECKING:
     from foretoken.drafters.base import Drafter, TargetHandle
 
 _PROMPT_LEN = 8
-_DEEPEST = 4  # of the timed drafts, at most
-_NUM_DRAFTS = 15  # the first reads the prompt; then by turns of one level and of the deepest
-_NUM_NEEDED = 4  # drafts, two of each depth: the first ones are slow
-_LIMIT_S = 1.0  # no further draft after that, once those were timed
+_DEEPEST = 4  # most levels of the timed drafts
+_NUM_DRAFTS = 15  # the first reads the prompt; then one level and the deepest in turns
+_NUM_NEEDED = 4  # drafts, two of each depth: the first are slow
+_LIMIT_S = 1.0  # no further draft after this, once the needed drafts were timed
 _SLOT = 0
 
 
 def time_drafts(drafter: Drafter, target: TargetHandle) -> list[tuple[int, float]]:
-    """Depth and seconds of some drafts over a text of zeros, the fastest of which say what drafting takes.
+    """Returns depth and seconds of some drafts over a text of zeros.
 
-    Where passes of one token between the drafts take longer than `target.costs` says, drafts are told shorter likewise.
+    Seconds are divided by the slowdown of passes of one token since `target.costs` was measured.
 
     Args:
-        drafter: Attached, and without a sequence in slot 0.
-        target: What it was attached to; the rows of slot 0 are written.
+        drafter: Attached, without a sequence in slot 0.
+        target: What the drafter was attached to; the rows of slot 0 are written.
 
     Returns:
-        Of each draft that had nodes; none for a drafter of others, which would take the text for a request, and for
-        one that proposes nothing or fails.
+        One entry per draft with nodes. Empty for a drafter from another package, which would take the text for a
+        request,
+        and for one that proposes nothing or fails.
     """
     deepest = min(_DEEPEST, len(drafter.nodes_by_depth) - 1)
     if isinstance(drafter, UntrustedDrafter) or target.context_len <= _PROMPT_LEN + deepest:
@@ -88,18 +89,17 @@ def time_drafts(drafter: Drafter, target: TargetHandle) -> list[tuple[int, float
             target.run(root)
             passes.append(_now(target.device) - end)
         guard.release(_SLOT)
-    slower = max(min(passes, default=0.0) / target.costs(1), 1.0)  # than when passes were timed
+    slower = max(min(passes, default=0.0) / target.costs(1), 1.0)  # slowdown since passes were timed
     return [(depth, seconds / slower) for depth, seconds in timed]
 
 
 def _now(device: torch.device) -> float:
-    """Seconds on a clock, once all that was begun on the device is over."""
     if has_cuda_runtime(device):
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def _prompt_in_cache(tokens: list[int], target: TargetHandle) -> Committed:
-    """A prompt that the target has read, and its features."""
+    """Returns a prompt that the target has read, and its features."""
     work = Pass.of_chains([tokens], slots=[_SLOT], prefix_lens=[0], device=target.device)
     return Committed(slots=[_SLOT], starts=[0], tokens=[tokens], features=target.run(work).features)

@@ -1,4 +1,4 @@
-"""Drafters and their controller as the loop sees them: one thing that proposes a tree and learns what became of it."""
+"""Drafters and their controller behind one interface: the loop asks for a tree and reports what was accepted."""
 
 from __future__ import annotations
 
@@ -33,23 +33,23 @@ if TYPE_CHECKING:
     from foretoken.drafting.base import Allotment, Continue, Controller, Leaf
     from foretoken.grammars.drafts import GrammarBounds
 
-_MOST_BOUGHT = 128  # nodes of a tree that several drafters' nodes are bought for, unless one drafter's are more
+_MOST_BOUGHT = 128  # least cap of nodes in a tree of several drafters; a drafter with wider trees raises the cap
 _LONGEST_GRAFT = 10  # tokens
 
 
 class Draft(NamedTuple):
-    """A valid tree, and what is to know of how it came about.
+    """A valid tree and how it was made.
 
     Attributes:
-        tree: Over the batch's roots.
-        num_proposed: Of each of its sequences, see `SequenceStep`.
-        error: Why a drafter's own tree was dropped, or None.
-        declined: Why no drafter was asked, or None.
-        is_committed: Whether drafters are to hear what becomes of it.
-        asked: The places of those that were asked, in that order, and how deep each one's tree is at most.
-        laps: What each of these took; None where nobody was asked.
-        has_forced: Whether the tree holds tokens that nobody but a grammar proposed.
-        measures_plain: Whether nothing is drafted for the controller to see what that takes.
+        tree: Over the roots of the batch.
+        num_proposed: Nodes of each sequence, see `SequenceStep`.
+        error: Reason why a drafter's own tree was dropped, or None.
+        declined: Reason why no drafter was asked, or None.
+        is_committed: Whether drafters hear of the commit of this iteration.
+        asked: Indices of the drafters that were asked, in order, and the most levels of each tree.
+        laps: Seconds of each of these; None if no drafter was asked.
+        has_forced: Whether the tree holds tokens that only a grammar proposed.
+        measures_plain: Whether nothing is drafted because the controller measures plain decoding.
     """
 
     tree: TokenTree
@@ -64,7 +64,7 @@ class Draft(NamedTuple):
 
 
 def joint_reads(drafters: Sequence[Drafter]) -> TargetReads:
-    """What several drafters read of the target together: every tap once, in the order of who names it first."""
+    """Returns what several drafters read of the target: every tap once, in the order of the drafters."""
     taps: dict[Tap, None] = dict.fromkeys(tap for drafter in drafters for tap in drafter.reads.taps)
     return TargetReads(
         taps=tuple(taps),
@@ -76,18 +76,18 @@ def joint_reads(drafters: Sequence[Drafter]) -> TargetReads:
 def choose_controller(
     options: Sequence[DrafterOptions], drafters: Sequence[Drafter], target: TargetHandle
 ) -> Controller:
-    """Who decides how much is drafted.
+    """Returns the controller for some drafters.
 
     Args:
-        options: Of the drafters that have some.
-        drafters: Attached ones, at least one.
-        target: What they are attached to. Gives seconds of passes, and drafts are timed on it.
+        options: Of the drafters that have options.
+        drafters: Attached drafters, at least one.
+        target: What the drafters are attached to. Gives seconds of passes; drafts are timed on it.
 
     Returns:
-        The one that asks for whole drafts where options fix their size or a caller made the drafter; else the one that
-        chooses among several drafters and buys their nodes, the one that buys nodes of dynamic trees and of trees that
-        are drafted at once, and the one that chooses a depth for a drafter that drafts level by level; these three as
-        long as drafting pays by the clock.
+        `Fixed` if options fix the draft size or a caller made the drafter; `SeveralDrafters` for several drafters;
+        `BestNodes` for dynamic trees and trees drafted at once; `AdaptiveDepth` for drafts made level by level. The
+        last
+        three stand in a `MeasuredGain`.
     """
     widest = max(drafter.nodes_by_depth[-1] for drafter in drafters)
     if len(options) > 1 and all(each.is_adaptive for each in options):
@@ -113,14 +113,14 @@ def choose_controller(
 def choose_for_predictions(
     options: Sequence[DrafterOptions], drafters: Sequence[Drafter], target: TargetHandle
 ) -> Controller:
-    """Who decides how much is drafted while requests bring predictions; as `choose_controller`, without timing drafts.
+    """Returns the controller while requests bring predictions: as `choose_controller`, without timing drafts.
 
     Args:
-        options: Of the drafters that have some, of the one that reads predictions last.
-        drafters: Attached ones, that one last.
-        target: What they are attached to.
+        options: Of the drafters that have options; the drafter of predictions is last.
+        drafters: Attached drafters; the drafter of predictions is last.
+        target: What the drafters are attached to.
     """
-    if len(drafters) == 1:  # costs of passes are not measured for plain decoding: the clock alone decides
+    if len(drafters) == 1:  # no costs of passes are measured for plain decoding: measured seconds alone decide
         return MeasuredGain(Fixed(most_nodes(drafters)))
     if len(options) < len(drafters) or not all(each.is_adaptive for each in options):
         return Fixed(most_nodes(drafters), [drafter.nodes_by_depth[-1] for drafter in drafters])
@@ -130,7 +130,6 @@ def choose_for_predictions(
 def _several(
     drafters: Sequence[Drafter], target: TargetHandle, timed: Sequence[Sequence[tuple[int, float]]] = ()
 ) -> SeveralDrafters:
-    """A controller of several drafters; timed: see `SeveralDrafters`."""
     widest = max(drafter.nodes_by_depth[-1] for drafter in drafters)
     return SeveralDrafters(
         target.costs,
@@ -141,26 +140,27 @@ def _several(
 
 
 def room_beside_prompts(controller: Controller, target: TargetHandle) -> BesidePrompts | None:
-    """Who says whether to draft in passes that read prompts; None where drafters are asked in every pass."""
+    """Returns what decides whether to draft in passes that read prompts; None if drafters are asked in every pass."""
     return None if isinstance(controller, Fixed) else BesidePrompts(target.costs)
 
 
 def most_nodes(drafters: Sequence[Drafter]) -> int:
-    """Nodes of the widest tree that is verified, root included.
+    """Returns the nodes of the widest tree that is verified, root included.
 
-    There is room for all that the drafters propose together, as far as trees may have nodes: whole drafts are verified
-    as they are, and where nodes are bought, drawn nodes and probes are never left out.
+    The width has room for the proposals of all drafters together, up to the bound of trees. Whole drafts are verified
+    as
+    they are. Where nodes are bought, drawn nodes and probes are never left out.
     """
     return min(1 + sum(drafter.nodes_by_depth[-1] - 1 for drafter in drafters), MAX_NODES)
 
 
 class _Team(NamedTuple):
-    """Who is asked in an iteration.
+    """The drafters of an iteration.
 
     Attributes:
         guards: The first of the engine's drafters.
         controller: Decides how much they draft; None without drafters.
-        lookups: Places of those that can continue what others draft.
+        lookups: Indices of drafters that can continue drafts of others.
     """
 
     guards: Sequence[DraftGuard]
@@ -169,7 +169,6 @@ class _Team(NamedTuple):
 
     @classmethod
     def of(cls, guards: Sequence[DraftGuard], controller: Controller | None) -> Self:
-        """Of some drafters and their controller."""
         return cls(guards, controller, [index for index, guard in enumerate(guards) if guard.can_continue])
 
 
@@ -177,7 +176,7 @@ class Drafting:
     """Any number of drafters behind guards, and the controller that decides how much they draft.
 
     Attributes:
-        names: Of the drafters; also of those that have been switched off.
+        names: Of the drafters, switched-off drafters included.
     """
 
     def __init__(
@@ -191,17 +190,17 @@ class Drafting:
         beside_prompts: BesidePrompts | None = None,
         for_predictions: Controller | None = None,
     ) -> None:
-        """Puts drafters to work that are attached.
+        """Takes drafters that are attached.
 
         Args:
-            drafters: None for plain decoding.
+            drafters: Empty for plain decoding.
             controller: None without drafters.
-            vocab_size: V, of the target.
+            vocab_size: V of the target.
             max_nodes: Widest tree that the cache has room for.
             device: Where trees must lie.
-            beside_prompts: Says whether to draft in passes that read prompts; None to leave that to the controller.
-            for_predictions: Takes the place of `controller` while a request of the batch brings a prediction. The last
-                drafter is asked, and told of requests, then alone. None where predictions make no difference.
+            beside_prompts: Decides whether to draft in passes that read prompts; None leaves that to the controller.
+            for_predictions: Replaces `controller` while a request of the batch brings a prediction. Only then the last
+                drafter is asked and told of requests. None if predictions make no difference.
         """
         self._predicted: set[int] = set()  # slots whose requests brought predictions
         self._is_announced = True  # whether drafters heard of the last iteration
@@ -218,7 +217,7 @@ class Drafting:
         self._credits: dict[int, tuple[str, ...]] = {}
         self._max_nodes, self._nodes_by_depth = max_nodes, [list(drafter.nodes_by_depth) for drafter in drafters]
         self.reads = joint_reads(drafters)
-        # Which of the features each drafter reads; None for all of them in this order.
+        # The features that each drafter reads; None for all of them in this order.
         self._columns: list[list[int] | None] = []
         for drafter in drafters[: len(self._usual.guards)]:
             columns = [self.reads.taps.index(tap) for tap in drafter.reads.taps]
@@ -230,11 +229,10 @@ class Drafting:
         return len(self._team.guards) > 1
 
     def _is_active(self) -> bool:
-        """Whether there is a drafter to ask that has not been switched off."""
         return self._team.controller is not None and any(guard.is_active for guard in self._team.guards)
 
     def begin(self, slot: int, request: DraftRequest) -> None:
-        """A sequence begins in a slot."""
+        """Tells the drafters that a sequence begins in a slot."""
         for guard in self._usual.guards:
             guard.begin(slot, request)
         if request.prediction is not None and self._predicting is not self._usual:
@@ -242,22 +240,22 @@ class Drafting:
             self._predicted.add(slot)
 
     def reusable(self, slot: int, length: int) -> int:
-        """How many of the first positions of a slot no drafter needs to be read again, see `PrefixKeeper`.
+        """Returns how many of the first positions of a slot no drafter needs to read again, see `PrefixKeeper`.
 
         Args:
-            slot: Of a sequence that is running or over.
-            length: Positions whose tokens are the same, as is the one after them.
+            slot: Of a running or finished sequence.
+            length: Positions with the same tokens; the token after them is the same too.
         """
         while (least := min((guard.reusable(slot, length) for guard in self._usual.guards), default=length)) < length:
-            length = least  # which those have to agree to that would have kept more
+            length = least  # All drafters must accept the shorter prefix.
         return length
 
     def propose(self, context: DraftContext, num_prompt_tokens: int = 0) -> Draft:
-        """A tree over each root: what drafters propose within the controller's allowances, as far as it pays.
+        """Returns a tree over each root: what drafters propose within the allowances and what is worth its cost.
 
         Args:
-            context: Its bounds are those of requests and cache; the controller's are put in here.
-            num_prompt_tokens: Of others' prompts that a pass without drafts would read.
+            context: Has the bounds of requests and cache; the controller's bounds are added here.
+            num_prompt_tokens: Prompt tokens of other sequences that a pass without drafts would read.
         """
         before = self._team
         self._team = self._predicting if self._predicted.intersection(context.slots) else self._usual
@@ -292,7 +290,7 @@ class Drafting:
         tree = controller.select(trees, self._continuation(context) if self._team.lookups else None)
         tree = within_node_limits(tree, [self._limit(most) for most in limits])
         if len(guards) == 1 and tree.source is not None:
-            # What it says there tells probes only: all nodes are its own.
+            # With one drafter, `source` only marks probe nodes.
             tree = replace(tree, source=(tree.source & PROBE) | 1)
         errors = (drafts[index].error for index in sorted(drafts) if drafts[index].error is not None)
         asked = [(index, draft.tree.max_depth) for index, draft in drafts.items()]
@@ -300,21 +298,20 @@ class Drafting:
         return Draft(tree, num_proposed, next(errors, None), asked=asked, laps=laps)
 
     def _limit(self, most: int) -> int | None:
-        """The bound of a request, where drafts that are no deeper than it allows may have more nodes; else None."""
         if most >= self._max_nodes:
             return None
-        if self._team.lookups and self.are_merged:  # what is grafted comes on top
+        if self._team.lookups and self.are_merged:  # grafted nodes come on top
             return most
         sizes = self._nodes_by_depth[: len(self._team.guards)]
         possible = 1 + sum(nodes[min(most, len(nodes)) - 1] - 1 for nodes in sizes)
         return None if possible <= most else most
 
     def constrained(self, draft: Draft, bounds: Sequence[GrammarBounds | None]) -> Draft:
-        """A draft as the sequences' grammars let it be, see `grammars.drafts`.
+        """Returns a draft cut and extended by the grammars of its sequences, see `grammars.drafts`.
 
         Args:
             draft: Of B trees.
-            bounds: Of B sequences; None for those without a grammar.
+            bounds: Of B sequences; None for sequences without a grammar.
         """
         if not any(bounds):
             return draft
@@ -322,7 +319,6 @@ class Drafting:
         return draft._replace(tree=found.tree, has_forced=found.num_forced > 0)
 
     def _continuation(self, context: DraftContext) -> Continue:
-        """What the lookups among the drafters say after drafted paths."""
         lookups = self._team.lookups
 
         def continued(leaf: Leaf) -> list[tuple[int, Sequence[int]]]:
@@ -338,7 +334,7 @@ class Drafting:
         return continued
 
     def asked(self, draft: Draft) -> list[AskedDrafter]:
-        """Who was asked for a draft, with seconds: once the host has waited for what came of it."""
+        """Returns the drafters that were asked, with seconds. Call it after the host has waited for the draft."""
         seconds = [] if draft.laps is None else draft.laps.seconds()
         return [
             AskedDrafter(index=index, name=self.names[index], depth=depth, seconds=each)
@@ -346,12 +342,11 @@ class Drafting:
         ]
 
     def _no_draft(self, context: DraftContext, declined: Declined | None = None, *, is_committed: bool = True) -> Draft:
-        """The roots alone: no drafter is asked."""
         tree = TokenTree.roots(context.roots, device=self._device)
         return Draft(tree, [None] * len(context.slots), declined=declined, is_committed=is_committed)
 
     def commit(self, committed: Committed) -> None:
-        """Positions entered the target's KV: every drafter gets the features it reads."""
+        """Tells every drafter which positions entered the target's KV cache, with the features that it reads."""
         for guard, columns in zip(self._usual.guards, self._columns, strict=True):
             features = committed.features
             if columns is None or features is None:
@@ -360,7 +355,7 @@ class Drafting:
                 guard.commit(replace(committed, features=features[:, columns] if columns else None))
 
     def release(self, slot: int) -> None:
-        """A slot is free."""
+        """Tells the drafters that a slot is free."""
         for guard in self._usual.guards:
             guard.release(slot)
         if slot in self._predicted:
@@ -368,18 +363,18 @@ class Drafting:
             self._predicted.remove(slot)
 
     def learn(self, draft: Draft, record: StepRecord) -> None:
-        """Tells the controller what a draft brought, unless requests or prompts left it nothing to ask for."""
+        """Reports the result of a draft to the controller, unless requests or prompts left nothing to ask for."""
         has_decided = draft.asked or draft.declined is not None or draft.measures_plain
         if self._team.controller is not None and self._is_active() and has_decided:
             self._team.controller.learn(record)
 
     def plain_seconds(self, num_sequences: int) -> float | None:
-        """Returns the seconds of an iteration without drafts, as the controller measured them; None if it has not."""
+        """Returns the measured seconds of an iteration without drafts; None if there is no measurement."""
         measured = getattr(self._usual.controller, "plain_seconds", None)
         return None if measured is None else measured(num_sequences)
 
     def credit(self, source: int) -> tuple[str, ...]:
-        """Names of the drafters in a bit set of `TokenTree.source`, a grammar's forced tokens after them all."""
+        """Returns the names of the drafters in a bit set of `TokenTree.source`; a grammar's forced tokens come last."""
         known = self._credits.get(source)
         if known is None:
             known = tuple(name for bit, name in enumerate((*self.names, FORCED)) if source >> bit & 1)
@@ -388,7 +383,7 @@ class Drafting:
 
 
 def _num_proposed(drafts: Sequence[SafeDraft], max_depth: Sequence[int]) -> list[int | None]:
-    """Nodes that all drafters proposed together, of each sequence; None where it was not asked for or is not known."""
+    """Returns the proposed nodes of each sequence over all drafters; None if not asked for or unknown."""
     counts = [draft.num_proposed for draft in drafts if draft.num_proposed is not None]
     if len(counts) < len(drafts):
         return [None] * len(max_depth)
@@ -396,14 +391,12 @@ def _num_proposed(drafts: Sequence[SafeDraft], max_depth: Sequence[int]) -> list
 
 
 def _no_deeper(context: DraftContext, depth: int) -> DraftContext:
-    """A context with a bound on depth."""
     if depth >= max(context.max_depth):
         return context
     return replace(context, max_depth=[min(each, depth) for each in context.max_depth])
 
 
 def _within(context: DraftContext, allotment: Allotment) -> DraftContext:
-    """A context with the tighter of its own bounds and those of an allotment."""
     each = zip(context.max_depth, context.max_nodes, allotment.allowances, strict=True)
     bounds = [(min(depth, allowance.depth), min(nodes, allowance.nodes)) for depth, nodes, allowance in each]
     return replace(

@@ -1,4 +1,4 @@
-"""What controllers read of a batch of trees, on the host, and what follows from it.
+"""Trees on the host, as controllers read and merge them.
 
 Letters: B sequences, N nodes.
 """
@@ -28,12 +28,12 @@ class HostTree(NamedTuple):
     """A batch of trees; all (B, N).
 
     Attributes:
-        tokens: See `TokenTree`, as the next three.
-        parents: Of each node.
-        depths: Of each node.
-        scores: None where the drafter gives none.
-        is_drafted: Neither the root nor padding, nor what was cut off, nor a probe.
-        sources: See `TokenTree`; 0 without any.
+        tokens: See `TokenTree`.
+        parents: See `TokenTree`.
+        depths: See `TokenTree`.
+        scores: See `TokenTree`; None if the drafter gives none.
+        is_drafted: Whether the node is neither root, padding, cut off nor a probe.
+        sources: See `TokenTree`; 0 if there are none.
     """
 
     tokens: NDArray[np.int64]
@@ -45,7 +45,7 @@ class HostTree(NamedTuple):
 
 
 def on_host(tree: TokenTree) -> HostTree:
-    """A tree's values. Synchronises with the host."""
+    """Copies a tree's values to the host. Synchronises."""
     source = torch.zeros_like(tree.tokens) if tree.source is None else tree.source
     tokens, parents, depths, sources = torch.stack([tree.tokens, tree.parents, tree.depths, source]).cpu().numpy()
     is_drafted = (parents >= 0) & (sources & PROBE == 0)
@@ -54,12 +54,12 @@ def on_host(tree: TokenTree) -> HostTree:
 
 
 def falling(values: NDArray[np.float64], host: HostTree) -> NDArray[np.float64]:
-    """(B, N) values, none above its parent's; those of roots bound nothing."""
+    """(B, N) values, each at most its parent's; values of roots bound nothing."""
     rows = np.arange(len(values))[:, None]
     above = np.maximum(host.parents, 0)
     result = values.copy()
     result[:, 0] = np.inf
-    for _ in range(int(host.depths.max(initial=0)).bit_length()):  # the least of 2, 4, 8, … nodes of a path
+    for _ in range(int(host.depths.max(initial=0)).bit_length()):  # least of 2, 4, 8, … nodes of a path
         result, above = np.minimum(result, result[rows, above]), above[rows, above]
     result[:, 0] = values[:, 0]
     return result
@@ -71,22 +71,22 @@ def values_of(host: HostTree, calibration: Calibration) -> NDArray[np.float64]:
 
 
 def valued(host: HostTree, values: NDArray[np.float64]) -> HostTree:
-    """Trees with (B, N) probabilities of their nodes as scores."""
+    """Returns trees with (B, N) probabilities of their nodes as scores."""
     return host._replace(scores=_logarithms(values))
 
 
 def with_values(tree: TokenTree, values: NDArray[np.float64]) -> TokenTree:
-    """As `valued`, where the tree lies."""
+    """Returns a tree with (B, N) probabilities as scores, on the tree's device."""
     return replace(tree, scores=torch.from_numpy(_logarithms(values)).to(tree.tokens.device))
 
 
 def _logarithms(values: NDArray[np.float64]) -> NDArray[np.float32]:
-    """Of probabilities, finite ones."""
+    """Finite even for 0."""
     return np.log(np.maximum(values, 1e-30)).astype(np.float32)
 
 
 def with_ancestors(nodes: NDArray[np.bool_], host: HostTree) -> NDArray[np.bool_]:
-    """(B, N), some nodes and all on the paths to them, the roots left out."""
+    """(B, N), some nodes and all their ancestors, without the roots."""
     result = nodes.copy()
     for row, node in zip(*np.nonzero(nodes), strict=True):
         above = host.parents[row, node]
@@ -97,15 +97,15 @@ def with_ancestors(nodes: NDArray[np.bool_], host: HostTree) -> NDArray[np.bool_
 
 
 def followed(host: HostTree, row: int, tokens: Sequence[int]) -> list[bool | None]:
-    """Which nodes of a tree the generated tokens followed, verified or not.
+    """Returns which nodes of a tree the generated tokens followed, verified or not.
 
     Args:
         host: The trees.
-        row: Which of them.
-        tokens: What was generated after its root.
+        row: Index of the tree.
+        tokens: Generated after its root.
 
     Returns:
-        An entry a node. None deeper than what was generated, where all that was generated agrees: nobody knows.
+        One entry per node. None for nodes that are deeper than the generated text and agree with all of it.
     """
     parents, depths, ids = host.parents[row].tolist(), host.depths[row].tolist(), host.tokens[row].tolist()
     follows: list[bool | None] = [True]
@@ -120,10 +120,10 @@ def followed(host: HostTree, row: int, tokens: Sequence[int]) -> list[bool | Non
 
 
 def count_followed(host: HostTree, calibration: Calibration, steps: Sequence[SequenceStep]) -> list[int]:
-    """Tells one drafter's calibration which of its nodes the generated tokens followed.
+    """Tells a drafter's calibration which of its nodes the generated tokens followed.
 
     Returns:
-        How deep they followed each tree.
+        The followed depth of each tree.
     """
     depths: list[int] = []
     scores: list[float] = []
@@ -145,7 +145,7 @@ def count_followed(host: HostTree, calibration: Calibration, steps: Sequence[Seq
 
 
 class _Row(NamedTuple):
-    """One sequence's tree, an entry a node; see `TokenTree`."""
+    """One sequence's tree, one entry per node; see `TokenTree`."""
 
     tokens: list[int]
     parents: list[int]
@@ -154,7 +154,6 @@ class _Row(NamedTuple):
     sources: list[int]
 
     def add(self, token: int, parent: int, depth: int, score: float, source: int) -> int:
-        """Adds a node and gives its place."""
         self.tokens.append(token)
         self.parents.append(parent)
         self.depths.append(depth)
@@ -170,24 +169,23 @@ class HostMerge:
         """Unites trees over the same roots, in their order.
 
         Args:
-            trees: One at least, with scores.
-            drafters: Whose each tree is, places among the engine's drafters.
-            max_nodes: Most nodes of a merged tree, root included: what is beyond is left out from the end.
+            trees: At least one, with scores.
+            drafters: Index of the drafter of each tree.
+            max_nodes: Most nodes of a merged tree, root included. Later nodes are left out.
         """
         everyone = sum(1 << drafter for drafter in drafters)
         self._max_nodes = max_nodes
         self._rows = [_Row([root], [-1], [0], [0.0], [everyone]) for root in trees[0].tokens[:, 0].tolist()]
-        self._children: list[dict[tuple[int, int], int]] = [{} for _ in self._rows]  # by parent and token: the first
+        self._children: list[dict[tuple[int, int], int]] = [{} for _ in self._rows]  # first child by parent and token
         for tree, drafter in zip(trees, drafters, strict=True):
             self._unite(tree, 1 << drafter)
 
     def _unite(self, tree: HostTree, bit: int) -> None:
-        """Adds a drafter's tree: a node joins the one that an earlier tree has in its place."""
         assert tree.scores is not None, "the trees are valued"
         parts = [part.tolist() for part in (tree.tokens, tree.parents, tree.scores, tree.sources)]
         for row, children, tokens, parents, scores, sources in zip(self._rows, self._children, *parts, strict=True):
             new: dict[tuple[int, int], int] = {}
-            places = [0] * len(tokens)  # in the union; -1 for what is left out
+            places = [0] * len(tokens)  # index in the union; -1 for nodes left out
             for node in range(1, len(tokens)):
                 parent = places[parents[node]] if parents[node] >= 0 else -1
                 probe = sources[node] & PROBE
@@ -202,7 +200,7 @@ class HostMerge:
             children.update(new)
 
     def graft(self, graft: Graft) -> None:
-        """Adds a chain below a node, as far as there is room."""
+        """Adds a chain below a node while there is room."""
         row, node, depth = self._rows[graft.row], graft.node, graft.depth
         for token, score in zip(graft.tokens, graft.scores, strict=True):
             if len(row.tokens) >= self._max_nodes:
@@ -211,7 +209,7 @@ class HostMerge:
             node = row.add(token, node, depth, score, graft.source)
 
     def tree(self) -> HostTree:
-        """What there is now."""
+        """Returns the union as one batch of trees."""
         width = max(len(row.tokens) for row in self._rows)
         short = [width - len(row.tokens) for row in self._rows]
         integers = [

@@ -1,4 +1,4 @@
-"""Chains of lookups below drafted leaves: where they are asked for, which are grafted, and what is learned of them."""
+"""Chains of lookups below drafted leaves: which leaves are asked about, which chains are grafted, what is learned."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from foretoken.drafting.calibration import Calibration
     from foretoken.drafting.host_trees import HostTree
 
-_LEAVES, _LEAST_VALUE = 4, 0.1  # that are grafted onto: at most so many and one a sequence, no less probable
+_LEAVES, _LEAST_VALUE = 4, 0.1  # most leaves, at most one a sequence; least probability of a leaf
 
 
 class LookupChain(NamedTuple):
     """A chain that a lookup proposed after a drafted path.
 
     Attributes:
-        drafter: Its index.
-        leaf: The path's end.
-        tokens: The chain's.
+        drafter: Index of the lookup.
+        leaf: End of the path.
+        tokens: Of the chain.
     """
 
     drafter: int
@@ -38,7 +38,7 @@ class LookupChain(NamedTuple):
 def grafts_on(
     host: HostTree, continued: Continue, calibrations: Sequence[Calibration]
 ) -> tuple[list[LookupChain], list[Graft]]:
-    """What lookups say after the best leaves of merged trees that they did not propose themselves.
+    """Asks lookups to continue the best leaves of merged trees that they did not propose themselves.
 
     Args:
         host: The merged trees, valued.
@@ -46,8 +46,7 @@ def grafts_on(
         calibrations: Of each drafter's grafts.
 
     Returns:
-        All answers, which are learned from, and of several to one leaf the graft of which most tokens are expected to
-        be accepted.
+        All answers, which are learned from, and one graft per leaf: the answer with the most expected tokens.
     """
     assert host.scores is not None, "the trees are valued"
     batch_size, width = host.tokens.shape
@@ -66,7 +65,7 @@ def grafts_on(
         answers = [
             LookupChain(drafter, leaf, tokens)
             for drafter, tokens in continued(leaf)
-            if not host.sources[row, node] >> drafter & 1  # else it has said itself what follows
+            if not host.sources[row, node] >> drafter & 1  # else the lookup has already proposed what follows
         ]
         if answers:
             chains += answers
@@ -80,7 +79,7 @@ def grafts_on(
 
 
 def learn_chain(calibration: Calibration, chain: LookupChain, tokens: Sequence[int]) -> None:
-    """Counts which of a chain's tokens were generated, where its leaf was; tokens: generated of its sequence."""
+    """Counts which tokens of a chain were generated; tokens: generated for its sequence."""
     above = len(chain.leaf.path)
     if list(tokens[:above]) != list(chain.leaf.path) or len(tokens) <= above:
         return
@@ -94,14 +93,12 @@ def learn_chain(calibration: Calibration, chain: LookupChain, tokens: Sequence[i
 
 
 def _probabilities(chain: LookupChain, calibration: Calibration) -> NDArray[np.float64]:
-    """Probability that each token of a chain is accepted with those before it, where its leaf is."""
     depths = np.arange(len(chain.tokens)) + 1
     values: NDArray[np.float64] = np.minimum.accumulate(calibration.probabilities(depths, None))
     return values
 
 
 def _path(host: HostTree, row: int, node: int) -> list[int]:
-    """Tokens from below the root down to a node."""
     path: list[int] = []
     while node > 0:
         path.append(int(host.tokens[row, node]))

@@ -1,9 +1,9 @@
-"""The controller of several drafters: whom to ask, which of their nodes to verify, and where lookups go on from drafts.
+"""The controller of several drafters: which drafter to ask, which nodes to verify, where lookups continue drafts.
 
-Drafters that cost next to nothing are asked first. With their trees at hand the others are asked one by one, the one
-first that adds most tokens a second, as long as one adds any (`asking`). Everything that was proposed becomes one tree;
-chains of lookups are grafted below the best leaves that others proposed; nodes are bought (`buying`). A drafter that is
-not asked is tried now and then (`probing`), so that a change of text is noticed.
+Drafters that cost almost nothing are asked first. The others are asked one by one, each time the one that adds most
+tokens per second, until none adds any (`asking`). All proposals are merged into one tree. Chains of lookups are grafted
+below the best leaves that others proposed. Nodes are bought (`buying`). A drafter that is not asked is tried now and
+then (`probing`), so that a change of text is noticed.
 
 Letters: B sequences, N nodes, D levels.
 """
@@ -40,20 +40,20 @@ if TYPE_CHECKING:
     from foretoken.runner.costs import CostCurve
     from foretoken.trees.merge import Graft
 
-_FREE = 0.03  # of a plain iteration: a drafter that takes less is always asked, and first
-_WIDTH_RATE = 0.1  # weight of a draft in how many nodes of a level are bought
-_LEARN_EVERY = 8  # iterations without drafts, of which one is learned from
-_REASON_EVERY = 32  # iterations without drafts, for which one reason is given
+_FREE = 0.03  # share of a plain iteration: a cheaper drafter is always asked, and first
+_WIDTH_RATE = 0.1  # weight of a draft in the mean number of nodes bought per level
+_LEARN_EVERY = 8  # learns from every 8th iteration without drafts
+_REASON_EVERY = 32  # iterations without drafts that share one reason
 
 
 class _Answer(NamedTuple):
     """A drafter's tree.
 
     Attributes:
-        tree: As it came.
-        host: The same on the host.
+        tree: As the drafter returned it.
+        host: The tree on the host.
         values: (B, N) calibrated.
-        reach: (B, D) probability that it is right down to each depth.
+        reach: (B, D) probability that the tree is right down to each depth.
     """
 
     tree: TokenTree
@@ -73,47 +73,46 @@ class SeveralDrafters:
         max_nodes: int,
         timed: Sequence[Sequence[tuple[int, float]]] = (),
     ) -> None:
-        """A controller that knows nothing of the drafters' acceptance yet.
+        """Starts without observations of acceptance.
 
         Args:
             cost: Seconds of a pass.
             nodes_by_depth: Of each drafter, see `foretoken.drafters.base.Drafter`.
             max_nodes: Most nodes of a verified tree, root included.
-            timed: See `DraftSeconds`; of each drafter, or of none.
+            timed: Of each drafter, see `DraftSeconds`; empty for none.
         """
         self._cost, self._max_nodes = cost, max_nodes
         self._known = [
             KnownDrafter(*each) for each in zip(nodes_by_depth, timed or [()] * len(nodes_by_depth), strict=True)
         ]
-        self._host, self._merging = FadingLine(), FadingLine()  # by tokens generated; by trees that had nodes
-        self._num_declined = 0  # iterations in a row
+        self._host, self._merging = FadingLine(), FadingLine()  # by emitted tokens; by trees with nodes
+        self._num_declined = 0  # in a row
         self._declined: Declined | None = None
         self._has_heard = True  # whether drafters hear of the last iteration
         self._kept: KeptAcceptance | None = None
-        self._free = frozenset[int]()  # drafters that cost next to nothing
+        self._free = frozenset[int]()  # drafters that cost almost nothing
         self._begin(0)
 
     @property
     def learners(self) -> list[Learner]:
-        """What is worth keeping for the next process."""
+        """What is worth storing for the next process."""
         return [each for known in self._known for each in (known.calibration, known.grafts, known.first_reach)]
 
     def keep_learned(self, kept: KeptAcceptance) -> None:
-        """Has what is learned kept from now on: now and then, and at the end of this controller or of the process."""
+        """Stores what is learned from now on: now and then, and when this controller or the process ends."""
         self._kept = kept
         weakref.finalize(self, kept.keep)
 
     def _begin(self, batch_size: int) -> None:
-        """An iteration begins."""
         self._batch = batch_size
-        self._answers: dict[int, _Answer] = {}  # in the order in which they came
+        self._answers: dict[int, _Answer] = {}  # in the order of arrival
         self._asked: dict[int, int] = {}  # levels
-        self._judged: set[int] = set()  # those whose probes were thought of
+        self._judged: set[int] = set()  # drafters whose probes were considered
         self._grafts: list[LookupChain] = []
         self._bought: Purchase | None = None
 
     def allot(self, batch_size: int) -> Allotment:
-        """Those that cost nothing are asked, or, without any, the first that pays; nobody while none does."""
+        """Asks the free drafters, or the first drafter that pays if none is free; no drafter while none pays."""
         self._begin(batch_size)
         plain = self._plain()
         self._free = frozenset(i for i, known in enumerate(self._known) if known.seconds.of_deepest <= _FREE * plain)
@@ -132,7 +131,7 @@ class SeveralDrafters:
         )  # fmt: skip
 
     def further(self, trees: Mapping[int, TokenTree]) -> Ask | None:
-        """The drafter that adds most to what is there, or one that is to be tried; None where neither is there."""
+        """Returns the drafter that adds most, or a drafter to be tried; None if there is neither."""
         self._take(trees)
         costly = [i for i in range(len(self._known)) if i not in self._asked and i not in self._free]
         if not costly:
@@ -165,12 +164,11 @@ class SeveralDrafters:
         return None
 
     def _asking(self, ask: Ask) -> Ask:
-        """Notes who is asked."""
         self._asked.update((i, min(ask.depth, self._known[i].deepest)) for i in ask.drafters)
         return ask
 
     def select(self, trees: Mapping[int, TokenTree], continued: Continue | None = None) -> TokenTree:
-        """The nodes worth their cost, grafted ones among them. Synchronises with the host."""
+        """Returns the nodes worth their cost, grafted nodes included. Synchronises with the host."""
         self._take(trees)
         answers = self._fitting()
         if not answers:
@@ -191,8 +189,8 @@ class SeveralDrafters:
         return bought.on(device)
 
     def _merged(self, answers: Mapping[int, _Answer], continued: Continue | None) -> tuple[TokenTree, HostTree]:
-        """Trees some of which were drawn as one, and what lookups say below them; and the same on the host."""
-        # In the order in which they were asked: whether the later ones were may depend on what the earlier ones drew.
+        """Merges trees that hold drawn nodes, and grafts lookups below them; returns also a copy on the host."""
+        # In the order of asking: whether a later drafter was asked may depend on what earlier ones drew.
         trees = [with_values(answer.tree, answer.values) for answer in answers.values()]
         merged = merge_trees(trees, max_nodes=MAX_NODES, drafters=list(answers))
         host = on_host(merged)
@@ -203,7 +201,6 @@ class SeveralDrafters:
         return merged, on_host(merged)
 
     def _merged_on_host(self, answers: Mapping[int, _Answer], continued: Continue | None) -> HostTree:
-        """Trees that were chosen as one, and what lookups say below them."""
         trees = [valued(answer.host, answer.values) for answer in answers.values()]
         union = HostMerge(trees, list(answers), max_nodes=MAX_NODES)
         host = union.tree()
@@ -213,10 +210,11 @@ class SeveralDrafters:
         return union.tree() if grafts else host
 
     def _fitting(self) -> dict[int, _Answer]:
-        """The trees that are merged, in the order in which they came.
+        """Returns the trees to merge, in the order of arrival.
 
-        Drawn nodes and probes are verified whatever they cost, so a tree with such nodes takes part as a whole or not
-        at all. Its drafter's greatest tree tells whether it fits: what came may depend on what was drawn.
+        Drawn nodes and probes are verified at any cost, so a tree with such nodes is merged as a whole or not at all.
+        The size
+        of its drafter's greatest tree decides: the size of the tree at hand may depend on what was drawn.
         """
         room, result = self._max_nodes - 1, dict[int, _Answer]()
         for i, answer in self._answers.items():
@@ -232,12 +230,12 @@ class SeveralDrafters:
         return result
 
     def learn(self, record: StepRecord) -> None:
-        """Counts what was accepted of whom, and what everything took; without drafts, now and then."""
+        """Learns acceptance and seconds. Without drafts, learns from every n-th iteration only."""
         generated, steps = sum(step.num_emitted for step in record.sequences), record.sequences
         for i, known in enumerate(self._known):
             if i not in self._asked:
                 known.probes.save()
-        # Beside prompts a pass takes longer than its trees do, and the host has others too.
+        # Beside prompts the pass and the host do more work than for the trees.
         if self._num_declined % _LEARN_EVERY == 0 and not record.num_prompt_tokens:
             self._cost.learn(record.num_tokens, record.seconds.verify)
             self._host.learn(generated, record.seconds.accept + record.seconds.commit)
@@ -247,14 +245,13 @@ class SeveralDrafters:
             self._learn_seconds(asked)
         rest = record.seconds.draft - sum(asked.seconds for asked in record.asked)
         self._merging.learn(sum(answer.tree.width > 1 for answer in self._answers.values()), max(rest, 0.0))
-        if len(steps) != self._batch:  # a batch that failed, and was decoded again one by one
+        if len(steps) != self._batch:  # the batch failed and was decoded again one by one
             return
         self._learn_trees(record)
         if self._kept is not None:
             self._kept.learned()
 
     def _take(self, trees: Mapping[int, TokenTree]) -> None:
-        """Values trees that have not been looked at."""
         for i, tree in trees.items():
             if i in self._answers:
                 continue
@@ -270,7 +267,7 @@ class SeveralDrafters:
             self._answers[i] = _Answer(tree, host, values, reach)
 
     def _at_hand(self) -> AtHand:
-        """What has been answered. Nodes count no more than one tree's where several trees go as deep."""
+        """Returns the answers so far. Where several trees go as deep, their nodes count as those of one tree."""
         answers = [answer for answer in self._answers.values() if answer.reach.shape[1]]
         deepest = max((answer.reach.shape[1] for answer in answers), default=0)
         padded = [np.pad(answer.reach, ((0, 0), (0, deepest - answer.reach.shape[1]))) for answer in answers]
@@ -285,32 +282,26 @@ class SeveralDrafters:
         return AtHand(reach, pooled, self._draft_s())
 
     def _candidate(self, i: int) -> Candidate:
-        """What is known of a drafter before it is asked."""
         known = self._known[i]
         depths = np.arange(1.0, known.deepest + 1)
         seconds = np.asarray(known.seconds(depths), dtype=np.float64)
-        widths = np.maximum(known.widths, 1.0)  # what is not bought brings nothing: a level takes a node at least
+        widths = np.maximum(known.widths, 1.0)  # a level takes at least one node: unbought levels bring nothing
         return Candidate(known.reach(self._costly_before()).probabilities(), widths, seconds)
 
     def _costly_before(self) -> frozenset[int]:
-        """Those who have answered and cost something."""
         return frozenset(self._answers) - self._free
 
     def _costs(self) -> Costs:
-        """What everything but drafting takes now."""
         merging = max(float(self._merging(2.0)) - float(self._merging(1.0)), 0.0)
         return Costs(self._cost.seconds, lambda tokens: np.asarray(self._host(tokens)), merging)
 
     def _draft_s(self) -> float:
-        """Seconds that the drafts of those who have answered take."""
         return sum(float(self._known[i].seconds(float(self._asked[i]))) for i in self._answers)
 
     def _plain(self) -> float:
-        """Seconds of an iteration without drafts."""
         return self._cost(self._batch) + float(self._host(float(self._batch)))
 
     def _reason(self) -> Declined:
-        """Why nobody is asked."""
         at_hand, costs, plain = self._at_hand(), self._costs(), self._cost(self._batch)
         candidates = [self._candidate(i) for i in range(len(self._known))]
         found = [(*best_depth(at_hand, each, costs), each) for each in candidates]
@@ -325,13 +316,11 @@ class SeveralDrafters:
         )
 
     def _grafts_on(self, host: HostTree, continued: Continue) -> list[Graft]:
-        """Chains of lookups below the best leaves of merged trees; all that were proposed are learned from."""
         chains, grafts = grafts_on(host, continued, [known.grafts for known in self._known])
         self._grafts += chains
         return grafts
 
     def _note_widths(self, bought: Purchase) -> None:
-        """Remembers how many nodes of each level were bought of drafters that cost something."""
         before = sum(1 << i for i in self._free)
         for i in self._answers:
             if i in self._free:
@@ -344,13 +333,12 @@ class SeveralDrafters:
             before |= 1 << i
 
     def _learn_seconds(self, asked: AskedDrafter) -> None:
-        """Takes in what a proposal took; one without nodes says little, unless it took long."""
         seconds = self._known[asked.index].seconds
         if asked.depth or not seconds.is_known or asked.seconds > float(seconds(0.0)):
             seconds.learn(asked.depth, asked.seconds)
 
     def _learn_trees(self, record: StepRecord) -> None:
-        """Counts which nodes the generated tokens followed, of each drafter after those that were asked before."""
+        """Counts which nodes the generated tokens followed, of each drafter given the drafters asked before it."""
         steps = record.sequences
         right: dict[int, list[int]] = {}
         before, costly = [0] * self._batch, frozenset[int]()
@@ -372,14 +360,14 @@ class SeveralDrafters:
                 self._spend(asked, record, right)
 
     def _spend(self, asked: AskedDrafter, record: StepRecord, right: Mapping[int, Sequence[int]]) -> None:
-        """Accounts for what a drafter that costs something added, against the iteration without it."""
+        """Charges a drafter that costs something against the same iteration without it."""
         others = [levels for i, levels in right.items() if i != asked.index]
         tokens = without = len(record.sequences)
         for row, step in enumerate(record.sequences):
             tokens += step.num_accepted
             without += min(step.num_accepted, max((levels[row] for levels in others), default=0))
         known, seconds = self._known[asked.index], asked.seconds
-        if not known.probes.num_idle:  # reading a prompt is no reason to give up
+        if not known.probes.num_idle:  # reading a prompt is no reason to stop asking
             seconds = min(seconds, float(known.seconds(float(asked.depth))))
         rest = record.seconds.total - asked.seconds
         if self._bought is not None:
@@ -387,6 +375,6 @@ class SeveralDrafters:
             width = self._bought.width
             wider = min(self._cost(width) - self._cost(max(width - own, self._batch)), 0.9 * rest)
             seconds, rest = seconds + wider, rest - wider
-        # In the tokens that the rest would have brought meanwhile, for a sequence.
+        # In tokens per sequence that the other drafters would have brought meanwhile.
         loss = (seconds * without / max(rest, 1e-9) - (tokens - without)) / self._batch
         known.probes.spend(loss, tokens / self._batch)

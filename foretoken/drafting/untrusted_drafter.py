@@ -1,9 +1,8 @@
-"""A drafter that is not part of the package, kept at arm's length: it gets copies, and a copy of its tree is taken.
+"""Isolates a drafter from another package: the drafter gets copies, and the engine takes a copy of its tree.
 
-Nothing it does to what it was handed, during a call or later, reaches the engine, and nothing it says is believed that
-cannot be checked: neither what it guarantees of its trees nor the distributions it claims to have drawn them from. Its
-tokens then count as chosen, for which acceptance is lossless whatever they are. What it switches on in torch ends with
-each call.
+Nothing that the drafter does to its arguments reaches the engine, during a call or later. The engine ignores what it
+cannot check: guarantees about the trees (`HostFacts`) and draft distributions. The drafter's tokens count as chosen,
+which is lossless for any token. Torch settings that the drafter changes are restored after each call.
 
 Letters: B sequences, N nodes.
 """
@@ -33,39 +32,39 @@ _TREE_TENSORS = ("tokens", "parents", "depths", "num_nodes", "scores", "source")
 
 
 class UntrustedDrafter:
-    """Stands between the engine and a drafter; itself a `Drafter`.
+    """A `Drafter` that stands between the engine and an untrusted drafter.
 
     Attributes:
-        name: See `Drafter`; what the drafter said when it was made, as the two below.
-        reads: Likewise.
-        nodes_by_depth: Likewise.
+        name: See `Drafter`; read once, as are the two below.
+        reads: See `Drafter`.
+        nodes_by_depth: See `Drafter`.
     """
 
     def __init__(
         self, drafter: Drafter, *, name: str, reads: TargetReads, nodes_by_depth: Sequence[int], device: torch.device
     ) -> None:
-        """Takes a drafter whose attributes have been read and checked; device: where its trees must lie."""
+        """Takes a drafter and its attributes, which have been read and checked; device: where its trees must lie."""
         self.name, self.reads, self.nodes_by_depth = name, reads, nodes_by_depth
         self._drafter, self._device = drafter, device
-        self._sampling: tuple[SamplingBatch, SamplingBatch] | None = None  # the engine's, and the copy of it
+        self._sampling: tuple[SamplingBatch, SamplingBatch] | None = None  # the engine's, and its copy
 
     def attach(self, target: TargetHandle) -> None:
-        """Hands on everything but the run of the target, whose rows it could overwrite."""
+        """Passes on everything but `run` of the target, which could overwrite rows of the target."""
         with restored_torch_state():
             self._drafter.attach(replace(target, run=_no_run, draft_trees=_no_run))
 
     def begin(self, slot: int, request: DraftRequest) -> None:
-        """Hands on a copy."""
+        """Passes on a copy of the request."""
         prediction = None if request.prediction is None else list(request.prediction)
         theirs = replace(request, prompt=list(request.prompt), params=copy(request.params), prediction=prediction)
         with restored_torch_state():
             self._drafter.begin(slot, theirs)
 
     def propose(self, context: DraftContext) -> TokenTree:
-        """A copy of the drafter's tree.
+        """Returns a copy of the drafter's tree.
 
         Raises:
-            TreeError: When it cannot be copied, being no tree, too wide or of other types.
+            TreeError: When the result cannot be copied: no tree, too wide, or of other types.
         """
         theirs = DraftContext(
             slots=list(context.slots),
@@ -80,7 +79,7 @@ class UntrustedDrafter:
         return self._copied_tree(draft, len(context.slots))
 
     def commit(self, committed: Committed) -> None:
-        """Hands on a copy."""
+        """Passes on a copy."""
         features, verified = committed.features, committed.verified
         theirs = Committed(
             slots=list(committed.slots),
@@ -98,14 +97,14 @@ class UntrustedDrafter:
             self._drafter.release(slot)
 
     def _copied_sampling(self, sampling: SamplingBatch) -> SamplingBatch:
-        """A copy of a batch's parameters that shares no tensor with it, made once for each batch."""
+        """Returns a copy of a batch's parameters that shares no tensor with it; one copy per batch."""
         if self._sampling is None or self._sampling[0] is not sampling:
             rows = torch.arange(len(sampling.greedy), device=sampling.greedy.device)
             self._sampling = sampling, sampling.select(rows)
         return self._sampling[1]
 
     def _copied_tree(self, draft: object, batch: int) -> TokenTree:
-        """What can be checked of a tree, in tensors of our own; no look at their values."""
+        """Copies the fields that can be checked into new tensors; does not read their values."""
         misfit = find_misfit(draft, batch, self.nodes_by_depth[-1], self._device)
         if misfit is not None or not isinstance(draft, TokenTree):
             raise TreeError(str(misfit))
@@ -121,12 +120,11 @@ class UntrustedDrafter:
         )
 
     def _copied(self, part: Any, shape: torch.Size, dtype: torch.dtype = torch.int64) -> Tensor:
-        """A copy, of this shape even where the drafter gives the tensor another one meanwhile."""
         return torch.empty(shape, dtype=dtype, device=self._device).copy_(part)
 
 
 def _read_once(draft: object) -> object:
-    """A tree with the fields that can be checked, each read once: they may change under our eyes."""
+    """Returns a tree of the fields that can be checked, each read once: the drafter may change them later."""
     if not isinstance(draft, TokenTree):
         return draft
     return TokenTree(
@@ -141,12 +139,11 @@ def _read_once(draft: object) -> object:
 
 
 def _is_like(part: object, tree: TokenTree) -> bool:
-    """Whether something is a dense tensor of numbers with a value for every node."""
     return type(part) is Tensor and part.shape == tree.tokens.shape and part.layout == torch.strided
 
 
 def _copied_verdict(verified: Verified) -> Verified:
-    """A copy that shares nothing with the engine's values; draft distributions, which are large, are left out."""
+    """Returns a copy that shares no value with the engine; the large draft distributions are left out."""
     tree = verified.tree
     parts: dict[str, Any] = {
         name: None if (part := getattr(tree, name)) is None else part.clone() for name in _TREE_TENSORS
@@ -160,10 +157,6 @@ def _copied_verdict(verified: Verified) -> Verified:
 
 
 def _no_run(*arguments: Any, **more: Any) -> NoReturn:
-    """What a drafter that is not trusted gets in place of what runs the target.
-
-    Raises:
-        PassError: Always.
-    """
+    """Raises `PassError`: an untrusted drafter gets this in place of the target's `run`."""
     del arguments, more
     raise PassError("a drafter that runs the target could overwrite its cache. Pass trust_drafter=True to LLM.")
