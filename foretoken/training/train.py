@@ -199,12 +199,13 @@ def _result(out: Path, run_dir: Path, target: LoadedModel, facts: dict[str, Any]
 
 def _call_text(arguments: Mapping[str, Any]) -> str:
     """Returns a call of `train` as text, without the arguments that have their defaults."""
-    given = [
-        f"{name}={arguments[name]!r}"
+    given = {
+        name: arguments[name]
         for name, each in inspect.signature(train).parameters.items()
         if arguments[name] != each.default and not callable(arguments[name])
-    ]
-    return f">>> foretoken.train({', '.join(given)})"
+    }
+    texts = {name: os.fspath(each) if isinstance(each, os.PathLike) else each for name, each in given.items()}
+    return f">>> foretoken.train({', '.join(f'{name}={each!r}' for name, each in texts.items())})"
 
 
 def _path(place: Place | None) -> Path | None:

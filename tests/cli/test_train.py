@@ -90,7 +90,8 @@ def test_the_result_holds_the_curves_of_the_run(result: foretoken.TrainingResult
 def test_the_card_shows_the_call(result: foretoken.TrainingResult) -> None:
     card = (result.directory / "README.md").read_text()
     call = next(line for line in card.splitlines() if line.startswith(">>> "))
-    assert call.startswith(">>> foretoken.train(method='medusa', model=")
+    assert call.startswith(">>> foretoken.train(method='medusa', model='/")
+    assert f"out='{result.directory}'" in call
     assert "lr=0.02" in call
     assert "seed" not in call  # a default
 
@@ -139,6 +140,23 @@ def test_without_matplotlib_it_is_a_sentence(result: foretoken.TrainingResult, m
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(ConfigError, match=r"need the package 'matplotlib'.*pip install '\.\[report\]'"):
         result.plot()
+
+
+def test_the_target_learns_along(shared: Path, tmp_path: Path) -> None:
+    """The head belongs to the new target, which is on disk; the old one refuses it."""
+    joint = {"joint": {"backbone": "full"}, "target_out": tmp_path / "target", "eval_every": 0}
+    result = trained(shared, tmp_path / "head", **joint)
+    assert result.target.name == str(tmp_path / "target")
+    assert len(result.losses) == 6
+    drafter = {"method": "medusa", "model": str(result.directory), "num_speculative_tokens": 2}
+    params = foretoken.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    texts = [
+        foretoken.LLM(str(tmp_path / "target"), speculative_config=config).generate("w5 w6", params)[0].outputs[0]
+        for config in (None, drafter)
+    ]
+    assert texts[0].token_ids == texts[1].token_ids
+    with pytest.raises(foretoken.ForetokenError, match="was trained for"):
+        foretoken.LLM(str(shared / "target"), speculative_config=drafter)
 
 
 @pytest.mark.parametrize(
