@@ -1,6 +1,6 @@
-"""The asynchronous face of an `LLM`: requests are submitted, streamed and aborted one by one, from any thread or task.
+"""`AsyncLLM`: submits, streams and aborts requests of an `LLM` one by one, from any thread or task.
 
-One thread makes the iterations. Submitting waits for none of them, and reading waits in the reader's event loop only.
+One thread runs the iterations. Submitting never waits for an iteration. Reading waits in the reader's event loop alone.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _LONGEST_ID = 256  # characters
 
 
 class AsyncLLM(BuiltPerProcess):
-    """Serves requests on an `LLM`, beside which the `LLM`'s own calls go on working.
+    """Serves requests on an `LLM`; the `LLM`'s own calls go on working.
 
-    Requests join in the order in which they came, as soon as a slot is free. Those that cannot join wait; when too many
-    wait, further ones are refused.
+    Requests join in order of arrival, as soon as a slot is free. Other requests wait; when too many wait, further
+    requests are refused.
 
     ```python
     async with AsyncLLM(LLM("models/tinycode")) as engine:
@@ -42,19 +42,19 @@ class AsyncLLM(BuiltPerProcess):
     ```
 
     Attributes:
-        llm: What it serves requests on.
+        llm: The `LLM`.
     """
 
     def __init__(self, llm: LLM, *, max_waiting_requests: int = 256, max_waiting_tokens: int | None = None) -> None:
         """Starts the engine's thread.
 
         Args:
-            llm: May be used by others meanwhile, another `AsyncLLM` too.
+            llm: Other callers may use it meanwhile, another `AsyncLLM` too.
             max_waiting_requests: Requests that may wait for a slot, 0 or more.
-            max_waiting_tokens: Prompt tokens that may wait, over all requests; None for as many as the requests have.
+            max_waiting_tokens: Prompt tokens of all waiting requests, 0 or more; None for no cap.
 
         Raises:
-            ConfigError: When an argument is none of these.
+            ConfigError: When an argument is invalid.
         """
         if not isinstance(llm, LLM):
             raise ConfigError(f"llm is {shown(llm)}. Expected an LLM: AsyncLLM(LLM(model, ...)).")
@@ -65,7 +65,7 @@ class AsyncLLM(BuiltPerProcess):
         engine = llm.shared.engine
         self._queue = RequestQueue(max_waiting_requests, max_waiting_tokens, lambda: engine.num_free_slots)
         self._thread = ServingThread(llm.shared, self._queue)
-        weakref.finalize(self, self._thread.close).atexit = False  # the thread sees to that
+        weakref.finalize(self, self._thread.close).atexit = False  # `_at_exit` closes the thread
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
@@ -74,22 +74,22 @@ class AsyncLLM(BuiltPerProcess):
 
     @property
     def num_running(self) -> int:
-        """Requests that have a slot."""
+        """Number of requests with a slot."""
         return self._queue.counts()[0]
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for a slot."""
+        """Number of requests that wait for a slot."""
         return self._queue.counts()[1]
 
     @property
     def is_alive(self) -> bool:
-        """Whether it takes requests; not once it was closed, its thread failed, or in a forked child."""
+        """Whether it takes requests: not after `close`, after a failure of its thread, or in a forked child."""
         return self._thread.is_alive
 
     @property
     def iteration_seconds(self) -> float:
-        """How long the present iteration has taken so far: much more than usual where a drafter or a device hangs."""
+        """Seconds since the present iteration began; very large if a drafter or a device hangs."""
         return self._thread.iteration_seconds
 
     def submit(
@@ -101,21 +101,21 @@ class AsyncLLM(BuiltPerProcess):
         client: object = None,
         check: Callable[[int], None] | None = None,
     ) -> RequestStream:
-        """Has a request served. Returns at once, in any thread, with or without an event loop.
+        """Submits a request. Returns at once, in any thread, with or without an event loop.
 
         Args:
             prompt: One prompt, in any of the forms of `LLM.generate`.
             sampling_params: None for `llm.get_default_sampling_params()`.
-            request_id: Its name in results; of no other request that is alive. None gives it one.
-            client: Who asks, anything that can be a key of a dictionary: where slots are few, clients share them
-                evenly, however many requests and completions each has. None for a client of its own.
-            check: Called with the tokens of the prompt before the request waits; may refuse it by raising.
+            request_id: Name in results; no other live request may have it. None for a new name.
+            client: Any value that can be a key of a dictionary. Clients share slots evenly, however many requests and
+                completions each has. None for a client of its own.
+            check: Called with the number of prompt tokens before the request waits; may refuse by raising.
 
         Returns:
-            What it brings.
+            The stream of its results.
 
         Raises:
-            RequestError: When it cannot be served.
+            RequestError: When the request cannot be served.
             QueueFull: When too many requests wait.
             EngineStopped: When no requests are served any more.
         """
@@ -136,13 +136,14 @@ class AsyncLLM(BuiltPerProcess):
             print(output.outputs[0].text, end="")
         ```
 
-        It is submitted then, and takes and raises what `submit` does. Being cancelled, or leaving the loop, ends it.
+        The first `await` or `async for` submits it. Arguments and errors as in `submit`. Cancelling the task, or
+        leaving the loop, aborts the request.
 
         Args:
             prompt: As `submit` takes it.
-            sampling_params: Likewise. `output_kind` says what results on the way hold.
-            request_id: Likewise.
-            others: Further arguments of vLLM's, as long as they ask for nothing that is missing here.
+            sampling_params: As `submit` takes them. `output_kind` chooses the form of results on the way.
+            request_id: As `submit` takes it.
+            others: Other arguments of vLLM, at neutral values.
         """
         check_other_keywords("generate", others, ("prompt", "sampling_params", "request_id"))
         return RequestOutputs(lambda: self._begin(None, prompt, sampling_params, request_id))
@@ -157,13 +158,13 @@ class AsyncLLM(BuiltPerProcess):
         client: object = None,
         check: Callable[[int], None] | None = None,
     ) -> RequestStream:
-        """See `submit`; call: its name where only new parts can be asked for."""
+        """Submits a request; `call` names a caller that gives new parts alone."""
         if request_id is not None:
             check_text("request_id", request_id)
             if not 0 < len(request_id) <= _LONGEST_ID:
                 raise RequestError(f"request_id has {len(request_id)} characters. Expected 1 to {_LONGEST_ID}.")
         self._thread.check_alive()
-        self._queue.check_room()  # before the prompt is read, which takes longer
+        self._queue.check_room()  # before the prompt is read, which is slower
         request_id = self._new_id() if request_id is None else str(request_id)
         request = self.llm.shared.requests.read_one(prompt, sampling_params, request_id)
         if call is not None:
@@ -177,20 +178,19 @@ class AsyncLLM(BuiltPerProcess):
         return RequestStream(self, request, served.mailbox, partial(self._thread.give_up, served))
 
     def abort(self, request_id: str) -> None:
-        """Ends a request before the next iteration; its finish reason is "abort". No error when there is none."""
+        """Ends a request before the next iteration, with finish reason "abort"; no error if there is none."""
         served = self._queue.get(request_id)
         if served is not None:
             self._thread.give_up(served)
 
     def close(self) -> None:
-        """Ends all requests, whose finish reason is "abort", and the thread. The `LLM` can still be used."""
+        """Ends all requests, with finish reason "abort", and the thread. The `LLM` stays usable."""
         self._thread.close()
         self._thread.join()
 
-    shutdown = close  # as vLLM calls it
+    shutdown = close  # vLLM's name
 
     def _new_id(self) -> str:
-        """A name that no request has."""
         names = iter(self.llm.shared.requests.new_id, None)
         return next(name for name in names if self._queue.get(name) is None)
 
@@ -200,5 +200,5 @@ class AsyncLLM(BuiltPerProcess):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Closes it, without holding up the event loop."""
+        """Closes without blocking the event loop."""
         await asyncio.to_thread(self.close)

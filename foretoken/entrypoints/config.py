@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 PLAIN = "plain"
 _BEFORE_KEY = re.compile(r":(?=[A-Za-z_]\w*=)")
 _LONGEST_PATH = 4096  # characters; PATH_MAX of Linux
-_MOST_BYTES = 16 * MIB  # of a JSON file; references of the method `oracle` are whole texts
+_MOST_BYTES = 16 * MIB  # largest JSON file; references of the method `oracle` are whole texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +96,6 @@ def parse_setup(given: str | os.PathLike[str], *, target: str | None = None, rea
 
 
 def _between_drafters(text: str, target: str | None) -> list[str]:
-    """Splits a text at the plus signs between drafters.
-
-    A plus inside an existing path does not split. A plus inside a value splits only before a drafter's name or path.
-    """
     names = {*known_methods(), *names_beside(target)}
     parts: list[str] = []
     for piece in text.split("+"):
@@ -155,7 +151,6 @@ def _value(text: str, reads_files: bool) -> Any:
 
 
 def _from_json(text: str) -> Setup:
-    """Parses a `speculative_config` in JSON."""
     example = """Expected for example ngram or {"method": "ngram"}."""
     try:
         config = json.loads(text)
@@ -170,21 +165,19 @@ def _from_json(text: str) -> Setup:
 
 
 def _name(config: Mapping[str, Any]) -> str:
-    """Returns the name of a drafter: its method, or its directory without a method."""
     if config.get("method") is None and isinstance(config.get("model"), str):
         return Path(config["model"]).name
     return str(config.get("method", "ngram"))
 
 
 def _names(drafters: Any) -> str:
-    """Returns the names of several drafters; `parse_speculative_config` reports what is wrong with them."""
+    """Returns the names of several drafters; `parse_speculative_config` reports errors in them."""
     each = drafters if isinstance(drafters, list) else []
     names = [one if isinstance(one, str) else _name(one) if isinstance(one, dict) else "?" for one in each]
     return "+".join(names) or "drafters"
 
 
 def _read(text: str, reads_files: bool) -> str:
-    """Returns the text of the file in `@FILE`."""
     path = Path(text[1:])
     if not reads_files:
         raise ConfigError(
@@ -216,7 +209,7 @@ _UNSET: dict[str, tuple[Any, ...]] = {
     "revision": (None,), "quantization": (None,), "use_heterogeneous_vocab": (None, False),
 }  # fmt: skip
 _MOST_DRAFTERS = 16
-_PREDICTION = "prediction"  # the method that drafts from what requests bring
+_PREDICTION = "prediction"  # the method that drafts from predictions of requests
 _EXAMPLE = 'Expected for example "ngram", "ngram+hass", a directory, or {"method": "ngram"}.'
 ENGINE_KEYS = frozenset({"acceptance", "drafters", "rejection_sample_method", *_POLICY_KEYS, *_NEUTRAL})
 
@@ -226,10 +219,8 @@ class SpeculativeConfig:
     """A checked `speculative_config`.
 
     Attributes:
-        options: The part of each drafter; none for plain decoding.
+        options: Options of each drafter; empty for plain decoding.
         policy: The acceptance rule.
-        for_predictions: Of the drafter that is asked besides while requests bring predictions; None where one of
-            `options` reads them.
     """
 
     options: Sequence[DrafterOptions]
@@ -237,7 +228,7 @@ class SpeculativeConfig:
 
     @property
     def for_predictions(self) -> DrafterOptions | None:
-        """See above."""
+        """Options of the extra drafter for requests with predictions; None if one of `options` reads predictions."""
         return (
             None if any(each.reads_predictions for each in self.options) else drafter_options({"method": _PREDICTION})
         )
@@ -249,16 +240,15 @@ def parse_speculative_config(
     """Checks a configuration; looks for the drafter beside the target if no model is named. Uses no network.
 
     Args:
-        given: vLLM's keys and ours, text as this module reads it, a directory or file of weights, or None
-            for plain decoding. Without a `method` it is told from the files of `model`, or from keys that only prompt
-            lookup has.
-        target: The target's directory; a drafter without a model is looked for beside it, as `TARGET-METHOD`
-            (`TARGET-draft` for a draft model). A method that does not exist may be the name of a head there: "hass"
-            means the head in `TARGET-hass`, whose files tell its method. None where the target is in memory alone.
+        given: vLLM's keys and ours, text as `parse_setup` reads it, a directory or file of weights, or None for plain
+            decoding. Without `method`, the files of `model` or keys of prompt lookup alone imply the method.
+        target: The target's directory; None for a target in memory. The weights of a drafter without `model` are
+            looked for in `TARGET-METHOD` (`TARGET-draft` for a draft model). A name that is no method may be that of a
+            head there: "hass" means the head in `TARGET-hass`.
 
     Raises:
-        ConfigError: For unknown keys and methods (the nearest one is named), values out of range, keys asking for what
-            is not supported, or weights that are missing beside the target or are not the method's.
+        ConfigError: For unknown keys and methods (the error names the nearest), values out of range, unsupported
+            features, or weights that are missing or belong to another method.
     """
     if isinstance(given, str | os.PathLike):
         check_text("speculative_config", os.fspath(given), error=ConfigError)
@@ -289,11 +279,6 @@ def check_setup(setup: Setup, *, target: str) -> None:
 
 
 def _drafters(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns the configurations of several drafters; a method's name alone is a configuration too.
-
-    Raises:
-        ConfigError: When the list is empty, too long, or mixed with the keys of a single drafter.
-    """
     drafters = config["drafters"]
     is_list = isinstance(drafters, list | tuple) and all(isinstance(one, Mapping | str) for one in drafters)
     if not is_list or not 0 < len(drafters) <= _MOST_DRAFTERS:
@@ -340,7 +325,6 @@ def _options(config: Mapping[str, Any], target: str | None) -> DrafterOptions:
 
 
 def _no_method(name: str, target: str | None) -> ConfigError:
-    """Returns the error for a name that is neither a method nor a head beside the target."""
     found = what_lies_at(name) if exists(name) else None
     if found is not None:
         return ConfigError(f"{shown(name)} is {found.name}, not a method. Write {{'model': {shown(name)}}}.")
@@ -349,7 +333,6 @@ def _no_method(name: str, target: str | None) -> ConfigError:
 
 
 def _mapping(config: Any) -> Mapping[str, Any]:
-    """Returns the configuration; raises `ConfigError` unless it is a mapping with text keys."""
     if not isinstance(config, Mapping) or not all(isinstance(key, str) for key in config):
         raise ConfigError(f"speculative_config is {shown(config)}. {_EXAMPLE}")
     return config
@@ -382,7 +365,6 @@ def _is_one_of(value: Any, values: tuple[Any, ...]) -> bool:
 
 
 def _policy(config: Mapping[str, Any]) -> AcceptancePolicy:
-    """Returns the acceptance rule of the configuration."""
     rule = config.get("acceptance", "auto")
     method = config.get("rejection_sample_method")
     if method is not None:

@@ -72,7 +72,6 @@ def what_lies_at(place: str | Path) -> Found | None:
 
 
 def _foreign(path: Path, method_of: Any) -> Found:
-    """Describes a head in another format; the method is None if it is not supported."""
     try:
         method = method_of(path)
     except ForetokenError:
@@ -81,7 +80,6 @@ def _foreign(path: Path, method_of: Any) -> Found:
 
 
 def _head_of(method: str) -> str:
-    """Returns a method's head in words."""
     return f"{'an' if method[0] in 'aeiou' else 'a'} {method} head"
 
 
@@ -119,7 +117,6 @@ def names_beside(target: str | None) -> list[str]:
 
 
 def _stem(target: str | None) -> str:
-    """Returns a target's path without a final slash; makes paths that end with `.` or `..` absolute."""
     path = os.path.normpath(target or "")
     return os.path.abspath(path) if path.endswith(".") else path  # noqa: PTH100 - links are not followed
 
@@ -190,21 +187,21 @@ _METHODS = ("attach", "begin", "propose", "commit", "release")
 _ATTRIBUTES = ("name", "reads", "nodes_by_depth", *_METHODS)
 _LONGEST_NAME = 100  # characters
 _DEEPEST = 512
-_MOST_IDS = 1024  # that may be read at a node
+_MOST_IDS = 1024  # token ids that a drafter may read at a node
 _MISSING = object()
 
 
 def make_drafter(create: Callable[[], Any], *, maker: str, is_trusted: bool, device: torch.device) -> Drafter:
-    """A drafter that has what `Drafter` asks for.
+    """Makes a drafter and checks that it has all parts of `Drafter`.
 
     Args:
-        create: Makes it.
-        maker: Who that is, for messages.
-        is_trusted: Whether the drafter is handed the engine's own values and its word is taken, see `UntrustedDrafter`.
-        device: Where trees must lie.
+        create: Makes the drafter.
+        maker: Names `create` in messages.
+        is_trusted: Whether the drafter gets the engine's own values and is not checked later, see `UntrustedDrafter`.
+        device: Device of the trees.
 
     Raises:
-        ConfigError: When `create` raises, or makes something else.
+        ConfigError: When `create` raises, or its result is no drafter.
         ForetokenError: As `create` raises it.
     """
     if is_trusted:
@@ -220,11 +217,11 @@ def make_drafter(create: Callable[[], Any], *, maker: str, is_trusted: bool, dev
 
 
 def attach_drafter(drafter: Drafter, target: TargetHandle) -> None:
-    """Attaches a drafter that `make_drafter` gave.
+    """Attaches a drafter that `make_drafter` made.
 
     Raises:
-        ConfigError: When it raises, or drafts more than it said when it was made.
-        ForetokenError: As it raises it.
+        ConfigError: When the drafter raises, or has larger trees than before.
+        ForetokenError: As the drafter raises it.
     """
     widest = drafter.nodes_by_depth[-1]
     if not isinstance(drafter, UntrustedDrafter):
@@ -240,7 +237,7 @@ def attach_drafter(drafter: Drafter, target: TargetHandle) -> None:
 
 
 def _explained(what: str, expected: str) -> AbstractContextManager[None]:
-    """Turns what a caller's code raises into a sentence, as `ConfigError`; what the package raises itself passes."""
+    """Turns an error of a caller's code into a `ConfigError`; errors of the package pass."""
     return foreign_errors_as(
         ConfigError,
         lambda err: f"{what} raised {described(err)}. Expected it to {expected}.",
@@ -249,11 +246,7 @@ def _explained(what: str, expected: str) -> AbstractContextManager[None]:
 
 
 def _checked(drafter: object, parts: dict[str, Any], maker: str) -> tuple[str, TargetReads, list[int]]:
-    """Name, reads and sizes of a drafter.
-
-    Raises:
-        ConfigError: When one of them, or a method, is missing or of another type.
-    """
+    """Returns name, reads and sizes of a drafter; raises `ConfigError` if a part is missing or of a wrong type."""
     missing = [name for name in _ATTRIBUTES if parts[name] is _MISSING]
     if missing:
         raise ConfigError(
@@ -272,11 +265,6 @@ def _checked(drafter: object, parts: dict[str, Any], maker: str) -> tuple[str, T
 
 
 def _checked_reads(reads: Any, owner: str) -> TargetReads:
-    """What a drafter reads.
-
-    Raises:
-        ConfigError: When it is no `TargetReads` of valid taps.
-    """
     if type(reads) is not TargetReads:
         raise ConfigError(f"reads of {owner} is {shown(reads)}. Expected foretoken.drafters.base.TargetReads(...).")
     taps = reads.taps
@@ -289,11 +277,6 @@ def _checked_reads(reads: Any, owner: str) -> TargetReads:
 
 
 def _checked_sizes(sizes: Any, owner: str) -> list[int]:
-    """Nodes of a drafter's trees by depth.
-
-    Raises:
-        ConfigError: When they are no sizes of trees.
-    """
     expected = f"Expected ascending numbers of nodes from 1 to at most {MAX_NODES}, as range(1, 6) for chains of four."
     is_sizes = isinstance(sizes, range | tuple | list) and 0 < len(sizes) <= _DEEPEST
     if not is_sizes or any(type(nodes) is not int for nodes in sizes):
@@ -305,5 +288,4 @@ def _checked_sizes(sizes: Any, owner: str) -> list[int]:
 
 
 def _is_tap(tap: object) -> bool:
-    """Whether a value is of the type `Tap`."""
     return tap == "final" if isinstance(tap, str) else type(tap) is int and tap >= 0

@@ -16,28 +16,23 @@ if TYPE_CHECKING:
 
 _Parser = TypeVar("_Parser", bound=argparse._ActionsContainer)  # a parser or an argument group
 _PARAMETERS = {name: each for name, each in signature(LLM).parameters.items() if each.kind != Parameter.VAR_KEYWORD}
-_NOT_TYPED = {"drafter", "on_step", "trace"}  # functions, which a command line cannot give
+_NOT_TYPED = {"drafter", "on_step", "trace"}  # functions, and `trace`, which needs one
 
 
 class EngineArgs:
-    """Arguments of `LLM`, for `LLM.from_engine_args(args)` or `LLM(**vars(args))`. Values are checked there.
+    """Arguments of `LLM`, for `LLM.from_engine_args(args)` or `LLM(**vars(args))`. `LLM` checks the values.
 
-    What was not given reads as its default.
+    An argument that was not given reads as its default.
     """
 
     def __init__(self, model: str | os.PathLike[str], **arguments: Any) -> None:
-        """Takes the arguments of `LLM`.
-
-        Raises:
-            ConfigError: For a name that neither it nor vLLM's knows, with the nearest one.
-        """
+        """Takes the arguments of `LLM`; raises `ConfigError` for a name that neither `LLM` nor vLLM has."""
         for name in arguments:
             if name not in _PARAMETERS and name not in OTHER_ARGUMENTS:
                 raise ConfigError(f"EngineArgs has no argument {shown(name)}. {nearest_name_hint(name, _PARAMETERS)}")
         vars(self).update(arguments, model=model)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns the default of an argument that was not given."""
         if name not in _PARAMETERS and name not in OTHER_ARGUMENTS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return _PARAMETERS[name].default if name in _PARAMETERS else None

@@ -1,6 +1,6 @@
-"""The Python surface: `LLM(model, speculative_config=...).generate(prompts, sampling_params)`, in vLLM's shape.
+"""The Python API: `LLM(model, speculative_config=...).generate(prompts, sampling_params)`, as in vLLM.
 
-Any number of threads may call one `LLM`: iterations are made one at a time, in turn, each serving the requests of all.
+Any number of threads may call one `LLM`. Iterations run one at a time, and each serves the requests of all threads.
 """
 
 from __future__ import annotations
@@ -63,22 +63,22 @@ if TYPE_CHECKING:
     from foretoken.text.chats import Message
     from foretoken.text.prompts import Prompt
 
-_SHORTEST_CONTEXT = 8  # tokens that the proof at load needs
+_SHORTEST_CONTEXT = 8  # tokens; the check of the decoder at load needs as many
 _MOST_SEQUENCES = 1 << 16
 _DEFAULT_SEQUENCES = 8
 _CLOSED = "this LLM was closed at the end of its with block. Expected calls within the block. Make another LLM."
 
 
 class LLM(BuiltPerProcess):
-    """A target, a drafter and the engine that runs them.
+    """A target, drafters and the engine that runs them.
 
     As a context manager it frees model, KV cache and drafters at the end of the block; later calls raise an error.
 
     Attributes:
         target: The runner.
         tokenizer: The target's tokenizer, or None.
-        drafters: Attached to the target, in the order of the bits of `TokenTree.source`.
-        shared: The engine behind it, which an `AsyncLLM` over it uses too.
+        drafters: The attached drafters, in the order of the bits of `TokenTree.source`.
+        shared: The engine, which an `AsyncLLM` over this `LLM` uses too.
         sampling_defaults: Fields of `SamplingParams` that the model's generation configuration sets, by name.
     """
 
@@ -110,52 +110,6 @@ class LLM(BuiltPerProcess):
         trace: bool = False,
         **others: Any,
     ) -> None:
-        """Loads models and allocates the cache.
-
-        Args:
-            model: Directory or hub id of the target, a model loaded before, or a transformers causal LM in memory.
-            speculative_config: The drafters, in the syntax of docs/methods.md: "ngram", "ngram+hass:tree=dynamic", a
-                directory, or `{"method": NAME, ...}` with vLLM's keys and ours; None for plain decoding.
-            drafter: Makes a drafter of your own, instead of `speculative_config`. It cannot change the text: it gets
-                copies, its trees are checked, and its tokens count as chosen, not as drawn from a distribution.
-            trust_drafter: Treats that drafter like the package's own: it gets the engine's lists and tensors, and its
-                trees' guarantees and draft distributions are not checked.
-            dtype: "auto" (float32 on CPU), "float32", "bfloat16", "float16", "float64", or a torch dtype.
-            device: "auto" or a torch device.
-            max_num_seqs: Sequences decoded at once; None for 8.
-            max_model_len: Most tokens of a sequence, at most the model's limit, which is also the default.
-            max_num_batched_tokens: Most tokens of a pass, drafted nodes and chunks of joining prompts together; at
-                least one prompt token is always read. None aims at passes that take 2.4 times as long as those
-                without prompts, by what passes take here.
-            enable_prefix_caching: Whether prompts reuse the KV rows of a common prefix with a running sequence or the
-                last one of a slot; None for True. On runners that are not exact, logits after a reused prefix
-                may differ in the last bits, as between chunk sizes. Requests with different `cache_salt` share nothing.
-            kv_cache_memory_bytes: Memory for the target's KV rows, allocated at once; None for half of the free memory.
-                If it is too small for `max_num_seqs` sequences of `max_model_len` tokens, sequences share the rows, and
-                the one that joined last waits when there are no more.
-            gpu_memory_utilization: Bounds the KV rows to this share of the device's free memory, and to a half of it.
-            seed: Makes requests without a seed of their own reproducible, in the order in which they come.
-            tokenizer: A tokenizer, or the directory or hub id of one; None takes the model's own.
-            revision: Branch, tag or commit of a hub id in `model`; None for its main branch.
-            tokenizer_revision: Branch, tag or commit of `tokenizer`; None for `revision`, if both have one hub id.
-            generation_config: The source of sampling defaults (temperature, top_k, top_p, min_p, repetition_penalty,
-                most tokens): "auto" for the model's generation_config.json, "vllm" for none, or a directory or hub id.
-            override_generation_config: Values that replace those of the file, as `{"temperature": 0.7}` or JSON.
-            runner: "auto" takes an exact runner (a token gets the same bits in every pass) if one fits the model, else
-                the fastest. "fastest" takes the fastest, exact or not: plain and speculative text may then differ at
-                near-ties, which `foretoken verify` explains. "generic" is the transformers model itself, "lean" our own
-                forward ("lean-native" or "lean-stock" choose its kernels). "generate", vLLM's value, is "auto".
-            on_step: Called with every iteration's record. It may not call this LLM; when it raises, which is logged, it
-                is called no more.
-            allow_unknown_ids: Whether to generate ids that the tokenizer lacks, such as padding of the vocabulary.
-            trace: Adds the fate of every drafted node, and why, to the records of `on_step` (`SequenceStep.trace`).
-                Changes no text, and slows every iteration down.
-            others: Other arguments of vLLM, at neutral values (docs/dropins.md).
-
-        Raises:
-            ConfigError: When the configuration does not fit.
-            ModelError: When a model cannot be loaded or run.
-        """
         check_other_arguments(others, [name for name in signature(LLM).parameters if name != "others"])
         if speculative_config is not None and drafter is not None:
             raise ConfigError("speculative_config and drafter exclude each other. Pass one of them.")
@@ -278,14 +232,12 @@ class LLM(BuiltPerProcess):
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Frees everything at the end of a `with` block. Requests of an `AsyncLLM` on this engine go on."""
         vars(self).clear()
         gc.collect()
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Raises for missing attributes; after the `with` block the error says that the `LLM` is closed."""
             if vars(self) or name.startswith(
                 ("__", "_repr_", "_ipython_")
             ):  # attributes that Python and notebooks look up
@@ -294,7 +246,7 @@ class LLM(BuiltPerProcess):
 
     @property
     def is_lossy(self) -> bool:
-        """Whether its acceptance rule may change what the target would have written."""
+        """Whether the acceptance rule may change the target's distribution."""
         return self._engine.policy.is_lossy
 
     def generate(
@@ -310,18 +262,18 @@ class LLM(BuiltPerProcess):
 
         Args:
             prompts: A string, a list of token ids, a mapping with `prompt` or `prompt_token_ids`, several of these, or
-                what a tokenizer returns. A mapping may also hold what changes speed and nothing that is written:
-                `prediction`, text or token ids that the output probably repeats in part and that are drafted, whatever
-                the drafters; `cache_salt`, text: only requests with the same salt go on behind its text in the prefix
-                cache, or have drafts from what it wrote; and `speculative`, a mapping with `enabled`, False for no
-                drafts, or `max_nodes`, most nodes of its trees, root included.
+                the output of a tokenizer. A mapping may also hold three keys that change speed alone. `prediction`:
+                text or token ids that the output probably repeats in part, which are drafted with any drafter.
+                `cache_salt`: text; only requests with the same salt share cached prefixes and drafts from outputs.
+                `speculative`: a mapping with `enabled`, False for no drafts, or `max_nodes`, the most nodes of a tree,
+                root included.
             sampling_params: One for all prompts, or one each; None for `get_default_sampling_params()`.
-            use_tqdm: Shows a progress bar on standard error; a callable takes the place of `tqdm`.
+            use_tqdm: Whether to show a progress bar on standard error; a callable replaces `tqdm`.
             params: Former name of `sampling_params`.
-            others: Further arguments of vLLM's, as long as they ask for nothing that is missing here.
+            others: Other arguments of vLLM, at neutral values.
 
         Returns:
-            One result a prompt, in order. A request that fails on the way ends with `finish_reason` "error".
+            One result for each prompt, in order. A request that fails later ends with `finish_reason` "error".
 
         Raises:
             RequestError: When a prompt cannot be served; nothing is generated then.
@@ -345,7 +297,7 @@ class LLM(BuiltPerProcess):
         *,
         params: SamplingParams | Seq[SamplingParams] | None = None,
     ) -> Generator[StreamChunk]:
-        """Completes prompts, giving text as it becomes certain. Takes and raises what `generate` does.
+        """Yields chunks of text as they become certain. Arguments and errors as in `generate`.
 
         Closing the iterator ends its requests. Any thread may make other calls while it is open.
         """
@@ -366,7 +318,7 @@ class LLM(BuiltPerProcess):
         Args:
             messages: A conversation, `[{"role": "user", "content": "text"}, ...]`, or several.
             sampling_params: As `generate` takes them.
-            use_tqdm: Likewise.
+            use_tqdm: As `generate` takes it.
             form: Fields of `foretoken.text.chats.ChatFormat`: `chat_template`, `add_generation_prompt`,
                 `continue_final_message`, `tools`, `chat_template_kwargs`.
 
@@ -376,18 +328,18 @@ class LLM(BuiltPerProcess):
         return self.generate(self.chat_prompts(messages, **form), sampling_params, use_tqdm=use_tqdm)
 
     def chat_prompts(self, messages: Seq[Message] | Seq[Seq[Message]], **form: Any) -> list[dict[str, Any]]:
-        """The prompts of conversations, for `generate` and `stream`; takes and raises what `chat` does."""
+        """Returns the prompts of conversations, for `generate` and `stream`. Arguments and errors as in `chat`."""
         with self.shared.turn():
             return self._requests.chats(messages, chat_format(form))
 
     def reset_prefix_cache(self) -> bool:
-        """Drops all cached KV rows; call it after writes to weights through `.data`.
+        """Drops all cached KV rows. Call it after writes to weights through `.data`.
 
-        Other writes to the weights of a model in memory are noticed. Running requests read again what they have so far,
-        and go on with the weights as they are.
+        Other writes to the weights of a model in memory are noticed. Running requests are read again and go on with the
+        present weights.
 
         Returns:
-            Whether the model can run on them; else running requests have ended with an error.
+            Whether the model can run on the weights. If not, running requests have ended with an error.
         """
         with self.shared.turn():
             count_writes(self.target.model.module)
@@ -398,7 +350,7 @@ class LLM(BuiltPerProcess):
         return self._requests.default_params()
 
     def get_metrics(self) -> list[Metric]:
-        """What the engine has done so far, over all calls: `Counter`, `Gauge` and `Vector` of `foretoken.core.results`.
+        """Returns counts over all calls so far: `Counter`, `Gauge` and `Vector` of `foretoken.core.results`.
 
         Names are vLLM's ("vllm:spec_decode_num_accepted_tokens") where it has one.
         """
@@ -406,34 +358,33 @@ class LLM(BuiltPerProcess):
             return self._engine.metrics()
 
     def get_tokenizer(self) -> Any:
-        """The target's tokenizer, or None."""
+        """Returns the target's tokenizer, or None."""
         return self.tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
         """Returns the token ids of a text.
 
         Args:
-            text: Any.
+            text: The text.
             add_special_tokens: Whether to add the special tokens that the tokenizer adds to a prompt.
-            most_tokens: Text that makes more for certain, by its bytes, is refused before it is encoded; None for any.
+            most_tokens: Refuses text before encoding, if its bytes need more tokens for certain; None for no limit.
 
         Raises:
-            RequestError: When it is no text, too long, or nothing reads it.
+            RequestError: When it is not text or too long, or the model has no tokenizer.
         """
         return self._requests.encode(text, add_special_tokens=add_special_tokens, most_tokens=most_tokens)
 
     def decode(self, token_ids: Seq[int]) -> str:
-        """Text of token ids, special tokens included; raises `RequestError` where there is none."""
+        """Returns the text of token ids, special tokens included; raises `RequestError` if they have none."""
         return self._requests.decode(token_ids)
 
     def _read(self, prompts: Any, sampling_params: Any, params: Any) -> list[Request]:
-        """Checked requests."""
         if params is not None:
             if sampling_params is not None:
                 raise RequestError("sampling_params came twice, once as params. Pass sampling_params alone.")
             warnings.warn("params is now called sampling_params, as in vLLM", DeprecationWarning, stacklevel=3)
             sampling_params = params
-        self.shared.check_outside()  # no turn is taken: while a grammar is compiled, others are served
+        self.shared.check_outside()  # without a turn, so that others are served while a grammar compiles
         return self._requests.read(prompts, sampling_params)
 
     def chunks(self, requests: list[Request]) -> Generator[StreamChunk]:
@@ -452,10 +403,10 @@ class LLM(BuiltPerProcess):
 
 
 class _DrafterSetup(NamedTuple):
-    """Drafters that are not attached yet, the options of those that have some, and how drafts are verified.
+    """Drafters that are not attached yet, with their options and the acceptance rule.
 
     Attributes:
-        for_predictions: One more drafter, for requests that bring predictions; none where `drafters` has it.
+        for_predictions: The drafter for requests with predictions; empty if `drafters` already reads predictions.
     """
 
     drafters: list[Drafter]
@@ -467,14 +418,7 @@ class _DrafterSetup(NamedTuple):
 def _drafter_setup(
     make: Callable[[], Drafter] | None, config: SpeculativeConfig, *, target: LoadedModel, is_trusted: bool
 ) -> _DrafterSetup:
-    """The drafters that are asked for.
-
-    Args:
-        make: Makes one of the caller's.
-        config: What else is configured.
-        target: The target.
-        is_trusted: Whether drafters of others are trusted too.
-    """
+    """Makes the requested drafters: the caller's if `make` is given, else those of `config`."""
     predicting = [create_drafter(config.for_predictions, target)] if config.for_predictions else []
     if make is not None:
         maker = "the drafter function"
@@ -491,7 +435,6 @@ def _drafter_setup(
 
 
 def _progress(use_tqdm: bool | Callable[..., Any], total: int) -> Any:
-    """A progress bar over completions as a context manager, or one of None."""
     if not use_tqdm:
         return nullcontext()
     make: Any = tqdm if isinstance(use_tqdm, bool) else use_tqdm

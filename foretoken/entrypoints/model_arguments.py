@@ -17,7 +17,7 @@ from foretoken.models.loading import LoadedModel, load_generation_values, load_m
 from foretoken.models.placement import check_placement
 from foretoken.text.prompts import check_vocabulary
 
-_DTYPE_NAMES = {"half": "float16", "float": "float32", "double": "float64"}  # vLLM's and torch's other names
+_DTYPE_NAMES = {"half": "float16", "float": "float32", "double": "float64"}  # names of vLLM and torch
 
 # Keys of a generation configuration and their fields of `SamplingParams`; vLLM reads the same keys.
 _SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")} | {
@@ -26,7 +26,7 @@ _SAMPLING = {name: name for name in ("temperature", "top_k", "top_p", "min_p", "
 
 
 def target_model(model: Any, dtype: Any, device: Any, revision: Any = None) -> LoadedModel:
-    """The target, loaded where it is not yet.
+    """Returns the target; loads it if needed.
 
     Args:
         model: Directory or hub id, a model loaded before, or a transformers causal LM in memory.
@@ -35,8 +35,8 @@ def target_model(model: Any, dtype: Any, device: Any, revision: Any = None) -> L
         revision: Branch, tag or commit of a hub id; None for its main branch.
 
     Raises:
-        ConfigError: When one of them is of another form.
-        ModelError: When the model cannot be loaded or is in memory otherwise than asked for.
+        ConfigError: When an argument has another form.
+        ModelError: When the model cannot be loaded, or is in memory with another dtype or device.
     """
     kind, place = _dtype_name(dtype), _device_name(device)
     _check_revision("revision", revision, "model", model)
@@ -66,7 +66,7 @@ def load_target(model: str | os.PathLike[str], *, dtype: Any = "auto", device: A
     try:
         target = target_model(model, dtype, device)
     except ModelError:
-        check_is_no_head(os.fspath(model))  # says more than what a head lacks of a model
+        check_is_no_head(os.fspath(model))  # a better error for a draft head
         raise
     tokenizer = target_tokenizer(None, model)
     if tokenizer is None:
@@ -89,17 +89,17 @@ def directory_of(model: Any) -> str | None:
 
 
 def target_tokenizer(given: Any, model: Any, revision: Any = None, tokenizer_revision: Any = None) -> Any:
-    """The tokenizer to use: as given, or loaded by path; else the model's own, which a model in memory has none of.
+    """Returns the tokenizer: the given one, or loaded by path, else the model's own (None for a model in memory).
 
     Args:
         given: A tokenizer, or the directory or hub id of one; None for the model's own.
         model: As `target_model` takes it.
-        revision: Likewise.
-        tokenizer_revision: Of the tokenizer; None for `revision` where the tokenizer is the model's own.
+        revision: Revision of the model.
+        tokenizer_revision: Revision of the tokenizer; None for `revision` if the tokenizer is the model's own.
 
     Raises:
-        ConfigError: When it is none of these.
-        ModelError: When it cannot be loaded.
+        ConfigError: When an argument has another form.
+        ModelError: When the tokenizer cannot be loaded.
     """
     name = model if given is None else given
     _check_revision("tokenizer_revision", tokenizer_revision, "tokenizer", name)
@@ -142,7 +142,6 @@ def sampling_defaults(target: LoadedModel, generation_config: Any, override: Any
 
 
 def _overriding(given: Any) -> dict[str, Any]:
-    """Returns `override_generation_config` as a mapping; raises `ConfigError` if it is invalid."""
     values = {} if given is None else given
     if isinstance(given, str):
         try:
@@ -160,23 +159,23 @@ def _overriding(given: Any) -> dict[str, Any]:
 
 
 def checked_path(what: str, path: str | os.PathLike[Any]) -> str:
-    """A path or hub id as text that the file system can be asked about.
+    """Returns a path or hub id as text that the file system accepts.
 
     Args:
-        what: Which argument, for messages.
-        path: What was given.
+        what: Name of the argument, for messages.
+        path: The path.
 
     Raises:
-        ConfigError: When it is bytes, no valid text, several lines, or longer than any path.
+        ConfigError: When it is bytes, invalid text, several lines, or too long for a path.
     """
     name = os.fspath(path)
     check_text(what, name, error=ConfigError)
     if name and name.splitlines() != [name]:
         raise ConfigError(f"{what} is {shown(name)}, which has a line break. Expected a path, or a hub id.")
     try:
-        os.stat(name)  # noqa: PTH116 - pathlib hides some of what is wrong with a name
+        os.stat(name)  # noqa: PTH116 - pathlib hides some errors
     except (FileNotFoundError, NotADirectoryError, PermissionError):
-        pass  # a hub id, or a mistake that has a better sentence later
+        pass  # a hub id, or a mistake that a later check explains better
     except (OSError, ValueError) as err:
         reason = err.strerror if isinstance(err, OSError) else str(err)
         raise ConfigError(f"{what} is {shown(name)}, which no file can be called: {reason}. Expected a path.") from err
@@ -184,7 +183,7 @@ def checked_path(what: str, path: str | os.PathLike[Any]) -> str:
 
 
 def _check_revision(what: str, revision: Any, owner: str, name: Any) -> None:
-    """Raises `ConfigError` where a revision is no text, or what it is of is in memory; what, owner: the arguments."""
+    """Raises `ConfigError` for a revision that is not text, or that comes with an `owner` in memory."""
     if revision is None:
         return
     check_text(what, revision, error=ConfigError)
@@ -193,7 +192,6 @@ def _check_revision(what: str, revision: Any, owner: str, name: Any) -> None:
 
 
 def _dtype_name(dtype: Any) -> str:
-    """The name by which a dtype is loaded."""
     if isinstance(dtype, torch.dtype):
         return str(dtype).removeprefix("torch.")
     if not isinstance(dtype, str):
@@ -202,7 +200,6 @@ def _dtype_name(dtype: Any) -> str:
 
 
 def _device_name(device: Any) -> str:
-    """The name of a device as torch reads it."""
     if not isinstance(device, str | torch.device):
         raise ConfigError(f"device is {shown(device)}. Expected a name such as 'cpu', or a torch device.")
     return str(device)

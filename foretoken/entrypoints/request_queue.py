@@ -1,7 +1,6 @@
-"""Requests that are alive, those that wait for a slot and those that have one, and how many may wait.
+"""Requests that wait for a slot or have one, and the limit on waiting requests.
 
-Requests join in the order in which they came. One that a free slot is there for counts as waiting only until the next
-iteration, so it is never refused.
+Requests join in order of arrival. While a slot is free, a request is never refused.
 """
 
 from __future__ import annotations
@@ -18,22 +17,21 @@ if TYPE_CHECKING:
 
     from foretoken.entrypoints.requests import Request
 
-_FADE = 0.98  # weight of what was known when an iteration, or an output, adds to it
+_FADE = 0.98  # weight of earlier values in the moving averages
 _LONGEST_RETRY_S = 600.0
 
 
 class ServedRequest:
-    """A request with what its reader has got.
+    """A request and the chunks that its reader got.
 
     Attributes:
         request: The request.
-        mailbox: Where its chunks go.
-        num_made: Output tokens of each completion that were put into chunks.
-        is_told: Of each completion, whether its last chunk was made.
+        mailbox: Receives the chunks.
+        num_made: For each completion the output tokens that were put into chunks.
+        is_told: For each completion whether its last chunk was made.
     """
 
     def __init__(self, request: Request) -> None:
-        """Nothing of it has been generated."""
         self.request, self.mailbox = request, Mailbox()
         self.num_made = [0] * len(request.sequences)
         self.is_told = [False] * len(request.sequences)
@@ -44,13 +42,13 @@ class ServedRequest:
         return sum(len(s.tokens) - s.num_prompt for s in self.request.sequences)
 
     def fill_mailbox(self) -> None:
-        """Puts what is new into the mailbox, and the whole result once the request is over."""
+        """Puts new chunks into the mailbox, and the whole result once the request is over."""
         self._make_chunks()
         if self.request.is_over:
             self.mailbox.output = self.request.output()
 
     def _make_chunks(self) -> None:
-        """Chunks of what is new, unless the reader has not read the last ones; the end always."""
+        """Makes chunks of new tokens unless the reader still has unread ones; always makes the last chunk."""
         is_open, chunks = self.mailbox.is_read and not self.mailbox.chunks, []
         for sequence, made in zip(self.request.sequences, self.num_made, strict=True):
             index, is_over = sequence.index, sequence.finish_reason is not None
@@ -61,32 +59,31 @@ class ServedRequest:
             chunks.append(sequence.chunk(0, made))
             self.num_made[index], self.is_told[index] = count, is_over
         if chunks and self.mailbox.has_summaries:
-            self.mailbox.summary = self.request.summary()  # first: the reader wakes when there are chunks
+            self.mailbox.summary = self.request.summary()  # before the chunks, which wake the reader
         self.mailbox.chunks.extend(chunks)
 
 
 class Throughput:
-    """Tokens a second that recent iterations generated, and tokens of recent outputs; what is old fades."""
+    """Moving averages of the generated tokens per second and of the tokens per output."""
 
     def __init__(self) -> None:
-        """Nothing is known."""
         self._tokens = self._seconds = self._output_tokens = self._outputs = 0.0
 
     def add_iteration(self, tokens: int, seconds: float) -> None:
-        """Counts what an iteration generated, and what it took."""
+        """Adds the tokens and seconds of an iteration."""
         self._tokens = _FADE * self._tokens + tokens
         self._seconds = _FADE * self._seconds + seconds
 
     def add_output(self, tokens: int) -> None:
-        """Counts the output of a completion that is over."""
+        """Adds the length of a finished completion."""
         self._output_tokens = _FADE * self._output_tokens + tokens
         self._outputs = _FADE * self._outputs + 1
 
     def seconds(self, remaining: Iterable[int]) -> float:
-        """Seconds until some completions are written; as much as one where nothing is known.
+        """Estimates the seconds to write some completions; 1 without measurements.
 
         Args:
-            remaining: Tokens that each may have; few are likely to be longer than outputs were so far.
+            remaining: Most tokens of each completion; bounded by the mean output so far.
         """
         longest = self._output_tokens / self._outputs if self._outputs else math.inf
         tokens = sum(min(each, longest) for each in remaining)
@@ -94,20 +91,20 @@ class Throughput:
 
 
 class RequestQueue:
-    """The requests of an `AsyncLLM`, for its thread and those that submit.
+    """The requests of an `AsyncLLM`, for its thread and for threads that submit.
 
     Attributes:
-        running: Requests that are known to have begun, by id; changed by the engine's thread alone.
-        throughput: What the engine achieves; likewise.
+        running: Requests that have begun, by id; only the engine's thread changes it.
+        throughput: Measured throughput; only the engine's thread changes it.
     """
 
     def __init__(self, max_requests: int, max_tokens: int | None, num_free_slots: Callable[[], int]) -> None:
-        """An empty queue.
+        """Makes an empty queue.
 
         Args:
-            max_requests: That may wait.
-            max_tokens: Prompt tokens of those that may wait; None for any number.
-            num_free_slots: Completions that can begin now.
+            max_requests: Cap on waiting requests.
+            max_tokens: Cap on the prompt tokens of waiting requests; None for no cap.
+            num_free_slots: Returns the number of completions that can begin now.
         """
         self.running: dict[str, ServedRequest] = {}
         self.throughput = Throughput()
@@ -121,34 +118,30 @@ class RequestQueue:
         return not self.running and not self._waiting
 
     def counts(self) -> tuple[int, int]:
-        """Requests that have begun, and those that wait."""
+        """Returns the numbers of requests that have begun and that wait."""
         with self._lock:
             begun = sum(served.request.has_begun for served in self._waiting.values())
             return len(self.running) + begun, len(self._waiting) - begun
 
     def get(self, request_id: str) -> ServedRequest | None:
-        """A request that is alive, or None."""
+        """Returns a request that is alive, or None."""
         return self._waiting.get(request_id) or self.running.get(request_id)
 
     def check_room(self) -> None:
-        """Finds out whether another request may wait, before anything is made of it.
-
-        Raises:
-            QueueFull: When it may not.
-        """
+        """Raises `QueueFull` if no other request may wait. Called before the prompt is read."""
         with self._lock:
             self._check_room(0)
 
     def add(self, request: Request, hand_over: Callable[[ServedRequest], None]) -> ServedRequest:
-        """Takes a request in.
+        """Adds a request.
 
         Args:
             request: The request.
-            hand_over: Called with it, in the order in which requests come; may refuse by raising.
+            hand_over: Called with the served request, in order of arrival; may refuse by raising.
 
         Raises:
-            RequestError: When another one that is alive has its id.
-            QueueFull: When it cannot wait.
+            RequestError: When another live request has the same id.
+            QueueFull: When the request cannot wait.
         """
         with self._lock:
             if self.get(request.request_id) is not None:
@@ -163,22 +156,27 @@ class RequestQueue:
         return served
 
     def move_begun(self, *, are_all_looked_at: bool) -> None:
-        """Notes who has begun; are_all_looked_at: also beyond the first who has not, who may have been aborted."""
+        """Moves requests that have begun to `running`.
+
+        Args:
+            are_all_looked_at: Whether to look beyond the first request that waits; aborted requests may stand behind
+                it.
+        """
         with self._lock:
             for request_id, served in list(self._waiting.items()):
                 if served.request.has_begun:
-                    self.running[request_id] = served  # first: `get`, which takes no lock, finds it all the time
+                    self.running[request_id] = served  # added before removed: `get` takes no lock
                     del self._waiting[request_id]
                 elif not are_all_looked_at:
                     break
 
     def remove(self, request_id: str) -> None:
-        """Forgets a request that has begun."""
+        """Removes a request that has begun."""
         with self._lock:
             del self.running[request_id]
 
     def take_all(self) -> list[ServedRequest]:
-        """Forgets all requests."""
+        """Removes and returns all requests."""
         with self._lock:
             requests = [*self.running.values(), *self._waiting.values()]
             self.running.clear()
@@ -186,7 +184,7 @@ class RequestQueue:
         return requests
 
     def _check_room(self, num_prompt: int) -> None:
-        """Raises `QueueFull` when a prompt of so many tokens cannot wait, and cannot begin either."""
+        """Raises `QueueFull` if a prompt of `num_prompt` tokens can neither begin nor wait."""
         free, queued = self._num_free_slots(), list[ServedRequest]()
         for served in self._waiting.values():
             if served.request.has_begun:

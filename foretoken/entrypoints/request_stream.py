@@ -1,7 +1,6 @@
-"""What one request brings, on its way from the engine's thread to a reader in an event loop of any thread.
+"""Carries the results of one request from the engine's thread to a reader in an event loop of any thread.
 
-Neither side takes a lock: the queues that both touch are deques, whose operations are atomic. So a reader never waits
-for the engine's thread, which never waits for a reader.
+Both sides share deques, whose operations are atomic, and take no lock. Reader and engine never wait for each other.
 """
 
 from __future__ import annotations
@@ -26,19 +25,18 @@ if TYPE_CHECKING:
 
 
 class Mailbox:
-    """What was made and not read yet, and who waits for more.
+    """Unread results of a request, and the readers that wait for more.
 
     Attributes:
-        chunks: Unread ones.
+        chunks: Unread chunks.
         output: The whole result, once the request is over.
-        error: Why there is none, where there will be none.
-        is_read: Whether anybody reads chunks, which are not made before the end else.
+        error: The reason if there will be no result.
+        is_read: Whether anybody reads chunks; if not, chunks are made only at the end.
         has_summaries: Whether a summary is made with chunks.
-        summary: The request as it was when chunks were last made, without its completions.
+        summary: The request when chunks were last made, without its completions.
     """
 
     def __init__(self) -> None:
-        """Nothing has come."""
         self.chunks: deque[StreamChunk] = deque()
         self.output: RequestOutput | None = None
         self.error: ForetokenError | None = None
@@ -52,67 +50,55 @@ class Mailbox:
         return self.output is not None or self.error is not None
 
     def wake(self) -> None:
-        """Wakes all readers, in whichever loops they are."""
+        """Wakes all readers, in any event loop."""
         while self._readers:
             reader = self._readers.popleft()
-            with suppress(RuntimeError):  # its loop is closed: nobody is there any more
+            with suppress(RuntimeError):  # the loop is closed: the reader is gone
                 reader.get_loop().call_soon_threadsafe(_resolve, reader)
 
     def wake_after_fork(self) -> None:
-        """Wakes readers of the only thread of a forked child, past the loops' channels, which the parent shares."""
+        """Wakes readers in a forked child directly; the child's event loops share wake-up channels with the parent."""
         while self._readers:
             reader = self._readers.popleft()
             with suppress(RuntimeError):
                 _resolve(reader)
 
     async def wait(self, is_there: Callable[[], bool]) -> None:
-        """Waits until something has come.
-
-        Args:
-            is_there: Whether it has.
-        """
+        """Waits until `is_there()` is true."""
         while not is_there():
             reader = asyncio.get_running_loop().create_future()
             self._readers.append(reader)
-            if not is_there():  # else it came before there was anybody to wake
+            if not is_there():  # checked again: it may have come before the reader was in the queue
                 await reader
 
 
 class RequestStream:
     """The reader's end of a request: an asynchronous iterator of chunks, and the whole result.
 
-    For one reader at a time, in any event loop. A reader that ends early, by leaving `async for` or by being cancelled,
-    ends the request; so does dropping the stream. Chunks are made as they are read: what comes while one is unread will
-    be part of the next, so a slow reader costs neither memory nor time.
+    One reader at a time may use it, in any event loop. Leaving `async for`, cancelling the reader, or dropping the
+    stream aborts the request. Chunks are made as they are read: tokens that come while a chunk is unread go into the
+    next chunk, so a slow reader costs neither memory nor time.
 
     Attributes:
-        request_id: The request's name.
-        prompt_token_ids: Its prompt.
+        request_id: Name of the request.
+        prompt_token_ids: Token ids of the prompt.
     """
 
     def __init__(self, engine: object, request: Request, mailbox: Mailbox, give_up: Callable[[], None]) -> None:
-        """A stream that nobody has read.
-
-        Args:
-            engine: What serves the request, kept alive as long as the stream is.
-            request: The request.
-            mailbox: Where chunks come.
-            give_up: Ends the request; does nothing when it is over. Takes no lock, and may be called anywhere.
-        """
         self.request_id, self.prompt_token_ids = request.request_id, request.prompt_token_ids
         self._engine, self._mailbox, self._give_up = engine, mailbox, give_up
         self._num_completions, self._kind = len(request.sequences), request.sequences[0].params.output_kind
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of its prompt."""
+        """Number of prompt tokens."""
         return len(self.prompt_token_ids)
 
     async def __aiter__(self) -> AsyncIterator[StreamChunk]:
-        """Chunks of all completions until the last one's end.
+        """Yields chunks of all completions until the last one ends.
 
         Raises:
-            EngineStopped: When the request could not be brought to an end.
+            EngineStopped: When the request could not be finished.
         """
         try:
             while (chunk := await self._next()) is not None:
@@ -121,17 +107,17 @@ class RequestStream:
             self.abort()
 
     async def __anext__(self) -> StreamChunk:
-        """The next chunk; raises what `async for` does, and `StopAsyncIteration` after the last one."""
+        """Returns the next chunk; raises as `async for` does, and `StopAsyncIteration` after the last one."""
         chunk = await self._next()
         if chunk is None:
             raise StopAsyncIteration
         return chunk
 
     async def output(self) -> RequestOutput:
-        """The whole result once the request is over, however it ended, whatever of it was read before.
+        """Waits for the end of the request and returns the whole result, including chunks that were read.
 
         Raises:
-            EngineStopped: When the request could not be brought to an end.
+            EngineStopped: When the request could not be finished.
         """
         await self._wait(lambda: self._mailbox.is_complete)
         if self._mailbox.output is None:
@@ -145,7 +131,7 @@ class RequestStream:
         A result covers all tokens since the reader took the last one.
 
         Raises:
-            EngineStopped: When the request could not be brought to an end.
+            EngineStopped: When the request could not be finished.
         """
         if self._kind == RequestOutputKind.FINAL_ONLY:
             yield await self.output()
@@ -158,21 +144,19 @@ class RequestStream:
                 completions[chunk.index].add(chunk)
                 prompt_logprobs = chunk.prompt_logprobs or prompt_logprobs
             summary = box.output or box.summary
-            if summary is not None:  # else a completion ended before anybody read, and others go on
+            if summary is not None:  # None if a completion ended before the first read
                 outputs = [each.output(is_new_only=self._kind == RequestOutputKind.DELTA) for each in completions]
                 yield replace(summary, outputs=outputs, prompt_logprobs=prompt_logprobs)
 
     def abort(self) -> None:
-        """Ends the request within one iteration. No error when it is over."""
+        """Ends the request before the next iteration. Does nothing if it is over."""
         if not self._mailbox.is_complete:
             self._give_up()
 
     def __del__(self) -> None:
-        """Nobody can read what a forgotten stream would bring."""
         self.abort()
 
     async def _next(self) -> StreamChunk | None:
-        """The next chunk; None after the last one."""
         box = self._mailbox
         box.is_read = True
         await self._wait(lambda: bool(box.chunks) or box.is_complete)
@@ -183,7 +167,7 @@ class RequestStream:
         return None
 
     async def _wait(self, is_there: Callable[[], bool]) -> None:
-        """Waits for something; being cancelled meanwhile ends the request."""
+        """Waits; a reader that is cancelled meanwhile aborts the request."""
         with undone_on_error(self.abort):
             await self._mailbox.wait(is_there)
 
@@ -195,19 +179,17 @@ class RequestOutputs(Coroutine[Any, Any, "RequestOutput"]):
     """
 
     def __init__(self, submit: Callable[[], RequestStream]) -> None:
-        """Makes a request; submit: submits it and returns its stream."""
         self._submit = submit
         self._whole: Coroutine[Any, Any, RequestOutput] | None = None
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
-        """See `RequestStream.outputs`."""
         return self._submit().outputs()
 
     def __await__(self) -> Generator[Any, Any, RequestOutput]:
         return self._begun().__await__()
 
     def send(self, value: Any) -> Any:
-        """See `collections.abc.Coroutine`, also for the next two: tasks and `asyncio.run` accept only coroutines."""
+        """Resumes the wait; with `throw` and `close` part of `Coroutine`, which tasks and `asyncio.run` need."""
         return self._begun().send(value)
 
     def throw(self, *error: Any) -> Any:
@@ -220,7 +202,6 @@ class RequestOutputs(Coroutine[Any, Any, "RequestOutput"]):
             self._whole.close()
 
     def _begun(self) -> Coroutine[Any, Any, RequestOutput]:
-        """Returns the coroutine that waits for the whole result."""
         if self._whole is None:
             self._whole = self._submit().output()
         return self._whole
@@ -230,20 +211,17 @@ class _Growing:
     """Collects the chunks of one completion."""
 
     def __init__(self, index: int) -> None:
-        """Starts without chunks; index: see `CompletionOutput`."""
         self._index = index
         self._new: list[StreamChunk] = []
         self._last: StreamChunk | None = None
         self._logprob = 0.0
 
     def add(self, chunk: StreamChunk) -> None:
-        """Adds a chunk."""
         self._new.append(chunk)
         self._last = chunk
         self._logprob += sum(next(iter(each.values())).logprob for each in chunk.logprobs or ())
 
     def output(self, *, is_new_only: bool) -> CompletionOutput:
-        """Returns the completion so far, or with `is_new_only` its part since the last call."""
         last, logprobs = self._last, [each for chunk in self._new for each in chunk.logprobs or ()]
         has_logprobs = last is not None and last.logprobs is not None
         made = CompletionOutput(
@@ -262,6 +240,5 @@ class _Growing:
 
 
 def _resolve(reader: asyncio.Future[None]) -> None:
-    """Ends a reader's wait, unless it was cancelled."""
     if not reader.done():
         reader.set_result(None)

@@ -1,4 +1,4 @@
-"""From what a caller asks to sequences that the engine runs: everything is checked before anything is generated."""
+"""Turns prompts and sampling parameters into checked sequences that the engine can run."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """One prompt on its way through the engine.
+    """One prompt with its completions in the engine.
 
     Attributes:
-        request_id: Unique in the life of an `LLM`, unless the caller chose it.
-        prompt_text: As text, or None where it came as token ids.
+        request_id: Unique within an `LLM`, unless the caller chose it.
+        prompt_text: The prompt as text; None for a prompt of token ids.
         sequences: Its n completions.
     """
 
@@ -42,17 +42,17 @@ class Request:
 
     @property
     def is_over(self) -> bool:
-        """Whether all its completions are."""
+        """Whether all completions are over."""
         return all(sequence.finish_reason is not None for sequence in self.sequences)
 
     @property
     def has_begun(self) -> bool:
-        """Whether any of its completions has, or had, a slot."""
+        """Whether any completion has or had a slot, or is over."""
         return any(s.has_begun or s.finish_reason is not None for s in self.sequences)
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of its prompt."""
+        """Number of prompt tokens."""
         return self.sequences[0].num_prompt
 
     def check_new_parts(self, call: str) -> None:
@@ -66,16 +66,16 @@ class Request:
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        """Its prompt."""
+        """Token ids of the prompt."""
         return self.sequences[0].tokens[: self.num_prompt]
 
     def output(self) -> RequestOutput:
-        """What it brought so far."""
+        """Returns the result so far."""
         outputs = [sequence.output() for sequence in self.sequences]
         return replace(self.summary(), outputs=outputs, prompt_logprobs=self.sequences[0].prompt_logprobs())
 
     def summary(self) -> RequestOutput:
-        """The same without completions and log-probabilities, which grow with the text."""
+        """Returns the result without completions and log-probabilities, which grow with the text."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt_text,
@@ -90,14 +90,6 @@ class RequestReader:
     """Makes requests for a target."""
 
     def __init__(self, target: Runner, tokenizer: Any, seed: int | None, defaults: Mapping[str, Any]) -> None:
-        """Reads prompts for a target.
-
-        Args:
-            target: The runner, for its limits.
-            tokenizer: Its tokenizer, or None.
-            seed: Makes requests without a seed of their own reproducible, in the order in which they come.
-            defaults: Fields of `SamplingParams` of requests that come without any.
-        """
         self._tokenizer, self._defaults = tokenizer, defaults
         self._target, self._codec = target, None if tokenizer is None else Codec(tokenizer, target.vocab_size)
         self._grammars = Grammars(tokenizer, target.vocab_size, target.model.eos_ids)
@@ -106,11 +98,11 @@ class RequestReader:
         self._ids = itertools.count()
 
     def chats(self, messages: Any, form: ChatFormat) -> list[dict[str, Any]]:
-        """Conversations as prompts, see `chat_prompts`; raises `RequestError` where they are none."""
+        """Returns the prompts of conversations, see `chat_prompts`; raises `RequestError` for invalid ones."""
         return chat_prompts(messages, self._tokenizer, self._codec, form, self._target.context_len)
 
     def encode(self, text: Any, *, add_special_tokens: bool = True, most_tokens: int | None = None) -> list[int]:
-        """Token ids of text; see `LLM.encode`."""
+        """Returns the token ids of text; see `LLM.encode`."""
         if self._codec is None:
             raise RequestError("the model has no tokenizer. Pass token ids.")
         check_text("the text", text)
@@ -119,20 +111,20 @@ class RequestReader:
         return self._codec.encode(text, "the text", add_special_tokens=add_special_tokens)
 
     def decode(self, token_ids: Any) -> str:
-        """Text of token ids, special tokens included; raises `RequestError` where there is none."""
+        """Returns the text of token ids, special tokens included; raises `RequestError` if they have none."""
         if self._codec is None:
             raise RequestError("the model has no tokenizer to decode token ids.")
         return self._codec.decode(checked_token_ids(token_ids, self._target.vocab_size, "the token ids"))
 
     def read(self, prompts: Any, sampling_params: Any) -> list[Request]:
-        """Checks everything before anything is run.
+        """Returns checked requests.
 
         Args:
             prompts: In any of the forms of `split_prompts`.
             sampling_params: `SamplingParams` for all, a list with one for each prompt, or None for the defaults.
 
         Raises:
-            RequestError: When a prompt cannot be served, or there are not as many parameters as prompts.
+            RequestError: When a prompt cannot be served, or the numbers of parameters and prompts differ.
         """
         items = split_prompts(prompts)
         each = self._params_for_each(sampling_params, len(items))
@@ -140,7 +132,7 @@ class RequestReader:
         return [self._request(*parts, self.new_id()) for parts in zip(checked, each, strict=True)]
 
     def read_one(self, prompt: Any, sampling_params: Any, request_id: str) -> Request:
-        """Checks one request.
+        """Returns one checked request.
 
         Args:
             prompt: In any of the forms of `split_prompts`.
@@ -157,11 +149,11 @@ class RequestReader:
         return self._request(self._checked_prompt(0, items[0]), params, request_id)
 
     def new_id(self) -> str:
-        """A name for a request that it has not given before."""
+        """Returns a new request id."""
         return str(next(self._ids))
 
     def _checked_prompt(self, index: int, prompt: Any) -> ReadPrompt:
-        """A prompt that leaves room for an answer."""
+        """Returns a prompt that leaves room for at least one output token."""
         read, limit = self._prompts.read(prompt), self._target.context_len
         if len(read.token_ids) >= limit:
             raise RequestError(
@@ -171,7 +163,7 @@ class RequestReader:
         return read
 
     def _request(self, prompt: ReadPrompt, params: SamplingParams, request_id: str) -> Request:
-        """The n sequences of one prompt."""
+        """Returns the request with the n sequences of one prompt."""
         vocab_size, limit = self._target.vocab_size, self._target.context_len
         if params.stop_strings and self._codec is None:
             raise RequestError("stop holds text but the model has no tokenizer. Use stop_token_ids.")
@@ -207,14 +199,13 @@ class RequestReader:
         return Request(request_id=request_id, prompt_text=prompt.text, sequences=sequences)
 
     def _bad_words(self, params: SamplingParams) -> list[list[int]]:
-        """Forbidden sequences as token ids; a word given as text is forbidden with and without a space before it."""
+        """Returns forbidden sequences of token ids; text is forbidden with and without a space before it."""
         spelled = (
             each for word in params.bad_words for each in (_spellings(word) if isinstance(word, str) else [word])
         )
         return bounded_bad_words(map(self._bad_word, spelled))
 
     def _bad_word(self, word: str | Seq[int]) -> list[int]:
-        """A forbidden word as token ids."""
         if not isinstance(word, str):
             return checked_token_ids(word, self._target.vocab_size, "bad_words")
         if self._codec is None:
@@ -245,5 +236,5 @@ class RequestReader:
 
 
 def _spellings(word: str) -> list[str]:
-    """A word at the beginning of a line and after a space; white space alone as it is."""
+    """Returns a word without and with a space before it; white space alone stays as it is."""
     return [word] if word.isspace() else [word.lstrip(), f" {word.lstrip()}"]

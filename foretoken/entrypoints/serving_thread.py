@@ -1,4 +1,4 @@
-"""The thread that makes iterations while there is work, sleeps while there is none, and hands out what came of them."""
+"""The thread that runs iterations while there is work, and hands the results to readers."""
 
 from __future__ import annotations
 
@@ -44,15 +44,14 @@ class ServingThread:
     """Serves the requests of a queue on an engine, until it is closed or fails.
 
     Attributes:
-        stopped: Why it serves no requests any more, or None.
+        stopped: Why requests are not served any more, or None.
     """
 
     def __init__(self, shared: SharedEngine, queue: RequestQueue) -> None:
-        """Starts the thread."""
         self.stopped: str | None = None
         self._shared, self._queue = shared, queue
-        self._inbox: SimpleQueue[ServedRequest | _Order] = SimpleQueue()  # whose `put` may be called anywhere
-        self._iteration_began: float | None = None  # on a clock that never goes back; None between iterations
+        self._inbox: SimpleQueue[ServedRequest | _Order] = SimpleQueue()  # `put` may be called anywhere
+        self._iteration_began: float | None = None  # monotonic seconds; None between iterations
         self._thread = threading.Thread(target=self._serve, name="foretoken-engine", daemon=True)
         _alive.add(self)
         self._thread.start()
@@ -64,21 +63,17 @@ class ServingThread:
 
     @property
     def iteration_seconds(self) -> float:
-        """How long the present iteration has taken so far; 0 between iterations."""
+        """Seconds since the present iteration began; 0 between iterations."""
         began = self._iteration_began
         return 0.0 if began is None else time.monotonic() - began
 
     def hand_over(self, served: ServedRequest) -> None:
-        """Has a request served.
-
-        Raises:
-            EngineStopped: When nobody would.
-        """
+        """Gives a request to the thread; raises `EngineStopped` if the thread has stopped."""
         self.check_alive()
         self._inbox.put(served)
 
     def check_alive(self) -> None:
-        """Raises `EngineStopped` when no request can be served."""
+        """Raises `EngineStopped` if the thread has stopped."""
         if self.stopped is not None:
             raise EngineStopped(self.stopped)
 
@@ -88,30 +83,25 @@ class ServingThread:
         self._inbox.put(_Order.LOOK)
 
     def close(self) -> None:
-        """Has all requests ended, and the thread. Takes no lock."""
+        """Orders the thread to end all requests and itself. Takes no lock."""
         self._inbox.put(_Order.CLOSE)
 
     def join(self) -> None:
-        """Waits for the thread's end; not where the thread itself would wait."""
+        """Waits for the end of the thread; returns at once in the thread itself."""
         if self._thread is not threading.current_thread():
             self._thread.join()
 
     def _serve(self) -> None:
-        """What the thread does all its life."""
         try:
             while self._serve_once():
                 pass
             self._stop(_CLOSED, error=None)
-        except BaseException as err:  # noqa: BLE001 - whatever it is, readers must hear of it
+        except BaseException as err:  # noqa: BLE001 - readers must learn of any error
             _log.critical("the engine's thread failed: %s", described(err), exc_info=err)
             self._stop(_FAILED.format(error=described(err)), error=_BROKEN_OFF.format(error=described(err)))
 
     def _serve_once(self) -> bool:
-        """Takes in what came, makes an iteration where there is work, and hands out what came of it.
-
-        Returns:
-            Whether to go on.
-        """
+        """Takes requests in, runs an iteration if there is work, hands out results; returns whether to go on."""
         orders = self._orders()
         if _Order.CLOSE in orders:
             return False
@@ -119,7 +109,7 @@ class ServingThread:
             for served in orders:
                 if isinstance(served, ServedRequest):
                     for sequence in served.request.sequences:
-                        if sequence.finish_reason is None:  # else it was given up on the way
+                        if sequence.finish_reason is None:  # else it was aborted before it arrived
                             self._shared.engine.add(sequence)
             if self._shared.engine.has_work:
                 self._step()
@@ -128,7 +118,6 @@ class ServingThread:
         return True
 
     def _step(self) -> None:
-        """One iteration, and what it achieved."""
         running = self._queue.running.values()
         begin, before = time.perf_counter(), sum(served.num_generated for served in running)
         self._iteration_began = time.monotonic()
@@ -138,7 +127,7 @@ class ServingThread:
         self._queue.throughput.add_iteration(generated, time.perf_counter() - begin)
 
     def _orders(self) -> list[ServedRequest | _Order]:
-        """What came since the last iteration; waits for something while no request is alive."""
+        """Returns all new orders; waits for one while no request is alive."""
         orders = []
         if self._queue.is_empty:
             orders.append(self._inbox.get())
@@ -149,7 +138,7 @@ class ServingThread:
             return orders
 
     def _hand_out(self, requests: list[ServedRequest]) -> None:
-        """Gives readers what is new, and forgets requests that are over."""
+        """Gives readers their new chunks, and removes requests that are over."""
         for served in requests:
             box, request = served.mailbox, served.request
             error = _fill(served)
@@ -165,19 +154,14 @@ class ServingThread:
 
     @staticmethod
     def _fill_at_last(served: ServedRequest) -> None:
-        """Gives a reader the result of a request that is over, or why there is none."""
+        """Gives a reader the result of a finished request, or the reason why there is none."""
         error = _fill(served)
         if error is not None:
             name = served.request.request_id
             served.mailbox.error = ForetokenError(f"the result of request '{name}' cannot be made: {error}.")
 
     def _stop(self, reason: str, *, error: str | None) -> None:
-        """Ends all requests; nothing is served from now on.
-
-        Args:
-            reason: What those hear who submit another.
-            error: What the requests are told; None where they were ended from outside.
-        """
+        """Ends all requests: with `error`, or aborted if it is None. Later calls raise `EngineStopped(reason)`."""
         self.stopped = reason
         requests = self._queue.take_all()
         try:
@@ -185,7 +169,7 @@ class ServingThread:
                 self._shared.engine.abort([s for served in requests for s in served.request.sequences], error=error)
                 for served in requests:
                     self._fill_at_last(served)
-        except BaseException as err:  # noqa: BLE001 - what ended the thread may go on failing
+        except BaseException as err:  # noqa: BLE001 - the cause may still fail
             _log.error("requests could not be brought to an end: %s", described(err))
         for served in requests:
             if not served.mailbox.is_complete:
@@ -193,7 +177,7 @@ class ServingThread:
             served.mailbox.wake()
 
     def _after_fork(self) -> None:
-        """Where there is no such thread: readers hear so, and nobody waits for what cannot come."""
+        """Ends the requests in a forked child, which has no copy of the thread."""
         self.stopped = _FORKED
         for served in self._queue.take_all():
             served.mailbox.error = EngineStopped(_FORKED)
@@ -201,7 +185,7 @@ class ServingThread:
 
 
 def _fill(served: ServedRequest) -> str | None:
-    """Gives a reader what is new; what was raised meanwhile, or None."""
+    """Fills a reader's mailbox; returns the description of an error, or None."""
     try:
         served.fill_mailbox()
     except Exception as err:  # noqa: BLE001 - a tokenizer that fails must cost its request alone
@@ -210,7 +194,7 @@ def _fill(served: ServedRequest) -> str | None:
 
 
 def _at_exit() -> None:
-    """Before the interpreter goes, which would stop threads in the middle of an iteration."""
+    """Ends the threads before the interpreter would stop them in the middle of an iteration."""
     threads = list(_alive)
     for thread in threads:
         thread.close()
@@ -219,7 +203,6 @@ def _at_exit() -> None:
 
 
 def _after_fork() -> None:
-    """In a forked child."""
     for thread in _alive:
         thread._after_fork()
 

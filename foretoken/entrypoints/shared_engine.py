@@ -1,4 +1,4 @@
-"""An engine that any number of threads use in turn: iterations are made one at a time, each serving all requests."""
+"""An engine that any number of threads use in turn: iterations run one at a time, each serving all requests."""
 
 from __future__ import annotations
 
@@ -27,27 +27,26 @@ _alive: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
 
 
 class SharedEngine:
-    """An engine and the turns at it.
+    """An engine that threads use in turn.
 
     Attributes:
-        engine: To be used within a `turn`.
-        requests: Reads requests for it, in any thread at any time.
+        engine: The engine; use it within a `turn`.
+        requests: Reads requests; any thread may use it at any time.
     """
 
     def __init__(self, engine: Engine, requests: RequestReader) -> None:
-        """Nobody is at work."""
         self.engine, self.requests = engine, requests
         self._lock = FairLock()
-        self._given_up: deque[Sequence] = deque()  # of calls that ended while another thread had the lock
-        self._is_inherited = False  # whether this is the copy of a forked process, with its parent's requests in it
+        self._given_up: deque[Sequence] = deque()  # of calls that ended while another thread held the lock
+        self._is_inherited = False  # whether this copy, in a forked process, has its parent's requests
         _alive.add(self)
 
     @contextmanager
     def turn(self) -> Iterator[None]:
-        """The calling thread's turn with engine, sequences and tokenizer, first come first served.
+        """Gives the calling thread engine, sequences and tokenizer, first come first served.
 
         Raises:
-            ForetokenError: When the thread has its turn already, as within a callback of the engine.
+            ForetokenError: When the thread already has its turn, as in a callback of the engine.
         """
         with self._lock, own_torch_state():
             if self._is_inherited:
@@ -57,16 +56,16 @@ class SharedEngine:
             yield
 
     def check_outside(self) -> None:
-        """Raises `ForetokenError` within the calling thread's turn, as `turn` would."""
+        """Raises `ForetokenError` if the calling thread has its turn."""
         self._lock.check_not_mine()
 
     def step(self, interrupted: str = _INTERRUPTED) -> None:
-        """One iteration, within a turn.
+        """Runs one iteration; call it within a turn.
 
-        One that is broken off, as by Ctrl-C, may leave any sequence half committed and ends all.
+        An interrupted iteration, as by Ctrl-C, may leave any sequence half committed and therefore ends all sequences.
 
         Args:
-            interrupted: What their requests are told, with a place for the type of the error.
+            interrupted: Error of these sequences, with a field for the type of the exception.
         """
         try:
             self.engine.step()
@@ -75,7 +74,7 @@ class SharedEngine:
             raise
 
     def run(self, sequences: list[Sequence]) -> Generator[None]:
-        """Runs sequences to their end, pausing after every iteration, and once more for what other calls brought."""
+        """Runs sequences to their end; yields after every iteration, and once for those of other threads."""
         waiting_for = sequences[::-1]
         try:
             with self.turn():
@@ -97,7 +96,7 @@ class SharedEngine:
 
         Does not wait: the garbage collector closes forgotten streams wherever a thread happens to be.
         """
-        if is_exiting():  # the interpreter: modules may be gone, which is why the default is bound early
+        if is_exiting():  # modules may be gone; the default argument is bound early for that reason
             return
         self.give_up_at_next_turn(sequences)
         if self._given_up and self._lock.try_enter():
@@ -111,7 +110,6 @@ class SharedEngine:
         self._given_up.extend(s for s in sequences if s.finish_reason is None)
 
     def _end_given_up(self) -> None:
-        """Frees the slots of sequences that nobody waits for any more."""
         given_up = []
         while self._given_up:
             given_up.append(self._given_up.popleft())
@@ -120,7 +118,7 @@ class SharedEngine:
 
 
 def _after_fork() -> None:
-    """In a forked child: the parent's threads, which may have held locks, are gone, and its requests are not ours."""
+    """Replaces the locks in a forked child, which lacks the threads that may have held them."""
     for shared in _alive:
         shared._lock, shared._is_inherited = FairLock(), True
 

@@ -29,7 +29,7 @@ class Taken(NamedTuple):
 
 
 class OtherArgument(NamedTuple):
-    """An argument of vLLM's: which values ask for nothing, and what there is instead of the others."""
+    """An argument of vLLM: its neutral values, and advice for all other values."""
 
     taken: Taken
     instead: str
@@ -43,7 +43,7 @@ class OtherArgument(NamedTuple):
         """Raises `ConfigError` for a value that is not neutral; told: the argument as the user wrote it."""
         if value is not None and not self.taken.has(value):
             raise ConfigError(f"{told} is not supported. {self.instead}")
-        _log.debug("vLLM's %s asks for nothing that there is not and is ignored", told)
+        _log.debug("vLLM's %s has a neutral value and is ignored", told)
 
 
 def _one_of(*values: Any) -> Taken:
@@ -67,7 +67,6 @@ _UP_TO_1024 = Taken("`0` to `1024`", lambda value: type(value) is int and 0 <= v
 
 
 def _group(instead: str, **taken: Taken) -> dict[str, OtherArgument]:
-    """Arguments with an equivalent here, which the error message names."""
     return {name: OtherArgument(each, instead) for name, each in taken.items()}
 
 
@@ -209,15 +208,16 @@ _SHORT = {
 
 
 def check_other_arguments(others: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Looks at the arguments that `LLM` was given and does not have.
+    """Checks arguments that `LLM` was given and does not have.
 
     Args:
         others: Their names and values.
-        known: The names that `LLM` has.
+        known: The argument names of `LLM`.
 
     Raises:
-        ConfigError: For a name that neither it nor vLLM's knows, with the nearest one, and for a value that asks for
-            what there is not, with what there is instead.
+        ConfigError: For a name that neither `LLM` nor vLLM has, and for a value that is not neutral. The error names
+            the
+            nearest argument or an alternative.
     """
     for name, value in others.items():
         if name not in OTHER_ARGUMENTS:
